@@ -1,0 +1,8 @@
+"""Context-parallel attention for Megatron: strategies as plans, one executor for all of them."""
+
+from .attention import AllRanks, ContextParallel, context_parallel_attention
+from .errors import UsageError
+from .layout import LAYOUTS
+from .strategies import STRATEGIES
+
+__all__ = ["LAYOUTS", "STRATEGIES", "AllRanks", "ContextParallel", "UsageError", "context_parallel_attention"]

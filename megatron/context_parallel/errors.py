@@ -1,0 +1,9 @@
+"""The one error a user is meant to read."""
+
+
+class UsageError(ValueError):
+    """A flag, shape, file or rank count that cannot work.
+
+    The message is one line: it names what was given, its value, and a value that works. Programs print it
+    without a traceback and exit with status 2.
+    """

@@ -1,0 +1,261 @@
+"""Executes a plan on one rank: launches what travels, computes blocks meanwhile, merges partials, frees at last use.
+
+Inside, tensors are folded: queries [s, B, G, d] and keys and values [2, s, B, d], with B = batch × kv_heads and G =
+heads / kv_heads. These are views of Megatron's [s, b, heads, d], and rows stay contiguous for sending.
+"""
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .kernels import Kernel
+from .kernels.masks import pieces
+from .kernels.merge import merge
+from .layout import Progression, progressions
+from .plan.ir import PARTIAL, AllGather, Attend, Plan, Recv, ReduceScatter, Send, T
+from .plan.verify import last_reads
+from .transport import Program, Transport, Work
+
+Value = tuple[Tensor, ...]
+IN_FLIGHT = 2  # batches of one channel a rank runs ahead of the slowest receiver before it waits; bounds memory
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What all ranks agree on: the sequence length, the kernel, and the softmax scale."""
+
+    length: int
+    kernel: Kernel
+    scale: float
+
+
+class Executor:
+    """One run of one rank's part of a plan."""
+
+    def __init__(self, plan: Plan, rank: int, problem: Problem, transport: Transport, inputs: dict[T, Value]) -> None:
+        self.plan, self.rank, self.problem, self.transport = plan, rank, problem, transport
+        self.held: dict[tuple[T, int], Value] = {(t, rank): value for t, value in inputs.items()}
+        self.arriving: dict[tuple[T, int], list[tuple[Work, Value, bool]]] = defaultdict(list)
+        self.launched: dict[str, deque[Work]] = defaultdict(deque)
+        self.last_reads = last_reads(plan, rank)
+        self.q, self.kv = inputs[plan.starts[0]][0], inputs[T.KV][0]
+        self.wide = torch.promote_types(self.q.dtype, torch.float32)
+
+    def run(self) -> Program[dict[T, Value]]:
+        """Yields each communication it must wait for; returns the tensors the plan ends with."""
+        for s, step in enumerate(self.plan.steps[self.rank]):
+            yield from self._launch(step.comm)
+            for attend in step.attend:
+                yield from self._attend(attend)
+            self._free(s)
+        for t in self.plan.ends:
+            yield from self._need((t, self.rank))
+        for works in self.launched.values():
+            yield from works
+        return {t: self.held[t, self.rank] for t in self.plan.ends}
+
+    # -- communication -----------------------------------------------------------------------------------------
+
+    def _launch(self, comm: tuple) -> Program[None]:
+        batches: dict[str, tuple[list, list]] = defaultdict(lambda: ([], []))
+        received: dict[str, list] = defaultdict(list)
+        for op in comm:
+            sends, receives = batches[op.channel]
+            match op:
+                case Send():
+                    sends += [(op.peer, x) for x in (yield from self._take(op.tensor, op.chunk))]
+                case Recv():
+                    value = self._empty(op.tensor)
+                    receives += [(op.peer, x) for x in value]
+                    received[op.channel].append(((op.tensor, op.chunk), value, op.reduce))
+                case AllGather():
+                    yield from self._all_gather(op)
+                case ReduceScatter():
+                    for peer, chunk in _rotated(op, self.rank):
+                        sends += [(peer, x) for x in (yield from self._take(op.tensor, chunk))]
+                    for peer, _ in reversed(_rotated(op, self.rank)):
+                        value = self._empty(op.tensor)
+                        receives += [(peer, x) for x in value]
+                        received[op.channel].append(((op.tensor, self.rank), value, True))
+        for channel, (sends, receives) in batches.items():
+            if not sends and not receives:
+                continue
+            yield from self._make_room(channel)
+            work = self.transport.exchange(channel, sends, receives)
+            self.launched[channel].append(work)
+            for key, value, reduce in received[channel]:
+                self.arriving[key].append((work, value, reduce))
+
+    def _all_gather(self, op: AllGather) -> Program[None]:
+        """Gathers into one buffer, of which each chunk becomes a view."""
+        mine = yield from self._take(op.tensor, op.chunks[op.group.index(self.rank)])
+        yield from self._make_room(op.channel)
+        for x in mine:
+            everyone = x.new_empty((len(op.group), *x.shape))
+            work = self.transport.all_gather(op.channel, op.group, x, everyone)
+            self.launched[op.channel].append(work)
+            for i, chunk in enumerate(op.chunks):
+                if op.group[i] != self.rank:
+                    self.arriving[op.tensor, chunk].append((work, (everyone[i],), False))
+
+    def _make_room(self, channel: str) -> Program[None]:
+        works = self.launched[channel]
+        while len(works) >= IN_FLIGHT:
+            yield works.popleft()
+
+    def _need(self, key: tuple[T, int]) -> Program[Value]:
+        """The value of `key`, once everything sent towards it has arrived and been reduced."""
+        for work, value, reduce in self.arriving.pop(key, ()):
+            yield work
+            if reduce and key in self.held:
+                self._reduce(key[0], self.held[key], value)
+            else:
+                self.held[key] = value
+        return self.held[key]
+
+    def _take(self, tensor: T, chunk: int) -> Program[Value]:
+        """The value to send; a partial leaves this rank, and one that nothing was added to is zero."""
+        if tensor not in PARTIAL:
+            return (yield from self._need((tensor, chunk)))
+        if (tensor, chunk) not in self.held and (tensor, chunk) not in self.arriving:
+            return self._zero(tensor)
+        value = yield from self._need((tensor, chunk))
+        del self.held[tensor, chunk]
+        return value
+
+    def _free(self, step: int) -> None:
+        done = [
+            (tensor, chunk)
+            for (tensor, chunk) in self.held
+            if tensor not in PARTIAL and chunk != self.rank and self.last_reads.get((tensor, chunk), -1) <= step
+        ]
+        for key in done:
+            del self.held[key]
+
+    # -- values ------------------------------------------------------------------------------------------------
+
+    def _empty(self, tensor: T) -> Value:
+        q, kv = self.q, self.kv
+        rows = q.shape[:-1]
+        match tensor:
+            case T.Q:
+                return (torch.empty_like(q),)
+            case T.KV:
+                return (torch.empty_like(kv),)
+            case T.O:
+                return q.new_empty(q.shape, dtype=self.wide), q.new_empty(rows, dtype=self.wide)
+            case T.QDO:
+                stats = [q.new_empty(rows, dtype=self.wide) for _ in range(2)]
+                return torch.empty_like(q), torch.empty_like(q), *stats
+            case T.DQ:
+                return (q.new_empty(q.shape, dtype=self.wide),)
+            case T.DKV:
+                return (kv.new_empty(kv.shape, dtype=self.wide),)
+
+    def _zero(self, tensor: T) -> Value:
+        value = self._empty(tensor)
+        value[0].zero_()
+        if tensor is T.O:
+            value[1].fill_(float("-inf"))
+        return value
+
+    def _partial(self, tensor: T, chunk: int) -> Value:
+        key = (tensor, chunk)
+        if key not in self.held:
+            self.held[key] = self._zero(tensor)
+        return self.held[key]
+
+    def _reduce(self, tensor: T, into: Value, value: Value) -> None:
+        if tensor is T.O:
+            merge(*into, *value)
+        else:
+            into[0].add_(value[0])
+
+    # -- blocks ------------------------------------------------------------------------------------------------
+
+    def _attend(self, attend: Attend) -> Program[None]:
+        for chunk in attend.kv_chunks:
+            yield from self._need((T.KV, chunk))
+        keys, stored = self._keys(attend.kv_chunks)
+        for chunk in attend.q_chunks:
+            queries = yield from self._need((self.plan.starts[0], chunk))
+            cut = pieces(self._progressions(chunk), stored, self.plan.causal)
+            if self.plan.backward:
+                self._backward(chunk, queries, attend.kv_chunks, keys, cut)
+            else:
+                self._forward(chunk, queries, keys, cut)
+
+    def _progressions(self, chunk: int) -> tuple[Progression, ...]:
+        return progressions(self.plan.layout, chunk, self.plan.n, self.problem.length)
+
+    def _segments(self, chunks: tuple[int, ...]) -> list[tuple[Progression, int, slice]]:
+        """(positions, chunk, rows in the chunk) of several chunks, by position, so that neighbours join."""
+        segments = []
+        for chunk in chunks:
+            offset = 0
+            for p in self._progressions(chunk):
+                segments.append((p, chunk, slice(offset, offset + p.length)))
+                offset += p.length
+        return sorted(segments)
+
+    def _keys(self, chunks: tuple[int, ...]) -> tuple[Tensor, tuple[Progression, ...]]:
+        """Keys and values of the chunks [2, rows, B, d] and their positions in storage order."""
+        if len(chunks) == 1:
+            return self.held[T.KV, chunks[0]][0], self._progressions(chunks[0])
+        segments = self._segments(chunks)
+        rows = [self.held[T.KV, chunk][0][:, where] for _, chunk, where in segments]
+        return torch.cat(rows, 1), tuple(p for p, _, _ in segments)
+
+    def _forward(self, chunk: int, queries: Value, keys: Tensor, cut: list) -> None:
+        key, (q,) = (T.O, chunk), queries
+        for piece in cut:
+            out, lse = self.problem.kernel.forward(
+                q[piece.q],
+                keys[0, piece.kv],
+                keys[1, piece.kv],
+                causal=piece.causal,
+                scale=self.problem.scale,
+            )
+            if key not in self.held and out.shape[0] == q.shape[0]:
+                self.held[key] = (
+                    out.to(self.wide, memory_format=torch.contiguous_format, copy=True),
+                    lse.to(self.wide, memory_format=torch.contiguous_format, copy=True),
+                )
+                continue
+            into_out, into_lse = self._partial(*key)
+            merge(into_out[piece.q], into_lse[piece.q], out, lse.to(self.wide))
+        if not cut:
+            self._partial(*key)
+
+    def _backward(self, chunk: int, queries: Value, kv_chunks: tuple[int, ...], keys: Tensor, cut: list) -> None:
+        q, dout, lse, delta = queries
+        (dq,) = self._partial(T.DQ, chunk)
+        single = len(kv_chunks) == 1
+        dkv = self._partial(T.DKV, kv_chunks[0])[0] if single else torch.zeros_like(keys, dtype=self.wide)
+        for piece in cut:
+            rows = piece.q
+            grads = self.problem.kernel.backward(
+                dout[rows],
+                q[rows],
+                keys[0, piece.kv],
+                keys[1, piece.kv],
+                lse[rows],
+                delta[rows],
+                causal=piece.causal,
+                scale=self.problem.scale,
+            )
+            for into, grad in zip((dq[rows], dkv[0, piece.kv], dkv[1, piece.kv]), grads, strict=True):
+                into.add_(grad)
+        if not single:
+            offset = 0
+            for p, kv_chunk, where in self._segments(kv_chunks):
+                self._partial(T.DKV, kv_chunk)[0][:, where].add_(dkv[:, offset : offset + p.length])
+                offset += p.length
+
+
+def _rotated(op: ReduceScatter, rank: int) -> list[tuple[int, int]]:
+    """(peer, its chunk) of the others in a group, each rank starting at its own successor: nobody's first in line."""
+    place, size = op.group.index(rank), len(op.group)
+    return [(op.group[(place + k) % size], op.chunks[(place + k) % size]) for k in range(1, size)]

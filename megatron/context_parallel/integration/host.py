@@ -1,0 +1,92 @@
+"""Lets megatron-core run on a host that has no GPU.
+
+megatron-core names the CUDA device in a few places where the tensor's own device would do. On a host without a
+GPU `support_cpu_host()` answers those places with the CPU; with a GPU it does nothing. Factory functions are
+replaced, not intercepted by a TorchFunctionMode: a mode is suspended inside the backward pass.
+"""
+
+import functools
+import logging
+import warnings
+
+import torch
+
+_FACTORIES = ("tensor", "zeros", "ones")
+_CUDA_TYPE = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+}
+_supported = False
+
+
+def support_cpu_host() -> None:
+    """Prepare this process for megatron-core if it has no GPU. May be called any number of times."""
+    global _supported
+    if _supported or torch.cuda.is_available():
+        return
+    _supported = True
+    _quiet_fallback_notices()
+    _create_on_cpu()
+    _answer_device_questions()
+    _keep_tensors_in_place()
+    _name_types_as_cuda()
+    _share_cpu_generator()
+
+
+def _quiet_fallback_notices() -> None:
+    # Every rank would print them, and without a GPU neither package could be used.
+    for notice in ("Transformer Engine and Apex are not installed", "Apex is not installed"):
+        warnings.filterwarnings("ignore", message=notice)
+
+
+def _create_on_cpu() -> None:
+    # Schedules, optimizer and gradient clipping create scalars and buffers with device="cuda".
+    for name in _FACTORIES:
+        factory = getattr(torch, name)
+
+        @functools.wraps(factory)
+        def on_cpu(*args, _factory=factory, **kwargs):
+            if kwargs.get("device") == "cuda":
+                kwargs["device"] = "cpu"
+            return _factory(*args, **kwargs)
+
+        setattr(torch, name, on_cpu)
+
+
+def _answer_device_questions() -> None:
+    # Weights and communication buffers are created on the current device.
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    # Pipeline communication and the checkpoint writer wait for the device; a CPU has finished already.
+    torch.cuda.synchronize = lambda device=None: None
+
+
+def _keep_tensors_in_place() -> None:
+    # The first and last pipeline stages move the tied embedding to the device.
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+
+
+def _name_types_as_cuda() -> None:
+    # The optimizers sort parameters, and clipping accepts gradients, by these type strings.
+    of_tensor = torch.Tensor.type
+
+    @functools.wraps(of_tensor)
+    def name_or_cast(self, dtype=None, **kwargs):
+        if dtype is None and self.dtype in _CUDA_TYPE:
+            return _CUDA_TYPE[self.dtype]
+        return of_tensor(self, dtype, **kwargs)
+
+    torch.Tensor.type = name_or_cast
+
+
+def _share_cpu_generator() -> None:
+    # The tensor-parallel RNG tracker and recomputation save, seed and restore the device's generator.
+    from megatron.core.tensor_parallel import random
+
+    torch.cuda.manual_seed = torch.default_generator.manual_seed
+    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # The tracker warns when the CPU generator moves inside its fork: here it is the one that must.
+    logging.getLogger(random.__name__).addFilter(lambda r: "CPU RNG state changed" not in r.getMessage())

@@ -1,0 +1,87 @@
+"""Which token positions each chunk of a sequence holds.
+
+A sequence of `length` tokens is cut into `n` chunks, one per rank of the context group. A chunk is a union of
+arithmetic progressions of positions; everything that depends on positions (data, RoPE, masks, gathering) asks
+here, and nothing else knows a layout by name.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import UsageError
+
+
+class Progression(NamedTuple):
+    """The positions start, start + stride, ..., `length` of them."""
+
+    start: int
+    stride: int
+    length: int
+
+    @property
+    def last(self) -> int:
+        return self.start + (self.length - 1) * self.stride
+
+
+def _contiguous(chunk: int, n: int, size: int) -> tuple[Progression, ...]:
+    return (Progression(chunk * size, 1, size),)
+
+
+def _zigzag(chunk: int, n: int, size: int) -> tuple[Progression, ...]:
+    half = size // 2
+    return Progression(chunk * half, 1, half), Progression((2 * n - 1 - chunk) * half, 1, half)
+
+
+def _cyclic(chunk: int, n: int, size: int) -> tuple[Progression, ...]:
+    return (Progression(chunk, n, size),)
+
+
+_PROGRESSIONS = {"contiguous": _contiguous, "zigzag": _zigzag, "cyclic": _cyclic}
+LAYOUTS = tuple(_PROGRESSIONS)
+
+
+def progressions(layout: str, chunk: int, n: int, length: int) -> tuple[Progression, ...]:
+    """The positions of `chunk` (of `n`) in a sequence of `length` tokens, in local order.
+
+    `contiguous` is chunk i of n; `zigzag` is slices i and 2n-1-i of 2n; `cyclic` is i, i+n, i+2n, ... (striped).
+
+    Raises:
+        UsageError: unknown layout, or `length` not a multiple of n (of 2n for zigzag).
+    """
+    if layout not in _PROGRESSIONS:
+        raise UsageError(f"--cp-layout {layout}: unknown; choose one of {', '.join(LAYOUTS)}")
+    parts = 2 * n if layout == "zigzag" else n
+    if length % parts or length < parts:
+        nearest = max(parts, length // parts * parts)
+        raise UsageError(
+            f"--seq-length {length}: the {layout} layout over {n} ranks needs a multiple of {parts}, such as {nearest}"
+        )
+    return _PROGRESSIONS[layout](chunk, n, length // n)
+
+
+def positions(layout: str, chunk: int, n: int, length: int) -> Tensor:
+    """The positions of `chunk` as int64 [length / n], in the order its rank stores its tokens."""
+    return torch.cat([torch.arange(p.start, p.last + 1, p.stride) for p in progressions(layout, chunk, n, length)])
+
+
+def shard(x: Tensor, layout: str, chunk: int, n: int, dim: int = 0) -> Tensor:
+    """The tokens of `chunk` out of a full sequence: [..., length, ...] to [..., length / n, ...] along `dim`."""
+    return x.index_select(dim, positions(layout, chunk, n, x.shape[dim]).to(x.device))
+
+
+def unshard(chunks: list[Tensor], layout: str, dim: int = 0) -> Tensor:
+    """Inverse of `shard`: the full sequence from the chunks of all ranks, in chunk order."""
+    n, length = len(chunks), sum(c.shape[dim] for c in chunks)
+    stored = torch.cat([positions(layout, i, n, length) for i in range(n)])
+    return torch.cat(chunks, dim).index_select(dim, stored.argsort().to(chunks[0].device))
+
+
+@cache
+def visible(layout: str, n: int, q_chunk: int, kv_chunk: int) -> bool:
+    """Whether, under a causal mask, any token of `q_chunk` sees any token of `kv_chunk` (two or more tokens each)."""
+    last_query = max(p.last for p in progressions(layout, q_chunk, n, 4 * n))
+    first_key = min(p.start for p in progressions(layout, kv_chunk, n, 4 * n))
+    return first_key <= last_query

@@ -1,0 +1,149 @@
+"""Checks a plan before anyone runs it, and counts what it costs."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from ..layout import visible
+from .ir import PARTIAL, AllGather, Attend, Comm, Plan, PlanError, Recv, ReduceScatter, Send, T
+from .trace import contributions, trace
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a verified plan costs. Units: one chunk of one tensor of model width; K, V, Q, dO count one each.
+
+    Attributes:
+        volume: per rank, units received, by tensor.
+        steps: the longest rank's number of steps.
+        idle: fraction of rank time not spent in blocks if a pair of chunks takes one unit of time and
+            communication none.
+        peak: per rank, the most units alive at once, the rank's own included.
+    """
+
+    volume: tuple[Counter, ...]
+    steps: int
+    idle: float
+    peak: tuple[float, ...]
+
+    @property
+    def received(self) -> float:
+        """Units received by the rank that receives most."""
+        return max(sum(v.values()) for v in self.volume)
+
+
+def units(tensor: T, kv_ratio: float = 1.0) -> float:
+    """Units of one chunk of `tensor`; log-sum-exp and delta are not counted. `kv_ratio` is kv_heads / heads."""
+    return {T.Q: 1, T.KV: 2 * kv_ratio, T.O: 1, T.QDO: 2, T.DQ: 1, T.DKV: 2 * kv_ratio}[tensor]
+
+
+def received(op: Comm, kv_ratio: float = 1.0) -> float:
+    """Units an operation brings to its rank. A reduce-scatter is an exchange followed by a local sum."""
+    match op:
+        case Recv():
+            return units(op.tensor, kv_ratio)
+        case AllGather() | ReduceScatter():
+            return units(op.tensor, kv_ratio) * (len(op.group) - 1)
+    return 0
+
+
+def verify(plan: Plan, kv_ratio: float = 1.0) -> Report:
+    """Proves that `plan` computes exact attention and terminates, and counts its costs.
+
+    Every unmasked pair of chunks is computed exactly once and reaches the owner of its result, every send meets its
+    receive in order, nobody waits in a circle, nothing received goes unused and no partial is left behind.
+
+    Raises:
+        PlanError: naming rank, step and chunk of the first violation found.
+    """
+    run = trace(plan)
+    for r, held in enumerate(run.held):
+        for tensor, chunk in held:
+            if tensor in PARTIAL and chunk != r:
+                raise PlanError(f"rank {r}, step {len(plan.steps[r])}: partial {tensor} chunk {chunk} is left behind")
+        for tensor in plan.ends:
+            _check_complete(plan, r, tensor, held.get((tensor, r), 0))
+        _check_used(plan, r)
+    busy = sum(span.end - span.start for span in run.spans if not span.channel)
+    volume = tuple(
+        sum((Counter({op.tensor: received(op, kv_ratio)}) for s in steps for op in s.comm), Counter())
+        for steps in plan.steps
+    )
+    return Report(
+        volume=volume,
+        steps=max(len(steps) for steps in plan.steps),
+        idle=1 - busy / (plan.n * run.finish),
+        peak=tuple(_peak(plan, r, kv_ratio) for r in range(plan.n)),
+    )
+
+
+def _check_complete(plan: Plan, r: int, tensor: T, value: int) -> None:
+    def needed(other: int) -> bool:
+        q, kv = (other, r) if tensor is T.DKV else (r, other)
+        return not plan.causal or visible(plan.layout, plan.n, q, kv)
+
+    missing = [c for c in range(plan.n) if needed(c) and not value >> c & 1]
+    if missing:
+        raise PlanError(
+            f"rank {r}, step {len(plan.steps[r])}: {tensor} chunk {r} ends without the block of chunk {missing[0]}"
+        )
+
+
+def _reads(op: Comm | Attend, plan: Plan, r: int) -> list[tuple[T, int]]:
+    match op:
+        case Attend():
+            return [(plan.starts[0], c) for c in op.q_chunks] + [(plan.starts[1], c) for c in op.kv_chunks]
+        case Send():
+            return [(op.tensor, op.chunk)]
+        case AllGather():
+            return [(op.tensor, op.chunks[op.group.index(r)])]
+        case ReduceScatter():
+            return [(op.tensor, c) for c in op.chunks]
+    return []
+
+
+def last_reads(plan: Plan, r: int) -> dict[tuple[T, int], int]:
+    """The last step in which rank r reads each travelling chunk: after it, a received copy can be freed."""
+    return {
+        key: s
+        for s, step in enumerate(plan.steps[r])
+        for op in (*step.comm, *step.attend)
+        for key in _reads(op, plan, r)
+    }
+
+
+def _check_used(plan: Plan, r: int) -> None:
+    last = last_reads(plan, r)
+    for s, step in enumerate(plan.steps[r]):
+        for op in step.comm:
+            if isinstance(op, Recv) and op.tensor not in PARTIAL and last.get((op.tensor, op.chunk), -1) < s:
+                raise PlanError(f"rank {r}, step {s}: {op.tensor} chunk {op.chunk} is received but never used")
+
+
+def _peak(plan: Plan, r: int, kv_ratio: float) -> float:
+    """Most units alive in any step: own inputs always, copies until their last read, partials until they leave."""
+    last, end = last_reads(plan, r), len(plan.steps[r]) - 1
+    alive: list[tuple[T, int, int]] = [(t, 0, end) for t in plan.starts]
+    partial: dict[tuple[T, int], int] = {}
+    for s, step in enumerate(plan.steps[r]):
+        for op in step.comm:
+            for key in _reads(op, plan, r):
+                if key in partial:
+                    alive.append((key[0], partial.pop(key), s))
+            match op:
+                case Recv() if op.tensor in PARTIAL:
+                    alive.append((op.tensor, s, s))
+                    partial.setdefault((op.tensor, op.chunk), s)
+                case Recv():
+                    alive.append((op.tensor, s, last.get((op.tensor, op.chunk), s)))
+                case AllGather():
+                    others = [c for rank, c in zip(op.group, op.chunks, strict=True) if rank != r]
+                    alive += [(op.tensor, s, last.get((op.tensor, c), s)) for c in others]
+                case ReduceScatter():
+                    alive += [(op.tensor, s, s)] * (len(op.group) - 1)
+                    partial[op.tensor, r] = s
+        for attend in step.attend:
+            for q, kv in contributions(attend, plan):
+                for tensor, chunk in zip(plan.ends, (q, kv), strict=False):
+                    partial.setdefault((tensor, chunk), s)
+    alive += [(tensor, s, end) for (tensor, _), s in partial.items()]
+    return max(sum(units(t, kv_ratio) for t, first, last in alive if first <= s <= last) for s in range(end + 1))

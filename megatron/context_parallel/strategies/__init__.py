@@ -1,0 +1,7 @@
+"""The strategies by name. Each is a pure function that returns plans."""
+
+from .allgather import allgather
+from .registry import STRATEGIES, Strategy, find_strategy, register
+from .ring import ring
+
+__all__ = ["STRATEGIES", "Strategy", "allgather", "find_strategy", "register", "ring"]

@@ -1,0 +1,55 @@
+"""Ring attention: queries stay, keys and values circle (Liu et al. 2023; the baseline of all five papers).
+
+Chunk c starts on rank c and visits ranks c, c+1, ..., so at step s rank r holds chunk r-s. Under a causal mask in
+the contiguous layout no rank before c needs chunk c, and it stops at the last rank instead of going round.
+
+Backward, the gradient of chunk c is summed along the same way, one step behind, and goes home from the last stop.
+Volume received per rank: forward 2(n-1) units, backward 4(n-1).
+"""
+
+from ..layout import visible
+from ..plan.ir import Attend, Comm, Recv, Send, Step, T
+from .registry import register
+
+
+@register("ring", layouts=("zigzag", "cyclic", "contiguous"))
+def ring(r: int, n: int, layout: str, causal: bool, backward: bool) -> tuple[Step, ...]:
+    """Steps of rank r of n."""
+
+    def stops(chunk: int) -> int:
+        wraps_for_nothing = causal and chunk > 0 and not visible(layout, n, chunk - 1, chunk)
+        return n - chunk if wraps_for_nothing else n
+
+    following, previous = (r + 1) % n, (r - 1) % n
+    steps = []
+    for s in range(n):
+        mine, incoming = (r - s) % n, (r - s - 1) % n
+        comm: list[Comm] = []
+        if s + 1 < stops(mine):
+            comm.append(Send(T.KV, mine, following))
+        if s + 1 < stops(incoming):
+            comm.append(Recv(T.KV, incoming, previous))
+        if backward:
+            comm += _gradients(r, s, n, stops)
+        attend = (Attend((r,), (mine,)),) if s < stops(mine) else ()
+        steps.append(Step(tuple(comm), attend))
+    if backward:
+        steps.append(Step(tuple(_gradients(r, n, n, stops))))
+    return tuple(step for step in steps if step.comm or step.attend)
+
+
+def _gradients(r: int, s: int, n: int, stops) -> list[Comm]:
+    """What rank r does with key/value gradients in step s: pass on what step s-1 finished, take what is next."""
+    comm: list[Comm] = []
+    if s < 2:
+        return comm  # the owner's own contribution stays at home
+    finished, incoming = (r - s + 1) % n, (r - s) % n
+    if s < stops(finished):
+        comm.append(Send(T.DKV, finished, (r + 1) % n))
+    elif s == stops(finished):
+        comm.append(Send(T.DKV, finished, finished))
+    if s < stops(incoming):
+        comm.append(Recv(T.DKV, incoming, (r - 1) % n, reduce=True))
+    if s == stops(r):
+        comm.append(Recv(T.DKV, r, (r + s - 1) % n, reduce=True))
+    return comm

@@ -1,0 +1,228 @@
+"""Checkpoints: what is in one, how it is written so that an interrupted save harms nothing, how a run resumes.
+
+A directory of checkpoints holds `iter_0000100/` per save and `latest_checkpointed_iteration.txt`, the tracker,
+which names the last complete one.
+"""
+
+import json
+import os
+import random
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from ..errors import UsageError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+_RANK_LAYOUT = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "data_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)
+
+
+@dataclass
+class Progress:
+    """How far a run has come; a checkpoint carries it."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+
+
+@dataclass
+class TrainState:
+    """Everything that a checkpoint saves and restores."""
+
+    model: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    progress: Progress
+
+
+def latest_iteration(directory: str | Path) -> int | None:
+    """The iteration the tracker names, or None if there is no tracker.
+
+    Raises:
+        UsageError: the tracker does not hold a number.
+    """
+    tracker = Path(directory) / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text().strip()
+    if not text.isdecimal():
+        raise UsageError(f"--load {directory}: {TRACKER} holds {text!r}; it should hold an iteration, such as 100")
+    return int(text)
+
+
+def iteration_directory(directory: str | Path, iteration: int) -> Path:
+    """Where the checkpoint of `iteration` is, or will be."""
+    return Path(directory) / f"iter_{iteration:07d}"
+
+
+# ---------------------------------------------------------------------------------------------------- saving
+
+
+def save_checkpoint(args: Namespace, state: TrainState) -> None:
+    """Write `--save`/iter_NNNNNNN and make it the latest. Every rank calls it; all return when it is complete.
+
+    Written under a temporary name, flushed to the disk, renamed, and only then named by the tracker.
+    """
+    final = iteration_directory(args.save, state.progress.iteration)
+    temporary = final.with_name(final.name + ".incomplete")
+    _on_first_rank(lambda: _make_empty(temporary))
+    dist_checkpointing.save(_sharded_state(args, state, saving=True), str(temporary), content_metadata=_METADATA)
+    _on_first_rank(lambda: _publish(args, temporary, final, state.progress.iteration))
+
+
+def _publish(args: Namespace, temporary: Path, final: Path, iteration: int) -> None:
+    (temporary / "args.json").write_text(json.dumps(plain_args(args), indent=1, sort_keys=True))
+    for path in [*temporary.rglob("*"), temporary]:
+        _flush(path)
+    replaced = final.with_name(final.name + ".replaced")
+    if final.exists():
+        final.rename(replaced)
+    temporary.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+    _flush(final.parent)
+    tracker = final.parent / TRACKER
+    draft = tracker.with_suffix(".incomplete")
+    draft.write_text(str(iteration))
+    _flush(draft)
+    draft.replace(tracker)
+    _flush(final.parent)
+
+
+def plain_args(args: Namespace) -> dict[str, object]:
+    """The arguments as JSON can hold them; what it cannot is written as text."""
+    return json.loads(json.dumps(vars(args), default=str))
+
+
+def _make_empty(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _on_first_rank(action: Callable[[], None]) -> None:
+    if dist.get_rank() == 0:
+        action()
+    dist.barrier()
+
+
+# --------------------------------------------------------------------------------------------------- loading
+
+
+def load_checkpoint(args: Namespace, state: TrainState) -> bool:
+    """Restore the latest checkpoint of `--load` into `state`; whether there was one. Every rank calls it.
+
+    `--finetune` restores the weights alone; `--no-load-optim` and `--no-load-rng` leave those parts out. The parallel
+    layout may have changed since; then the random generators keep their fresh seeds.
+    """
+    iteration = latest_iteration(args.load)
+    if iteration is None:
+        return False
+    directory = iteration_directory(args.load, iteration)
+    if not directory.is_dir():
+        raise UsageError(f"--load {args.load}: {TRACKER} names {directory.name}, which is not there; write another in it")
+    saved = json.loads((directory / "args.json").read_text())
+    wanted = _sharded_state(args, state, saving=False, saved=saved)
+    loaded = dist_checkpointing.load(wanted, str(directory))
+    _load_models(state.model, loaded)
+    if "optimizer" in loaded:
+        with torch.no_grad():  # megatron-core copies into parameters that require a gradient
+            state.optimizer.load_state_dict(loaded["optimizer"])
+        _separate_steps(state.optimizer)
+    else:
+        state.optimizer.reload_model_params()
+    if "rng" in loaded:
+        _set_generators(loaded["rng"])
+    if not args.finetune:
+        state.progress.__dict__.update(loaded["progress"])
+        state.scheduler.load_state_dict(loaded["scheduler"])
+    return True
+
+
+def _load_models(model: list[DistributedDataParallel], loaded: dict) -> None:
+    for index, chunk in enumerate(model):
+        chunk.module.load_state_dict(loaded[f"model{index}"])
+
+
+# ------------------------------------------------------------------------------------------ what is in one
+
+
+def _sharded_state(args: Namespace, state: TrainState, *, saving: bool, saved: dict | None = None) -> dict:
+    skip_optimizer = args.no_save_optim if saving else args.finetune or args.no_load_optim or saved["no_save_optim"]
+    skip_rng = args.no_save_rng if saving else args.finetune or args.no_load_rng or saved["no_save_rng"]
+    sharded = {f"model{i}": chunk.module.sharded_state_dict() for i, chunk in enumerate(state.model)}
+    if not skip_optimizer:
+        _prime_adam(state.optimizer)
+        sharded["optimizer"] = state.optimizer.sharded_state_dict(
+            sharded, is_loading=not saving, metadata=_METADATA
+        )
+    if not skip_rng and (saving or all(saved[key] == getattr(args, key) for key in _RANK_LAYOUT)):
+        rank, world = dist.get_rank(), dist.get_world_size()
+        sharded["rng"] = ShardedObject("rng", _generators(), (world,), (rank,))
+    if saving:
+        sharded["progress"] = asdict(state.progress)
+        sharded["scheduler"] = state.scheduler.state_dict()
+    return sharded
+
+
+def _prime_adam(optimizer: MegatronOptimizer) -> None:
+    # PyTorch's Adam counts steps per parameter from its first step on; megatron-core reads the count before that.
+    for part in _torch_adams(optimizer):
+        part.init_state_fn(part.optimizer, part.config)
+        for parameter_state in part.optimizer.state.values():
+            parameter_state.setdefault("step", torch.tensor(0.0))
+
+
+def _separate_steps(optimizer: MegatronOptimizer) -> None:
+    # megatron-core restores one step tensor for all parameters, which each of them would then advance.
+    for part in _torch_adams(optimizer):
+        for parameter_state in part.optimizer.state.values():
+            parameter_state["step"] = parameter_state["step"].clone()
+
+
+def _torch_adams(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    parts = optimizer.chained_optimizers
+    return [part for part in parts if isinstance(part.optimizer, torch.optim.Adam)]
+
+
+def _generators() -> dict[str, object]:
+    return {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_generators(states: dict[str, object]) -> None:
+    random.setstate(states["python"])
+    numpy.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    torch.cuda.set_rng_state(states["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])

@@ -1,0 +1,150 @@
+"""From `.bin/.idx` files to micro batches, by megatron-core's datasets."""
+
+import hashlib
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset, get_idx_path
+from megatron.core.datasets.utils import Split, get_blend_from_list
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.trainer.tokenizer import build_tokenizer
+
+__all__ = ["build_data_iterator", "build_datasets", "build_tokenizer"]
+
+KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+def build_datasets(
+    args: Namespace, tokenizer, train_val_test_num_samples: tuple[int, int, int]
+) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+    """The train, valid and test datasets, each at least as long as asked; None where 0 samples are asked.
+
+    Every rank must call this: rank 0 writes the sample indices to the cache while the others wait, and the
+    others read them, so the cache (`args.data_cache_path`, else `cache/` beside the data) must be on a file
+    system that all nodes share. A sample is a dict of tensors of length `args.seq_length`: `tokens`,
+    `labels` and `position_ids` int64, `loss_mask` float32.
+
+    Raises UsageError when a wanted split holds no token, when no data is named, or when `--eod-mask-loss`
+    is given for a tokenizer that has no end-of-document token.
+    """
+    if args.eod_mask_loss and tokenizer.eod is None:
+        raise UsageError(
+            f"--eod-mask-loss needs an end-of-document token, which --tokenizer-model {args.tokenizer_model} "
+            "lacks; leave the flag out or give a tokenizer with an eos_token"
+        )
+    config = _dataset_config(args, tokenizer)
+    for split in Split:
+        # An unwanted split is left out: megatron-core would look for a sample in it for ever if it is empty.
+        if train_val_test_num_samples[split.value] == 0:
+            (config.blend_per_split or config.split_matrix)[split.value] = None
+    _check_splits(args, config)
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, train_val_test_num_samples, lambda: True, config)
+    return tuple(builder.build())
+
+
+def _dataset_config(args: Namespace, tokenizer) -> GPTDatasetConfig:
+    per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    if any(per_split):
+        source = {"blend_per_split": [get_blend_from_list(paths) for paths in per_split]}
+        prefixes = [prefix for blend in source["blend_per_split"] if blend for prefix in blend[0]]
+    elif args.data_path:
+        source = {"blend": get_blend_from_list(args.data_path), "split": args.split}
+        prefixes = source["blend"][0]
+    else:
+        raise UsageError("--data-path is missing; give a prefix written by tools/preprocess_data.py")
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        path_to_cache=_cache_path(args.data_cache_path, prefixes),
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=False,
+        **source,
+    )
+
+
+def _cache_path(root: str | None, prefixes: list[str]) -> str:
+    """A folder of its own for these document lengths: indices of replaced data are never read again."""
+    digest = hashlib.sha256()
+    for prefix in prefixes:
+        with open(get_idx_path(prefix), "rb") as index:
+            digest.update(hashlib.file_digest(index, "sha256").digest())
+    return os.path.join(root or os.path.join(os.path.dirname(prefixes[0]), "cache"), digest.hexdigest()[:16])
+
+
+def _check_splits(args: Namespace, config: GPTDatasetConfig) -> None:
+    for split in Split:
+        if config.blend_per_split:
+            blend, share = config.blend_per_split[split.value], (0.0, 1.0)
+        else:
+            blend, share = config.blend, config.split_matrix[split.value]
+        if split is Split.train and not (blend and share):
+            raise UsageError(f"--split {args.split} leaves nothing to train on; give --split 969,30,1")
+        for prefix in blend[0] if blend and share else ():
+            index = IndexedDataset(prefix)  # named, because its arrays die with it
+            begin, end = (round(edge * len(index)) for edge in share)
+            if index.sequence_lengths[begin:end].sum() == 0:
+                raise UsageError(_empty_split(args, split.name, prefix, len(index)))
+
+
+def _empty_split(args: Namespace, split: str, prefix: str, documents: int) -> str:
+    if split == "train":
+        remedy = "--split 100,0,0 and --eval-iters 0"
+    else:
+        remedy = "more documents, a larger share such as --split 80,10,10, or --eval-iters 0"
+    return (
+        f"--split {args.split} leaves no token of {prefix} ({documents} documents) for {split}; give {remedy}"
+    )
+
+
+class MicroBatches(Sampler[range]):
+    """Sample numbers of one data-parallel rank's micro batches, from `consumed` samples onwards.
+
+    Each group of `dp_size * micro` consecutive samples is dealt to the ranks in order, so the samples of a
+    global batch do not depend on how many ranks share it. A group the dataset cannot fill is dropped.
+    """
+
+    def __init__(self, samples: int, consumed: int, micro: int, dp_rank: int, dp_size: int) -> None:
+        group = micro * dp_size
+        first = consumed + dp_rank * micro
+        self.starts = range(first, consumed + (samples - consumed) // group * group, group)
+        self.micro = micro
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __iter__(self) -> Iterator[range]:
+        return (range(start, start + self.micro) for start in self.starts)
+
+
+def build_data_iterator(
+    dataset: Dataset, args: Namespace, consumed_samples: int, dp_rank: int, dp_size: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Micro batches of `dp_rank`, starting `consumed_samples` samples (of all ranks) into the dataset.
+
+    Each is a dict of CPU tensors of shape [micro batch, sequence]: `tokens`, `labels`, `position_ids`
+    int64, `loss_mask` float32. Tensor, pipeline and context-parallel ranks of one `dp_rank` get the same.
+    The iterator ends where the dataset cannot fill a micro batch of every rank. No global random number
+    is drawn.
+    """
+    loader = DataLoader(
+        dataset,
+        batch_sampler=MicroBatches(len(dataset), consumed_samples, args.micro_batch_size, dp_rank, dp_size),
+        num_workers=args.num_workers,
+        collate_fn=_collate,
+        pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),  # the loader seeds its workers from the global generator otherwise
+    )
+    return iter(loader)
+
+
+def _collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {key: torch.stack([sample[key] for sample in samples]) for key in KEYS}

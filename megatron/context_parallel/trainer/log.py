@@ -1,0 +1,209 @@
+"""What a run tells: one line per interval, metrics.jsonl, TensorBoard, Weights & Biases, a progress bar."""
+
+import importlib.util
+import json
+import resource
+import sys
+from argparse import Namespace
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+from ..errors import UsageError
+from .checkpoint import Progress as RunProgress
+from .flops import flops_per_sequence
+
+# Dense bf16 peak in TFLOP/s by the name the driver reports; other devices need --peak-tflops.
+_PEAK_TFLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H200": 989.4,
+}
+
+
+@dataclass
+class Record:
+    """One line of `metrics.jsonl`: means over the iterations since the line before, and the state at its end."""
+
+    iteration: int
+    consumed_samples: int
+    lm_loss: float
+    lr: float
+    grad_norm: float
+    step_time: float  # seconds per iteration
+    tokens_per_second_per_rank: float
+    tflops_per_rank: float
+    memory_bytes: int
+
+
+class RunLog:
+    """Collects iterations and tells rank 0's terminal, files and trackers about them; other ranks stay silent."""
+
+    def __init__(self, args: Namespace, iteration: int) -> None:
+        self.args = args
+        self.speaks = dist.get_rank() == 0
+        self.peak = args.peak_tflops or _device_peak()
+        self.losses: list[float] = []
+        self.seconds = 0.0
+        self.metrics = self.tensorboard = self.wandb = self.bar = None
+        if self.speaks:
+            self._open(iteration)
+            self.say(_explain(args, self.peak))
+
+    def _open(self, iteration: int) -> None:
+        args = self.args
+        if args.save:
+            self.metrics = _resume_metrics(Path(args.save) / "metrics.jsonl", iteration)
+        if args.tensorboard_dir:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(args.tensorboard_dir, purge_step=iteration + 1)
+        if args.wandb_project:
+            self.wandb = _start_wandb(args)
+        if sys.stdout.isatty():
+            columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.bar = Progress(*columns)
+            self.task = self.bar.add_task("", total=args.train_iters, completed=iteration)
+            self.bar.start()
+
+    def say(self, line: str) -> None:
+        """Print a line, on rank 0 only."""
+        if self.bar:
+            self.bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        elif self.speaks:
+            print(line, flush=True)
+
+    def iteration_done(
+        self, progress: RunProgress, loss: float, lr: float, grad_norm: float, seconds: float
+    ) -> None:
+        """Count an iteration that took `seconds`; at each `--log-interval` write a record."""
+        self.losses.append(loss)
+        self.seconds += seconds
+        if self.bar:
+            self.bar.update(self.task, completed=progress.iteration)
+        if progress.iteration % self.args.log_interval == 0:
+            self._write(self._record(progress, lr, grad_norm))
+            self.losses, self.seconds = [], 0.0
+
+    def _record(self, progress: RunProgress, lr: float, grad_norm: float) -> Record:
+        args, step_time = self.args, self.seconds / len(self.losses)
+        sequences = args.global_batch_size / step_time / args.world_size
+        return Record(
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_train_samples,
+            lm_loss=sum(self.losses) / len(self.losses),
+            lr=lr,
+            grad_norm=grad_norm,
+            step_time=step_time,
+            tokens_per_second_per_rank=sequences * args.seq_length,
+            tflops_per_rank=sequences * flops_per_sequence(args) / 1e12,
+            memory_bytes=_memory_bytes(),
+        )
+
+    def _write(self, record: Record) -> None:
+        if not self.speaks:
+            return
+        self.say(_line(record, self.args.train_iters, self.peak))
+        self._publish(asdict(record))
+
+    def evaluation_done(self, iteration: int, split: str, loss: float) -> None:
+        """Tell the loss of an evaluation on `split` ("validation" or "test")."""
+        if not self.speaks:
+            return
+        self.say(f"{split} at iteration {iteration} | lm loss {loss:.6f}")
+        self._publish({"iteration": iteration, f"{'valid' if split == 'validation' else split}_loss": loss})
+
+    def _publish(self, numbers: dict[str, float]) -> None:
+        iteration = numbers["iteration"]
+        if self.metrics:
+            self.metrics.write(json.dumps(numbers) + "\n")
+            self.metrics.flush()
+        if self.tensorboard:
+            for name, value in numbers.items():
+                self.tensorboard.add_scalar(name, value, iteration)
+        if self.wandb:
+            self.wandb.log(numbers, step=iteration)
+
+    def close(self) -> None:
+        """Flush and close every output."""
+        if self.bar:
+            self.bar.stop()
+        if self.metrics:
+            self.metrics.close()
+        if self.tensorboard:
+            self.tensorboard.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def _line(record: Record, train_iters: int, peak: float | None) -> str:
+    parts = [
+        f"iteration {record.iteration:8d}/{train_iters}",
+        f"samples {record.consumed_samples}",
+        f"lm loss {record.lm_loss:.6f}",
+        f"lr {record.lr:.3e}",
+        f"grad norm {record.grad_norm:.3f}",
+        f"step {record.step_time * 1e3:.1f} ms",
+        f"tokens/s/rank {record.tokens_per_second_per_rank:.1f}",
+        f"TFLOP/s/rank {record.tflops_per_rank:.4g}",
+    ]
+    if peak:
+        parts.append(f"MFU {100 * record.tflops_per_rank / peak:.1f}%")
+    parts.append(f"memory {record.memory_bytes / 2**20:.0f} MiB")
+    return " | ".join(parts)
+
+
+def _explain(args: Namespace, peak: float | None) -> str:
+    line = (
+        f"{flops_per_sequence(args) / 1e12:.4g} TFLOP per sequence, forward and backward: 3s(layers(2h(a+2g) + 2ah + 2as "
+        f"+ {6 if args.swiglu else 4}h ffn) + 2h vocab), attention counted with its causal half"
+    )
+    if peak:
+        line += f"; MFU = TFLOP/s per rank / {peak:g}"
+    return line
+
+
+def _device_peak() -> float | None:
+    return _PEAK_TFLOPS.get(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+
+
+def _memory_bytes() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _resume_metrics(path: Path, iteration: int):
+    """The file open for appending, without the lines of iterations that the resumed run will do again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    old = path.read_text().splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in old if line.endswith("\n") and json.loads(line)["iteration"] <= iteration]
+    path.write_text("".join(kept))
+    return path.open("a")
+
+
+def check_trackers(args: Namespace) -> None:
+    """Before anything starts: whether the packages are there that `args` asks for.
+
+    Raises:
+        UsageError: `--wandb-project` without the package wandb.
+    """
+    if args.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise UsageError(
+            f"--wandb-project {args.wandb_project}: the package wandb is not installed; pip install wandb"
+        )
+
+
+def _start_wandb(args: Namespace):
+    import wandb
+
+    return wandb.init(
+        project=args.wandb_project,
+        name=args.wandb_exp_name or None,
+        dir=args.wandb_save_dir or args.save,
+        config={name: str(value) for name, value in vars(args).items()},
+    )

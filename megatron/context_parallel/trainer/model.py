@@ -1,0 +1,135 @@
+"""From the arguments to megatron-core's objects: model chunks, optimizer, learning-rate schedule."""
+
+import dataclasses
+from argparse import Namespace
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from ..integration.rope import use_layout
+from ..integration.spec import final_norm, layer_spec
+
+
+def build_model(args: Namespace) -> list[DistributedDataParallel]:
+    """This rank's model chunks (one, or one per virtual pipeline stage), ready for gradient reduction."""
+    config = transformer_config(args)
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    virtual = range(chunks) if chunks > 1 else [None]
+    model = [_wrap(args, config, index, build_gpt(args, config, stage)) for index, stage in enumerate(virtual)]
+    _synchronise_by(args, config, model)
+    return model
+
+
+def build_gpt(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> GPTModel:
+    """The plain GPTModel of this pipeline rank's (virtual) stage, with our attention and its layout's RoPE."""
+    layer = layer_spec(
+        config, normalization=args.normalization, strategy=args.cp_strategy, layout=args.cp_layout
+    )
+    layers = [layer] * get_num_layers_to_build(config, vp_stage)
+    stage = {"ignore_virtual": False, "vp_stage": vp_stage}
+    model = GPTModel(
+        config,
+        TransformerBlockSubmodules(layers, layer_norm=final_norm(config, args.normalization)),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        vp_stage=vp_stage,
+    )
+    if args.position_embedding_type == "rope":
+        use_layout(model, args.cp_layout, parallel_state.get_context_parallel_group())
+    return model
+
+
+def transformer_config(args: Namespace) -> TransformerConfig:
+    """megatron-core's model configuration: every argument that has one of its fields' names, and what follows."""
+    given = _fields_given(args, TransformerConfig)
+    interleaved = bool(args.virtual_pipeline_model_parallel_size)
+    if args.swiglu:
+        given.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
+    given.update(
+        layernorm_epsilon=args.norm_epsilon,
+        # The loss is exact for any loss mask in any layout only if it is divided by the token count of all ranks.
+        calculate_per_token_loss=True,
+        pipeline_dtype=args.params_dtype,
+        deallocate_pipeline_outputs=True,
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        # These two are compiled, which needs a GPU or a C++ compiler.
+        bias_dropout_fusion=torch.cuda.is_available(),
+        bias_activation_fusion=torch.cuda.is_available() and (args.swiglu or args.add_bias_linear),
+    )
+    return TransformerConfig(**given)
+
+
+def _wrap(args: Namespace, config: TransformerConfig, index: int, gpt: GPTModel) -> DistributedDataParallel:
+    if torch.cuda.is_available():
+        gpt.cuda(torch.cuda.current_device())
+    gpt.model_type = ModelType.encoder_or_decoder
+    module = Float16Module(config, gpt) if args.bf16 or args.fp16 else gpt
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        overlap_param_gather=args.overlap_param_gather,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+    )
+    # Only the first chunk's buckets overlap with what follows them: later chunks reduce in one piece.
+    return DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
+
+
+def _synchronise_by(args: Namespace, config: TransformerConfig, model: list[DistributedDataParallel]) -> None:
+    config.finalize_model_grads_func = finalize_model_grads
+    if args.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in model]
+        config.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
+
+
+def build_optimizer(
+    args: Namespace, model: list[DistributedDataParallel]
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """The optimizer of these chunks, and the schedule of its learning rate and weight decay (in samples)."""
+    config = OptimizerConfig(**_fields_given(args, OptimizerConfig))
+    optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
+    model[0].config.grad_scale_func = optimizer.scale_loss
+    decay_iters = args.lr_decay_iters or args.train_iters
+    warmup = args.lr_warmup_iters * args.global_batch_size
+    if args.lr_warmup_fraction is not None:
+        warmup = args.lr_warmup_fraction * decay_iters * args.global_batch_size
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay_iters * args.global_batch_size,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=args.train_iters * args.global_batch_size,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+    return optimizer, scheduler
+
+
+def _fields_given(args: Namespace, config: type) -> dict[str, object]:
+    return {f.name: getattr(args, f.name) for f in dataclasses.fields(config) if hasattr(args, f.name)}

@@ -1,0 +1,80 @@
+"""Starts and ends a distributed job: process groups, seeds, and the death of a rank."""
+
+import os
+import random
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from ..errors import UsageError
+from ..integration.host import support_cpu_host
+
+
+@contextmanager
+def distributed_job(args: Namespace) -> Iterator[None]:
+    """The process groups of one job, destroyed when the block ends.
+
+    A rank that fails prints its own traceback, marked with its rank, and leaves at once, so that the launcher
+    stops the others while its error is still the first one in the log.
+    """
+    join_world(args)
+    initialize_model_parallel(args)
+    try:
+        yield
+    except (UsageError, SystemExit):
+        raise
+    except BaseException:
+        trace = "".join(f"[rank {args.rank}] {line}\n" for line in traceback.format_exc().splitlines())
+        sys.stderr.write(trace)
+        sys.stderr.flush()
+        os._exit(1)
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def join_world(args: Namespace) -> None:
+    """Join the process group of all ranks (environment of torchrun; alone without it): NCCL, or gloo without a GPU."""
+    support_cpu_host()
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    store = dist.HashStore() if args.world_size == 1 and "MASTER_ADDR" not in os.environ else None
+    dist.init_process_group(
+        args.distributed_backend or ("nccl" if on_gpu else "gloo"),
+        store=store,
+        rank=args.rank,
+        world_size=args.world_size,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+    )
+
+
+def initialize_model_parallel(args: Namespace) -> None:
+    """Make the tensor-, context-, data- and pipeline-parallel groups in the joined world, and seed every generator."""
+    support_cpu_host()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        order="tp-cp-ep-dp-pp",
+        create_gloo_process_groups=False,
+    )
+    seed_all(args.seed)
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, NumPy and PyTorch: stages of a pipeline differ; tensor-parallel ranks differ where Megatron's do."""
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -1,0 +1,205 @@
+"""The pretraining loop: iterations, evaluation, checkpoints, and every way a run ends."""
+
+import math
+import signal
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from ..errors import UsageError
+from ..integration.batch import shard_batch
+from .checkpoint import Progress, TrainState, load_checkpoint, save_checkpoint
+from .data import build_data_iterator, build_datasets, build_tokenizer
+from .log import RunLog, check_trackers
+from .model import build_model, build_optimizer
+from .setup import distributed_job
+
+Batches = Iterator[dict[str, Tensor]]
+# Each model chunk of an interleaved pipeline reads the same micro batches from an iterator of its own.
+ChunkBatches = list[Batches]
+
+
+def pretrain(args: Namespace) -> None:
+    """Train as `args` says, from the newest checkpoint of `--load` if there is one, to the end or an exit condition.
+
+    Raises:
+        UsageError: something named in `args` is missing or does not fit; every rank raises the same.
+    """
+    check_trackers(args)
+    started = time.monotonic()
+    with distributed_job(args):
+        state = build_state(args)
+        log = RunLog(args, state.progress.iteration)
+        datasets = build_datasets(args, build_tokenizer(args), samples_needed(args))
+        train, valid, test = (
+            [_batches(args, dataset, consumed) for _ in state.model]
+            for dataset, consumed in zip(
+                datasets,
+                (state.progress.consumed_train_samples, state.progress.consumed_valid_samples, 0),
+                strict=True,
+            )
+        )
+        finished = train_loop(args, state, log, train, valid, started)
+        if finished and args.eval_iters:
+            log.evaluation_done(state.progress.iteration, "test", evaluate(args, state.model, test))
+        log.close()
+
+
+def build_state(args: Namespace) -> TrainState:
+    """Model, optimizer and schedule, restored from `--load` where it holds a checkpoint."""
+    model = build_model(args)
+    state = TrainState(model, *build_optimizer(args, model), Progress())
+    if not args.load:
+        return state
+    if load_checkpoint(args, state):
+        _say(f"loaded {args.load}, going on after iteration {state.progress.iteration}")
+    elif args.exit_on_missing_checkpoint:
+        raise UsageError(f"--load {args.load}: no checkpoint there; leave out --exit-on-missing-checkpoint to start anew")
+    else:
+        _say(f"no checkpoint in {args.load}, starting from scratch")
+    return state
+
+
+def samples_needed(args: Namespace) -> tuple[int, int, int]:
+    """Samples of the whole run for training, validation and test."""
+    evaluations = args.train_iters // args.eval_interval + 1 if args.eval_iters else 0
+    per_evaluation = args.eval_iters * args.global_batch_size
+    return args.train_iters * args.global_batch_size, evaluations * per_evaluation, per_evaluation
+
+
+def _batches(args: Namespace, dataset, consumed: int) -> Batches:
+    if dataset is None:
+        return iter(())
+    rank = parallel_state.get_data_parallel_rank()
+    return build_data_iterator(dataset, args, consumed, rank, args.data_parallel_size)
+
+
+def _say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+# ------------------------------------------------------------------------------------------------- the loop
+
+
+def train_loop(
+    args: Namespace, state: TrainState, log: RunLog, train: ChunkBatches, valid: ChunkBatches, started: float
+) -> bool:
+    """Train until `--train-iters` or an exit condition; whether it was the former.
+
+    `started` is the `time.monotonic()` from which `--exit-duration-in-mins` counts. With `--save` the last iteration
+    done is always saved.
+    """
+    progress, saved = state.progress, state.progress.iteration
+    exit_asked = _ExitConditions(args, started)
+    leave = False
+    while progress.iteration < args.train_iters and not leave:
+        before = time.perf_counter()
+        loss, grad_norm, leave = train_step(args, state, train, exit_asked)
+        log.iteration_done(progress, loss, _learning_rate(state), grad_norm, time.perf_counter() - before)
+        if args.eval_iters and progress.iteration % args.eval_interval == 0:
+            log.evaluation_done(progress.iteration, "validation", evaluate(args, state.model, valid))
+            progress.consumed_valid_samples += args.eval_iters * args.global_batch_size
+        if args.save and args.save_interval and progress.iteration % args.save_interval == 0:
+            saved = _save(args, state, log)
+    if args.save and saved != progress.iteration:
+        _save(args, state, log)
+    return not leave
+
+
+def train_step(
+    args: Namespace, state: TrainState, train: ChunkBatches, exit_asked: "_ExitConditions"
+) -> tuple[float, float, bool]:
+    """One iteration on every rank: (mean loss over the unmasked tokens of the global batch, gradient norm, whether to leave).
+
+    Raises:
+        FloatingPointError: loss or gradient norm is not finite (with fp16 loss scaling the gradient's iteration is skipped instead).
+    """
+    for chunk in state.model:
+        chunk.zero_grad_buffer()
+    state.optimizer.zero_grad()
+    data = run_micro_batches(args, state.model, train, forward_only=False)
+    progress = state.progress
+    progress.iteration += 1
+    progress.consumed_train_samples += args.global_batch_size
+    loss, votes = _mean_loss(data, vote=exit_asked(progress.iteration))
+    _require_finite("loss", loss, progress)
+    updated, grad_norm, _ = state.optimizer.step()
+    if updated:
+        _require_finite("gradient norm", grad_norm, progress)
+        state.scheduler.step(increment=args.global_batch_size)
+    return loss, grad_norm if updated else math.nan, votes > 0
+
+
+def run_micro_batches(
+    args: Namespace, model: list[DistributedDataParallel], batches: ChunkBatches, *, forward_only: bool
+) -> list[Tensor]:
+    """A global batch through the pipeline schedule: per micro batch, on the last stage, float64 [loss sum, token count]."""
+    return get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, args),
+        data_iterator=batches if len(model) > 1 else batches[0],
+        model=model,
+        num_microbatches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=forward_only,
+    )
+
+
+def _forward_step(args: Namespace, batches: Batches, model: DistributedDataParallel):
+    batch = dict.fromkeys(("tokens", "position_ids", "labels", "loss_mask"))
+    if get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process"):
+        local = shard_batch(next(batches), args.cp_layout, parallel_state.get_context_parallel_group())
+        device = torch.cuda.current_device()
+        batch = {name: tensor.to(device, non_blocking=True) for name, tensor in local.items()}
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return losses, partial(_loss, batch["loss_mask"])
+
+
+def _loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # megatron-core divides the summed gradients by the token count of all ranks and micro batches.
+    total = (losses.float() * loss_mask).sum()
+    tokens = loss_mask.sum()
+    return total, tokens.int(), torch.stack([total.detach(), tokens]).double()
+
+
+def _mean_loss(data: list[Tensor], vote: bool = False) -> tuple[float, int]:
+    """Mean loss over all ranks' unmasked tokens, and how many ranks voted; one reduction over the world."""
+    sums = torch.zeros(3, dtype=torch.float64, device=torch.cuda.current_device())
+    if data and parallel_state.get_tensor_model_parallel_rank() == 0:  # only the last stage has losses
+        sums[:2] = torch.stack(data).sum(0)
+    sums[2] = vote
+    dist.all_reduce(sums)
+    total, tokens, votes = sums.tolist()
+    return total / max(tokens, 1.0), int(votes)
+
+
+def _require_finite(name: str, value: float, progress: Progress) -> None:
+    if not math.isfinite(value):
+        raise FloatingPointError(
+            f"{name} is {value} at iteration {progress.iteration} (sample {progress.consumed_train_samples})"
+        )
+
+
+@torch.no_grad()
+def evaluate(args: Namespace, model: list[DistributedDataParallel], batches: ChunkBatches) -> float:
+    """Mean loss per unmasked token over `--eval-iters` global batches."""
+    with _weights_gathered(args, model):
+        for chunk in model:
+            chunk.eval()
+        data = []
+        for _ in range(args.eval_iters):
+            data += run_micro_batches(args, model, batches, forward_only=True)
+        for chunk in model:
+            chunk.train()
+    return _mean_loss(data)[0]

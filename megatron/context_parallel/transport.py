@@ -1,0 +1,166 @@
+"""How chunks travel: through torch.distributed, or between ranks that all live in this process."""
+
+from collections import defaultdict
+from collections.abc import Generator
+from typing import Protocol, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .plan.ir import Plan, PlanError
+
+Result = TypeVar("Result")
+
+
+class Work(Protocol):
+    """Communication under way. `wait` returns when what was received is there and what was sent may change."""
+
+    def wait(self) -> None: ...
+
+
+Program = Generator[Work, None, Result]  # a rank's execution of a plan: yields what it must wait for
+
+
+class Transport(Protocol):
+    """One rank's side. Peers and groups are ranks of the context group."""
+
+    def exchange(self, channel: str, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Work:
+        """Starts one batch of messages; between two ranks they match in order."""
+        ...
+
+    def all_gather(self, channel: str, group: tuple[int, ...], mine: Tensor, everyone: Tensor) -> Work:
+        """Starts gathering `mine` [...] of each rank of `group` into `everyone` [len(group), ...]."""
+        ...
+
+
+class _Batch:
+    def __init__(self, works: list[dist.Work], label: str) -> None:
+        self.works, self.label = works, label
+
+    def wait(self) -> None:
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"context parallel communication failed: {self.label}: {error}") from error
+        self.works = []
+
+
+class TorchTransport:
+    """torch.distributed (NCCL or gloo). Each channel is a communicator of its own, made when first used."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.ranks = dist.get_process_group_ranks(group)
+        self.rank = dist.get_rank(group)
+        self._groups: dict[tuple, dist.ProcessGroup] = {}
+        self._given: dist.ProcessGroup | None = group
+
+    def _group(self, channel: str, members: tuple[int, ...]) -> dist.ProcessGroup:
+        key = (channel, members)
+        if key not in self._groups:
+            if self._given is not None and len(members) == len(self.ranks):
+                self._groups[key], self._given = self._given, None
+            else:
+                ranks = [self.ranks[m] for m in members]
+                self._groups[key] = dist.new_group(ranks, use_local_synchronization=True)
+            if dist.get_backend(self._groups[key]) == "nccl":
+                dist.barrier(self._groups[key])  # NCCL connects all ranks at its first call or never
+        return self._groups[key]
+
+    def exchange(self, channel: str, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Work:
+        group = self._group(channel, tuple(range(len(self.ranks))))
+        ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sends]
+        ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
+        label = f"rank {self.rank} on channel {channel}, sending to {[p for p, _ in sends]}, "
+        return _Batch(dist.batch_isend_irecv(ops), label + f"receiving from {[p for p, _ in receives]}")
+
+    def all_gather(self, channel: str, group: tuple[int, ...], mine: Tensor, everyone: Tensor) -> Work:
+        joined = everyone.flatten(0, 1)  # the same memory, in the shape torch asks for
+        work = dist.all_gather_into_tensor(joined, mine, group=self._group(channel, group), async_op=True)
+        return _Batch([work], f"rank {self.rank} on channel {channel}, gathering from {list(group)}")
+
+
+class _Message:
+    """A tensor in flight inside the process; overwriting it before it has arrived is an error, as on a network."""
+
+    def __init__(self, content: Tensor) -> None:
+        self.content, self.version = content, content._version
+
+    def deliver(self, into: Tensor) -> None:
+        if self.content._version != self.version:
+            raise PlanError("a tensor was overwritten while it was being sent")
+        into.copy_(self.content)
+
+
+class _Inbox:
+    """Messages awaited, each by its place in the line from its sender."""
+
+    def __init__(self, awaited: list[tuple[list, int, Tensor]]) -> None:
+        self.awaited = awaited
+
+    def ready(self) -> bool:
+        return all(place < len(line) for line, place, _ in self.awaited)
+
+    def wait(self) -> None:
+        for line, place, into in self.awaited:
+            line[place].deliver(into)
+            line[place] = None
+        self.awaited = []
+
+
+class LocalTransport:
+    """All ranks of a plan in this process; `post` (a `defaultdict(list)`) is shared between them."""
+
+    def __init__(self, rank: int, post: dict[tuple, list]) -> None:
+        self.rank, self.post = rank, post
+        self._taken: dict[tuple, int] = defaultdict(int)
+
+    def exchange(self, channel: str, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> _Inbox:
+        for peer, x in sends:
+            self.post[channel, self.rank, peer].append(_Message(x))
+        awaited = []
+        for peer, x in receives:
+            line = (channel, peer, self.rank)
+            awaited.append((self.post[line], self._taken[line], x))
+            self._taken[line] += 1
+        return _Inbox(awaited)
+
+    def all_gather(self, channel: str, group: tuple[int, ...], mine: Tensor, everyone: Tensor) -> _Inbox:
+        everyone[group.index(self.rank)].copy_(mine)
+        others = [(peer, everyone[i]) for i, peer in enumerate(group) if peer != self.rank]
+        return self.exchange(channel, [(peer, mine) for peer, _ in others], others)
+
+
+def run_here(program: Program) -> Result:
+    """Runs this process's rank of a plan to its end."""
+    try:
+        while True:
+            next(program).wait()
+    except StopIteration as stop:
+        return stop.value
+
+
+def run_all(programs: list[Program], plan: Plan) -> list[Result]:
+    """Runs the programs of all ranks, which share one `LocalTransport` post, in this process.
+
+    Raises:
+        PlanError: ranks wait for each other for ever.
+    """
+    results: list = [None] * len(programs)
+    waiting: dict[int, _Inbox | None] = dict.fromkeys(range(len(programs)))
+    while waiting:
+        progress = False
+        for rank, work in list(waiting.items()):
+            try:
+                while work is None or work.ready():
+                    if work is not None:
+                        work.wait()
+                    progress = True
+                    work = next(programs[rank])
+                waiting[rank] = work
+            except StopIteration as stop:
+                results[rank] = stop.value
+                del waiting[rank]
+        if not progress:
+            raise PlanError(f"{plan.name}: ranks {sorted(waiting)} wait for each other for ever")
+    return results

@@ -1,0 +1,46 @@
+"""The strategies between real processes: gloo moves the chunks, the result is that of exact attention."""
+
+import pytest
+import torch
+
+from megatron.context_parallel import LAYOUTS, STRATEGIES, ContextParallel, context_parallel_attention
+from megatron.context_parallel.kernels.reference import attention
+from megatron.context_parallel.layout import unshard
+
+LENGTH, BATCH, DIM = 48, 2, 16
+
+
+def _whole(heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    torch.manual_seed(heads)
+    shapes = [(LENGTH, BATCH, h, DIM) for h in (heads, kv_heads, kv_heads, heads)]
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+def _on_rank(name: str, layout: str, heads: int, kv_heads: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    cp = ContextParallel(name, layout)
+    results = []
+    for causal in (True, False):
+        q, k, v, dout = (cp.shard(x) for x in _whole(heads, kv_heads, dtype))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, lse = context_parallel_attention(*leaves, cp, causal=causal, return_lse=True)
+        results.append([out.detach(), lse, *torch.autograd.grad(out, leaves, dout)])
+    return results
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("heads,kv_heads", [(4, 4), (6, 1)])
+def test_exact_between_processes(ranks, n, heads, kv_heads):
+    whole = _whole(heads, kv_heads, torch.float32)
+    expected = []
+    for causal in (True, False):
+        leaves = [x.double().requires_grad_() for x in whole[:3]]
+        out, lse = attention(*leaves, causal=causal, scale=DIM**-0.5)
+        expected.append([out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, whole[3].double())])
+    for name in STRATEGIES:
+        for layout in LAYOUTS:
+            per_rank = ranks(n, _on_rank, name, layout, heads, kv_heads, torch.float32)
+            for mask, exact in enumerate(expected):
+                for i, what in enumerate(("out", "lse", "dq", "dk", "dv")):
+                    got = unshard([r[mask][i] for r in per_rank], layout).double()
+                    error = (got - exact[i]).norm() / exact[i].norm()
+                    assert error < 2e-6, f"{name} {layout} n={n} {what}: {error:.1e}"
