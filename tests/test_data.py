@@ -208,13 +208,9 @@ def test_bytes_never_collide_with_the_end_token(tmp_path):
 def test_huggingface_folder(tmp_path):
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "b": 3}, "<unk>")
-    )
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "b": 3}, "<unk>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    wrapped = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="</s>", unk_token="<unk>"
-    )
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>")
     wrapped.save_pretrained(tmp_path / "words")
     (tmp_path / "in.txt").write_text("a b z a")
     flags = [

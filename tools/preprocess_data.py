@@ -117,15 +117,11 @@ def find_files(inputs: list[str]) -> list[Path]:
         path = Path(name)
         if path.is_dir():
             inside = (p for p in path.rglob("*") if p.is_file() and p.suffix != ".json")
-            files += sorted(
-                p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts)
-            )
+            files += sorted(p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts))
         elif path.is_file():
             files.append(path)
         else:
-            raise UsageError(
-                f"--input {name} does not exist; give a file or a folder of text or .jsonl files"
-            )
+            raise UsageError(f"--input {name} does not exist; give a file or a folder of text or .jsonl files")
     return files
 
 
@@ -168,8 +164,7 @@ class Encoder:
             return {}, "empty"
         end = [self.tokenizer.eod] if self.args.append_eod else []
         return {
-            key: numpy.array(self.tokenizer.tokenize(text) + end, dtype=self.dtype)
-            for key, text in texts.items()
+            key: numpy.array(self.tokenizer.tokenize(text) + end, dtype=self.dtype) for key, text in texts.items()
         }, None
 
     def _parse(self, document: Document, line: str) -> dict[str, str]:
@@ -180,9 +175,7 @@ class Encoder:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise UsageError(
-                f'{place} is not JSON ({error.msg}); write one object a line, {{"text": "..."}}'
-            ) from None
+            raise UsageError(f'{place} is not JSON ({error.msg}); write one object a line, {{"text": "..."}}') from None
         for key in keys:
             if not isinstance(record, dict) or not isinstance(record.get(key), str):
                 found = f"it has {', '.join(record)}" if isinstance(record, dict) else "it is not an object"

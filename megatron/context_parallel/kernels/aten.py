@@ -34,6 +34,9 @@ class AtenFlash:
 
     Shapes: queries [s, B, G, d], keys and values [t, B, d], log-sum-exp and delta [s, B, G] in float32 (float64 for
     float64); B is batch × key/value heads, G the query heads that share one. Causal blocks are square.
+
+    On CPU 16-bit inputs are computed in float32: the kernel would round the gradients of each block, which summed
+    over blocks is more error than one process makes, and its forward is no faster.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -42,8 +45,9 @@ class AtenFlash:
             raise UsageError(f"attention in {dtype} on {device.type}: flash attention there needs --bf16 or --fp16")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """Returns the output [s, B, G, d] in q's dtype and its log-sum-exp [s, B, G]."""
+        """Returns the output [s, B, G, d] in q's dtype or wider and its log-sum-exp [s, B, G]."""
         group = q.shape[2]
+        q, k, v = self._widen(q, k, v)
         inputs = (_heads_first(q), _shared(k, group), _shared(v, group), 0.0, causal)
         if self.cpu:
             out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(*inputs, scale=scale)
@@ -63,18 +67,17 @@ class AtenFlash:
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns dq [s, B, G, d] and dk, dv [t, B, d] of this block.
+        """Returns dq [s, B, G, d] and dk, dv [t, B, d] of this block, in q's dtype or wider.
 
         `lse` and `delta` = rowsum(dout * out) are those of the whole sequence, so the gradients of the blocks add up.
         """
         group = q.shape[2]
+        dout, q, k, v = self._widen(dout, q, k, v)
         out = _heads_first(_output_with(delta, dout))
         inputs = (_heads_first(dout), _heads_first(q), _shared(k, group), _shared(v, group), out)
-        lse = lse.permute(1, 2, 0)
+        lse = lse.permute(1, 2, 0).contiguous()
         if self.cpu:
-            grads = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
-                *inputs, lse.contiguous() if lse.shape[2] == 1 else lse, 0.0, causal, scale=scale
-            )
+            grads = _ops._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, lse, 0.0, causal, scale=scale)
         else:
             seed = torch.zeros((), dtype=torch.uint64, device=q.device)
             grads = _ops._scaled_dot_product_flash_attention_backward(

@@ -145,7 +145,9 @@ def load_checkpoint(args: Namespace, state: TrainState) -> bool:
         return False
     directory = iteration_directory(args.load, iteration)
     if not directory.is_dir():
-        raise UsageError(f"--load {args.load}: {TRACKER} names {directory.name}, which is not there; write another in it")
+        raise UsageError(
+            f"--load {args.load}: {TRACKER} names {directory.name}, which is not there; write another in it"
+        )
     saved = json.loads((directory / "args.json").read_text())
     wanted = _sharded_state(args, state, saving=False, saved=saved)
     loaded = dist_checkpointing.load(wanted, str(directory))
@@ -178,9 +180,7 @@ def _sharded_state(args: Namespace, state: TrainState, *, saving: bool, saved: d
     sharded = {f"model{i}": chunk.module.sharded_state_dict() for i, chunk in enumerate(state.model)}
     if not skip_optimizer:
         _prime_adam(state.optimizer)
-        sharded["optimizer"] = state.optimizer.sharded_state_dict(
-            sharded, is_loading=not saving, metadata=_METADATA
-        )
+        sharded["optimizer"] = state.optimizer.sharded_state_dict(sharded, is_loading=not saving, metadata=_METADATA)
     if not skip_rng and (saving or all(saved[key] == getattr(args, key) for key in _RANK_LAYOUT)):
         rank, world = dist.get_rank(), dist.get_world_size()
         sharded["rng"] = ShardedObject("rng", _generators(), (world,), (rank,))

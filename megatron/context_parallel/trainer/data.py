@@ -100,9 +100,7 @@ def _empty_split(args: Namespace, split: str, prefix: str, documents: int) -> st
         remedy = "--split 100,0,0 and --eval-iters 0"
     else:
         remedy = "more documents, a larger share such as --split 80,10,10, or --eval-iters 0"
-    return (
-        f"--split {args.split} leaves no token of {prefix} ({documents} documents) for {split}; give {remedy}"
-    )
+    return f"--split {args.split} leaves no token of {prefix} ({documents} documents) for {split}; give {remedy}"
 
 
 class MicroBatches(Sampler[range]):

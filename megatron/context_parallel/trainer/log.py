@@ -33,7 +33,7 @@ class Record:
     consumed_samples: int
     lm_loss: float
     lr: float
-    grad_norm: float
+    grad_norm: float | None  # None: the update was skipped
     step_time: float  # seconds per iteration
     tokens_per_second_per_rank: float
     tflops_per_rank: float
@@ -78,7 +78,7 @@ class RunLog:
             print(line, flush=True)
 
     def iteration_done(
-        self, progress: RunProgress, loss: float, lr: float, grad_norm: float, seconds: float
+        self, progress: RunProgress, loss: float, lr: float, grad_norm: float | None, seconds: float
     ) -> None:
         """Count an iteration that took `seconds`; at each `--log-interval` write a record."""
         self.losses.append(loss)
@@ -89,7 +89,7 @@ class RunLog:
             self._write(self._record(progress, lr, grad_norm))
             self.losses, self.seconds = [], 0.0
 
-    def _record(self, progress: RunProgress, lr: float, grad_norm: float) -> Record:
+    def _record(self, progress: RunProgress, lr: float, grad_norm: float | None) -> Record:
         args, step_time = self.args, self.seconds / len(self.losses)
         sequences = args.global_batch_size / step_time / args.world_size
         return Record(
@@ -123,7 +123,7 @@ class RunLog:
             self.metrics.write(json.dumps(numbers) + "\n")
             self.metrics.flush()
         if self.tensorboard:
-            for name, value in numbers.items():
+            for name, value in numbers.items() - {("grad_norm", None)}:
                 self.tensorboard.add_scalar(name, value, iteration)
         if self.wandb:
             self.wandb.log(numbers, step=iteration)
@@ -146,7 +146,7 @@ def _line(record: Record, train_iters: int, peak: float | None) -> str:
         f"samples {record.consumed_samples}",
         f"lm loss {record.lm_loss:.6f}",
         f"lr {record.lr:.3e}",
-        f"grad norm {record.grad_norm:.3f}",
+        "update skipped" if record.grad_norm is None else f"grad norm {record.grad_norm:.3f}",
         f"step {record.step_time * 1e3:.1f} ms",
         f"tokens/s/rank {record.tokens_per_second_per_rank:.1f}",
         f"TFLOP/s/rank {record.tflops_per_rank:.4g}",
@@ -193,9 +193,7 @@ def check_trackers(args: Namespace) -> None:
         UsageError: `--wandb-project` without the package wandb.
     """
     if args.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise UsageError(
-            f"--wandb-project {args.wandb_project}: the package wandb is not installed; pip install wandb"
-        )
+        raise UsageError(f"--wandb-project {args.wandb_project}: the package wandb is not installed; pip install wandb")
 
 
 def _start_wandb(args: Namespace):

@@ -19,7 +19,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from ..integration.rope import use_layout
-from ..integration.spec import final_norm, layer_spec
+from ..attention import ContextParallel
+from ..integration.norm import Norm
+from ..integration.spec import context_parallel_for, layer_spec
 
 
 def build_model(args: Namespace) -> list[DistributedDataParallel]:
@@ -34,14 +36,12 @@ def build_model(args: Namespace) -> list[DistributedDataParallel]:
 
 def build_gpt(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> GPTModel:
     """The plain GPTModel of this pipeline rank's (virtual) stage, with our attention and its layout's RoPE."""
-    layer = layer_spec(
-        config, normalization=args.normalization, strategy=args.cp_strategy, layout=args.cp_layout
-    )
+    layer = layer_spec(config, strategy=args.cp_strategy, layout=args.cp_layout)
     layers = [layer] * get_num_layers_to_build(config, vp_stage)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     model = GPTModel(
         config,
-        TransformerBlockSubmodules(layers, layer_norm=final_norm(config, args.normalization)),
+        TransformerBlockSubmodules(layers, layer_norm=Norm),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -52,9 +52,13 @@ def build_gpt(args: Namespace, config: TransformerConfig, vp_stage: int | None =
         rotary_base=args.rotary_base,
         vp_stage=vp_stage,
     )
-    if args.position_embedding_type == "rope":
-        use_layout(model, args.cp_layout, parallel_state.get_context_parallel_group())
+    use_layout(model, context_parallel(args))
     return model
+
+
+def context_parallel(args: Namespace) -> ContextParallel:
+    """This rank's context group and how it computes attention."""
+    return context_parallel_for(parallel_state.get_context_parallel_group(), args.cp_strategy, args.cp_layout)
 
 
 def transformer_config(args: Namespace) -> TransformerConfig:
@@ -68,7 +72,8 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         # The loss is exact for any loss mask in any layout only if it is divided by the token count of all ranks.
         calculate_per_token_loss=True,
         pipeline_dtype=args.params_dtype,
-        deallocate_pipeline_outputs=True,
+        # gloo still reads an output when the next micro batch starts; NCCL's stream order keeps it alive.
+        deallocate_pipeline_outputs=torch.cuda.is_available(),
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         persist_layer_norm=False,

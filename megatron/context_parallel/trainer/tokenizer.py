@@ -30,9 +30,7 @@ def build_tokenizer(args: Namespace):
     Raises UsageError for an unknown type, a missing or unreadable tokenizer file, or a package not installed.
     """
     if args.tokenizer_type not in TOKENIZERS:
-        raise UsageError(
-            f"--tokenizer-type {args.tokenizer_type} is unknown; use one of {', '.join(TOKENIZERS)}"
-        )
+        raise UsageError(f"--tokenizer-type {args.tokenizer_type} is unknown; use one of {', '.join(TOKENIZERS)}")
     library, package = TOKENIZERS[args.tokenizer_type]
     options = {}
     if library == "byte-level":
@@ -62,13 +60,9 @@ def _check_files(args: Namespace, library: str, package: str) -> None:
     else:
         found, wanted = Path(model or "").is_file(), "file such as path/to/tokenizer.model"
     if not found:
-        raise UsageError(
-            f"--tokenizer-model {model} does not exist here as {given} needs it: give a {wanted}"
-        )
+        raise UsageError(f"--tokenizer-model {model} does not exist here as {given} needs it: give a {wanted}")
     if importlib.util.find_spec(package) is None:
-        raise UsageError(
-            f"{given} needs a package: pip install {package}, or use --tokenizer-type ByteLevelTokenizer"
-        )
+        raise UsageError(f"{given} needs a package: pip install {package}, or use --tokenizer-type ByteLevelTokenizer")
 
 
 def _load(args: Namespace, library: str, options: dict):

@@ -5,6 +5,7 @@ import signal
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -15,13 +16,14 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from ..errors import UsageError
 from ..integration.batch import shard_batch
 from .checkpoint import Progress, TrainState, load_checkpoint, save_checkpoint
 from .data import build_data_iterator, build_datasets, build_tokenizer
 from .log import RunLog, check_trackers
-from .model import build_model, build_optimizer
+from .model import context_parallel, build_model, build_optimizer
 from .setup import distributed_job
 
 Batches = Iterator[dict[str, Tensor]]
@@ -64,7 +66,9 @@ def build_state(args: Namespace) -> TrainState:
     if load_checkpoint(args, state):
         _say(f"loaded {args.load}, going on after iteration {state.progress.iteration}")
     elif args.exit_on_missing_checkpoint:
-        raise UsageError(f"--load {args.load}: no checkpoint there; leave out --exit-on-missing-checkpoint to start anew")
+        raise UsageError(
+            f"--load {args.load}: no checkpoint there; leave out --exit-on-missing-checkpoint to start anew"
+        )
     else:
         _say(f"no checkpoint in {args.load}, starting from scratch")
     return state
@@ -77,11 +81,10 @@ def samples_needed(args: Namespace) -> tuple[int, int, int]:
     return args.train_iters * args.global_batch_size, evaluations * per_evaluation, per_evaluation
 
 
-def _batches(args: Namespace, dataset, consumed: int) -> Batches:
-    if dataset is None:
-        return iter(())
+def _batches(args: Namespace, dataset: Dataset, consumed: int) -> Batches:
+    # A generator: loader workers start at the first batch asked for, which on some ranks is never.
     rank = parallel_state.get_data_parallel_rank()
-    return build_data_iterator(dataset, args, consumed, rank, args.data_parallel_size)
+    yield from build_data_iterator(dataset, args, consumed, rank, args.data_parallel_size)
 
 
 def _say(line: str) -> None:
@@ -119,11 +122,13 @@ def train_loop(
 
 def train_step(
     args: Namespace, state: TrainState, train: ChunkBatches, exit_asked: "_ExitConditions"
-) -> tuple[float, float, bool]:
+) -> tuple[float, float | None, bool]:
     """One iteration on every rank: (mean loss over the unmasked tokens of the global batch, gradient norm, whether to leave).
 
+    The gradient norm is None if fp16 loss scaling skipped the update.
+
     Raises:
-        FloatingPointError: loss or gradient norm is not finite (with fp16 loss scaling the gradient's iteration is skipped instead).
+        FloatingPointError: loss or gradient norm is not finite.
     """
     for chunk in state.model:
         chunk.zero_grad_buffer()
@@ -138,7 +143,7 @@ def train_step(
     if updated:
         _require_finite("gradient norm", grad_norm, progress)
         state.scheduler.step(increment=args.global_batch_size)
-    return loss, grad_norm if updated else math.nan, votes > 0
+    return loss, grad_norm if updated else None, votes > 0
 
 
 def run_micro_batches(
@@ -159,7 +164,7 @@ def run_micro_batches(
 def _forward_step(args: Namespace, batches: Batches, model: DistributedDataParallel):
     batch = dict.fromkeys(("tokens", "position_ids", "labels", "loss_mask"))
     if get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process"):
-        local = shard_batch(next(batches), args.cp_layout, parallel_state.get_context_parallel_group())
+        local = shard_batch(next(batches), context_parallel(args))
         device = torch.cuda.current_device()
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in local.items()}
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
@@ -203,3 +208,45 @@ def evaluate(args: Namespace, model: list[DistributedDataParallel], batches: Chu
         for chunk in model:
             chunk.train()
     return _mean_loss(data)[0]
+
+
+def _save(args: Namespace, state: TrainState, log: RunLog) -> int:
+    with _weights_gathered(args, state.model):
+        save_checkpoint(args, state)
+    log.say(f"saved iteration {state.progress.iteration} to {args.save}")
+    return state.progress.iteration
+
+
+@contextmanager
+def _weights_gathered(args: Namespace, model: list[DistributedDataParallel]) -> Iterator[None]:
+    # With --overlap-param-gather the weights of the last step arrive during the next forward pass.
+    for chunk in model if args.overlap_param_gather else ():
+        chunk.disable_forward_pre_hook()
+    yield
+    for chunk in model if args.overlap_param_gather else ():
+        chunk.enable_forward_pre_hook()
+
+
+def _learning_rate(state: TrainState) -> float:
+    return get_canonical_lr_for_logging(state.optimizer.param_groups)
+
+
+class _ExitConditions:
+    """Whether this rank wants to leave after an iteration; all leave together when any does."""
+
+    def __init__(self, args: Namespace, started: float) -> None:
+        self.args, self.started, self.signalled = args, started, False
+        if args.exit_signal_handler:
+            signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.signalled = True
+
+    def __call__(self, iteration: int) -> bool:
+        args = self.args
+        minutes = (time.monotonic() - self.started) / 60
+        return (
+            self.signalled
+            or bool(args.exit_interval and iteration % args.exit_interval == 0)
+            or bool(args.exit_duration_in_mins and minutes > args.exit_duration_in_mins)
+        )

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Set up, turn text into tokens, train a small Llama with context parallelism on 4 ranks, plot the loss.
+#   bash examples/quickstart.sh                 train on the Python standard library's own source files
+#   bash examples/quickstart.sh FILE_OR_FOLDER  train on your text or .jsonl
+# RUN_DIR (default runs/quickstart) gets everything; the same command again goes on where the last one stopped.
+set -euEo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+run=${RUN_DIR:-runs/quickstart}
+input=${1:-${DATA:-"the Python standard library"}}
+prefix=$run/data/corpus
+step="start"
+trap 'echo "quickstart.sh: failed at the step: $step" >&2' ERR
+
+begin() {
+    step=$1
+    printf '\n== %s\n' "$step"
+}
+
+preprocess() {
+    local files=("$input")
+    if [[ $input == "the Python standard library" ]]; then
+        local library
+        library=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
+        mapfile -d '' files < <(find "$library" -name '*.py' -not -path '*-packages/*' \
+            -not -path '*/test/*' -not -path '*/tests/*' -not -path '*/idle_test/*' -print0 | sort -z)
+    fi
+    .venv/bin/python tools/preprocess_data.py --input "${files[@]}" --output-prefix "$prefix" --append-eod
+    printf '%s\n' "$input" >"$run/data/input"
+}
+
+begin "install the pinned dependencies into .venv"
+bash tools/venv.sh requirements.txt
+
+begin "turn $input into tokens"
+if [[ ! -f $run/data/input ]]; then
+    mkdir -p "$run/data"
+    preprocess
+elif [[ $(<"$run/data/input") == "$input" ]]; then
+    echo "already done: $run/data"
+else
+    echo "$run has data of $(<"$run/data/input"); set RUN_DIR to another folder for $input" >&2
+    false
+fi
+
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+case $gpus in
+    0) ranks=4 precision=() ;;
+    1) ranks=1 precision=(--bf16) ;;
+    2 | 3) ranks=2 precision=(--bf16) ;;
+    *) ranks=4 precision=(--bf16) ;;
+esac
+begin "train on $ranks ranks"
+OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node "$ranks" pretrain_gpt.py \
+    --preset quickstart --context-parallel-size "$ranks" --cp-strategy ring "${precision[@]}" \
+    --data-path "${prefix}_text_document" --save "$run" --load "$run"
+
+begin "plot the loss"
+.venv/bin/python tools/plot_loss.py "$run"
+echo "checkpoint   $run/$(printf 'iter_%07d' "$(<"$run/latest_checkpointed_iteration.txt")")"
+echo "everything   $run, TensorBoard: .venv/bin/tensorboard --logdir $run/tensorboard"

@@ -1,0 +1,41 @@
+"""Rotary embeddings of the positions a rank really holds; megatron-core's own assumes the zigzag layout."""
+
+from functools import cache
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from ..attention import ContextParallel
+from ..errors import UsageError
+
+
+class LayoutRotaryEmbedding(torch.nn.Module):
+    """Stands in for a model's rotary embedding: the same table, in the order of this rank's tokens."""
+
+    def __init__(self, table: RotaryEmbedding, cp: ContextParallel) -> None:
+        super().__init__()
+        self.table, self.cp = table, cp
+        self.get_rotary_seq_len = table.get_rotary_seq_len
+        self._rows = cache(self._rows)
+
+    def _rows(self, length: int) -> Tensor:
+        whole = self.table.get_emb(length)
+        return whole.index_select(0, self.cp.positions(length).to(whole.device))
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None) -> Tensor:
+        """Angles [max_seq_len / n, 1, 1, d] of this rank's positions, as megatron-core calls it.
+
+        Raises:
+            UsageError: packed sequences or an offset.
+        """
+        if packed_seq or offset:
+            raise UsageError("packed sequences and offsets are not supported by the layout's RoPE yet")
+        return self._rows(max_seq_len)
+
+
+def use_layout(model: GPTModel, cp: ContextParallel) -> None:
+    """Makes `model` rotate by the layout of `cp`. The table has no parameters, so checkpoints do not change."""
+    if model.position_embedding_type == "rope":
+        model.rotary_pos_emb = LayoutRotaryEmbedding(model.rotary_pos_emb, cp)

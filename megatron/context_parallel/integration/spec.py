@@ -1,0 +1,103 @@
+"""Our attention as megatron-core's `core_attention`, and the layer spec that puts it there."""
+
+import math
+from functools import cache
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from ..attention import ContextParallel, context_parallel_attention
+from ..errors import UsageError
+from .norm import Norm
+
+
+@cache
+def context_parallel_for(group: dist.ProcessGroup, strategy: str, layout: str | None) -> ContextParallel:
+    """The `ContextParallel` of a group, one for all layers that use it: it holds communicators."""
+    return ContextParallel(strategy, layout, group)
+
+
+class ContextParallelAttention(MegatronModule):
+    """The core attention of a layer, computed by all ranks of the context-parallel group together.
+
+    Built and called by megatron-core like its own `DotProductAttention`. Also right for a group of one rank.
+
+    Raises:
+        UsageError: a feature of the configuration that this attention does not have.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        strategy: str,
+        layout: str | None,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout:
+            raise UsageError(f"--attention-dropout {dropout}: context-parallel attention has none; use 0")
+        if config.window_size is not None:
+            raise UsageError(f"--window-size {config.window_size}: not supported yet; leave it out")
+        if attention_type != "self" or config.softmax_type != "vanilla":
+            raise UsageError(f"{attention_type} attention with {config.softmax_type} softmax: only self, vanilla")
+        self.attn_mask_type = attn_mask_type
+        self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
+        group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
+        self.cp = context_parallel_for(group, strategy, layout)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """[s, b, heads, d] of this rank's tokens to [s, b, heads * d].
+
+        Raises:
+            UsageError: an explicit mask, a bias or packed sequences.
+        """
+        mask = attn_mask_type or self.attn_mask_type
+        if mask not in (AttnMaskType.causal, AttnMaskType.no_mask) or attention_mask is not None:
+            raise UsageError(f"attention mask {mask.name}: only causal or no_mask, without a mask tensor")
+        if attention_bias is not None or packed_seq_params is not None:
+            raise UsageError("attention bias and packed sequences are not supported yet; leave them out")
+        causal = mask is AttnMaskType.causal
+        out = context_parallel_attention(query, key, value, self.cp, causal=causal, scale=self.scale)
+        return out.flatten(2)
+
+
+def layer_spec(config: TransformerConfig, *, strategy: str, layout: str | None) -> ModuleSpec:
+    """megatron-core's GPT layer with our attention, and norms that work on any device.
+
+    Args:
+        config: decides normalization and query/key norms.
+        strategy: `--cp-strategy`.
+        layout: `--cp-layout`; default: the strategy's own.
+    """
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    attention = layer.submodules.self_attention.submodules
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    attention.core_attention = ModuleSpec(
+        module=ContextParallelAttention, params={"strategy": strategy, "layout": layout}
+    )
+    return layer

@@ -1,0 +1,393 @@
+"""The command line of the trainer: Megatron's flags, their defaults, and what follows from them."""
+
+import argparse
+import difflib
+import math
+import os
+import re
+from argparse import ArgumentParser, Namespace
+
+import torch
+
+from ..errors import UsageError
+from ..layout import LAYOUTS
+from ..strategies import STRATEGIES, find_strategy
+from . import check_files, check_values
+from .presets import PRESETS, read_config, read_preset
+from .tokenizer import TOKENIZERS, build_tokenizer
+
+_EXAMPLES = {"int": "give a whole number such as 8", "float": "give a number such as 0.1"}
+
+
+def parse_args(argv: list[str] | None = None) -> Namespace:
+    """The arguments of one run, complete and checked: flags first, then `--config`, then `--preset`, then defaults.
+
+    Reads WORLD_SIZE and RANK (default 1 and 0). Attribute names are Megatron's; `world_size`, `rank`,
+    `data_parallel_size`, `virtual_pipeline_model_parallel_size`, `params_dtype` (torch.dtype), `padded_vocab_size` and
+    everything that has a derived default are filled in. With `--dry-run`, what only training needs may be missing.
+
+    Raises:
+        UsageError: anything that would not run as asked.
+    """
+    args = _parse_sources(argv)
+    check_values.check_each(args)
+    _fill_in_ranks(args)
+    _fill_in_model(args)
+    _fill_in_batch(args)
+    check_values.check_together(args)
+    _fill_in_vocabulary(args)
+    check_files.check_files(args)
+    return args
+
+
+# --------------------------------------------------------------------------------------------------- sources
+
+
+def _parse_sources(argv: list[str] | None) -> Namespace:
+    sources = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    _source_flags(sources)
+    try:
+        given, _ = sources.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UsageError(_explain(error)) from None
+    parser = build_parser()
+    config = _checked(parser, f"--config {given.config}", read_config(given.config)) if given.config else {}
+    preset = given.preset or config.get("preset")
+    values = _checked(parser, f"--preset {preset}", read_preset(preset)) if preset else {}
+    return _parse(parser, argv, _parse(parser, _as_flags(values | config)))
+
+
+def _checked(parser: ArgumentParser, source: str, values: dict[str, object]) -> dict[str, object]:
+    """`values`, if each is a flag with a value that fits; UsageErrors name the `source`."""
+    for name, value in values.items():
+        if name in ("config", "help"):
+            raise UsageError(f"{source}: {name} cannot be in a file; give it on the command line")
+        try:
+            _parse(parser, _as_flags({name: True if value is False else value}))
+        except UsageError as error:
+            raise UsageError(f"{source}: {error}") from None
+    return values
+
+
+def _as_flags(values: dict[str, object]) -> list[str]:
+    flags = []
+    for name, value in values.items():
+        if isinstance(value, list):
+            flags += [f"--{name}", *map(str, value)]
+        elif isinstance(value, bool):
+            flags += [f"--{name}"] * value
+        elif value is not None:
+            flags.append(f"--{name}={value}")
+    return flags
+
+
+def _parse(parser: ArgumentParser, argv: list[str] | None, onto: Namespace | None = None) -> Namespace:
+    """Parse `argv` over the values in `onto`."""
+    try:
+        args, unknown = parser.parse_known_args(argv, onto)
+    except argparse.ArgumentError as error:
+        raise UsageError(_explain(error)) from None
+    if unknown:
+        flags = re.findall(r"--[a-z0-9-]+", parser.format_usage())
+        word = unknown[0].split("=")[0]
+        closest = difflib.get_close_matches(word.replace("_", "-"), flags, 1, cutoff=0.5)
+        remedy = f"did you mean {closest[0]}?" if closest else "--help lists the flags, such as --num-layers"
+        raise UsageError(f"{word}: unknown {'flag' if word[:1] == '-' else 'word'}; {remedy}")
+    return args
+
+
+def _explain(error: argparse.ArgumentError) -> str:
+    flag, message = error.argument_name, error.message
+    if "choose from" in message:
+        return f"{flag}: {message}"
+    if kind := re.match(r"invalid (int|float) value", message):
+        return f"{flag}: {message}; {_EXAMPLES[kind[1]]}"
+    if message.startswith("ignored explicit argument"):
+        return f"{flag}: {message}; it takes no value, write {flag} alone"
+    return f"{flag}: {message}; write {flag} VALUE"
+
+
+# ------------------------------------------------------------------------------------------------- the flags
+
+
+def _flag(group, name: str, kind: type, default: object, text: str, **options) -> None:
+    """Add `--name VALUE`. `default` None means derived, or nothing: `text` says which."""
+    shown = "" if default is None else f" (default: {default})"
+    if "choices" not in options:
+        options.setdefault("metavar", {int: "N", float: "X", str: "TEXT"}[kind])
+    group.add_argument(f"--{name}", type=kind, default=default, help=(text + shown).replace("%", "%%"), **options)
+
+
+def _switch(group, name: str, text: str, **options) -> None:
+    group.add_argument(f"--{name}", action=options.pop("action", "store_true"), help=text, **options)
+
+
+def build_parser() -> ArgumentParser:
+    """The parser of every flag, without the checks that need more than one flag."""
+    parser = ArgumentParser(
+        prog="pretrain_gpt.py",
+        description="Pretrain a GPT or Llama with tensor, pipeline, data and context parallelism. "
+        "Flags have Megatron's names and meanings.",
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    run = parser.add_argument_group("run")
+    _source_flags(run)
+    _switch(run, "dry-run", "check everything, print parallel layout, parameters and memory, and stop")
+    for title, add in _GROUPS.items():
+        add(parser.add_argument_group(title))
+    return parser
+
+
+def _source_flags(group) -> None:
+    names = ", ".join(PRESETS)
+    _flag(group, "preset", str, None, f"shape of a published model: {names}", metavar="NAME")
+    _flag(group, "config", str, None, "YAML file of flags, which win over --preset and lose to the command line")
+
+
+def _model(group) -> None:
+    _flag(group, "num-layers", int, None, "transformer layers; required")
+    _flag(group, "hidden-size", int, None, "model width; required")
+    _flag(group, "ffn-hidden-size", int, None, "MLP width (default: 4 hidden-size; with --swiglu 2/3 of it, in 64s)")
+    _flag(group, "num-attention-heads", int, None, "query heads; required")
+    _flag(group, "kv-channels", int, None, "width of a head (default: hidden-size / num-attention-heads)")
+    _switch(group, "group-query-attention", "query heads share key/value heads")
+    _flag(group, "num-query-groups", int, None, "key/value heads, with --group-query-attention (default: 1)")
+    _flag(group, "max-position-embeddings", int, None, "rows of the position table (default: seq-length)")
+    kinds = ["learned_absolute", "rope"]
+    _flag(group, "position-embedding-type", str, "learned_absolute", "how positions enter", choices=kinds)
+    _flag(group, "rotary-base", int, 10000, "base of the rotary frequencies")
+    _flag(group, "rotary-percent", float, 1.0, "part of each head that rotates")
+    _flag(group, "normalization", str, "LayerNorm", "normalization layers", choices=["LayerNorm", "RMSNorm"])
+    _flag(group, "norm-epsilon", float, 1e-5, "epsilon of the normalization layers")
+    _switch(group, "swiglu", "gated linear units with SiLU instead of GELU")
+    _switch(group, "disable-bias-linear", "no biases in linear layers", action="store_false", dest="add_bias_linear")
+    _switch(group, "add-qkv-bias", "biases in the query/key/value projection even with --disable-bias-linear")
+    _switch(group, "untie-embeddings-and-output-weights", "an output layer of its own")
+    _flag(
+        group, "make-vocab-size-divisible-by", int, 128, "pad the vocabulary to a multiple of this times tensor ranks"
+    )
+    _flag(group, "init-method-std", float, 0.02, "standard deviation of the initial weights")
+
+
+def _regularization(group) -> None:
+    why = "context-parallel attention has no dropout, so only 0 is accepted; Megatron's default is 0.1"
+    _flag(group, "attention-dropout", float, 0.0, why)
+    _flag(group, "hidden-dropout", float, 0.0, "dropout of the residual stream; Megatron's default is 0.1")
+    _flag(group, "weight-decay", float, 0.01, "decoupled (AdamW) weight decay")
+    _flag(group, "clip-grad", float, 1.0, "largest norm of the gradient; 0: no limit")
+    _flag(group, "adam-beta1", float, 0.9, "decay of the mean gradient")
+    _flag(group, "adam-beta2", float, 0.999, "decay of the mean squared gradient")
+    _flag(group, "adam-eps", float, 1e-8, "added to Adam's denominator")
+
+
+def _training(group) -> None:
+    _flag(group, "micro-batch-size", int, None, "sequences per forward pass and data-parallel rank; required")
+    _flag(
+        group, "global-batch-size", int, None, "sequences per update (default: micro-batch-size x data-parallel size)"
+    )
+    _flag(group, "train-iters", int, None, "updates; this or --train-samples is required")
+    _flag(group, "train-samples", int, None, "sequences to train on, a multiple of the global batch size")
+    _flag(group, "exit-interval", int, None, "save and leave after an iteration that is a multiple of this")
+    _flag(group, "exit-duration-in-mins", int, None, "save and leave after this many minutes")
+    _switch(group, "exit-signal-handler", "save and leave on SIGTERM")
+    _flag(group, "seed", int, 1234, "seed of weights, data order and dropout")
+    kinds = ["full", "selective"]
+    _flag(
+        group,
+        "recompute-granularity",
+        str,
+        None,
+        "recompute layers, or only attention, in the backward pass",
+        choices=kinds,
+    )
+    kinds = ["uniform", "block"]
+    _flag(group, "recompute-method", str, None, "with full: groups of layers, or the first ones", choices=kinds)
+    _flag(group, "recompute-num-layers", int, None, "with full: layers per group, or how many come first")
+    _switch(group, "recompute-activations", "the same as --recompute-granularity selective")
+
+
+def _learning_rate(group) -> None:
+    _flag(group, "lr", float, None, "largest learning rate; required")
+    styles = ["constant", "linear", "cosine", "inverse-square-root"]
+    _flag(group, "lr-decay-style", str, "linear", "shape of the decay", choices=styles)
+    _flag(group, "lr-decay-iters", int, None, "iterations until --min-lr (default: train-iters)")
+    _flag(group, "lr-decay-samples", int, None, "the same in sequences, with --train-samples")
+    _flag(group, "lr-warmup-iters", int, 0, "iterations of linear warm-up from 0")
+    _flag(group, "lr-warmup-samples", int, 0, "the same in sequences, with --train-samples")
+    _flag(group, "lr-warmup-fraction", float, None, "warm-up as a part of the decay iterations")
+    _flag(group, "min-lr", float, 0.0, "smallest learning rate")
+
+
+def _checkpointing(group) -> None:
+    _flag(group, "save", str, None, "directory of the checkpoints to write", metavar="DIR")
+    _flag(group, "save-interval", int, None, "iterations between checkpoints; one is always written at the end")
+    _switch(group, "no-save-optim", "leave the optimizer out of checkpoints")
+    _switch(group, "no-save-rng", "leave the random generators out of checkpoints")
+    _flag(
+        group,
+        "load",
+        str,
+        None,
+        "directory of checkpoints to go on from; none there: start from scratch",
+        metavar="DIR",
+    )
+    _switch(group, "no-load-optim", "do not restore the optimizer")
+    _switch(group, "no-load-rng", "do not restore the random generators")
+    _switch(group, "finetune", "restore the weights alone and start at iteration 0")
+    _switch(group, "exit-on-missing-checkpoint", "an error if --load holds no checkpoint")
+    _flag(group, "ckpt-format", str, "torch_dist", "format of checkpoints", choices=["torch_dist"])
+
+
+def _mixed_precision(group) -> None:
+    _switch(group, "bf16", "bfloat16 weights and activations; gradients and optimizer in float32")
+    _switch(group, "fp16", "float16 weights and activations, on GPUs; gradients and optimizer in float32")
+    _flag(group, "loss-scale", float, None, "fp16: a constant loss scale (default: dynamic)")
+    _flag(group, "initial-loss-scale", float, 2**32, "fp16: first dynamic loss scale")
+    _flag(group, "min-loss-scale", float, 1.0, "fp16: smallest dynamic loss scale")
+    _flag(group, "loss-scale-window", float, 1000, "fp16: iterations before the loss scale is raised")
+    _flag(group, "hysteresis", int, 2, "fp16: overflows before the loss scale is lowered")
+
+
+def _distributed(group) -> None:
+    _flag(group, "tensor-model-parallel-size", int, 1, "ranks that split every layer")
+    _flag(group, "pipeline-model-parallel-size", int, 1, "ranks that split the layers into stages")
+    _flag(group, "num-layers-per-virtual-pipeline-stage", int, None, "layers per turn of an interleaved pipeline")
+    _switch(group, "sequence-parallel", "split norms and residuals over the tensor-parallel ranks too")
+    _switch(group, "use-distributed-optimizer", "shard the optimizer over data- and context-parallel ranks")
+    _switch(group, "overlap-grad-reduce", "reduce gradients during the backward pass")
+    _switch(group, "overlap-param-gather", "gather sharded weights during the forward pass")
+    kinds = ["nccl", "gloo"]
+    _flag(group, "distributed-backend", str, None, "communication (default: nccl with GPUs, else gloo)", choices=kinds)
+    _flag(group, "distributed-timeout-minutes", int, 10, "a rank that waits longer fails")
+
+
+def _context_parallel(group) -> None:
+    _flag(group, "context-parallel-size", int, 1, "ranks that share each sequence")
+    _flag(group, "cp-strategy", str, "ring", f"distributed attention: {', '.join(STRATEGIES)}", metavar="NAME")
+    text = f"which tokens a rank holds: {', '.join(LAYOUTS)} (default: the strategy's first choice)"
+    _flag(group, "cp-layout", str, None, text, metavar="NAME")
+
+
+def _data(group) -> None:
+    text = "prefixes of .bin/.idx files from tools/preprocess_data.py, each with a weight before it or none"
+    _flag(group, "data-path", str, None, text, nargs="+", metavar="PREFIX")
+    _flag(group, "split", str, None, "shares of --data-path for training, validation and test (default: 969,30,1)")
+    for split in ("train", "valid", "test"):
+        text = f"like --data-path, for {split} alone; not with --data-path"
+        _flag(group, f"{split}-data-path", str, None, text, nargs="+", metavar="PREFIX")
+    _flag(
+        group,
+        "data-cache-path",
+        str,
+        None,
+        "where sample indices are kept (default: cache/ beside the data)",
+        metavar="DIR",
+    )
+    _flag(group, "seq-length", int, None, "tokens per sequence, over all context-parallel ranks; required")
+    _flag(group, "tokenizer-type", str, "ByteLevelTokenizer", f"one of {', '.join(TOKENIZERS)}", metavar="NAME")
+    _flag(group, "tokenizer-model", str, None, "SentencePiece file or HuggingFace folder", metavar="PATH")
+    _flag(group, "vocab-size", int, None, "vocabulary before padding (default: the tokenizer's)")
+    _flag(group, "num-workers", int, 2, "processes per rank that read data; 0: the rank itself")
+    _switch(group, "eod-mask-loss", "no loss on end-of-document tokens")
+
+
+def _validation(group) -> None:
+    _flag(group, "eval-iters", int, 100, "global batches per evaluation; 0: none")
+    _flag(group, "eval-interval", int, 1000, "iterations between evaluations")
+
+
+def _logging(group) -> None:
+    _flag(group, "log-interval", int, 100, "iterations between log lines")
+    _flag(
+        group, "tensorboard-dir", str, None, "TensorBoard files (default: SAVE/tensorboard with --save)", metavar="DIR"
+    )
+    _flag(group, "wandb-project", str, None, "Weights & Biases project; needs the package wandb")
+    _flag(group, "wandb-exp-name", str, None, "Weights & Biases run name")
+    _flag(group, "wandb-save-dir", str, None, "Weights & Biases files (default: the --save directory)", metavar="DIR")
+    _flag(group, "peak-tflops", float, None, "peak TFLOP/s of a device, for MFU (default: known GPUs)")
+
+
+def _always_on(group) -> None:
+    for name, what in (
+        ("use-mcore-models", "models are megatron-core's"),
+        ("use-flash-attn", "attention never stores its score matrix"),
+        ("calculate-per-token-loss", "the loss is a mean over the tokens of all ranks"),
+        ("accumulate-allreduce-grads-in-fp32", "gradients are float32"),
+        ("log-throughput", "every log line has TFLOP/s"),
+    ):
+        _switch(group, name, f"{what}, with or without this flag", default=True)
+
+
+_GROUPS = {
+    "model": _model,
+    "regularization": _regularization,
+    "training": _training,
+    "learning rate": _learning_rate,
+    "checkpointing": _checkpointing,
+    "mixed precision": _mixed_precision,
+    "distributed": _distributed,
+    "context parallel": _context_parallel,
+    "data": _data,
+    "validation": _validation,
+    "logging": _logging,
+    "always on (accepted so that Megatron command lines run unchanged)": _always_on,
+}
+
+
+# ------------------------------------------------------------------------------------------- derived values
+
+
+def _fill_in_ranks(args: Namespace) -> None:
+    needed = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    args.world_size = check_values.from_environment("WORLD_SIZE", needed if args.dry_run else 1)
+    args.rank = check_values.from_environment("RANK", 0)
+    check_values.check_world(args, needed)
+    args.data_parallel_size = args.world_size // needed
+
+
+def _fill_in_model(args: Namespace) -> None:
+    if args.kv_channels is None:
+        args.kv_channels = check_values.quotient(args, "hidden_size", "num_attention_heads")
+    if args.ffn_hidden_size is None:
+        wide = 4 * args.hidden_size
+        args.ffn_hidden_size = wide * 2 // 3 // 64 * 64 if args.swiglu else wide
+    if not args.group_query_attention:
+        check_values.refuse_given(args, "num_query_groups", "needs --group-query-attention; add it")
+        args.num_query_groups = args.num_attention_heads
+    elif args.num_query_groups is None:
+        args.num_query_groups = 1
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    args.cp_layout = args.cp_layout or find_strategy(args.cp_strategy).layouts[0]
+    args.params_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    if args.recompute_activations:
+        args.recompute_granularity = args.recompute_granularity or "selective"
+    args.virtual_pipeline_model_parallel_size = check_values.virtual_stages(args)
+
+
+def _fill_in_batch(args: Namespace) -> None:
+    step = args.micro_batch_size * args.data_parallel_size
+    args.global_batch_size = args.global_batch_size or step
+    if args.train_samples is not None:
+        check_values.check_samples(args)
+        args.train_iters = args.train_samples // args.global_batch_size
+        args.lr_warmup_iters = args.lr_warmup_samples // args.global_batch_size
+        args.lr_decay_iters = args.lr_decay_samples and args.lr_decay_samples // args.global_batch_size
+    if args.data_path and args.split is None:
+        args.split = "969,30,1"
+    if args.save and not args.tensorboard_dir:
+        args.tensorboard_dir = os.path.join(args.save, "tensorboard")
+
+
+def _fill_in_vocabulary(args: Namespace) -> None:
+    """Sets `padded_vocab_size`, and `vocab_size` unless the tokenizer takes its size from there."""
+    size = build_tokenizer(args).vocab_size
+    if args.tokenizer_type != "NullTokenizer":
+        if args.vocab_size is not None and args.vocab_size < size:
+            raise UsageError(
+                f"--vocab-size {args.vocab_size}: the tokenizer has {size} tokens; give --vocab-size {size}"
+            )
+        size = args.vocab_size = args.vocab_size or size
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    args.padded_vocab_size = math.ceil(size / multiple) * multiple

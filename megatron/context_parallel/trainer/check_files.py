@@ -1,0 +1,186 @@
+"""Checks on what the arguments name on disk: data, checkpoints and the directory to save in. Nothing is written."""
+
+import json
+import os
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+
+import numpy
+from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
+from megatron.core.datasets.utils import get_blend_from_list
+
+from ..errors import UsageError
+from .check_values import flag, refuse
+from .checkpoint import TRACKER, iteration_directory, latest_iteration
+from .tokenizer import build_tokenizer
+
+_DATA_FLAGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+_MAKE_DATA = "make it with: python tools/preprocess_data.py --input FILES --output-prefix PREFIX --append-eod"
+_INDEX_START = 34  # bytes: magic 9, version 8, dtype code 1, sequence count 8, document count 8
+_TOKENS_CHECKED = 1 << 20
+# What decides the shape or the meaning of the weights.
+_SAME_MODEL = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "normalization",
+    "norm_epsilon",
+    "swiglu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "untie_embeddings_and_output_weights",
+    "vocab_size",
+)
+
+
+def check_files(args: Namespace) -> None:
+    """Refuse data and checkpoints that are missing, damaged or of another tokenizer or model.
+
+    Raises:
+        UsageError: one line that names the flag and the file.
+    """
+    given = [name for name in _DATA_FLAGS if getattr(args, name)]
+    if not given and not args.dry_run:
+        raise UsageError(f"--data-path: missing; give the prefix of .bin/.idx files, or {_MAKE_DATA}")
+    for name in given:
+        for prefix in _prefixes(args, name):
+            _check_data(args, name, prefix)
+    if args.save:
+        _check_writable(args)
+    if args.load:
+        _check_checkpoint(args)
+
+
+# ------------------------------------------------------------------------------------------------------- data
+
+
+def _prefixes(args: Namespace, name: str) -> list[str]:
+    try:
+        prefixes, weights = get_blend_from_list(getattr(args, name))
+    except AssertionError:
+        refuse(args, name, f"some prefixes have a weight and some have none; give {flag(name)} 0.7 FIRST 0.3 SECOND")
+    if weights and not all(weight > 0 for weight in weights):
+        refuse(args, name, f"a weight is not above 0; give {flag(name)} 0.7 FIRST 0.3 SECOND")
+    return prefixes
+
+
+def _check_data(args: Namespace, name: str, prefix: str) -> None:
+    for suffix in (".idx", ".bin"):
+        path = Path(prefix + suffix)
+        if not path.is_file():
+            hint = (
+                f"give the prefix without {suffix}, {flag(name)} {prefix[:-4]}"
+                if prefix.endswith(suffix)
+                else _MAKE_DATA
+            )
+            raise UsageError(f"{flag(name)} {prefix}: there is no {path.name} in {path.parent}; {hint}")
+    try:
+        tokens = _tokens(Path(prefix + ".idx"), Path(prefix + ".bin"))
+    except ValueError as error:
+        raise UsageError(f"{flag(name)} {prefix}: {error}; {_MAKE_DATA}") from None
+    _check_tokenizer(args, name, prefix, tokens)
+
+
+def _tokens(index: Path, data: Path) -> numpy.ndarray:
+    """The token ids of a pair of files, mapped into memory.
+
+    Raises:
+        ValueError: the index is not one, or the two do not belong together.
+    """
+    size = index.stat().st_size
+    with open(index, "rb") as stream:
+        head = stream.read(_INDEX_START)
+    if len(head) < _INDEX_START or not head.startswith(_INDEX_HEADER):
+        raise ValueError(f"{index.name} is not an index of tokens ({size} bytes)")
+    version, code = int.from_bytes(head[9:17], "little"), head[17]
+    sequences, documents = (int.from_bytes(head[at : at + 8], "little") for at in (18, 26))
+    if version != 1 or code not in {kind.value for kind in DType}:
+        raise ValueError(f"{index.name} has version {version} and token type {code}, not 1 and 1 to 8")
+    wanted = _INDEX_START + 12 * sequences + 8 * documents
+    if size != wanted:
+        raise ValueError(
+            f"{index.name} has {size} bytes where its {sequences} sequences need {wanted}: cut short or damaged"
+        )
+    if sequences == 0:
+        raise ValueError(f"{index.name} holds no sequences")
+    lengths = numpy.memmap(index, numpy.int32, "r", _INDEX_START, (sequences,))
+    dtype = numpy.dtype(DType.dtype_from_code(code))
+    wanted = int(lengths.sum(dtype=numpy.int64)) * dtype.itemsize
+    if data.stat().st_size != wanted:
+        raise ValueError(f"{data.name} has {data.stat().st_size} bytes where {index.name} tells of {wanted}")
+    if wanted == 0:
+        raise ValueError(f"{data.name} holds no tokens")
+    return numpy.memmap(data, dtype, "r")
+
+
+def _check_tokenizer(args: Namespace, name: str, prefix: str, tokens: numpy.ndarray) -> None:
+    """Refuse data of another tokenizer: as its .json says if there is one, and by ids that are too large."""
+    beside = Path(prefix + ".json")
+    made_by = json.loads(beside.read_text()) if beside.is_file() else {}
+    used, null = made_by.get("tokenizer_type", args.tokenizer_type), args.tokenizer_type == "NullTokenizer"
+    if used != args.tokenizer_type and not null:
+        why = f"{flag(name)} {prefix} was made with {used}"
+        refuse(args, "tokenizer_type", f"{why}; give --tokenizer-type {used}")
+    size = build_tokenizer(args).vocab_size
+    if made_by and made_by["vocab_size"] != size and not null:
+        why = f"{flag(name)} {prefix} was made with {made_by['tokenizer_model']} of {made_by['vocab_size']} tokens, this has {size}"
+        refuse(args, "tokenizer_model", f"{why}; give --tokenizer-model {made_by['tokenizer_model']}")
+    largest = int(tokens[:_TOKENS_CHECKED].max())
+    if largest >= size:
+        why = f"{flag(name)} {prefix} holds token {largest}, and this tokenizer has {size}"
+        remedy = f"--vocab-size {largest + 1}" if null else "the tokenizer that made the data"
+        refuse(args, "vocab_size" if null else "tokenizer_type", f"{why}; give {remedy}")
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+def _check_writable(args: Namespace) -> None:
+    existing = next(path for path in (Path(args.save).absolute(), *Path(args.save).absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        reason = f"{existing} cannot be written to ({os.strerror(error.errno)})"
+        refuse(args, "save", f"{reason}; give a directory of yours, such as --save runs/first")
+
+
+def _check_checkpoint(args: Namespace) -> None:
+    iteration = latest_iteration(args.load)
+    if iteration is None:
+        if args.exit_on_missing_checkpoint:
+            why = f"no {TRACKER} there, so no checkpoint"
+            refuse(args, "load", f"{why}; give --load DIR of a run, or leave out --exit-on-missing-checkpoint")
+        return
+    path = iteration_directory(args.load, iteration) / "args.json"
+    try:
+        saved = json.loads(path.read_text())
+    except (OSError, ValueError):
+        why = f"{TRACKER} names iteration {iteration}, but {path.parent.name}/args.json is missing or damaged"
+        refuse(args, "load", f"{why}; write an iteration that is complete in {TRACKER}")
+    names = _SAME_MODEL + ("max_position_embeddings",) * (args.position_embedding_type == "learned_absolute")
+    for name in names:
+        if name in saved and saved[name] != getattr(args, name):
+            _refuse_other_model(args, name, saved[name])
+
+
+def _refuse_other_model(args: Namespace, name: str, saved: object) -> None:
+    here = getattr(args, name)
+    if isinstance(saved, bool):
+        switch = "--disable-bias-linear" if name == "add_bias_linear" else flag(name)
+        wanted = saved != (name == "add_bias_linear")
+        raise UsageError(
+            f"{switch}: {'not given' if wanted else 'given'}, but the checkpoint in --load {args.load} was saved "
+            f"{'with' if wanted else 'without'} it; {'give' if wanted else 'leave out'} {switch}, or another --load"
+        )
+    raise UsageError(
+        f"{flag(name)} {here}: the checkpoint in --load {args.load} was saved with {saved}; "
+        f"give {flag(name)} {saved}, or another --load"
+    )

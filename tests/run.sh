@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Install what the tests need into .venv, lint, and run every test.
+#   bash tests/run.sh [pytest arguments]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+bash tools/venv.sh requirements-dev.txt
+.venv/bin/ruff check
+.venv/bin/ruff format --check
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest "$@"

@@ -1,0 +1,204 @@
+"""Plans: what the verifier proves of the strategies' own, what it refuses, and what they cost."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from megatron.context_parallel import STRATEGIES
+from megatron.context_parallel.layout import visible
+from megatron.context_parallel.plan.ir import AllGather, Attend, Plan, PlanError, Recv, ReduceScatter, Send, Step, T
+from megatron.context_parallel.plan.trace import trace
+from megatron.context_parallel.plan.verify import verify
+
+CASES = [(name, layout) for name, strategy in STRATEGIES.items() for layout in strategy.layouts]
+
+
+def expected_volume(name: str, layout: str, causal: bool, backward: bool, n: int, r: int) -> Counter:
+    """Units rank r receives, by the closed formulas of docs/strategies.md."""
+    kv = dkv = 2 * (n - 1)
+    if name == "ring" and layout == "contiguous" and causal:
+        kv, dkv = 2 * r, 2 * max(0, r - 1) + (2 if r < n - 1 else 0)
+    return +Counter({T.KV: kv, T.DKV: dkv if backward else 0})
+
+
+@pytest.mark.parametrize("name,layout", CASES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_plan_is_proved_and_counted(name, layout, causal):
+    for n in [*range(1, 17), 24, 33, 64]:
+        for backward in (False, True):
+            plan = STRATEGIES[name].plan(n, layout=layout, causal=causal, backward=backward)
+            report = verify(plan)
+            for r, volume in enumerate(report.volume):
+                assert volume == expected_volume(name, layout, causal, backward, n, r), (n, r)
+            idle = (n - 1) / (2 * n) if causal and layout == "contiguous" else 0
+            assert report.idle == pytest.approx(idle, abs=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 5, 64])
+def test_ring_memory_does_not_grow(n):
+    # Own Q, KV and O, the KV at work and the KV on its way.
+    assert max(verify(STRATEGIES["ring"].plan(n)).peak) == (8 if n > 2 else 6)
+
+
+def test_allgather_memory_grows():
+    assert [max(verify(STRATEGIES["allgather"].plan(n)).peak) for n in (2, 5, 64)] == [6, 12, 130]
+
+
+def test_grouped_query_attention_shrinks_keys_and_values():
+    report = verify(STRATEGIES["ring"].plan(8, backward=True), kv_ratio=0.25)
+    assert report.received == 0.25 * 4 * 7
+
+
+def edit(plan: Plan, rank: int, step: int, change) -> Plan:
+    steps = [list(s) for s in plan.steps]
+    steps[rank][step] = change(steps[rank][step])
+    return replace(plan, steps=tuple(tuple(s) for s in steps))
+
+
+def without(kind) -> callable:
+    return lambda step: Step(tuple(op for op in step.comm if not isinstance(op, kind)), step.attend)
+
+
+def redirect(step: Step) -> Step:
+    return Step(tuple(replace(op, peer=9) if isinstance(op, Send) else op for op in step.comm), step.attend)
+
+
+def other_chunk(step: Step) -> Step:
+    return Step(tuple(replace(op, chunk=0) if isinstance(op, Recv) else op for op in step.comm), step.attend)
+
+
+BROKEN = {
+    "dropped block": (
+        "ring", False, 2, 1, lambda s: Step(s.comm, ()), r"rank 2, step 4: O chunk 2 ends without the block of chunk 1",
+    ),
+    "doubled block": (
+        "ring", False, 1, 2, lambda s: Step(s.comm, s.attend * 2),
+        r"rank 1, step 2: block \(query chunk 1, key chunk 3\) computed twice",
+    ),
+    "missing receive": (
+        "ring", False, 3, 1, without(Recv), r"rank 3, step 2: Send of KV chunk 1, which is not there",
+    ),
+    "missing send": (
+        "ring", False, 0, 1, without(Send),
+        r"rank 1, step 1: message KV chunk 3 on channel ring meets message KV chunk 2 of rank 0, step 2",
+    ),
+    "wrong chunk": (
+        "ring", False, 3, 0, other_chunk, r"message KV chunk [02] on channel ring meets message KV chunk [02] of rank",
+    ),
+    "no such peer": ("ring", False, 3, 0, redirect, r"rank 3, step 0: KV chunk 3 has peer 9"),
+    "lost gradient": (
+        "ring", True, 2, 4, without(Send), r"rank [23], step \d: .*DKV",
+    ),
+    "not reduced": (
+        "ring", True, 2, 4,
+        lambda s: Step(tuple(replace(op, reduce=False) if isinstance(op, Recv) else op for op in s.comm), s.attend),
+        r"rank 2, step 5: DKV chunk 2 received over the one already there",
+    ),
+    "absent from a collective": (
+        "allgather", False, 1, 0, without(AllGather), r"rank 1, step 1: block needs KV chunk 0, which is not there",
+    ),
+    "absent from the last collective": (
+        "allgather", True, 1, 2, without(ReduceScatter), r"rank 0, step 3: waits for ever for DKV chunk 0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_plans_are_refused(what):
+    name, backward, rank, step, change, message = BROKEN[what]
+    plan = STRATEGIES[name].plan(4, layout="zigzag", backward=backward)
+    verify(plan)
+    with pytest.raises(PlanError, match=message):
+        verify(edit(plan, rank, step, change))
+
+
+def test_swapped_order_is_refused():
+    def swap(plan: Plan, rank: int) -> Plan:
+        steps = list(plan.steps[rank])
+        steps[0], steps[1] = Step(steps[1].comm, steps[0].attend), Step(steps[0].comm, steps[1].attend)
+        return replace(plan, steps=(*plan.steps[:rank], tuple(steps), *plan.steps[rank + 1 :]))
+
+    with pytest.raises(PlanError, match=r"rank 2, step 0: Send of KV chunk 1, which is not there"):
+        verify(swap(STRATEGIES["ring"].plan(4), 2))
+
+
+def test_circular_wait_is_refused():
+    # Both ranks wait for the other's first message before they send their own.
+    def rank(me: int) -> tuple[Step, ...]:
+        other = 1 - me
+        return (
+            Step((Recv(T.KV, other, other),), (Attend((me,), (me,)),)),
+            Step(attend=(Attend((me,), (other,)),)),
+            Step((Send(T.KV, me, other),)),
+        )
+
+    with pytest.raises(PlanError, match=r"rank 0, step 1: waits for ever for KV chunk 1, .*rank 1 at step 1"):
+        verify(Plan("circle", "cyclic", False, False, (rank(0), rank(1))))
+
+
+def test_channels_keep_their_order():
+    """A second batch of a channel does not overtake the first: that is what NCCL does, and here it hangs."""
+
+    def rank(me: int, channel: str) -> tuple[Step, ...]:
+        other = 1 - me
+        late = Send(T.KV, me, other)
+        early = Recv(T.KV, other, other, channel=channel)
+        if me == 0:  # sends on the first channel only after it has used what comes on the second
+            return (Step((early,), (Attend((0,), (0, 1)),)), Step((late,)))
+        return (
+            Step((Recv(T.KV, 0, 0),), (Attend((1,), (1,)),)),
+            Step((Send(T.KV, 1, 0, channel=channel),), (Attend((1,), (0,)),)),
+        )
+
+    def plan(channel: str) -> Plan:
+        return Plan("channels", "cyclic", False, False, (rank(0, channel), rank(1, channel)))
+
+    verify(plan("second"))
+    with pytest.raises(PlanError, match="waits for ever"):
+        verify(plan("ring"))
+
+
+def test_unused_and_left_over_chunks_are_refused():
+    unused = Plan(
+        "unused",
+        "contiguous",
+        True,
+        False,
+        (
+            (Step((Recv(T.KV, 1, 1), Send(T.KV, 0, 1)), (Attend((0,), (0,)),)),),
+            (Step((Send(T.KV, 1, 0), Recv(T.KV, 0, 0))), Step(attend=(Attend((1,), (0, 1)),))),
+        ),
+    )
+    with pytest.raises(PlanError, match="rank 0, step 0: KV chunk 1 is received but never used"):
+        verify(unused)
+    left = Plan("left", "cyclic", False, False, ((Step(attend=(Attend((0,), (0,)),)),),))
+    verify(left)
+    helper = Plan(
+        "helper",
+        "contiguous",
+        True,
+        False,
+        (
+            (Step((Recv(T.Q, 1, 1),), (Attend((0,), (0,)),)), Step(attend=(Attend((1,), (0,)),))),
+            (Step((Send(T.Q, 1, 0),), (Attend((1,), (1,)),)),),
+        ),
+    )
+    with pytest.raises(PlanError, match="rank 0, step 2: partial O chunk 1 is left behind"):
+        verify(helper)
+
+
+def test_causal_contiguous_blocks_are_not_computed_for_nothing():
+    for name in STRATEGIES:
+        plan = STRATEGIES[name].plan(6, layout="contiguous")
+        for steps in plan.steps:
+            for attend in (a for step in steps for a in step.attend):
+                assert all(visible("contiguous", 6, q, kv) for q in attend.q_chunks for kv in attend.kv_chunks)
+
+
+def test_timeline_overlaps_communication_with_blocks():
+    """A ring hides transfers shorter than a block, and pays what longer ones take beyond it."""
+    plan = STRATEGIES["ring"].plan(4)
+    assert trace(plan).finish == 4
+    assert trace(plan, transfer_time=lambda op: 0.9).finish == pytest.approx(4)
+    assert trace(plan, transfer_time=lambda op: 1.5).finish == pytest.approx(3 * 1.5 + 1)

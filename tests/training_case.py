@@ -1,0 +1,136 @@
+"""A tiny training run for the tests: arguments, synthetic batches with an uneven loss mask, and a way to train."""
+
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state
+
+from megatron.context_parallel.integration.host import support_cpu_host
+from megatron.context_parallel.trainer import setup, training
+from megatron.context_parallel.trainer.checkpoint import TrainState, save_checkpoint
+
+support_cpu_host()
+
+SEQUENCE, VOCABULARY, BATCH = 32, 64, 4
+
+FAMILIES = {
+    "llama": {
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "gpt3": {
+        "normalization": "LayerNorm",
+        "swiglu": False,
+        "add_bias_linear": True,
+        "position_embedding_type": "learned_absolute",
+        "group_query_attention": False,
+        "num_query_groups": 4,
+        "untie_embeddings_and_output_weights": False,
+    },
+}
+
+
+def case_args(family: str, **changes) -> Namespace:
+    """Arguments of a tiny run, as `parse_args` derives them, on the world this rank is in."""
+    values = {
+        **FAMILIES[family],
+        **{"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "kv_channels": 8},
+        **{"seq_length": SEQUENCE, "max_position_embeddings": SEQUENCE, "padded_vocab_size": VOCABULARY},
+        **{"rotary_base": 10000, "rotary_percent": 1.0, "add_qkv_bias": False, "norm_epsilon": 1e-5},
+        **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "init_method_std": 0.1, "params_dtype": torch.float32},
+        **{"bf16": False, "fp16": False, "sequence_parallel": False, "cp_strategy": "ring", "cp_layout": "zigzag"},
+        **{"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1},
+        **{"virtual_pipeline_model_parallel_size": None, "distributed_timeout_minutes": 1, "seed": 1234},
+        **{"micro_batch_size": 1, "global_batch_size": BATCH, "train_iters": 20, "eval_iters": 0, "eval_interval": 10},
+        **{"lr": 1e-2, "min_lr": 1e-3, "lr_decay_style": "cosine", "lr_decay_iters": None, "lr_warmup_iters": 2},
+        **{"lr_warmup_fraction": None, "weight_decay": 0.01, "clip_grad": 1.0},
+        **{"use_distributed_optimizer": True, "overlap_grad_reduce": False, "overlap_param_gather": False},
+        **{"save": None, "load": None, "save_interval": None, "finetune": False, "exit_on_missing_checkpoint": False},
+        **{"no_save_optim": False, "no_save_rng": False, "no_load_optim": False, "no_load_rng": False},
+        **{"exit_interval": None, "exit_duration_in_mins": None, "exit_signal_handler": False, "log_interval": 1},
+        **changes,
+    }
+    args = Namespace(**values, world_size=torch.distributed.get_world_size(), rank=torch.distributed.get_rank())
+    parts = args.tensor_model_parallel_size * args.context_parallel_size * args.pipeline_model_parallel_size
+    args.data_parallel_size = args.world_size // parts
+    return args
+
+
+def batches(args: Namespace, consumed: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Random tokens, the first of each pair predictable, and a loss mask that leaves 0 to 90% of a sequence."""
+    rank, size = parallel_state.get_data_parallel_rank(), args.data_parallel_size
+    for start in range(consumed + rank * args.micro_batch_size, 10**6, size * args.micro_batch_size):
+        samples = [_sample(number) for number in range(start, start + args.micro_batch_size)]
+        yield {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+def _sample(number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    text = torch.randint(VOCABULARY, (SEQUENCE + 1,), generator=generator)
+    text[1::2] = (text[:-1:2] * 5 + 3) % VOCABULARY
+    share = 0.9 * torch.rand(1, generator=generator)
+    mask = (torch.rand(SEQUENCE, generator=generator) < share).float()
+    mask[: SEQUENCE // 4] *= number % 2  # every other sequence has none in its first quarter
+    return {"tokens": text[:-1], "labels": text[1:], "loss_mask": mask, "position_ids": torch.arange(SEQUENCE)}
+
+
+class Recorder:
+    """Stands in for RunLog: keeps every loss."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+        self.evaluations: list[float] = []
+
+    def iteration_done(self, progress, loss, lr, grad_norm, seconds) -> None:
+        self.losses.append(loss)
+        self.grad_norms.append(grad_norm)
+
+    def evaluation_done(self, iteration, split, loss) -> None:
+        self.evaluations.append(loss)
+
+    def say(self, line) -> None: ...
+
+
+def train(family: str, **changes) -> Recorder:
+    """Build the model, load what `load` names, train to the end, take the groups down again."""
+    args = case_args(family, **changes)
+    with groups(args):
+        state = build(args)
+        recorder = Recorder()
+        data = [batches(args, state.progress.consumed_train_samples) for _ in state.model]
+        valid = [batches(args, 1000 + state.progress.consumed_valid_samples) for _ in state.model]
+        training.train_loop(args, state, recorder, data, valid, time.monotonic())
+        return recorder
+
+
+def save_initial(family: str, directory: str) -> None:
+    """Save freshly initialised weights, from which runs in any parallel layout can start alike."""
+    args = case_args(family, save=directory)
+    with groups(args):
+        save_checkpoint(args, build(args))
+
+
+@contextmanager
+def groups(args: Namespace) -> Iterator[None]:
+    """The parallel groups of `args` in the world this rank is in."""
+    setup.initialize_model_parallel(args)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def build(args: Namespace) -> TrainState:
+    """`training.build_state` without what it prints."""
+    with mock.patch("builtins.print"):
+        return training.build_state(args)

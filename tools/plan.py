@@ -1,0 +1,89 @@
+"""Shows what a strategy does: volume, steps, idle time and peak memory of its plans, and a drawing of them."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron.context_parallel import LAYOUTS, STRATEGIES, UsageError
+from megatron.context_parallel.plan.draw import draw
+from megatron.context_parallel.plan.verify import Report, verify
+from megatron.context_parallel.strategies import find_strategy
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("strategy", nargs="+", metavar="STRATEGY", help=f"one or more of {', '.join(STRATEGIES)}")
+    parser.add_argument("--ranks", type=int, required=True, help="size of the context group")
+    parser.add_argument("--layout", choices=LAYOUTS, help="default: the strategy's own")
+    parser.add_argument("--full-mask", action="store_true", help="every token sees every token; default: causal")
+    parser.add_argument("--num-attention-heads", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--num-query-groups", type=int, help="key/value heads; default: one per attention head")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="write a .png or .svg of each strategy and pass")
+    args = parser.parse_args(argv)
+    args.num_query_groups = args.num_query_groups or args.num_attention_heads
+    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises UsageError for what argparse cannot see."""
+    if args.ranks < 1:
+        raise UsageError(f"--ranks {args.ranks}: need at least 1")
+    if args.num_query_groups < 1 or args.num_attention_heads % args.num_query_groups:
+        raise UsageError(
+            f"--num-query-groups {args.num_query_groups}: must divide --num-attention-heads {args.num_attention_heads}"
+        )
+    if args.draw and args.draw.suffix not in (".png", ".svg"):
+        raise UsageError(f"--draw {args.draw}: must end in .png or .svg")
+    if args.draw and not args.draw.absolute().parent.is_dir():
+        raise UsageError(f"--draw {args.draw}: no folder {args.draw.parent}; make it first")
+
+
+def row(name: str, layout: str, direction: str, report: Report) -> list[str]:
+    tensors = sorted({t for volume in report.volume for t in volume})
+    by_tensor = " + ".join(f"{max(v[t] for v in report.volume):g} {t}" for t in tensors)
+    return [
+        name,
+        layout,
+        direction,
+        f"{report.received:g}",
+        by_tensor or "-",
+        f"{report.steps}",
+        f"{report.idle:.2%}",
+        f"{max(report.peak):g}",
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    check(args)
+    mask = "full" if args.full_mask else "causal"
+    table = Table(
+        title=f"{args.ranks} ranks, {mask} mask, {args.num_attention_heads} heads, {args.num_query_groups} kv heads",
+        caption="Units: one chunk of one tensor of model width. Volume and peak are those of the rank that has most; "
+        "idle: a pair of chunks takes one unit of time, communication none.",
+    )
+    for heading in ("strategy", "layout", "pass", "received", "by tensor", "steps", "idle", "peak buffers"):
+        table.add_column(heading)
+    for name in args.strategy:
+        strategy = find_strategy(name)
+        for backward in (False, True):
+            plan = strategy.plan(args.ranks, layout=args.layout, causal=not args.full_mask, backward=backward)
+            report = verify(plan, kv_ratio=args.num_query_groups / args.num_attention_heads)
+            direction = "backward" if backward else "forward"
+            table.add_row(*row(name, plan.layout, direction, report))
+            if args.draw:
+                path = args.draw.with_stem(f"{args.draw.stem}-{name}-{direction}")
+                draw(plan, path)
+                print(f"wrote {path}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UsageError as error:
+        print(f"plan.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
