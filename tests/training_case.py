@@ -1,5 +1,6 @@
 """A tiny training run for the tests: arguments, synthetic batches with an uneven loss mask, and a way to train."""
 
+import multiprocessing
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from megatron.context_parallel.trainer import setup, training
 from megatron.context_parallel.trainer.checkpoint import TrainState, save_checkpoint
 
 support_cpu_host()
+# The pool's ranks are daemons; megatron-core's checkpoint writer starts processes of its own.
+multiprocessing.current_process()._config["daemon"] = False
 
 SEQUENCE, VOCABULARY, BATCH = 32, 64, 4
 

@@ -24,7 +24,7 @@ def _rows_first(x: Tensor) -> Tensor:
 
 def _output_with(delta: Tensor, dout: Tensor) -> Tensor:
     """A stand-in for the output: ATen's backward uses it only in rowsum(dout * out), which this makes delta."""
-    wide = dout.float() if dout.dtype != torch.float64 else dout
+    wide = dout.to(torch.promote_types(dout.dtype, torch.float32))
     norm = wide.square().sum(-1).clamp_min(torch.finfo(wide.dtype).tiny)
     return (wide * (delta / norm).unsqueeze(-1)).to(dout.dtype)
 
@@ -43,6 +43,11 @@ class AtenFlash:
         self.cpu = device.type == "cpu"
         if not self.cpu and dtype not in (torch.float16, torch.bfloat16):
             raise UsageError(f"attention in {dtype} on {device.type}: flash attention there needs --bf16 or --fp16")
+
+    def _widen(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if self.cpu:
+            return tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
+        return tensors
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """Returns the output [s, B, G, d] in q's dtype or wider and its log-sum-exp [s, B, G]."""
@@ -75,7 +80,7 @@ class AtenFlash:
         dout, q, k, v = self._widen(dout, q, k, v)
         out = _heads_first(_output_with(delta, dout))
         inputs = (_heads_first(dout), _heads_first(q), _shared(k, group), _shared(v, group), out)
-        lse = lse.permute(1, 2, 0).contiguous()
+        lse = lse.permute(1, 2, 0)
         if self.cpu:
             grads = _ops._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, lse, 0.0, causal, scale=scale)
         else:

@@ -88,9 +88,8 @@ def _parse(parser: ArgumentParser, argv: list[str] | None, onto: Namespace | Non
     except argparse.ArgumentError as error:
         raise UsageError(_explain(error)) from None
     if unknown:
-        flags = re.findall(r"--[a-z0-9-]+", parser.format_usage())
         word = unknown[0].split("=")[0]
-        closest = difflib.get_close_matches(word.replace("_", "-"), flags, 1, cutoff=0.5)
+        closest = difflib.get_close_matches(word.replace("_", "-"), parser._option_string_actions, 1, cutoff=0.5)
         remedy = f"did you mean {closest[0]}?" if closest else "--help lists the flags, such as --num-layers"
         raise UsageError(f"{word}: unknown {'flag' if word[:1] == '-' else 'word'}; {remedy}")
     return args
@@ -126,6 +125,7 @@ def build_parser() -> ArgumentParser:
     """The parser of every flag, without the checks that need more than one flag."""
     parser = ArgumentParser(
         prog="pretrain_gpt.py",
+        usage="torchrun --nproc-per-node N pretrain_gpt.py [--preset NAME] [--config FILE] [flags]",
         description="Pretrain a GPT or Llama with tensor, pipeline, data and context parallelism. "
         "Flags have Megatron's names and meanings.",
         allow_abbrev=False,
@@ -142,7 +142,14 @@ def build_parser() -> ArgumentParser:
 def _source_flags(group) -> None:
     names = ", ".join(PRESETS)
     _flag(group, "preset", str, None, f"shape of a published model: {names}", metavar="NAME")
-    _flag(group, "config", str, None, "YAML file of flags, which win over --preset and lose to the command line")
+    _flag(
+        group,
+        "config",
+        str,
+        None,
+        "YAML file of flags, which win over --preset and lose to the command line",
+        metavar="FILE",
+    )
 
 
 def _model(group) -> None:

@@ -130,8 +130,9 @@ def _check_tokenizer(args: Namespace, name: str, prefix: str, tokens: numpy.ndar
         refuse(args, "tokenizer_type", f"{why}; give --tokenizer-type {used}")
     size = build_tokenizer(args).vocab_size
     if made_by and made_by["vocab_size"] != size and not null:
-        why = f"{flag(name)} {prefix} was made with {made_by['tokenizer_model']} of {made_by['vocab_size']} tokens, this has {size}"
-        refuse(args, "tokenizer_model", f"{why}; give --tokenizer-model {made_by['tokenizer_model']}")
+        model = made_by["tokenizer_model"]
+        why = f"has {size} tokens, and {flag(name)} {prefix} was made with {made_by['vocab_size']}"
+        refuse(args, "tokenizer_model", f"{why}; give --tokenizer-model {model}")
     largest = int(tokens[:_TOKENS_CHECKED].max())
     if largest >= size:
         why = f"{flag(name)} {prefix} holds token {largest}, and this tokenizer has {size}"

@@ -269,7 +269,7 @@ def _check_batches(args: Namespace) -> None:
     stages, count = args.pipeline_model_parallel_size, args.global_batch_size // step
     if args.virtual_pipeline_model_parallel_size and count % stages:
         fits = math.ceil(count / stages) * stages * step
-        why = f"an interleaved pipeline of {stages} stages needs micro batches in multiples of {stages}, these are {count}"
+        why = f"these are {count} micro batches, and an interleaved pipeline needs a multiple of its {stages} stages"
         refuse(args, "global_batch_size", f"{why}; give --global-batch-size {fits}")
 
 

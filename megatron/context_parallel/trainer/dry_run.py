@@ -1,0 +1,184 @@
+"""What a run would be: parallel layout, attention traffic, parameters and memory, worked out on this process alone."""
+
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from ..layout import positions
+from ..plan.ir import PARTIAL
+from ..plan.verify import received
+from ..strategies import find_strategy
+from .parameters import count_parameters, parameters_on_stage
+
+_RANKS_SHOWN = 16
+_GROUPS_SHOWN = 8
+
+
+def describe(args: Namespace) -> None:
+    """Print the tables of `--dry-run` for checked `args`. Makes no process group and no model."""
+    console = Console(width=None if os.isatty(1) else 120, highlight=False)
+    if "WORLD_SIZE" not in os.environ:
+        console.print(
+            f"WORLD_SIZE is not set: assuming {args.world_size} ranks (tensor x pipeline x context), "
+            "data-parallel size 1",
+            soft_wrap=True,
+        )
+    for table in (_layout(args), _work(args), _memory(args)):
+        console.print(table)
+    if not any((args.data_path, args.train_data_path)):
+        console.print("No data given, so none was checked.")
+
+
+# ------------------------------------------------------------------------------------------- parallel layout
+
+
+def groups(args: Namespace) -> dict[str, list[list[int]]]:
+    """The ranks of every tensor-, context-, data- and pipeline-parallel group, in the order tp-cp-dp-pp."""
+    sizes = {
+        "tensor": args.tensor_model_parallel_size,
+        "context": args.context_parallel_size,
+        "data": args.data_parallel_size,
+        "pipeline": args.pipeline_model_parallel_size,
+    }
+    found, stride = {}, 1
+    for name, size in sizes.items():
+        starts = (rank for rank in range(args.world_size) if rank // stride % size == 0)
+        found[name] = [[start + i * stride for i in range(size)] for start in starts]
+        stride *= size
+    return found
+
+
+def _layout(args: Namespace) -> Table:
+    table = Table("parallel", "size", "ranks of each group", title=f"{args.world_size} ranks, order tp-cp-ep-dp-pp")
+    for name, members in groups(args).items():
+        shown = " ".join(_short(group) for group in members[:_GROUPS_SHOWN])
+        more = f" ... ({len(members)} groups)" if len(members) > _GROUPS_SHOWN else ""
+        table.add_row(name, str(len(members[0])), shown + more)
+    return table
+
+
+def _short(ranks: list[int]) -> str:
+    if len(ranks) <= _RANKS_SHOWN:
+        return "[" + ",".join(map(str, ranks)) + "]"
+    return f"[{ranks[0]},{ranks[1]},...,{ranks[-1]}]"
+
+
+# ---------------------------------------------------------------------------------------------------- work
+
+
+def _work(args: Namespace) -> Table:
+    n = args.context_parallel_size
+    micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    first = positions(args.cp_layout, 0, n, args.seq_length)
+    table = Table("quantity", "value", title="work")
+    table.add_row("strategy and layout", f"{args.cp_strategy}, {args.cp_layout}")
+    table.add_row("sequence", f"{args.seq_length} tokens, {len(first)} per context rank")
+    table.add_row(
+        "batch",
+        f"{args.global_batch_size} sequences = {micro_batches} micro batches of {args.micro_batch_size}"
+        f" on each of {args.data_parallel_size} data ranks",
+    )
+    for name, backward in (("forward", False), ("backward", True)):
+        volume = _gib(attention_bytes(args, backward))
+        table.add_row(f"attention {name} traffic", f"{volume} received by the busiest rank per layer and micro batch")
+    return table
+
+
+def attention_bytes(args: Namespace, backward: bool) -> int:
+    """Bytes the busiest context rank receives for one layer's attention of one micro batch, counted from the plan.
+
+    Queries, keys and values travel in the model's dtype, partial results in float32; log-sum-exp is not counted.
+    """
+    plan = find_strategy(args.cp_strategy).plan(args.context_parallel_size, layout=args.cp_layout, backward=backward)
+    heads, tokens = args.num_attention_heads // args.tensor_model_parallel_size, args.seq_length // plan.n
+    unit = tokens * args.micro_batch_size * heads * args.kv_channels
+    kv_ratio = args.num_query_groups / args.num_attention_heads
+
+    def weight(tensor) -> int:
+        return 4 if tensor in PARTIAL else args.params_dtype.itemsize
+
+    ranks = ((op for step in steps for op in step.comm) for steps in plan.steps)
+    return round(unit * max(sum(received(op, kv_ratio) * weight(op.tensor) for op in ops) for ops in ranks))
+
+
+# -------------------------------------------------------------------------------------------------- memory
+
+
+def memory_estimate(args: Namespace, stage: int = 0) -> Iterator[tuple[str, int, str]]:
+    """(what, bytes, how it is counted) of one rank of pipeline stage `stage`."""
+    count, dtype = parameters_on_stage(args, stage), args.params_dtype.itemsize
+    yield "weights", count * dtype, f"{count:,} parameters x {dtype} bytes"
+    yield "gradients", count * 4, "4 bytes (float32)"
+    state = 12 if dtype == 2 else 8
+    ranks = args.data_parallel_size * args.context_parallel_size if args.use_distributed_optimizer else 1
+    parts = "float32 copy and two moments" if dtype == 2 else "two moments"
+    yield "optimizer", count * state // ranks, f"{state} bytes ({parts}) / {ranks} data x context ranks that shard it"
+    yield "activations", *_activations(args, stage)
+    if stage == args.pipeline_model_parallel_size - 1:
+        logits = _tokens(args) * args.padded_vocab_size // args.tensor_model_parallel_size
+        yield "logits and loss", logits * (dtype + 4), f"tokens x vocabulary / tensor ranks x ({dtype} + 4) bytes"
+
+
+def _tokens(args: Namespace) -> int:
+    return args.micro_batch_size * args.seq_length // args.context_parallel_size
+
+
+def _activations(args: Namespace, stage: int) -> tuple[int, str]:
+    tensor, h = args.tensor_model_parallel_size, args.hidden_size
+    whole = h / (tensor if args.sequence_parallel else 1)
+    q, kv = args.kv_channels * args.num_attention_heads, args.kv_channels * args.num_query_groups
+    mlp = args.ffn_hidden_size * (3 if args.swiglu else 2)
+    layer = 4 * whole + (2 * q + 2 * kv + mlp) / tensor
+    layers = args.num_layers / args.pipeline_model_parallel_size
+    how = "4h + (2q + 2kv + {} ffn) / tensor ranks values per token and layer".format(3 if args.swiglu else 2)
+    if args.sequence_parallel:
+        how = how.replace("4h + (", "(4h + ")
+    values = layers * layer
+    if args.recompute_granularity == "full":
+        each = args.recompute_num_layers
+        if args.recompute_method == "uniform":
+            values = layers / each * whole + each * layer
+            how = f"h per {each} layers kept, and {each} layers at work: {how}"
+        else:
+            chunks = args.virtual_pipeline_model_parallel_size or 1
+            values = chunks * each * whole + (layers - chunks * each) * layer + layer
+            how = f"h for {each} recomputed layers, others and one at work: {how}"
+    in_flight = _in_flight(args, stage)
+    return (
+        round(values * in_flight * _tokens(args) * args.params_dtype.itemsize),
+        f"{how}, x {in_flight:g} micro batches in flight",
+    )
+
+
+def _in_flight(args: Namespace, stage: int) -> float:
+    """Micro batches whose activations a stage holds at once (1F1B; interleaved: Narayanan et al. 2021, in whole-stage units)."""
+    stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    if virtual is None:
+        return min(stages - stage, micro_batches)
+    return min((stages * virtual + stages - 1 - 2 * stage) / virtual, micro_batches)
+
+
+def _memory(args: Namespace) -> Table:
+    stages = range(args.pipeline_model_parallel_size)
+    fullest = max(stages, key=lambda stage: sum(size for _, size, _ in memory_estimate(args, stage)))
+    total, tables = count_parameters(args)
+    title = f"{total:,} parameters ({tables:,} in embeddings); a rank of stage {fullest}, the fullest"
+    table = Table("memory", "per rank", "formula", title=title)
+    items = list(memory_estimate(args, fullest))
+    for what, size, how in items:
+        table.add_row(what, _gib(size), how)
+    table.add_row(
+        "total", _gib(sum(size for _, size, _ in items)), "without buffers of communication and the allocator's loss"
+    )
+    return table
+
+
+def _gib(size: int) -> str:
+    unit, name = next(
+        (u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if size >= u or u == 1
+    )
+    return f"{size / unit:.2f} {name}"
