@@ -51,7 +51,7 @@ case $gpus in
     *) ranks=4 precision=(--bf16) ;;
 esac
 begin "train on $ranks ranks"
-OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node "$ranks" pretrain_gpt.py \
+OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore .venv/bin/torchrun --standalone --nproc-per-node "$ranks" pretrain_gpt.py \
     --preset quickstart --context-parallel-size "$ranks" --cp-strategy ring "${precision[@]}" \
     --data-path "${prefix}_text_document" --save "$run" --load "$run"
 

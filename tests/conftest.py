@@ -16,7 +16,11 @@ torch.set_num_threads(1)
 def _serve(rank: int, pipe) -> None:
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    while (job := pipe.recv()) is not None:
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:  # the test run is over, or died
+            return
         world, store, function, args = job
         os.environ["WORLD_SIZE"] = str(world)
         try:
@@ -48,7 +52,7 @@ class Ranks:
         self.pipes, self.processes, self.world, self.joins = [], [], 0, 0
         for rank in range(WORLD):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, theirs))  # not a daemon: checkpoint writers are its children
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -69,7 +73,7 @@ class Ranks:
 
     def close(self) -> None:
         for pipe, process in zip(self.pipes, self.processes, strict=True):
-            pipe.send(None)
+            pipe.close()
             process.join(5)
             process.kill()
         self.directory.cleanup()

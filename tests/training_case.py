@@ -46,14 +46,14 @@ def case_args(family: str, **changes) -> Namespace:
     """Arguments of a tiny run, as `parse_args` derives them, on the world this rank is in."""
     values = {
         **FAMILIES[family],
-        **{"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "kv_channels": 8},
+        **{"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "kv_channels": 8},
         **{"seq_length": SEQUENCE, "max_position_embeddings": SEQUENCE, "padded_vocab_size": VOCABULARY},
         **{"rotary_base": 10000, "rotary_percent": 1.0, "add_qkv_bias": False, "norm_epsilon": 1e-5},
         **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "init_method_std": 0.1, "params_dtype": torch.float32},
         **{"bf16": False, "fp16": False, "sequence_parallel": False, "cp_strategy": "ring", "cp_layout": "zigzag"},
         **{"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1},
         **{"virtual_pipeline_model_parallel_size": None, "distributed_timeout_minutes": 1, "seed": 1234},
-        **{"micro_batch_size": 1, "global_batch_size": BATCH, "train_iters": 20, "eval_iters": 0, "eval_interval": 10},
+        **{"micro_batch_size": 2, "global_batch_size": BATCH, "train_iters": 20, "eval_iters": 0, "eval_interval": 10},
         **{"lr": 1e-2, "min_lr": 1e-3, "lr_decay_style": "cosine", "lr_decay_iters": None, "lr_warmup_iters": 2},
         **{"lr_warmup_fraction": None, "weight_decay": 0.01, "clip_grad": 1.0},
         **{"use_distributed_optimizer": True, "overlap_grad_reduce": False, "overlap_param_gather": False},
@@ -72,11 +72,12 @@ def batches(args: Namespace, consumed: int) -> Iterator[dict[str, torch.Tensor]]
     """Random tokens, the first of each pair predictable, and a loss mask that leaves 0 to 90% of a sequence."""
     rank, size = parallel_state.get_data_parallel_rank(), args.data_parallel_size
     for start in range(consumed + rank * args.micro_batch_size, 10**6, size * args.micro_batch_size):
-        samples = [_sample(number) for number in range(start, start + args.micro_batch_size)]
+        samples = [sample(number) for number in range(start, start + args.micro_batch_size)]
         yield {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
 
-def _sample(number: int) -> dict[str, torch.Tensor]:
+def sample(number: int) -> dict[str, torch.Tensor]:
+    """Sample `number` of the synthetic data."""
     generator = torch.Generator().manual_seed(number)
     text = torch.randint(VOCABULARY, (SEQUENCE + 1,), generator=generator)
     text[1::2] = (text[:-1:2] * 5 + 3) % VOCABULARY
@@ -116,9 +117,9 @@ def train(family: str, **changes) -> Recorder:
         return recorder
 
 
-def save_initial(family: str, directory: str) -> None:
+def save_initial(family: str, directory: str, changes: dict) -> None:
     """Save freshly initialised weights, from which runs in any parallel layout can start alike."""
-    args = case_args(family, save=directory)
+    args = case_args(family, save=directory, **changes)
     with groups(args):
         save_checkpoint(args, build(args))
 

@@ -167,6 +167,7 @@ def _model(group) -> None:
     _flag(group, "rotary-percent", float, 1.0, "part of each head that rotates")
     _flag(group, "normalization", str, "LayerNorm", "normalization layers", choices=["LayerNorm", "RMSNorm"])
     _flag(group, "norm-epsilon", float, 1e-5, "epsilon of the normalization layers")
+    _switch(group, "qk-layernorm", "normalize queries and keys in each head")
     _switch(group, "swiglu", "gated linear units with SiLU instead of GELU")
     _switch(group, "disable-bias-linear", "no biases in linear layers", action="store_false", dest="add_bias_linear")
     _switch(group, "add-qkv-bias", "biases in the query/key/value projection even with --disable-bias-linear")

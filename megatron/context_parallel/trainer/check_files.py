@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+import warnings
 from argparse import Namespace
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from megatron.core.datasets.utils import get_blend_from_list
 
 from ..errors import UsageError
 from .check_values import flag, refuse
-from .checkpoint import TRACKER, iteration_directory, latest_iteration
 from .tokenizer import build_tokenizer
 
 _DATA_FLAGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -32,6 +32,7 @@ _SAME_MODEL = (
     "rotary_percent",
     "normalization",
     "norm_epsilon",
+    "qk_layernorm",
     "swiglu",
     "add_bias_linear",
     "add_qkv_bias",
@@ -154,6 +155,10 @@ def _check_writable(args: Namespace) -> None:
 
 
 def _check_checkpoint(args: Namespace) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # megatron-core's notices at import would stand beside the one line of an error
+        from .checkpoint import TRACKER, iteration_directory, latest_iteration
+
     iteration = latest_iteration(args.load)
     if iteration is None:
         if args.exit_on_missing_checkpoint:
@@ -166,7 +171,11 @@ def _check_checkpoint(args: Namespace) -> None:
     except (OSError, ValueError):
         why = f"{TRACKER} names iteration {iteration}, but {path.parent.name}/args.json is missing or damaged"
         refuse(args, "load", f"{why}; write an iteration that is complete in {TRACKER}")
-    names = _SAME_MODEL + ("max_position_embeddings",) * (args.position_embedding_type == "learned_absolute")
+    names = list(_SAME_MODEL)
+    if args.position_embedding_type == "learned_absolute":
+        names.append("max_position_embeddings")
+    if not (args.finetune or args.no_load_optim or saved.get("no_save_optim")):
+        names.append("use_distributed_optimizer")
     for name in names:
         if name in saved and saved[name] != getattr(args, name):
             _refuse_other_model(args, name, saved[name])

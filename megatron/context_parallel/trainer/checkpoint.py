@@ -85,7 +85,8 @@ def save_checkpoint(args: Namespace, state: TrainState) -> None:
     final = iteration_directory(args.save, state.progress.iteration)
     temporary = final.with_name(final.name + ".incomplete")
     _on_first_rank(lambda: _make_empty(temporary))
-    dist_checkpointing.save(_sharded_state(args, state, saving=True), str(temporary), content_metadata=_METADATA)
+    sharded = _sharded_state(state, optimizer=not args.no_save_optim, generators=not args.no_save_rng)
+    dist_checkpointing.save(sharded, str(temporary), content_metadata=_METADATA)
     _on_first_rank(lambda: _publish(args, temporary, final, state.progress.iteration))
 
 
@@ -149,16 +150,18 @@ def load_checkpoint(args: Namespace, state: TrainState) -> bool:
             f"--load {args.load}: {TRACKER} names {directory.name}, which is not there; write another in it"
         )
     saved = json.loads((directory / "args.json").read_text())
-    wanted = _sharded_state(args, state, saving=False, saved=saved)
+    optimizer, generators = _parts_to_load(args, saved)
+    wanted = _sharded_state(state, optimizer=optimizer, generators=generators, loading=True)
     loaded = dist_checkpointing.load(wanted, str(directory))
-    _load_models(state.model, loaded)
-    if "optimizer" in loaded:
+    for index, chunk in enumerate(state.model):
+        chunk.module.load_state_dict(loaded[f"model{index}"])
+    if optimizer:
         with torch.no_grad():  # megatron-core copies into parameters that require a gradient
             state.optimizer.load_state_dict(loaded["optimizer"])
         _separate_steps(state.optimizer)
     else:
         state.optimizer.reload_model_params()
-    if "rng" in loaded:
+    if generators:
         _set_generators(loaded["rng"])
     if not args.finetune:
         state.progress.__dict__.update(loaded["progress"])
@@ -166,25 +169,25 @@ def load_checkpoint(args: Namespace, state: TrainState) -> bool:
     return True
 
 
-def _load_models(model: list[DistributedDataParallel], loaded: dict) -> None:
-    for index, chunk in enumerate(model):
-        chunk.module.load_state_dict(loaded[f"model{index}"])
+def _parts_to_load(args: Namespace, saved: dict) -> tuple[bool, bool]:
+    """Whether to restore the optimizer, and the random generators, from a checkpoint made with the arguments `saved`."""
+    optimizer = not (args.finetune or args.no_load_optim or saved["no_save_optim"])
+    same_ranks = all(saved[size] == getattr(args, size) for size in _RANK_LAYOUT)
+    return optimizer, same_ranks and not (args.finetune or args.no_load_rng or saved["no_save_rng"])
 
 
 # ------------------------------------------------------------------------------------------ what is in one
 
 
-def _sharded_state(args: Namespace, state: TrainState, *, saving: bool, saved: dict | None = None) -> dict:
-    skip_optimizer = args.no_save_optim if saving else args.finetune or args.no_load_optim or saved["no_save_optim"]
-    skip_rng = args.no_save_rng if saving else args.finetune or args.no_load_rng or saved["no_save_rng"]
+def _sharded_state(state: TrainState, *, optimizer: bool, generators: bool, loading: bool = False) -> dict:
     sharded = {f"model{i}": chunk.module.sharded_state_dict() for i, chunk in enumerate(state.model)}
-    if not skip_optimizer:
+    if optimizer:
         _prime_adam(state.optimizer)
-        sharded["optimizer"] = state.optimizer.sharded_state_dict(sharded, is_loading=not saving, metadata=_METADATA)
-    if not skip_rng and (saving or all(saved[key] == getattr(args, key) for key in _RANK_LAYOUT)):
+        sharded["optimizer"] = state.optimizer.sharded_state_dict(sharded, is_loading=loading, metadata=_METADATA)
+    if generators:
         rank, world = dist.get_rank(), dist.get_world_size()
         sharded["rng"] = ShardedObject("rng", _generators(), (world,), (rank,))
-    if saving:
+    if not loading:
         sharded["progress"] = asdict(state.progress)
         sharded["scheduler"] = state.scheduler.state_dict()
     return sharded

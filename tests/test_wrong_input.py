@@ -1,0 +1,334 @@
+"""Every mistake is one clear line that names the flag, what was given and what works; the advice is then followed."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pretrain_gpt
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megatron.context_parallel.trainer.arguments import parse_args
+
+ROOT = Path(__file__).parent.parent
+RUN = "--preset tiny-llama --micro-batch-size 1 --train-iters 10 --lr 1e-3 --data-path {data}"
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a mistake only where there is no GPU")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Files right and wrong, to be named in the rows below."""
+    folder = tmp_path_factory.mktemp("wrong")
+    for name, largest in (("data", 255), ("large_ids", 40000)):
+        builder = IndexedDatasetBuilder(f"{folder}/{name}.bin", dtype=numpy.int32)
+        builder.add_document(numpy.linspace(0, largest, 500).astype(numpy.int32), [500])
+        builder.finalize(f"{folder}/{name}.idx")
+    index, data = (folder / "data.idx").read_bytes(), (folder / "data.bin").read_bytes()
+    for name, bad_index, bad_data in (
+        ("cut_index", index[:-5], data),
+        ("short_index", index[:20], data),
+        ("garbage", b"not an index" * 10, data),
+        ("version", index[:9] + b"\x07" + index[10:], data),
+        ("cut_data", index, data[:-40]),
+        ("other_tokenizer", index, data),
+    ):
+        (folder / f"{name}.idx").write_bytes(bad_index)
+        (folder / f"{name}.bin").write_bytes(bad_data)
+    made_by = {"tokenizer_type": "NullTokenizer", "tokenizer_model": None, "vocab_size": 301}
+    (folder / "other_tokenizer.json").write_text(json.dumps(made_by))
+    (folder / "only_index.idx").write_bytes(index)
+    _checkpoint(folder / "trained", {"num_layers": 2, "swiglu": True, "vocab_size": 257})
+    _checkpoint(folder / "deeper", {"num_layers": 7})
+    _checkpoint(folder / "gelu", {"swiglu": False})
+    _checkpoint(folder / "biased", {"add_bias_linear": True})
+    _checkpoint(folder / "sharded", {"use_distributed_optimizer": True})
+    _checkpoint(folder / "unreadable", {}, tracker="soon")
+    _checkpoint(folder / "incomplete", {}, tracker="9")
+    (folder / "file").write_text("in the way of a directory")
+    (folder / "empty").mkdir()
+    (folder / "unknown_key.yaml").write_text("num_layer: 4\n")
+    (folder / "wrong_type.yaml").write_text("num-layers: many\n")
+    (folder / "switch_value.yaml").write_text("swiglu: 3\n")
+    (folder / "no_switch.yaml").write_text("num-layers: false\n")
+    (folder / "broken.yaml").write_text("num-layers: 4\n  hidden-size: [\n")
+    (folder / "list.yaml").write_text("- num-layers\n")
+    (folder / "nested.yaml").write_text("config: other.yaml\n")
+    return folder
+
+
+def _checkpoint(directory: Path, args: dict, tracker: str = "3") -> None:
+    (directory / "iter_0000003").mkdir(parents=True)
+    (directory / "iter_0000003" / "args.json").write_text(json.dumps(args))
+    (directory / "latest_checkpointed_iteration.txt").write_text(tracker)
+
+
+# (flags beside RUN, WORLD_SIZE, what the line must contain, flags beside RUN that it recommends or None)
+MISTAKES = [
+    # spelling
+    ("--num-layer 4", 1, ["--num-layer:", "--num-layers"], None),
+    ("--cp-stategy ring", 1, ["--cp-stategy", "--cp-strategy"], None),
+    ("--bf16 ring", 1, ["ring: unknown word", "--help"], None),
+    ("--num-layers four", 1, ["--num-layers", "'four'", "such as 8"], "--num-layers 8"),
+    ("--lr fast", 1, ["--lr", "'fast'", "such as 0.1"], "--lr 0.1"),
+    ("--normalization BatchNorm", 1, ["--normalization", "BatchNorm", "RMSNorm"], "--normalization RMSNorm"),
+    ("--swiglu=yes", 1, ["--swiglu", "'yes'", "write --swiglu alone"], "--swiglu"),
+    ("--hidden-size", 1, ["--hidden-size", "expected one argument", "--hidden-size VALUE"], None),
+    # presets and files of flags
+    ("--preset llama2-70b", 1, ["--preset llama2-70b", "llama2-7b"], "--preset llama2-7b"),
+    ("--config {folder}/none.yaml", 1, ["--config", "none.yaml", "cannot be read", "num-layers: 24"], None),
+    ("--config {folder}/broken.yaml", 1, ["--config", "broken.yaml", "line 2", "num-layers: 24"], None),
+    ("--config {folder}/list.yaml", 1, ["--config", "list.yaml", "num-layers: 24"], None),
+    ("--config {folder}/unknown_key.yaml", 1, ["unknown_key.yaml", "--num-layer:", "--num-layers"], None),
+    ("--config {folder}/wrong_type.yaml", 1, ["wrong_type.yaml", "--num-layers", "'many'", "such as 8"], None),
+    ("--config {folder}/switch_value.yaml", 1, ["switch_value.yaml", "--swiglu", "'3'", "alone"], None),
+    ("--config {folder}/no_switch.yaml", 1, ["no_switch.yaml", "--num-layers VALUE"], None),
+    ("--config {folder}/nested.yaml", 1, ["nested.yaml", "config", "command line"], None),
+    # single values
+    ("--train-iters 0", 1, ["--train-iters 0", "1 or more"], "--train-iters 1000"),
+    ("--seq-length -128", 1, ["--seq-length -128", "1 or more"], "--seq-length 2048"),
+    ("--micro-batch-size 0", 1, ["--micro-batch-size 0", "1 or more"], "--micro-batch-size 1"),
+    ("--lr 0", 1, ["--lr 0.0", "above 0"], "--lr 0.0003"),
+    ("--lr nan", 1, ["--lr nan", "above 0"], "--lr 0.0003"),
+    ("--adam-beta2 1", 1, ["--adam-beta2 1.0", "below 1"], "--adam-beta2 0.95"),
+    ("--log-interval 0", 1, ["--log-interval 0", "1 or more"], "--log-interval 100"),
+    ("--context-parallel-size 0", 1, ["--context-parallel-size 0", "1 or more"], "--context-parallel-size 1"),
+    # ranks
+    ("--context-parallel-size 4", 6, ["--context-parallel-size 4", "6 ranks", "start 4"], "--context-parallel-size 1"),
+    ("--context-parallel-size 2", 1, ["--context-parallel-size 2", "1 ranks", "start 2"], "--context-parallel-size 1"),
+    (
+        "--tensor-model-parallel-size 2 --context-parallel-size 2",
+        2,
+        ["--tensor-model-parallel-size 2", "2 ranks", "= 4", "start 4"],
+        "--tensor-model-parallel-size 1",
+    ),
+    ("", "many", ["WORLD_SIZE=many", "torchrun"], None),
+    # model
+    ("--hidden-size 66", 1, ["--hidden-size 66", "--num-attention-heads 4"], "--hidden-size 64"),
+    ("--num-query-groups 3", 1, ["--num-query-groups 3", "--num-attention-heads 4"], "--num-query-groups 2"),
+    ("--max-position-embeddings 64", 1, ["--seq-length 128", "64"], "--max-position-embeddings 128"),
+    ("--kv-channels 15", 1, ["--kv-channels 15", "even"], "--kv-channels 16"),
+    (
+        "--num-attention-heads 6 --kv-channels 16 --tensor-model-parallel-size 4",
+        4,
+        ["heads 6", "size 4"],
+        "--num-attention-heads 4",
+    ),
+    (
+        "--num-query-groups 4 --num-attention-heads 12 --kv-channels 8 --tensor-model-parallel-size 6 --ffn-hidden-size 96",
+        6,
+        ["--num-query-groups 4", "--tensor-model-parallel-size 6"],
+        None,
+    ),
+    # context parallelism
+    ("--cp-strategy circle", 1, ["--cp-strategy circle", "allgather", "ring"], "--cp-strategy ring"),
+    ("--cp-layout striped", 1, ["--cp-layout striped", "zigzag", "cyclic", "contiguous"], "--cp-layout cyclic"),
+    (
+        "--context-parallel-size 4 --seq-length 132",
+        4,
+        ["--seq-length 132", "zigzag", "multiple of 8"],
+        "--seq-length 136",
+    ),
+    (
+        "--context-parallel-size 2 --seq-length 129 --cp-layout cyclic",
+        2,
+        ["--seq-length 129", "cyclic", "of 2"],
+        "--seq-length 130",
+    ),
+    (
+        "--context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 132",
+        8,
+        ["--seq-length 132", "multiple of 8"],
+        "--seq-length 136",
+    ),
+    ("--attention-dropout 0.1", 1, ["--attention-dropout 0.1", "no dropout"], "--attention-dropout 0"),
+    # pipelines and batches
+    ("--num-layers 3 --pipeline-model-parallel-size 2", 2, ["--num-layers 3", "size 2"], "--num-layers 2"),
+    (
+        "--num-layers-per-virtual-pipeline-stage 1",
+        1,
+        ["--num-layers-per-virtual-pipeline-stage 1", "--pipeline-model-parallel-size 2"],
+        None,
+    ),
+    (
+        "--num-layers 12 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 --global-batch-size 2",
+        2,
+        ["--num-layers-per-virtual-pipeline-stage 4", "6 layers"],
+        "--num-layers-per-virtual-pipeline-stage 3",
+    ),
+    (
+        "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 3",
+        2,
+        ["--global-batch-size 3", "multiple of its 2 stages"],
+        "--global-batch-size 4",
+    ),
+    ("--global-batch-size 5 --micro-batch-size 2", 2, ["--global-batch-size 5", "= 4"], "--global-batch-size 8"),
+    # schedule
+    ("--min-lr 0.01", 1, ["--min-lr 0.01", "--lr 0.001"], "--min-lr 0.0001"),
+    ("--lr-warmup-iters 10", 1, ["--lr-warmup-iters 10", "after 10 iters"], "--lr-warmup-iters 1"),
+    ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", 1, ["--lr-warmup-iters 2", "--lr-warmup-fraction"], None),
+    ("--train-samples 100", 1, ["--train-iters 10", "--train-samples"], None),
+    ("--lr-decay-samples 100", 1, ["--lr-decay-samples 100", "--lr-decay-iters"], None),
+    # precision and devices
+    ("--bf16 --fp16", 1, ["--bf16", "--fp16", "only one"], None),
+    pytest.param("--fp16", 1, ["--fp16", "GPU", "--bf16"], None, marks=without_gpu),
+    pytest.param(
+        "--distributed-backend nccl",
+        1,
+        ["--distributed-backend nccl", "GPUs"],
+        "--distributed-backend gloo",
+        marks=without_gpu,
+    ),
+    ("--loss-scale 8", 1, ["--loss-scale 8.0", "--fp16"], None),
+    # combinations
+    ("--sequence-parallel", 1, ["--sequence-parallel", "--tensor-model-parallel-size 2"], None),
+    (
+        "--overlap-param-gather",
+        1,
+        ["--overlap-param-gather", "--use-distributed-optimizer"],
+        "--use-distributed-optimizer --overlap-grad-reduce",
+    ),
+    (
+        "--recompute-granularity full",
+        1,
+        ["--recompute-granularity full", "uniform"],
+        "--recompute-method uniform --recompute-num-layers 1",
+    ),
+    ("--recompute-num-layers 1", 1, ["--recompute-num-layers 1", "--recompute-granularity full"], None),
+    ("--save-interval 5", 1, ["--save-interval 5", "--save DIR"], None),
+    ("--exit-on-missing-checkpoint", 1, ["--exit-on-missing-checkpoint", "--load DIR"], None),
+    # data
+    ("--data-path {folder}/nothing", 1, ["--data-path", "nothing.idx", "tools/preprocess_data.py"], None),
+    ("--data-path {folder}/data.bin", 1, ["--data-path {folder}/data.bin"], "--data-path {folder}/data"),
+    ("--data-path {folder}/only_index", 1, ["--data-path", "only_index.bin", "tools/preprocess_data.py"], None),
+    ("--data-path {folder}/cut_index", 1, ["cut_index.idx has 57 bytes", "62", "preprocess_data.py"], None),
+    ("--data-path {folder}/short_index", 1, ["short_index.idx is not an index", "preprocess_data.py"], None),
+    ("--data-path {folder}/garbage", 1, ["garbage.idx is not an index", "preprocess_data.py"], None),
+    ("--data-path {folder}/version", 1, ["version.idx has version 7", "preprocess_data.py"], None),
+    ("--data-path {folder}/cut_data", 1, ["cut_data.bin has 1960 bytes", "2000", "preprocess_data.py"], None),
+    ("--data-path 0.5 {folder}/data {folder}/data {folder}/data", 1, ["--data-path 0.5", "weight"], None),
+    ("--data-path 0 {folder}/data", 1, ["--data-path 0", "weight"], None),
+    ("--train-data-path {folder}/data", 1, ["--train-data-path", "--data-path"], None),
+    ("--split 90;10", 1, ["--split 90;10", "969,30,1"], "--split 969,30,1"),
+    ("--split 0,1,0", 1, ["--split 0,1,0", "969,30,1"], "--split 969,30,1"),
+    # tokenizer
+    (
+        "--tokenizer-type Bytes",
+        1,
+        ["--tokenizer-type Bytes", "ByteLevelTokenizer"],
+        "--tokenizer-type ByteLevelTokenizer",
+    ),
+    (
+        "--tokenizer-type SentencePieceTokenizer --tokenizer-model {folder}/no.model",
+        1,
+        ["--tokenizer-model {folder}/no.model", "SentencePieceTokenizer", "tokenizer.model"],
+        None,
+    ),
+    ("--tokenizer-type NullTokenizer", 1, ["--vocab-size None", "32000"], "--vocab-size 32000"),
+    ("--vocab-size 100", 1, ["--vocab-size 100", "257"], "--vocab-size 257"),
+    (
+        "--data-path {folder}/other_tokenizer",
+        1,
+        ["--tokenizer-type ByteLevelTokenizer", "was made with NullTokenizer"],
+        "--tokenizer-type NullTokenizer --vocab-size 300",
+    ),
+    ("--data-path {folder}/large_ids", 1, ["--tokenizer-type ByteLevelTokenizer", "token 40000", "257"], None),
+    (
+        "--data-path {folder}/large_ids --tokenizer-type NullTokenizer --vocab-size 99",
+        1,
+        ["--vocab-size 99", "40000"],
+        "--vocab-size 40001",
+    ),
+    # checkpoints
+    ("--load {folder}/deeper", 1, ["--num-layers 2", "{folder}/deeper", "with 7"], "--num-layers 7"),
+    ("--load {folder}/gelu", 1, ["--swiglu: given", "{folder}/gelu", "leave out --swiglu"], None),
+    ("--load {folder}/biased", 1, ["--disable-bias-linear: given", "leave out --disable-bias-linear"], None),
+    ("--load {folder}/sharded", 1, ["--use-distributed-optimizer: not given"], "--use-distributed-optimizer"),
+    ("--load {folder}/unreadable", 1, ["--load {folder}/unreadable", "'soon'", "100"], None),
+    ("--load {folder}/incomplete", 1, ["--load {folder}/incomplete", "iteration 9", "args.json"], None),
+    (
+        "--load {folder}/empty --exit-on-missing-checkpoint",
+        1,
+        ["--load {folder}/empty", "latest_checkpointed"],
+        "--load {folder}/trained",
+    ),
+    ("--save {folder}/file/run", 1, ["--save {folder}/file/run", "cannot be written", "--save runs/first"], None),
+]
+
+
+@pytest.mark.parametrize(("flags", "world", "parts", "advice"), MISTAKES)
+def test_a_mistake_is_one_line_and_its_advice_works(flags, world, parts, advice, folder, monkeypatch, capsys):
+    def argv(flags):
+        return f"{RUN} {flags}".format(data=folder / "data", folder=folder).split()
+
+    def parse():
+        parse_args()
+        pytest.fail("accepted")
+
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(pretrain_gpt, "parse_args", parse)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *argv(flags)])
+    with pytest.raises(SystemExit) as leaving:
+        pretrain_gpt.main()
+    _check_one_line(leaving.value.code, capsys.readouterr().err, [part.format(folder=folder) for part in parts])
+    if advice:
+        parse_args(argv(f"{flags} {advice}") if not _misspelt(flags) else argv(advice))
+
+
+def _misspelt(flags: str) -> bool:
+    return flags in (
+        "--num-layers four",
+        "--lr fast",
+        "--normalization BatchNorm",
+        "--swiglu=yes",
+        "--preset llama2-70b",
+    )
+
+
+def _check_one_line(code: int, err: str, parts: list[str]) -> None:
+    assert code == 2
+    assert re.fullmatch(r"pretrain_gpt\.py: error: [^\n]{10,400}\n", err), err
+    for part in parts:
+        assert part in err
+
+
+@pytest.mark.parametrize("missing", ["--micro-batch-size", "--train-iters", "--lr", "--data-path", "--preset"])
+def test_what_training_needs_is_asked_for(missing, folder, monkeypatch, capsys):
+    words = RUN.format(data=folder / "data").split()
+    at = words.index(missing)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words[:at], *words[at + 2 :]])
+    with pytest.raises(SystemExit) as leaving:
+        pretrain_gpt.main()
+    named = {"--preset": "--num-layers 24"}.get(missing, missing)
+    _check_one_line(leaving.value.code, capsys.readouterr().err, [named, "missing"])
+
+
+def test_only_rank_0_speaks(folder, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *RUN.format(data=folder / "none").split()])
+    with pytest.raises(SystemExit) as leaving:
+        pretrain_gpt.main()
+    assert leaving.value.code == 2
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ("--context-parallel-size 3", ["--context-parallel-size 3", "start 3 ranks"]),
+        ("--data-path {folder}/cut_index", ["--data-path", "cut_index.idx", "preprocess_data.py"]),
+        ("--load {folder}/deeper", ["--num-layers 2", "--num-layers 7"]),
+    ],
+)
+def test_the_program_itself(flags, parts, folder):
+    words = f"{RUN} {flags}".format(data=folder / "data", folder=folder).split()
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    program = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, env=environment)
+    _check_one_line(done.returncode, done.stderr, parts)
+    assert done.stdout == ""
