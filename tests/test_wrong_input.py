@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import numpy
-import pretrain_gpt
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+import pretrain_gpt
 from megatron.context_parallel.trainer.arguments import parse_args
 
 ROOT = Path(__file__).parent.parent
@@ -36,11 +36,13 @@ def folder(tmp_path_factory):
         ("version", index[:9] + b"\x07" + index[10:], data),
         ("cut_data", index, data[:-40]),
         ("other_tokenizer", index, data),
+        ("other_vocabulary", index, data),
     ):
         (folder / f"{name}.idx").write_bytes(bad_index)
         (folder / f"{name}.bin").write_bytes(bad_data)
-    made_by = {"tokenizer_type": "NullTokenizer", "tokenizer_model": None, "vocab_size": 301}
-    (folder / "other_tokenizer.json").write_text(json.dumps(made_by))
+    for name, kind in (("tokenizer", "SentencePieceTokenizer"), ("vocabulary", "ByteLevelTokenizer")):
+        made_by = {"tokenizer_type": kind, "tokenizer_model": "my.model", "vocab_size": 300}
+        (folder / f"other_{name}.json").write_text(json.dumps(made_by))
     (folder / "only_index.idx").write_bytes(index)
     _checkpoint(folder / "trained", {"num_layers": 2, "swiglu": True, "vocab_size": 257})
     _checkpoint(folder / "deeper", {"num_layers": 7})
@@ -67,7 +69,8 @@ def _checkpoint(directory: Path, args: dict, tracker: str = "3") -> None:
     (directory / "latest_checkpointed_iteration.txt").write_text(tracker)
 
 
-# (flags beside RUN, WORLD_SIZE, what the line must contain, flags beside RUN that it recommends or None)
+# (flags beside RUN, WORLD_SIZE, what the line must contain, flags it recommends if they are all that it takes)
+# fmt: off
 MISTAKES = [
     # spelling
     ("--num-layer 4", 1, ["--num-layer:", "--num-layers"], None),
@@ -100,72 +103,36 @@ MISTAKES = [
     # ranks
     ("--context-parallel-size 4", 6, ["--context-parallel-size 4", "6 ranks", "start 4"], "--context-parallel-size 1"),
     ("--context-parallel-size 2", 1, ["--context-parallel-size 2", "1 ranks", "start 2"], "--context-parallel-size 1"),
-    (
-        "--tensor-model-parallel-size 2 --context-parallel-size 2",
-        2,
-        ["--tensor-model-parallel-size 2", "2 ranks", "= 4", "start 4"],
-        "--tensor-model-parallel-size 1",
-    ),
+    ("--tensor-model-parallel-size 2 --context-parallel-size 2", 2,
+     ["--tensor-model-parallel-size 2", "2 ranks", "= 4", "start 4"], "--tensor-model-parallel-size 1"),
     ("", "many", ["WORLD_SIZE=many", "torchrun"], None),
     # model
     ("--hidden-size 66", 1, ["--hidden-size 66", "--num-attention-heads 4"], "--hidden-size 64"),
     ("--num-query-groups 3", 1, ["--num-query-groups 3", "--num-attention-heads 4"], "--num-query-groups 2"),
     ("--max-position-embeddings 64", 1, ["--seq-length 128", "64"], "--max-position-embeddings 128"),
     ("--kv-channels 15", 1, ["--kv-channels 15", "even"], "--kv-channels 16"),
-    (
-        "--num-attention-heads 6 --kv-channels 16 --tensor-model-parallel-size 4",
-        4,
-        ["heads 6", "size 4"],
-        "--num-attention-heads 4",
-    ),
-    (
-        "--num-query-groups 4 --num-attention-heads 12 --kv-channels 8 --tensor-model-parallel-size 6 --ffn-hidden-size 96",
-        6,
-        ["--num-query-groups 4", "--tensor-model-parallel-size 6"],
-        None,
-    ),
+    ("--num-attention-heads 6 --kv-channels 16 --tensor-model-parallel-size 4", 4,
+     ["heads 6", "size 4"], "--num-attention-heads 4"),
+    ("--num-query-groups 4 --num-attention-heads 12 --kv-channels 8 --tensor-model-parallel-size 6 --ffn-hidden-size 96",
+     6, ["--num-query-groups 4", "--tensor-model-parallel-size 6"], None),
     # context parallelism
     ("--cp-strategy circle", 1, ["--cp-strategy circle", "allgather", "ring"], "--cp-strategy ring"),
     ("--cp-layout striped", 1, ["--cp-layout striped", "zigzag", "cyclic", "contiguous"], "--cp-layout cyclic"),
-    (
-        "--context-parallel-size 4 --seq-length 132",
-        4,
-        ["--seq-length 132", "zigzag", "multiple of 8"],
-        "--seq-length 136",
-    ),
-    (
-        "--context-parallel-size 2 --seq-length 129 --cp-layout cyclic",
-        2,
-        ["--seq-length 129", "cyclic", "of 2"],
-        "--seq-length 130",
-    ),
-    (
-        "--context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 132",
-        8,
-        ["--seq-length 132", "multiple of 8"],
-        "--seq-length 136",
-    ),
+    ("--context-parallel-size 4 --seq-length 132", 4,
+     ["--seq-length 132", "zigzag", "multiple of 8"], "--seq-length 136"),
+    ("--context-parallel-size 2 --seq-length 129 --cp-layout cyclic", 2,
+     ["--seq-length 129", "cyclic", "of 2"], "--seq-length 130"),
+    ("--context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 132", 8,
+     ["--seq-length 132", "multiple of 8"], "--seq-length 136"),
     ("--attention-dropout 0.1", 1, ["--attention-dropout 0.1", "no dropout"], "--attention-dropout 0"),
     # pipelines and batches
     ("--num-layers 3 --pipeline-model-parallel-size 2", 2, ["--num-layers 3", "size 2"], "--num-layers 2"),
-    (
-        "--num-layers-per-virtual-pipeline-stage 1",
-        1,
-        ["--num-layers-per-virtual-pipeline-stage 1", "--pipeline-model-parallel-size 2"],
-        None,
-    ),
-    (
-        "--num-layers 12 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 --global-batch-size 2",
-        2,
-        ["--num-layers-per-virtual-pipeline-stage 4", "6 layers"],
-        "--num-layers-per-virtual-pipeline-stage 3",
-    ),
-    (
-        "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 3",
-        2,
-        ["--global-batch-size 3", "multiple of its 2 stages"],
-        "--global-batch-size 4",
-    ),
+    ("--num-layers-per-virtual-pipeline-stage 1", 1,
+     ["--num-layers-per-virtual-pipeline-stage 1", "--pipeline-model-parallel-size 2"], None),
+    ("--num-layers 12 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 --global-batch-size 2",
+     2, ["--num-layers-per-virtual-pipeline-stage 4", "6 layers"], "--num-layers-per-virtual-pipeline-stage 3"),
+    ("--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 3",
+     2, ["--global-batch-size 3", "multiple of its 2 stages"], "--global-batch-size 4"),
     ("--global-batch-size 5 --micro-batch-size 2", 2, ["--global-batch-size 5", "= 4"], "--global-batch-size 8"),
     # schedule
     ("--min-lr 0.01", 1, ["--min-lr 0.01", "--lr 0.001"], "--min-lr 0.0001"),
@@ -176,28 +143,15 @@ MISTAKES = [
     # precision and devices
     ("--bf16 --fp16", 1, ["--bf16", "--fp16", "only one"], None),
     pytest.param("--fp16", 1, ["--fp16", "GPU", "--bf16"], None, marks=without_gpu),
-    pytest.param(
-        "--distributed-backend nccl",
-        1,
-        ["--distributed-backend nccl", "GPUs"],
-        "--distributed-backend gloo",
-        marks=without_gpu,
-    ),
+    pytest.param("--distributed-backend nccl", 1,
+     ["--distributed-backend nccl", "GPUs"], "--distributed-backend gloo", marks=without_gpu),
     ("--loss-scale 8", 1, ["--loss-scale 8.0", "--fp16"], None),
     # combinations
     ("--sequence-parallel", 1, ["--sequence-parallel", "--tensor-model-parallel-size 2"], None),
-    (
-        "--overlap-param-gather",
-        1,
-        ["--overlap-param-gather", "--use-distributed-optimizer"],
-        "--use-distributed-optimizer --overlap-grad-reduce",
-    ),
-    (
-        "--recompute-granularity full",
-        1,
-        ["--recompute-granularity full", "uniform"],
-        "--recompute-method uniform --recompute-num-layers 1",
-    ),
+    ("--overlap-param-gather", 1,
+     ["--overlap-param-gather", "--use-distributed-optimizer"], "--use-distributed-optimizer --overlap-grad-reduce"),
+    ("--recompute-granularity full", 1,
+     ["--recompute-granularity full", "uniform"], "--recompute-method uniform --recompute-num-layers 1"),
     ("--recompute-num-layers 1", 1, ["--recompute-num-layers 1", "--recompute-granularity full"], None),
     ("--save-interval 5", 1, ["--save-interval 5", "--save DIR"], None),
     ("--exit-on-missing-checkpoint", 1, ["--exit-on-missing-checkpoint", "--load DIR"], None),
@@ -210,39 +164,24 @@ MISTAKES = [
     ("--data-path {folder}/garbage", 1, ["garbage.idx is not an index", "preprocess_data.py"], None),
     ("--data-path {folder}/version", 1, ["version.idx has version 7", "preprocess_data.py"], None),
     ("--data-path {folder}/cut_data", 1, ["cut_data.bin has 1960 bytes", "2000", "preprocess_data.py"], None),
-    ("--data-path 0.5 {folder}/data {folder}/data {folder}/data", 1, ["--data-path 0.5", "weight"], None),
+    ("--data-path 0.5 {folder}/data 0.5", 1, ["--data-path 0.5", "weight", "0.7 FIRST 0.3 SECOND"], None),
     ("--data-path 0 {folder}/data", 1, ["--data-path 0", "weight"], None),
     ("--train-data-path {folder}/data", 1, ["--train-data-path", "--data-path"], None),
     ("--split 90;10", 1, ["--split 90;10", "969,30,1"], "--split 969,30,1"),
     ("--split 0,1,0", 1, ["--split 0,1,0", "969,30,1"], "--split 969,30,1"),
     # tokenizer
-    (
-        "--tokenizer-type Bytes",
-        1,
-        ["--tokenizer-type Bytes", "ByteLevelTokenizer"],
-        "--tokenizer-type ByteLevelTokenizer",
-    ),
-    (
-        "--tokenizer-type SentencePieceTokenizer --tokenizer-model {folder}/no.model",
-        1,
-        ["--tokenizer-model {folder}/no.model", "SentencePieceTokenizer", "tokenizer.model"],
-        None,
-    ),
+    ("--tokenizer-type Bytes", 1,
+     ["--tokenizer-type Bytes", "ByteLevelTokenizer"], "--tokenizer-type ByteLevelTokenizer"),
+    ("--tokenizer-type SentencePieceTokenizer --tokenizer-model {folder}/no.model", 1,
+     ["--tokenizer-model {folder}/no.model", "SentencePieceTokenizer", "tokenizer.model"], None),
     ("--tokenizer-type NullTokenizer", 1, ["--vocab-size None", "32000"], "--vocab-size 32000"),
     ("--vocab-size 100", 1, ["--vocab-size 100", "257"], "--vocab-size 257"),
-    (
-        "--data-path {folder}/other_tokenizer",
-        1,
-        ["--tokenizer-type ByteLevelTokenizer", "was made with NullTokenizer"],
-        "--tokenizer-type NullTokenizer --vocab-size 300",
-    ),
+    ("--data-path {folder}/other_tokenizer", 1,
+     ["--tokenizer-type ByteLevelTokenizer", "give --tokenizer-type SentencePieceTokenizer"], None),
+    ("--data-path {folder}/other_vocabulary", 1, ["--tokenizer-model None", "257 tokens", "with 300"], None),
     ("--data-path {folder}/large_ids", 1, ["--tokenizer-type ByteLevelTokenizer", "token 40000", "257"], None),
-    (
-        "--data-path {folder}/large_ids --tokenizer-type NullTokenizer --vocab-size 99",
-        1,
-        ["--vocab-size 99", "40000"],
-        "--vocab-size 40001",
-    ),
+    ("--data-path {folder}/large_ids --tokenizer-type NullTokenizer --vocab-size 99", 1,
+     ["--vocab-size 99", "40000"], "--vocab-size 40001"),
     # checkpoints
     ("--load {folder}/deeper", 1, ["--num-layers 2", "{folder}/deeper", "with 7"], "--num-layers 7"),
     ("--load {folder}/gelu", 1, ["--swiglu: given", "{folder}/gelu", "leave out --swiglu"], None),
@@ -250,14 +189,11 @@ MISTAKES = [
     ("--load {folder}/sharded", 1, ["--use-distributed-optimizer: not given"], "--use-distributed-optimizer"),
     ("--load {folder}/unreadable", 1, ["--load {folder}/unreadable", "'soon'", "100"], None),
     ("--load {folder}/incomplete", 1, ["--load {folder}/incomplete", "iteration 9", "args.json"], None),
-    (
-        "--load {folder}/empty --exit-on-missing-checkpoint",
-        1,
-        ["--load {folder}/empty", "latest_checkpointed"],
-        "--load {folder}/trained",
-    ),
+    ("--load {folder}/empty --exit-on-missing-checkpoint", 1,
+     ["--load {folder}/empty", "latest_checkpointed"], None),
     ("--save {folder}/file/run", 1, ["--save {folder}/file/run", "cannot be written", "--save runs/first"], None),
 ]
+# fmt: on
 
 
 @pytest.mark.parametrize(("flags", "world", "parts", "advice"), MISTAKES)
@@ -275,19 +211,13 @@ def test_a_mistake_is_one_line_and_its_advice_works(flags, world, parts, advice,
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *argv(flags)])
     with pytest.raises(SystemExit) as leaving:
         pretrain_gpt.main()
-    _check_one_line(leaving.value.code, capsys.readouterr().err, [part.format(folder=folder) for part in parts])
+    err = capsys.readouterr().err
+    _check_one_line(leaving.value.code, err, [part.format(folder=folder) for part in parts])
     if advice:
-        parse_args(argv(f"{flags} {advice}") if not _misspelt(flags) else argv(advice))
-
-
-def _misspelt(flags: str) -> bool:
-    return flags in (
-        "--num-layers four",
-        "--lr fast",
-        "--normalization BatchNorm",
-        "--swiglu=yes",
-        "--preset llama2-70b",
-    )
+        advice = advice.format(folder=folder)
+        assert all(word in err for word in advice.split())
+        flags = re.sub(rf"{advice.split()[0]}[ =]\S+", "", flags)
+        parse_args(argv(f"{flags} {advice}"))
 
 
 def _check_one_line(code: int, err: str, parts: list[str]) -> None:
@@ -308,6 +238,13 @@ def test_what_training_needs_is_asked_for(missing, folder, monkeypatch, capsys):
     _check_one_line(leaving.value.code, capsys.readouterr().err, [named, "missing"])
 
 
+def test_a_right_checkpoint_is_accepted(folder):
+    args = parse_args(
+        f"{RUN} --load {folder}/trained --exit-on-missing-checkpoint".format(data=folder / "data").split()
+    )
+    assert args.load == f"{folder}/trained"
+
+
 def test_only_rank_0_speaks(folder, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *RUN.format(data=folder / "none").split()])
@@ -321,7 +258,6 @@ def test_only_rank_0_speaks(folder, monkeypatch, capsys):
     ("flags", "parts"),
     [
         ("--context-parallel-size 3", ["--context-parallel-size 3", "start 3 ranks"]),
-        ("--data-path {folder}/cut_index", ["--data-path", "cut_index.idx", "preprocess_data.py"]),
         ("--load {folder}/deeper", ["--num-layers 2", "--num-layers 7"]),
     ],
 )

@@ -3,7 +3,6 @@
 import json
 import os
 import tempfile
-import warnings
 from argparse import Namespace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 
 from ..errors import UsageError
 from .check_values import flag, refuse
+from .checkpoint import TRACKER, iteration_directory, latest_iteration
 from .tokenizer import build_tokenizer
 
 _DATA_FLAGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -63,12 +63,10 @@ def check_files(args: Namespace) -> None:
 
 
 def _prefixes(args: Namespace, name: str) -> list[str]:
-    try:
-        prefixes, weights = get_blend_from_list(getattr(args, name))
-    except AssertionError:
-        refuse(args, name, f"some prefixes have a weight and some have none; give {flag(name)} 0.7 FIRST 0.3 SECOND")
-    if weights and not all(weight > 0 for weight in weights):
-        refuse(args, name, f"a weight is not above 0; give {flag(name)} 0.7 FIRST 0.3 SECOND")
+    prefixes, weights = get_blend_from_list(getattr(args, name))
+    numbers = [prefix for prefix in prefixes if prefix.replace(".", "", 1).isdecimal()]
+    if numbers or (weights and min(weights) <= 0):
+        refuse(args, name, f"each prefix takes a weight above 0, or none does; give {flag(name)} 0.7 FIRST 0.3 SECOND")
     return prefixes
 
 
@@ -76,12 +74,9 @@ def _check_data(args: Namespace, name: str, prefix: str) -> None:
     for suffix in (".idx", ".bin"):
         path = Path(prefix + suffix)
         if not path.is_file():
-            hint = (
-                f"give the prefix without {suffix}, {flag(name)} {prefix[:-4]}"
-                if prefix.endswith(suffix)
-                else _MAKE_DATA
-            )
-            raise UsageError(f"{flag(name)} {prefix}: there is no {path.name} in {path.parent}; {hint}")
+            whole = prefix.endswith((".idx", ".bin"))
+            remedy = f"leave out the suffix, {flag(name)} {prefix[:-4]}" if whole else _MAKE_DATA
+            raise UsageError(f"{flag(name)} {prefix}: there is no {path.name} in {path.parent}; {remedy}")
     try:
         tokens = _tokens(Path(prefix + ".idx"), Path(prefix + ".bin"))
     except ValueError as error:
@@ -155,10 +150,6 @@ def _check_writable(args: Namespace) -> None:
 
 
 def _check_checkpoint(args: Namespace) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # megatron-core's notices at import would stand beside the one line of an error
-        from .checkpoint import TRACKER, iteration_directory, latest_iteration
-
     iteration = latest_iteration(args.load)
     if iteration is None:
         if args.exit_on_missing_checkpoint:
