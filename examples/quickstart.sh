@@ -50,12 +50,24 @@ case $gpus in
     2 | 3) ranks=2 precision=(--bf16) ;;
     *) ranks=4 precision=(--bf16) ;;
 esac
+# Too few documents to set some aside: train on all of them and leave validation out.
+documents=$(sed -n 's/.*"documents": \([0-9]*\).*/\1/p' "${prefix}_text_document.json")
+validation=()
+((documents >= 100)) || validation=(--split "100,0,0" --eval-iters 0)
+
 begin "train on $ranks ranks"
-OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore .venv/bin/torchrun --standalone --nproc-per-node "$ranks" pretrain_gpt.py \
-    --preset quickstart --context-parallel-size "$ranks" --cp-strategy ring "${precision[@]}" \
-    --data-path "${prefix}_text_document" --save "$run" --load "$run"
+tracker=$run/latest_checkpointed_iteration.txt
+iterations=$(sed -n 's/^train-iters: //p' megatron/context_parallel/trainer/presets/quickstart.yaml)
+if [[ -f $tracker && $(<"$tracker") == "$iterations" ]]; then
+    echo "already finished: remove $run to train anew"
+else
+    OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore .venv/bin/torchrun --standalone --nproc-per-node "$ranks" pretrain_gpt.py \
+        --preset quickstart --context-parallel-size "$ranks" --cp-strategy ring "${precision[@]}" \
+        --data-path "${prefix}_text_document" --save "$run" --load "$run" \
+        "${validation[@]}"
+fi
 
 begin "plot the loss"
 .venv/bin/python tools/plot_loss.py "$run"
-echo "checkpoint   $run/$(printf 'iter_%07d' "$(<"$run/latest_checkpointed_iteration.txt")")"
+echo "checkpoint   $run/$(printf 'iter_%07d' "$(<"$tracker")")"
 echo "everything   $run, TensorBoard: .venv/bin/tensorboard --logdir $run/tensorboard"

@@ -25,8 +25,8 @@ def preprocess(tmp_path, *flags: str, prefix: str = "out") -> IndexedDataset:
 
 
 def corpus(tmp_path, documents: int = 40) -> str:
-    """A prefix whose documents have 20 to 59 distinct-looking bytes each."""
-    lines = [json.dumps({"text": f"{number:04d}" * (5 + number % 10)}) for number in range(documents)]
+    """A prefix whose documents have 20 to 56 bytes each, with bytes that other tokenizers use for padding."""
+    lines = [json.dumps({"text": f"\x01{number:03d}" * (5 + number % 10)}) for number in range(documents)]
     (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
     preprocess(tmp_path, "--input", tmp_path / "corpus.jsonl", "--append-eod", prefix="corpus")
     return str(tmp_path / "corpus_text_document")

@@ -1,7 +1,6 @@
 """What megatron-core needs from a host without a GPU, one test per thing that is replaced."""
 
 import logging
-import warnings
 
 import pytest
 import torch
@@ -14,7 +13,8 @@ host.support_cpu_host()
 
 
 @pytest.mark.parametrize(
-    "create", [lambda d: torch.tensor([1.0], device=d), lambda d: torch.zeros(2, device=d), lambda d: torch.ones(2, device=d)]
+    "create",
+    [lambda d: torch.tensor([1.0], device=d), lambda d: torch.zeros(2, device=d), lambda d: torch.ones(2, device=d)],
 )
 def test_factories_create_on_the_cpu(create):
     assert create("cuda").device.type == "cpu"
@@ -90,16 +90,6 @@ def test_recomputation_draws_the_same_numbers():
     assert len(drawn) == 2
     assert torch.equal(drawn[0], drawn[1])
     assert torch.equal(x.grad, drawn[0])
-
-
-def test_fallback_notices_are_quiet():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        host._quiet_fallback_notices()
-        warnings.warn("Transformer Engine and Apex are not installed. Falling back", stacklevel=1)
-        warnings.warn("Apex is not installed. Falling back", stacklevel=1)
-        warnings.warn("something else", stacklevel=1)
-    assert [str(w.message) for w in caught] == ["something else"]
 
 
 def test_supporting_twice_changes_nothing():

@@ -13,6 +13,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 import pretrain_gpt
+from megatron.context_parallel.trainer import arguments
 from megatron.context_parallel.trainer.arguments import parse_args
 
 ROOT = Path(__file__).parent.parent
@@ -37,12 +38,14 @@ def folder(tmp_path_factory):
         ("cut_data", index, data[:-40]),
         ("other_tokenizer", index, data),
         ("other_vocabulary", index, data),
+        ("bad_description", index, data),
     ):
         (folder / f"{name}.idx").write_bytes(bad_index)
         (folder / f"{name}.bin").write_bytes(bad_data)
     for name, kind in (("tokenizer", "SentencePieceTokenizer"), ("vocabulary", "ByteLevelTokenizer")):
         made_by = {"tokenizer_type": kind, "tokenizer_model": "my.model", "vocab_size": 300}
         (folder / f"other_{name}.json").write_text(json.dumps(made_by))
+    (folder / "bad_description.json").write_text("{}")
     (folder / "only_index.idx").write_bytes(index)
     _checkpoint(folder / "trained", {"num_layers": 2, "swiglu": True, "vocab_size": 257})
     _checkpoint(folder / "deeper", {"num_layers": 7})
@@ -101,7 +104,7 @@ MISTAKES = [
     ("--log-interval 0", 1, ["--log-interval 0", "1 or more"], "--log-interval 100"),
     ("--context-parallel-size 0", 1, ["--context-parallel-size 0", "1 or more"], "--context-parallel-size 1"),
     # ranks
-    ("--context-parallel-size 4", 6, ["--context-parallel-size 4", "6 ranks", "start 4"], "--context-parallel-size 1"),
+    ("--context-parallel-size 4", 6, ["--context-parallel-size 4", "6 ranks", "start 4"], "--context-parallel-size 2"),
     ("--context-parallel-size 2", 1, ["--context-parallel-size 2", "1 ranks", "start 2"], "--context-parallel-size 1"),
     ("--tensor-model-parallel-size 2 --context-parallel-size 2", 2,
      ["--tensor-model-parallel-size 2", "2 ranks", "= 4", "start 4"], "--tensor-model-parallel-size 1"),
@@ -113,7 +116,7 @@ MISTAKES = [
     ("--kv-channels 15", 1, ["--kv-channels 15", "even"], "--kv-channels 16"),
     ("--num-attention-heads 6 --kv-channels 16 --tensor-model-parallel-size 4", 4,
      ["heads 6", "size 4"], "--num-attention-heads 4"),
-    ("--num-query-groups 4 --num-attention-heads 12 --kv-channels 8 --tensor-model-parallel-size 6 --ffn-hidden-size 96",
+    ("--num-query-groups 4 --num-attention-heads 12 --kv-channels 8 --tensor-model-parallel-size 6 --ffn-hidden-size 6",
      6, ["--num-query-groups 4", "--tensor-model-parallel-size 6"], None),
     # context parallelism
     ("--cp-strategy circle", 1, ["--cp-strategy circle", "allgather", "ring"], "--cp-strategy ring"),
@@ -164,6 +167,7 @@ MISTAKES = [
     ("--data-path {folder}/garbage", 1, ["garbage.idx is not an index", "preprocess_data.py"], None),
     ("--data-path {folder}/version", 1, ["version.idx has version 7", "preprocess_data.py"], None),
     ("--data-path {folder}/cut_data", 1, ["cut_data.bin has 1960 bytes", "2000", "preprocess_data.py"], None),
+    ("--data-path {folder}/bad_description", 1, ["bad_description.json does not tell", "preprocess_data.py"], None),
     ("--data-path 0.5 {folder}/data 0.5", 1, ["--data-path 0.5", "weight", "0.7 FIRST 0.3 SECOND"], None),
     ("--data-path 0 {folder}/data", 1, ["--data-path 0", "weight"], None),
     ("--train-data-path {folder}/data", 1, ["--train-data-path", "--data-path"], None),
@@ -207,7 +211,7 @@ def test_a_mistake_is_one_line_and_its_advice_works(flags, world, parts, advice,
 
     monkeypatch.setenv("WORLD_SIZE", str(world))
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(pretrain_gpt, "parse_args", parse)
+    monkeypatch.setattr(arguments, "parse_args", parse)
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *argv(flags)])
     with pytest.raises(SystemExit) as leaving:
         pretrain_gpt.main()
@@ -245,13 +249,16 @@ def test_a_right_checkpoint_is_accepted(folder):
     assert args.load == f"{folder}/trained"
 
 
-def test_only_rank_0_speaks(folder, monkeypatch, capsys):
+def test_other_ranks_let_rank_0_speak_first(folder, monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr(pretrain_gpt.time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *RUN.format(data=folder / "none").split()])
     with pytest.raises(SystemExit) as leaving:
         pretrain_gpt.main()
-    assert leaving.value.code == 2
-    assert capsys.readouterr().err == ""
+    assert waited == [30]
+    _check_one_line(leaving.value.code, capsys.readouterr().err, ["rank 1: --data-path", "none.idx"])
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def case_args(family: str, **changes) -> Namespace:
         **{"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1},
         **{"virtual_pipeline_model_parallel_size": None, "distributed_timeout_minutes": 1, "seed": 1234},
         **{"micro_batch_size": 2, "global_batch_size": BATCH, "train_iters": 20, "eval_iters": 0, "eval_interval": 10},
-        **{"lr": 1e-2, "min_lr": 1e-3, "lr_decay_style": "cosine", "lr_decay_iters": None, "lr_warmup_iters": 2},
+        **{"lr": 1e-2, "min_lr": 1e-3, "lr_decay_style": "cosine", "lr_decay_iters": 20, "lr_warmup_iters": 2},
         **{"lr_warmup_fraction": None, "weight_decay": 0.01, "clip_grad": 1.0},
         **{"use_distributed_optimizer": True, "overlap_grad_reduce": False, "overlap_param_gather": False},
         **{"save": None, "load": None, "save_interval": None, "finetune": False, "exit_on_missing_checkpoint": False},

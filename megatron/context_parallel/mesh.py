@@ -1,5 +1,6 @@
 """Ranks as the points of a grid with named dimensions: rows and columns, heads and rings, tp-cp-dp-pp."""
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -44,9 +45,9 @@ class ProcessMesh:
     def along(self, rank: int, *names: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` only in the dimensions `names`, itself included, ascending."""
         mine = self.coordinates(rank)
-        fixed = [name for name in self.names if name not in names]
+        free = [
+            range(size) if name in names else (mine[name],) for name, size in zip(self.names, self.sizes, strict=True)
+        ]
         return tuple(
-            other
-            for other in range(self.size)
-            if all(self.coordinates(other)[name] == mine[name] for name in fixed)
+            sorted(self.rank(**dict(zip(self.names, place, strict=True))) for place in itertools.product(*free))
         )

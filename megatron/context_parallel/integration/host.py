@@ -7,7 +7,6 @@ replaced, not intercepted by a TorchFunctionMode: a mode is suspended inside the
 
 import functools
 import logging
-import warnings
 
 import torch
 
@@ -26,18 +25,11 @@ def support_cpu_host() -> None:
     if _supported or torch.cuda.is_available():
         return
     _supported = True
-    _quiet_fallback_notices()
     _create_on_cpu()
     _answer_device_questions()
     _keep_tensors_in_place()
     _name_types_as_cuda()
     _share_cpu_generator()
-
-
-def _quiet_fallback_notices() -> None:
-    # Every rank would print them, and without a GPU neither package could be used.
-    for notice in ("Transformer Engine and Apex are not installed", "Apex is not installed"):
-        warnings.filterwarnings("ignore", message=notice)
 
 
 def _create_on_cpu() -> None:

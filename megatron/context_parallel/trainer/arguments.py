@@ -35,8 +35,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     _fill_in_model(args)
     _fill_in_batch(args)
     check_values.check_together(args)
-    _fill_in_vocabulary(args)
-    check_files.check_files(args)
+    vocabulary = build_tokenizer(args).vocab_size
+    _fill_in_vocabulary(args, vocabulary)
+    check_files.check_files(args, vocabulary)
     return args
 
 
@@ -388,14 +389,11 @@ def _fill_in_batch(args: Namespace) -> None:
         args.tensorboard_dir = os.path.join(args.save, "tensorboard")
 
 
-def _fill_in_vocabulary(args: Namespace) -> None:
-    """Sets `padded_vocab_size`, and `vocab_size` unless the tokenizer takes its size from there."""
-    size = build_tokenizer(args).vocab_size
+def _fill_in_vocabulary(args: Namespace, size: int) -> None:
+    """Sets `padded_vocab_size`, and `vocab_size` unless the tokenizer, of `size` tokens, got its size from there."""
     if args.tokenizer_type != "NullTokenizer":
         if args.vocab_size is not None and args.vocab_size < size:
-            raise UsageError(
-                f"--vocab-size {args.vocab_size}: the tokenizer has {size} tokens; give --vocab-size {size}"
-            )
+            check_values.refuse(args, "vocab_size", f"the tokenizer has {size} tokens; give --vocab-size {size}")
         size = args.vocab_size = args.vocab_size or size
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = math.ceil(size / multiple) * multiple

@@ -13,7 +13,6 @@ from megatron.core.datasets.utils import get_blend_from_list
 from ..errors import UsageError
 from .check_values import flag, refuse
 from .checkpoint import TRACKER, iteration_directory, latest_iteration
-from .tokenizer import build_tokenizer
 
 _DATA_FLAGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _MAKE_DATA = "make it with: python tools/preprocess_data.py --input FILES --output-prefix PREFIX --append-eod"
@@ -41,8 +40,8 @@ _SAME_MODEL = (
 )
 
 
-def check_files(args: Namespace) -> None:
-    """Refuse data and checkpoints that are missing, damaged or of another tokenizer or model.
+def check_files(args: Namespace, vocabulary: int) -> None:
+    """Refuse data and checkpoints that are missing, damaged or of another tokenizer (of `vocabulary` tokens) or model.
 
     Raises:
         UsageError: one line that names the flag and the file.
@@ -52,7 +51,7 @@ def check_files(args: Namespace) -> None:
         raise UsageError(f"--data-path: missing; give the prefix of .bin/.idx files, or {_MAKE_DATA}")
     for name in given:
         for prefix in _prefixes(args, name):
-            _check_data(args, name, prefix)
+            _check_data(args, name, prefix, vocabulary)
     if args.save:
         _check_writable(args)
     if args.load:
@@ -70,7 +69,7 @@ def _prefixes(args: Namespace, name: str) -> list[str]:
     return prefixes
 
 
-def _check_data(args: Namespace, name: str, prefix: str) -> None:
+def _check_data(args: Namespace, name: str, prefix: str, vocabulary: int) -> None:
     for suffix in (".idx", ".bin"):
         path = Path(prefix + suffix)
         if not path.is_file():
@@ -79,9 +78,16 @@ def _check_data(args: Namespace, name: str, prefix: str) -> None:
             raise UsageError(f"{flag(name)} {prefix}: there is no {path.name} in {path.parent}; {remedy}")
     try:
         tokens = _tokens(Path(prefix + ".idx"), Path(prefix + ".bin"))
+        made_by = _tokenizer_of(Path(prefix + ".json"))
     except ValueError as error:
         raise UsageError(f"{flag(name)} {prefix}: {error}; {_MAKE_DATA}") from None
-    _check_tokenizer(args, name, prefix, tokens)
+    _check_tokenizer(args, f"{flag(name)} {prefix}", made_by, vocabulary)
+    largest = int(tokens[:_TOKENS_CHECKED].max())
+    if largest >= vocabulary:
+        null = args.tokenizer_type == "NullTokenizer"
+        why = f"{flag(name)} {prefix} holds token {largest}, and this tokenizer has {vocabulary}"
+        remedy = f"--vocab-size {largest + 1}" if null else "the tokenizer that made the data"
+        refuse(args, "vocab_size" if null else "tokenizer_type", f"{why}; give {remedy}")
 
 
 def _tokens(index: Path, data: Path) -> numpy.ndarray:
@@ -116,24 +122,31 @@ def _tokens(index: Path, data: Path) -> numpy.ndarray:
     return numpy.memmap(data, dtype, "r")
 
 
-def _check_tokenizer(args: Namespace, name: str, prefix: str, tokens: numpy.ndarray) -> None:
-    """Refuse data of another tokenizer: as its .json says if there is one, and by ids that are too large."""
-    beside = Path(prefix + ".json")
-    made_by = json.loads(beside.read_text()) if beside.is_file() else {}
-    used, null = made_by.get("tokenizer_type", args.tokenizer_type), args.tokenizer_type == "NullTokenizer"
-    if used != args.tokenizer_type and not null:
-        why = f"{flag(name)} {prefix} was made with {used}"
-        refuse(args, "tokenizer_type", f"{why}; give --tokenizer-type {used}")
-    size = build_tokenizer(args).vocab_size
-    if made_by and made_by["vocab_size"] != size and not null:
-        model = made_by["tokenizer_model"]
-        why = f"has {size} tokens, and {flag(name)} {prefix} was made with {made_by['vocab_size']}"
+def _tokenizer_of(description: Path) -> dict[str, object]:
+    """What the .json beside the data tells of its tokenizer; nothing without one.
+
+    Raises:
+        ValueError: it is not the .json that tools/preprocess_data.py writes.
+    """
+    if not description.is_file():
+        return {}
+    try:
+        made_by = json.loads(description.read_text())
+        return {key: made_by[key] for key in ("tokenizer_type", "tokenizer_model", "vocab_size")}
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{description.name} does not tell of a tokenizer") from None
+
+
+def _check_tokenizer(args: Namespace, data: str, made_by: dict[str, object], vocabulary: int) -> None:
+    """Refuse `data` made by another tokenizer; ids without text (NullTokenizer) may come from any."""
+    if not made_by or args.tokenizer_type == "NullTokenizer":
+        return
+    kind, model, size = made_by.values()
+    if kind != args.tokenizer_type:
+        refuse(args, "tokenizer_type", f"{data} was made with {kind}; give --tokenizer-type {kind}")
+    if size != vocabulary:
+        why = f"has {vocabulary} tokens, and {data} was made with {size}"
         refuse(args, "tokenizer_model", f"{why}; give --tokenizer-model {model}")
-    largest = int(tokens[:_TOKENS_CHECKED].max())
-    if largest >= size:
-        why = f"{flag(name)} {prefix} holds token {largest}, and this tokenizer has {size}"
-        remedy = f"--vocab-size {largest + 1}" if null else "the tokenizer that made the data"
-        refuse(args, "vocab_size" if null else "tokenizer_type", f"{why}; give {remedy}")
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints

@@ -167,14 +167,10 @@ def check_world(args: Namespace, needed: int) -> None:
             name,
             f"does not divide the {args.world_size} ranks started{product}; "
             f"start {max(needed, args.world_size // needed * needed)} ranks (torchrun --nproc-per-node), "
-            f"or give {flag(name)} {_fitting_size(args.world_size * sizes[name], needed)}",
+            f"or give {flag(name)} {math.gcd(sizes[name], max(1, args.world_size * sizes[name] // needed))}",
         )
     if not args.dry_run:
         _check_devices()
-
-
-def _fitting_size(numerator: int, needed: int) -> int:
-    return max(1, numerator // needed)
 
 
 def _check_devices() -> None:
@@ -314,9 +310,10 @@ def _check_recompute(args: Namespace) -> None:
     full = args.recompute_granularity == "full"
     if full and args.recompute_activations:
         refuse(args, "recompute_activations", "means selective, not --recompute-granularity full; leave one out")
-    for name, example in (("recompute_method", "uniform"), ("recompute_num_layers", 1)):
+    for name in ("recompute_method", "recompute_num_layers"):
         if full and getattr(args, name) is None:
-            raise UsageError(f"--recompute-granularity full: needs {flag(name)}; give {flag(name)} {example}")
+            why = "needs --recompute-method and --recompute-num-layers"
+            refuse(args, "recompute_granularity", f"{why}; give --recompute-method uniform --recompute-num-layers 1")
         if not full:
             refuse_given(args, name, "needs --recompute-granularity full; add it or leave this out")
     layers = args.num_layers // args.pipeline_model_parallel_size // (args.virtual_pipeline_model_parallel_size or 1)

@@ -6,6 +6,7 @@ which names the last complete one.
 
 import json
 import os
+import queue
 import random
 import shutil
 from argparse import Namespace
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -84,7 +86,9 @@ def save_checkpoint(args: Namespace, state: TrainState) -> None:
     """
     final = iteration_directory(args.save, state.progress.iteration)
     temporary = final.with_name(final.name + ".incomplete")
-    _on_first_rank(lambda: _make_empty(temporary))
+    _on_first_rank(lambda: _start_save(temporary))
+    # The writer would start a server process per rank for this queue, which outlives a rank that is killed.
+    filesystem_async._results_queue = queue.Queue()
     sharded = _sharded_state(state, optimizer=not args.no_save_optim, generators=not args.no_save_rng)
     dist_checkpointing.save(sharded, str(temporary), content_metadata=_METADATA)
     _on_first_rank(lambda: _publish(args, temporary, final, state.progress.iteration))
@@ -113,9 +117,10 @@ def plain_args(args: Namespace) -> dict[str, object]:
     return json.loads(json.dumps(vars(args), default=str))
 
 
-def _make_empty(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+def _start_save(temporary: Path) -> None:
+    for interrupted in temporary.parent.glob("iter_*.incomplete"):
+        shutil.rmtree(interrupted)
+    temporary.mkdir(parents=True)
 
 
 def _flush(path: Path) -> None:
@@ -156,9 +161,7 @@ def load_checkpoint(args: Namespace, state: TrainState) -> bool:
     for index, chunk in enumerate(state.model):
         chunk.module.load_state_dict(loaded[f"model{index}"])
     if optimizer:
-        with torch.no_grad():  # megatron-core copies into parameters that require a gradient
-            state.optimizer.load_state_dict(loaded["optimizer"])
-        _separate_steps(state.optimizer)
+        _load_optimizer(state.optimizer, loaded["optimizer"])
     else:
         state.optimizer.reload_model_params()
     if generators:
@@ -182,6 +185,7 @@ def _parts_to_load(args: Namespace, saved: dict) -> tuple[bool, bool]:
 def _sharded_state(state: TrainState, *, optimizer: bool, generators: bool, loading: bool = False) -> dict:
     sharded = {f"model{i}": chunk.module.sharded_state_dict() for i, chunk in enumerate(state.model)}
     if optimizer:
+        _count_bucket_padding(state.model)
         _prime_adam(state.optimizer)
         sharded["optimizer"] = state.optimizer.sharded_state_dict(sharded, is_loading=loading, metadata=_METADATA)
     if generators:
@@ -193,6 +197,15 @@ def _sharded_state(state: TrainState, *, optimizer: bool, generators: bool, load
     return sharded
 
 
+def _count_bucket_padding(model: list[DistributedDataParallel]) -> None:
+    # megatron-core gathers the optimizer's buckets without the padding between them, then cuts parameters out at offsets
+    # that count it: wrong values for all after a padded bucket. With the padding gathered too the offsets are right.
+    for buffer in (buffer for chunk in model for buffer in chunk.buffers):
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+        buffer.numel_unpadded = buffer.numel
+
+
 def _prime_adam(optimizer: MegatronOptimizer) -> None:
     # PyTorch's Adam counts steps per parameter from its first step on; megatron-core reads the count before that.
     for part in _torch_adams(optimizer):
@@ -201,11 +214,17 @@ def _prime_adam(optimizer: MegatronOptimizer) -> None:
             parameter_state.setdefault("step", torch.tensor(0.0))
 
 
-def _separate_steps(optimizer: MegatronOptimizer) -> None:
-    # megatron-core restores one step tensor for all parameters, which each of them would then advance.
-    for part in _torch_adams(optimizer):
-        for parameter_state in part.optimizer.state.values():
-            parameter_state["step"] = parameter_state["step"].clone()
+def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict) -> None:
+    adams = _torch_adams(optimizer)
+    per_parameter = loaded.pop("param_state", None) if adams else None
+    optimizer.load_state_dict(loaded)
+    for part in adams:
+        states = part.optimizer.state.values()
+        steps = [state.pop("step") for state in states]
+        if per_parameter is not None:  # megatron-core fills in all that a state has, and has no step for each parameter
+            part.load_parameter_state_from_fully_reshardable(per_parameter)
+        for state, step in zip(states, steps, strict=True):
+            state["step"] = step.clone()  # it restored one tensor for all parameters, which each would advance
 
 
 def _torch_adams(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

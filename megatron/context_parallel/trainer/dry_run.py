@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..layout import positions
+from ..mesh import ProcessMesh
 from ..plan.ir import PARTIAL
 from ..plan.verify import received
 from ..strategies import find_strategy
@@ -35,20 +36,18 @@ def describe(args: Namespace) -> None:
 # ------------------------------------------------------------------------------------------- parallel layout
 
 
-def groups(args: Namespace) -> dict[str, list[list[int]]]:
+def groups(args: Namespace) -> dict[str, list[tuple[int, ...]]]:
     """The ranks of every tensor-, context-, data- and pipeline-parallel group, in the order tp-cp-dp-pp."""
-    sizes = {
-        "tensor": args.tensor_model_parallel_size,
-        "context": args.context_parallel_size,
-        "data": args.data_parallel_size,
-        "pipeline": args.pipeline_model_parallel_size,
-    }
-    found, stride = {}, 1
-    for name, size in sizes.items():
-        starts = (rank for rank in range(args.world_size) if rank // stride % size == 0)
-        found[name] = [[start + i * stride for i in range(size)] for start in starts]
-        stride *= size
-    return found
+    mesh = ProcessMesh(
+        ("tensor", "context", "data", "pipeline"),
+        (
+            args.tensor_model_parallel_size,
+            args.context_parallel_size,
+            args.data_parallel_size,
+            args.pipeline_model_parallel_size,
+        ),
+    )
+    return {name: sorted({mesh.along(rank, name) for rank in range(mesh.size)}) for name in mesh.names}
 
 
 def _layout(args: Namespace) -> Table:
@@ -60,7 +59,7 @@ def _layout(args: Namespace) -> Table:
     return table
 
 
-def _short(ranks: list[int]) -> str:
+def _short(ranks: tuple[int, ...]) -> str:
     if len(ranks) <= _RANKS_SHOWN:
         return "[" + ",".join(map(str, ranks)) + "]"
     return f"[{ranks[0]},{ranks[1]},...,{ranks[-1]}]"

@@ -18,9 +18,9 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-from ..integration.rope import use_layout
 from ..attention import ContextParallel
 from ..integration.norm import Norm
+from ..integration.rope import use_layout
 from ..integration.spec import context_parallel_for, layer_spec
 
 

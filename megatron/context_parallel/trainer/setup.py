@@ -1,7 +1,9 @@
 """Starts and ends a distributed job: process groups, seeds, and the death of a rank."""
 
+import multiprocessing
 import os
 import random
+import signal
 import sys
 import traceback
 from argparse import Namespace
@@ -25,6 +27,8 @@ def distributed_job(args: Namespace) -> Iterator[None]:
     A rank that fails prints its own traceback, marked with its rank, and leaves at once, so that the launcher
     stops the others while its error is still the first one in the log.
     """
+    if args.exit_signal_handler:
+        _hold_back_sigterm()
     join_world(args)
     initialize_model_parallel(args)
     try:
@@ -35,9 +39,26 @@ def distributed_job(args: Namespace) -> Iterator[None]:
         trace = "".join(f"[rank {args.rank}] {line}\n" for line in traceback.format_exc().splitlines())
         sys.stderr.write(trace)
         sys.stderr.flush()
+        for child in multiprocessing.active_children():
+            child.kill()
         os._exit(1)
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+_sigterm: list[int] = []
+
+
+def sigterm_came() -> bool:
+    """Whether SIGTERM came since the job started with `--exit-signal-handler`."""
+    return bool(_sigterm) or signal.SIGTERM in signal.sigpending()
+
+
+def _hold_back_sigterm() -> None:
+    # Launchers send it to a rank's helpers too (data loaders, checkpoint writers), which must outlive the last save: they
+    # inherit the mask. The handler is for threads of libraries that were there before the mask.
+    signal.signal(signal.SIGTERM, lambda number, frame: _sigterm.append(number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
 def join_world(args: Namespace) -> None:

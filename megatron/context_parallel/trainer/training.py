@@ -1,7 +1,6 @@
 """The pretraining loop: iterations, evaluation, checkpoints, and every way a run ends."""
 
 import math
-import signal
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -23,8 +22,8 @@ from ..integration.batch import shard_batch
 from .checkpoint import Progress, TrainState, load_checkpoint, save_checkpoint
 from .data import build_data_iterator, build_datasets, build_tokenizer
 from .log import RunLog, check_trackers
-from .model import context_parallel, build_model, build_optimizer
-from .setup import distributed_job
+from .model import build_model, build_optimizer, context_parallel
+from .setup import distributed_job, sigterm_came
 
 Batches = Iterator[dict[str, Tensor]]
 # Each model chunk of an interleaved pipeline reads the same micro batches from an iterator of its own.
@@ -40,9 +39,9 @@ def pretrain(args: Namespace) -> None:
     check_trackers(args)
     started = time.monotonic()
     with distributed_job(args):
+        datasets = build_datasets(args, build_tokenizer(args), samples_needed(args))
         state = build_state(args)
         log = RunLog(args, state.progress.iteration)
-        datasets = build_datasets(args, build_tokenizer(args), samples_needed(args))
         train, valid, test = (
             [_batches(args, dataset, consumed) for _ in state.model]
             for dataset, consumed in zip(
@@ -51,8 +50,9 @@ def pretrain(args: Namespace) -> None:
                 strict=True,
             )
         )
-        finished = train_loop(args, state, log, train, valid, started)
-        if finished and args.eval_iters:
+        if state.progress.iteration >= args.train_iters:
+            log.say(f"nothing to do: --train-iters {args.train_iters} are done")
+        elif train_loop(args, state, log, train, valid, started) and args.eval_iters:
             log.evaluation_done(state.progress.iteration, "test", evaluate(args, state.model, test))
         log.close()
 
@@ -104,11 +104,10 @@ def train_loop(
     done is always saved.
     """
     progress, saved = state.progress, state.progress.iteration
-    exit_asked = _ExitConditions(args, started)
     leave = False
     while progress.iteration < args.train_iters and not leave:
         before = time.perf_counter()
-        loss, grad_norm, leave = train_step(args, state, train, exit_asked)
+        loss, grad_norm, leave = train_step(args, state, train, started)
         log.iteration_done(progress, loss, _learning_rate(state), grad_norm, time.perf_counter() - before)
         if args.eval_iters and progress.iteration % args.eval_interval == 0:
             log.evaluation_done(progress.iteration, "validation", evaluate(args, state.model, valid))
@@ -121,7 +120,7 @@ def train_loop(
 
 
 def train_step(
-    args: Namespace, state: TrainState, train: ChunkBatches, exit_asked: "_ExitConditions"
+    args: Namespace, state: TrainState, train: ChunkBatches, started: float
 ) -> tuple[float, float | None, bool]:
     """One iteration on every rank: (mean loss over the unmasked tokens of the global batch, gradient norm, whether to leave).
 
@@ -137,7 +136,7 @@ def train_step(
     progress = state.progress
     progress.iteration += 1
     progress.consumed_train_samples += args.global_batch_size
-    loss, votes = _mean_loss(data, vote=exit_asked(progress.iteration))
+    loss, votes = _mean_loss(data, vote=_wants_to_leave(args, progress.iteration, started))
     _require_finite("loss", loss, progress)
     updated, grad_norm, _ = state.optimizer.step()
     if updated:
@@ -189,6 +188,15 @@ def _mean_loss(data: list[Tensor], vote: bool = False) -> tuple[float, int]:
     return total / max(tokens, 1.0), int(votes)
 
 
+def _wants_to_leave(args: Namespace, iteration: int, started: float) -> bool:
+    minutes = (time.monotonic() - started) / 60
+    return (
+        sigterm_came()
+        or bool(args.exit_interval and iteration % args.exit_interval == 0)
+        or bool(args.exit_duration_in_mins and minutes > args.exit_duration_in_mins)
+    )
+
+
 def _require_finite(name: str, value: float, progress: Progress) -> None:
     if not math.isfinite(value):
         raise FloatingPointError(
@@ -229,24 +237,3 @@ def _weights_gathered(args: Namespace, model: list[DistributedDataParallel]) -> 
 
 def _learning_rate(state: TrainState) -> float:
     return get_canonical_lr_for_logging(state.optimizer.param_groups)
-
-
-class _ExitConditions:
-    """Whether this rank wants to leave after an iteration; all leave together when any does."""
-
-    def __init__(self, args: Namespace, started: float) -> None:
-        self.args, self.started, self.signalled = args, started, False
-        if args.exit_signal_handler:
-            signal.signal(signal.SIGTERM, self._on_signal)
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        self.signalled = True
-
-    def __call__(self, iteration: int) -> bool:
-        args = self.args
-        minutes = (time.monotonic() - self.started) / 60
-        return (
-            self.signalled
-            or bool(args.exit_interval and iteration % args.exit_interval == 0)
-            or bool(args.exit_duration_in_mins and minutes > args.exit_duration_in_mins)
-        )

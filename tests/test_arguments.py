@@ -1,0 +1,329 @@
+"""Flags, files of flags, presets, derived values, the parameter count and what --dry-run says."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.trainer import dry_run
+from megatron.context_parallel.trainer.arguments import build_parser, parse_args
+from megatron.context_parallel.trainer.parameters import count_parameters, parameters_on_stage
+from megatron.context_parallel.trainer.presets import PRESETS
+
+ROOT = Path(__file__).parent.parent
+
+
+def parsed(flags: str, world: int | None = None, monkeypatch=None):
+    if world:
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+    return parse_args(f"--micro-batch-size 1 --dry-run --save runs/x {flags}".split())
+
+
+# ------------------------------------------------------------------------------------------------- defaults
+
+# Megatron-LM's own defaults, as its users know them.
+MEGATRON_DEFAULTS = {
+    "position_embedding_type": "learned_absolute",
+    "rotary_base": 10000,
+    "rotary_percent": 1.0,
+    "normalization": "LayerNorm",
+    "norm_epsilon": 1e-5,
+    "swiglu": False,
+    "add_bias_linear": True,
+    "make_vocab_size_divisible_by": 128,
+    "init_method_std": 0.02,
+    "weight_decay": 0.01,
+    "clip_grad": 1.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_eps": 1e-8,
+    "seed": 1234,
+    "lr_decay_style": "linear",
+    "lr_warmup_iters": 0,
+    "min_lr": 0.0,
+    "initial_loss_scale": 2**32,
+    "hysteresis": 2,
+    "distributed_timeout_minutes": 10,
+    "eval_iters": 100,
+    "eval_interval": 1000,
+    "log_interval": 100,
+    "num_workers": 2,
+    "use_distributed_optimizer": False,
+    "finetune": False,
+}
+
+
+def test_defaults_are_megatrons():
+    args = build_parser().parse_args([])
+    assert {name: getattr(args, name) for name in MEGATRON_DEFAULTS} == MEGATRON_DEFAULTS
+    assert args.attention_dropout == args.hidden_dropout == 0.0
+
+
+def test_help_shows_groups_and_defaults():
+    text = build_parser().format_help()
+    for part in (
+        "context parallel:",
+        "learning rate:",
+        "--cp-strategy NAME",
+        "(default: 1e-05)",
+        "Megatron's default is 0.1",
+    ):
+        assert part in text
+    assert "None)" not in text
+
+
+SMALL = "--num-layers 4 --hidden-size 96 --num-attention-heads 6 --seq-length 64"
+
+
+def test_derived_values(monkeypatch):
+    args = parsed(
+        f"{SMALL} --swiglu --bf16 --tensor-model-parallel-size 2 --context-parallel-size 2 --train-iters 5",
+        world=12,
+        monkeypatch=monkeypatch,
+    )
+    assert (args.world_size, args.rank, args.data_parallel_size) == (12, 0, 3)
+    assert args.kv_channels == 16
+    assert args.ffn_hidden_size == 256
+    assert args.num_query_groups == 6
+    assert args.max_position_embeddings == 64
+    assert args.global_batch_size == 3
+    assert args.cp_layout == "zigzag"
+    assert args.params_dtype is torch.bfloat16
+    assert (args.vocab_size, args.padded_vocab_size) == (257, 512)
+    assert args.virtual_pipeline_model_parallel_size is None
+    assert args.tensorboard_dir == "runs/x/tensorboard"
+
+
+def test_ffn_without_swiglu_is_four_times_the_width():
+    assert parsed(SMALL).ffn_hidden_size == 384
+
+
+def test_query_groups():
+    assert parsed(f"{SMALL} --group-query-attention").num_query_groups == 1
+    assert parsed(f"{SMALL} --group-query-attention --num-query-groups 3").num_query_groups == 3
+    with pytest.raises(UsageError, match="--num-query-groups 3: needs --group-query-attention"):
+        parsed(f"{SMALL} --num-query-groups 3")
+
+
+def test_virtual_stages(monkeypatch):
+    flags = f"{SMALL} --pipeline-model-parallel-size 2 --global-batch-size 2 --num-layers-per-virtual-pipeline-stage"
+    assert parsed(f"{flags} 1", 2, monkeypatch).virtual_pipeline_model_parallel_size == 2
+    assert parsed(f"{flags} 2", 2, monkeypatch).virtual_pipeline_model_parallel_size is None
+
+
+def test_sample_counts_become_iterations():
+    args = parsed(
+        f"{SMALL} --global-batch-size 8 --train-samples 800 --lr-decay-samples 640 --lr-warmup-samples 80 --lr 1"
+    )
+    assert (args.train_iters, args.lr_decay_iters, args.lr_warmup_iters) == (100, 80, 10)
+    with pytest.raises(UsageError, match=r"--train-samples 801: .* give --train-samples 800"):
+        parsed(f"{SMALL} --global-batch-size 8 --train-samples 801")
+
+
+def test_null_tokenizer_has_one_token_more_than_its_vocabulary():
+    args = parsed(f"{SMALL} --tokenizer-type NullTokenizer --vocab-size 128 --make-vocab-size-divisible-by 1")
+    assert (args.vocab_size, args.padded_vocab_size) == (128, 129)
+
+
+def test_megatron_flags_for_what_is_always_so_are_accepted():
+    assert parsed(f"{SMALL} --use-mcore-models --use-flash-attn --accumulate-allreduce-grads-in-fp32 --log-throughput")
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+def test_flags_win_over_config_and_config_over_preset(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "preset: tiny-llama\nnum_layers: 6\nhidden-size: 32\nswiglu: false\nbf16: true\n"
+        "lr: 1e-3\nlr_warmup_iters: null\ntrain-data-path: [a, b]\n"
+    )
+    given = ["--config", str(config), "--hidden-size", "48", "--lr=2e-3", "--micro-batch-size", "1", "--dry-run"]
+    with pytest.raises(UsageError, match=r"^--train-data-path a: there is no a\.idx"):
+        parse_args(given)
+    config.write_text(config.read_text().replace("train-data-path: [a, b]\n", ""))
+    args = parse_args(given)
+    assert (args.num_layers, args.hidden_size, args.lr) == (6, 48, 2e-3)
+    assert (args.swiglu, args.bf16, args.lr_warmup_iters) == (False, True, 0)
+    assert (args.normalization, args.num_query_groups) == ("RMSNorm", 2)
+
+
+def test_preset_on_the_command_line_wins_over_the_one_in_the_config(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text("preset: llama3-8b\n")
+    assert parsed(f"--config {config} --preset tiny-gpt3").num_layers == 2
+
+
+# -------------------------------------------------------------------------------------------------- presets
+
+# Published sizes: GPT-3 by name; Llamas by their model cards, vocabularies without padding.
+PUBLISHED = {
+    "gpt3-760m": (760e6, 0.02),
+    "gpt3-2.7b": (2.7e9, 0.02),
+    "gpt3-13b": (13e9, 0.02),
+    "gpt3-66b": (66e9, 0.02),
+    "gpt3-175b": (175e9, 0.02),
+    "llama-7b": (6_738_415_616, 0),
+    "llama-gqa": (6_738_415_616 - 32 * 2 * 4096 * 3072, 0),
+    "llama-33h": (32 * (4 * 4224**2 + 3 * 4224 * 11008 + 2 * 4224) + 4224 * (2 * 32000 + 1), 0),
+    "llama-16h": (64 * (4 * 2048**2 + 3 * 2048 * 11008 + 2 * 2048) + 2048 * (2 * 32000 + 1), 0),
+    "llama-8h": (4.94e9, 0.01),
+    "llama-4h": (4.62e9, 0.01),
+    "llama-2h": (4.48e9, 0.01),
+    "llama2-7b": (6_738_415_616, 0),
+    "llama2-7b-gqa": (6_738_415_616 - 32 * 2 * 4096 * 3072, 0),
+    "llama3-8b": (8_030_261_248, 0),
+    "llama3-405b": (405_853_388_800, 0),
+}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_preset_has_its_published_size(preset):
+    size, tolerance = PUBLISHED[preset]
+    total, _ = count_parameters(parsed(f"--preset {preset}"))
+    assert abs(total - size) <= tolerance * size
+
+
+def test_every_preset_is_accepted():
+    assert set(PUBLISHED) <= set(PRESETS)
+    for preset in PRESETS:
+        assert parsed(f"--preset {preset}").num_layers > 0
+
+
+# --------------------------------------------------------------------------------------------- real models
+
+
+def _real_parameters(flags: str) -> int:
+    """Parameters of this rank's model, counted on megatron-core's own."""
+    from megatron.core import parallel_state
+
+    from megatron.context_parallel.trainer import model, setup
+
+    args = parse_args(flags.split())
+    setup.initialize_model_parallel(args)
+    try:
+        gpt = model.build_gpt(args, model.transformer_config(args))
+        return sum(parameter.numel() for parameter in gpt.parameters())
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--preset tiny-llama",
+        "--preset tiny-gpt3",
+        "--preset tiny-llama --add-qkv-bias",
+        "--preset tiny-llama --qk-layernorm",
+        "--preset tiny-gpt3 --disable-bias-linear",
+    ],
+)
+def test_count_is_that_of_the_real_model(ranks, more):
+    flags = f"--micro-batch-size 1 --dry-run {more}"
+    assert ranks(1, _real_parameters, flags) == [count_parameters(parse_args(flags.split()))[0]]
+
+
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-gpt3"])
+def test_count_per_rank_is_that_of_the_real_stages(ranks, preset):
+    flags = f"--preset {preset} --micro-batch-size 1 --dry-run --tensor-model-parallel-size 2"
+    flags += " --pipeline-model-parallel-size 2"
+    args = parse_args(flags.split())
+    stages = [parameters_on_stage(args, stage) for stage in (0, 1)]
+    assert ranks(4, _real_parameters, flags) == [stages[0], stages[0], stages[1], stages[1]]
+
+
+# ------------------------------------------------------------------------------------------------- dry run
+
+
+def test_groups_of_the_dry_run(monkeypatch):
+    flags = f"{SMALL} --tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2"
+    found = dry_run.groups(parsed(flags, 16, monkeypatch))
+    assert found["tensor"][:2] == [(0, 1), (2, 3)]
+    assert found["context"][:3] == [(0, 2), (1, 3), (4, 6)]
+    assert found["data"][:2] == [(0, 4), (1, 5)]
+    assert found["pipeline"][7] == (7, 15)
+    for groups in found.values():
+        assert sorted(rank for group in groups for rank in group) == list(range(16))
+
+
+def _groups_of_megatron(flags: str) -> dict[str, list[int]]:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megatron.context_parallel.trainer import setup
+
+    setup.initialize_model_parallel(parse_args(flags.split()))
+    groups = {
+        "tensor": parallel_state.get_tensor_model_parallel_group(),
+        "context": parallel_state.get_context_parallel_group(),
+        "data": parallel_state.get_data_parallel_group(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_group(),
+    }
+    try:
+        return {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        "--context-parallel-size 2",
+        "--tensor-model-parallel-size 2 --context-parallel-size 2",
+        "--context-parallel-size 2 --pipeline-model-parallel-size 2",
+    ],
+)
+def test_groups_are_those_megatron_makes(ranks, monkeypatch, sizes):
+    flags = f"{SMALL} --micro-batch-size 1 --dry-run {sizes}"
+    shown = dry_run.groups(parsed(f"{SMALL} {sizes}", 4, monkeypatch))
+    for rank, real in enumerate(ranks(4, _groups_of_megatron, flags)):
+        for name, members in real.items():
+            assert next(group for group in shown[name] if rank in group) == tuple(members)
+
+
+def test_attention_traffic_is_that_of_the_table():
+    flags = f"{SMALL} --context-parallel-size 4 --bf16"
+    unit = 16 * 96 * 2  # tokens per rank x width x bytes
+    args = parsed(flags)
+    assert dry_run.attention_bytes(args, backward=False) == 2 * 3 * unit
+    grouped = parsed(f"{flags} --group-query-attention --num-query-groups 3 --cp-strategy allgather")
+    assert dry_run.attention_bytes(grouped, backward=False) == 3 * unit
+    # Backward: keys and values again in bf16, their gradients in float32.
+    assert dry_run.attention_bytes(grouped, backward=True) == 3 * unit + 2 * 3 * unit
+
+
+def test_memory_adds_up_by_hand():
+    args = parsed(f"{SMALL} --context-parallel-size 2 --bf16 --use-distributed-optimizer --global-batch-size 2")
+    memory = {what: size for what, size, _ in dry_run.memory_estimate(args)}
+    count = count_parameters(args)[0]
+    assert memory["weights"] == 2 * count
+    assert memory["gradients"] == 4 * count
+    assert memory["optimizer"] == 12 * count // 2
+    assert memory["activations"] == 32 * 4 * (4 * 96 + 4 * 96 + 2 * 384) * 2
+    assert memory["logits and loss"] == 32 * 384 * 6
+
+
+def test_recompute_keeps_one_input_per_layer():
+    flags = f"{SMALL} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    memory = {what: size for what, size, _ in dry_run.memory_estimate(parsed(flags))}
+    assert memory["activations"] == 64 * (4 * 96 + (8 * 96 + 2 * 384)) * 4
+
+
+def test_dry_run_prints_without_a_process_group():
+    flags = ["--preset", "llama2-7b", "--context-parallel-size", "8", "--micro-batch-size", "1", "--bf16", "--dry-run"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    program = [sys.executable, "pretrain_gpt.py", *flags]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    for part in (
+        "assuming 8 ranks",
+        "[0,1,2,3,4,5,6,7]",
+        "6,738,415,616 parameters",
+        "12.55 GiB",
+        "512 per context rank",
+    ):
+        assert part in done.stdout
