@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.context_parallel import STRATEGIES
+from megatron.context_parallel import STRATEGIES, UsageError
 from megatron.context_parallel.layout import visible
 from megatron.context_parallel.plan.ir import AllGather, Attend, Plan, PlanError, Recv, ReduceScatter, Send, Step, T
 from megatron.context_parallel.plan.trace import trace
@@ -202,3 +202,8 @@ def test_timeline_overlaps_communication_with_blocks():
     assert trace(plan).finish == 4
     assert trace(plan, transfer_time=lambda op: 0.9).finish == pytest.approx(4)
     assert trace(plan, transfer_time=lambda op: 1.5).finish == pytest.approx(3 * 1.5 + 1)
+
+
+def test_options_are_those_the_strategy_has():
+    with pytest.raises(UsageError, match="--cp-strategy ring: no option grid; it has none"):
+        STRATEGIES["ring"].plan(4, grid=(2, 2))

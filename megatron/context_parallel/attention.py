@@ -20,10 +20,10 @@ VERIFY_UP_TO = 64  # ranks; beyond, the symbolic run takes longer than a launch 
 
 
 class _Strategy:
-    """A strategy, its layout, and its two plans for n ranks, each verified when first made."""
+    """A strategy, its layout and options, and its plans for n ranks, each verified when first made."""
 
-    def __init__(self, strategy: str, layout: str | None, n: int) -> None:
-        self.strategy, self.n = find_strategy(strategy), n
+    def __init__(self, strategy: str, layout: str | None, n: int, options: dict[str, object]) -> None:
+        self.strategy, self.n, self.options = find_strategy(strategy), n, options
         self.layout = layout or self.strategy.layouts[0]
         self._plans: dict[tuple[bool, bool], Plan] = {}
         self.plan(causal=True, backward=False)
@@ -35,7 +35,7 @@ class _Strategy:
             UsageError: a layout the strategy does not work with.
         """
         if (causal, backward) not in self._plans:
-            plan = self.strategy.plan(self.n, layout=self.layout, causal=causal, backward=backward)
+            plan = self.strategy.plan(self.n, layout=self.layout, causal=causal, backward=backward, **self.options)
             if self.n <= VERIFY_UP_TO:
                 verify(plan)
             self._plans[causal, backward] = plan
@@ -49,18 +49,23 @@ class ContextParallel(_Strategy):
         strategy: `--cp-strategy`, a key of `strategies.STRATEGIES`.
         layout: `--cp-layout`; default: the strategy's own.
         group: the ranks that share a sequence; default: the world.
+        options: those of the strategy.
 
     Raises:
-        UsageError: an unknown strategy, or a layout it does not work with.
+        UsageError: an unknown strategy, or a layout or option it does not work with.
     """
 
     def __init__(
-        self, strategy: str = "ring", layout: str | None = None, group: dist.ProcessGroup | None = None
+        self,
+        strategy: str = "ring",
+        layout: str | None = None,
+        group: dist.ProcessGroup | None = None,
+        **options: object,
     ) -> None:
         group = group or dist.group.WORLD
         self.rank = dist.get_rank(group)
         self._transport = TorchTransport(group)
-        super().__init__(strategy, layout, dist.get_world_size(group))
+        super().__init__(strategy, layout, dist.get_world_size(group), options)
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's tokens of a full sequence: [..., length, ...] to [..., length / n, ...] along `dim`."""
@@ -81,8 +86,8 @@ class AllRanks(_Strategy):
     Takes the place of a `ContextParallel`; arguments and errors as there.
     """
 
-    def __init__(self, n: int, strategy: str = "ring", layout: str | None = None) -> None:
-        super().__init__(strategy, layout, n)
+    def __init__(self, n: int, strategy: str = "ring", layout: str | None = None, **options: object) -> None:
+        super().__init__(strategy, layout, n, options)
 
     def run(self, plan: Plan, inputs: dict[T, Value], kernel: Kernel, scale: float) -> dict[T, Value]:
         post: dict = defaultdict(list)
