@@ -1,5 +1,6 @@
-"""Ranks for the tests: processes that start once per run and join a gloo world of the size a test asks for."""
+"""Ranks for the tests: processes that start once per run; each call joins a gloo world of the size it asks for."""
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -8,6 +9,8 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 WORLD = 4
 torch.set_num_threads(1)
@@ -23,23 +26,16 @@ def _serve(rank: int, pipe) -> None:
             return
         world, store, function, args = job
         os.environ["WORLD_SIZE"] = str(world)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        )
         try:
-            _join(world, store, rank)
             pipe.send((True, function(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-
-
-def _join(world: int, store: str, rank: int) -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        if dist.get_world_size() == world and not store:
-            return
-        dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()  # with every group made in it: their threads would pile up
+        gc.collect()
 
 
 class Ranks:
@@ -49,25 +45,22 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "megatron.core.parallel_state"])
         self.directory = tempfile.TemporaryDirectory()
-        self.pipes, self.processes, self.world, self.joins = [], [], 0, 0
+        self.pipes, self.processes, self.calls = [], [], 0
         for rank in range(WORLD):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs))  # not a daemon: checkpoint writers are its children
+            process = context.Process(target=_serve, args=(rank, theirs))  # no daemon: it has children
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
 
     def __call__(self, n: int, function, *args) -> list:
-        store = ""
-        if n != self.world:
-            self.joins += 1
-            self.world, store = n, os.path.join(self.directory.name, f"store{self.joins}")
+        self.calls += 1
+        store = os.path.join(self.directory.name, f"store{self.calls}")
         for pipe in self.pipes[:n]:
             pipe.send((n, store, function, args))
         replies = [pipe.recv() for pipe in self.pipes[:n]]
         failures = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(replies) if not good]
         if failures:
-            self.world = 0  # the next call starts from a fresh group
             raise AssertionError("\n".join(failures))
         return [result for _, result in replies]
 

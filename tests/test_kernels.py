@@ -112,5 +112,5 @@ def test_merge_of_scores_far_apart():
 
 
 def test_float32_on_a_gpu_is_refused():
-    with pytest.raises(UsageError, match="torch.float32 on cuda: .* --bf16"):
+    with pytest.raises(UsageError, match=r"torch.float32 on cuda: .* --bf16"):
         kernel_for(torch.device("cuda"), torch.float32)

@@ -1,9 +1,16 @@
 """The loss of a training run does not depend on how it is spread over ranks."""
 
 import functools
+import os
+import signal
+from argparse import Namespace
 
 import pytest
+import torch
 import training_case
+
+from megatron.context_parallel.trainer import log, setup
+from megatron.context_parallel.trainer.flops import flops_per_sequence
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 STEPS = 20
@@ -68,3 +75,68 @@ def test_batches_have_uneven_masks():
     # Otherwise a loss averaged rank by rank would pass the tests above.
     mask = training_case.sample(2)["loss_mask"]
     assert mask[:8].sum() == 0 < mask[8:].sum() < 24
+
+
+def run_into_nan() -> list[float]:
+    recorder = training_case.Recorder()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(FloatingPointError, match="loss is nan at iteration 1"):
+        patch.setattr(training_case, "Recorder", lambda: recorder)
+        training_case.train("llama", init_method_std=float("nan"))
+    return recorder.losses
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(ranks):
+    assert ranks(1, run_into_nan) == [[]]
+
+
+def run_until(**exit_condition) -> int:
+    return len(training_case.train("llama", **exit_condition).losses)
+
+
+def run_until_out_of_time() -> int:
+    return run_until(exit_duration_in_mins=1e-9)
+
+
+def run_until_interval() -> int:
+    return run_until(exit_interval=3)
+
+
+def run_until_sigterm() -> int:
+    """Rank 0 alone is told to stop; both do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "_sigterm", [])
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        handler = signal.getsignal(signal.SIGTERM)
+        setup._hold_back_sigterm()
+        if torch.distributed.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        done = run_until()
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+        signal.signal(signal.SIGTERM, handler)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("run", "iterations"), [(run_until_out_of_time, 1), (run_until_interval, 3), (run_until_sigterm, 1)]
+)
+def test_exit_conditions(ranks, run, iterations):
+    assert ranks(2, run) == [iterations, iterations]
+
+
+def test_flops():
+    # One layer, h=4, two heads of 2 with one shared key/value head, 8 tokens, SwiGLU of 6, vocabulary 10.
+    args = Namespace(
+        hidden_size=4, kv_channels=2, num_attention_heads=2, group_query_attention=True, num_query_groups=1
+    )
+    args.__dict__.update(seq_length=8, ffn_hidden_size=6, swiglu=True, num_layers=1, padded_vocab_size=10)
+    projections = 8 * (4 * 4 + 2 * 4 * 2 + 4 * 4)
+    attention = 2 * 2 * (8 * 8 / 2) * 2  # QK^T and PV: 2 heads of width 2, half of 8 x 8 pairs
+    assert flops_per_sequence(args) == 3 * 2 * (projections + attention + 8 * 3 * 4 * 6 + 8 * 4 * 10)
+
+
+def test_metrics_of_iterations_to_be_done_again_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1}\n{"iteration": 2}\n{"iteration": 3}\n{"iterat')
+    with log._resume_metrics(path, 2) as file:
+        file.write('{"iteration": 3, "again": 1}\n')
+    assert path.read_text() == '{"iteration": 1}\n{"iteration": 2}\n{"iteration": 3, "again": 1}\n'

@@ -1,6 +1,5 @@
 """A tiny training run for the tests: arguments, synthetic batches with an uneven loss mask, and a way to train."""
 
-import multiprocessing
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -8,6 +7,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.context_parallel.integration.host import support_cpu_host
@@ -15,8 +15,6 @@ from megatron.context_parallel.trainer import setup, training
 from megatron.context_parallel.trainer.checkpoint import TrainState, save_checkpoint
 
 support_cpu_host()
-# The pool's ranks are daemons; megatron-core's checkpoint writer starts processes of its own.
-multiprocessing.current_process()._config["daemon"] = False
 
 SEQUENCE, VOCABULARY, BATCH = 32, 64, 4
 
@@ -62,7 +60,7 @@ def case_args(family: str, **changes) -> Namespace:
         **{"exit_interval": None, "exit_duration_in_mins": None, "exit_signal_handler": False, "log_interval": 1},
         **changes,
     }
-    args = Namespace(**values, world_size=torch.distributed.get_world_size(), rank=torch.distributed.get_rank())
+    args = Namespace(**values, world_size=dist.get_world_size(), rank=dist.get_rank())
     parts = args.tensor_model_parallel_size * args.context_parallel_size * args.pipeline_model_parallel_size
     args.data_parallel_size = args.world_size // parts
     return args

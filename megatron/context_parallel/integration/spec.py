@@ -1,7 +1,7 @@
 """Our attention as megatron-core's `core_attention`, and the layer spec that puts it there."""
 
 import math
-from functools import cache
+from functools import lru_cache
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -17,7 +17,7 @@ from ..errors import UsageError
 from .norm import Norm
 
 
-@cache
+@lru_cache(maxsize=1)  # a process has one context group; an old one must not be kept alive
 def context_parallel_for(group: dist.ProcessGroup, strategy: str, layout: str | None) -> ContextParallel:
     """The `ContextParallel` of a group, one for all layers that use it: it holds communicators."""
     return ContextParallel(strategy, layout, group)

@@ -173,7 +173,7 @@ def load_checkpoint(args: Namespace, state: TrainState) -> bool:
 
 
 def _parts_to_load(args: Namespace, saved: dict) -> tuple[bool, bool]:
-    """Whether to restore the optimizer, and the random generators, from a checkpoint made with the arguments `saved`."""
+    """Whether to restore the optimizer, and the random generators, of a checkpoint made with arguments `saved`."""
     optimizer = not (args.finetune or args.no_load_optim or saved["no_save_optim"])
     same_ranks = all(saved[size] == getattr(args, size) for size in _RANK_LAYOUT)
     return optimizer, same_ranks and not (args.finetune or args.no_load_rng or saved["no_save_rng"])
@@ -198,8 +198,8 @@ def _sharded_state(state: TrainState, *, optimizer: bool, generators: bool, load
 
 
 def _count_bucket_padding(model: list[DistributedDataParallel]) -> None:
-    # megatron-core gathers the optimizer's buckets without the padding between them, then cuts parameters out at offsets
-    # that count it: wrong values for all after a padded bucket. With the padding gathered too the offsets are right.
+    # megatron-core gathers the optimizer's buckets without the padding between them, then cuts parameters out at
+    # offsets that count it: wrong values after a padded bucket. With the padding gathered too they are right.
     for buffer in (buffer for chunk in model for buffer in chunk.buffers):
         for bucket in buffer.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()

@@ -55,8 +55,8 @@ def sigterm_came() -> bool:
 
 
 def _hold_back_sigterm() -> None:
-    # Launchers send it to a rank's helpers too (data loaders, checkpoint writers), which must outlive the last save: they
-    # inherit the mask. The handler is for threads of libraries that were there before the mask.
+    # Launchers send it to a rank's helpers too (data loaders, checkpoint writers), which must outlive the last save:
+    # they inherit the mask. The handler is for threads of libraries that were there before the mask.
     signal.signal(signal.SIGTERM, lambda number, frame: _sigterm.append(number))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 

@@ -122,9 +122,10 @@ def train_loop(
 def train_step(
     args: Namespace, state: TrainState, train: ChunkBatches, started: float
 ) -> tuple[float, float | None, bool]:
-    """One iteration on every rank: (mean loss over the unmasked tokens of the global batch, gradient norm, whether to leave).
+    """One iteration on every rank: (loss, gradient norm, whether to leave).
 
-    The gradient norm is None if fp16 loss scaling skipped the update.
+    The loss is the mean over the unmasked tokens of the global batch; the norm is None if fp16 loss scaling skipped the
+    update.
 
     Raises:
         FloatingPointError: loss or gradient norm is not finite.
@@ -148,7 +149,7 @@ def train_step(
 def run_micro_batches(
     args: Namespace, model: list[DistributedDataParallel], batches: ChunkBatches, *, forward_only: bool
 ) -> list[Tensor]:
-    """A global batch through the pipeline schedule: per micro batch, on the last stage, float64 [loss sum, token count]."""
+    """A global batch through the pipeline schedule; on the last stage, per micro batch, float64 [loss sum, tokens]."""
     return get_forward_backward_func()(
         forward_step_func=partial(_forward_step, args),
         data_iterator=batches if len(model) > 1 else batches[0],
