@@ -69,7 +69,10 @@ def _timeline(axes: Axes, plan: Plan, spans: Sequence[Span]) -> None:
     for span in spans:
         if span.channel and span.end > span.start:
             axes.broken_barh(
-                [(span.start, span.end - span.start)], (span.rank + 0.12, 0.26), facecolor="tab:orange", edgecolor="white"
+                [(span.start, span.end - span.start)],
+                (span.rank + 0.12, 0.26),
+                facecolor="tab:orange",
+                edgecolor="white",
             )
             if plan.n <= _NUMBERED:
                 middle = (span.start + span.end) / 2
