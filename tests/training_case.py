@@ -111,7 +111,7 @@ def train(family: str, **changes) -> Recorder:
         recorder = Recorder()
         data = [batches(args, state.progress.consumed_train_samples) for _ in state.model]
         valid = [batches(args, 1000 + state.progress.consumed_valid_samples) for _ in state.model]
-        training.train_loop(args, state, recorder, data, valid, time.monotonic())
+        training.train_loop(args, state, recorder, data, valid if args.eval_iters else None, time.monotonic())
         return recorder
 
 

@@ -113,7 +113,8 @@ def build_optimizer(
     """The optimizer of these chunks, and the schedule of its learning rate and weight decay (in samples)."""
     config = OptimizerConfig(**_fields_given(args, OptimizerConfig))
     optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
-    model[0].config.grad_scale_func = optimizer.scale_loss
+    if args.fp16:
+        model[0].config.grad_scale_func = optimizer.scale_loss
     decay_iters = args.lr_decay_iters or args.train_iters
     warmup = args.lr_warmup_iters * args.global_batch_size
     if args.lr_warmup_fraction is not None:

@@ -43,7 +43,7 @@ def pretrain(args: Namespace) -> None:
         state = build_state(args)
         log = RunLog(args, state.progress.iteration)
         train, valid, test = (
-            [_batches(args, dataset, consumed) for _ in state.model]
+            None if dataset is None else [_batches(args, dataset, consumed) for _ in state.model]
             for dataset, consumed in zip(
                 datasets,
                 (state.progress.consumed_train_samples, state.progress.consumed_valid_samples, 0),
@@ -52,7 +52,7 @@ def pretrain(args: Namespace) -> None:
         )
         if state.progress.iteration >= args.train_iters:
             log.say(f"nothing to do: --train-iters {args.train_iters} are done")
-        elif train_loop(args, state, log, train, valid, started) and args.eval_iters:
+        elif train_loop(args, state, log, train, valid, started) and test:
             log.evaluation_done(state.progress.iteration, "test", evaluate(args, state.model, test))
         log.close()
 
@@ -96,7 +96,7 @@ def _say(line: str) -> None:
 
 
 def train_loop(
-    args: Namespace, state: TrainState, log: RunLog, train: ChunkBatches, valid: ChunkBatches, started: float
+    args: Namespace, state: TrainState, log: RunLog, train: ChunkBatches, valid: ChunkBatches | None, started: float
 ) -> bool:
     """Train until `--train-iters` or an exit condition; whether it was the former.
 
@@ -109,7 +109,7 @@ def train_loop(
         before = time.perf_counter()
         loss, grad_norm, leave = train_step(args, state, train, started)
         log.iteration_done(progress, loss, _learning_rate(state), grad_norm, time.perf_counter() - before)
-        if args.eval_iters and progress.iteration % args.eval_interval == 0:
+        if valid and progress.iteration % args.eval_interval == 0:
             log.evaluation_done(progress.iteration, "validation", evaluate(args, state.model, valid))
             progress.consumed_valid_samples += args.eval_iters * args.global_batch_size
         if args.save and args.save_interval and progress.iteration % args.save_interval == 0:
