@@ -103,17 +103,32 @@ class Executor:
     def _make_room(self, channel: str) -> Program[None]:
         works = self.launched[channel]
         while len(works) >= IN_FLIGHT:
-            yield works.popleft()
+            done = works.popleft()
+            yield done
+            self._settle(done)
+
+    def _settle(self, done: Work) -> None:
+        """Merges the partials that a complete batch brought, so that they do not pile up until they are read."""
+        for key in [key for key in self.arriving if key[0] in PARTIAL]:
+            waiting = self.arriving.pop(key)
+            for work, value, reduce in waiting:
+                if work is done:
+                    self._put(key, value, reduce)
+            if rest := [entry for entry in waiting if entry[0] is not done]:
+                self.arriving[key] = rest
 
     def _need(self, key: tuple[T, int]) -> Program[Value]:
         """The value of `key`, once everything sent towards it has arrived and been reduced."""
         for work, value, reduce in self.arriving.pop(key, ()):
             yield work
-            if reduce and key in self.held:
-                self._reduce(key[0], self.held[key], value)
-            else:
-                self.held[key] = value
+            self._put(key, value, reduce)
         return self.held[key]
+
+    def _put(self, key: tuple[T, int], value: Value, reduce: bool) -> None:
+        if reduce and key in self.held:
+            self._reduce(key[0], self.held[key], value)
+        else:
+            self.held[key] = value
 
     def _take(self, tensor: T, chunk: int) -> Program[Value]:
         """The value to send; a partial leaves this rank, and one that nothing was added to is zero."""
