@@ -85,7 +85,7 @@ class _Tile:
         return by_column if self._profit(T.DQ, 0) < self._profit(T.DKV, 1) else by_row
 
     def _profit(self, gradient: T, axis: int) -> float:
-        """Cost of the next gradient to leave over the number of blocks it still lacks; the own gradient never leaves."""
+        """Cost of the next gradient to leave over the number of blocks it still lacks; the own one never leaves."""
         lacking = Counter(block[axis] for block in self.left if block[axis])
         return self.costs[gradient] / lacking[min(lacking)] if lacking else 0.0
 
@@ -104,7 +104,9 @@ def check_costs(costs: object, source: str = "given") -> Costs:
         for tensor in tensors:
             cost = of_pass.get(tensor) if isinstance(of_pass, Mapping) else None
             if not isinstance(cost, int | float) or isinstance(cost, bool) or not 0 < cost < math.inf:
-                raise UsageError(f"--cp-costs {source}: {way} cost {tensor} is {cost}; need a positive number, such as 1")
+                raise UsageError(
+                    f"--cp-costs {source}: {way} cost {tensor} is {cost}; need a positive number, such as 1"
+                )
     return costs
 
 
@@ -117,5 +119,7 @@ def load_costs(path: Path | str) -> Costs:
     try:
         content = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise UsageError(f"--cp-costs {path}: cannot be read ({error}); write one with tools/profile_blocks.py") from None
+        raise UsageError(
+            f"--cp-costs {path}: cannot be read ({error}); write one with tools/profile_blocks.py"
+        ) from None
     return check_costs(content.get("costs") if isinstance(content, dict) else None, str(path))
