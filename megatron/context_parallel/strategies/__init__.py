@@ -2,7 +2,8 @@
 
 from .allgather import allgather
 from .lightseq import lightseq
+from .mesh import mesh
 from .registry import STRATEGIES, Strategy, find_strategy, register
 from .ring import ring
 
-__all__ = ["STRATEGIES", "Strategy", "allgather", "find_strategy", "lightseq", "register", "ring"]
+__all__ = ["STRATEGIES", "Strategy", "allgather", "find_strategy", "lightseq", "mesh", "register", "ring"]

@@ -1,0 +1,125 @@
+"""When a rank of Mesh-Attention communicates and computes inside its tile (Chen et al. 2025, sections 3.5 and 3.6).
+
+A tile has `a` query chunks (rows) and `b` key/value chunks (columns) in the local numbering of the paper's Table 1:
+row u is the query chunk that the u-th receive along the query group brings, column v that of the v-th along the
+key/value group; row 0 and column 0 are the rank's own. All ranks follow the same schedule.
+
+The cost of a tensor (c_Q, c_KV, ... in the paper) is the time of one transfer in blocks of that pass; rounded up, the
+number of blocks that hide it.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from ..errors import UsageError
+from ..plan.ir import T
+
+Block = tuple[int, int]  # (row, column)
+Schedule = tuple[tuple[T | None, tuple[Block, ...]], ...]  # steps: what moves, if anything, and the blocks meanwhile
+Costs = Mapping[str, Mapping[str, float]]  # by pass, then tensor: see `default_costs`
+
+TRAVELS = {"forward": (T.Q, T.KV, T.O), "backward": (T.QDO, T.KV, T.DQ, T.DKV)}
+BACKWARD_BLOCK = 2.5  # forward blocks: five matrix products against two
+
+
+@cache
+def schedule(a: int, b: int, backward: bool, costs: tuple[tuple[T, float], ...]) -> Schedule:
+    """The steps of the greedy algorithm: Alg. 2 forward, Alg. 3 backward."""
+    return _Tile(a, b, backward, dict(costs)).steps()
+
+
+class _Tile:
+    def __init__(self, a: int, b: int, backward: bool, costs: dict[T, float]) -> None:
+        self.a, self.b, self.backward, self.costs = a, b, backward, costs
+        self.query, self.results = (T.QDO, (T.DQ, T.DKV)) if backward else (T.Q, (T.O,))
+        self.left = {(u, v) for u in range(a) for v in range(b)}  # blocks not computed yet
+        self.moved: Counter[T] = Counter()  # communication done, by tensor
+
+    def steps(self) -> Schedule:
+        steps = []
+        while any(self._pending(t) for t in (self.query, T.KV)):
+            by_query = self._pending(self.query) * (self.moved[T.KV] + 1)  # blocks that a receive unlocks
+            by_kv = self._pending(T.KV) * (self.moved[self.query] + 1)
+            prefer_query = by_query / self.costs[self.query] > by_kv / self.costs[T.KV]
+            steps.append(self._step(self.query if prefer_query else T.KV))
+        while any(self._pending(t) for t in self.results):
+            while not any(self._complete(t) for t in self.results):
+                steps.append(self._step(None))
+            for t in self.results:
+                if self._complete(t):
+                    steps.append(self._step(t))
+        while self.left:
+            steps.append(self._step(None))
+        return tuple(steps)
+
+    def _pending(self, tensor: T) -> bool:
+        return self.moved[tensor] < (self.b if tensor in (T.KV, T.DKV) else self.a) - 1
+
+    def _complete(self, result: T) -> bool:
+        """Whether all blocks of the row (column, for DKV) whose result is next to leave have been computed."""
+        line, axis = self.moved[result] + 1, int(result is T.DKV)
+        return self._pending(result) and all(block[axis] != line for block in self.left)
+
+    def _step(self, tensor: T | None) -> tuple[T | None, tuple[Block, ...]]:
+        blocks = []
+        for _ in range(math.ceil(self.costs[tensor]) if tensor else 1):
+            ready = [(u, v) for u, v in self.left if u <= self.moved[self.query] and v <= self.moved[T.KV]]
+            if not ready:
+                break
+            blocks.append(self._next(ready))
+            self.left.remove(blocks[-1])
+        if tensor:
+            self.moved[tensor] += 1
+        return tensor, tuple(blocks)
+
+    def _next(self, ready: list[Block]) -> Block:
+        """By rows, the own row last, for nobody waits for it; backward alternately by rows and by columns."""
+        by_row = min(ready, key=lambda block: ((block[0] - 1) % self.a, block[1]))
+        if not self.backward:
+            return by_row
+        by_column = min(ready, key=lambda block: ((block[1] - 1) % self.b, block[0]))
+        return by_column if self._profit(T.DQ, 0) < self._profit(T.DKV, 1) else by_row
+
+    def _profit(self, gradient: T, axis: int) -> float:
+        """Cost of the next gradient to leave over the number of blocks it still lacks; the own one never leaves."""
+        lacking = Counter(block[axis] for block in self.left if block[axis])
+        return self.costs[gradient] / lacking[min(lacking)] if lacking else 0.0
+
+
+def default_costs(kv_ratio: float) -> Costs:
+    """Costs in proportion to bytes in a 16-bit model, whose partials are float32; a forward block hides one Q."""
+    forward = {T.Q: 1, T.KV: 2 * kv_ratio, T.O: 2}
+    backward = {T.QDO: 2, T.KV: 2 * kv_ratio, T.DQ: 2, T.DKV: 4 * kv_ratio}
+    return {"forward": forward, "backward": {t: units / BACKWARD_BLOCK for t, units in backward.items()}}
+
+
+def check_costs(costs: object, source: str = "given") -> Costs:
+    """`costs` if it has a positive number for each tensor of each pass; raises UsageError otherwise."""
+    for way, tensors in TRAVELS.items():
+        of_pass = costs.get(way) if isinstance(costs, Mapping) else None
+        for tensor in tensors:
+            cost = of_pass.get(tensor) if isinstance(of_pass, Mapping) else None
+            if not isinstance(cost, int | float) or isinstance(cost, bool) or not 0 < cost < math.inf:
+                raise UsageError(
+                    f"--cp-costs {source}: {way} cost {tensor} is {cost}; need a positive number, such as 1"
+                )
+    return costs
+
+
+def load_costs(path: Path | str) -> Costs:
+    """The costs that `tools/profile_blocks.py` wrote to `path`.
+
+    Raises:
+        UsageError: no such file, or not one with all costs.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--cp-costs {path}: cannot be read ({error}); write one with tools/profile_blocks.py"
+        ) from None
+    return check_costs(content.get("costs") if isinstance(content, dict) else None, str(path))

@@ -1,0 +1,401 @@
+"""Mesh-Attention: tiles, greedy schedules, volumes, exactness, and the profile its costs come from."""
+
+import importlib.util
+import json
+import math
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from test_exact import HEADS, WHAT, errors, exact, gradients, problem
+
+from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError, context_parallel_attention
+from megatron.context_parallel.layout import shard, unshard
+from megatron.context_parallel.plan.ir import Recv, Send, T
+from megatron.context_parallel.plan.trace import trace
+from megatron.context_parallel.plan.verify import received, verify
+from megatron.context_parallel.strategies.mesh import best_grid
+from megatron.context_parallel.strategies.mesh_schedule import TRAVELS, default_costs, load_costs, schedule
+
+MESH, RING = STRATEGIES["mesh"], STRATEGIES["ring"]
+BY_SIZE = {  # a block hides one unit; the backward query side counted with O, as in the paper
+    "forward": {T.Q: 1, T.KV: 2, T.O: 1},
+    "backward": {T.QDO: 3, T.KV: 2, T.DQ: 1, T.DKV: 2},
+}
+LONG = {way: {t: 3 * c for t, c in costs.items()} for way, costs in BY_SIZE.items()}
+UNEVEN = {"forward": {"Q": 5, "KV": 0.3, "O": 1.5}, "backward": {"QDO": 0.2, "KV": 4, "DQ": 2.5, "DKV": 0.1}}
+EVERY_COST = (None, BY_SIZE, LONG, UNEVEN)
+
+
+def grids(n: int) -> list[tuple[int, int]]:
+    return [(a, n // a) for a in range(1, n + 1) if n % a == 0]
+
+
+def local(a: int, b: int, backward: bool, costs=BY_SIZE):
+    way = "backward" if backward else "forward"
+    return schedule(a, b, backward, tuple((t, costs[way][t]) for t in TRAVELS[way]))
+
+
+def expected_volume(a: int, b: int, backward: bool, kv_ratio=1) -> Counter:
+    q, kv = a - 1, 2 * kv_ratio * (b - 1)
+    return +Counter({T.QDO: 2 * q, T.KV: kv, T.DQ: q, T.DKV: kv} if backward else {T.Q: q, T.KV: kv, T.O: q})
+
+
+def pairs(plan) -> list[set[tuple[int, int]]]:
+    return [{(x.q_chunks[0], x.kv_chunks[0]) for step in steps for x in step.attend} for steps in plan.steps]
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------
+
+
+def prove(n, grid, layout, causal, backward, **options):
+    report = verify(MESH.plan(n, grid=grid, layout=layout, causal=causal, backward=backward, **options))
+    assert set(map(tuple, (sorted(v.items()) for v in report.volume))) == {
+        tuple(sorted(expected_volume(*grid, backward).items()))
+    }
+    assert report.idle == pytest.approx(0, abs=1e-12)
+    a, b = grid
+    # All chunks of the tile and their partials may be alive at once, and one partial more while it arrives.
+    bound = 3 * a + 4 * b + (a > 1) + 2 * (b > 1) if backward else 2 * a + 2 * b + (a > 1)
+    assert max(report.peak) <= bound
+
+
+@pytest.mark.parametrize("layout", MESH.layouts)
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_grid_is_proved(layout, causal):
+    for n in range(1, 17):
+        for i, grid in enumerate(grids(n)):
+            for backward in (False, True):
+                for costs in EVERY_COST if n < 9 else EVERY_COST[i % 2 :: 2]:
+                    prove(n, grid, layout, causal, backward, costs=costs)
+
+
+@pytest.mark.parametrize("n", [24, 33, 36, 48, 64])
+def test_large_grids_are_proved(n):
+    for i, grid in enumerate(grids(n)):
+        for backward in (False, True) if n < 40 else (i % 2 > 0,):
+            prove(n, grid, MESH.layouts[i % 2], i % 3 > 0, backward, costs=EVERY_COST[i % 4])
+
+
+def test_volume_is_that_of_table_2_for_every_grid_to_64():
+    """(2a/n + 2/a - 4/n) N d forward, in units of N d / n. The paper's backward, with O, is 4(a-1) + 4(b-1)."""
+    for n in range(1, 65):
+        for a, b in grids(n):
+            units = []
+            for backward in (False, True):
+                for r in {0, n // 2, n - 1}:  # all ranks where plans are verified
+                    by_tensor = Counter()
+                    steps = MESH.rank_steps(r, n, "cyclic", True, backward, grid=(a, b))
+                    for op in (op for step in steps for op in step.comm):
+                        by_tensor[op.tensor] += received(op)
+                    assert +by_tensor == expected_volume(a, b, backward), (n, a, backward)
+                units.append(by_tensor.total())
+            assert units[0] == n * (Fraction(2 * a, n) + Fraction(2, a) - Fraction(4, n))
+            assert units[1] == 4 * (a - 1) + 4 * (b - 1) - (a - 1)
+
+
+def test_grouped_query_attention_shrinks_keys_and_values():
+    report = verify(MESH.plan(12, grid=(3, 4), backward=True), kv_ratio=0.25)
+    assert report.volume[5] == expected_volume(3, 4, True, kv_ratio=0.25)
+
+
+def test_nine_ranks_move_72_units_and_ring_144():
+    """The example of Figure 1: 6 units of inputs and 2 of outputs on each of 9 GPUs, against 16."""
+    mesh, ring = verify(MESH.plan(9, grid=(3, 3))), verify(RING.plan(9))
+    assert [v.total() for v in mesh.volume] == [8] * 9
+    assert sum(v.total() for v in mesh.volume) == 72
+    assert sum(v.total() for v in ring.volume) == 144
+
+
+def test_nine_ranks_own_the_tiles_of_figure_1c():
+    """Tiles row by row; the key chunks of a column of tiles are the numbers of the GPUs in it."""
+    for r, mine in enumerate(pairs(MESH.plan(9, grid=(3, 3)))):
+        down, across = divmod(r, 3)
+        assert mine == {(3 * down + i, across + 3 * j) for i in range(3) for j in range(3)}
+        assert (r, r) in mine
+
+
+def test_fifteen_ranks_follow_table_1():
+    """Figure 4's GPU 4 of a = 3, b = 5: query chunks 4, 5, 3 from rank 5, key chunks 4, 7, 10, 13, 1 from rank 7."""
+    plan = MESH.plan(15, grid=(3, 5))
+    got = [op for step in plan.steps[4] for op in step.comm if isinstance(op, Recv)]
+    assert [(op.chunk, op.peer) for op in got if op.tensor is T.Q] == [(5, 5), (3, 5)]
+    assert [(op.chunk, op.peer) for op in got if op.tensor is T.KV] == [(7, 7), (10, 7), (13, 7), (1, 7)]
+    assert [(op.chunk, op.peer) for op in got if op.tensor is T.O] == [(3, 5), (4, 5)]
+    sent = [op for step in plan.steps[4] for op in step.comm if isinstance(op, Send)]
+    assert {op.peer for op in sent if op.tensor in (T.Q, T.O)} == {3}
+    assert [op.chunk for op in sent if op.tensor is T.O] == [5, 3]
+    assert {op.peer for op in sent if op.tensor is T.KV} == {1}
+
+
+def test_one_row_is_a_ring():
+    for n in (2, 5, 8):
+        for backward in (False, True):
+            mesh, ring = MESH.plan(n, grid=(1, n), backward=backward), RING.plan(n, layout="cyclic", backward=backward)
+            assert verify(mesh).volume == verify(ring).volume
+            assert pairs(mesh) == pairs(ring)
+            for transfer in (1.5, 3):  # where blocks hide less than the transfers, both take the same time
+                times = [trace(plan, transfer_time=lambda op, t=transfer: t).finish for plan in (mesh, ring)]
+                assert times[0] == pytest.approx(times[1])
+
+
+# -- schedules -------------------------------------------------------------------------------------------------------
+
+
+def test_forward_schedule_of_the_nine_rank_example():
+    """Alg. 2 by hand for a 3 × 3 tile (Figure 5e) with c_Q = 1, c_KV = 2, c_O = 1."""
+    assert local(3, 3, False) == (
+        (T.Q, ((0, 0),)),  # 1/1 > 1/2
+        (T.KV, ((1, 0),)),  # 1/1 against 2/2: not more; only one block is ready
+        (T.Q, ((1, 1),)),  # 2/1 > 2/2; the own row waits
+        (T.KV, ((2, 0), (2, 1))),  # all queries are there
+        (None, ((1, 2),)),  # row 1 must be complete before it leaves
+        (T.O, ((2, 2),)),
+        (T.O, ((0, 1),)),  # only now the own row
+        (None, ((0, 2),)),
+    )
+
+
+def test_backward_schedule_of_the_nine_rank_example():
+    """Alg. 3 by hand for a 3 × 3 tile with c_OdOQ = 3, c_KV = 2, c_dQ = 1, c_dKV = 2."""
+    assert local(3, 3, True) == (
+        (T.KV, ((0, 0),)),  # 1/3 < 1/2
+        (T.QDO, ((0, 1),)),  # 2/3 > 1/2
+        (T.KV, ((1, 1), (1, 0))),  # 2/3 < 2/2; column 1 lacks 2: 2/2 > 1/3, then (2, 1) is not ready
+        (T.QDO, ((0, 2), (1, 2))),  # by columns: 2/1 > 1/1
+        (T.DQ, ((2, 1),)),  # row 1 is complete; column 1 lacks one: 2/1 > 1/3
+        (T.DKV, ((2, 2), (2, 0))),
+        (T.DQ, ()),
+        (T.DKV, ()),
+    )
+
+
+def test_backward_alternates_between_rows_and_columns():
+    """Alg. 3 by hand in a 2 × 4 tile of equal costs: first what lacks fewer blocks, the row if both lack the same."""
+    costs = {"backward": {T.QDO: 1, T.KV: 1, T.DQ: 1, T.DKV: 1}}
+    order = [block for _, blocks in local(2, 4, True, costs) for block in blocks]
+    assert order == [(0, 0), (0, 1), (1, 1), (0, 2), (1, 2), (1, 0), (1, 3), (0, 3)]
+    costs["backward"][T.DQ] = 9
+    order = [block for _, blocks in local(2, 4, True, costs) for block in blocks]
+    assert order == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3), (0, 2), (0, 3)]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("costs", EVERY_COST[1:])
+def test_schedules_keep_the_rules_of_the_paper(backward, costs):
+    query, way = (T.QDO, "backward") if backward else (T.Q, "forward")
+    for a, b in ((1, 1), (1, 6), (6, 1), (3, 3), (4, 7), (8, 8), (2, 16)):
+        moved, done, alone = Counter(), [], False
+        steps = local(a, b, backward, costs)
+        for tensor, blocks in steps:
+            assert not (alone and tensor in (query, T.KV)), "blocks wait alone only after all receives"
+            alone |= tensor is None
+            ready = {(u, v) for u in range(moved[query] + 1) for v in range(moved[T.KV] + 1)} - set(done)
+            assert set(blocks) <= ready, "computed before it was received in an earlier step"
+            limit = math.ceil(costs[way][tensor]) if tensor else 1
+            assert len(blocks) == min(limit, len(ready)), "just enough to hide the transfer, or all there is"
+            if not backward:
+                own = sum(u == 0 for u, _ in blocks)
+                assert own == max(0, len(blocks) - sum(u > 0 for u, _ in ready)), "own row before a row that leaves"
+            line = moved[tensor] + 1
+            if tensor in (T.O, T.DQ):
+                assert all((line, v) in done for v in range(b)), "left before its row was complete"
+            if tensor is T.DKV:
+                assert all((u, line) in done for u in range(a)), "left before its column was complete"
+            moved[tensor] += 1
+            done += blocks
+        assert sorted(done) == [(u, v) for u in range(a) for v in range(b)]
+        assert sum(tensor is not None for tensor, _ in steps) == 2 * (a - 1) + (b - 1) * (2 if backward else 1)
+
+
+@pytest.mark.parametrize("n,grid,mesh,ring", [(9, (3, 3), (10, 14), (17, 32)), (64, (8, 8), (65, 69), (127, 252))])
+def test_greedy_schedule_hides_what_a_ring_cannot(n, grid, mesh, ring):
+    """In block times, if a unit of transfer takes one: all but the ends is hidden; a ring waits half of the time."""
+
+    def finish(strategy, backward, **options):
+        costs = {**BY_SIZE["forward"], **BY_SIZE["backward"]}
+        plan = strategy.plan(n, backward=backward, **options)
+        return trace(plan, transfer_time=lambda op: costs[op.tensor]).finish
+
+    assert tuple(finish(MESH, backward, grid=grid, costs=BY_SIZE) for backward in (False, True)) == mesh
+    assert tuple(finish(RING, backward) for backward in (False, True)) == ring
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+
+def test_default_grid_has_the_least_volume():
+    for n in range(1, 65):
+        for kv_ratio in (1, 0.5, 0.25, 1 / 33):
+            least = min(expected_volume(*grid, False, kv_ratio).total() for grid in grids(n))
+            assert expected_volume(*best_grid(n, kv_ratio), False, kv_ratio).total() == least
+    assert [best_grid(n) for n in (1, 8, 9, 12, 36, 64)] == [(1, 1), (4, 2), (3, 3), (4, 3), (6, 6), (8, 8)]
+    assert [best_grid(64, ratio) for ratio in (0.25, 1 / 16, 1 / 64)] == [(4, 16), (2, 32), (1, 64)]
+    assert MESH.plan(64, kv_ratio=0.25) == MESH.plan(64, grid=(4, 16), kv_ratio=0.25)
+
+
+def test_default_costs_are_bytes():
+    costs = default_costs(0.25)
+    assert costs["forward"] == {"Q": 1, "KV": 0.5, "O": 2}
+    assert costs["backward"] == {"QDO": 0.8, "KV": 0.2, "DQ": 0.8, "DKV": 0.4}
+    assert MESH.plan(9) == MESH.plan(9, costs=default_costs(1))
+    assert MESH.plan(9) != MESH.plan(9, costs=LONG)
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"grid": (3, 4)}, r"--cp-grid 3x4: .* product is the 9 context ranks, such as 3x3"),
+        ({"grid": (-3, -3)}, r"--cp-grid -3x-3: .* such as 3x3"),
+        ({"grid": (9,)}, r"--cp-grid 9: .* such as 3x3"),
+        ({"grid": "3x3"}, r"--cp-grid 3x3: .* such as 3x3"),
+        ({"kv_ratio": 0}, r"kv_ratio 0: .* such as 0.25"),
+        ({"kv_ratio": 2}, r"kv_ratio 2: .* at most 1"),
+        ({"costs": {}}, r"--cp-costs given: forward cost Q is None; need a positive number, such as 1"),
+        ({"costs": 3}, r"--cp-costs given: forward cost Q is None"),
+        ({"costs": {**BY_SIZE, "backward": {"QDO": 1, "KV": 0}}}, r"--cp-costs given: backward cost KV is 0; need"),
+        ({"costs": {**BY_SIZE, "forward": {"Q": math.inf}}}, r"--cp-costs given: forward cost Q is inf; need"),
+        ({"layout": "contiguous"}, r"--cp-layout contiguous: mesh does not work with it; choose cyclic or zigzag"),
+        ({"tile": (3, 3)}, r"--cp-strategy mesh: no option tile; it has grid, costs, kv_ratio"),
+    ],
+)
+def test_what_cannot_work_is_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        MESH.plan(9, **options)
+
+
+# -- exactness -------------------------------------------------------------------------------------------------------
+
+
+def attend(n, heads, kv_heads, causal, layout, dtype=torch.float32, **options):
+    cp = AllRanks(n, "mesh", layout, kv_ratio=kv_heads / heads, **options)
+
+    def run(q, k, v):
+        return context_parallel_attention(q, k, v, cp, causal=causal, return_lse=True)
+
+    return gradients(run, *problem(n, heads, kv_heads, dtype))
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 6, 9, 12, 16])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("heads,kv_heads", HEADS)
+def test_float32(n, causal, heads, kv_heads):
+    expected = exact(n, heads, kv_heads, torch.float32, causal)
+    for i, grid in enumerate([None, *grids(n)]):
+        layout, costs = MESH.layouts[i % 2], EVERY_COST[i % 4]
+        got = attend(n, heads, kv_heads, causal, layout, grid=grid, costs=costs)
+        for what, error in zip(WHAT, errors(got, expected), strict=True):
+            assert error < 2e-6, f"{grid} {layout} {what}: {error:.1e}"
+
+
+@pytest.mark.parametrize("n", [15, 24, 36, 48, 64])
+def test_float32_on_many_ranks(n):
+    for layout in MESH.layouts:
+        got = attend(n, 4, 4, True, layout)
+        assert max(errors(got, exact(n, 4, 4, torch.float32, True))) < 2e-6
+
+
+def _on_rank(layout: str, grid: tuple[int, int]) -> list[torch.Tensor]:
+    cp = ContextParallel("mesh", layout, grid=grid)
+    q, k, v, dout = (cp.shard(x) for x in problem(4, 4, 4, torch.float32))
+    return gradients(lambda *x: context_parallel_attention(*x, cp, return_lse=True), q, k, v, dout)
+
+
+@pytest.mark.parametrize("grid", grids(4))
+@pytest.mark.parametrize("layout", MESH.layouts)
+def test_exact_between_processes(ranks, grid, layout):
+    per_rank = ranks(4, _on_rank, layout, grid)
+    got = [unshard(list(parts), layout) for parts in zip(*per_rank, strict=True)]
+    assert max(errors(got, exact(4, 4, 4, torch.float32, True))) < 2e-6
+    for r in range(4):
+        assert torch.equal(shard(got[0], layout, r, 4), per_rank[r][0])
+
+
+# -- the profile -----------------------------------------------------------------------------------------------------
+
+TOOL = Path(__file__).parents[1] / "tools" / "profile_blocks.py"
+
+
+def tool():
+    spec = importlib.util.spec_from_file_location("profile_blocks", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def arguments(output: Path, *more: str) -> list[str]:
+    sizes = ["--num-attention-heads", "4", "--num-query-groups", "2", "--kv-channels", "16", "--chunk-length", "64"]
+    return [*sizes, "--output", str(output), *more]
+
+
+def _profile(argv: list[str], n: int) -> None:
+    module = tool()
+    args = module.parse_args(argv)
+    module.report(args, module.check(args, n), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("grid", ["2x2", "1x4"])
+def test_profile_is_measured_and_scheduled_by(ranks, tmp_path, grid):
+    path = tmp_path / "costs.json"
+    ranks(4, _profile, arguments(path, "--cp-grid", grid), 4)
+    content = json.loads(path.read_text())
+    costs = load_costs(path)
+    for way, tensors in TRAVELS.items():
+        for t in tensors:
+            ratio = content["transfer_seconds"][t] / content["block_seconds"][way]
+            assert costs[way][t] == pytest.approx(ratio)
+    assert content["setup"]["cp_grid"] == grid and content["setup"]["backend"] == "gloo"
+    verify(MESH.plan(4, costs=costs))
+
+
+def test_profile_sends_what_the_executor_sends(tmp_path):
+    """Same shapes and dtypes as the buffers the executor receives into."""
+    from megatron.context_parallel.executor import Executor, Problem
+    from megatron.context_parallel.transport import LocalTransport
+
+    module = tool()
+    chunks = module.tensors(module.parse_args(arguments(tmp_path)), torch.device("cpu"))
+    inputs = {T.Q: chunks[T.Q], T.KV: chunks[T.KV]}
+    executor = Executor(MESH.plan(2), 0, Problem(128, None, 1.0), LocalTransport(0, {}), inputs)
+    for tensor, value in chunks.items():
+        empty = executor._empty(tensor)
+        assert [(x.shape, x.dtype) for x in value] == [(x.shape, x.dtype) for x in empty], tensor
+        assert all(x.is_contiguous() for x in value)
+
+
+@pytest.mark.parametrize(
+    "more,n,message",
+    [
+        (["--cp-grid", "3x2"], 4, r"--cp-grid 3x2: .* 4 context ranks, such as"),
+        (["--cp-grid", "wide"], 4, r"--cp-grid wide: .* 4 context ranks, such as"),
+        (["--num-query-groups", "3"], 4, r"--num-query-groups 3: must divide --num-attention-heads 4"),
+        (["--chunk-length", "0"], 4, r"--chunk-length 0: need at least 1"),
+        (["--output", "nowhere/costs.json"], 4, r"--output nowhere/costs.json: no folder nowhere"),
+        ([], 1, r"1 process: .* torchrun --nproc-per-node 2"),
+    ],
+)
+def test_profile_refuses_what_cannot_work(tmp_path, more, n, message):
+    module = tool()
+    with pytest.raises(UsageError, match=message):
+        module.check(module.parse_args(arguments(tmp_path / "costs.json", *more)), n)
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        (None, r"costs.json: cannot be read \(.*\); write one with tools/profile_blocks.py"),
+        ("{", r"costs.json: cannot be read"),
+        ("[]", r"costs.json: forward cost Q is None"),
+        ('{"costs": {"forward": {"Q": 1, "KV": "2"}}}', r"costs.json: forward cost KV is 2; need a positive number"),
+        ('{"costs": {"forward": {"Q": NaN}}}', r"costs.json: forward cost Q is nan"),
+    ],
+)
+def test_profiles_that_are_none_are_refused(tmp_path, text, message):
+    path = tmp_path / "costs.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UsageError, match=message) as error:
+        load_costs(path)
+    assert "\n" not in str(error.value)
