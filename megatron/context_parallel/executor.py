@@ -73,12 +73,13 @@ class Executor:
                 case AllGather():
                     yield from self._all_gather(op)
                 case ReduceScatter():
+                    mine = op.chunks[op.group.index(self.rank)]
                     for peer, chunk in _rotated(op, self.rank):
                         sends += [(peer, x) for x in (yield from self._take(op.tensor, chunk))]
                     for peer, _ in reversed(_rotated(op, self.rank)):
                         value = self._empty(op.tensor)
                         receives += [(peer, x) for x in value]
-                        received[op.channel].append(((op.tensor, self.rank), value, True))
+                        received[op.channel].append(((op.tensor, mine), value, True))
         for channel, (sends, receives) in batches.items():
             if not sends and not receives:
                 continue
@@ -92,13 +93,12 @@ class Executor:
         """Gathers into one buffer, of which each chunk becomes a view."""
         mine = yield from self._take(op.tensor, op.chunks[op.group.index(self.rank)])
         yield from self._make_room(op.channel)
-        for x in mine:
-            everyone = x.new_empty((len(op.group), *x.shape))
-            work = self.transport.all_gather(op.channel, op.group, x, everyone)
-            self.launched[op.channel].append(work)
-            for i, chunk in enumerate(op.chunks):
-                if op.group[i] != self.rank:
-                    self.arriving[op.tensor, chunk].append((work, (everyone[i],), False))
+        everyone = [x.new_empty((len(op.group), *x.shape)) for x in mine]
+        work = self.transport.all_gather(op.channel, op.group, list(zip(mine, everyone, strict=True)))
+        self.launched[op.channel].append(work)
+        for i, chunk in enumerate(op.chunks):
+            if op.group[i] != self.rank:
+                self.arriving[op.tensor, chunk].append((work, tuple(x[i] for x in everyone), False))
 
     def _make_room(self, channel: str) -> Program[None]:
         works = self.launched[channel]

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from .plan.ir import Plan, PlanError
+from .plan.ir import AllGather, Plan, PlanError
 
 Result = TypeVar("Result")
 
@@ -28,8 +28,11 @@ class Transport(Protocol):
         """Starts one batch of messages; between two ranks they match in order."""
         ...
 
-    def all_gather(self, channel: str, group: tuple[int, ...], mine: Tensor, everyone: Tensor) -> Work:
-        """Starts gathering `mine` [...] of each rank of `group` into `everyone` [len(group), ...]."""
+    def all_gather(self, channel: str, group: tuple[int, ...], tensors: list[tuple[Tensor, Tensor]]) -> Work:
+        """Starts gathering, for each (mine, everyone), `mine` [...] of all ranks of `group` into `everyone`.
+
+        `everyone` is [len(group), ...], in the order of `group`.
+        """
         ...
 
 
@@ -47,13 +50,27 @@ class _Batch:
 
 
 class TorchTransport:
-    """torch.distributed (NCCL or gloo). Each channel is a communicator of its own, made when first used."""
+    """torch.distributed (NCCL or gloo). Each channel is a communicator of its own."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self._groups: dict[tuple, dist.ProcessGroup] = {}
         self._given: dist.ProcessGroup | None = group
+        self._connected: list[Plan] = []
+
+    def connect(self, plan: Plan) -> None:
+        """Makes the communicators that `plan` needs. All ranks must take part, and in one order: some make no use of
+        a channel that they belong to."""
+        if any(plan is known for known in self._connected):
+            return
+        everyone = tuple(range(len(self.ranks)))
+        operations = (op for steps in plan.steps for step in steps for op in step.comm)
+        needed = {(op.channel, op.group if isinstance(op, AllGather) else everyone) for op in operations}
+        for channel, members in sorted(needed):
+            if self.rank in members:
+                self._group(channel, members)
+        self._connected.append(plan)
 
     def _group(self, channel: str, members: tuple[int, ...]) -> dist.ProcessGroup:
         key = (channel, members)
@@ -74,10 +91,13 @@ class TorchTransport:
         label = f"rank {self.rank} on channel {channel}, sending to {[p for p, _ in sends]}, "
         return _Batch(dist.batch_isend_irecv(ops), label + f"receiving from {[p for p, _ in receives]}")
 
-    def all_gather(self, channel: str, group: tuple[int, ...], mine: Tensor, everyone: Tensor) -> Work:
-        joined = everyone.flatten(0, 1)  # the same memory, in the shape torch asks for
-        work = dist.all_gather_into_tensor(joined, mine, group=self._group(channel, group), async_op=True)
-        return _Batch([work], f"rank {self.rank} on channel {channel}, gathering from {list(group)}")
+    def all_gather(self, channel: str, group: tuple[int, ...], tensors: list[tuple[Tensor, Tensor]]) -> Work:
+        communicator = self._group(channel, group)
+        works = [  # the flattened view is the same memory, in the shape torch asks for
+            dist.all_gather_into_tensor(everyone.flatten(0, 1), mine, group=communicator, async_op=True)
+            for mine, everyone in tensors
+        ]
+        return _Batch(works, f"rank {self.rank} on channel {channel}, gathering from {list(group)}")
 
 
 class _Message:
@@ -125,10 +145,14 @@ class LocalTransport:
             self._taken[line] += 1
         return _Inbox(awaited)
 
-    def all_gather(self, channel: str, group: tuple[int, ...], mine: Tensor, everyone: Tensor) -> _Inbox:
-        everyone[group.index(self.rank)].copy_(mine)
-        others = [(peer, everyone[i]) for i, peer in enumerate(group) if peer != self.rank]
-        return self.exchange(channel, [(peer, mine) for peer, _ in others], others)
+    def all_gather(self, channel: str, group: tuple[int, ...], tensors: list[tuple[Tensor, Tensor]]) -> _Inbox:
+        sends, receives = [], []
+        for mine, everyone in tensors:
+            everyone[group.index(self.rank)].copy_(mine)
+            others = [(peer, everyone[i]) for i, peer in enumerate(group) if peer != self.rank]
+            sends += [(peer, mine) for peer, _ in others]
+            receives += others
+        return self.exchange(channel, sends, receives)
 
 
 def run_here(program: Program) -> Result:

@@ -140,7 +140,7 @@ def _peak(plan: Plan, r: int, kv_ratio: float) -> float:
                     alive += [(op.tensor, s, last.get((op.tensor, c), s)) for c in others]
                 case ReduceScatter():
                     alive += [(op.tensor, s, s)] * (len(op.group) - 1)
-                    partial[op.tensor, r] = s
+                    partial[op.tensor, op.chunks[op.group.index(r)]] = s
         for attend in step.attend:
             for q, kv in contributions(attend, plan):
                 for tensor, chunk in zip(plan.ends, (q, kv), strict=False):
