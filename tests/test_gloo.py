@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.context_parallel import LAYOUTS, STRATEGIES, ContextParallel, context_parallel_attention
+from megatron.context_parallel import STRATEGIES, ContextParallel, context_parallel_attention
 from megatron.context_parallel.kernels.reference import attention
 from megatron.context_parallel.layout import unshard
 
@@ -37,7 +37,7 @@ def test_exact_between_processes(ranks, n, heads, kv_heads):
         out, lse = attention(*leaves, causal=causal, scale=DIM**-0.5)
         expected.append([out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, whole[3].double())])
     for name in STRATEGIES:
-        for layout in LAYOUTS:
+        for layout in STRATEGIES[name].layouts:
             per_rank = ranks(n, _on_rank, name, layout, heads, kv_heads, torch.float32)
             for mask, exact in enumerate(expected):
                 for i, what in enumerate(("out", "lse", "dq", "dk", "dv")):

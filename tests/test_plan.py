@@ -11,7 +11,8 @@ from megatron.context_parallel.plan.ir import AllGather, Attend, Plan, PlanError
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.verify import verify
 
-CASES = [(name, layout) for name, strategy in STRATEGIES.items() for layout in strategy.layouts]
+# The baselines here; every other strategy has a test file of its own, with its paper's formulas.
+CASES = [(name, layout) for name in ("ring", "allgather") for layout in STRATEGIES[name].layouts]
 
 
 def expected_volume(name: str, layout: str, causal: bool, backward: bool, n: int, r: int) -> Counter:
@@ -189,7 +190,7 @@ def test_unused_and_left_over_chunks_are_refused():
 
 
 def test_causal_contiguous_blocks_are_not_computed_for_nothing():
-    for name in STRATEGIES:
+    for name in [name for name, strategy in STRATEGIES.items() if "contiguous" in strategy.layouts]:
         plan = STRATEGIES[name].plan(6, layout="contiguous")
         for steps in plan.steps:
             for attend in (a for step in steps for a in step.attend):
