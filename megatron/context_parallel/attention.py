@@ -76,6 +76,7 @@ class ContextParallel(_Strategy):
         return positions(self.layout, self.rank, self.n, length)
 
     def run(self, plan: Plan, inputs: dict[T, Value], kernel: Kernel, scale: float) -> dict[T, Value]:
+        self._transport.connect(plan)
         problem = Problem(inputs[T.KV][0].shape[1] * self.n, kernel, scale)
         return run_here(Executor(plan, self.rank, problem, self._transport, inputs).run())
 

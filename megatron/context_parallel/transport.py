@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from .plan.ir import Plan, PlanError
+from .plan.ir import AllGather, Plan, PlanError
 
 Result = TypeVar("Result")
 
@@ -47,13 +47,27 @@ class _Batch:
 
 
 class TorchTransport:
-    """torch.distributed (NCCL or gloo). Each channel is a communicator of its own, made when first used."""
+    """torch.distributed (NCCL or gloo). Each channel is a communicator of its own."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self._groups: dict[tuple, dist.ProcessGroup] = {}
         self._given: dist.ProcessGroup | None = group
+        self._connected: list[Plan] = []
+
+    def connect(self, plan: Plan) -> None:
+        """Makes the communicators that `plan` needs. All ranks must take part, and in one order: some make no use of
+        a channel that they belong to."""
+        if any(plan is known for known in self._connected):
+            return
+        everyone = tuple(range(len(self.ranks)))
+        operations = (op for steps in plan.steps for step in steps for op in step.comm)
+        needed = {(op.channel, op.group if isinstance(op, AllGather) else everyone) for op in operations}
+        for channel, members in sorted(needed):
+            if self.rank in members:
+                self._group(channel, members)
+        self._connected.append(plan)
 
     def _group(self, channel: str, members: tuple[int, ...]) -> dist.ProcessGroup:
         key = (channel, members)
