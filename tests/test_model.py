@@ -11,11 +11,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron.context_parallel import STRATEGIES, UsageError
+from megatron.context_parallel import STRATEGIES, ContextParallel, UsageError
 from megatron.context_parallel.integration.batch import shard_batch
 from megatron.context_parallel.integration.host import support_cpu_host
 from megatron.context_parallel.integration.rope import use_layout
-from megatron.context_parallel.integration.spec import ContextParallelAttention, context_parallel_for, layer_spec
+from megatron.context_parallel.integration.spec import ContextParallelAttention, layer_spec
 
 support_cpu_host()
 LENGTH, BATCH, VOCABULARY = 24, 2, 32
@@ -50,17 +50,13 @@ def gradients(strategy: str | None, layout: str | None, positions: str) -> dict[
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(3)
     settings = config()
-    spec = (
-        layer_spec(settings, strategy=strategy, layout=layout)
-        if strategy
-        else get_gpt_layer_local_spec(normalization="RMSNorm")
-    )
-    model = GPTModel(settings, spec, VOCABULARY, LENGTH, position_embedding_type=positions)
-    data = batch()
+    spec, data = get_gpt_layer_local_spec(normalization="RMSNorm"), batch()
     if strategy:
-        cp = context_parallel_for(parallel_state.get_context_parallel_group(), strategy, layout)
+        cp = ContextParallel(strategy, layout, parallel_state.get_context_parallel_group())
+        spec, data = layer_spec(settings, cp), shard_batch(data, cp)
+    model = GPTModel(settings, spec, VOCABULARY, LENGTH, position_embedding_type=positions)
+    if strategy:
         use_layout(model, cp)
-        data = shard_batch(data, cp)
     mask = None if strategy else torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
     loss = (model(data["tokens"], data["position_ids"], mask, labels=data["labels"]) * data["weight"]).sum()
     loss.backward()
@@ -87,7 +83,7 @@ def test_gradients_equal_megatron_core_on_one_rank(ranks, positions):
 def refusals() -> list[str]:
     parallel_state.initialize_model_parallel()
     how = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
-    how |= {"strategy": "ring", "layout": None}
+    how |= {"cp": ContextParallel()}
     q = torch.randn(4, 1, 4, 8)
     attention = ContextParallelAttention(config(), **how)
     tries = [

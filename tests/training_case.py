@@ -48,7 +48,7 @@ def case_args(family: str, **changes) -> Namespace:
         **{"seq_length": SEQUENCE, "max_position_embeddings": SEQUENCE, "padded_vocab_size": VOCABULARY},
         **{"rotary_base": 10000, "rotary_percent": 1.0, "add_qkv_bias": False, "norm_epsilon": 1e-5},
         **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "init_method_std": 0.1, "params_dtype": torch.float32},
-        **{"bf16": False, "fp16": False, "sequence_parallel": False, "cp_strategy": "ring", "cp_layout": "zigzag"},
+        **{"bf16": False, "fp16": False, "sequence_parallel": False, "cp_strategy": "ring", "cp_layout": "zigzag", "cp_options": {}},
         **{"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1},
         **{"virtual_pipeline_model_parallel_size": None, "distributed_timeout_minutes": 1, "seed": 1234},
         **{"micro_batch_size": 2, "global_batch_size": BATCH, "train_iters": 20, "eval_iters": 0, "eval_interval": 10},

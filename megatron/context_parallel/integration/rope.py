@@ -36,6 +36,10 @@ class LayoutRotaryEmbedding(torch.nn.Module):
 
 
 def use_layout(model: GPTModel, cp: ContextParallel) -> None:
-    """Makes `model` rotate by the layout of `cp`. The table has no parameters, so checkpoints do not change."""
+    """Makes `model` rotate by the layout of `cp`, and remember it as `model.context_parallel`, for its batches.
+
+    The table of rotations has no parameters, so checkpoints do not change.
+    """
+    model.context_parallel = cp
     if model.position_embedding_type == "rope":
         model.rotary_pos_emb = LayoutRotaryEmbedding(model.rotary_pos_emb, cp)

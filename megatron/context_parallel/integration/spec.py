@@ -1,10 +1,7 @@
 """Our attention as megatron-core's `core_attention`, and the layer spec that puts it there."""
 
 import math
-from functools import lru_cache
 
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,12 +12,6 @@ from torch import Tensor
 from ..attention import ContextParallel, context_parallel_attention
 from ..errors import UsageError
 from .norm import Norm
-
-
-@lru_cache(maxsize=1)  # a process has one context group; an old one must not be kept alive
-def context_parallel_for(group: dist.ProcessGroup, strategy: str, layout: str | None) -> ContextParallel:
-    """The `ContextParallel` of a group, one for all layers that use it: it holds communicators."""
-    return ContextParallel(strategy, layout, group)
 
 
 class ContextParallelAttention(MegatronModule):
@@ -43,8 +34,7 @@ class ContextParallelAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         *,
-        strategy: str,
-        layout: str | None,
+        cp: ContextParallel,
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -56,8 +46,7 @@ class ContextParallelAttention(MegatronModule):
             raise UsageError(f"{attention_type} attention with {config.softmax_type} softmax: only self, vanilla")
         self.attn_mask_type = attn_mask_type
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
-        group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
-        self.cp = context_parallel_for(group, strategy, layout)
+        self.cp = cp
 
     def forward(
         self,
@@ -84,13 +73,12 @@ class ContextParallelAttention(MegatronModule):
         return out.flatten(2)
 
 
-def layer_spec(config: TransformerConfig, *, strategy: str, layout: str | None) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, cp: ContextParallel) -> ModuleSpec:
     """megatron-core's GPT layer with our attention, and norms that work on any device.
 
     Args:
         config: decides normalization and query/key norms.
-        strategy: `--cp-strategy`.
-        layout: `--cp-layout`; default: the strategy's own.
+        cp: the context-parallel group; all layers share it, for it holds communicators.
     """
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
@@ -98,6 +86,6 @@ def layer_spec(config: TransformerConfig, *, strategy: str, layout: str | None) 
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
     attention.core_attention = ModuleSpec(
-        module=ContextParallelAttention, params={"strategy": strategy, "layout": layout}
+        module=ContextParallelAttention, params={"cp": cp}
     )
     return layer

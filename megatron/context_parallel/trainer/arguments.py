@@ -11,12 +11,18 @@ import torch
 
 from ..errors import UsageError
 from ..layout import LAYOUTS
+from ..plan.ir import PLACEMENTS
 from ..strategies import STRATEGIES, find_strategy
+from ..strategies.mesh_schedule import load_costs
 from . import check_files, check_values
 from .presets import PRESETS, read_config, read_preset
 from .tokenizer import TOKENIZERS, build_tokenizer
 
-_EXAMPLES = {"int": "give a whole number such as 8", "float": "give a number such as 0.1"}
+_EXAMPLES = {
+    "int": "give a whole number such as 8",
+    "float": "give a number such as 0.1",
+    "grid": "give two whole numbers such as 2x4",
+}
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
@@ -42,6 +48,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 # --------------------------------------------------------------------------------------------------- sources
+
+
+_TOGGLES = ("cp-overlap", "cp-balance", "cp-prefetch")  # in a file, false means --no-...; other switches just stay off
 
 
 def _parse_sources(argv: list[str] | None) -> Namespace:
@@ -76,7 +85,7 @@ def _as_flags(values: dict[str, object]) -> list[str]:
         if isinstance(value, list):
             flags += [f"--{name}", *map(str, value)]
         elif isinstance(value, bool):
-            flags += [f"--{name}"] * value
+            flags += [f"--{name}"] if value else [f"--no-{name}"] * (name in _TOGGLES)
         elif value is not None:
             flags.append(f"--{name}={value}")
     return flags
@@ -100,7 +109,7 @@ def _explain(error: argparse.ArgumentError) -> str:
     flag, message = error.argument_name, error.message
     if "choose from" in message:
         return f"{flag}: {message}"
-    if kind := re.match(r"invalid (int|float) value", message):
+    if kind := re.match(r"invalid (int|float|grid) value", message):
         return f"{flag}: {message}; {_EXAMPLES[kind[1]]}"
     if message.startswith("ignored explicit argument"):
         return f"{flag}: {message}; it takes no value, write {flag} alone"
@@ -114,12 +123,22 @@ def _flag(group, name: str, kind: type, default: object, text: str, **options) -
     """Add `--name VALUE`. `default` None means derived, or nothing: `text` says which."""
     shown = "" if default is None else f" (default: {default})"
     if "choices" not in options:
-        options.setdefault("metavar", {int: "N", float: "X", str: "TEXT"}[kind])
+        options.setdefault("metavar", {int: "N", float: "X"}.get(kind, "TEXT"))
     group.add_argument(f"--{name}", type=kind, default=default, help=(text + shown).replace("%", "%%"), **options)
 
 
 def _switch(group, name: str, text: str, **options) -> None:
     group.add_argument(f"--{name}", action=options.pop("action", "store_true"), help=text, **options)
+
+
+def _toggle(group, name: str, text: str) -> None:
+    group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text)
+
+
+def grid(text: str) -> tuple[int, int]:
+    """`3x4` as (3, 4)."""
+    rows, columns = map(int, text.split("x"))
+    return rows, columns
 
 
 def build_parser() -> ArgumentParser:
@@ -276,6 +295,18 @@ def _context_parallel(group) -> None:
     _flag(group, "cp-strategy", str, "ring", f"distributed attention: {', '.join(STRATEGIES)}", metavar="NAME")
     text = f"which tokens a rank holds: {', '.join(LAYOUTS)} (default: the strategy's first choice)"
     _flag(group, "cp-layout", str, None, text, metavar="NAME")
+    text = "ranks that split the heads; the strategy runs on the others (default: 1, with ulysses all)"
+    _flag(group, "cp-head-parallel-size", int, None, text)
+    text = "which ranks are neighbours: those that share tokens, or heads (default: head-first)"
+    _flag(group, "cp-placement", str, None, text, choices=PLACEMENTS)
+    text = "attention2d: rows x columns; mesh: query x key/value chunks of a tile (default: the best)"
+    _flag(group, "cp-grid", grid, None, text, metavar="RxC")
+    _toggle(group, "cp-overlap", "attention2d: rings that overlap with compute, or collectives (default: overlap)")
+    _toggle(group, "cp-balance", "lightseq: early ranks help late ones under a causal mask (default: balance)")
+    _toggle(group, "cp-prefetch", "lightseq: communication flies during blocks (default: prefetch)")
+    _flag(group, "cp-inner-ring-size", int, None, "loongtrain: ranks of an inner ring (default: the most square)")
+    text = "mesh: transfer times in blocks, from tools/profile_blocks.py (default: by size)"
+    _flag(group, "cp-costs", str, None, text, metavar="FILE")
 
 
 def _data(group) -> None:
@@ -373,6 +404,28 @@ def _fill_in_model(args: Namespace) -> None:
     if args.recompute_activations:
         args.recompute_granularity = args.recompute_granularity or "selective"
     args.virtual_pipeline_model_parallel_size = check_values.virtual_stages(args)
+    args.cp_options = cp_options(args)
+
+
+def cp_options(args: Namespace) -> dict[str, object]:
+    """What the `--cp-...` flags say to the strategy, by the names of `Strategy.plan`'s arguments.
+
+    Raises:
+        UsageError: a flag the strategy has no use for.
+    """
+    strategy = find_strategy(args.cp_strategy)
+    known = ("head_parallel_size", "placement", *strategy.options)
+    options = {}
+    for name in ("head_parallel_size", "placement", "grid", "overlap", "balance", "prefetch", "inner_ring_size", "costs"):
+        if (value := getattr(args, f"cp_{name}")) is None:
+            continue
+        if name not in known:
+            fits = " or ".join(other.name for other in STRATEGIES.values() if name in other.options)
+            check_values.refuse(args, f"cp_{name}", f"{strategy.name} has no use for it; give --cp-strategy {fits}")
+        options[name] = load_costs(value) if name == "costs" else value
+    if "kv_ratio" in known:
+        options["kv_ratio"] = args.num_query_groups / args.num_attention_heads
+    return options
 
 
 def _fill_in_batch(args: Namespace) -> None:

@@ -7,6 +7,7 @@ from argparse import Namespace
 import torch
 
 from ..errors import UsageError
+from ..heads import check_heads
 from ..layout import LAYOUTS
 from ..strategies import find_strategy
 
@@ -45,6 +46,8 @@ _AT_LEAST = {
     "tensor_model_parallel_size": (1, 1),
     "pipeline_model_parallel_size": (1, 1),
     "context_parallel_size": (1, 1),
+    "cp_head_parallel_size": (1, 2),
+    "cp_inner_ring_size": (1, 2),
     "num_layers_per_virtual_pipeline_stage": (1, 1),
     "distributed_timeout_minutes": (1, 10),
     "num_workers": (0, 2),
@@ -244,6 +247,9 @@ def _check_context_parallel(args: Namespace) -> None:
         refuse(args, "cp_layout", f"{strategy.name} does not work with it; choose {' or '.join(strategy.layouts)}")
     if args.attention_dropout:
         refuse(args, "attention_dropout", "context-parallel attention has no dropout; give --attention-dropout 0")
+    plan = strategy.plan(args.context_parallel_size, layout=args.cp_layout, **args.cp_options)
+    tensor = args.tensor_model_parallel_size
+    check_heads(plan, args.num_attention_heads // tensor, max(1, args.num_query_groups // tensor))
     slices = 2 if args.cp_layout == "zigzag" else 1
     tensor = args.tensor_model_parallel_size if args.sequence_parallel else 1
     parts = args.context_parallel_size * math.lcm(slices, tensor)

@@ -21,22 +21,26 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from ..attention import ContextParallel
 from ..integration.norm import Norm
 from ..integration.rope import use_layout
-from ..integration.spec import context_parallel_for, layer_spec
+from ..integration.spec import layer_spec
 
 
 def build_model(args: Namespace) -> list[DistributedDataParallel]:
     """This rank's model chunks (one, or one per virtual pipeline stage), ready for gradient reduction."""
     config = transformer_config(args)
+    group = parallel_state.get_context_parallel_group()
+    cp = ContextParallel(args.cp_strategy, args.cp_layout, group, **args.cp_options)
     chunks = args.virtual_pipeline_model_parallel_size or 1
     virtual = range(chunks) if chunks > 1 else [None]
-    model = [_wrap(args, config, index, build_gpt(args, config, stage)) for index, stage in enumerate(virtual)]
+    model = [_wrap(args, config, index, build_gpt(args, config, cp, stage)) for index, stage in enumerate(virtual)]
     _synchronise_by(args, config, model)
     return model
 
 
-def build_gpt(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> GPTModel:
+def build_gpt(
+    args: Namespace, config: TransformerConfig, cp: ContextParallel, vp_stage: int | None = None
+) -> GPTModel:
     """The plain GPTModel of this pipeline rank's (virtual) stage, with our attention and its layout's RoPE."""
-    layer = layer_spec(config, strategy=args.cp_strategy, layout=args.cp_layout)
+    layer = layer_spec(config, cp)
     layers = [layer] * get_num_layers_to_build(config, vp_stage)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     model = GPTModel(
@@ -52,13 +56,8 @@ def build_gpt(args: Namespace, config: TransformerConfig, vp_stage: int | None =
         rotary_base=args.rotary_base,
         vp_stage=vp_stage,
     )
-    use_layout(model, context_parallel(args))
+    use_layout(model, cp)
     return model
-
-
-def context_parallel(args: Namespace) -> ContextParallel:
-    """This rank's context group and how it computes attention."""
-    return context_parallel_for(parallel_state.get_context_parallel_group(), args.cp_strategy, args.cp_layout)
 
 
 def transformer_config(args: Namespace) -> TransformerConfig:

@@ -22,7 +22,7 @@ from ..integration.batch import shard_batch
 from .checkpoint import Progress, TrainState, load_checkpoint, save_checkpoint
 from .data import build_data_iterator, build_datasets, build_tokenizer
 from .log import RunLog, check_trackers
-from .model import build_model, build_optimizer, context_parallel
+from .model import build_model, build_optimizer
 from .setup import distributed_job, sigterm_came
 
 Batches = Iterator[dict[str, Tensor]]
@@ -164,7 +164,7 @@ def run_micro_batches(
 def _forward_step(args: Namespace, batches: Batches, model: DistributedDataParallel):
     batch = dict.fromkeys(("tokens", "position_ids", "labels", "loss_mask"))
     if get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process"):
-        local = shard_batch(next(batches), context_parallel(args))
+        local = shard_batch(next(batches), get_attr_wrapped_model(model, "context_parallel"))
         device = torch.cuda.current_device()
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in local.items()}
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
