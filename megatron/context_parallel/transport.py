@@ -22,7 +22,7 @@ Program = Generator[Work, None, Result]  # a rank's execution of a plan: yields 
 
 
 class Transport(Protocol):
-    """One rank's side. Peers and groups are ranks of the context group."""
+    """One rank's side. Peers and groups are ranks of the context group (of a `Subgroup`, its own)."""
 
     def exchange(self, channel: str, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Work:
         """Starts one batch of messages; between two ranks they match in order."""
@@ -129,6 +129,20 @@ class LocalTransport:
         everyone[group.index(self.rank)].copy_(mine)
         others = [(peer, everyone[i]) for i, peer in enumerate(group) if peer != self.rank]
         return self.exchange(channel, [(peer, mine) for peer, _ in others], others)
+
+
+class Subgroup:
+    """Some ranks of a transport, numbered 0, 1, ... in the order given."""
+
+    def __init__(self, transport: Transport, ranks: tuple[int, ...]) -> None:
+        self.transport, self.ranks = transport, ranks
+
+    def exchange(self, channel: str, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Work:
+        sends, receives = ([(self.ranks[peer], x) for peer, x in messages] for messages in (sends, receives))
+        return self.transport.exchange(channel, sends, receives)
+
+    def all_gather(self, channel: str, group: tuple[int, ...], mine: Tensor, everyone: Tensor) -> Work:
+        return self.transport.all_gather(channel, tuple(self.ranks[r] for r in group), mine, everyone)
 
 
 def run_here(program: Program) -> Result:

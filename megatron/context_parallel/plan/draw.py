@@ -26,7 +26,9 @@ def draw(plan: Plan, path: Path | str, transfer_time: float = 0.5) -> None:
     _timeline(timeline, plan, run.spans)
     direction = "backward" if plan.backward else "forward"
     mask = "causal" if plan.causal else "full"
-    ranks = f"{plan.n} ranks" if plan.heads == 1 else f"{plan.n} of {plan.size} ranks, one part of {plan.heads} of the heads"
+    ranks = f"{plan.n} ranks"
+    if plan.heads > 1:
+        ranks = f"{plan.n} of {plan.size} ranks, for 1/{plan.heads} of the heads"
     figure.suptitle(f"{plan.name}, {ranks}, {plan.layout} layout, {mask} mask, {direction}")
     figure.savefig(path, dpi=120)
 
@@ -70,7 +72,10 @@ def _timeline(axes: Axes, plan: Plan, spans: Sequence[Span]) -> None:
     for span in spans:
         if span.channel and span.end > span.start:
             axes.broken_barh(
-                [(span.start, span.end - span.start)], (span.rank + 0.12, 0.26), facecolor="tab:orange", edgecolor="white"
+                [(span.start, span.end - span.start)],
+                (span.rank + 0.12, 0.26),
+                facecolor="tab:orange",
+                edgecolor="white",
             )
             if plan.n <= _NUMBERED:
                 middle = (span.start + span.end) / 2

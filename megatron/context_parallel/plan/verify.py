@@ -73,8 +73,9 @@ def verify(plan: Plan, kv_ratio: float = 1.0) -> Report:
             _check_complete(plan, r, tensor, held.get((tensor, r), 0))
         _check_used(plan, r)
     busy = sum(span.end - span.start for span in run.spans if not span.channel)
+    swaps = (*plan.before, *plan.after)
     volume = tuple(
-        sum((traffic(op, kv_ratio) for op in (*(op for s in steps for op in s.comm), *plan.before, *plan.after)), Counter())
+        sum((traffic(op, kv_ratio) for op in (*(op for s in steps for op in s.comm), *swaps)), Counter())
         for steps in plan.steps
     )
     return Report(

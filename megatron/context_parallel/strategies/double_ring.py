@@ -12,7 +12,7 @@ Volume received per rank is that of a ring for every w: forward 2(n-1) units, ba
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from ..errors import UsageError
 from ..layout import visible
@@ -28,19 +28,16 @@ def double_ring(
     """Steps of rank r of n, with inner rings of `inner_ring_size` (w) ranks; default: the most square."""
     w = _inner(n, inner_ring_size)
     rings, (i, j) = n // w, divmod(r, w)
-
-    def seen_in(ring: int, chunk: int) -> int:
-        """How many ranks of an inner ring need the chunk: those where it enters and the next ones."""
-        return sum(_needs(layout, n, causal, rank, chunk) for rank in range(ring * w, ring * w + w))
+    needs = partial(_needs, layout, n, causal, w)
 
     def outer_stops(ring: int) -> int:
-        """How many inner rings need the chunk that starts as rank j of `ring`."""
-        return sum(seen_in(other, ring * w + j) > 0 for other in range(rings))
+        """How many inner rings need the chunk of rank j of `ring`."""
+        return sum(needs(other, ring * w + j) > 0 for other in range(rings))
 
     def inner(hops: Callable, o: int, s: int) -> Iterable[Comm]:
         """A ring's operations of step s between the ranks of this inner ring, on the chunks of round o."""
         first = (i - o) % rings * w
-        hops_here = hops(j, s, w, lambda place: seen_in(i, first + place) if 0 <= o < rings else 0)
+        hops_here = hops(j, s, w, lambda place: needs(i, first + place) if 0 <= o < rings else 0)
         return (replace(op, chunk=first + op.chunk, peer=i * w + op.peer, channel="inner") for op in hops_here)
 
     def outer(hops: Callable, o: int) -> Iterable[Comm]:
@@ -59,14 +56,15 @@ def double_ring(
             if backward and m == min(1, w - 1):  # the sum of round o-1 is back where its chunk entered the inner ring
                 comm += outer(gradients, o)
             chunk = (i - o) % rings * w + (j - m) % w
-            computes = o < rings and _needs(layout, n, causal, r, chunk)
+            computes = o < rings and (not causal or visible(layout, n, r, chunk))
             steps.append(Step(tuple(comm), (Attend((r,), (chunk,)),) if computes else ()))
     return tuple(step for step in steps if step.comm or step.attend)
 
 
 @cache
-def _needs(layout: str, n: int, causal: bool, rank: int, chunk: int) -> bool:
-    return not causal or visible(layout, n, rank, chunk)
+def _needs(layout: str, n: int, causal: bool, w: int, ring: int, chunk: int) -> int:
+    """How many ranks of an inner ring need the chunk: the one where it enters and the next."""
+    return sum(not causal or visible(layout, n, rank, chunk) for rank in range(ring * w, ring * w + w))
 
 
 def _inner(n: int, size: int | None) -> int:
