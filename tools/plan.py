@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         strategy = find_strategy(name)
         for backward in (False, True):
             plan = strategy.plan(args.ranks, layout=args.layout, causal=not args.full_mask, backward=backward)
-            check_heads(plan.heads, args.ranks, args.num_attention_heads, args.num_query_groups)
+            check_heads(plan, args.num_attention_heads, args.num_query_groups)
             report = verify(plan, plan.kv_ratio(args.num_attention_heads, args.num_query_groups))
             direction = "backward" if backward else "forward"
             table.add_row(*row(name, plan.layout, direction, report))

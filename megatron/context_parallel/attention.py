@@ -29,7 +29,7 @@ class _Strategy:
         self.layout = layout or self.strategy.layouts[0]
         self._plans: dict[tuple[bool, bool], Plan] = {}
         plan = self.plan(causal=True, backward=False)
-        self.heads, self.chunks = plan.heads, [plan.chunk_of(r) for r in range(n)]
+        self.chunks = [plan.chunk_of(r) for r in range(n)]  # of each rank
 
     def plan(self, *, causal: bool, backward: bool) -> Plan:
         """The plan of one pass.
@@ -143,7 +143,7 @@ def context_parallel_attention(
         UsageError: shapes, dtypes, heads or a sequence length that do not go together.
     """
     _check(q, k, v)
-    check_heads(cp.heads, cp.n, q.shape[2], k.shape[2])
+    check_heads(cp.plan(causal=causal, backward=False), q.shape[2], k.shape[2])
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     out, lse = _Attention.apply(q, k, v, cp, causal, scale, kernel or kernel_for(q.device, q.dtype))
     return (out, lse) if return_lse else out
