@@ -38,11 +38,11 @@ def divisors(n: int) -> list[int]:
 @pytest.mark.parametrize("n", [*range(1, 13), 16, 24, 36, 64])
 def test_double_ring_is_proved_and_moves_what_a_ring_moves(n):
     """LoongTrain section 4.5.3: w-1 transfers an inner ring and one an outer step but the last, (n-1) Size(kv)."""
-    for layout in LAYOUTS if n <= 8 else ("zigzag", "contiguous"):
-        for causal, backward in PASSES if n <= 16 else [(True, True)]:
+    for layout in LAYOUTS if n <= 8 else ("zigzag", "contiguous") if n < 64 else ("zigzag",):
+        for causal, backward in PASSES if n <= 12 else [(True, True)]:
             case = {"layout": layout, "causal": causal, "backward": backward}
             ring = verify(STRATEGIES["ring"].plan(n, **case))
-            for w in divisors(n) if n <= 24 else (1, 4, n):
+            for w in divisors(n) if n <= 24 else (4,):
                 report = verify(STRATEGIES["loongtrain"].plan(n, inner_ring_size=w, **case))
                 if causal and layout == "contiguous":  # early ranks send less, late ones receive less: as many in all
                     assert sum(v.total() for v in report.volume) == sum(v.total() for v in ring.volume)
@@ -122,7 +122,9 @@ def expected(cp: int, hp: int, heads: int, kv_heads: int, backward: bool) -> dic
 def test_volume_is_the_papers(n):
     for hp in divisors(n):
         cp = n // hp
-        for name in ("usp", "loongtrain") if cp <= 16 else ("loongtrain",):
+        if cp > 16:
+            continue  # verified alone, above
+        for name in ("usp", "loongtrain") if cp <= 8 else ("loongtrain",):
             for backward in (False, True):
                 plan = STRATEGIES[name].plan(n, head_parallel_size=hp, backward=backward)
                 # MHA; GQA that splits; GQA and MQA that need replicas
@@ -347,12 +349,18 @@ def test_exact_between_processes(ranks, name, options):
 @pytest.mark.parametrize(
     "name,n,options,message",
     [
-        ("usp", 4, {"head_parallel_size": 3}, "--cp-head-parallel-size 3: does not divide 4 context ranks; give one of 1, 2, 4"),
-        ("ring", 4, {"head_parallel_size": 0}, "--cp-head-parallel-size 0: does not divide 4 context ranks; give one of 1, 2, 4"),
-        ("ulysses", 4, {"head_parallel_size": 2}, "--cp-head-parallel-size 2: ulysses spreads heads over all 4 context ranks; give 4, or --cp-strategy usp"),
+        ("usp", 4, {"head_parallel_size": 3},
+         "--cp-head-parallel-size 3: does not divide 4 context ranks; give one of 1, 2, 4"),
+        ("ring", 4, {"head_parallel_size": 0},
+         "--cp-head-parallel-size 0: does not divide 4 context ranks; give one of 1, 2, 4"),
+        ("ulysses", 4, {"head_parallel_size": 2},
+         "--cp-head-parallel-size 2: ulysses spreads heads over all 4 context ranks; give 4, or "
+         "--cp-strategy usp"),
         ("usp", 4, {"placement": "node"}, "--cp-placement node: unknown; choose head-first or context-first"),
-        ("loongtrain", 8, {"inner_ring_size": 3}, "--cp-inner-ring-size 3: does not divide 8 context ranks; give 1, 2, 4 or 8"),
-        ("loongtrain", 8, {"inner_ring_size": 8, "head_parallel_size": 2}, "--cp-inner-ring-size 8: does not divide 4 context ranks; give 1, 2 or 4"),
+        ("loongtrain", 8, {"inner_ring_size": 3},
+         "--cp-inner-ring-size 3: does not divide 8 context ranks; give 1, 2, 4 or 8"),
+        ("loongtrain", 8, {"inner_ring_size": 8, "head_parallel_size": 2},
+         "--cp-inner-ring-size 8: does not divide 4 context ranks; give 1, 2 or 4"),
         ("loongtrain", 1, {"inner_ring_size": 2}, "--cp-inner-ring-size 2: does not divide 1 context ranks; give 1"),
         ("usp", 4, {"inner_ring_size": 2}, "--cp-strategy usp: no option inner_ring_size; it has none"),
     ],
@@ -377,9 +385,15 @@ def test_sizes_that_split_the_heads():
 @pytest.mark.parametrize(
     "name,n,hp,heads,kv_heads,message",
     [
-        ("usp", 4, 2, 33, 33, "--cp-head-parallel-size 2: does not split 33 heads with 33 key/value heads, as 1, 3, 11, 33 do; give --cp-head-parallel-size 1"),
-        ("loongtrain", 6, 6, 12, 4, "--cp-head-parallel-size 6: does not split 12 heads with 4 key/value heads, as 1, 2, 4, 12 do; give --cp-head-parallel-size 2"),
-        ("ulysses", 6, 6, 33, 33, "--cp-head-parallel-size 6: does not split 33 heads with 33 key/value heads, as 1, 3, 11, 33 do; give --cp-strategy usp --cp-head-parallel-size 3"),
+        ("usp", 4, 2, 33, 33,
+         "--cp-head-parallel-size 2: does not split 33 heads with 33 key/value heads, as 1, 3, 11, 33 do; "
+         "give --cp-head-parallel-size 1"),
+        ("loongtrain", 6, 6, 12, 4,
+         "--cp-head-parallel-size 6: does not split 12 heads with 4 key/value heads, as 1, 2, 4, 12 do; "
+         "give --cp-head-parallel-size 2"),
+        ("ulysses", 6, 6, 33, 33,
+         "--cp-head-parallel-size 6: does not split 33 heads with 33 key/value heads, as 1, 3, 11, 33 do; "
+         "give --cp-strategy usp --cp-head-parallel-size 3"),
     ],
 )  # fmt: skip
 def test_heads_that_do_not_split(name, n, hp, heads, kv_heads, message):
