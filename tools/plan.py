@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.context_parallel import LAYOUTS, STRATEGIES, UsageError
+from megatron.context_parallel.heads import check_heads
 from megatron.context_parallel.plan.draw import draw
 from megatron.context_parallel.plan.verify import Report, verify
 from megatron.context_parallel.strategies import find_strategy
@@ -19,10 +20,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, required=True, help="size of the context group")
     parser.add_argument("--layout", choices=LAYOUTS, help="default: the strategy's own")
     parser.add_argument("--full-mask", action="store_true", help="every token sees every token; default: causal")
-    parser.add_argument("--num-attention-heads", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--num-attention-heads", type=int, help="default: one per rank")
     parser.add_argument("--num-query-groups", type=int, help="key/value heads; default: one per attention head")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="write a .png or .svg of each strategy and pass")
     args = parser.parse_args(argv)
+    args.num_attention_heads = args.num_attention_heads or args.ranks
     args.num_query_groups = args.num_query_groups or args.num_attention_heads
     return args
 
@@ -71,7 +73,8 @@ def main(argv: list[str] | None = None) -> None:
         strategy = find_strategy(name)
         for backward in (False, True):
             plan = strategy.plan(args.ranks, layout=args.layout, causal=not args.full_mask, backward=backward)
-            report = verify(plan, kv_ratio=args.num_query_groups / args.num_attention_heads)
+            check_heads(plan, args.num_attention_heads, args.num_query_groups)
+            report = verify(plan, plan.kv_ratio(args.num_attention_heads, args.num_query_groups))
             direction = "backward" if backward else "forward"
             table.add_row(*row(name, plan.layout, direction, report))
             if args.draw:

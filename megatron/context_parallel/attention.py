@@ -2,19 +2,21 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .errors import UsageError
-from .executor import Executor, Problem, Value
+from .executor import Executor, Problem
+from .heads import HeadGroup, check_heads
 from .kernels import Kernel, kernel_for
 from .layout import positions, shard, unshard
 from .plan.ir import Plan, T
 from .plan.verify import verify
 from .strategies import find_strategy
-from .transport import LocalTransport, TorchTransport, run_all, run_here
+from .transport import LocalTransport, Program, TorchTransport, Transport, run_all, run_here
 
 VERIFY_UP_TO = 64  # ranks; beyond, the symbolic run takes longer than a launch should
 
@@ -26,7 +28,8 @@ class _Strategy:
         self.strategy, self.n, self.options = find_strategy(strategy), n, options
         self.layout = layout or self.strategy.layouts[0]
         self._plans: dict[tuple[bool, bool], Plan] = {}
-        self.plan(causal=True, backward=False)
+        plan = self.plan(causal=True, backward=False)
+        self.chunks = [plan.chunk_of(r) for r in range(n)]  # of each rank
 
     def plan(self, *, causal: bool, backward: bool) -> Plan:
         """The plan of one pass.
@@ -36,7 +39,7 @@ class _Strategy:
         """
         if (causal, backward) not in self._plans:
             plan = self.strategy.plan(self.n, layout=self.layout, causal=causal, backward=backward, **self.options)
-            if self.n <= VERIFY_UP_TO:
+            if plan.n <= VERIFY_UP_TO:
                 verify(plan)
             self._plans[causal, backward] = plan
         return self._plans[causal, backward]
@@ -49,7 +52,10 @@ class ContextParallel(_Strategy):
         strategy: `--cp-strategy`, a key of `strategies.STRATEGIES`.
         layout: `--cp-layout`; default: the strategy's own.
         group: the ranks that share a sequence; default: the world.
-        options: those of the strategy.
+        options: `head_parallel_size`, `placement`, and those of the strategy.
+
+    Attributes:
+        chunk: the chunk of the sequence this rank owns; its rank in the group unless a placement moves the data.
 
     Raises:
         UsageError: an unknown strategy, or a layout or option it does not work with.
@@ -66,19 +72,25 @@ class ContextParallel(_Strategy):
         self.rank = dist.get_rank(group)
         self._transport = TorchTransport(group)
         super().__init__(strategy, layout, dist.get_world_size(group), options)
+        self.chunk = self.chunks[self.rank]
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's tokens of a full sequence: [..., length, ...] to [..., length / n, ...] along `dim`."""
-        return shard(x, self.layout, self.rank, self.n, dim)
+        return shard(x, self.layout, self.chunk, self.n, dim)
 
     def positions(self, length: int) -> Tensor:
         """Positions of this rank's tokens, int64 [length / n], in local order."""
-        return positions(self.layout, self.rank, self.n, length)
+        return positions(self.layout, self.chunk, self.n, length)
 
-    def run(self, plan: Plan, inputs: dict[T, Value], kernel: Kernel, scale: float) -> dict[T, Value]:
+    def split(self, x: Tensor) -> list[Tensor]:
+        return [x]
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        return parts[0]
+
+    def run(self, program: Callable[..., Program], plan: Plan, problem: Problem, parts: list[tuple]) -> list:
         self._transport.connect(plan)
-        problem = Problem(inputs[T.KV][0].shape[1] * self.n, kernel, scale)
-        return run_here(Executor(plan, self.rank, problem, self._transport, inputs).run())
+        return [run_here(program(plan, problem, self.rank, self._transport, *parts[0]))]
 
 
 class AllRanks(_Strategy):
@@ -90,24 +102,17 @@ class AllRanks(_Strategy):
     def __init__(self, n: int, strategy: str = "ring", layout: str | None = None, **options: object) -> None:
         super().__init__(strategy, layout, n, options)
 
-    def run(self, plan: Plan, inputs: dict[T, Value], kernel: Kernel, scale: float) -> dict[T, Value]:
+    def split(self, x: Tensor) -> list[Tensor]:
+        return [shard(x, self.layout, chunk, self.n) for chunk in self.chunks]
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        by_chunk = dict(zip(self.chunks, parts, strict=True))
+        return unshard([by_chunk[chunk] for chunk in range(self.n)], self.layout)
+
+    def run(self, program: Callable[..., Program], plan: Plan, problem: Problem, parts: list[tuple]) -> list:
         post: dict = defaultdict(list)
-        problem = Problem(inputs[T.KV][0].shape[1], kernel, scale)
-        programs = []
-        for r in range(self.n):
-            mine = {t: tuple(shard(x, self.layout, r, self.n, _rows(t)) for x in value) for t, value in inputs.items()}
-            programs.append(Executor(plan, r, problem, LocalTransport(r, post), mine).run())
-        results = run_all(programs, plan)
-        return {
-            t: tuple(
-                unshard(list(parts), self.layout, _rows(t)) for parts in zip(*(r[t] for r in results), strict=True)
-            )
-            for t in plan.ends
-        }
-
-
-def _rows(tensor: T) -> int:
-    return 1 if tensor in (T.KV, T.DKV) else 0
+        programs = [program(plan, problem, r, LocalTransport(r, post), *part) for r, part in enumerate(parts)]
+        return run_all(programs, plan)
 
 
 def context_parallel_attention(
@@ -136,9 +141,10 @@ def context_parallel_attention(
         [s, b, heads, d] in q's dtype, or that and the log-sum-exp.
 
     Raises:
-        UsageError: shapes, dtypes or a sequence length that do not go together.
+        UsageError: shapes, dtypes, heads or a sequence length that do not go together.
     """
     _check(q, k, v)
+    check_heads(cp.plan(causal=causal, backward=False), q.shape[2], k.shape[2])
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     out, lse = _Attention.apply(q, k, v, cp, causal, scale, kernel or kernel_for(q.device, q.dtype))
     return (out, lse) if return_lse else out
@@ -159,26 +165,63 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, cp, causal, scale, kernel):
-        s, b, heads, d = q.shape
-        folded = q.reshape(s, b * k.shape[2], heads // k.shape[2], d).contiguous()
-        kv = torch.stack((k, v)).view(2, s, b * k.shape[2], d)
+        parts = list(zip(cp.split(q), cp.split(k), cp.split(v), strict=True))
+        ctx.cp, ctx.causal = cp, causal
+        ctx.problem = Problem(len(parts[0][0]) * cp.n, k.shape[2], kernel, scale)
         plan = cp.plan(causal=causal, backward=False)
-        out, lse = cp.run(plan, {T.Q: (folded,), T.KV: (kv,)}, kernel, scale)[T.O]
-        out = out.to(q.dtype)
-        ctx.save_for_backward(folded, kv, out, lse)
-        ctx.cp, ctx.causal, ctx.scale, ctx.kernel = cp, causal, scale, kernel
-        out, lse = out.view(q.shape), lse.view(s, b, heads)
+        outs, lses, *kept = zip(*cp.run(_forward, plan, ctx.problem, parts), strict=True)
+        ctx.save_for_backward(*outs, *(x for of_ranks in kept for x in of_ranks))
+        out, lse = cp.join(outs), cp.join(lses)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, _):
-        q, kv, out, lse = ctx.saved_tensors
-        s, b = dout.shape[:2]
-        folded = dout.reshape(q.shape).contiguous()
-        delta = (folded.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        douts = ctx.cp.split(dout)
+        ranks, saved = len(douts), ctx.saved_tensors
+        parts = list(zip(douts, *(saved[i : i + ranks] for i in range(0, len(saved), ranks)), strict=True))
         plan = ctx.cp.plan(causal=ctx.causal, backward=True)
-        ends = ctx.cp.run(plan, {T.QDO: (q, folded, lse, delta), T.KV: (kv,)}, ctx.kernel, ctx.scale)
-        dq = ends[T.DQ][0].to(q.dtype).view(dout.shape)
-        dk, dv = ends[T.DKV][0].to(kv.dtype).view(2, s, b, -1, q.shape[-1])
-        return dq, dk, dv, None, None, None, None
+        grads = zip(*ctx.cp.run(_backward, plan, ctx.problem, parts), strict=True)
+        return *(ctx.cp.join(x) for x in grads), None, None, None, None
+
+
+def _forward(
+    plan: Plan, problem: Problem, rank: int, transport: Transport, q: Tensor, k: Tensor, v: Tensor
+) -> Program[tuple[Tensor, ...]]:
+    """A rank's output and log-sum-exp, and what its backward pass needs besides the output."""
+    group = HeadGroup(plan, rank, problem.length, transport)
+    q, k, v = yield from group.to_heads(q, k, v)
+    s, b, heads, d = q.shape
+    folded = q.reshape(s, b * k.shape[2], heads // k.shape[2], d).contiguous()
+    kv = torch.stack((k, v)).view(2, s, b * k.shape[2], d)
+    executor = Executor(plan, group.context_rank, problem, group.context, {T.Q: (folded,), T.KV: (kv,)})
+    out, lse = (yield from executor.run())[T.O]
+    ours = yield from group.to_chunks(out.to(q.dtype).view(q.shape), lse.view(s, b, heads))
+    return *ours, folded, kv, lse
+
+
+def _backward(
+    plan: Plan,
+    problem: Problem,
+    rank: int,
+    transport: Transport,
+    dout: Tensor,
+    out: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    lse: Tensor,
+) -> Program[Iterable[Tensor]]:
+    """A rank's gradients of queries, keys and values; `q`, `kv` and `lse` are what `_forward` kept."""
+    group = HeadGroup(plan, rank, problem.length, transport)
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    dout, delta = yield from group.to_heads(dout, delta)
+    inputs = {T.QDO: (q, dout.reshape(q.shape).contiguous(), lse, delta.reshape(lse.shape)), T.KV: (kv,)}
+    ends = yield from Executor(plan, group.context_rank, problem, group.context, inputs).run()
+    s, b = dout.shape[:2]
+    dq = ends[T.DQ][0].to(q.dtype).view(dout.shape)
+    dkv = ends[T.DKV][0].view(2, s, b, -1, q.shape[-1])
+    if plan.heads <= problem.kv_heads:
+        return (yield from group.to_chunks(dq, *dkv.to(q.dtype)))
+    dq, *dkv = yield from group.to_chunks(dq, *dkv)  # of replicas: each is a partial sum
+    dk, dv = (x.unflatten(2, (problem.kv_heads, -1)).sum(3).to(q.dtype) for x in dkv)
+    return dq, dk, dv

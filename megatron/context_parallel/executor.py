@@ -24,9 +24,10 @@ IN_FLIGHT = 2  # batches of one channel a rank runs ahead of the slowest receive
 
 @dataclass(frozen=True)
 class Problem:
-    """What all ranks agree on: the sequence length, the kernel, and the softmax scale."""
+    """What all ranks agree on: the sequence length, key/value heads, the kernel, and the softmax scale."""
 
     length: int
+    kv_heads: int
     kernel: Kernel
     scale: float
 

@@ -79,6 +79,27 @@ def unshard(chunks: list[Tensor], layout: str, dim: int = 0) -> Tensor:
     return torch.cat(chunks, dim).index_select(dim, stored.argsort().to(chunks[0].device))
 
 
+def parts(layout: str, chunk: int, n: int, count: int) -> tuple[int, ...]:
+    """The `count` chunks, of n * count in all, whose union is `chunk` of n."""
+    return tuple(range(chunk, n * count, n)) if layout == "cyclic" else tuple(range(chunk * count, (chunk + 1) * count))
+
+
+def rows_in(layout: str, part: int, chunk: int, n: int, count: int, length: int) -> list[tuple[slice, slice]]:
+    """Where the tokens of `part` (of n * count) are stored in `chunk` (of n): (rows of the part, rows of the chunk)."""
+    found, offset = [], 0
+    for p in progressions(layout, part, n * count, length):
+        start = 0
+        for whole in progressions(layout, chunk, n, length):
+            if whole.start <= p.start <= whole.last and (p.start - whole.start) % whole.stride == 0:
+                step = p.stride // whole.stride
+                first = start + (p.start - whole.start) // whole.stride
+                rows = slice(first, first + (p.length - 1) * step + 1, step)
+                found.append((slice(offset, offset + p.length), rows))
+            start += whole.length
+        offset += p.length
+    return found
+
+
 @cache
 def visible(layout: str, n: int, q_chunk: int, kv_chunk: int) -> bool:
     """Whether, under a causal mask, any token of `q_chunk` sees any token of `kv_chunk` (two or more tokens each)."""

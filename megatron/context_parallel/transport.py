@@ -22,7 +22,7 @@ Program = Generator[Work, None, Result]  # a rank's execution of a plan: yields 
 
 
 class Transport(Protocol):
-    """One rank's side. Peers and groups are ranks of the context group."""
+    """One rank's side. Peers and groups are ranks of the context group (of a `Subgroup`, its own)."""
 
     def exchange(self, channel: str, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Work:
         """Starts one batch of messages; between two ranks they match in order."""
@@ -65,8 +65,12 @@ class TorchTransport:
         if any(plan is known for known in self._connected):
             return
         everyone = tuple(range(len(self.ranks)))
-        operations = (op for steps in plan.steps for step in steps for op in step.comm)
-        needed = {(op.channel, op.group if isinstance(op, AllGather) else everyone) for op in operations}
+        needed = {(op.channel, everyone) for op in plan.before}
+        for part in range(plan.heads):
+            ranks = plan.grid.along(plan.grid.rank(heads=part), "context")
+            for op in (op for steps in plan.steps for step in steps for op in step.comm):
+                members = tuple(ranks[r] for r in op.group) if isinstance(op, AllGather) else everyone
+                needed.add((op.channel, members))
         for channel, members in sorted(needed):
             if self.rank in members:
                 self._group(channel, members)
@@ -153,6 +157,20 @@ class LocalTransport:
             sends += [(peer, mine) for peer, _ in others]
             receives += others
         return self.exchange(channel, sends, receives)
+
+
+class Subgroup:
+    """Some ranks of a transport, numbered 0, 1, ... in the order given."""
+
+    def __init__(self, transport: Transport, ranks: tuple[int, ...]) -> None:
+        self.transport, self.ranks = transport, ranks
+
+    def exchange(self, channel: str, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Work:
+        sends, receives = ([(self.ranks[peer], x) for peer, x in messages] for messages in (sends, receives))
+        return self.transport.exchange(channel, sends, receives)
+
+    def all_gather(self, channel: str, group: tuple[int, ...], tensors: list[tuple[Tensor, Tensor]]) -> Work:
+        return self.transport.all_gather(channel, tuple(self.ranks[r] for r in group), tensors)
 
 
 def run_here(program: Program) -> Result:

@@ -85,7 +85,5 @@ def layer_spec(config: TransformerConfig, cp: ContextParallel) -> ModuleSpec:
     attention = layer.submodules.self_attention.submodules
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    attention.core_attention = ModuleSpec(
-        module=ContextParallelAttention, params={"cp": cp}
-    )
+    attention.core_attention = ModuleSpec(module=ContextParallelAttention, params={"cp": cp})
     return layer

@@ -7,7 +7,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .ir import AllGather, Plan, Recv, ReduceScatter, Send
+from .ir import AllGather, Plan, Recv, ReduceScatter, Send, SwapHeads
 from .trace import Span, contributions, trace
 
 _NUMBERED = 16  # with more ranks the cells are too small for text
@@ -26,7 +26,10 @@ def draw(plan: Plan, path: Path | str, transfer_time: float = 0.5) -> None:
     _timeline(timeline, plan, run.spans)
     direction = "backward" if plan.backward else "forward"
     mask = "causal" if plan.causal else "full"
-    figure.suptitle(f"{plan.name}, {plan.n} ranks, {plan.layout} layout, {mask} mask, {direction}")
+    ranks = f"{plan.n} ranks"
+    if plan.heads > 1:
+        ranks = f"{plan.n} of {plan.size} ranks, for 1/{plan.heads} of the heads"
+    figure.suptitle(f"{plan.name}, {ranks}, {plan.layout} layout, {mask} mask, {direction}")
     figure.savefig(path, dpi=120)
 
 
@@ -99,4 +102,6 @@ def _say(ops: tuple) -> str:
                 words.append(f"gather {op.tensor}")
             case ReduceScatter():
                 words.append(f"reduce-scatter {op.tensor}")
+            case SwapHeads():
+                words.append(f"swap heads {' '.join(op.tensors)}")
     return " ".join(words)

@@ -11,6 +11,9 @@ rank complete in the order of their steps; operations on different channels over
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from ..layout import parts
+from ..mesh import ProcessMesh
+
 
 class T(StrEnum):
     """A tensor that travels, by chunk. The comment gives its content for a chunk of s tokens."""
@@ -19,10 +22,12 @@ class T(StrEnum):
     KV = "KV"  # keys and values [2, s, b, kv_heads, d]
     O = "O"  # partial output, float32 [s, b, heads, d], and its log-sum-exp [s, b, heads]
     QDO = "QDO"  # queries, output gradient [s, b, heads, d]; log-sum-exp, delta = rowsum(dO * O) [s, b, heads]
+    DO = "DO"  # output gradient [s, b, heads, d] and delta [s, b, heads]; travels only between heads
     DQ = "DQ"  # partial query gradient, float32 [s, b, heads, d]
     DKV = "DKV"  # partial key and value gradients, float32 [2, s, b, kv_heads, d]
 
 
+PLACEMENTS = ("head-first", "context-first")  # which of the ranks that share tokens, or heads, are neighbours
 PARTIAL = frozenset({T.O, T.DQ, T.DKV})  # built up by Attend, merged when received, moved (not copied) when sent
 
 
@@ -67,6 +72,18 @@ class ReduceScatter:
     channel: str = "gather"
 
 
+@dataclass(frozen=True, slots=True)
+class SwapHeads:
+    """Every rank of a head group trades: its chunk with all heads for the group's chunks with its part of the heads.
+
+    Or back. It is no step's: the plan of a head-parallel attention begins and ends with one.
+    """
+
+    tensors: tuple[T, ...]
+    size: int
+    channel: str = "heads"
+
+
 Comm = Send | Recv | AllGather | ReduceScatter
 
 
@@ -89,6 +106,10 @@ class Plan:
     """One pass (forward or backward) of one distributed attention on `n` ranks.
 
     Chunk i belongs to rank i: it starts there (`starts`) and its result must end there (`ends`).
+
+    With `heads` > 1 there are `heads` groups of n ranks, each of which runs the steps for its part of the heads; before
+    and after, ranks with the same place in their groups swap heads. Of chunk i, a union of `heads` smaller chunks,
+    each of them owns one.
     """
 
     name: str
@@ -96,10 +117,45 @@ class Plan:
     causal: bool
     backward: bool
     steps: tuple[tuple[Step, ...], ...] = field(repr=False)  # steps[rank]
+    heads: int = 1
+    placement: str = PLACEMENTS[0]
 
     @property
     def n(self) -> int:
+        """Ranks that run the steps together."""
         return len(self.steps)
+
+    @property
+    def size(self) -> int:
+        """All ranks, those of other heads included."""
+        return self.n * self.heads
+
+    @property
+    def grid(self) -> ProcessMesh:
+        """All ranks by their part of the `heads` and their rank in the steps (`context`)."""
+        if self.placement == "head-first":
+            return ProcessMesh(("heads", "context"), (self.heads, self.n))
+        return ProcessMesh(("context", "heads"), (self.n, self.heads))
+
+    def chunk_of(self, rank: int) -> int:
+        """Which chunk, of `size`, a rank owns: the placement moves the data, so that a swap stays in its group."""
+        place = self.grid.coordinates(rank)
+        return parts(self.layout, place["context"], self.n, self.heads)[place["heads"]]
+
+    def kv_ratio(self, heads: int, kv_heads: int) -> float:
+        """Key/value heads that travel per head: those of the model, replicated where there are fewer than parts."""
+        return max(kv_heads, self.heads) / heads
+
+    @property
+    def before(self) -> tuple[SwapHeads, ...]:
+        """What all ranks do before the steps. Backward, swapped queries, keys and values are kept from forward."""
+        tensors = (T.DO,) if self.backward else (T.Q, T.KV)
+        return (SwapHeads(tensors, self.heads),) if self.heads > 1 else ()
+
+    @property
+    def after(self) -> tuple[SwapHeads, ...]:
+        """What all ranks do after the steps."""
+        return (SwapHeads(self.ends, self.heads),) if self.heads > 1 else ()
 
     @property
     def starts(self) -> tuple[T, T]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ..layout import visible
-from .ir import PARTIAL, AllGather, Attend, Comm, Plan, PlanError, Recv, ReduceScatter, Send, T
+from .ir import PARTIAL, AllGather, Attend, Comm, Plan, PlanError, Recv, ReduceScatter, Send, SwapHeads, T
 
 Key = tuple[T, int]
 
@@ -73,7 +73,7 @@ def _pair_cost(attend: Attend, plan: Plan) -> float:
     return sum(1 for _ in contributions(attend, plan))
 
 
-def _no_cost(op: Comm) -> float:
+def _no_cost(op: Comm | SwapHeads) -> float:
     return 0.0
 
 
@@ -93,6 +93,7 @@ class _Machine:
     # -- one rank's program ------------------------------------------------------------------------------------
 
     def rank(self, r: int) -> Iterator[tuple]:
+        self._swap(r, 0, self.plan.before)
         for s, step in enumerate(self.plan.steps[r]):
             for op in step.comm:
                 for key in self._inputs(op, r):
@@ -106,6 +107,14 @@ class _Machine:
         end = len(self.plan.steps[r])
         for key in [key for key, waiting in self.arriving[r].items() if waiting]:
             yield from self._need(r, end, key, "the end of the plan, which needs")
+        self._swap(r, end, self.plan.after)
+
+    def _swap(self, r: int, s: int, swaps: tuple[SwapHeads, ...]) -> None:
+        """Its parties run the same steps with the same times, so nobody waits for anybody."""
+        for op in swaps:
+            start = self.clock[r]
+            self.clock[r] += self.transfer_time(op)
+            self.spans.append(Span(r, s, op.channel, (op,), start, self.clock[r]))
 
     def _inputs(self, op: Comm, r: int) -> list[Key]:
         match op:
@@ -233,7 +242,7 @@ class _Machine:
 def trace(
     plan: Plan,
     block_time: Callable[[Attend, Plan], float] = _pair_cost,
-    transfer_time: Callable[[Comm], float] = _no_cost,
+    transfer_time: Callable[[Comm | SwapHeads], float] = _no_cost,
 ) -> Trace:
     """Runs `plan` on the symbolic machine.
 

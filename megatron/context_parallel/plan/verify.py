@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..layout import visible
-from .ir import PARTIAL, AllGather, Attend, Comm, Plan, PlanError, Recv, ReduceScatter, Send, T
+from .ir import PARTIAL, AllGather, Attend, Comm, Plan, PlanError, Recv, ReduceScatter, Send, SwapHeads, T
 from .trace import contributions, trace
 
 
@@ -13,7 +13,7 @@ class Report:
     """What a verified plan costs. Units: one chunk of one tensor of model width; K, V, Q, dO count one each.
 
     Attributes:
-        volume: per rank, units received, by tensor.
+        volume: per rank of the steps, units received, by tensor; the swap of heads counts too.
         steps: the longest rank's number of steps.
         idle: fraction of rank time not spent in blocks if a pair of chunks takes one unit of time and
             communication none.
@@ -32,22 +32,31 @@ class Report:
 
 
 def units(tensor: T, kv_ratio: float = 1.0) -> float:
-    """Units of one chunk of `tensor`; log-sum-exp and delta are not counted. `kv_ratio` is kv_heads / heads."""
-    return {T.Q: 1, T.KV: 2 * kv_ratio, T.O: 1, T.QDO: 2, T.DQ: 1, T.DKV: 2 * kv_ratio}[tensor]
+    """Units of one chunk of `tensor`; log-sum-exp and delta are not counted. `kv_ratio`: key/value heads a head."""
+    return {T.Q: 1, T.KV: 2 * kv_ratio, T.O: 1, T.QDO: 2, T.DO: 1, T.DQ: 1, T.DKV: 2 * kv_ratio}[tensor]
 
 
-def received(op: Comm, kv_ratio: float = 1.0) -> float:
-    """Units an operation brings to its rank. A reduce-scatter is an exchange followed by a local sum."""
+def traffic(op: Comm | SwapHeads, kv_ratio: float = 1.0) -> Counter:
+    """Units an operation brings to its rank, by tensor. A reduce-scatter is an exchange followed by a local sum."""
     match op:
         case Recv():
-            return units(op.tensor, kv_ratio)
+            return Counter({op.tensor: units(op.tensor, kv_ratio)})
         case AllGather() | ReduceScatter():
-            return units(op.tensor, kv_ratio) * (len(op.group) - 1)
-    return 0
+            return Counter({op.tensor: units(op.tensor, kv_ratio) * (len(op.group) - 1)})
+        case SwapHeads():
+            return Counter({t: units(t, kv_ratio) * (op.size - 1) / op.size for t in op.tensors})
+    return Counter()
+
+
+def received(op: Comm | SwapHeads, kv_ratio: float = 1.0) -> float:
+    """Units an operation brings to its rank."""
+    return sum(traffic(op, kv_ratio).values())
 
 
 def verify(plan: Plan, kv_ratio: float = 1.0) -> Report:
     """Proves that `plan` computes exact attention and terminates, and counts its costs.
+
+    `kv_ratio` is `plan.kv_ratio(heads, kv_heads)`.
 
     Every unmasked pair of chunks is computed exactly once and reaches the owner of its result, every send meets its
     receive in order, nobody waits in a circle, nothing received goes unused and no partial is left behind.
@@ -64,8 +73,9 @@ def verify(plan: Plan, kv_ratio: float = 1.0) -> Report:
             _check_complete(plan, r, tensor, held.get((tensor, r), 0))
         _check_used(plan, r)
     busy = sum(span.end - span.start for span in run.spans if not span.channel)
+    swaps = (*plan.before, *plan.after)
     volume = tuple(
-        sum((Counter({op.tensor: received(op, kv_ratio)}) for s in steps for op in s.comm), Counter())
+        sum((traffic(op, kv_ratio) for op in (*(op for s in steps for op in s.comm), *swaps)), Counter())
         for steps in plan.steps
     )
     return Report(
@@ -146,4 +156,7 @@ def _peak(plan: Plan, r: int, kv_ratio: float) -> float:
                 for tensor, chunk in zip(plan.ends, (q, kv), strict=False):
                     partial.setdefault((tensor, chunk), s)
     alive += [(tensor, s, end) for (tensor, _), s in partial.items()]
-    return max(sum(units(t, kv_ratio) for t, first, last in alive if first <= s <= last) for s in range(end + 1))
+    peaks = [sum(units(t, kv_ratio) for t, first, last in alive if first <= s <= last) for s in range(end + 1)]
+    for swap, there in ((plan.before, plan.starts), (plan.after, (*plan.starts, *plan.ends))):  # and the copies sent
+        peaks += [sum(units(t, kv_ratio) for t in (*there, *op.tensors)) for op in swap]
+    return max(peaks)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import UsageError
-from ..plan.ir import Plan, Step
+from ..plan.ir import PLACEMENTS, Plan, Step
 
 
 @dataclass(frozen=True)
@@ -16,20 +16,34 @@ class Strategy:
         layouts: the layouts it works with; the first is its default.
         rank_steps: `(rank, n, layout, causal, backward, **options) -> steps` of one rank.
         options: the keyword arguments it takes beyond those; each has a default there.
+        all_heads: it is head-parallel over the whole context group and writes steps of one rank only.
     """
 
     name: str
     layouts: tuple[str, ...]
     rank_steps: Callable[..., tuple[Step, ...]]
     options: tuple[str, ...] = ()
+    all_heads: bool = False
 
     def plan(
-        self, n: int, *, layout: str | None = None, causal: bool = True, backward: bool = False, **options: object
+        self,
+        n: int,
+        *,
+        layout: str | None = None,
+        causal: bool = True,
+        backward: bool = False,
+        head_parallel_size: int | None = None,
+        placement: str = "head-first",
+        **options: object,
     ) -> Plan:
         """The plan of one pass on n ranks, in `layout` (default: the strategy's own).
 
+        With `head_parallel_size` (default 1, for `ulysses` n) the strategy runs on n / head_parallel_size ranks for
+        a part of the heads. `placement` says which ranks are neighbours: those that share tokens ("head-first") or
+        those that share heads ("context-first").
+
         Raises:
-            UsageError: a layout or an option this strategy does not work with.
+            UsageError: a layout, a size or an option this strategy does not work with.
         """
         layout = layout or self.layouts[0]
         if layout not in self.layouts:
@@ -39,18 +53,36 @@ class Strategy:
         if unknown := options.keys() - set(self.options):
             own = ", ".join(self.options) or "none"
             raise UsageError(f"--cp-strategy {self.name}: no option {min(unknown)}; it has {own}")
-        steps = tuple(self.rank_steps(r, n, layout, causal, backward, **options) for r in range(n))
-        return Plan(self.name, layout, causal, backward, steps)
+        if placement not in PLACEMENTS:
+            raise UsageError(f"--cp-placement {placement}: unknown; choose {' or '.join(PLACEMENTS)}")
+        heads = self._head_parallel_size(n, head_parallel_size)
+        m = n // heads
+        steps = tuple(self.rank_steps(r, m, layout, causal, backward, **options) for r in range(m))
+        return Plan(self.name, layout, causal, backward, steps, heads, placement)
+
+    def _head_parallel_size(self, n: int, given: int | None) -> int:
+        size = given if given is not None else n if self.all_heads else 1
+        if size < 1 or n % size:
+            sizes = ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+            raise UsageError(f"--cp-head-parallel-size {size}: does not divide {n} context ranks; give one of {sizes}")
+        if self.all_heads and size < n:
+            raise UsageError(
+                f"--cp-head-parallel-size {size}: {self.name} spreads heads over all {n} context ranks; give {n}, or "
+                "--cp-strategy usp"
+            )
+        return size
 
 
 STRATEGIES: dict[str, Strategy] = {}
 
 
-def register(name: str, layouts: tuple[str, ...], options: tuple[str, ...] = ()) -> Callable[[Callable], Strategy]:
+def register(
+    name: str, layouts: tuple[str, ...], options: tuple[str, ...] = (), all_heads: bool = False
+) -> Callable[[Callable], Strategy]:
     """Decorator: makes a function of one rank's steps available as `--cp-strategy name`."""
 
     def add(rank_steps: Callable) -> Strategy:
-        STRATEGIES[name] = Strategy(name, layouts, rank_steps, options)
+        STRATEGIES[name] = Strategy(name, layouts, rank_steps, options, all_heads)
         return STRATEGIES[name]
 
     return add

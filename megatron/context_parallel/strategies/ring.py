@@ -7,9 +7,13 @@ Backward, the gradient of chunk c is summed along the same way, one step behind,
 Volume received per rank: forward 2(n-1) units, backward 4(n-1).
 """
 
+from collections.abc import Callable
+
 from ..layout import visible
 from ..plan.ir import Attend, Comm, Recv, Send, Step, T
 from .registry import register
+
+Stops = Callable[[int], int]  # chunk -> how many ranks it visits, its owner included
 
 
 @register("ring", layouts=("zigzag", "cyclic", "contiguous"))
@@ -20,25 +24,31 @@ def ring(r: int, n: int, layout: str, causal: bool, backward: bool) -> tuple[Ste
         wraps_for_nothing = causal and chunk > 0 and not visible(layout, n, chunk - 1, chunk)
         return n - chunk if wraps_for_nothing else n
 
-    following, previous = (r + 1) % n, (r - 1) % n
     steps = []
     for s in range(n):
-        mine, incoming = (r - s) % n, (r - s - 1) % n
-        comm: list[Comm] = []
-        if s + 1 < stops(mine):
-            comm.append(Send(T.KV, mine, following))
-        if s + 1 < stops(incoming):
-            comm.append(Recv(T.KV, incoming, previous))
+        comm = keys(r, s, n, stops)
         if backward:
-            comm += _gradients(r, s, n, stops)
+            comm += gradients(r, s, n, stops)
+        mine = (r - s) % n
         attend = (Attend((r,), (mine,)),) if s < stops(mine) else ()
         steps.append(Step(tuple(comm), attend))
     if backward:
-        steps.append(Step(tuple(_gradients(r, n, n, stops))))
+        steps.append(Step(tuple(gradients(r, n, n, stops))))
     return tuple(step for step in steps if step.comm or step.attend)
 
 
-def _gradients(r: int, s: int, n: int, stops) -> list[Comm]:
+def keys(r: int, s: int, n: int, stops: Stops) -> list[Comm]:
+    """What rank r does with keys and values in step s: pass on what it computes with, take what is next."""
+    comm: list[Comm] = []
+    mine, incoming = (r - s) % n, (r - s - 1) % n
+    if s + 1 < stops(mine):
+        comm.append(Send(T.KV, mine, (r + 1) % n))
+    if s + 1 < stops(incoming):
+        comm.append(Recv(T.KV, incoming, (r - 1) % n))
+    return comm
+
+
+def gradients(r: int, s: int, n: int, stops: Stops) -> list[Comm]:
     """What rank r does with key/value gradients in step s: pass on what step s-1 finished, take what is next."""
     comm: list[Comm] = []
     if s < 2:

@@ -416,7 +416,16 @@ def cp_options(args: Namespace) -> dict[str, object]:
     strategy = find_strategy(args.cp_strategy)
     known = ("head_parallel_size", "placement", *strategy.options)
     options = {}
-    for name in ("head_parallel_size", "placement", "grid", "overlap", "balance", "prefetch", "inner_ring_size", "costs"):
+    for name in (
+        "head_parallel_size",
+        "placement",
+        "grid",
+        "overlap",
+        "balance",
+        "prefetch",
+        "inner_ring_size",
+        "costs",
+    ):
         if (value := getattr(args, f"cp_{name}")) is None:
             continue
         if name not in known:

@@ -249,6 +249,8 @@ def _check_context_parallel(args: Namespace) -> None:
         refuse(args, "attention_dropout", "context-parallel attention has no dropout; give --attention-dropout 0")
     plan = strategy.plan(args.context_parallel_size, layout=args.cp_layout, **args.cp_options)
     tensor = args.tensor_model_parallel_size
+    if args.cp_strategy == "usp" and args.context_parallel_size > 1 and plan.heads == 1:
+        raise UsageError("--cp-strategy usp: needs --cp-head-parallel-size 2 or more; with 1 it is --cp-strategy ring")
     check_heads(plan, args.num_attention_heads // tensor, max(1, args.num_query_groups // tensor))
     slices = 2 if args.cp_layout == "zigzag" else 1
     tensor = args.tensor_model_parallel_size if args.sequence_parallel else 1

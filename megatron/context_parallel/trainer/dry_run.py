@@ -9,8 +9,8 @@ from rich.table import Table
 
 from ..layout import positions
 from ..mesh import ProcessMesh
-from ..plan.ir import PARTIAL
-from ..plan.verify import received
+from ..plan.ir import PARTIAL, SwapHeads, T
+from ..plan.verify import traffic
 from ..strategies import find_strategy
 from .parameters import count_parameters, parameters_on_stage
 
@@ -91,16 +91,22 @@ def attention_bytes(args: Namespace, backward: bool) -> int:
 
     Queries, keys and values travel in the model's dtype, partial results in float32; log-sum-exp is not counted.
     """
-    plan = find_strategy(args.cp_strategy).plan(args.context_parallel_size, layout=args.cp_layout, backward=backward)
-    heads, tokens = args.num_attention_heads // args.tensor_model_parallel_size, args.seq_length // plan.n
-    unit = tokens * args.micro_batch_size * heads * args.kv_channels
-    kv_ratio = args.num_query_groups / args.num_attention_heads
+    plan = find_strategy(args.cp_strategy).plan(
+        args.context_parallel_size, layout=args.cp_layout, backward=backward, **args.cp_options
+    )
+    heads = args.num_attention_heads // args.tensor_model_parallel_size
+    kv_heads = max(1, args.num_query_groups // args.tensor_model_parallel_size)
+    unit = args.seq_length // plan.size * args.micro_batch_size * heads * args.kv_channels
+    kv_ratio = plan.kv_ratio(heads, kv_heads)
 
-    def weight(tensor) -> int:
-        return 4 if tensor in PARTIAL else args.params_dtype.itemsize
+    def size(op) -> float:
+        partial = PARTIAL
+        if isinstance(op, SwapHeads):  # what comes home is whole, unless key/value heads were replicated
+            partial = {T.DKV} if plan.heads > kv_heads else set()
+        return sum(u * (4 if t in partial else args.params_dtype.itemsize) for t, u in traffic(op, kv_ratio).items())
 
-    ranks = ((op for step in steps for op in step.comm) for steps in plan.steps)
-    return round(unit * max(sum(received(op, kv_ratio) * weight(op.tensor) for op in ops) for ops in ranks))
+    swaps = sum(size(op) for op in (*plan.before, *plan.after))
+    return round(unit * (swaps + max(sum(size(op) for step in steps for op in step.comm) for steps in plan.steps)))
 
 
 # -------------------------------------------------------------------------------------------------- memory

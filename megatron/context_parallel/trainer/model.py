@@ -36,9 +36,7 @@ def build_model(args: Namespace) -> list[DistributedDataParallel]:
     return model
 
 
-def build_gpt(
-    args: Namespace, config: TransformerConfig, cp: ContextParallel, vp_stage: int | None = None
-) -> GPTModel:
+def build_gpt(args: Namespace, config: TransformerConfig, cp: ContextParallel, vp_stage: int | None = None) -> GPTModel:
     """The plain GPTModel of this pipeline rank's (virtual) stage, with our attention and its layout's RoPE."""
     layer = layer_spec(config, cp)
     layers = [layer] * get_num_layers_to_build(config, vp_stage)
