@@ -201,12 +201,15 @@ def _real_parameters(flags: str) -> int:
     """Parameters of this rank's model, counted on megatron-core's own."""
     from megatron.core import parallel_state
 
+    from megatron.context_parallel import ContextParallel
     from megatron.context_parallel.trainer import model, setup
 
     args = parse_args(flags.split())
     setup.initialize_model_parallel(args)
     try:
-        gpt = model.build_gpt(args, model.transformer_config(args))
+        gpt = model.build_gpt(
+            args, model.transformer_config(args), ContextParallel(group=parallel_state.get_context_parallel_group())
+        )
         return sum(parameter.numel() for parameter in gpt.parameters())
     finally:
         parallel_state.destroy_model_parallel()
@@ -327,3 +330,29 @@ def test_dry_run_prints_without_a_process_group():
         "512 per context rank",
     ):
         assert part in done.stdout
+
+
+# ----------------------------------------------------------------------------------------- strategy options
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        ("--cp-strategy ring", {}),
+        ("--cp-strategy attention2d --cp-grid 1x4 --no-cp-overlap", {"grid": (1, 4), "overlap": False}),
+        ("--cp-strategy lightseq --no-cp-balance --cp-prefetch", {"balance": False, "prefetch": True}),
+        (
+            "--cp-strategy loongtrain --cp-head-parallel-size 2 --cp-inner-ring-size 2 --cp-placement context-first",
+            {"head_parallel_size": 2, "inner_ring_size": 2, "placement": "context-first"},
+        ),
+        ("--cp-strategy mesh --cp-grid 2x2", {"grid": (2, 2), "kv_ratio": 1.0}),
+    ],
+)
+def test_strategy_flags_reach_the_strategy(flags, options):
+    assert parsed(f"{SMALL} --context-parallel-size 4 {flags}").cp_options == options
+
+
+def test_strategy_flags_in_a_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("cp-strategy: attention2d\ncp-overlap: false\ncontext-parallel-size: 4\n")
+    assert parsed(f"{SMALL} --config {file}").cp_options == {"overlap": False}

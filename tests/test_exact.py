@@ -8,7 +8,8 @@ import torch
 from megatron.context_parallel import STRATEGIES, AllRanks, context_parallel_attention
 from megatron.context_parallel.kernels.reference import Reference, attention
 
-CASES = [(name, layout) for name, strategy in STRATEGIES.items() for layout in strategy.layouts]
+# The baselines here; every other strategy has a test file of its own.
+CASES = [(name, layout) for name in ("ring", "allgather") for layout in STRATEGIES[name].layouts]
 HEADS = [(4, 4), (8, 2), (6, 1)]
 RANKS = [1, 2, 3, 4, 5, 7, 8, 16, 64]
 WHAT = ("out", "lse", "dq", "dk", "dv")

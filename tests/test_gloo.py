@@ -36,7 +36,7 @@ def test_exact_between_processes(ranks, n, heads, kv_heads):
         leaves = [x.double().requires_grad_() for x in whole[:3]]
         out, lse = attention(*leaves, causal=causal, scale=DIM**-0.5)
         expected.append([out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, whole[3].double())])
-    for name in STRATEGIES:
+    for name in ("ring", "allgather"):  # the others have test files of their own
         for layout in STRATEGIES[name].layouts:
             per_rank = ranks(n, _on_rank, name, layout, heads, kv_heads, torch.float32)
             for mask, exact in enumerate(expected):

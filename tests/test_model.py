@@ -1,5 +1,7 @@
 """A whole GPTModel with our attention, over real processes, against megatron-core's own on one rank."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron.context_parallel import STRATEGIES, ContextParallel, UsageError
+from megatron.context_parallel import LAYOUTS, STRATEGIES, ContextParallel, UsageError
 from megatron.context_parallel.integration.batch import shard_batch
 from megatron.context_parallel.integration.host import support_cpu_host
 from megatron.context_parallel.integration.rope import use_layout
@@ -19,6 +21,16 @@ from megatron.context_parallel.integration.spec import ContextParallelAttention,
 
 support_cpu_host()
 LENGTH, BATCH, VOCABULARY = 24, 2, 32
+
+
+SPREADS = [(n, name, layout, {}) for n in (1, 2, 4) for name in ("ring", "allgather") for layout in LAYOUTS]
+SPREADS += [(4, strategy.name, layout, {}) for strategy in STRATEGIES.values() for layout in strategy.layouts]
+SPREADS += [
+    (4, "loongtrain", layout, {"head_parallel_size": 2, "placement": placement})
+    for layout, placement in (("zigzag", "head-first"), ("cyclic", "context-first"), ("contiguous", "context-first"))
+]
+SPREADS += [(4, "attention2d", "cyclic", {"grid": (1, 4), "overlap": False})]
+SPREADS += [(4, name, None, {"head_parallel_size": 2}) for name in ("mesh", "attention2d", "lightseq", "usp")]
 
 
 def config(**changes) -> TransformerConfig:
@@ -45,14 +57,16 @@ def batch() -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "labels": labels, "position_ids": position_ids, "weight": torch.rand(BATCH, LENGTH)}
 
 
-def gradients(strategy: str | None, layout: str | None, positions: str) -> dict[str, torch.Tensor]:
+def gradients(
+    strategy: str | None, positions: str, layout: str | None = None, **options: object
+) -> dict[str, torch.Tensor]:
     """Summed over ranks: the loss and every parameter's gradient; without a strategy, megatron-core's attention."""
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(3)
     settings = config()
     spec, data = get_gpt_layer_local_spec(normalization="RMSNorm"), batch()
     if strategy:
-        cp = ContextParallel(strategy, layout, parallel_state.get_context_parallel_group())
+        cp = ContextParallel(strategy, layout, parallel_state.get_context_parallel_group(), **options)
         spec, data = layer_spec(settings, cp), shard_batch(data, cp)
     model = GPTModel(settings, spec, VOCABULARY, LENGTH, position_embedding_type=positions)
     if strategy:
@@ -69,15 +83,13 @@ def gradients(strategy: str | None, layout: str | None, positions: str) -> dict[
 
 @pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
 def test_gradients_equal_megatron_core_on_one_rank(ranks, positions):
-    (expected,) = ranks(1, gradients, None, None, positions)
-    for n in (1, 2, 4):
-        for strategy in STRATEGIES:
-            for layout in STRATEGIES[strategy].layouts:
-                got = ranks(n, gradients, strategy, layout, positions)[0]
-                assert got.keys() == expected.keys()
-                for name, value in expected.items():
-                    error = (got[name] - value).norm() / value.norm()
-                    assert error < 1e-5, f"{strategy} {layout} n={n} {name}: {error:.1e}"
+    (expected,) = ranks(1, gradients, None, positions)
+    for n, strategy, layout, options in SPREADS:
+        got = ranks(n, partial(gradients, **options), strategy, positions, layout)[0]
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            error = (got[name] - value).norm() / value.norm()
+            assert error < 1e-5, f"{strategy} {layout} {options} n={n} {name}: {error:.1e}"
 
 
 def refusals() -> list[str]:

@@ -24,6 +24,18 @@ SPREADS = {  # name: families, ranks, arguments
     "cp4 cyclic": ("llama", 4, {CP: 4, "cp_layout": "cyclic"}),
     "cp4 contiguous": ("llama gpt3", 4, {CP: 4, "cp_layout": "contiguous"}),
     "cp4 allgather": ("llama gpt3", 4, {CP: 4, "cp_strategy": "allgather"}),
+    **{
+        f"cp4 {name} {options}": ("llama", 4, {CP: 4, "cp_strategy": name, "cp_layout": layout, "cp_options": options})
+        for name, layout, options in (
+            ("attention2d", "cyclic", {}),
+            ("attention2d", "cyclic", {"overlap": False}),
+            ("lightseq", "contiguous", {}),
+            ("mesh", "cyclic", {"kv_ratio": 0.5}),
+            ("ulysses", "contiguous", {}),
+            ("loongtrain", "zigzag", {"head_parallel_size": 2, "placement": "context-first"}),
+            ("usp", "zigzag", {"head_parallel_size": 2}),
+        )
+    },
     "cp2 tp2": ("llama gpt3", 4, {CP: 2, TP: 2}),
     "cp2 tp2 sequence parallel": ("llama gpt3", 4, {CP: 2, TP: 2, "sequence_parallel": True}),
     "cp2 pp2": ("llama gpt3", 4, {CP: 2, PP: 2}),
