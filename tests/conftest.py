@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-WORLD = 4
+WORLD = 6
 torch.set_num_threads(1)
 
 

@@ -1,9 +1,12 @@
 """The code in the documentation runs as it stands."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import training_case
 
 from megatron.context_parallel.strategies import STRATEGIES
 
@@ -25,6 +28,45 @@ def test_examples_run(page, tmp_path, monkeypatch):
     finally:
         STRATEGIES.clear()
         STRATEGIES.update(before)
+
+
+def train_alone(family: str) -> training_case.Recorder:
+    return training_case.train(family, train_iters=5)
+
+
+def train_documented(family: str, changes: dict) -> training_case.Recorder:
+    exec(compile(code("docs/writing_a_strategy.md").split("import torch")[0], "example", "exec"), {})
+    try:
+        return training_case.train(family, train_iters=5, **changes)
+    finally:
+        del STRATEGIES["pairwise"]
+
+
+def test_documented_strategy_trains(ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (alone,) = ranks(1, train_alone, "gpt3")
+    spread = {"context_parallel_size": 4, "cp_strategy": "pairwise"}
+    for run in ranks(4, train_documented, "gpt3", spread):
+        assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+def test_strategies_of_installed_packages_are_found(tmp_path):
+    (tmp_path / "my_strategies.py").write_text(
+        code("docs/writing_a_strategy.md").split("from megatron.context_parallel.plan.draw")[0]
+    )
+    description = tmp_path / "my_strategies-1.0.dist-info"
+    description.mkdir()
+    (description / "METADATA").write_text("Metadata-Version: 2.1\nName: my-strategies\nVersion: 1.0\n")
+    toml = re.search(r"```toml\n(.*?)```", (ROOT / "docs/writing_a_strategy.md").read_text(), re.DOTALL)[1]
+    group, line = toml.splitlines()
+    name = group.split('"')[1]
+    (description / "entry_points.txt").write_text(f"[{name}]\n" + line.replace('"', "") + "\n")
+    program = "from megatron.context_parallel import STRATEGIES; print(*STRATEGIES)"
+    path = f"{tmp_path}:{ROOT}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": path}, check=True
+    )
+    assert "pairwise" in done.stdout.split()
 
 
 def test_links_lead_somewhere():

@@ -16,31 +16,49 @@ def _whole(heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
-def _on_rank(name: str, layout: str, heads: int, kv_heads: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    cp = ContextParallel(name, layout)
+def _on_rank(
+    name: str, layout: str | None, heads: int, kv_heads: int, dtype: torch.dtype, options: dict
+) -> list[list[torch.Tensor]]:
+    """For both masks: out, lse, dq, dk, dv of this rank's chunk, and which chunk that is."""
+    cp = ContextParallel(name, layout, **options)
     results = []
     for causal in (True, False):
         q, k, v, dout = (cp.shard(x) for x in _whole(heads, kv_heads, dtype))
         leaves = [x.requires_grad_() for x in (q, k, v)]
         out, lse = context_parallel_attention(*leaves, cp, causal=causal, return_lse=True)
         results.append([out.detach(), lse, *torch.autograd.grad(out, leaves, dout)])
-    return results
+    return [cp.layout, cp.chunk, *results]
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("heads,kv_heads", [(4, 4), (6, 1)])
-def test_exact_between_processes(ranks, n, heads, kv_heads):
+def check(ranks, n, heads, kv_heads, strategies) -> None:
+    """Every (strategy, layout, options) on n ranks against exact attention."""
     whole = _whole(heads, kv_heads, torch.float32)
     expected = []
     for causal in (True, False):
         leaves = [x.double().requires_grad_() for x in whole[:3]]
         out, lse = attention(*leaves, causal=causal, scale=DIM**-0.5)
         expected.append([out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, whole[3].double())])
-    for name in ("ring", "allgather"):  # the others have test files of their own
-        for layout in STRATEGIES[name].layouts:
-            per_rank = ranks(n, _on_rank, name, layout, heads, kv_heads, torch.float32)
-            for mask, exact in enumerate(expected):
-                for i, what in enumerate(("out", "lse", "dq", "dk", "dv")):
-                    got = unshard([r[mask][i] for r in per_rank], layout).double()
-                    error = (got - exact[i]).norm() / exact[i].norm()
-                    assert error < 2e-6, f"{name} {layout} n={n} {what}: {error:.1e}"
+    for name, layout, options in strategies:
+        per_rank = ranks(n, _on_rank, name, layout, heads, kv_heads, torch.float32, options)
+        by_chunk = sorted(per_rank, key=lambda result: result[1])
+        for mask, exact in enumerate(expected):
+            for i, what in enumerate(("out", "lse", "dq", "dk", "dv")):
+                got = unshard([r[2 + mask][i] for r in by_chunk], by_chunk[0][0]).double()
+                error = (got - exact[i]).norm() / exact[i].norm()
+                assert error < 2e-6, f"{name} {layout} {options} n={n} {what}: {error:.1e}"
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("heads,kv_heads", [(4, 4), (6, 1)])
+def test_exact_between_processes(ranks, n, heads, kv_heads):
+    check(
+        ranks, n, heads, kv_heads, [(name, x, {}) for name in ("ring", "allgather") for x in STRATEGIES[name].layouts]
+    )
+
+
+def test_every_strategy_on_six_ranks(ranks):
+    options = {"usp": {"head_parallel_size": 3}, "loongtrain": {"head_parallel_size": 3, "placement": "context-first"}}
+    cases = [(name, None, options.get(name, {})) for name in STRATEGIES]
+    cases += [("attention2d", None, {"grid": (3, 2), "overlap": False}), ("mesh", "zigzag", {"grid": (3, 2)})]
+    cases += [("lightseq", None, {"balance": False, "prefetch": False}), ("mesh", None, {"head_parallel_size": 3})]
+    check(ranks, 6, 6, 3, cases)

@@ -23,11 +23,22 @@ def test_table_and_drawings(tmp_path):
     done = run("ring", "allgather", "--ranks", "4", "--layout", "contiguous", "--draw", str(tmp_path / "p.png"))
     assert done.returncode == 0, done.stderr
     cells = [[c.strip() for c in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
-    assert ["ring", "contiguous", "forward", "6", "6 KV", "4", "37.50%", "8"] in cells
-    assert ["allgather", "contiguous", "backward", "12", "6 DKV + 6 KV", "3", "37.50%", "21"] in cells
+    assert ["ring", "contiguous", "forward", "-", "6", "6 KV", "4", "37.50%", "8"] in cells
+    assert ["allgather", "contiguous", "backward", "-", "12", "6 DKV + 6 KV", "3", "37.50%", "21"] in cells
     pictures = sorted(p.name for p in tmp_path.iterdir())
     passes = ("backward", "forward")
     assert pictures == [f"p-{name}-{way}.png" for name in ("allgather", "ring") for way in passes]
+
+
+def test_bytes_of_a_sequence():
+    flags = ["--num-attention-heads", "8", "--num-query-groups", "2", "--kv-channels", "64", "--seq-length", "4096"]
+    done = run("ring", "mesh", "--ranks", "4", *flags, "--cp-head-parallel-size", "2")
+    assert done.returncode == 0, done.stderr
+    sizes = [line.split("│")[4].strip() for line in done.stdout.splitlines() if line.startswith("│")]
+    unit = 1024 * 8 * 64 * 2 / 2**20  # a chunk of queries in 16 bits, MiB
+    swaps = (2 + 2 / 4) / 2  # Q, KV and O, or their gradients, half of each
+    forward, backward = swaps + 2 / 4, swaps + 2 / 4 + 2 * 2 / 4
+    assert sizes[:2] == [f"{units * unit:.4g} MiB" for units in (forward, backward)]
 
 
 def test_drawing_shows_who_computes_what(tmp_path):
@@ -48,6 +59,8 @@ def test_drawing_shows_who_computes_what(tmp_path):
     [
         (["spiral", "--ranks", "4"], ["--cp-strategy spiral", "ring"]),
         (["ring", "--ranks", "0"], ["--ranks 0", "at least 1"]),
+        (["ring", "--ranks", "4", "--seq-length", "6"], ["--seq-length 6", "--ranks 4"]),
+        (["ulysses", "--ranks", "4", "--num-attention-heads", "6"], ["--cp-head-parallel-size 4", "1, 2, 3, 6"]),
         (["ring", "--ranks", "4", "--draw", "p.gif"], ["--draw p.gif", ".png or .svg"]),
         (["ring", "--ranks", "4", "--draw", "no/where.png"], ["--draw no/where.png", "make it first"]),
         (

@@ -10,7 +10,8 @@ from rich.table import Table
 from megatron.context_parallel import LAYOUTS, STRATEGIES, UsageError
 from megatron.context_parallel.heads import check_heads
 from megatron.context_parallel.plan.draw import draw
-from megatron.context_parallel.plan.verify import Report, verify
+from megatron.context_parallel.plan.ir import Plan
+from megatron.context_parallel.plan.verify import Report, received_bytes, verify
 from megatron.context_parallel.strategies import find_strategy
 
 
@@ -22,6 +23,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--full-mask", action="store_true", help="every token sees every token; default: causal")
     parser.add_argument("--num-attention-heads", type=int, help="default: one per rank")
     parser.add_argument("--num-query-groups", type=int, help="key/value heads; default: one per attention head")
+    parser.add_argument("--seq-length", type=int, help="tokens: volume in MiB too, batch 1, 16-bit model")
+    parser.add_argument("--kv-channels", type=int, default=128, help="width of a head; default: %(default)s")
+    parser.add_argument("--cp-head-parallel-size", type=int, help="of every strategy but ulysses; default: 1")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="write a .png or .svg of each strategy and pass")
     args = parser.parse_args(argv)
     args.num_attention_heads = args.num_attention_heads or args.ranks
@@ -37,19 +41,26 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--num-query-groups {args.num_query_groups}: must divide --num-attention-heads {args.num_attention_heads}"
         )
+    if args.seq_length is not None and (args.seq_length < 1 or args.seq_length % args.ranks):
+        raise UsageError(f"--seq-length {args.seq_length}: must be a multiple of --ranks {args.ranks}")
     if args.draw and args.draw.suffix not in (".png", ".svg"):
         raise UsageError(f"--draw {args.draw}: must end in .png or .svg")
     if args.draw and not args.draw.absolute().parent.is_dir():
         raise UsageError(f"--draw {args.draw}: no folder {args.draw.parent}; make it first")
 
 
-def row(name: str, layout: str, direction: str, report: Report) -> list[str]:
+def row(args: argparse.Namespace, plan: Plan, report: Report) -> list[str]:
     tensors = sorted({t for volume in report.volume for t in volume})
     by_tensor = " + ".join(f"{max(v[t] for v in report.volume):g} {t}" for t in tensors)
+    size = "-"
+    if args.seq_length:
+        tokens, heads, kv_heads = args.seq_length // plan.size, args.num_attention_heads, args.num_query_groups
+        size = f"{received_bytes(plan, tokens, heads, kv_heads, args.kv_channels, itemsize=2) / 2**20:.4g} MiB"
     return [
-        name,
-        layout,
-        direction,
+        plan.name,
+        plan.layout,
+        "backward" if plan.backward else "forward",
+        size,
         f"{report.received:g}",
         by_tensor or "-",
         f"{report.steps}",
@@ -67,18 +78,19 @@ def main(argv: list[str] | None = None) -> None:
         caption="Units: one chunk of one tensor of model width. Volume and peak are those of the rank that has most; "
         "idle: a pair of chunks takes one unit of time, communication none.",
     )
-    for heading in ("strategy", "layout", "pass", "received", "by tensor", "steps", "idle", "peak buffers"):
+    for heading in ("strategy", "layout", "pass", "bytes", "received", "by tensor", "steps", "idle", "peak buffers"):
         table.add_column(heading)
     for name in args.strategy:
         strategy = find_strategy(name)
+        size = None if strategy.all_heads else args.cp_head_parallel_size
+        how = {"layout": args.layout, "causal": not args.full_mask, "head_parallel_size": size}
         for backward in (False, True):
-            plan = strategy.plan(args.ranks, layout=args.layout, causal=not args.full_mask, backward=backward)
+            plan = strategy.plan(args.ranks, backward=backward, **how)
             check_heads(plan, args.num_attention_heads, args.num_query_groups)
             report = verify(plan, plan.kv_ratio(args.num_attention_heads, args.num_query_groups))
-            direction = "backward" if backward else "forward"
-            table.add_row(*row(name, plan.layout, direction, report))
+            table.add_row(*row(args, plan, report))
             if args.draw:
-                path = args.draw.with_stem(f"{args.draw.stem}-{name}-{direction}")
+                path = args.draw.with_stem(f"{args.draw.stem}-{name}-{'backward' if backward else 'forward'}")
                 draw(plan, path)
                 print(f"wrote {path}")
     Console().print(table)

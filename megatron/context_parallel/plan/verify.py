@@ -53,6 +53,24 @@ def received(op: Comm | SwapHeads, kv_ratio: float = 1.0) -> float:
     return sum(traffic(op, kv_ratio).values())
 
 
+def received_bytes(plan: Plan, tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+    """Bytes the busiest rank receives, for `tokens` of a rank (times batch); log-sum-exp and delta are not counted.
+
+    Queries, keys and values travel in the model's dtype of `itemsize` bytes, partial results in float32.
+    """
+    kv_ratio = plan.kv_ratio(heads, kv_heads)
+
+    def size(op: Comm | SwapHeads) -> float:
+        partial = PARTIAL
+        if isinstance(op, SwapHeads):  # what comes home is whole, unless key/value heads were replicated
+            partial = {T.DKV} if plan.heads > kv_heads else set()
+        return sum(u * (4 if t in partial else itemsize) for t, u in traffic(op, kv_ratio).items())
+
+    swaps = sum(size(op) for op in (*plan.before, *plan.after))
+    busiest = max(sum(size(op) for step in steps for op in step.comm) for steps in plan.steps)
+    return round(tokens * heads * head_dim * (swaps + busiest))
+
+
 def verify(plan: Plan, kv_ratio: float = 1.0) -> Report:
     """Proves that `plan` computes exact attention and terminates, and counts its costs.
 

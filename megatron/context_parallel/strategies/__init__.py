@@ -1,4 +1,10 @@
-"""The strategies by name. Each is a pure function that returns plans."""
+"""The strategies by name. Each is a pure function that returns plans.
+
+Installed packages add theirs by the entry point group `megatron.context_parallel.strategies`, which names a module
+that registers them.
+"""
+
+from importlib.metadata import entry_points
 
 from .allgather import allgather
 from .attention2d import attention2d
@@ -23,3 +29,6 @@ __all__ = [
     "ulysses",
     "usp",
 ]
+
+for _entry in entry_points(group="megatron.context_parallel.strategies"):
+    _entry.load()

@@ -9,8 +9,7 @@ from rich.table import Table
 
 from ..layout import positions
 from ..mesh import ProcessMesh
-from ..plan.ir import PARTIAL, SwapHeads, T
-from ..plan.verify import traffic
+from ..plan.verify import received_bytes
 from ..strategies import find_strategy
 from .parameters import count_parameters, parameters_on_stage
 
@@ -87,26 +86,14 @@ def _work(args: Namespace) -> Table:
 
 
 def attention_bytes(args: Namespace, backward: bool) -> int:
-    """Bytes the busiest context rank receives for one layer's attention of one micro batch, counted from the plan.
-
-    Queries, keys and values travel in the model's dtype, partial results in float32; log-sum-exp is not counted.
-    """
+    """Bytes the busiest context rank receives for one layer's attention of one micro batch, counted from the plan."""
     plan = find_strategy(args.cp_strategy).plan(
         args.context_parallel_size, layout=args.cp_layout, backward=backward, **args.cp_options
     )
     heads = args.num_attention_heads // args.tensor_model_parallel_size
     kv_heads = max(1, args.num_query_groups // args.tensor_model_parallel_size)
-    unit = args.seq_length // plan.size * args.micro_batch_size * heads * args.kv_channels
-    kv_ratio = plan.kv_ratio(heads, kv_heads)
-
-    def size(op) -> float:
-        partial = PARTIAL
-        if isinstance(op, SwapHeads):  # what comes home is whole, unless key/value heads were replicated
-            partial = {T.DKV} if plan.heads > kv_heads else set()
-        return sum(u * (4 if t in partial else args.params_dtype.itemsize) for t, u in traffic(op, kv_ratio).items())
-
-    swaps = sum(size(op) for op in (*plan.before, *plan.after))
-    return round(unit * (swaps + max(sum(size(op) for step in steps for op in step.comm) for steps in plan.steps)))
+    tokens = args.seq_length // plan.size * args.micro_batch_size
+    return received_bytes(plan, tokens, heads, kv_heads, args.kv_channels, args.params_dtype.itemsize)
 
 
 # -------------------------------------------------------------------------------------------------- memory
