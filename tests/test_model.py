@@ -23,7 +23,7 @@ support_cpu_host()
 LENGTH, BATCH, VOCABULARY = 24, 2, 32
 
 
-SPREADS = [(n, name, layout, {}) for n in (1, 2, 4) for name in ("ring", "allgather") for layout in LAYOUTS]
+SPREADS = [(n, name, layout, {}) for n in (1, 2) for name in ("ring", "allgather") for layout in LAYOUTS[:2]]
 SPREADS += [(4, strategy.name, layout, {}) for strategy in STRATEGIES.values() for layout in strategy.layouts]
 SPREADS += [
     (4, "loongtrain", layout, {"head_parallel_size": 2, "placement": placement})
@@ -31,6 +31,9 @@ SPREADS += [
 ]
 SPREADS += [(4, "attention2d", "cyclic", {"grid": (1, 4), "overlap": False})]
 SPREADS += [(4, name, None, {"head_parallel_size": 2}) for name in ("mesh", "attention2d", "lightseq", "usp")]
+
+
+LEARNED = [(4, "ring", layout, {}) for layout in LAYOUTS]  # position ids come with the batch
 
 
 def config(**changes) -> TransformerConfig:
@@ -84,7 +87,7 @@ def gradients(
 @pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
 def test_gradients_equal_megatron_core_on_one_rank(ranks, positions):
     (expected,) = ranks(1, gradients, None, positions)
-    for n, strategy, layout, options in SPREADS:
+    for n, strategy, layout, options in SPREADS if positions == "rope" else LEARNED:
         got = ranks(n, partial(gradients, **options), strategy, positions, layout)[0]
         assert got.keys() == expected.keys()
         for name, value in expected.items():
