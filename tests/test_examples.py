@@ -1,6 +1,7 @@
 """The scripts a person runs: sound shell, and flags that the trainer accepts."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from tools import plot_loss, preprocess_data
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [
     *ROOT.glob("examples/*.sh"),
+    *ROOT.glob("examples/*/*.sh"),
     *ROOT.glob("examples/slurm/*.sbatch"),
     *ROOT.glob("tools/*.sh"),
     *ROOT.glob("tests/*.sh"),
@@ -165,3 +167,17 @@ def test_slurm_saves_and_requeues_before_the_time_limit(tmp_path, slurm):
     assert (tmp_path / "scancel").read_text() == "--signal=TERM 41\n"
     assert (tmp_path / "ranks-saved").exists()
     assert (tmp_path / "scontrol").read_text() == "requeue 41\n"
+
+
+@pytest.mark.parametrize(("family", "preset"), [("llama", "tiny-llama"), ("gpt3", "tiny-gpt3")])
+def test_launch_scripts_of_the_families(family, preset):
+    script = ["bash", str(ROOT / f"examples/{family}/pretrain.sh")]
+    launcher = {"LAUNCH": f"{sys.executable} {ROOT}/pretrain_gpt.py", "RANKS_PER_NODE": "2", "PYTHONPATH": str(ROOT)}
+    environment = {"PATH": os.environ["PATH"]} | launcher
+    done = subprocess.run(
+        [*script, preset, "mesh", "--dry-run", "--seq-length", "64"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "mesh, cyclic" in done.stdout and "64 tokens, 32 per context rank" in done.stdout
+    refused = subprocess.run([*script, preset], env=environment, capture_output=True, text=True)
+    assert refused.returncode == 2 and "preset and a strategy" in refused.stderr
