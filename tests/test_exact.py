@@ -10,6 +10,14 @@ from megatron.context_parallel.kernels.reference import Reference, attention
 
 # The baselines here; every other strategy has a test file of its own.
 CASES = [(name, layout) for name in ("ring", "allgather") for layout in STRATEGIES[name].layouts]
+OTHERS = [
+    ("attention2d", {}),
+    ("attention2d", {"overlap": False}),
+    ("lightseq", {}),
+    ("mesh", {}),
+    ("loongtrain", {"head_parallel_size": 4}),
+    ("usp", {"head_parallel_size": 2, "placement": "context-first"}),
+]
 HEADS = [(4, 4), (8, 2), (6, 1)]
 RANKS = [1, 2, 3, 4, 5, 7, 8, 16, 64]
 WHAT = ("out", "lse", "dq", "dk", "dv")
@@ -37,8 +45,8 @@ def exact(n: int, heads: int, kv_heads: int, dtype: torch.dtype, causal: bool) -
     return gradients(lambda *x: attention(*x, causal=causal, scale=DIM**-0.5), *wide)
 
 
-def distributed(name, layout, n, heads, kv_heads, dtype, causal, kernel=None) -> list[torch.Tensor]:
-    cp = AllRanks(n, name, layout)
+def distributed(name, layout, n, heads, kv_heads, dtype, causal, kernel=None, **options) -> list[torch.Tensor]:
+    cp = AllRanks(n, name, layout, **options)
 
     def run(q, k, v):
         return context_parallel_attention(q, k, v, cp, causal=causal, return_lse=True, kernel=kernel)
@@ -59,6 +67,14 @@ def test_float32(n, causal, heads, kv_heads):
         got = distributed(name, layout, n, heads, kv_heads, torch.float32, causal)
         for what, error in zip(WHAT, errors(got, expected), strict=True):
             assert error < 2e-6, f"{name} {layout} {what}: {error:.1e}"
+
+
+@pytest.mark.parametrize("name,options", OTHERS)
+@pytest.mark.parametrize("n", [24, 36, 48, 64])
+def test_other_strategies_on_many_ranks(name, options, n):
+    got = distributed(name, None, n, 8, 2, torch.float32, True, **options)
+    for what, error in zip(WHAT, errors(got, exact(n, 8, 2, torch.float32, True)), strict=True):
+        assert error < 2e-6, f"{what}: {error:.1e}"
 
 
 @pytest.mark.parametrize("name,layout", CASES)
@@ -84,8 +100,9 @@ def test_bfloat16_is_as_good_as_one_process(n, causal, heads, kv_heads):
         return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
 
     baseline = errors(gradients(one_process, *alone), expected)
-    for name, layout in CASES:
-        got = errors(distributed(name, layout, n, heads, kv_heads, torch.bfloat16, causal), expected)
+    others = [(name, None, options) for name, options in OTHERS if heads % 4 == 0 and n >= 4]
+    for name, layout, options in [(*case, {}) for case in CASES] + others:
+        got = errors(distributed(name, layout, n, heads, kv_heads, torch.bfloat16, causal, **options), expected)
         for what, ours, theirs in zip(WHAT, got, baseline, strict=True):
             bound = 1e-4 if what == "lse" else 1.5 * theirs
             assert ours < bound, f"{name} {layout} {what}: {ours:.1e} against {theirs:.1e}"
