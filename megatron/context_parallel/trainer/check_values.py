@@ -243,8 +243,6 @@ def _check_context_parallel(args: Namespace) -> None:
     strategy = find_strategy(args.cp_strategy)
     if args.cp_layout not in LAYOUTS:
         refuse(args, "cp_layout", f"unknown; choose one of {', '.join(LAYOUTS)}")
-    if args.cp_layout not in strategy.layouts:
-        refuse(args, "cp_layout", f"{strategy.name} does not work with it; choose {' or '.join(strategy.layouts)}")
     if args.attention_dropout:
         refuse(args, "attention_dropout", "context-parallel attention has no dropout; give --attention-dropout 0")
     plan = strategy.plan(args.context_parallel_size, layout=args.cp_layout, **args.cp_options)
