@@ -12,7 +12,8 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.trainer.data import build_data_iterator, build_datasets, build_tokenizer
+from megatron.context_parallel.trainer.data import build_data_iterator, build_datasets
+from megatron.context_parallel.trainer.tokenizer import build_tokenizer
 from tools import preprocess_data
 
 EOD = 256

@@ -12,10 +12,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, get_idx_path
 from megatron.core.datasets.utils import Split, get_blend_from_list
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.trainer.tokenizer import build_tokenizer
-
-__all__ = ["build_data_iterator", "build_datasets", "build_tokenizer"]
+from ..errors import UsageError
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 

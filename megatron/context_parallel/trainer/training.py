@@ -20,10 +20,11 @@ from torch.utils.data import Dataset
 from ..errors import UsageError
 from ..integration.batch import shard_batch
 from .checkpoint import Progress, TrainState, load_checkpoint, save_checkpoint
-from .data import build_data_iterator, build_datasets, build_tokenizer
+from .data import build_data_iterator, build_datasets
 from .log import RunLog, check_trackers
 from .model import build_model, build_optimizer
 from .setup import distributed_job, sigterm_came
+from .tokenizer import build_tokenizer
 
 Batches = Iterator[dict[str, Tensor]]
 # Each model chunk of an interleaved pipeline reads the same micro batches from an iterator of its own.
