@@ -18,6 +18,7 @@ from megatron.context_parallel import (
 from megatron.context_parallel.heads import check_heads, head_parallel_sizes
 from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.layout import positions, rows_in, unshard
+from megatron.context_parallel.mask import Mask
 from megatron.context_parallel.plan.draw import draw
 from megatron.context_parallel.plan.ir import PLACEMENTS, Plan, Step, SwapHeads, T
 from megatron.context_parallel.plan.trace import trace
@@ -312,7 +313,7 @@ def test_the_volume_counted_is_the_volume_moved(monkeypatch, heads, kv_heads):
     ranks = AllRanks(n, "loongtrain", "cyclic", head_parallel_size=3, inner_ring_size=2)
     tensors = problem(n, heads, kv_heads, torch.float32)
     attend(ranks, causal, *tensors)
-    plans = [ranks.plan(causal=causal, backward=backward) for backward in (False, True)]
+    plans = [ranks.plan(Mask(causal), len(tensors[0]), backward=backward) for backward in (False, True)]
     counted = sum(verify(plan, plan.kv_ratio(heads, kv_heads)).received for plan in plans)
     unit = tensors[0].numel() / n
     assert [moved[r] / unit for r in range(n)] == pytest.approx([counted] * n)

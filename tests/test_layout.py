@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.context_parallel import LAYOUTS, UsageError
-from megatron.context_parallel.layout import positions, shard, unshard, visible
+from megatron.context_parallel.layout import positions, shard, unshard
 from megatron.context_parallel.mesh import ProcessMesh
 
 
@@ -27,15 +27,6 @@ def test_unshard_undoes_shard(layout, n):
     chunks = [shard(x, layout, i, n, dim=1) for i in range(n)]
     assert all(c.shape == (2, 6, 3) for c in chunks)
     assert torch.equal(unshard(chunks, layout, dim=1), x)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_visible_is_what_positions_say(layout):
-    n = 5
-    for q in range(n):
-        for kv in range(n):
-            seen = positions(layout, q, n, 20).max() >= positions(layout, kv, n, 20).min()
-            assert visible(layout, n, q, kv) == bool(seen)
 
 
 @pytest.mark.parametrize("layout,length,works", [("zigzag", 12, "8"), ("cyclic", 10, "8"), ("contiguous", 3, "4")])

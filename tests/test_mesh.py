@@ -13,6 +13,7 @@ from test_exact import HEADS, WHAT, errors, exact, gradients, problem
 
 from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError, context_parallel_attention
 from megatron.context_parallel.layout import shard, unshard
+from megatron.context_parallel.mask import Pairs
 from megatron.context_parallel.plan.ir import Recv, Send, T
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.verify import received, verify
@@ -87,7 +88,7 @@ def test_volume_is_that_of_table_2_for_every_grid_to_64():
             for backward in (False, True):
                 for r in {0, n // 2, n - 1}:  # all ranks where plans are verified
                     by_tensor = Counter()
-                    steps = MESH.rank_steps(r, n, "cyclic", True, backward, grid=(a, b))
+                    steps = MESH.rank_steps(r, n, Pairs.all(n), backward, grid=(a, b))
                     for op in (op for step in steps for op in step.comm):
                         by_tensor[op.tensor] += received(op)
                     assert +by_tensor == expected_volume(a, b, backward), (n, a, backward)
@@ -358,7 +359,7 @@ def test_profile_sends_what_the_executor_sends(tmp_path):
     module = tool()
     chunks = module.tensors(module.parse_args(arguments(tmp_path)), torch.device("cpu"))
     inputs = {T.Q: chunks[T.Q], T.KV: chunks[T.KV]}
-    executor = Executor(MESH.plan(2), 0, Problem(128, 1, None, 1.0), LocalTransport(0, {}), inputs)
+    executor = Executor(MESH.plan(2), 0, Problem(None, 1, None, 1.0), LocalTransport(0, {}), inputs)
     for tensor, value in chunks.items():
         empty = executor._empty(tensor)
         assert [(x.shape, x.dtype) for x in value] == [(x.shape, x.dtype) for x in empty], tensor

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.context_parallel import STRATEGIES, UsageError
-from megatron.context_parallel.layout import visible
+from megatron.context_parallel.mask import Pairs
 from megatron.context_parallel.plan.ir import AllGather, Attend, Plan, PlanError, Recv, ReduceScatter, Send, Step, T
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.verify import verify
@@ -135,7 +135,7 @@ def test_circular_wait_is_refused():
         )
 
     with pytest.raises(PlanError, match=r"rank 0, step 1: waits for ever for KV chunk 1, .*rank 1 at step 1"):
-        verify(Plan("circle", "cyclic", False, False, (rank(0), rank(1))))
+        verify(Plan("circle", "cyclic", Pairs.all(2), False, (rank(0), rank(1))))
 
 
 def test_channels_keep_their_order():
@@ -153,7 +153,7 @@ def test_channels_keep_their_order():
         )
 
     def plan(channel: str) -> Plan:
-        return Plan("channels", "cyclic", False, False, (rank(0, channel), rank(1, channel)))
+        return Plan("channels", "cyclic", Pairs.all(2), False, (rank(0, channel), rank(1, channel)))
 
     verify(plan("second"))
     with pytest.raises(PlanError, match="waits for ever"):
@@ -164,7 +164,7 @@ def test_unused_and_left_over_chunks_are_refused():
     unused = Plan(
         "unused",
         "contiguous",
-        True,
+        Pairs((0b01, 0b11)),
         False,
         (
             (Step((Recv(T.KV, 1, 1), Send(T.KV, 0, 1)), (Attend((0,), (0,)),)),),
@@ -173,12 +173,12 @@ def test_unused_and_left_over_chunks_are_refused():
     )
     with pytest.raises(PlanError, match="rank 0, step 0: KV chunk 1 is received but never used"):
         verify(unused)
-    left = Plan("left", "cyclic", False, False, ((Step(attend=(Attend((0,), (0,)),)),),))
+    left = Plan("left", "cyclic", Pairs.all(1), False, ((Step(attend=(Attend((0,), (0,)),)),),))
     verify(left)
     helper = Plan(
         "helper",
         "contiguous",
-        True,
+        Pairs((0b01, 0b11)),
         False,
         (
             (Step((Recv(T.Q, 1, 1),), (Attend((0,), (0,)),)), Step(attend=(Attend((1,), (0,)),))),
@@ -194,7 +194,7 @@ def test_causal_contiguous_blocks_are_not_computed_for_nothing():
         plan = STRATEGIES[name].plan(6, layout="contiguous")
         for steps in plan.steps:
             for attend in (a for step in steps for a in step.attend):
-                assert all(visible("contiguous", 6, q, kv) for q in attend.q_chunks for kv in attend.kv_chunks)
+                assert all(kv <= q for q in attend.q_chunks for kv in attend.kv_chunks)
 
 
 def test_timeline_overlaps_communication_with_blocks():

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron.context_parallel import STRATEGIES, UsageError
 from megatron.context_parallel.kernels import kernel_for
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL
 from megatron.context_parallel.plan.ir import T
 from megatron.context_parallel.strategies.mesh import best_grid, kv_chunk, query_chunk
 from megatron.context_parallel.strategies.mesh_schedule import TRAVELS
@@ -112,11 +113,11 @@ def measure(args: argparse.Namespace, grid: tuple[int, int], device: torch.devic
     chunks = tensors(args, device)
     (q, dout, _, delta), (k, v) = chunks[T.QDO], chunks[T.KV][0]
     kernel = kernel_for(device, q.dtype)
-    mask = {"causal": not args.full_mask, "scale": args.kv_channels**-0.5}
-    _, lse = kernel.forward(q, k, v, **mask)
+    how = {"mask": FULL if args.full_mask else CAUSAL, "scale": args.kv_channels**-0.5}
+    _, lse = kernel.forward(q, k, v, **how)
     blocks = {
-        "forward": seconds(lambda: kernel.forward(q, k, v, **mask), device),
-        "backward": seconds(lambda: kernel.backward(dout, q, k, v, lse, delta, **mask), device),
+        "forward": seconds(lambda: kernel.forward(q, k, v, **how), device),
+        "backward": seconds(lambda: kernel.backward(dout, q, k, v, lse, delta, **how), device),
     }
     r, n, (a, b) = dist.get_rank(), dist.get_world_size(), grid
     rings = {

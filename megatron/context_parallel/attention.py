@@ -1,24 +1,27 @@
 """Exact attention over a sequence that the ranks of a context group share."""
 
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .blocks import Blocks
 from .errors import UsageError
 from .executor import Executor, Problem
 from .heads import HeadGroup, check_heads
 from .kernels import Kernel, kernel_for
 from .layout import positions, shard, unshard
+from .mask import Documents, Mask, Pairs
 from .plan.ir import Plan, T
 from .plan.verify import verify
 from .strategies import find_strategy
 from .transport import LocalTransport, Program, TorchTransport, Transport, run_all, run_here
 
-VERIFY_UP_TO = 64  # ranks; beyond, the symbolic run takes longer than a launch should
+ALL_RANKS_UP_TO = 64  # beyond, what goes through the steps of all ranks (verifying, plans by document) is left out
+REMEMBERED = 32  # plans and blocks kept; those of packed documents change with each batch
 
 
 class _Strategy:
@@ -27,22 +30,43 @@ class _Strategy:
     def __init__(self, strategy: str, layout: str | None, n: int, options: dict[str, object]) -> None:
         self.strategy, self.n, self.options = find_strategy(strategy), n, options
         self.layout = layout or self.strategy.layouts[0]
-        self._plans: dict[tuple[bool, bool], Plan] = {}
-        plan = self.plan(causal=True, backward=False)
+        self._recent: OrderedDict[tuple, object] = OrderedDict()
+        plan = self._plan(None, backward=False, checked=True)
+        self.steps_on = plan.n  # ranks that run the steps of a plan together
         self.chunks = [plan.chunk_of(r) for r in range(n)]  # of each rank
 
-    def plan(self, *, causal: bool, backward: bool) -> Plan:
-        """The plan of one pass.
+    def plan(self, mask: Mask, length: int, *, backward: bool) -> Plan:
+        """The plan of one pass over `length` tokens. What the mask empties does not travel if the strategy can tell.
 
         Raises:
             UsageError: a layout the strategy does not work with.
         """
-        if (causal, backward) not in self._plans:
-            plan = self.strategy.plan(self.n, layout=self.layout, causal=causal, backward=backward, **self.options)
-            if plan.n <= VERIFY_UP_TO:
+        if self.steps_on > ALL_RANKS_UP_TO:
+            mask = Mask(mask.causal, mask.window)  # plans for the documents of each batch would take too long to make
+        sees = mask.pairs(self.layout, self.steps_on, length)
+        return self._plan(sees, backward, checked=mask.documents is None)
+
+    def _plan(self, sees: Pairs | None, backward: bool, checked: bool) -> Plan:
+        def make() -> Plan:
+            plan = self.strategy.plan(self.n, layout=self.layout, sees=sees, backward=backward, **self.options)
+            if checked and plan.n <= ALL_RANKS_UP_TO:
                 verify(plan)
-            self._plans[causal, backward] = plan
-        return self._plans[causal, backward]
+            return plan
+
+        return self._remember(("plan", sees, backward), make)
+
+    def blocks(self, mask: Mask, length: int, kernel: Kernel) -> Blocks:
+        """The blocks of `mask` over `length` tokens, the same object for each layer of a model."""
+        key = "blocks", mask, length, kernel
+        return self._remember(key, lambda: Blocks(mask, self.layout, self.steps_on, length, kernel))
+
+    def _remember(self, key: tuple, make: Callable[[], object]) -> object:
+        if key not in self._recent:
+            self._recent[key] = make()
+        self._recent.move_to_end(key)
+        while len(self._recent) > REMEMBERED:
+            self._recent.popitem(last=False)
+        return self._recent[key]
 
 
 class ContextParallel(_Strategy):
@@ -82,6 +106,10 @@ class ContextParallel(_Strategy):
         """Positions of this rank's tokens, int64 [length / n], in local order."""
         return positions(self.layout, self.chunk, self.n, length)
 
+    def length(self, x: Tensor) -> int:
+        """Tokens of the whole sequence of which this rank has `x`."""
+        return len(x) * self.n
+
     def split(self, x: Tensor) -> list[Tensor]:
         return [x]
 
@@ -101,6 +129,9 @@ class AllRanks(_Strategy):
 
     def __init__(self, n: int, strategy: str = "ring", layout: str | None = None, **options: object) -> None:
         super().__init__(strategy, layout, n, options)
+
+    def length(self, x: Tensor) -> int:
+        return len(x)
 
     def split(self, x: Tensor) -> list[Tensor]:
         return [shard(x, self.layout, chunk, self.n) for chunk in self.chunks]
@@ -122,6 +153,8 @@ def context_parallel_attention(
     cp: ContextParallel | AllRanks,
     *,
     causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
+    documents: Documents | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     kernel: Kernel | None = None,
@@ -133,6 +166,9 @@ def context_parallel_attention(
         k, v: [s, b, kv_heads, d], same tokens and dtype; kv_heads divides heads.
         cp: the context group.
         causal: each token sees itself and those before it; otherwise all.
+        window: how many tokens before and after itself it sees at most; -1 for all.
+        documents: of all tokens of the sequence, the same object for each layer; a token sees only its own, and one of
+            none gets 0 and a log-sum-exp of -inf.
         scale: default 1 / sqrt(d).
         return_lse: also return the log-sum-exp of the scaled scores, [s, b, heads] in float32 (not differentiable).
         kernel: block attention to use; default: what serves the device and dtype.
@@ -144,9 +180,18 @@ def context_parallel_attention(
         UsageError: shapes, dtypes, heads or a sequence length that do not go together.
     """
     _check(q, k, v)
-    check_heads(cp.plan(causal=causal, backward=False), q.shape[2], k.shape[2])
+    mask, length = Mask(causal, window, documents), cp.length(q)
+    if documents is not None and documents.shape not in ((1, length), (q.shape[1], length)):
+        raise UsageError(
+            f"documents of {list(documents.shape)} samples and tokens: need [1 or {q.shape[1]}, {length}], the whole "
+            "sequence on every rank"
+        )
+    plan = cp.plan(mask, length, backward=False)
+    check_heads(plan, q.shape[2], k.shape[2])
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    out, lse = _Attention.apply(q, k, v, cp, causal, scale, kernel or kernel_for(q.device, q.dtype))
+    kernel = kernel or kernel_for(q.device, q.dtype)
+    problem = Problem(cp.blocks(mask, length, kernel), k.shape[2], kernel, scale)
+    out, lse = _Attention.apply(q, k, v, cp, plan, problem)
     return (out, lse) if return_lse else out
 
 
@@ -164,12 +209,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, cp, causal, scale, kernel):
+    def forward(ctx, q, k, v, cp, plan, problem):
         parts = list(zip(cp.split(q), cp.split(k), cp.split(v), strict=True))
-        ctx.cp, ctx.causal = cp, causal
-        ctx.problem = Problem(len(parts[0][0]) * cp.n, k.shape[2], kernel, scale)
-        plan = cp.plan(causal=causal, backward=False)
-        outs, lses, *kept = zip(*cp.run(_forward, plan, ctx.problem, parts), strict=True)
+        ctx.cp, ctx.problem = cp, problem
+        outs, lses, *kept = zip(*cp.run(_forward, plan, problem, parts), strict=True)
         ctx.save_for_backward(*outs, *(x for of_ranks in kept for x in of_ranks))
         out, lse = cp.join(outs), cp.join(lses)
         ctx.mark_non_differentiable(lse)
@@ -180,16 +223,17 @@ class _Attention(torch.autograd.Function):
         douts = ctx.cp.split(dout)
         ranks, saved = len(douts), ctx.saved_tensors
         parts = list(zip(douts, *(saved[i : i + ranks] for i in range(0, len(saved), ranks)), strict=True))
-        plan = ctx.cp.plan(causal=ctx.causal, backward=True)
+        blocks = ctx.problem.blocks
+        plan = ctx.cp.plan(blocks.mask, blocks.length, backward=True)
         grads = zip(*ctx.cp.run(_backward, plan, ctx.problem, parts), strict=True)
-        return *(ctx.cp.join(x) for x in grads), None, None, None, None
+        return *(ctx.cp.join(x) for x in grads), None, None, None
 
 
 def _forward(
     plan: Plan, problem: Problem, rank: int, transport: Transport, q: Tensor, k: Tensor, v: Tensor
 ) -> Program[tuple[Tensor, ...]]:
     """A rank's output and log-sum-exp, and what its backward pass needs besides the output."""
-    group = HeadGroup(plan, rank, problem.length, transport)
+    group = HeadGroup(plan, rank, problem.blocks.length, transport)
     q, k, v = yield from group.to_heads(q, k, v)
     s, b, heads, d = q.shape
     folded = q.reshape(s, b * k.shape[2], heads // k.shape[2], d).contiguous()
@@ -212,7 +256,7 @@ def _backward(
     lse: Tensor,
 ) -> Program[Iterable[Tensor]]:
     """A rank's gradients of queries, keys and values; `q`, `kv` and `lse` are what `_forward` kept."""
-    group = HeadGroup(plan, rank, problem.length, transport)
+    group = HeadGroup(plan, rank, problem.blocks.length, transport)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     dout, delta = yield from group.to_heads(dout, delta)
     inputs = {T.QDO: (q, dout.reshape(q.shape).contiguous(), lse, delta.reshape(lse.shape)), T.KV: (kv,)}

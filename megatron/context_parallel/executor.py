@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .blocks import Blocks
 from .kernels import Kernel
-from .kernels.masks import pieces
+from .kernels.masks import Piece
 from .kernels.merge import merge
-from .layout import Progression, progressions
 from .plan.ir import PARTIAL, AllGather, Attend, Plan, Recv, ReduceScatter, Send, T
 from .plan.verify import last_reads
 from .transport import Program, Transport, Work
@@ -24,9 +24,9 @@ IN_FLIGHT = 2  # batches of one channel a rank runs ahead of the slowest receive
 
 @dataclass(frozen=True)
 class Problem:
-    """What all ranks agree on: the sequence length, key/value heads, the kernel, and the softmax scale."""
+    """What all ranks agree on: the masked blocks, key/value heads of the model, the kernel, and the softmax scale."""
 
-    length: int
+    blocks: Blocks
     kv_heads: int
     kernel: Kernel
     scale: float
@@ -51,11 +51,12 @@ class Executor:
             for attend in step.attend:
                 yield from self._attend(attend)
             self._free(s)
+        ends = {}
         for t in self.plan.ends:
-            yield from self._need((t, self.rank))
+            ends[t] = yield from self._take(t, self.rank)
         for works in self.launched.values():
             yield from works
-        return {t: self.held[t, self.rank] for t in self.plan.ends}
+        return ends
 
     # -- communication -----------------------------------------------------------------------------------------
 
@@ -132,7 +133,7 @@ class Executor:
             self.held[key] = value
 
     def _take(self, tensor: T, chunk: int) -> Program[Value]:
-        """The value to send; a partial leaves this rank, and one that nothing was added to is zero."""
+        """The value to send or to end with; a partial leaves this rank, and one that nothing was added to is zero."""
         if tensor not in PARTIAL:
             return (yield from self._need((tensor, chunk)))
         if (tensor, chunk) not in self.held and (tensor, chunk) not in self.arriving:
@@ -194,81 +195,75 @@ class Executor:
     def _attend(self, attend: Attend) -> Program[None]:
         for chunk in attend.kv_chunks:
             yield from self._need((T.KV, chunk))
-        keys, stored = self._keys(attend.kv_chunks)
+        cut = {chunk: self.problem.blocks.pieces(chunk, attend.kv_chunks) for chunk in attend.q_chunks}
+        keys = self._keys(attend.kv_chunks) if any(cut.values()) else None
         for chunk in attend.q_chunks:
             queries = yield from self._need((self.plan.starts[0], chunk))
-            cut = pieces(self._progressions(chunk), stored, self.plan.causal)
             if self.plan.backward:
-                self._backward(chunk, queries, attend.kv_chunks, keys, cut)
+                self._backward(chunk, queries, attend.kv_chunks, keys, cut[chunk])
             else:
-                self._forward(chunk, queries, keys, cut)
+                self._forward(chunk, queries, keys, cut[chunk])
 
-    def _progressions(self, chunk: int) -> tuple[Progression, ...]:
-        return progressions(self.plan.layout, chunk, self.plan.n, self.problem.length)
-
-    def _segments(self, chunks: tuple[int, ...]) -> list[tuple[Progression, int, slice]]:
-        """(positions, chunk, rows in the chunk) of several chunks, by position, so that neighbours join."""
-        segments = []
-        for chunk in chunks:
-            offset = 0
-            for p in self._progressions(chunk):
-                segments.append((p, chunk, slice(offset, offset + p.length)))
-                offset += p.length
-        return sorted(segments)
-
-    def _keys(self, chunks: tuple[int, ...]) -> tuple[Tensor, tuple[Progression, ...]]:
-        """Keys and values of the chunks [2, rows, B, d] and their positions in storage order."""
+    def _keys(self, chunks: tuple[int, ...]) -> Tensor:
+        """Keys and values of the chunks, [2, rows, B, d], in ascending order of position."""
         if len(chunks) == 1:
-            return self.held[T.KV, chunks[0]][0], self._progressions(chunks[0])
-        segments = self._segments(chunks)
-        rows = [self.held[T.KV, chunk][0][:, where] for _, chunk, where in segments]
-        return torch.cat(rows, 1), tuple(p for p, _, _ in segments)
+            return self.held[T.KV, chunks[0]][0]
+        positions, rows = self.problem.blocks.order(chunks)
+        keys = self.kv.new_empty(2, len(positions), *self.kv.shape[2:])
+        for chunk, own, where in rows:
+            keys[:, where] = self.held[T.KV, chunk][0][:, own]
+        return keys
 
-    def _forward(self, chunk: int, queries: Value, keys: Tensor, cut: list) -> None:
+    def _heads(self, piece: Piece) -> slice:
+        if piece.sample is None:
+            return slice(None)
+        per_sample = self.q.shape[1] // self.problem.blocks.mask.documents.shape[0]
+        return slice(piece.sample * per_sample, (piece.sample + 1) * per_sample)
+
+    def _forward(self, chunk: int, queries: Value, keys: Tensor | None, cut: list[Piece]) -> None:
         key, (q,) = (T.O, chunk), queries
         for piece in cut:
+            rows = piece.q, self._heads(piece)
             out, lse = self.problem.kernel.forward(
-                q[piece.q],
-                keys[0, piece.kv],
-                keys[1, piece.kv],
-                causal=piece.causal,
-                scale=self.problem.scale,
+                q[rows], *keys[:, piece.kv, rows[1]], piece.mask, scale=self.problem.scale
             )
-            if key not in self.held and out.shape[0] == q.shape[0]:
+            if key not in self.held and out.shape == q.shape:
                 self.held[key] = (
                     out.to(self.wide, memory_format=torch.contiguous_format, copy=True),
                     lse.to(self.wide, memory_format=torch.contiguous_format, copy=True),
                 )
                 continue
             into_out, into_lse = self._partial(*key)
-            merge(into_out[piece.q], into_lse[piece.q], out, lse.to(self.wide))
+            merge(into_out[rows], into_lse[rows], out, lse.to(self.wide))
         if not cut:
             self._partial(*key)
 
-    def _backward(self, chunk: int, queries: Value, kv_chunks: tuple[int, ...], keys: Tensor, cut: list) -> None:
+    def _backward(
+        self, chunk: int, queries: Value, kv_chunks: tuple[int, ...], keys: Tensor | None, cut: list[Piece]
+    ) -> None:
         q, dout, lse, delta = queries
         (dq,) = self._partial(T.DQ, chunk)
+        if not cut:
+            return
         single = len(kv_chunks) == 1
         dkv = self._partial(T.DKV, kv_chunks[0])[0] if single else torch.zeros_like(keys, dtype=self.wide)
         for piece in cut:
-            rows = piece.q
+            rows = piece.q, self._heads(piece)
+            dkv_rows = dkv[:, piece.kv, rows[1]]
             grads = self.problem.kernel.backward(
                 dout[rows],
                 q[rows],
-                keys[0, piece.kv],
-                keys[1, piece.kv],
+                *keys[:, piece.kv, rows[1]],
                 lse[rows],
                 delta[rows],
-                causal=piece.causal,
+                piece.mask,
                 scale=self.problem.scale,
             )
-            for into, grad in zip((dq[rows], dkv[0, piece.kv], dkv[1, piece.kv]), grads, strict=True):
+            for into, grad in zip((dq[rows], *dkv_rows), grads, strict=True):
                 into.add_(grad)
         if not single:
-            offset = 0
-            for p, kv_chunk, where in self._segments(kv_chunks):
-                self._partial(T.DKV, kv_chunk)[0][:, where].add_(dkv[:, offset : offset + p.length])
-                offset += p.length
+            for kv_chunk, own, where in self.problem.blocks.order(kv_chunks)[1]:
+                self._partial(T.DKV, kv_chunk)[0][:, own].add_(dkv[:, where])
 
 
 def _rotated(op: ReduceScatter, rank: int) -> list[tuple[int, int]]:

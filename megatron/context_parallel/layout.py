@@ -5,7 +5,6 @@ arithmetic progressions of positions; everything that depends on positions (data
 here, and nothing else knows a layout by name.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -98,11 +97,3 @@ def rows_in(layout: str, part: int, chunk: int, n: int, count: int, length: int)
             start += whole.length
         offset += p.length
     return found
-
-
-@cache
-def visible(layout: str, n: int, q_chunk: int, kv_chunk: int) -> bool:
-    """Whether, under a causal mask, any token of `q_chunk` sees any token of `kv_chunk` (two or more tokens each)."""
-    last_query = max(p.last for p in progressions(layout, q_chunk, n, 4 * n))
-    first_key = min(p.start for p in progressions(layout, kv_chunk, n, 4 * n))
-    return first_key <= last_query

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from .plan.ir import AllGather, Plan, PlanError
+from .plan.ir import Plan, PlanError
 
 Result = TypeVar("Result")
 
@@ -57,24 +57,13 @@ class TorchTransport:
         self.rank = dist.get_rank(group)
         self._groups: dict[tuple, dist.ProcessGroup] = {}
         self._given: dist.ProcessGroup | None = group
-        self._connected: list[Plan] = []
 
     def connect(self, plan: Plan) -> None:
         """Makes the communicators that `plan` needs. All ranks must take part, and in one order: some make no use of
         a channel that they belong to."""
-        if any(plan is known for known in self._connected):
-            return
-        everyone = tuple(range(len(self.ranks)))
-        needed = {(op.channel, everyone) for op in plan.before}
-        for part in range(plan.heads):
-            ranks = plan.grid.along(plan.grid.rank(heads=part), "context")
-            for op in (op for steps in plan.steps for step in steps for op in step.comm):
-                members = tuple(ranks[r] for r in op.group) if isinstance(op, AllGather) else everyone
-                needed.add((op.channel, members))
-        for channel, members in sorted(needed):
+        for channel, members in plan.communicators:
             if self.rank in members:
                 self._group(channel, members)
-        self._connected.append(plan)
 
     def _group(self, channel: str, members: tuple[int, ...]) -> dist.ProcessGroup:
         key = (channel, members)

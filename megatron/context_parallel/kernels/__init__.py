@@ -1,17 +1,29 @@
 """Block attention: the kernels, what they can do, and which one serves a tensor."""
 
+from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .aten import AtenFlash
+from .masks import Mask, Piece, Runs
 
 
 class Kernel(Protocol):
-    """Attention of one full or (square) causal block; see `aten.AtenFlash` for shapes."""
+    """Attention of one block.
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]: ...
+    Shapes: queries [s, B, G, d], keys and values [t, B, d], log-sum-exp and delta [s, B, G] in float32 (float64 for
+    float64); B is batch × key/value heads, G the query heads that share one. Strided views are welcome.
+    """
+
+    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+        """How this kernel wants a masked block of `keys` key rows cut; not called for one that is all masked."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> tuple[Tensor, Tensor]:
+        """Returns the output [s, B, G, d] in q's dtype or wider, and its log-sum-exp; 0 and -inf if nothing is seen."""
+        ...
 
     def backward(
         self,
@@ -21,12 +33,18 @@ class Kernel(Protocol):
         v: Tensor,
         lse: Tensor,
         delta: Tensor,
+        mask: Mask,
         *,
-        causal: bool,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns dq [s, B, G, d] and dk, dv [t, B, d] of this block, in q's dtype or wider.
+
+        `lse` and `delta` = rowsum(dout * out) are those of the whole sequence, so the gradients of the blocks add up.
+        """
+        ...
 
 
+@cache
 def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
     """The kernel that serves tensors of this device and dtype.
 

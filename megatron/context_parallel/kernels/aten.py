@@ -1,11 +1,16 @@
 """PyTorch's own flash attention (ATen), on CPU and on CUDA."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from ..errors import UsageError
+from .masks import CAUSAL, Mask, Piece, Runs, cut
 
+TILE = 256  # query rows of irregular masks computed at a time on CPU
 _ops = torch.ops.aten
+_backward_cpu = _ops._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -30,10 +35,7 @@ def _output_with(delta: Tensor, dout: Tensor) -> Tensor:
 
 
 class AtenFlash:
-    """Forward and backward of full and causal blocks.
-
-    Shapes: queries [s, B, G, d], keys and values [t, B, d], log-sum-exp and delta [s, B, G] in float32 (float64 for
-    float64); B is batch × key/value heads, G the query heads that share one. Causal blocks are square.
+    """`kernels.Kernel` by ATen; on CUDA without runs.
 
     On CPU 16-bit inputs are computed in float32: the kernel would round the gradients of each block, which summed
     over blocks is more error than one process makes, and its forward is no faster.
@@ -44,20 +46,24 @@ class AtenFlash:
         if not self.cpu and dtype not in (torch.float16, torch.bfloat16):
             raise UsageError(f"attention in {dtype} on {device.type}: flash attention there needs --bf16 or --fp16")
 
+    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+        return cut(block)
+
     def _widen(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if self.cpu:
             return tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
         return tensors
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """Returns the output [s, B, G, d] in q's dtype or wider and its log-sum-exp [s, B, G]."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> tuple[Tensor, Tensor]:
         group = q.shape[2]
         q, k, v = self._widen(q, k, v)
-        inputs = (_heads_first(q), _shared(k, group), _shared(v, group), 0.0, causal)
-        if self.cpu:
-            out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(*inputs, scale=scale)
+        q, k, v = _heads_first(q), _shared(k, group), _shared(v, group)
+        if isinstance(mask, Runs):
+            out, lse = _forward_runs(q, k, v, mask, scale)
+        elif self.cpu:
+            out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, mask == CAUSAL, scale=scale)
         else:
-            out, lse = _ops._scaled_dot_product_flash_attention(*inputs, scale=scale)[:2]
+            out, lse = _ops._scaled_dot_product_flash_attention(q, k, v, 0.0, mask == CAUSAL, scale=scale)[:2]
         return _rows_first(out), _rows_first(lse)
 
     def backward(
@@ -68,21 +74,19 @@ class AtenFlash:
         v: Tensor,
         lse: Tensor,
         delta: Tensor,
+        mask: Mask,
         *,
-        causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns dq [s, B, G, d] and dk, dv [t, B, d] of this block, in q's dtype or wider.
-
-        `lse` and `delta` = rowsum(dout * out) are those of the whole sequence, so the gradients of the blocks add up.
-        """
         group = q.shape[2]
         dout, q, k, v = self._widen(dout, q, k, v)
         out = _heads_first(_output_with(delta, dout))
         inputs = (_heads_first(dout), _heads_first(q), _shared(k, group), _shared(v, group), out)
         lse = lse.permute(1, 2, 0)
-        if self.cpu:
-            grads = _ops._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, lse, 0.0, causal, scale=scale)
+        if isinstance(mask, Runs):
+            grads = _backward_runs(*inputs, lse, mask, scale)
+        elif self.cpu:
+            grads = _backward_cpu(*inputs, lse, 0.0, mask == CAUSAL, scale=scale)
         else:
             seed = torch.zeros((), dtype=torch.uint64, device=q.device)
             grads = _ops._scaled_dot_product_flash_attention_backward(
@@ -93,7 +97,7 @@ class AtenFlash:
                 q.shape[0],
                 k.shape[0],
                 0.0,
-                causal,
+                mask == CAUSAL,
                 seed,
                 seed,
                 scale=scale,
@@ -103,3 +107,46 @@ class AtenFlash:
             wide = torch.promote_types(q.dtype, torch.float32)
             return dq, dk.sum(2, dtype=wide), dv.sum(2, dtype=wide)
         return dq, dk.squeeze(2), dv.squeeze(2)
+
+
+def _tiles(mask: Runs, batch: int) -> Iterator[tuple[slice, slice, slice, Tensor]]:
+    """(heads, rows, keys, what to add to their scores [rows, keys]) of the tiles in which anything is seen."""
+    samples, count = mask.first.shape
+    for sample in range(samples):
+        heads = slice(sample * batch // samples, (sample + 1) * batch // samples)
+        for start in range(0, count, TILE):
+            rows = slice(start, min(start + TILE, count))
+            first, end = (x[sample, rows].unsqueeze(1) for x in mask)
+            keys = slice(int(first[0]), int(end[-1]))
+            if keys.stop > keys.start:
+                at = torch.arange(keys.start, keys.stop)
+                yield heads, rows, keys, torch.where((at >= first) & (at < end), 0.0, float("-inf"))
+
+
+def _forward_runs(q: Tensor, k: Tensor, v: Tensor, mask: Runs, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], float("-inf"))
+    for heads, rows, keys, added in _tiles(mask, len(q)):
+        inputs = q[heads, :, rows], k[heads, :, keys], v[heads, :, keys], 0.0, False
+        out[heads, :, rows], lse[heads, :, rows] = _ops._scaled_dot_product_flash_attention_for_cpu(
+            *inputs, attn_mask=added.to(q.dtype), scale=scale
+        )
+        blind = slice(None), slice(None), added.isneginf().all(1)
+        out[heads, :, rows][blind], lse[heads, :, rows][blind] = 0.0, float("-inf")  # ATen says 0 for both
+    return out, lse
+
+
+def _backward_runs(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Runs, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = torch.zeros_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    lse = lse.masked_fill(lse.isneginf(), 0.0)  # of rows that see nothing anywhere
+    for heads, rows, keys, added in _tiles(mask, len(q)):
+        queries, seen = (heads, slice(None), rows), (heads, slice(None), keys)
+        grads = _backward_cpu(
+            *(dout[queries], q[queries], k[seen], v[seen], out[queries], lse[queries], 0.0, False),
+            attn_mask=added.to(q.dtype),
+            scale=scale,
+        )
+        for into, grad in zip((dq[queries], dk[seen], dv[seen]), grads, strict=True):
+            into.add_(grad)
+    return dq, dk, dv

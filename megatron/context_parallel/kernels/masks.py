@@ -1,97 +1,113 @@
-"""Cuts a masked block into pieces that ordinary flash kernels compute: full rectangles and causal squares.
+"""Masked blocks: the run of keys each query sees, and its cut into pieces that ordinary flash kernels compute.
 
-Queries and keys come as progressions of positions. Two progressions of one stride see each other along a shifted
-diagonal, which splits into full rectangles and one causal square; so plain kernels cover every layout.
+Rows of a block are in ascending order of position, so query row i sees key rows first[i] .. end[i] - 1 and neither
+bound ever decreases. Where `end` grows by the same m at each row the block is a shifted diagonal (m = 1) or a staircase
+of m interleaved diagonals (chunks of one cyclic layout against a gathered set of them): full rectangles and causal
+squares, the keys of the latter taken in steps of m.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
-from ..errors import UsageError
-from ..layout import Progression
+import torch
+from torch import Tensor
+
+FULL, CAUSAL = "full", "causal"
+SHORT = 32  # rows: shorter pieces are not worth a kernel call of their own
+
+
+class Runs(NamedTuple):
+    """The run of key rows each query row sees: int32 [samples, s] each, samples 1 if all samples have the same."""
+
+    first: Tensor
+    end: Tensor
+
+    def of(self, rows: slice, keys: slice) -> "Runs":
+        """Those of some query rows, as rows of `keys`."""
+        bounds = (x[:, rows].clamp(keys.start, keys.stop) - keys.start for x in self)
+        return Runs(*bounds)
+
+
+Mask = str | Runs  # FULL, CAUSAL (square: row i sees key rows 0..i), or runs
 
 
 class Piece(NamedTuple):
-    """Rows of the queries against rows of the keys, all visible or (`causal`) query i seeing keys 0..i."""
+    """Query rows against key rows under a mask a kernel knows; of one sample, or of all."""
 
     q: slice
     kv: slice
-    causal: bool
+    mask: Mask
+    sample: int | None = None
 
 
-def pieces(q: Iterable[Progression], kv: Iterable[Progression], causal: bool) -> list[Piece]:
-    """Pieces of the block (queries at `q`) × (keys at `kv`); rows are numbered in the order of the progressions.
+def runs(seen: tuple[Tensor, Tensor], keys: Tensor) -> Runs:
+    """From intervals of positions, [samples, s] each, to rows of the ascending positions `keys` [t]."""
+    return Runs(*(torch.searchsorted(keys, bound.contiguous(), out_int32=True) for bound in seen))
 
-    Every row of a piece sees at least one key, so no kernel ever meets a fully masked row.
 
-    Raises:
-        UsageError: progressions of different strides under a causal mask (a step-shaped mask).
+def cut(block: Runs, short: int = SHORT) -> list[Piece]:
+    """FULL and CAUSAL pieces, and pieces with runs for what is irregular (windows, runs of rows below `short`).
+
+    Nothing a row does not see is in a piece that could be cut off it; of a block that sees nothing there are none.
     """
-    q, kv = list(q), list(kv)
-    q_rows, kv_rows = sum(p.length for p in q), sum(p.length for p in kv)
-    if not causal:
-        return [Piece(slice(0, q_rows), slice(0, kv_rows), False)]
-    found = []
-    for q_start, queries in _offsets(q):
-        row = [
-            Piece(_shift(piece.q, q_start), _shift(piece.kv, kv_start), piece.causal)
-            for kv_start, keys in _offsets(kv)
-            for piece in _pair(queries, keys)
-        ]
-        found += _join_keys(row)
-    return _join_queries(found)
+    if len(block.first) == 1:
+        return [*_cut_sample(block, None, short)]
+    return [p for i in range(len(block.first)) for p in _cut_sample(Runs(*(x[i : i + 1] for x in block)), i, short)]
 
 
-def _pair(q: Progression, kv: Progression) -> Iterator[Piece]:
-    if kv.last <= q.start:
-        yield Piece(slice(0, q.length), slice(0, kv.length), False)
-        return
-    if kv.start > q.last:
-        return
-    if q.stride != kv.stride:
-        raise UsageError(f"no plain kernel for a causal block of positions {q} against {kv}: strides differ")
-    ahead = (q.start - kv.start) // q.stride  # query i sees keys 0 .. i + ahead
-    first = max(0, -ahead)  # queries before it see nothing
-    ahead = max(0, ahead)  # keys before it are seen by all the others
-    side = min(q.length - first, kv.length - ahead)
-    if ahead:
-        yield Piece(slice(first, q.length), slice(0, ahead), False)
-    yield Piece(slice(first, first + side), slice(ahead, ahead + side), True)
-    if first + side < q.length:
-        yield Piece(slice(first + side, q.length), slice(ahead, ahead + side), False)
+def _cut_sample(block: Runs, sample: int | None, short: int) -> Iterator[Piece]:
+    short = min(short, block.first.shape[1])
+    irregular: slice | None = None  # rows that wait for their neighbours: one piece with runs serves them all
+    for rows, first_step, end_step in _segments(block):
+        first, end = int(block.first[0, rows.start]), int(block.end[0, rows.start])
+        if first == end and not first_step and not end_step:
+            continue
+        if first_step or end_step > short or rows.stop - rows.start < short:
+            irregular = slice(irregular.start if irregular else rows.start, rows.stop)
+            continue
+        if irregular:
+            yield _with_runs(block, irregular, sample)
+            irregular = None
+        for piece in _staircase(rows, first, end, end_step):
+            yield piece._replace(sample=sample)
+    if irregular:
+        yield _with_runs(block, irregular, sample)
 
 
-def _offsets(progressions: list[Progression]) -> Iterator[tuple[int, Progression]]:
-    offset = 0
-    for p in progressions:
-        yield offset, p
-        offset += p.length
+def _segments(block: Runs) -> Iterator[tuple[slice, int, int]]:
+    """Successive rows whose bounds grow evenly: (rows, growth of first, growth of end a row)."""
+    count = block.first.shape[1]
+    growth = torch.stack([block.first[0].diff(), block.end[0].diff()])
+    changes = (growth[:, 1:] != growth[:, :-1]).any(0).nonzero().flatten() + 1
+    edges = [0, *changes.tolist(), count - 1]
+    row = 0
+    for start, stop in pairwise(edges):  # rows start .. stop grow evenly
+        jump = stop - start == 1 and stop < count - 1  # the row after a jump belongs to what follows
+        if row > stop or (jump and row == stop):
+            continue
+        last = stop if not jump else stop - 1
+        first_step, end_step = (growth[:, start].tolist() if last > row else (0, 0)) if count > 1 else (0, 0)
+        yield slice(row, last + 1), first_step, end_step
+        row = last + 1
+    if row < count:
+        yield slice(row, count), 0, 0
 
 
-def _shift(rows: slice, by: int) -> slice:
-    return slice(rows.start + by, rows.stop + by)
+def _staircase(rows: slice, first: int, end: int, step: int) -> Iterator[Piece]:
+    """Rows of which the first sees keys first .. end-1 and each next one `step` more at the end."""
+    square = max(first, end - step)  # keys from here on are not seen by all rows
+    if square > first:
+        yield Piece(rows, slice(first, square), FULL)
+    for residue in range(step):
+        key = end - step + residue
+        late = int(key < first)  # rows that do not see the residue's first key yet
+        key += late * step
+        count = rows.stop - rows.start - late
+        if count > 0:
+            yield Piece(slice(rows.start + late, rows.stop), slice(key, key + (count - 1) * step + 1, step), CAUSAL)
 
 
-def _join_keys(row: list[Piece]) -> list[Piece]:
-    """Joins full pieces of the same queries whose keys are stored side by side."""
-    joined: list[Piece] = []
-    for piece in sorted(row, key=lambda p: (p.causal, p.q.start, p.q.stop, p.kv.start)):
-        last = joined[-1] if joined else None
-        if last and not piece.causal and not last.causal and last.q == piece.q and last.kv.stop == piece.kv.start:
-            joined[-1] = Piece(last.q, slice(last.kv.start, piece.kv.stop), False)
-        else:
-            joined.append(piece)
-    return joined
-
-
-def _join_queries(found: list[Piece]) -> list[Piece]:
-    """Joins full pieces of the same keys whose queries are stored side by side."""
-    joined: list[Piece] = []
-    for piece in found:
-        for i, other in enumerate(joined):
-            if not (piece.causal or other.causal) and other.kv == piece.kv and other.q.stop == piece.q.start:
-                joined[i] = Piece(slice(other.q.start, piece.q.stop), piece.kv, False)
-                break
-        else:
-            joined.append(piece)
-    return joined
+def _with_runs(block: Runs, rows: slice, sample: int | None) -> Piece:
+    keys = slice(int(block.first[0, rows].min()), int(block.end[0, rows].max()))
+    return Piece(rows, keys, block.of(rows, keys), sample)

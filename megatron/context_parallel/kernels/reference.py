@@ -3,9 +3,15 @@
 import torch
 from torch import Tensor
 
+from .masks import CAUSAL, FULL, Mask, Piece, Runs, cut
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention of whole sequences: q [s, b, heads, d], k and v [s, b, kv_heads, d], of any dtype.
+
+    `seen`, bool [b or 1, s, s], says which keys a query may see, beside `causal`. One that sees none gets 0 and -inf.
 
     Returns the output [s, b, heads, d] and its log-sum-exp [s, b, heads], both float64. Differentiable.
     """
@@ -13,21 +19,26 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) ->
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scores = torch.einsum("ibhd,jbhd->bhij", q, k) * scale
-    if causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~seen, float("-inf"))
+    allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+    allowed = allowed.tril() if causal else allowed
+    allowed = allowed.expand(1, 1, -1, -1) if seen is None else allowed & seen.unsqueeze(1)
+    scores = scores.masked_fill(~allowed, float("-inf"))
     lse = scores.logsumexp(-1)
-    out = torch.einsum("bhij,jbhd->ibhd", (scores - lse.unsqueeze(-1)).exp(), v)
+    weights = (scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp()
+    out = torch.einsum("bhij,jbhd->ibhd", weights, v)
     return out, lse.permute(2, 0, 1)
 
 
 class Reference:
-    """The block interface of `aten.AtenFlash` by definition, in float64 whatever comes in."""
+    """`kernels.Kernel` by definition, in float64 whatever comes in."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        scores = self._scores(q, k, causal, scale)
+    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+        return cut(block)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> tuple[Tensor, Tensor]:
+        scores = self._scores(q, k, mask, scale)
         lse = scores.logsumexp(-1)
-        out = torch.einsum("bgij,jbd->ibgd", (scores - lse.unsqueeze(-1)).exp(), v.double())
+        out = torch.einsum("bgij,jbd->ibgd", self._weights(scores, lse), v.double())
         return out, lse.permute(2, 0, 1)
 
     def backward(
@@ -38,12 +49,11 @@ class Reference:
         v: Tensor,
         lse: Tensor,
         delta: Tensor,
+        mask: Mask,
         *,
-        causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        scores = self._scores(q, k, causal, scale)
-        p = (scores - lse.double().permute(1, 2, 0).unsqueeze(-1)).exp()
+        p = self._weights(self._scores(q, k, mask, scale), lse.double().permute(1, 2, 0))
         dv = torch.einsum("bgij,ibgd->jbd", p, dout.double())
         dp = torch.einsum("ibgd,jbd->bgij", dout.double(), v.double())
         ds = p * (dp - delta.double().permute(1, 2, 0).unsqueeze(-1)) * scale
@@ -53,9 +63,17 @@ class Reference:
             dv,
         )
 
-    def _scores(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor, mask: Mask, scale: float) -> Tensor:
         scores = torch.einsum("ibgd,jbd->bgij", q.double(), k.double()) * scale
-        if causal:
+        if mask == FULL:
+            return scores
+        if mask == CAUSAL:
             seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-            scores = scores.masked_fill(~seen, float("-inf"))
-        return scores
+        else:
+            keys = torch.arange(len(k), device=q.device)
+            seen = (keys >= mask.first.unsqueeze(2)) & (keys < mask.end.unsqueeze(2))
+            seen = seen.repeat_interleave(len(scores) // len(seen), 0).unsqueeze(1)
+        return scores.masked_fill(~seen, float("-inf"))
+
+    def _weights(self, scores: Tensor, lse: Tensor) -> Tensor:
+        return (scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp()

@@ -10,8 +10,10 @@ rank complete in the order of their steps; operations on different channels over
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 from ..layout import parts
+from ..mask import Pairs
 from ..mesh import ProcessMesh
 
 
@@ -114,7 +116,7 @@ class Plan:
 
     name: str
     layout: str
-    causal: bool
+    sees: Pairs
     backward: bool
     steps: tuple[tuple[Step, ...], ...] = field(repr=False)  # steps[rank]
     heads: int = 1
@@ -156,6 +158,18 @@ class Plan:
     def after(self) -> tuple[SwapHeads, ...]:
         """What all ranks do after the steps."""
         return (SwapHeads(self.ends, self.heads),) if self.heads > 1 else ()
+
+    @cached_property
+    def communicators(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(channel, ranks) of all communicators it takes, in one order for all ranks."""
+        everyone = tuple(range(self.size))
+        needed = {(op.channel, everyone) for op in self.before}
+        for part in range(self.heads):
+            ranks = self.grid.along(self.grid.rank(heads=part), "context")
+            for op in (op for steps in self.steps for step in steps for op in step.comm):
+                members = tuple(ranks[r] for r in op.group) if isinstance(op, AllGather) else everyone
+                needed.add((op.channel, members))
+        return sorted(needed)
 
     @property
     def starts(self) -> tuple[T, T]:

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ..layout import visible
 from .ir import PARTIAL, AllGather, Attend, Comm, Plan, PlanError, Recv, ReduceScatter, Send, SwapHeads, T
 
 Key = tuple[T, int]
@@ -65,7 +64,7 @@ def contributions(attend: Attend, plan: Plan) -> Iterator[tuple[int, int]]:
     """The (query chunk, key/value chunk) pairs of a block that its mask does not empty."""
     for q in attend.q_chunks:
         for kv in attend.kv_chunks:
-            if not plan.causal or visible(plan.layout, plan.n, q, kv):
+            if plan.sees(q, kv):
                 yield q, kv
 
 
@@ -97,8 +96,8 @@ class _Machine:
         for s, step in enumerate(self.plan.steps[r]):
             for op in step.comm:
                 for key in self._inputs(op, r):
-                    if isinstance(op, ReduceScatter):
-                        self.held[r].setdefault(key, 0)  # no contribution: zeros take part
+                    if key[0] in PARTIAL and not self.arriving[r][key]:
+                        self.held[r].setdefault(key, 0)  # no contribution: zeros travel
                     yield from self._need(r, s, key, f"{type(op).__name__} of")
             for channel in dict.fromkeys(op.channel for op in step.comm):
                 self._launch(r, s, channel, [op for op in step.comm if op.channel == channel])

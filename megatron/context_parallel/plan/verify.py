@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from ..layout import visible
 from .ir import PARTIAL, AllGather, Attend, Comm, Plan, PlanError, Recv, ReduceScatter, Send, SwapHeads, T
 from .trace import contributions, trace
 
@@ -107,7 +106,7 @@ def verify(plan: Plan, kv_ratio: float = 1.0) -> Report:
 def _check_complete(plan: Plan, r: int, tensor: T, value: int) -> None:
     def needed(other: int) -> bool:
         q, kv = (other, r) if tensor is T.DKV else (r, other)
-        return not plan.causal or visible(plan.layout, plan.n, q, kv)
+        return plan.sees(q, kv)
 
     missing = [c for c in range(plan.n) if needed(c) and not value >> c & 1]
     if missing:

@@ -4,16 +4,16 @@ The rank's own block is computed while the gather flies. Volume received per ran
 4(n-1).
 """
 
-from ..layout import visible
+from ..mask import Pairs
 from ..plan.ir import AllGather, Attend, ReduceScatter, Step, T
 from .registry import register
 
 
 @register("allgather", layouts=("zigzag", "cyclic", "contiguous"))
-def allgather(r: int, n: int, layout: str, causal: bool, backward: bool) -> tuple[Step, ...]:
+def allgather(r: int, n: int, sees: Pairs, backward: bool) -> tuple[Step, ...]:
     """Steps of rank r of n."""
     everyone = tuple(range(n))
-    others = tuple(c for c in everyone if c != r and (not causal or visible(layout, n, r, c)))
+    others = tuple(c for c in everyone if c != r and sees(r, c))
     if n == 1:
         return (Step(attend=(Attend((0,), (0,)),)),)
     steps = [Step((AllGather(T.KV, everyone, everyone),), (Attend((r,), (r,)),))]

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from ..errors import UsageError
+from ..mask import Pairs
 from ..plan.ir import AllGather, Attend, Comm, Recv, ReduceScatter, Send, Step, T
 from .registry import register
 
@@ -26,7 +27,7 @@ Grid = tuple[int, int]  # rows, columns
 
 @register("attention2d", layouts=("cyclic",), options=("grid", "overlap"))
 def attention2d(
-    r: int, n: int, layout: str, causal: bool, backward: bool, *, grid: Grid | None = None, overlap: bool = True
+    r: int, n: int, sees: Pairs, backward: bool, *, grid: Grid | None = None, overlap: bool = True
 ) -> tuple[Step, ...]:
     """Steps of rank r of n: on a grid (default: the most square), in rings that overlap blocks or by collectives."""
     if not isinstance(overlap, bool):

@@ -15,24 +15,22 @@ from dataclasses import replace
 from functools import cache, partial
 
 from ..errors import UsageError
-from ..layout import visible
+from ..mask import Pairs
 from ..plan.ir import Attend, Comm, Step
 from .registry import register
 from .ring import gradients, keys
 
 
 @register("loongtrain", layouts=("zigzag", "cyclic", "contiguous"), options=("inner_ring_size",))
-def double_ring(
-    r: int, n: int, layout: str, causal: bool, backward: bool, *, inner_ring_size: int | None = None
-) -> tuple[Step, ...]:
+def double_ring(r: int, n: int, sees: Pairs, backward: bool, *, inner_ring_size: int | None = None) -> tuple[Step, ...]:
     """Steps of rank r of n, with inner rings of `inner_ring_size` (w) ranks; default: the most square."""
     w = _inner(n, inner_ring_size)
     rings, (i, j) = n // w, divmod(r, w)
-    needs = partial(_needs, layout, n, causal, w)
+    needs = partial(_needs, sees, w)
 
     def outer_stops(ring: int) -> int:
-        """How many inner rings need the chunk of rank j of `ring`."""
-        return sum(needs(other, ring * w + j) > 0 for other in range(rings))
+        """How many inner rings the chunk of rank j of `ring` visits."""
+        return 1 + max(o for o in range(rings) if o == 0 or needs((ring + o) % rings, ring * w + j))
 
     def inner(hops: Callable, o: int, s: int) -> Iterable[Comm]:
         """A ring's operations of step s between the ranks of this inner ring, on the chunks of round o."""
@@ -56,15 +54,16 @@ def double_ring(
             if backward and m == min(1, w - 1):  # the sum of round o-1 is back where its chunk entered the inner ring
                 comm += outer(gradients, o)
             chunk = (i - o) % rings * w + (j - m) % w
-            computes = o < rings and (not causal or visible(layout, n, r, chunk))
+            computes = o < rings and sees(r, chunk)
             steps.append(Step(tuple(comm), (Attend((r,), (chunk,)),) if computes else ()))
     return tuple(step for step in steps if step.comm or step.attend)
 
 
 @cache
-def _needs(layout: str, n: int, causal: bool, w: int, ring: int, chunk: int) -> int:
-    """How many ranks of an inner ring need the chunk: the one where it enters and the next."""
-    return sum(not causal or visible(layout, n, rank, chunk) for rank in range(ring * w, ring * w + w))
+def _needs(sees: Pairs, w: int, ring: int, chunk: int) -> int:
+    """How many ranks of an inner ring the chunk visits, from where it enters to the last whose queries see it."""
+    visits = [sees(ring * w + (chunk + s) % w, chunk) for s in range(w)]
+    return max((s + 1 for s in range(w) if visits[s]), default=0)
 
 
 def _inner(n: int, size: int | None) -> int:

@@ -16,13 +16,14 @@ number of pairs computed by helpers, to which delta travels instead of the outpu
 """
 
 from ..errors import UsageError
+from ..mask import Pairs
 from ..plan.ir import Attend, Comm, Recv, Send, Step, T
 from .registry import register
 
 
 @register("lightseq", layouts=("contiguous",), options=("balance", "prefetch"))
 def lightseq(
-    r: int, n: int, layout: str, causal: bool, backward: bool, *, balance: bool = True, prefetch: bool = True
+    r: int, n: int, sees: Pairs, backward: bool, *, balance: bool = True, prefetch: bool = True
 ) -> tuple[Step, ...]:
     """Steps of rank r of n.
 
@@ -35,12 +36,14 @@ def lightseq(
         if not isinstance(value, bool):
             raise UsageError(f"--cp-strategy lightseq: {option} {value!r} is no switch; give True or False")
 
+    helps = balance and sees.look_back
+
     def pair(rank: int, t: int) -> tuple[int, int] | None:
         """The (query chunk, key/value chunk) that `rank` computes in slot t."""
         other = (rank - t) % n
-        if other <= rank or not causal:
-            return rank, other
-        return (other, rank) if balance and 2 * t < n else None
+        if helps and other > rank:
+            return (other, rank) if 2 * t < n and sees(other, rank) else None
+        return (rank, other) if sees(rank, other) else None
 
     def travels(rank: int, t: int, key_side: T | None, query_side: T) -> T | None:
         """Which of the two moves between `rank`, for its slot t, and the owner of the chunk that is not its own."""
@@ -67,7 +70,7 @@ def lightseq(
             ops.append(Recv(tensor, r, client, reduce=True, channel=channel))
         return ops
 
-    slots = list(range(n // 2 + 1 if causal and balance else n))
+    slots = list(range(n // 2 + 1 if helps else n))
     if backward:
         slots = [*slots[1:], 0]
     fetches, results = [fetch(t) for t in slots], [give_back(t) for t in slots]

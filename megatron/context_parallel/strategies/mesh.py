@@ -11,6 +11,7 @@ from collections import Counter
 from functools import cache
 
 from ..errors import UsageError
+from ..mask import Pairs
 from ..plan.ir import PARTIAL, Attend, Comm, Recv, Send, Step, T
 from .mesh_schedule import TRAVELS, Costs, check_costs, default_costs, schedule
 from .registry import register
@@ -20,8 +21,7 @@ from .registry import register
 def mesh(
     r: int,
     n: int,
-    layout: str,
-    causal: bool,
+    sees: Pairs,
     backward: bool,
     *,
     grid: tuple[int, int] | None = None,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import UsageError
+from ..mask import Mask, Pairs
 from ..plan.ir import PLACEMENTS, Plan, Step
 
 
@@ -14,7 +15,7 @@ class Strategy:
     Attributes:
         name: its `--cp-strategy` value.
         layouts: the layouts it works with; the first is its default.
-        rank_steps: `(rank, n, layout, causal, backward, **options) -> steps` of one rank.
+        rank_steps: `(rank, n, sees, backward, **options) -> steps` of one rank.
         options: the keyword arguments it takes beyond those; each has a default there.
         all_heads: it is head-parallel over the whole context group and writes steps of one rank only.
     """
@@ -31,12 +32,16 @@ class Strategy:
         *,
         layout: str | None = None,
         causal: bool = True,
+        sees: Pairs | None = None,
         backward: bool = False,
         head_parallel_size: int | None = None,
         placement: str = "head-first",
         **options: object,
     ) -> Plan:
         """The plan of one pass on n ranks, in `layout` (default: the strategy's own).
+
+        `sees` says which pairs of chunks the mask leaves, of as many chunks as ranks run the steps together; default:
+        those of a causal or full mask.
 
         With `head_parallel_size` (default 1, for `ulysses` n) the strategy runs on n / head_parallel_size ranks for
         a part of the heads. `placement` says which ranks are neighbours: those that share tokens ("head-first") or
@@ -57,8 +62,9 @@ class Strategy:
             raise UsageError(f"--cp-placement {placement}: unknown; choose {' or '.join(PLACEMENTS)}")
         heads = self._head_parallel_size(n, head_parallel_size)
         m = n // heads
-        steps = tuple(self.rank_steps(r, m, layout, causal, backward, **options) for r in range(m))
-        return Plan(self.name, layout, causal, backward, steps, heads, placement)
+        sees = sees or Mask(causal).pairs(layout, m)
+        steps = tuple(self.rank_steps(r, m, sees, backward, **options) for r in range(m))
+        return Plan(self.name, layout, sees, backward, steps, heads, placement)
 
     def _head_parallel_size(self, n: int, given: int | None) -> int:
         size = given if given is not None else n if self.all_heads else 1

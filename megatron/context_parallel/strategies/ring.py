@@ -1,7 +1,7 @@
 """Ring attention: queries stay, keys and values circle (Liu et al. 2023; the baseline of all five papers).
 
-Chunk c starts on rank c and visits ranks c, c+1, ..., so at step s rank r holds chunk r-s. Under a causal mask in
-the contiguous layout no rank before c needs chunk c, and it stops at the last rank instead of going round.
+Chunk c starts on rank c and visits ranks c, c+1, ..., so at step s rank r holds chunk r-s. It stops at the last rank
+whose queries see it: with a causal mask in the contiguous layout rank n-1, with a window of a chunk's tokens rank c+1.
 
 Backward, the gradient of chunk c is summed along the same way, one step behind, and goes home from the last stop.
 Volume received per rank: forward 2(n-1) units, backward 4(n-1).
@@ -9,7 +9,7 @@ Volume received per rank: forward 2(n-1) units, backward 4(n-1).
 
 from collections.abc import Callable
 
-from ..layout import visible
+from ..mask import Pairs
 from ..plan.ir import Attend, Comm, Recv, Send, Step, T
 from .registry import register
 
@@ -17,12 +17,11 @@ Stops = Callable[[int], int]  # chunk -> how many ranks it visits, its owner inc
 
 
 @register("ring", layouts=("zigzag", "cyclic", "contiguous"))
-def ring(r: int, n: int, layout: str, causal: bool, backward: bool) -> tuple[Step, ...]:
+def ring(r: int, n: int, sees: Pairs, backward: bool) -> tuple[Step, ...]:
     """Steps of rank r of n."""
 
     def stops(chunk: int) -> int:
-        wraps_for_nothing = causal and chunk > 0 and not visible(layout, n, chunk - 1, chunk)
-        return n - chunk if wraps_for_nothing else n
+        return 1 + max((s for s in range(n) if sees((chunk + s) % n, chunk)), default=0)
 
     steps = []
     for s in range(n):
@@ -30,7 +29,7 @@ def ring(r: int, n: int, layout: str, causal: bool, backward: bool) -> tuple[Ste
         if backward:
             comm += gradients(r, s, n, stops)
         mine = (r - s) % n
-        attend = (Attend((r,), (mine,)),) if s < stops(mine) else ()
+        attend = (Attend((r,), (mine,)),) if sees(r, mine) else ()
         steps.append(Step(tuple(comm), attend))
     if backward:
         steps.append(Step(tuple(gradients(r, n, n, stops))))

@@ -1,0 +1,55 @@
+"""The blocks of a distributed attention: in which order key rows are gathered, and the pieces a kernel computes."""
+
+import torch
+from torch import Tensor
+
+from .kernels import Kernel
+from .kernels.masks import Piece, Runs, runs
+from .layout import positions, progressions
+from .mask import Mask
+
+Rows = tuple[int, slice, slice]  # chunk, rows of the chunk, and where they are among the gathered rows
+
+
+class Blocks:
+    """What a mask makes of the blocks of one layout; found out once and then used by all layers and passes.
+
+    Args:
+        n, length: chunks, and tokens of the whole sequence.
+        kernel: cuts blocks into what it computes.
+    """
+
+    def __init__(self, mask: Mask, layout: str, n: int, length: int, kernel: Kernel) -> None:
+        self.mask, self.layout, self.n, self.length, self.kernel = mask, layout, n, length, kernel
+        self._pieces: dict[tuple, list[Piece]] = {}
+        self._order: dict[tuple, tuple[Tensor, list[Rows]]] = {}
+
+    def order(self, chunks: tuple[int, ...]) -> tuple[Tensor, list[Rows]]:
+        """Positions of the chunks' rows, ascending, and which rows of which chunk stand where."""
+        if chunks not in self._order:
+            all_positions = torch.cat([positions(self.layout, c, self.n, self.length) for c in chunks]).sort().values
+            rows = []
+            for chunk in chunks:
+                start = 0
+                for p in progressions(self.layout, chunk, self.n, self.length):
+                    first, second, last = torch.searchsorted(
+                        all_positions, torch.tensor([p.start, p.start + (p.length > 1) * p.stride, p.last])
+                    ).tolist()
+                    own = slice(start, start + p.length)
+                    rows.append((chunk, own, slice(first, last + 1, max(1, second - first))))
+                    start += p.length
+            self._order[chunks] = all_positions, rows
+        return self._order[chunks]
+
+    def runs(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> Runs:
+        """The keys each query of a chunk sees of gathered chunks, by row."""
+        return runs(self.mask.seen(self.order((q_chunk,))[0]), self.order(kv_chunks)[0])
+
+    def pieces(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> list[Piece]:
+        """The block of a query chunk against gathered key/value chunks, cut for the kernel."""
+        key = q_chunk, kv_chunks
+        if key not in self._pieces:
+            block = self.runs(q_chunk, kv_chunks)
+            seen = bool((block.end > block.first).any())
+            self._pieces[key] = self.kernel.pieces(block, len(self.order(kv_chunks)[0])) if seen else []
+        return self._pieces[key]

@@ -1,0 +1,161 @@
+"""Which keys a query sees: causality, sliding windows and packed documents, all as intervals of positions.
+
+Every mask here lets a query see one interval of positions, neither end of which ever moves back from one query to the
+next. So a block of rows in ascending order of position has, for any layout, one run of keys for each query
+(`kernels/masks.py`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import UsageError
+from .layout import progressions
+
+
+class Documents:
+    """Packed documents: a token sees only tokens of its own. Make one per batch and pass it to every layer.
+
+    Attributes:
+        starts, ends: int64 [samples, length] on CPU; where each token's document starts and, exclusively, ends. Both
+            are the token's own position if it belongs to none.
+    """
+
+    def __init__(self, ids: Tensor) -> None:
+        """`ids`: integers [length] or [samples, length]; equal neighbours share a document, negative is no document."""
+        ids = torch.atleast_2d(ids.detach().cpu())
+        at = torch.arange(ids.shape[1])
+        first = torch.ones_like(ids, dtype=torch.bool)
+        first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        last = first.roll(-1, 1)
+        self.starts = torch.where(first, at, 0).cummax(1).values
+        self.ends = torch.where(last, at + 1, len(at)).flip(1).cummin(1).values.flip(1)
+        outside = ids < 0
+        self.starts, self.ends = (torch.where(outside, at, x) for x in (self.starts, self.ends))
+
+    @property
+    def shape(self) -> torch.Size:
+        """(samples, length)."""
+        return self.starts.shape
+
+    @classmethod
+    def after(cls, ends: Tensor) -> "Documents":
+        """Documents that end with the marked tokens: bool [samples, length], as Megatron's `--reset-attention-mask`."""
+        return cls(ends.long().cumsum(1) - ends.long())
+
+    @classmethod
+    def packed(cls, cu_seqlens: Tensor, length: int, cu_seqlens_padded: Tensor | None = None) -> "Documents":
+        """Documents of Megatron's `PackedSeqParams` over one or more samples of `length` tokens, one after the other.
+
+        Args:
+            cu_seqlens: int [documents + 1], ascending from 0; tokens beyond the last belong to no document.
+            length: tokens of a sample.
+            cu_seqlens_padded: where the documents begin, if there is padding between them.
+
+        Raises:
+            UsageError: bounds that do not ascend from 0, or a document that leaves its sample.
+        """
+        lengths = cu_seqlens.detach().cpu().long().diff()
+        bounds = (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded).detach().cpu().long()
+        if len(lengths) == 0 or bounds[0] != 0 or lengths.min() < 0 or (bounds.diff() < lengths).any():
+            raise UsageError(f"cu_seqlens {cu_seqlens.tolist()[:8]}: must ascend from 0, such as [0, 5, {length}]")
+        starts = bounds[:-1]
+        lasts = (starts + lengths - 1)[lengths > 0]
+        if (starts[lengths > 0] // length != lasts // length).any():
+            raise UsageError(f"cu_seqlens: a document crosses the end of its sample of {length} tokens; cut it there")
+        samples = max(1, -(-int(bounds[-1]) // length))
+        at = torch.arange(samples * length)
+        document = torch.bucketize(at, bounds[1:], right=True)
+        inside = document < len(lengths)
+        inside[inside.clone()] = (at - bounds[document.clamp_max(len(starts))])[inside] < lengths[document[inside]]
+        return cls(torch.where(inside, document, -1).view(samples, length))
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees.
+
+    Attributes:
+        causal: itself and those before it; otherwise those after it too.
+        window: how many tokens before and after itself at most, -1 for no limit (Megatron's `--window-size`).
+        documents: only those of its document.
+
+    Raises:
+        UsageError: a window that is not two such numbers.
+    """
+
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    documents: Documents | None = None
+
+    def __post_init__(self) -> None:
+        good = isinstance(self.window, tuple) and len(self.window) == 2 and all(type(w) is int for w in self.window)
+        if not good or min(self.window) < -1:
+            raise UsageError(f"--window-size {self.window}: give tokens before and after, -1 for all, such as 4096,0")
+
+    @property
+    def plain(self) -> bool:
+        """Causal or full, and nothing else."""
+        return self.window == (-1, -1) and self.documents is None
+
+    def seen(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """First and, exclusively, last position seen from each of `positions` int64 [s]: two int64 [samples, s].
+
+        Where nothing is seen both are the same. Bounds may lie outside the sequence.
+        """
+        before, after = self.window
+        first = positions - before if before >= 0 else torch.zeros_like(positions)
+        end = torch.full_like(positions, torch.iinfo(torch.int32).max)
+        if after >= 0:
+            end = positions + after + 1
+        if self.causal:
+            end = end.clamp_max(positions + 1)
+        if self.documents is None:
+            return first.unsqueeze(0), end.unsqueeze(0)
+        starts, ends = self.documents.starts[:, positions], self.documents.ends[:, positions]
+        return torch.maximum(first, starts), torch.minimum(end, ends)
+
+    def pairs(self, layout: str, n: int, length: int | None = None) -> "Pairs":
+        """The chunk pairs of a layout that the mask does not empty; `length` matters unless the mask is `plain`.
+
+        Exact but for strided chunks, of which it may name more.
+        """
+        if not self.causal and self.plain:
+            return Pairs.all(n)
+        chunks = [progressions(layout, c, n, length or 4 * n) for c in range(n)]
+        every = [p for chunk in chunks for p in chunk]
+        start, stride, last = (torch.tensor(x) for x in zip(*((p.start, p.stride, p.last) for p in every), strict=True))
+        low, high = self.seen(start)[0], self.seen(last)[1]  # of all queries of a progression together
+        nearest = start + ((low.unsqueeze(2) - start).clamp_min(0) + stride - 1) // stride * stride
+        some = (nearest < high.unsqueeze(2)) & (nearest <= last)
+        per_chunk = len(every) // n
+        seen = some.any(0).view(n, per_chunk, n, per_chunk).any(3).any(1)
+        return Pairs(tuple(sum(1 << kv for kv, sees in enumerate(row) if sees) for row in seen.tolist()))
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Which of n query chunks sees which of n key/value chunks; `pairs(q, kv)` asks.
+
+    Attributes:
+        rows: for each query chunk the key/value chunks it sees, as bits.
+    """
+
+    rows: tuple[int, ...]
+
+    @classmethod
+    def all(cls, n: int) -> "Pairs":
+        return cls(((1 << n) - 1,) * n)
+
+    def __call__(self, q_chunk: int, kv_chunk: int) -> bool:
+        return bool(self.rows[q_chunk] >> kv_chunk & 1)
+
+    @property
+    def n(self) -> int:
+        return len(self.rows)
+
+    @property
+    def look_back(self) -> bool:
+        """No chunk sees a later one."""
+        return all(row >> q <= 1 for q, row in enumerate(self.rows))
