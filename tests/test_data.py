@@ -47,6 +47,7 @@ def arguments(tmp_path, **changes) -> Namespace:
         "seq_length": SEQUENCE,
         "seed": 1234,
         "eod_mask_loss": False,
+        "reset_position_ids": False,
         "micro_batch_size": 2,
         "num_workers": 0,
     }

@@ -33,6 +33,17 @@ SPREADS += [(4, "attention2d", "cyclic", {"grid": (1, 4), "overlap": False})]
 SPREADS += [(4, name, None, {"head_parallel_size": 2}) for name in ("mesh", "attention2d", "lightseq", "usp")]
 
 
+CU_SEQLENS = [0, 5, 6, 17, 24, 33, 34, 48]  # of both samples together
+WINDOW = (6, 0)
+MASKED = [  # tokens of two packed samples, or a window
+    ("documents", 4, "ring", "zigzag", {}),
+    ("documents", 4, "attention2d", None, {}),
+    ("documents", 3, "lightseq", None, {}),
+    ("documents", 4, "usp", None, {"head_parallel_size": 2}),
+    ("window", 4, "ring", "contiguous", {}),
+    ("window", 4, "mesh", None, {}),
+    ("window", 2, "ulysses", None, {}),
+]
 LEARNED = [(4, "ring", layout, {}) for layout in LAYOUTS]  # position ids come with the batch
 
 
@@ -60,13 +71,25 @@ def batch() -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "labels": labels, "position_ids": position_ids, "weight": torch.rand(BATCH, LENGTH)}
 
 
+def hidden(masked: str | None) -> torch.Tensor:
+    """What megatron-core's attention must not see: bool [b, 1, queries, keys]."""
+    at = torch.arange(LENGTH)
+    hide = (at[None, :] > at[:, None]).expand(BATCH, 1, -1, -1)
+    if masked == "window":
+        hide = hide | (at[None, :] < at[:, None] - WINDOW[0])
+    if masked == "documents":
+        ids = torch.bucketize(torch.arange(BATCH * LENGTH), torch.tensor(CU_SEQLENS[1:]), right=True).view(BATCH, -1)
+        hide = hide | (ids[:, None, :, None] != ids[:, None, None, :])
+    return hide
+
+
 def gradients(
-    strategy: str | None, positions: str, layout: str | None = None, **options: object
+    strategy: str | None, positions: str, layout: str | None = None, masked: str | None = None, **options: object
 ) -> dict[str, torch.Tensor]:
     """Summed over ranks: the loss and every parameter's gradient; without a strategy, megatron-core's attention."""
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(3)
-    settings = config()
+    settings = config(window_size=WINDOW if strategy and masked == "window" else None)
     spec, data = get_gpt_layer_local_spec(normalization="RMSNorm"), batch()
     if strategy:
         cp = ContextParallel(strategy, layout, parallel_state.get_context_parallel_group(), **options)
@@ -74,8 +97,12 @@ def gradients(
     model = GPTModel(settings, spec, VOCABULARY, LENGTH, position_embedding_type=positions)
     if strategy:
         use_layout(model, cp)
-    mask = None if strategy else torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
-    loss = (model(data["tokens"], data["position_ids"], mask, labels=data["labels"]) * data["weight"]).sum()
+    mask, packed = None if strategy else hidden(masked), None
+    if strategy and masked == "documents":
+        bounds = torch.tensor(CU_SEQLENS, dtype=torch.int32)
+        packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=14, max_seqlen_kv=14)
+    out = model(data["tokens"], data["position_ids"], mask, labels=data["labels"], packed_seq_params=packed)
+    loss = (out * data["weight"]).sum()
     loss.backward()
     result = {name: p.grad for name, p in model.named_parameters()} | {"loss": loss.detach()}
     for value in result.values():
@@ -95,6 +122,19 @@ def test_gradients_equal_megatron_core_on_one_rank(ranks, positions):
             assert error < 1e-5, f"{strategy} {layout} {options} n={n} {name}: {error:.1e}"
 
 
+@pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
+def test_packed_documents_and_windows_equal_megatron_core(ranks, positions):
+    expected = {
+        masked: ranks(1, partial(gradients, masked=masked), None, positions)[0] for masked in ("documents", "window")
+    }
+    assert expected["documents"]["loss"] != expected["window"]["loss"]
+    for masked, n, strategy, layout, options in MASKED if positions == "rope" else MASKED[:1]:
+        got = ranks(n, partial(gradients, masked=masked, **options), strategy, positions, layout)[0]
+        for name, value in expected[masked].items():
+            error = (got[name] - value).norm() / value.norm()
+            assert error < 1e-5, f"{masked} {strategy} {layout} n={n} {name}: {error:.1e}"
+
+
 def refusals() -> list[str]:
     parallel_state.initialize_model_parallel()
     how = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
@@ -103,7 +143,7 @@ def refusals() -> list[str]:
     attention = ContextParallelAttention(config(), **how)
     tries = [
         lambda: ContextParallelAttention(config(attention_dropout=0.1), **how),
-        lambda: ContextParallelAttention(config(window_size=(8, 0)), **how),
+        lambda: ContextParallelAttention(config(window_size=(8, -3)), **how)(q, q[:, :, :2], q[:, :, :2], None),
         lambda: attention(q, q, q, torch.ones(4, 4)),
         lambda: attention(q, q, q, None, attn_mask_type=AttnMaskType.padding),
         lambda: attention(q, q, q, None, packed_seq_params=PackedSeqParams()),
@@ -120,5 +160,12 @@ def refusals() -> list[str]:
 
 def test_what_the_attention_cannot_do_is_refused(ranks):
     (messages,) = ranks(1, refusals)
-    wanted = ["--attention-dropout 0.1", "--window-size", "causal", "padding", "packed", "3 key/value heads"]
+    wanted = [
+        "--attention-dropout 0.1",
+        "--window-size (8, -3)",
+        "causal",
+        "padding",
+        "use_layout",
+        "3 key/value heads",
+    ]
     assert all(word in message for word, message in zip(wanted, messages, strict=True)), messages

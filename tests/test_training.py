@@ -45,6 +45,14 @@ SPREADS = {  # name: families, ranks, arguments
     "cp2 dp2 overlapped": ("llama", 4, {CP: 2, "overlap_grad_reduce": True, "overlap_param_gather": True}),
     "cp2 recomputed": ("llama", 2, RECOMPUTED),
 }
+PACKED = {"reset_attention_mask": True, "eod_token": 3}
+MASKED_SPREADS = [
+    ("llama", 4, PACKED | {CP: 4}),
+    ("gpt3", 4, PACKED | {CP: 2, PP: 2}),
+    ("llama", 2, PACKED | {CP: 2, "recompute_granularity": "selective"}),
+    ("llama", 4, PACKED | {CP: 4, "cp_strategy": "lightseq", "cp_layout": "contiguous", "window_size": (9, 0)}),
+    ("llama", 4, {CP: 4, "cp_layout": "contiguous", "window_size": (5, 0)}),
+]
 CASES = [(family, name) for name, (families, *_) in SPREADS.items() for family in families.split()]
 
 
@@ -75,6 +83,17 @@ def test_every_step_has_the_loss_of_one_rank(ranks, reference, family, spread):
         assert run.losses == pytest.approx(one.losses, rel=1e-5)
         assert run.grad_norms == pytest.approx(one.grad_norms, rel=1e-4)
         assert run.evaluations == pytest.approx(one.evaluations, rel=1e-5)
+
+
+@pytest.mark.parametrize(("family", "world", "changes"), MASKED_SPREADS)
+def test_packed_documents_and_windows_train_as_on_one_rank(ranks, reference, family, world, changes):
+    start, unmasked = reference(family)
+    alone = {name: changes[name] for name in ("reset_attention_mask", "eod_token", "window_size") if name in changes}
+    (one,) = ranks(1, train_from, start, family, alone)
+    assert one.losses != pytest.approx(unmasked.losses, rel=1e-3)
+    for run in ranks(world, train_from, start, family, changes):
+        assert run.losses == pytest.approx(one.losses, rel=1e-5)
+        assert run.grad_norms == pytest.approx(one.grad_norms, rel=1e-4)
 
 
 @pytest.mark.parametrize("family", training_case.FAMILIES)
@@ -140,10 +159,17 @@ def test_flops():
     args = Namespace(
         hidden_size=4, kv_channels=2, num_attention_heads=2, group_query_attention=True, num_query_groups=1
     )
-    args.__dict__.update(seq_length=8, ffn_hidden_size=6, swiglu=True, num_layers=1, padded_vocab_size=10)
+    args.__dict__.update(
+        window_size=None, seq_length=8, ffn_hidden_size=6, swiglu=True, num_layers=1, padded_vocab_size=10
+    )
     projections = 8 * (4 * 4 + 2 * 4 * 2 + 4 * 4)
     attention = 2 * 2 * (8 * 8 / 2) * 2  # QK^T and PV: 2 heads of width 2, half of 8 x 8 pairs
     assert flops_per_sequence(args) == 3 * 2 * (projections + attention + 8 * 3 * 4 * 6 + 8 * 4 * 10)
+    args.window_size = (4, 0)
+    attention = 2 * 2 * (4 * 4 / 2 + 4 * 4) * 2  # half of the first 4 x 4 pairs, then 4 keys for each token
+    assert flops_per_sequence(args) == 3 * 2 * (projections + attention + 8 * 3 * 4 * 6 + 8 * 4 * 10)
+    args.window_size = (100, 0)
+    assert flops_per_sequence(args) == 3 * 2 * (projections + 2 * 2 * 32 * 2 + 8 * 3 * 4 * 6 + 8 * 4 * 10)
 
 
 def test_metrics_of_iterations_to_be_done_again_are_dropped(tmp_path):

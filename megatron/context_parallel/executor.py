@@ -228,13 +228,10 @@ class Executor:
                 q[rows], *keys[:, piece.kv, rows[1]], piece.mask, scale=self.problem.scale
             )
             if key not in self.held and out.shape == q.shape:
-                self.held[key] = (
-                    out.to(self.wide, memory_format=torch.contiguous_format, copy=True),
-                    lse.to(self.wide, memory_format=torch.contiguous_format, copy=True),
-                )
-                continue
-            into_out, into_lse = self._partial(*key)
-            merge(into_out[rows], into_lse[rows], out, lse.to(self.wide))
+                self.held[key] = out.to(self.wide).contiguous(), lse.to(self.wide).contiguous()
+            else:
+                into_out, into_lse = self._partial(*key)
+                merge(into_out[rows], into_lse[rows], out, lse)
         if not cut:
             self._partial(*key)
 
@@ -242,28 +239,37 @@ class Executor:
         self, chunk: int, queries: Value, kv_chunks: tuple[int, ...], keys: Tensor | None, cut: list[Piece]
     ) -> None:
         q, dout, lse, delta = queries
-        (dq,) = self._partial(T.DQ, chunk)
-        if not cut:
-            return
-        single = len(kv_chunks) == 1
-        dkv = self._partial(T.DKV, kv_chunks[0])[0] if single else torch.zeros_like(keys, dtype=self.wide)
+        gathered: Value | None = None  # gradients of the keys of several chunks
         for piece in cut:
-            rows = piece.q, self._heads(piece)
-            dkv_rows = dkv[:, piece.kv, rows[1]]
-            grads = self.problem.kernel.backward(
+            rows, kv_rows = (piece.q, self._heads(piece)), (piece.kv, self._heads(piece))
+            dq, dk, dv = self.problem.kernel.backward(
                 dout[rows],
                 q[rows],
-                *keys[:, piece.kv, rows[1]],
+                *keys[:, kv_rows[0], kv_rows[1]],
                 lse[rows],
                 delta[rows],
                 piece.mask,
                 scale=self.problem.scale,
             )
-            for into, grad in zip((dq[rows], *dkv_rows), grads, strict=True):
-                into.add_(grad)
-        if not single:
+            self.held[T.DQ, chunk] = self._plus(self.held.get((T.DQ, chunk)), q, rows, (dq,))
+            if len(kv_chunks) == 1:
+                key = T.DKV, kv_chunks[0]
+                self.held[key] = self._plus(self.held.get(key), keys, kv_rows, (dk, dv))
+            else:
+                gathered = self._plus(gathered, keys, kv_rows, (dk, dv))
+        if gathered is not None:
             for kv_chunk, own, where in self.problem.blocks.order(kv_chunks)[1]:
-                self._partial(T.DKV, kv_chunk)[0][:, own].add_(dkv[:, where])
+                self._partial(T.DKV, kv_chunk)[0][:, own].add_(gathered[0][:, where])
+
+    def _plus(self, total: Value | None, like: Tensor, rows: tuple[slice, slice], parts: tuple[Tensor, ...]) -> Value:
+        """`total`, of the shape of `like` if there is none yet, with `parts` added to its rows (of keys and of values)."""
+        pair = len(parts) == 2
+        if total is None and parts[0].shape == like.shape[pair:]:
+            return ((torch.stack(parts) if pair else parts[0].contiguous()).to(self.wide),)
+        into = torch.zeros_like(like, dtype=self.wide) if total is None else total[0]
+        for half, part in zip(into if pair else (into,), parts, strict=True):
+            half[rows].add_(part)
+        return (into,)
 
 
 def _rotated(op: ReduceScatter, rank: int) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..attention import ContextParallel
 from ..errors import UsageError
+from .packed import accept_thd
 
 
 class LayoutRotaryEmbedding(torch.nn.Module):
@@ -17,29 +18,35 @@ class LayoutRotaryEmbedding(torch.nn.Module):
     def __init__(self, table: RotaryEmbedding, cp: ContextParallel) -> None:
         super().__init__()
         self.table, self.cp = table, cp
-        self.get_rotary_seq_len = table.get_rotary_seq_len
         self._rows = cache(self._rows)
 
     def _rows(self, length: int) -> Tensor:
         whole = self.table.get_emb(length)
         return whole.index_select(0, self.cp.positions(length).to(whole.device))
 
+    def get_rotary_seq_len(self, context, decoder, decoder_input, config, packed_seq_params) -> int:
+        """The length of the whole sequence, packed or not."""
+        return self.table.get_rotary_seq_len(context, decoder, decoder_input, config, None)
+
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None) -> Tensor:
         """Angles [max_seq_len / n, 1, 1, d] of this rank's positions, as megatron-core calls it.
 
         Raises:
-            UsageError: packed sequences or an offset.
+            UsageError: an offset, or packed sequences that `use_layout` did not take over.
         """
         if packed_seq or offset:
-            raise UsageError("packed sequences and offsets are not supported by the layout's RoPE yet")
+            raise UsageError(
+                "the layout's RoPE has no offsets, and packed sequences only in a model given to use_layout"
+            )
         return self._rows(max_seq_len)
 
 
 def use_layout(model: GPTModel, cp: ContextParallel) -> None:
     """Makes `model` rotate by the layout of `cp`, and remember it as `model.context_parallel`, for its batches.
 
-    The table of rotations has no parameters, so checkpoints do not change.
+    Megatron's `thd` packed sequences are taken in the order of the layout too. The table of rotations has no parameters, so checkpoints do not change.
     """
     model.context_parallel = cp
+    accept_thd(model)
     if model.position_embedding_type == "rope":
         model.rotary_pos_emb = LayoutRotaryEmbedding(model.rotary_pos_emb, cp)

@@ -7,11 +7,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from ..attention import ContextParallel, context_parallel_attention
 from ..errors import UsageError
 from .norm import Norm
+from .packed import PackedDocuments
 
 
 class ContextParallelAttention(MegatronModule):
@@ -40,11 +42,11 @@ class ContextParallelAttention(MegatronModule):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
             raise UsageError(f"--attention-dropout {dropout}: context-parallel attention has none; use 0")
-        if config.window_size is not None:
-            raise UsageError(f"--window-size {config.window_size}: not supported yet; leave it out")
         if attention_type != "self" or config.softmax_type != "vanilla":
             raise UsageError(f"{attention_type} attention with {config.softmax_type} softmax: only self, vanilla")
         self.attn_mask_type = attn_mask_type
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = tuple(config.window_size) if windowed else (-1, -1)
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
         self.cp = cp
 
@@ -61,15 +63,28 @@ class ContextParallelAttention(MegatronModule):
         """[s, b, heads, d] of this rank's tokens to [s, b, heads * d].
 
         Raises:
-            UsageError: an explicit mask, a bias or packed sequences.
+            UsageError: an explicit mask, a bias, or packed sequences that `use_layout` did not take over.
         """
         mask = attn_mask_type or self.attn_mask_type
         if mask not in (AttnMaskType.causal, AttnMaskType.no_mask) or attention_mask is not None:
             raise UsageError(f"attention mask {mask.name}: only causal or no_mask, without a mask tensor")
-        if attention_bias is not None or packed_seq_params is not None:
-            raise UsageError("attention bias and packed sequences are not supported yet; leave them out")
-        causal = mask is AttnMaskType.causal
-        out = context_parallel_attention(query, key, value, self.cp, causal=causal, scale=self.scale)
+        if attention_bias is not None:
+            raise UsageError("attention bias: not supported; leave it out")
+        documents = None
+        if packed_seq_params is not None:
+            if not isinstance(packed_seq_params, PackedDocuments):
+                raise UsageError("packed_seq_params: call use_layout(model, cp) first, or pass PackedDocuments")
+            documents = packed_seq_params.over(len(query) * self.cp.n)
+        out = context_parallel_attention(
+            query,
+            key,
+            value,
+            self.cp,
+            causal=mask is AttnMaskType.causal,
+            window=self.window,
+            documents=documents,
+            scale=self.scale,
+        )
         return out.flatten(2)
 
 

@@ -13,6 +13,7 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> Non
         other_out: like `out`, in any dtype.
         other_lse: like `lse`.
     """
+    other_lse = other_lse.to(lse.dtype)
     # The weights of the two are a softmax over their log-sum-exps; a row unseen by both keeps what it has.
     weight = torch.sigmoid(other_lse - lse).nan_to_num_(0.0)
     out.lerp_(other_out.to(out.dtype), weight.unsqueeze(-1))

@@ -28,8 +28,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     """The arguments of one run, complete and checked: flags first, then `--config`, then `--preset`, then defaults.
 
     Reads WORLD_SIZE and RANK (default 1 and 0). Attribute names are Megatron's; `world_size`, `rank`,
-    `data_parallel_size`, `virtual_pipeline_model_parallel_size`, `params_dtype` (torch.dtype), `padded_vocab_size` and
-    everything that has a derived default are filled in. With `--dry-run`, what only training needs may be missing.
+    `data_parallel_size`, `virtual_pipeline_model_parallel_size`, `params_dtype` (torch.dtype), `padded_vocab_size`,
+    `eod_token` (None if the tokenizer has none) and everything that has a derived default are filled in. With `--dry-run`, what only training needs may be missing.
 
     Raises:
         UsageError: anything that would not run as asked.
@@ -40,9 +40,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     _fill_in_model(args)
     _fill_in_batch(args)
     check_values.check_together(args)
-    vocabulary = build_tokenizer(args).vocab_size
-    _fill_in_vocabulary(args, vocabulary)
-    check_files.check_files(args, vocabulary)
+    tokenizer = build_tokenizer(args)
+    args.eod_token = tokenizer.eod
+    check_values.check_end_token(args)
+    _fill_in_vocabulary(args, tokenizer.vocab_size)
+    check_files.check_files(args, tokenizer.vocab_size)
     return args
 
 

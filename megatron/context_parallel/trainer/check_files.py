@@ -82,6 +82,9 @@ def _check_data(args: Namespace, name: str, prefix: str, vocabulary: int) -> Non
     except ValueError as error:
         raise UsageError(f"{flag(name)} {prefix}: {error}; {_MAKE_DATA}") from None
     _check_tokenizer(args, f"{flag(name)} {prefix}", made_by, vocabulary)
+    if args.reset_attention_mask and not (tokens[:_TOKENS_CHECKED] == args.eod_token).any():
+        why = f"{flag(name)} {prefix} has no end-of-document token {args.eod_token} that would tell documents apart"
+        refuse(args, "reset_attention_mask", f"{why}; {_MAKE_DATA}")
     largest = int(tokens[:_TOKENS_CHECKED].max())
     if largest >= vocabulary:
         null = args.tokenizer_type == "NullTokenizer"

@@ -9,6 +9,7 @@ import torch
 from ..errors import UsageError
 from ..heads import check_heads
 from ..layout import LAYOUTS
+from ..mask import Mask
 from ..strategies import find_strategy
 
 _REQUIRED = {
@@ -245,6 +246,10 @@ def _check_context_parallel(args: Namespace) -> None:
         refuse(args, "cp_layout", f"unknown; choose one of {', '.join(LAYOUTS)}")
     if args.attention_dropout:
         refuse(args, "attention_dropout", "context-parallel attention has no dropout; give --attention-dropout 0")
+    if args.window_size:
+        before, after = Mask(True, args.window_size).window
+        if after > 0:
+            refuse(args, "window_size", f"no token sees those after it; give --window-size {before},0")
     plan = strategy.plan(args.context_parallel_size, layout=args.cp_layout, **args.cp_options)
     tensor = args.tensor_model_parallel_size
     if args.cp_strategy == "usp" and args.context_parallel_size > 1 and plan.heads == 1:
@@ -325,6 +330,14 @@ def _check_recompute(args: Namespace) -> None:
     layers = args.num_layers // args.pipeline_model_parallel_size // (args.virtual_pipeline_model_parallel_size or 1)
     if full and args.recompute_num_layers > layers:
         refuse(args, "recompute_num_layers", f"a stage has {layers} layers; give --recompute-num-layers {layers}")
+
+
+def check_end_token(args: Namespace) -> None:
+    """Refuse what documents' ends are needed for if the tokenizer has no token for them."""
+    for name in ("eod_mask_loss", "reset_attention_mask", "reset_position_ids"):
+        if args.eod_token is None:
+            why = f"the tokenizer {args.tokenizer_model or args.tokenizer_type} has no end-of-document token"
+            refuse_given(args, name, f"{why}; leave the flag out or give a tokenizer with an eos_token")
 
 
 def _check_data_flags(args: Namespace) -> None:

@@ -27,14 +27,8 @@ def build_datasets(
     system that all nodes share. A sample is a dict of tensors of length `args.seq_length`: `tokens`,
     `labels` and `position_ids` int64, `loss_mask` float32.
 
-    Raises UsageError when a wanted split holds no token, when no data is named, or when `--eod-mask-loss`
-    is given for a tokenizer that has no end-of-document token.
+    Raises UsageError when a wanted split holds no token, or when no data is named.
     """
-    if args.eod_mask_loss and tokenizer.eod is None:
-        raise UsageError(
-            f"--eod-mask-loss needs an end-of-document token, which --tokenizer-model {args.tokenizer_model} "
-            "lacks; leave the flag out or give a tokenizer with an eos_token"
-        )
     config = _dataset_config(args, tokenizer)
     for split in Split:
         # An unwanted split is left out: megatron-core would look for a sample in it for ever if it is empty.
@@ -60,8 +54,8 @@ def _dataset_config(args: Namespace, tokenizer) -> GPTDatasetConfig:
         sequence_length=args.seq_length,
         path_to_cache=_cache_path(args.data_cache_path, prefixes),
         tokenizer=tokenizer,
-        reset_position_ids=False,
-        reset_attention_mask=False,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=False,  # documents reach the attention by their end tokens, not as a square mask
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=False,
         **source,

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..layout import positions
+from ..mask import Mask
 from ..mesh import ProcessMesh
 from ..plan.verify import received_bytes
 from ..strategies import find_strategy
@@ -87,9 +88,10 @@ def _work(args: Namespace) -> Table:
 
 def attention_bytes(args: Namespace, backward: bool) -> int:
     """Bytes the busiest context rank receives for one layer's attention of one micro batch, counted from the plan."""
-    plan = find_strategy(args.cp_strategy).plan(
-        args.context_parallel_size, layout=args.cp_layout, backward=backward, **args.cp_options
-    )
+    n, how = args.context_parallel_size, {"layout": args.cp_layout, "backward": backward, **args.cp_options}
+    strategy, mask = find_strategy(args.cp_strategy), Mask(True, args.window_size or (-1, -1))
+    plan = strategy.plan(n, **how)
+    plan = strategy.plan(n, sees=mask.pairs(plan.layout, plan.n, args.seq_length), **how)
     heads = args.num_attention_heads // args.tensor_model_parallel_size
     kv_heads = max(1, args.num_query_groups // args.tensor_model_parallel_size)
     tokens = args.seq_length // plan.size * args.micro_batch_size

@@ -32,6 +32,12 @@ def grid(text: str) -> tuple[int, int]:
     return rows, columns
 
 
+def window(text: str) -> tuple[int, int]:
+    """`4096,0` or `(4096,0)` as (4096, 0)."""
+    before, after = map(int, text.strip("()").split(","))
+    return before, after
+
+
 def build_parser() -> ArgumentParser:
     """The parser of every flag, without the checks that need more than one flag."""
     parser = ArgumentParser(
@@ -78,6 +84,8 @@ def _model(group) -> None:
     _flag(group, "rotary-percent", float, 1.0, "part of each head that rotates")
     _flag(group, "normalization", str, "LayerNorm", "normalization layers", choices=["LayerNorm", "RMSNorm"])
     _flag(group, "norm-epsilon", float, 1e-5, "epsilon of the normalization layers")
+    text = "tokens before and after itself that a token sees, such as 4096,0; -1: all (default: all before)"
+    _flag(group, "window-size", window, None, text, metavar="BEFORE,AFTER")
     _switch(group, "qk-layernorm", "normalize queries and keys in each head")
     _switch(group, "swiglu", "gated linear units with SiLU instead of GELU")
     _switch(group, "disable-bias-linear", "no biases in linear layers", action="store_false", dest="add_bias_linear")
@@ -221,6 +229,8 @@ def _data(group) -> None:
     _flag(group, "vocab-size", int, None, "vocabulary before padding (default: the tokenizer's)")
     _flag(group, "num-workers", int, 2, "processes per rank that read data; 0: the rank itself")
     _switch(group, "eod-mask-loss", "no loss on end-of-document tokens")
+    _switch(group, "reset-attention-mask", "tokens see only their own document, which an end-of-document token ends")
+    _switch(group, "reset-position-ids", "positions of the position table start anew with each document")
 
 
 def _validation(group) -> None:

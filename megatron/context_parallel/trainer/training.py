@@ -19,6 +19,8 @@ from torch.utils.data import Dataset
 
 from ..errors import UsageError
 from ..integration.batch import shard_batch
+from ..integration.packed import PackedDocuments
+from ..mask import Documents
 from .checkpoint import Progress, TrainState, load_checkpoint, save_checkpoint
 from .data import build_data_iterator, build_datasets
 from .log import RunLog, check_trackers
@@ -163,12 +165,16 @@ def run_micro_batches(
 
 
 def _forward_step(args: Namespace, batches: Batches, model: DistributedDataParallel):
-    batch = dict.fromkeys(("tokens", "position_ids", "labels", "loss_mask"))
-    if get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process"):
-        local = shard_batch(next(batches), get_attr_wrapped_model(model, "context_parallel"))
+    batch, packed = dict.fromkeys(("tokens", "position_ids", "labels", "loss_mask")), None
+    at_an_end = get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process")
+    if at_an_end or args.reset_attention_mask:
+        whole = next(batches)
+        if args.reset_attention_mask:
+            packed = PackedDocuments(documents=Documents.after(whole["tokens"] == args.eod_token))
+        local = shard_batch(whole, get_attr_wrapped_model(model, "context_parallel"))
         device = torch.cuda.current_device()
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in local.items()}
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=packed)
     return losses, partial(_loss, batch["loss_mask"])
 
 

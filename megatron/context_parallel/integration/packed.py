@@ -1,0 +1,51 @@
+"""Packed documents on their way through megatron-core, which hands `packed_seq_params` from the model to each layer."""
+
+from dataclasses import dataclass
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor, nn
+
+from ..errors import UsageError
+from ..mask import Documents
+
+
+@dataclass
+class PackedDocuments(PackedSeqParams):
+    """Documents instead of lengths: `model(..., packed_seq_params=PackedDocuments(documents=...))`.
+
+    Not of the format `thd`, so that megatron-core leaves tokens [b, length / n] and their rotary embedding alone: a
+    layout deals out the whole packed sequence, whatever the lengths of its documents, and rotary attention depends on
+    distances only.
+    """
+
+    qkv_format: str = "sbhd"
+    documents: Documents | None = None
+
+    def over(self, length: int) -> Documents:
+        """The documents of samples of `length` tokens; made from `cu_seqlens_q` once and then kept for all layers.
+
+        Raises:
+            UsageError: `cu_seqlens_q` that do not fit, or differ from `cu_seqlens_kv`.
+        """
+        if self.documents is None:
+            for ours, theirs in (("cu_seqlens_q", "cu_seqlens_kv"), ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")):
+                q, kv = getattr(self, ours), getattr(self, theirs)
+                if kv is not None and (q is None or q.tolist() != kv.tolist()):
+                    raise UsageError(
+                        f"packed_seq_params: {theirs} differs from {ours}; self-attention needs them equal"
+                    )
+            self.documents = Documents.packed(self.cu_seqlens_q, length, self.cu_seqlens_q_padded)
+        return self.documents
+
+
+def accept_thd(model: nn.Module) -> None:
+    """Lets `model` take Megatron's `thd` `packed_seq_params`, with tokens [1, length / n] in the order of the layout."""
+    model.register_forward_pre_hook(_take_over, with_kwargs=True)
+
+
+def _take_over(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    given: PackedSeqParams | None = kwargs.get("packed_seq_params")
+    if given is None or isinstance(given, PackedDocuments):
+        return args, kwargs
+    bounds: dict[str, Tensor | None] = {name: value for name, value in vars(given).items() if "cu_seqlens" in name}
+    return args, {**kwargs, "packed_seq_params": PackedDocuments(**bounds)}
