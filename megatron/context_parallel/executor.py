@@ -262,7 +262,7 @@ class Executor:
                 self._partial(T.DKV, kv_chunk)[0][:, own].add_(gathered[0][:, where])
 
     def _plus(self, total: Value | None, like: Tensor, rows: tuple[slice, slice], parts: tuple[Tensor, ...]) -> Value:
-        """`total`, of the shape of `like` if there is none yet, with `parts` added to its rows (of keys and of values)."""
+        """`total`, new in the shape of `like` if None, with `parts` added to its rows (of both keys and values)."""
         pair = len(parts) == 2
         if total is None and parts[0].shape == like.shape[pair:]:
             return ((torch.stack(parts) if pair else parts[0].contiguous()).to(self.wide),)

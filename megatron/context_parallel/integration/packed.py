@@ -39,7 +39,7 @@ class PackedDocuments(PackedSeqParams):
 
 
 def accept_thd(model: nn.Module) -> None:
-    """Lets `model` take Megatron's `thd` `packed_seq_params`, with tokens [1, length / n] in the order of the layout."""
+    """Lets `model` take Megatron's `thd` `packed_seq_params`, its tokens [1, length / n] in the layout's order."""
     model.register_forward_pre_hook(_take_over, with_kwargs=True)
 
 

@@ -44,7 +44,8 @@ class LayoutRotaryEmbedding(torch.nn.Module):
 def use_layout(model: GPTModel, cp: ContextParallel) -> None:
     """Makes `model` rotate by the layout of `cp`, and remember it as `model.context_parallel`, for its batches.
 
-    Megatron's `thd` packed sequences are taken in the order of the layout too. The table of rotations has no parameters, so checkpoints do not change.
+    Megatron's `thd` packed sequences are taken in the order of the layout too. The table of rotations has no
+    parameters, so checkpoints do not change.
     """
     model.context_parallel = cp
     accept_thd(model)

@@ -29,7 +29,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     Reads WORLD_SIZE and RANK (default 1 and 0). Attribute names are Megatron's; `world_size`, `rank`,
     `data_parallel_size`, `virtual_pipeline_model_parallel_size`, `params_dtype` (torch.dtype), `padded_vocab_size`,
-    `eod_token` (None if the tokenizer has none) and everything that has a derived default are filled in. With `--dry-run`, what only training needs may be missing.
+    `eod_token` (None if the tokenizer has none) and everything that has a derived default are filled in. With
+    `--dry-run`, what only training needs may be missing.
 
     Raises:
         UsageError: anything that would not run as asked.
