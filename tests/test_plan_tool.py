@@ -51,7 +51,7 @@ def test_drawing_shows_who_computes_what(tmp_path):
     assert colours <= seen
     svg = tmp_path / "ring.svg"
     draw(STRATEGIES["ring"].plan(4), svg)
-    assert "ring, 4 ranks, zigzag layout, causal mask, forward" in svg.read_text().replace("<!-- ", "")
+    assert "ring, 4 ranks, zigzag layout, forward" in svg.read_text().replace("<!-- ", "")
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,10 @@ def draw(plan: Plan, path: Path | str, transfer_time: float = 0.5) -> None:
     _assignment(matrix, plan, run.spans, colours)
     _timeline(timeline, plan, run.spans)
     direction = "backward" if plan.backward else "forward"
-    mask = "causal" if plan.sees.look_back else "full"
     ranks = f"{plan.n} ranks"
     if plan.heads > 1:
         ranks = f"{plan.n} of {plan.size} ranks, for 1/{plan.heads} of the heads"
-    figure.suptitle(f"{plan.name}, {ranks}, {plan.layout} layout, {mask} mask, {direction}")
+    figure.suptitle(f"{plan.name}, {ranks}, {plan.layout} layout, {direction}")
     figure.savefig(path, dpi=120)
 
 
