@@ -139,6 +139,15 @@ def test_a_rank_of_padding_gives_zeros():
         check(got, exact(mask, tensors), 3e-6, name)
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_scores_of_ten_thousand(name):
+    """Softmax is all but one-hot; float32 scores of 1e4 are good to 1e-3, so results are too."""
+    tensors, mask = problem(), MASKS["documents and window"]
+    scores = torch.einsum("ibhd,jbhd->bhij", tensors[0][:, :, ::2], tensors[1]) * DIM**-0.5
+    tensors = [tensors[0] * 1e4 / scores.abs().max(), *tensors[1:]]
+    check(on_all_ranks(mask, AllRanks(4, name), tensors), exact(mask, tensors), 2e-3, name)
+
+
 # -- what the mask leaves of a plan -------------------------------------------------------------------------
 
 
