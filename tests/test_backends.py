@@ -375,7 +375,8 @@ def test_backend_that_cannot_names_one_that_can(capability, backend, dtype, head
 def test_without_triton_only_plain_masks(gpu):
     gpu((9, 0), triton=False)
     assert kernel_for(CUDA, BF16, 128).name == "cudnn"
-    with pytest.raises(UsageError, match="auto: triton is not installed; install triton"):
+    message = r"auto: triton is not installed \(pip install triton\); leave out --window-size 512"
+    with pytest.raises(UsageError, match=message):
         check_backend("auto", BF16, 128, device="cuda", irregular="--window-size 512")
 
 
@@ -434,6 +435,6 @@ def test_few_plain_pieces_go_to_the_library_and_the_others_in_one_launch():
     tiny = runs(zero[:4], up[:4]), 4
     for block, keys in (steps, window, tiny):
         assert kernel.pieces(block, keys) == ["one launch"]
-    with pytest.raises(UsageError, match="--cp-attention-backend cudnn: .* give --cp-attention-backend triton"):
+    with pytest.raises(UsageError, match=r"--cp-attention-backend cudnn: .* give --cp-attention-backend triton"):
         library.pieces(*window)
     assert kernel.forward(None, None, None, window[0], scale=1.0) == "position"

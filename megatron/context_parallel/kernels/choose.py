@@ -20,9 +20,9 @@ POSITION_CAPABILITIES = (8, 9, 10)  # major numbers
 MOST_PIECES = 3  # of a block that is still cut for a library: a zigzag block against its own chunk
 SHORTEST = 16  # rows or keys of a piece that is worth a library's launch
 
-# Fastest first. flash-attn 3 is written for Hopper's tensor cores and cuDNN comes next there; on Blackwell cuDNN is tuned
-# and stable where flash-attn 4 is a beta, and the older kernels use instructions of Ampere. Transformer Engine is cuDNN
-# behind more host work, so it is used where it is asked for.
+# Fastest first. flash-attn 3 is written for Hopper's tensor cores and cuDNN comes next there; on Blackwell cuDNN is
+# tuned and stable where flash-attn 4 is a beta; the older kernels use instructions of Ampere. Transformer Engine is
+# cuDNN behind more host work, so it is used where it is asked for.
 FASTEST: dict[int, tuple[str, ...]] = {
     8: ("flash2", "aten", "cudnn"),
     9: ("flash3", "cudnn", "flash4", "flash2", "aten"),
@@ -146,16 +146,16 @@ def check_backend(
         why = refusal(backend)
     if why:
         able = next((name for name in BACKENDS[1:] if not refusal(name)), None)
-        remedy = f"give --cp-attention-backend {able}" if able else _advice(head_dim)
+        remedy = f"give --cp-attention-backend {able}" if able else _advice(head_dim, irregular)
         raise UsageError(f"--cp-attention-backend {backend}: {why}; {remedy}")
 
 
-def _advice(head_dim: int) -> str:
+def _advice(head_dim: int, irregular: str | None) -> str:
     """What to change where no backend can."""
     if head_dim not in POSITION_HEAD_DIMS:
         fits = min((d for d in POSITION_HEAD_DIMS if d >= head_dim), default=max(POSITION_HEAD_DIMS))
         return f"give --kv-channels {fits}"
-    return "install triton, or give --bf16 and leave out masks that are neither full nor causal"
+    return f"leave out {irregular}" if irregular else "give --bf16"
 
 
 def _refusal_on_cpu(name: str) -> str | None:
@@ -190,5 +190,5 @@ def _refusal_of_position(dtype: torch.dtype, head_dim: int, capability: Capabili
     if capability is not None and capability[0] not in POSITION_CAPABILITIES:
         return "the position kernel does not run on sm_{}{}".format(*capability)
     if capability is not None and importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
+        return "triton is not installed (pip install triton)"
     return None
