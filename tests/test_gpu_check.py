@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 TINY = common.Sizes(
     block_rows=15,
     head_dims=(8,),
-    ranks=(2, 4),
+    ranks=(4,),
     rows_per_rank=12,
     lengths=(64,),
     speed_head_dims=(8,),
@@ -120,6 +120,39 @@ def test_flops_count_visible_pairs(mask, kernels, monkeypatch):
     pairs = sum(growth * (i + 1) if growth else keys for i in range(rows))
     assert row["forward"] * 1e12 == pytest.approx(4 * pairs * 16 * 8)
     assert row["backward"] * 1e12 == pytest.approx(10 * pairs * 16 * 8)
+
+
+class Ticks:
+    """One more at each mark: a call takes 1, and so does what is between two calls."""
+
+    now = 0
+
+    def mark(self):
+        self.now += 1
+        return self.now
+
+    def between(self, start, end):
+        return end - start
+
+
+def test_overhead_is_the_share_between_kernels(kernels):
+    kernels(OneLaunch())
+    report = common.Report()
+    speed.measure_overhead(report, ["triton"], TINY, CPU, Ticks())
+    for row in report.numbers["executor"]:
+        assert 0.5 < row["overhead"] < 0.55  # (calls + 1) / (2 calls + 1)
+
+
+@pytest.mark.parametrize(
+    "reached,verdicts",
+    [
+        ((0, 0.7, 0.6, 1.0, 0.03), "PASS PASS PASS PASS PASS"),
+        ((1, 0.69, 0.59, 1.1, 0.031), "FAIL FAIL FAIL FAIL FAIL"),
+        ((0, None, 0.9, None, -0.1), "PASS FAIL PASS FAIL PASS"),
+    ],
+)
+def test_verdicts(reached, verdicts):
+    assert [bar["verdict"] for bar in gpu_check.judge(reached)] == verdicts.split()
 
 
 def test_without_a_gpu_one_line_says_so():

@@ -50,11 +50,16 @@ def check_all(names: list[str], sizes: Sizes, device: torch.device, clock: GpuCl
         max((r["launches"] / r["blocks"] for r in one_launch), default=None),
         max((r["overhead"] for r in executor if r["backend"] == "auto"), default=None),
     )
+    return report, judge(reached)
+
+
+def judge(reached: tuple[float | None, ...]) -> list[dict]:
+    """The verdict on what was reached for each of BARS."""
     bars = []
     for (bar, (sense, limit)), value in zip(BARS.items(), reached, strict=True):
         met = value is not None and (value <= limit if sense == "at most" else value >= limit)
         bars.append({"bar": bar, sense: limit, "reached": value, "verdict": "PASS" if met else "FAIL"})
-    return report, bars
+    return bars
 
 
 def setup(device: torch.device) -> dict[str, object]:

@@ -16,7 +16,6 @@ from .masks import Mask, Piece, Runs, cut
 
 BACKENDS = ("auto", *LIBRARIES, "triton")
 POSITION_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-POSITION_CAPABILITIES = (8, 9, 10)  # major numbers
 MOST_PIECES = 3  # of a block that is still cut for a library: a zigzag block against its own chunk
 SHORTEST = 16  # rows or keys of a piece that is worth a library's launch
 
@@ -146,16 +145,18 @@ def check_backend(
         why = refusal(backend)
     if why:
         able = next((name for name in BACKENDS[1:] if not refusal(name)), None)
-        remedy = f"give --cp-attention-backend {able}" if able else _advice(head_dim, irregular)
+        remedy = f"give --cp-attention-backend {able}" if able else _advice(dtype, head_dim, irregular)
         raise UsageError(f"--cp-attention-backend {backend}: {why}; {remedy}")
 
 
-def _advice(head_dim: int, irregular: str | None) -> str:
+def _advice(dtype: torch.dtype, head_dim: int, irregular: str | None) -> str:
     """What to change where no backend can."""
     if head_dim not in POSITION_HEAD_DIMS:
         fits = min((d for d in POSITION_HEAD_DIMS if d >= head_dim), default=max(POSITION_HEAD_DIMS))
         return f"give --kv-channels {fits}"
-    return f"leave out {irregular}" if irregular else "give --bf16"
+    if irregular:
+        return f"leave out {irregular}"
+    return "give --bf16" if dtype is torch.float32 else "give --kv-channels 128"
 
 
 def _refusal_on_cpu(name: str) -> str | None:
@@ -187,7 +188,7 @@ def _refusal_of_position(dtype: torch.dtype, head_dim: int, capability: Capabili
         return f"the position kernel has no {str(dtype).removeprefix('torch.')}"
     if head_dim not in POSITION_HEAD_DIMS:
         return f"the position kernel has head_dim {', '.join(map(str, POSITION_HEAD_DIMS))}, not {head_dim}"
-    if capability is not None and capability[0] not in POSITION_CAPABILITIES:
+    if capability is not None and capability not in ((8, 0), (9, 0)) and capability[0] != 10:
         return "the position kernel does not run on sm_{}{}".format(*capability)
     if capability is not None and importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
