@@ -1,5 +1,6 @@
 """Pretrain a GPT or Llama with context parallelism: `torchrun ... pretrain_gpt.py --help`."""
 
+import logging
 import os
 import sys
 import time
@@ -14,6 +15,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
     from megatron.context_parallel.trainer.arguments import parse_args
 
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("megatron.context_parallel").setLevel(logging.INFO)
     try:
         args = parse_args()
         if args.dry_run:

@@ -1,6 +1,6 @@
 """Prints, as a Markdown table, how far strategies are from exact attention on 1 to 64 ranks, all in this process.
 
-    PYTHONPATH=. python benchmarks/error_by_ranks.py --dtype bfloat16
+PYTHONPATH=. python benchmarks/error_by_ranks.py --dtype bfloat16
 """
 
 import argparse

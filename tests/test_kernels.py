@@ -5,9 +5,8 @@ import random
 import pytest
 import torch
 
-from megatron.context_parallel import LAYOUTS, UsageError
+from megatron.context_parallel import LAYOUTS
 from megatron.context_parallel.blocks import Blocks
-from megatron.context_parallel.kernels import kernel_for
 from megatron.context_parallel.kernels.aten import AtenFlash
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs, cut
 from megatron.context_parallel.kernels.merge import merge
@@ -40,7 +39,7 @@ def seen(block: Runs, kv_rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_pieces_of_causal_chunks_need_no_runs(layout, n):
-    kernel = kernel_for(torch.device("cpu"), torch.float32)
+    kernel = AtenFlash()
     blocks = Blocks(Mask(), layout, n, 72 * n, kernel)
     for q in range(n):
         for chunks in [(kv,) for kv in range(n)] + [tuple(range(n)), tuple(c for c in range(n) if c != q) or (q,)]:
@@ -89,7 +88,7 @@ def test_aten_equals_reference(dtype, bound, causal, rows, keys, heads, group, d
     q, dout = (torch.randn(rows, heads, group, dim).to(dtype) for _ in range(2))
     k, v = (torch.randn(keys, heads, dim).to(dtype) for _ in range(2))
     mask, how = CAUSAL if causal else FULL, {"scale": 0.2}
-    aten, reference = AtenFlash(torch.device("cpu"), dtype), Reference()
+    aten, reference = AtenFlash(), Reference()
     out, lse = reference.forward(q, k, v, mask, **how)
     got_out, got_lse = aten.forward(q, k, v, mask, **how)
     # Statistics of a longer sequence, as in a plan: the log-sum-exp is above that of this block alone.
@@ -104,7 +103,7 @@ def test_aten_equals_reference(dtype, bound, causal, rows, keys, heads, group, d
 
 def test_backward_takes_delta_where_the_output_gradient_is_zero():
     q, k, v = (torch.randn(4, 1, 1, 8), torch.randn(4, 1, 8), torch.randn(4, 1, 8))
-    aten = AtenFlash(torch.device("cpu"), torch.float32)
+    aten = AtenFlash()
     _, lse = aten.forward(q, k, v, CAUSAL, scale=1.0)
     grads = aten.backward(torch.zeros_like(q), q, k, v, lse, torch.zeros(4, 1, 1), CAUSAL, scale=1.0)
     assert all(torch.equal(g, torch.zeros_like(g)) for g in grads)
@@ -132,8 +131,3 @@ def test_merge_of_scores_far_apart():
     out, lse = torch.full((2, 1), 1.0), torch.tensor([1e4, -1e4])
     merge(out, lse, torch.full((2, 1), 2.0), torch.tensor([-1e4, 1e4]))
     assert out.flatten().tolist() == [1.0, 2.0] and lse.tolist() == [1e4, 1e4]
-
-
-def test_float32_on_a_gpu_is_refused():
-    with pytest.raises(UsageError, match=r"torch.float32 on cuda: .* --bf16"):
-        kernel_for(torch.device("cuda"), torch.float32)

@@ -56,6 +56,7 @@ def case_args(family: str, **changes) -> Namespace:
             "cp_layout": "zigzag",
             "cp_options": {},
             "window_size": None,
+            "cp_attention_backend": "auto",
             "reset_attention_mask": False,
             "eod_token": 0,
         },

@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron.context_parallel import STRATEGIES, UsageError
-from megatron.context_parallel.kernels import kernel_for
+from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL
 from megatron.context_parallel.plan.ir import T
 from megatron.context_parallel.strategies.mesh import best_grid, kv_chunk, query_chunk
@@ -112,7 +112,7 @@ def measure(args: argparse.Namespace, grid: tuple[int, int], device: torch.devic
     """Seconds of a block by pass, and of a transfer by tensor."""
     chunks = tensors(args, device)
     (q, dout, _, delta), (k, v) = chunks[T.QDO], chunks[T.KV][0]
-    kernel = kernel_for(device, q.dtype)
+    kernel = kernel_for(device, q.dtype, q.shape[-1])
     how = {"mask": FULL if args.full_mask else CAUSAL, "scale": args.kv_channels**-0.5}
     _, lse = kernel.forward(q, k, v, **how)
     blocks = {

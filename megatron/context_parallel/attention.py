@@ -12,7 +12,8 @@ from .blocks import Blocks
 from .errors import UsageError
 from .executor import Executor, Problem
 from .heads import HeadGroup, check_heads
-from .kernels import Kernel, kernel_for
+from .kernels import Kernel
+from .kernels.choose import kernel_for
 from .layout import positions, shard, unshard
 from .mask import Documents, Mask, Pairs
 from .plan.ir import Plan, T
@@ -189,7 +190,7 @@ def context_parallel_attention(
     plan = cp.plan(mask, length, backward=False)
     check_heads(plan, q.shape[2], k.shape[2])
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    kernel = kernel or kernel_for(q.device, q.dtype)
+    kernel = kernel or kernel_for(q.device, q.dtype, q.shape[-1])
     problem = Problem(cp.blocks(mask, length, kernel), k.shape[2], kernel, scale)
     out, lse = _Attention.apply(q, k, v, cp, plan, problem)
     return (out, lse) if return_lse else out

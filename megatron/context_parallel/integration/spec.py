@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..attention import ContextParallel, context_parallel_attention
 from ..errors import UsageError
+from ..kernels.choose import kernel_for
 from .norm import Norm
 from .packed import PackedDocuments
 
@@ -37,6 +38,7 @@ class ContextParallelAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         cp: ContextParallel,
+        backend: str = "auto",
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -48,7 +50,7 @@ class ContextParallelAttention(MegatronModule):
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = tuple(config.window_size) if windowed else (-1, -1)
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
-        self.cp = cp
+        self.cp, self.backend = cp, backend
 
     def forward(
         self,
@@ -84,21 +86,23 @@ class ContextParallelAttention(MegatronModule):
             window=self.window,
             documents=documents,
             scale=self.scale,
+            kernel=kernel_for(query.device, query.dtype, query.shape[-1], self.backend),
         )
         return out.flatten(2)
 
 
-def layer_spec(config: TransformerConfig, cp: ContextParallel) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, cp: ContextParallel, backend: str = "auto") -> ModuleSpec:
     """megatron-core's GPT layer with our attention, and norms that work on any device.
 
     Args:
         config: decides normalization and query/key norms.
         cp: the context-parallel group; all layers share it, for it holds communicators.
+        backend: `--cp-attention-backend`.
     """
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     attention = layer.submodules.self_attention.submodules
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    attention.core_attention = ModuleSpec(module=ContextParallelAttention, params={"cp": cp})
+    attention.core_attention = ModuleSpec(module=ContextParallelAttention, params={"cp": cp, "backend": backend})
     return layer

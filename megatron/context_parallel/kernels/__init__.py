@@ -1,12 +1,9 @@
-"""Block attention: the kernels, what they can do, and which one serves a tensor."""
+"""Block attention: what a kernel is to its users; `choose.py` says which serves a tensor."""
 
-from functools import cache
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from .aten import AtenFlash
 from .masks import Mask, Piece, Runs
 
 
@@ -42,13 +39,3 @@ class Kernel(Protocol):
         `lse` and `delta` = rowsum(dout * out) are those of the whole sequence, so the gradients of the blocks add up.
         """
         ...
-
-
-@cache
-def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """The kernel that serves tensors of this device and dtype.
-
-    Raises:
-        UsageError: no kernel for the dtype on that device.
-    """
-    return AtenFlash(device, dtype)

@@ -63,7 +63,7 @@ def _cut_sample(block: Runs, sample: int | None, short: int) -> Iterator[Piece]:
         first, end = int(block.first[0, rows.start]), int(block.end[0, rows.start])
         if first == end and not first_step and not end_step:
             continue
-        if first_step or end_step > short or rows.stop - rows.start < short:
+        if first_step or end_step > SHORT or rows.stop - rows.start < short:
             irregular = slice(irregular.start if irregular else rows.start, rows.stop)
             continue
         if irregular:

@@ -8,6 +8,7 @@ import torch
 
 from ..errors import UsageError
 from ..heads import check_heads
+from ..kernels.choose import check_backend
 from ..layout import LAYOUTS
 from ..mask import Mask
 from ..strategies import find_strategy
@@ -216,6 +217,7 @@ def check_together(args: Namespace) -> None:
     _check_batches(args)
     _check_schedule(args)
     _check_precision(args)
+    _check_attention_backend(args)
     _check_distributed(args)
     _check_recompute(args)
     _check_data_flags(args)
@@ -304,6 +306,14 @@ def _check_precision(args: Namespace) -> None:
         raise UsageError("--fp16: needs a GPU, and there is none here; give --bf16, or neither")
     if args.loss_scale is not None and not args.fp16:
         refuse(args, "loss_scale", "goes with --fp16; leave it out")
+
+
+def _check_attention_backend(args: Namespace) -> None:
+    backend, gpu = args.cp_attention_backend, torch.cuda.is_available()
+    elsewhere = args.dry_run and not gpu and backend not in ("auto", "aten")  # a plan for hosts with GPUs
+    device = "cuda" if gpu or elsewhere else "cpu"
+    irregular = next((flag(name) for name in ("window_size", "reset_attention_mask") if getattr(args, name)), None)
+    check_backend(backend, args.params_dtype, args.kv_channels, device=device, irregular=irregular, here=not elsewhere)
 
 
 def _check_distributed(args: Namespace) -> None:

@@ -3,6 +3,7 @@
 import argparse
 from argparse import ArgumentParser
 
+from ..kernels.choose import BACKENDS
 from ..layout import LAYOUTS
 from ..plan.ir import PLACEMENTS
 from ..strategies import STRATEGIES
@@ -206,6 +207,7 @@ def _context_parallel(group) -> None:
     _flag(group, "cp-inner-ring-size", int, None, "loongtrain: ranks of an inner ring (default: the most square)")
     text = "mesh: transfer times in blocks, from tools/profile_blocks.py (default: by size)"
     _flag(group, "cp-costs", str, None, text, metavar="FILE")
+    _flag(group, "cp-attention-backend", str, "auto", "what computes a rank's blocks of attention", choices=BACKENDS)
 
 
 def _data(group) -> None:

@@ -1,0 +1,162 @@
+"""tools/gpu_check.py without a GPU: the whole of it at tiny sizes, with CPU kernels; its times mean nothing here."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from megatron.context_parallel import STRATEGIES, UsageError
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Piece
+from megatron.context_parallel.kernels.reference import Reference
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+import gpu_check
+from gpu_checks import common, errors, speed
+
+CPU = torch.device("cpu")
+TINY = common.Sizes(
+    block_rows=15,
+    head_dims=(8,),
+    ranks=(4,),
+    rows_per_rank=12,
+    lengths=(64,),
+    speed_head_dims=(8,),
+    repeats=1,
+    overhead_rows_per_rank=8,
+    overhead_heads=(4, 2),
+)
+
+
+class HostClock:
+    mark = staticmethod(time.perf_counter)
+
+    def between(self, start, end):
+        return end - start
+
+
+class OneLaunch(Reference):
+    """Computes any block in one call, as the position kernel does."""
+
+    def pieces(self, block, keys):
+        return [Piece(slice(None), slice(None), block)]
+
+    def forward(self, q, k, v, mask, *, scale):
+        out, lse = super().forward(q, k, v, mask, scale=scale)
+        return out.to(q.dtype), lse.float()
+
+
+class Wrong(OneLaunch):
+    def backward(self, *args, **how):
+        dq, dk, dv = super().backward(*args, **how)
+        return dq, dk, dv * 1.1
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """`kernels(kernel)`: `kernel` is the backend triton."""
+    real = common.kernel_for
+
+    def use(triton):
+        def kernel_for(device, dtype, dim, name="auto"):
+            return triton if name == "triton" else real(device, dtype, dim, name)
+
+        monkeypatch.setattr(common, "kernel_for", kernel_for)
+
+    return use
+
+
+def test_everything_runs_and_agrees_with_float64(kernels, tmp_path):
+    kernels(OneLaunch())
+    report, bars = gpu_check.check_all(list(gpu_check.BACKENDS[1:]), TINY, CPU, HostClock())
+    verdicts = {bar["bar"]: (bar["reached"], bar["verdict"]) for bar in bars}
+    assert verdicts["errors over their bound"] == (0, "PASS")
+    assert verdicts["launches per gathered block of attention2d"] == (1.0, "PASS")
+    assert all(reached is not None for reached, _ in verdicts.values())
+    blocks = report.numbers["blocks against float64"]
+    assert {(r["backend"], r["mask"]) for r in blocks} == {
+        *((name, mask) for name in ("aten", "triton") for mask in ("full", "causal")),
+        *(("triton", mask) for mask in ("step", "window", "documents", "2 samples", "blind rows")),
+    }
+    strategies = report.numbers["strategies against float64"]
+    assert {r["strategy"] for r in strategies} == set(STRATEGIES)
+    assert {r["mask"] for r in strategies} == {"causal", "full", "window", "documents"}
+    assert {(r["backend"], r["mask"]) for r in report.numbers["TFLOP/s, bfloat16"]} == {
+        (name, mask) for name in ("aten", "triton") for mask in ("full", "causal", "step")
+    }
+    gpu_check.show(Console(file=(tmp_path / "tables").open("w")), report, bars)
+    json.dumps(report.numbers)
+
+
+def test_wrong_gradients_fail(kernels):
+    kernels(Wrong())
+    report = common.Report()
+    errors.check_blocks(report, ["aten", "triton"], TINY, CPU)
+    verdicts = {(r["backend"], r["verdict"]) for r in report.numbers["blocks against float64"]}
+    assert verdicts == {("aten", "PASS"), ("triton", "FAIL")}
+
+
+def test_infinities_in_other_places_are_errors():
+    a, b = torch.tensor([1.0, -torch.inf]), torch.tensor([1.0, -torch.inf], dtype=torch.float64)
+    assert errors.compare((a,), (b,)) == [0.0]
+    assert errors.compare((torch.tensor([-torch.inf, 1.0]),), (b,)) == [torch.inf]
+    assert errors.compare((torch.tensor([1.0, torch.nan]),), (b,)) == [torch.inf]
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, "step"])
+def test_flops_count_visible_pairs(mask, kernels, monkeypatch):
+    """A clock that ticks one second a call, so that TFLOP/s are the FLOPs counted."""
+    kernels(OneLaunch())
+    monkeypatch.setattr(HostClock, "between", lambda self, start, end: 1.0)
+    report = common.Report()
+    speed.measure_speed(report, ["triton"], TINY, CPU, HostClock())
+    (row, *_) = [r for r in report.numbers["TFLOP/s, bfloat16"] if r["mask"] == mask]
+    rows, keys = (32, 128) if mask == "step" else (64, 64)
+    growth = {FULL: 0, CAUSAL: 1, "step": 4}[mask]
+    pairs = sum(growth * (i + 1) if growth else keys for i in range(rows))
+    assert row["forward"] * 1e12 == pytest.approx(4 * pairs * 16 * 8)
+    assert row["backward"] * 1e12 == pytest.approx(10 * pairs * 16 * 8)
+
+
+class Ticks:
+    """One more at each mark: a call takes 1, and so does what is between two calls."""
+
+    now = 0
+
+    def mark(self):
+        self.now += 1
+        return self.now
+
+    def between(self, start, end):
+        return end - start
+
+
+def test_overhead_is_the_share_between_kernels(kernels):
+    kernels(OneLaunch())
+    report = common.Report()
+    speed.measure_overhead(report, ["triton"], TINY, CPU, Ticks())
+    for row in report.numbers["executor"]:
+        assert 0.5 < row["overhead"] < 0.55  # (calls + 1) / (2 calls + 1)
+
+
+@pytest.mark.parametrize(
+    "reached,verdicts",
+    [
+        ((0, 0.7, 0.6, 1.0, 0.03), "PASS PASS PASS PASS PASS"),
+        ((1, 0.69, 0.59, 1.1, 0.031), "FAIL FAIL FAIL FAIL FAIL"),
+        ((0, None, 0.9, None, -0.1), "PASS FAIL PASS FAIL PASS"),
+    ],
+)
+def test_verdicts(reached, verdicts):
+    assert [bar["verdict"] for bar in gpu_check.judge(reached)] == verdicts.split()
+
+
+def test_without_a_gpu_one_line_says_so():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(UsageError, match="needs a CUDA GPU, and there is none here; run it on a host with one"):
+        gpu_check.main([])
