@@ -67,15 +67,28 @@ def positions(layout: str, chunk: int, n: int, length: int) -> Tensor:
 
 
 def shard(x: Tensor, layout: str, chunk: int, n: int, dim: int = 0) -> Tensor:
-    """The tokens of `chunk` out of a full sequence: [..., length, ...] to [..., length / n, ...] along `dim`."""
-    return x.index_select(dim, positions(layout, chunk, n, x.shape[dim]).to(x.device))
+    """The tokens of `chunk` out of a full sequence: [..., length, ...] to [..., length / n, ...] along `dim`.
+
+    A view where the layout allows.
+    """
+    rows = [x[_rows(p, dim)] for p in progressions(layout, chunk, n, x.shape[dim])]
+    return rows[0] if len(rows) == 1 else torch.cat(rows, dim)
 
 
 def unshard(chunks: list[Tensor], layout: str, dim: int = 0) -> Tensor:
     """Inverse of `shard`: the full sequence from the chunks of all ranks, in chunk order."""
-    n, length = len(chunks), sum(c.shape[dim] for c in chunks)
-    stored = torch.cat([positions(layout, i, n, length) for i in range(n)])
-    return torch.cat(chunks, dim).index_select(dim, stored.argsort().to(chunks[0].device))
+    n, shape = len(chunks), list(chunks[0].shape)
+    shape[dim] *= n
+    whole = chunks[0].new_empty(shape)
+    for i, chunk in enumerate(chunks):
+        cut = progressions(layout, i, n, shape[dim])
+        for p, rows in zip(cut, chunk.split([p.length for p in cut], dim), strict=True):
+            whole[_rows(p, dim)] = rows
+    return whole
+
+
+def _rows(p: Progression, dim: int) -> tuple[slice, ...]:
+    return (slice(None),) * dim + (slice(p.start, p.last + 1, p.stride),)
 
 
 def parts(layout: str, chunk: int, n: int, count: int) -> tuple[int, ...]:

@@ -79,8 +79,9 @@ class TorchTransport:
 
     def exchange(self, channel: str, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Work:
         group = self._group(channel, tuple(range(len(self.ranks))))
-        ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sends]
-        ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
+        # Receives first: with two sends that cross, gloo moves one after the other, not both at once.
+        ops = [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
+        ops += [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sends]
         label = f"rank {self.rank} on channel {channel}, sending to {[p for p, _ in sends]}, "
         return _Batch(dist.batch_isend_irecv(ops), label + f"receiving from {[p for p, _ in receives]}")
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from .delta import output_with
-from .masks import CAUSAL, Mask, Piece, Runs, cut
+from .masks import CAUSAL, FULL, Mask, Piece, Runs, cut
 
+LEAF = 128  # rows of the smallest causal squares
 TILE = 256  # query rows of irregular masks computed at a time on CPU
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -37,7 +38,8 @@ class AtenFlash:
     name = "aten"
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
-        return cut(block)
+        """Causal squares are halved down to LEAF rows: ATen computes all of each 512 keys that a query sees one of."""
+        return [part for piece in cut(block) for part in _halves(piece)]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> tuple[Tensor, Tensor]:
         group = q.shape[2]
@@ -77,6 +79,21 @@ class AtenFlash:
 
 def _widen(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
+
+
+def _halves(piece: Piece) -> Iterator[Piece]:
+    """A causal square as two smaller ones and the full rectangle below the first; in the end of LEAF rows or fewer."""
+    count = piece.q.stop - piece.q.start
+    if piece.mask != CAUSAL or count <= LEAF:
+        yield piece
+        return
+    half, step = count // 2, piece.kv.step or 1
+    row, key = piece.q.start + half, piece.kv.start + half * step
+    above, below = slice(piece.q.start, row), slice(row, piece.q.stop)
+    early, late = slice(piece.kv.start, key - step + 1, step), slice(key, piece.kv.stop, step)
+    yield from _halves(piece._replace(q=above, kv=early))
+    yield piece._replace(q=below, kv=early, mask=FULL)
+    yield from _halves(piece._replace(q=below, kv=late))
 
 
 def _tiles(mask: Runs, batch: int) -> Iterator[tuple[slice, slice, slice, Tensor]]:
