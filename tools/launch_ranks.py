@@ -1,19 +1,22 @@
 """Forks the ranks of a job from one process that has imported torch. Started by netlab.py, not by hand.
 
-The job comes on stdin as JSON: `parent`, the process that started it; `command`, a Python script and its arguments; `ranks`, for each
-its environment and the file of its network namespace or null.
+The job comes on stdin as JSON: `parent`, the process that started it; `command`, a Python script and its arguments;
+`ranks`, for each its environment and the file of its network namespace or null.
 """
 
+import atexit
 import ctypes
+import gc
 import json
 import os
 import runpy
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from typing import IO
+from typing import IO, NoReturn
 
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNET = 0x40000000
@@ -49,12 +52,8 @@ def describe(error: BaseException, script: str) -> str:
     return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
 
 
-def run_script(place: dict, command: list[str], report: IO[str]) -> None:
-    """Runs the script as `python` would. A failure goes into the report and ends the process at once.
-
-    Its peers see its connections close only after that, so their errors are always later.
-    """
-    status, words = 1, ""
+def run_script(place: dict, command: list[str]) -> tuple[int, str]:
+    """Runs the script as `python` would, in its namespace; returns exit status and words about a failure."""
     try:
         os.environ.update(place["environment"])
         if place["namespace"]:
@@ -62,33 +61,48 @@ def run_script(place: dict, command: list[str], report: IO[str]) -> None:
         sys.argv = command
         sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
         runpy.run_path(command[0], run_name="__main__")
-        return
     except SystemExit as error:
-        if error.code in (None, 0):
-            return
-        status, words = (error.code, "") if isinstance(error.code, int) else (1, f"{error.code}\n")
+        if error.code is not None:
+            return (error.code, "") if isinstance(error.code, int) else (1, f"{error.code}\n")
     except BaseException as error:
-        words = describe(error, command[0])
-    json.dump([time.monotonic(), words], report)
-    report.flush()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status & 0xFF or 1)
+        return 1, describe(error, command[0])
+    return 0, ""
+
+
+def be_rank(place: dict, command: list[str], launcher: int, report: IO[str]) -> NoReturn:
+    """What a forked process does. A failure goes into the report and ends it at once.
+
+    Its peers see its connections close only after that, so their errors are always later.
+    """
+    status = 1
+    try:
+        die_with(launcher, signal.SIGKILL)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        sys.stdout.reconfigure(line_buffering=True)
+        status, words = run_script(place, command)
+        if status:
+            json.dump([time.monotonic(), words], report)
+            report.flush()
+        else:
+            threading._shutdown()
+            atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        # As multiprocessing ends a forked process; tearing down the interpreter and torch takes 0.5 s of CPU per rank.
+        os._exit(status & 0xFF or bool(status))
 
 
 def start(job: dict, ranks: dict[int, tuple[int, IO[str]]]) -> None:
-    """Forks all ranks and adds them to `ranks`, process -> (rank, report). Returns in each rank too, its script done."""
+    """Forks all ranks and adds them to `ranks`: process -> (rank, report)."""
     launcher = os.getpid()
+    gc.freeze()  # or collecting in a rank copies the pages it shares
     for rank, place in enumerate(job["ranks"]):
         report = tempfile.TemporaryFile("w+")  # noqa: SIM115
         process = os.fork()
         if process == 0:
-            die_with(launcher, signal.SIGKILL)
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
-            sys.stdout.reconfigure(line_buffering=True)
-            run_script(place, job["command"], report)
-            return
+            be_rank(place, job["command"], launcher, report)
         os.setpgid(process, process)  # a group of its own: Ctrl-C does not reach it, and its children die with it
         ranks[process] = rank, report
 
@@ -118,9 +132,8 @@ def wait(ranks: dict[int, tuple[int, IO[str]]]) -> list[tuple[float, int, int, s
 
 
 def tell(rank: int, status: int, words: str | None) -> None:
-    if words is None:
-        words = "" if status > 0 else f"It was killed by {signal.Signals(-status).name}.\n"
-    print(f"netlab: rank {rank} failed, status {status}; the others were stopped\n{words}", end="", file=sys.stderr)
+    how = f"failed with status {status}" if status > 0 else f"was killed by {signal.Signals(-status).name}"
+    print(f"netlab: rank {rank} {how}; the other ranks were stopped\n{words or ''}", end="", file=sys.stderr)
 
 
 def main() -> int:
@@ -128,7 +141,6 @@ def main() -> int:
     for number in SIGNALS:
         signal.signal(number, stop)
     ranks: dict[int, tuple[int, IO[str]]] = {}
-    launcher = os.getpid()
     try:
         die_with(job["parent"], signal.SIGTERM)
         os.environ["OPENBLAS_NUM_THREADS"] = "1"  # or importing numpy starts threads, and forking would lose them
@@ -138,15 +150,12 @@ def main() -> int:
             raise RuntimeError(f"{threads} threads after importing torch; ranks are forked from one")
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         start(job, ranks)
-        if os.getpid() != launcher:
-            return 0
         failures = wait(ranks)
     finally:
-        if os.getpid() == launcher:
-            for process in ranks:
-                os.killpg(process, signal.SIGKILL)
-            for process in ranks:
-                reap(process)
+        for process in ranks:
+            os.killpg(process, signal.SIGKILL)
+        for process in ranks:
+            reap(process)
     if not failures:
         return 0
     _, rank, status, words = failures[0]

@@ -240,7 +240,7 @@ class Lab:
         return cls(**json.loads(path.read_text())) if path.exists() else None
 
     def up(self) -> None:
-        """Makes the cluster, all of it or nothing. Raises UsageError without root or iproute2 or when the name is taken."""
+        """Makes the cluster, all of it or nothing. Raises UsageError without root or iproute2, or for a name in use."""
         check_root("up")
         taken = [namespace for namespace in (self.switch, *self.hosts) if (NAMESPACES / namespace).exists()]
         if taken and not self.state.exists():
@@ -324,7 +324,7 @@ class Lab:
         self.down()
 
     def run(self, command: Sequence[str | Path]) -> None:
-        """See `launch`. Raises UsageError too when the lab is not up, or runs another job that would share its links."""
+        """See `launch`. Raises UsageError too when the lab is not up, or runs a job that would share its links."""
         check_root("run")
         if self.load(self.name) != self:
             raise UsageError(f"--name {self.name}: this lab is not up; start it with up")
