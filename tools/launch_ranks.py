@@ -80,18 +80,20 @@ def be_rank(place: dict, command: list[str], launcher: int, report: IO[str]) -> 
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         sys.stdout.reconfigure(line_buffering=True)
-        status, words = run_script(place, command)
-        if status:
+        code, words = run_script(place, command)
+        if code:
             json.dump([time.monotonic(), words], report)
             report.flush()
         else:
             threading._shutdown()
             atexit._run_exitfuncs()
         sys.stdout.flush()
-        sys.stderr.flush()
+        status = code & 0xFF or bool(code)
+    except BaseException:
+        traceback.print_exc()
     finally:
         # As multiprocessing ends a forked process; tearing down the interpreter and torch takes 0.5 s of CPU per rank.
-        os._exit(status & 0xFF or bool(status))
+        os._exit(status)
 
 
 def start(job: dict, ranks: dict[int, tuple[int, IO[str]]]) -> None:
