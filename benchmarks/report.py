@@ -1,0 +1,147 @@
+"""Results of attention.py as a table, CSV, JSON and a plot."""
+
+import csv
+import json
+import statistics
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from rich.table import Table
+
+PARTS = ("kernel", "wait", "other", "idle")
+COLUMNS = ("case", "round", "rank", "seconds", "kernel", "wait", "other", "late", "received", "link_received", "planned")
+COLORS = ("#4477aa", "#ee6677", "#ccbb44", "#dddddd")
+
+
+def summarize(entry: dict) -> dict | None:
+    """The figures of a case (see `rank.measure`, with `planned` bytes per rank or null); None if it was not timed.
+
+    A round takes as long as its slowest rank. `median` is that of the rounds (of an even number, the lower), and the
+    parts are those of that round, averaged over the ranks: they add up to it. `idle`: this rank was done before the
+    slowest.
+    """
+    if not entry["rounds"]:
+        return None
+    times = [max(rank["seconds"] for rank in ranks) for ranks in entry["rounds"]]
+    median = statistics.median_low(times)
+    chosen = entry["rounds"][times.index(median)]
+    parts = {part: statistics.mean(rank[part] for rank in chosen) for part in PARTS[:-1]}
+    parts["idle"] = median - statistics.mean(rank["seconds"] for rank in chosen)
+    received = [max(ranks[i]["received"] for ranks in entry["rounds"]) for i in range(len(chosen))]
+    links = [rank["link_received"] for ranks in entry["rounds"] for rank in ranks]
+    return {
+        "times": times,
+        "median": median,
+        "spread": (max(times) - min(times)) / median,
+        "parts": parts,
+        "received": max(received),
+        "planned": max(entry["planned"]) if entry["planned"] else None,
+        "off_plan": _off_plan(received, entry["planned"]),
+        "link_received": None if None in links else max(links),
+    }
+
+
+def _off_plan(received: list[int], planned: list[int] | None) -> float | None:
+    """The largest relative difference of a rank's bytes from the plan's."""
+    if planned is None:
+        return None
+    return max((abs(got / plan - 1) if plan else float(got > 0)) for got, plan in zip(received, planned, strict=True))
+
+
+def speed_up(first: dict, other: dict) -> float:
+    """How many times faster `other` is than `first`: the median over rounds, each against the same round."""
+    return statistics.median(a / b for a, b in zip(first["times"], other["times"], strict=True))
+
+
+def table(run: dict) -> Table:
+    problem, cluster = run["problem"], run["surroundings"]["cluster"]
+    shown = Table(
+        title=f"{cluster['nodes']} nodes × {cluster['ranks_per_node']} ranks, {_rate(cluster)}; sequence "
+        f"{problem['length']}, batch {problem['batch']}, {problem['heads']} heads ({problem['kv_heads']} kv) × "
+        f"{problem['head_dim']}, {problem['dtype']}, {'causal' if problem['causal'] else 'full'} mask",
+        caption="Seconds of forward and backward on the slowest rank: median of the rounds; parts are means over ranks. "
+        "MB (10⁶) received by the busiest rank. Columns: docs/benchmarks/emulated_cluster.md",
+    )
+    summaries = {entry["case"]: summarize(entry) for entry in run["entries"]}
+    first = next((case for case, summary in summaries.items() if summary), None)
+    columns = ("seconds", "spread", f"× {first}", *PARTS, "MB", "plan", "off plan", "link MB", "error")
+    shown.add_column("case")
+    for name in columns:
+        shown.add_column(name, justify="right")
+    for entry in run["entries"]:
+        summary = summaries[entry["case"]]
+        if summary is None:
+            shown.add_row(entry["case"], "-", *[""] * (len(columns) - 1))
+        else:
+            shown.add_row(entry["case"], *_cells(summary, summaries[first]), f"{entry['error']:.1e}")
+    return shown
+
+
+def failures(run: dict) -> list[str]:
+    """A line for each case that was not timed, with the reason."""
+    return [f"{entry['case']}: not timed: {entry['failure']}" for entry in run["entries"] if entry["failure"]]
+
+
+def _cells(summary: dict, first: dict) -> list[str]:
+    def megabytes(value: int | None) -> str:
+        return "-" if value is None else f"{value / 1e6:.2f}"
+
+    off = summary["off_plan"]
+    return [
+        f"{summary['median']:.3f}",
+        f"{summary['spread']:.0%}",
+        f"{speed_up(first, summary):.2f}",
+        *(f"{summary['parts'][part]:.3f}" for part in PARTS),
+        megabytes(summary["received"]),
+        megabytes(summary["planned"]),
+        "-" if off is None else f"{off:.2%}",
+        megabytes(summary["link_received"]),
+    ]
+
+
+def _rate(cluster: dict) -> str:
+    if cluster["nic"] is None:
+        return "loopback"
+    rate = cluster["rate_bits_per_second"]
+    return f"one NIC per {cluster['nic']}, " + (f"{rate / 1e6:g} Mbit/s" if rate else "unshaped")
+
+
+def write(run: dict, folder: Path) -> None:
+    """`rounds.csv` (a row per case, round and rank), `run.json` (all there is) and `times.png` in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "rounds.csv").open("w", newline="") as file:
+        rows = csv.DictWriter(file, COLUMNS)
+        rows.writeheader()
+        for entry in run["entries"]:
+            for number, ranks in enumerate(entry["rounds"]):
+                for rank, values in enumerate(ranks):
+                    planned = entry["planned"][rank] if entry["planned"] else None
+                    where = {"case": entry["case"], "round": number, "rank": rank, "planned": planned}
+                    rows.writerow(where | values)
+    summaries = {entry["case"]: summarize(entry) for entry in run["entries"]}
+    (folder / "run.json").write_text(json.dumps(run | {"summaries": summaries}, indent=1) + "\n")
+    _plot(summaries, table(run).title, folder / "times.png")
+
+
+def _plot(summaries: dict[str, dict | None], title: str, path: Path) -> None:
+    """Stacked bars of the parts, with the fastest and slowest round as whiskers."""
+    cases = [case for case, summary in summaries.items() if summary]
+    figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.35 * len(cases)), layout="constrained")
+    lefts = [0.0] * len(cases)
+    for part, color in zip(PARTS, COLORS, strict=True):
+        widths = [summaries[case]["parts"][part] for case in cases]
+        axes.barh(cases, widths, left=lefts, label=part, color=color)
+        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+    times = [summaries[case]["times"] for case in cases]
+    ranges = [[end - min(t) for end, t in zip(lefts, times, strict=True)]]
+    ranges += [[max(t) - end for end, t in zip(lefts, times, strict=True)]]
+    axes.errorbar(lefts, cases, xerr=ranges, fmt="none", ecolor="black", capsize=3)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds, forward and backward")
+    axes.set_title(title, fontsize=9)
+    axes.legend(ncols=len(PARTS), fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
