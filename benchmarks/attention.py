@@ -7,22 +7,19 @@ Each is checked against exact attention first; what is not exact is not timed. R
 """
 
 import argparse
-import json
 import subprocess
 import sys
-import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-
 from benchmarks import cluster, report
-from benchmarks.cases import DTYPES, PRESETS, Case, Problem, describe, parse_case, preset
+from benchmarks.cases import DTYPES, PRESETS, Case, Problem, parse_case, preset
 from benchmarks.peers import PEERS
 from benchmarks.volume import planned_bytes
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.errors import UsageError
 
-RANK = Path(__file__).with_name("rank.py")
+RANK = Path(__file__).with_name("attention_rank.py")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -65,7 +62,9 @@ def problem_of(args: argparse.Namespace, ranks: int) -> Problem:
         raise UsageError(f"--num-query-groups {kv_heads}: must divide --num-attention-heads {heads}, as 1 does")
     if args.seq_length % (2 * ranks):
         near = max(2 * ranks, args.seq_length // (2 * ranks) * 2 * ranks)
-        raise UsageError(f"--seq-length {args.seq_length}: {ranks} ranks need a multiple of {2 * ranks}, such as {near}")
+        raise UsageError(
+            f"--seq-length {args.seq_length}: {ranks} ranks need a multiple of {2 * ranks}, such as {near}"
+        )
     sizes = (args.seq_length, args.micro_batch_size, heads, kv_heads, args.kv_channels)
     return Problem(ranks, *sizes, args.dtype, not args.full_mask)
 
@@ -88,21 +87,13 @@ def main(argv: list[str] | None = None) -> int:
     place = cluster.cluster_of(args)
     problem = problem_of(args, cluster.size(place))
     cases, planned = cases_of(args, problem)
-    run = {"problem": describe(problem), "surroundings": cluster.surroundings(place)}
-    job = {"problem": describe(problem), "cases": [case.text for case in cases]}
-    job |= {"rounds": args.rounds, "warm_up": args.warm_up}
-    with tempfile.TemporaryDirectory() as folder, cluster.started(place) as there:
-        paths = [Path(folder) / "job.json", Path(folder) / "results.json"]
-        paths[0].write_text(json.dumps(job))
-        there.run([RANK, *paths])
-        entries = json.loads(paths[1].read_text())
+    run = {"title": "attention, forward and backward", "problem": asdict(problem)}
+    run["surroundings"] = cluster.surroundings(place)
+    job = {"problem": run["problem"], "cases": [case.text for case in cases]}
+    entries = cluster.results_of(RANK, job | {"rounds": args.rounds, "warm_up": args.warm_up}, place)
     run["entries"] = [entry | {"planned": plan} for entry, plan in zip(entries, planned, strict=True)]
-    report.write(run, args.output)
-    Console().print(report.table(run))
-    for line in report.failures(run):
-        print(line)
-    print(f"wrote {args.output}/rounds.csv, run.json and times.png")
-    return int(any(entry["failure"] and not case.peer for entry, case in zip(run["entries"], cases, strict=True)))
+    report.publish(run, args.output)
+    return int(any(entry["failure"] and not case.peer for entry, case in zip(entries, cases, strict=True)))
 
 
 if __name__ == "__main__":

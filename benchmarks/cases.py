@@ -1,6 +1,6 @@
 """What is compared: strategies of this project and peers, as written on the command line, and named sets of them."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 
@@ -120,8 +120,3 @@ PRESETS = {
     "grids": "every grid of attention2d and mesh",
     "placement": "head-first or context-first for every head-parallel size of loongtrain",
 }
-
-
-def describe(problem: Problem) -> dict[str, object]:
-    """`problem` as plain data."""
-    return asdict(problem)

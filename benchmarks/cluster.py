@@ -1,11 +1,13 @@
 """Where the ranks of a benchmark run: the flags, and what is written beside results."""
 
+import json
 import os
 import platform
 import sys
+import tempfile
 import time
 from argparse import ArgumentParser, Namespace
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 
@@ -45,9 +47,20 @@ def size(cluster: Lab | Loopback) -> int:
     return cluster.ranks if isinstance(cluster, Loopback) else cluster.nodes * cluster.ranks_per_node
 
 
-def started(cluster: Lab | Loopback) -> AbstractContextManager:
-    """The cluster, there while the block runs."""
-    return nullcontext(cluster) if isinstance(cluster, Loopback) else cluster
+def results_of(script: Path, job: dict, cluster: Lab | Loopback) -> list[dict]:
+    """Starts the cluster, runs a script built on `rounds.run_job` in all its ranks, and returns what rank 0 wrote.
+
+    Raises:
+        subprocess.CalledProcessError: a rank failed; its error is on stderr.
+    """
+    # What libraries warn of, each rank would say again; and torch, that a rank's namespace has no name.
+    os.environ.update(PYTHONWARNINGS="ignore", TORCH_CPP_LOG_LEVEL="ERROR")
+    there = nullcontext(cluster) if isinstance(cluster, Loopback) else cluster
+    with tempfile.TemporaryDirectory() as folder, there:
+        job_file, results = Path(folder) / "job.json", Path(folder) / "results.json"
+        job_file.write_text(json.dumps(job))
+        cluster.run([script, job_file, results])
+        return json.loads(results.read_text())
 
 
 def surroundings(cluster: Lab | Loopback) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Results of attention.py as a table, CSV, JSON and a plot."""
+"""Results of attention.py and training_step.py as a table, CSV, JSON and a plot."""
 
 import csv
 import json
@@ -9,15 +9,28 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from rich.console import Console
 from rich.table import Table
 
 PARTS = ("kernel", "wait", "other", "idle")
-COLUMNS = ("case", "round", "rank", "seconds", "kernel", "wait", "other", "late", "received", "link_received", "planned")
+COLUMNS = (
+    "case",
+    "round",
+    "rank",
+    "seconds",
+    "kernel",
+    "wait",
+    "other",
+    "late",
+    "received",
+    "link_received",
+    "planned",
+)
 COLORS = ("#4477aa", "#ee6677", "#ccbb44", "#dddddd")
 
 
 def summarize(entry: dict) -> dict | None:
-    """The figures of a case (see `rank.measure`, with `planned` bytes per rank or null); None if it was not timed.
+    """The figures of an entry of `publish`; None if it was not timed.
 
     A round takes as long as its slowest rank. `median` is that of the rounds (of an even number, the lower), and the
     parts are those of that round, averaged over the ranks: they add up to it. `idle`: this rank was done before the
@@ -56,27 +69,30 @@ def speed_up(first: dict, other: dict) -> float:
     return statistics.median(a / b for a, b in zip(first["times"], other["times"], strict=True))
 
 
-def table(run: dict) -> Table:
+def title(run: dict) -> str:
     problem, cluster = run["problem"], run["surroundings"]["cluster"]
-    shown = Table(
-        title=f"{cluster['nodes']} nodes × {cluster['ranks_per_node']} ranks, {_rate(cluster)}; sequence "
-        f"{problem['length']}, batch {problem['batch']}, {problem['heads']} heads ({problem['kv_heads']} kv) × "
-        f"{problem['head_dim']}, {problem['dtype']}, {'causal' if problem['causal'] else 'full'} mask",
-        caption="Seconds of forward and backward on the slowest rank: median of the rounds; parts are means over ranks. "
-        "MB (10⁶) received by the busiest rank. Columns: docs/benchmarks/emulated_cluster.md",
-    )
+    heads = f"{problem['heads']} heads ({problem['kv_heads']} kv) x {problem['head_dim']}"
+    mask = "causal" if problem["causal"] else "full mask"
+    place = f"{cluster['nodes']} nodes x {cluster['ranks_per_node']} ranks, {_rate(cluster)}"
+    size = f"sequence {problem['length']}, batch {problem['batch']}, {heads}, {problem['dtype']}, {mask}"
+    return f"{run['title']}: {place}; {size}"
+
+
+def table(run: dict) -> Table:
     summaries = {entry["case"]: summarize(entry) for entry in run["entries"]}
     first = next((case for case, summary in summaries.items() if summary), None)
-    columns = ("seconds", "spread", f"× {first}", *PARTS, "MB", "plan", "off plan", "link MB", "error")
+    shown = Table(title=title(run), caption="Columns: docs/benchmarks/emulated_cluster.md")
+    columns = ("seconds", "spread", f"x {first}", "tokens/s", *PARTS, "MB", "plan", "off plan", "link MB", "error")
     shown.add_column("case")
     for name in columns:
         shown.add_column(name, justify="right")
+    tokens = run["problem"]["length"] * run["problem"]["batch"]
     for entry in run["entries"]:
         summary = summaries[entry["case"]]
         if summary is None:
             shown.add_row(entry["case"], "-", *[""] * (len(columns) - 1))
         else:
-            shown.add_row(entry["case"], *_cells(summary, summaries[first]), f"{entry['error']:.1e}")
+            shown.add_row(entry["case"], *_cells(summary, summaries[first], tokens), f"{entry['error']:.1e}")
     return shown
 
 
@@ -85,7 +101,7 @@ def failures(run: dict) -> list[str]:
     return [f"{entry['case']}: not timed: {entry['failure']}" for entry in run["entries"] if entry["failure"]]
 
 
-def _cells(summary: dict, first: dict) -> list[str]:
+def _cells(summary: dict, first: dict, tokens: int) -> list[str]:
     def megabytes(value: int | None) -> str:
         return "-" if value is None else f"{value / 1e6:.2f}"
 
@@ -94,6 +110,7 @@ def _cells(summary: dict, first: dict) -> list[str]:
         f"{summary['median']:.3f}",
         f"{summary['spread']:.0%}",
         f"{speed_up(first, summary):.2f}",
+        f"{tokens / summary['median']:.0f}",
         *(f"{summary['parts'][part]:.3f}" for part in PARTS),
         megabytes(summary["received"]),
         megabytes(summary["planned"]),
@@ -109,8 +126,13 @@ def _rate(cluster: dict) -> str:
     return f"one NIC per {cluster['nic']}, " + (f"{rate / 1e6:g} Mbit/s" if rate else "unshaped")
 
 
-def write(run: dict, folder: Path) -> None:
-    """`rounds.csv` (a row per case, round and rank), `run.json` (all there is) and `times.png` in `folder`."""
+def publish(run: dict, folder: Path) -> None:
+    """Prints the table, and writes `rounds.csv` (a row per case, round and rank), `run.json` (all there is) and
+    `times.png` into `folder`.
+
+    `run` has a `title`, the `problem`, `cluster.surroundings`, and `entries` (see `attention_rank.measure`), each with
+    the `planned` bytes per rank or null.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "rounds.csv").open("w", newline="") as file:
         rows = csv.DictWriter(file, COLUMNS)
@@ -123,11 +145,15 @@ def write(run: dict, folder: Path) -> None:
                     rows.writerow(where | values)
     summaries = {entry["case"]: summarize(entry) for entry in run["entries"]}
     (folder / "run.json").write_text(json.dumps(run | {"summaries": summaries}, indent=1) + "\n")
-    _plot(summaries, table(run).title, folder / "times.png")
+    _plot(summaries, title(run), folder / "times.png")
+    Console().print(table(run))
+    for line in failures(run):
+        print(line)
+    print(f"wrote {folder}/rounds.csv, run.json and times.png")
 
 
 def _plot(summaries: dict[str, dict | None], title: str, path: Path) -> None:
-    """Stacked bars of the parts, with the fastest and slowest round as whiskers."""
+    """Stacked bars of the parts, with a line from the fastest to the slowest round."""
     cases = [case for case, summary in summaries.items() if summary]
     figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.35 * len(cases)), layout="constrained")
     lefts = [0.0] * len(cases)
@@ -135,12 +161,11 @@ def _plot(summaries: dict[str, dict | None], title: str, path: Path) -> None:
         widths = [summaries[case]["parts"][part] for case in cases]
         axes.barh(cases, widths, left=lefts, label=part, color=color)
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
-    times = [summaries[case]["times"] for case in cases]
-    ranges = [[end - min(t) for end, t in zip(lefts, times, strict=True)]]
-    ranges += [[max(t) - end for end, t in zip(lefts, times, strict=True)]]
-    axes.errorbar(lefts, cases, xerr=ranges, fmt="none", ecolor="black", capsize=3)
+    for case in cases:
+        fastest, slowest = min(summaries[case]["times"]), max(summaries[case]["times"])
+        axes.plot([fastest, slowest], [case, case], color="black", marker="|")
     axes.invert_yaxis()
-    axes.set_xlabel("seconds, forward and backward")
+    axes.set_xlabel("seconds")
     axes.set_title(title, fontsize=9)
     axes.legend(ncols=len(PARTS), fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     figure.savefig(path, dpi=120)

@@ -1,8 +1,8 @@
 """DeepSpeed Ulysses (`DistributedAttention`) around the CPU kernel."""
 
 import importlib
-import os
 import math
+import os
 
 from megatron.context_parallel.layout import positions
 

@@ -47,7 +47,6 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        grads = experimental._templated_ring_attention_backward(
-            ctx.adapter.group, 2, ctx.adapter.backward_op, dout, "grad_out", *ctx.saved_tensors, dropout_p=0.0, **ctx.how
-        )
+        passed = (ctx.adapter.group, 2, ctx.adapter.backward_op, dout, "grad_out", *ctx.saved_tensors)
+        grads = experimental._templated_ring_attention_backward(*passed, dropout_p=0.0, **ctx.how)
         return *grads[:3], None
