@@ -53,8 +53,7 @@ def results_of(script: Path, job: dict, cluster: Lab | Loopback) -> list[dict]:
     Raises:
         subprocess.CalledProcessError: a rank failed; its error is on stderr.
     """
-    # What libraries warn of, each rank would say again; and torch, that a rank's namespace has no name.
-    os.environ.update(PYTHONWARNINGS="ignore", TORCH_CPP_LOG_LEVEL="ERROR")
+    os.environ["PYTHONWARNINGS"] = "ignore"  # what libraries warn of, every rank would say again
     there = nullcontext(cluster) if isinstance(cluster, Loopback) else cluster
     with tempfile.TemporaryDirectory() as folder, there:
         job_file, results = Path(folder) / "job.json", Path(folder) / "results.json"
