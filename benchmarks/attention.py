@@ -87,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     place = cluster.cluster_of(args)
     problem = problem_of(args, cluster.size(place))
     cases, planned = cases_of(args, problem)
+    report.make_folder(args.output)
     run = {"title": "attention, forward and backward", "problem": asdict(problem)}
     run["surroundings"] = cluster.surroundings(place)
     job = {"problem": run["problem"], "cases": [case.text for case in cases]}

@@ -12,6 +12,8 @@ from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table
 
+from megatron.context_parallel.errors import UsageError
+
 PARTS = ("kernel", "wait", "other", "idle")
 COLUMNS = (
     "case",
@@ -126,6 +128,16 @@ def _rate(cluster: dict) -> str:
     return f"one NIC per {cluster['nic']}, " + (f"{rate / 1e6:g} Mbit/s" if rate else "unshaped")
 
 
+def make_folder(path: Path) -> None:
+    """Before a long run, so that its results are not lost; raises UsageError if it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--output {path}: {error.strerror}; give a folder that can be made, such as runs/try"
+        ) from None
+
+
 def publish(run: dict, folder: Path) -> None:
     """Prints the table, and writes `rounds.csv` (a row per case, round and rank), `run.json` (all there is) and
     `times.png` into `folder`.
@@ -133,7 +145,6 @@ def publish(run: dict, folder: Path) -> None:
     `run` has a `title`, the `problem`, `cluster.surroundings`, and `entries` (see `attention_rank.measure`), each with
     the `planned` bytes per rank or null.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     with (folder / "rounds.csv").open("w", newline="") as file:
         rows = csv.DictWriter(file, COLUMNS)
         rows.writeheader()

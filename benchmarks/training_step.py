@@ -70,6 +70,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.rounds < 1:
         raise UsageError(f"--rounds {args.rounds}: need at least 1")
     cases = cases_of(args.strategies, problem)
+    report.make_folder(args.output)
     run = {"title": "training step", "problem": asdict(problem), "trainer_flags": flags}
     run["surroundings"] = cluster.surroundings(place)
     job = {"problem": run["problem"], "cases": [case.text for case in cases], "flags": flags}

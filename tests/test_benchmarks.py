@@ -238,6 +238,12 @@ def test_mistakes(argv, words, tmp_path):
     assert "\n" not in line and all(word in line for word in words), line
 
 
+def test_a_folder_that_cannot_be_made_is_found_before_the_run(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"--output .*file/out: Not a directory; give"):
+        main(["--ranks", "2", "--strategies", "ring", "--output", str(tmp_path / "file" / "out")])
+
+
 @pytest.mark.parametrize(
     "argv,words",
     [
