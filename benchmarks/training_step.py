@@ -10,6 +10,7 @@ import argparse
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from benchmarks import cluster, report
 from benchmarks.cases import Case, Problem, parse_case
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.trainer.arguments import parse_args as parse_trainer
 
 RANK = Path(__file__).with_name("training_rank.py")
 # The preset's two layers with the heads of attention.py, few enough weights for their reduction not to drown all else.
@@ -42,6 +42,10 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[
 
 def problem_of(flags: list[str], ranks: int) -> Problem:
     """What the trainer makes of its flags on these ranks."""
+    # What the libraries say about each other's versions when imported is not the user's to mend.
+    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
+    from megatron.context_parallel.trainer.arguments import parse_args as parse_trainer
+
     os.environ["WORLD_SIZE"] = str(ranks)
     args = parse_trainer(flags)
     if args.context_parallel_size != ranks or args.global_batch_size != args.micro_batch_size:
