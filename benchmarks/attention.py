@@ -1,0 +1,107 @@
+"""Times forward and backward of distributed attentions against each other, interleaved (A B C A B C ...).
+
+Each is checked against exact attention first; what is not exact is not timed. Run it from the project's folder:
+
+    PYTHONPATH=. python benchmarks/attention.py --ranks 4 --seq-length 1024 --output runs/try \\
+        --strategies ring attention2d:grid=2x2 loongtrain:head_parallel_size=2,inner_ring_size=2 peer:ring-flash-attn
+"""
+
+import argparse
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks import cluster, report
+from benchmarks.cases import DTYPES, PRESETS, Case, Problem, parse_case, preset
+from benchmarks.peers import PEERS
+from benchmarks.volume import planned_bytes
+from megatron.context_parallel import STRATEGIES
+from megatron.context_parallel.errors import UsageError
+
+RANK = Path(__file__).with_name("attention_rank.py")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    what = parser.add_mutually_exclusive_group(required=True)
+    names = ", ".join([*STRATEGIES, *(f"peer:{name} ({text})" for name, (_, text) in PEERS.items())])
+    what.add_argument("--strategies", nargs="+", metavar="NAME[:OPTION=VALUE,...]", help=f"of {names}")
+    sets = "; ".join(f"{name}: {text}" for name, text in PRESETS.items())
+    what.add_argument("--preset", metavar="NAME", help=f"a ready-made comparison: {sets}")
+    cluster.add_flags(parser)
+    parser.add_argument("--num-attention-heads", type=int, default=8, help="query heads; default: %(default)s")
+    parser.add_argument("--num-query-groups", type=int, help="key/value heads; default: as query heads")
+    parser.add_argument("--kv-channels", type=int, default=64, help="size of a head; default: %(default)s")
+    parser.add_argument("--seq-length", type=int, default=4096, help="tokens; default: %(default)s")
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="sequences; default: %(default)s")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: %(default)s")
+    parser.add_argument("--full-mask", action="store_true", help="every token sees every token; default: causal")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds; default: %(default)s")
+    parser.add_argument("--warm-up", type=int, default=1, help="passes of each case before; default: %(default)s")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for CSV, JSON and plot")
+    return parser.parse_args(argv)
+
+
+def problem_of(args: argparse.Namespace, ranks: int) -> Problem:
+    """Raises UsageError for sizes that cannot be."""
+    for flag, least in (
+        ("num_attention_heads", 1),
+        ("num_query_groups", 1),
+        ("kv_channels", 1),
+        ("seq_length", ranks),
+        ("micro_batch_size", 1),
+        ("rounds", 1),
+        ("warm_up", 0),
+    ):
+        if (value := getattr(args, flag)) is not None and value < least:
+            raise UsageError(f"--{flag.replace('_', '-')} {value}: need at least {least}")
+    heads, kv_heads = args.num_attention_heads, args.num_query_groups or args.num_attention_heads
+    if heads % kv_heads:
+        raise UsageError(f"--num-query-groups {kv_heads}: must divide --num-attention-heads {heads}, as 1 does")
+    if args.seq_length % (2 * ranks):
+        near = max(2 * ranks, args.seq_length // (2 * ranks) * 2 * ranks)
+        raise UsageError(
+            f"--seq-length {args.seq_length}: {ranks} ranks need a multiple of {2 * ranks}, such as {near}"
+        )
+    sizes = (args.seq_length, args.micro_batch_size, heads, kv_heads, args.kv_channels)
+    return Problem(ranks, *sizes, args.dtype, not args.full_mask)
+
+
+def cases_of(args: argparse.Namespace, problem: Problem) -> tuple[list[Case], list[list[int] | None]]:
+    """The cases, and for each the bytes per rank of its plans (None for a peer).
+
+    Raises:
+        UsageError: a case that is unknown, does not work on these ranks and heads, or is there twice.
+    """
+    texts = args.strategies or preset(args.preset, problem)
+    if twice := next((text for text in texts if texts.count(text) > 1), None):
+        raise UsageError(f"--strategies {twice}: is there twice; give it once")
+    cases = [parse_case(text) for text in texts]
+    return cases, [None if case.peer else planned_bytes(case.plans(problem), problem) for case in cases]
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    place = cluster.cluster_of(args)
+    problem = problem_of(args, cluster.size(place))
+    cases, planned = cases_of(args, problem)
+    report.make_folder(args.output)
+    run = {"title": "attention, forward and backward", "problem": asdict(problem)}
+    run["surroundings"] = cluster.surroundings(place)
+    job = {"problem": run["problem"], "cases": [case.text for case in cases]}
+    entries = cluster.results_of(RANK, job | {"rounds": args.rounds, "warm_up": args.warm_up}, place)
+    run["entries"] = [entry | {"planned": plan} for entry, plan in zip(entries, planned, strict=True)]
+    report.publish(run, args.output)
+    return int(any(entry["failure"] and not case.peer for entry, case in zip(entries, cases, strict=True)))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UsageError as error:
+        print(f"attention.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except subprocess.CalledProcessError as error:  # the rank has said why
+        sys.exit(error.returncode)

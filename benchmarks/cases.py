@@ -1,0 +1,122 @@
+"""What is compared: strategies of this project and peers, as written on the command line, and named sets of them."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.heads import check_heads, head_parallel_sizes
+from megatron.context_parallel.layout import progressions
+from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
+from megatron.context_parallel.strategies import STRATEGIES, find_strategy
+
+from .peers import PEERS
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SWITCH = {"yes": True, "no": False}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention, forward and backward, shared by `ranks` ranks. `dtype` is a key of DTYPES."""
+
+    ranks: int
+    length: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    causal: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """A strategy or a peer with its options; `text` is how it was written, and its name in every output."""
+
+    text: str
+    name: str
+    peer: bool
+    options: dict[str, object] = field(default_factory=dict)
+
+    def plans(self, problem: Problem) -> tuple[Plan, Plan]:
+        """Forward and backward plan of a strategy.
+
+        Raises:
+            UsageError: a strategy, option, layout or number of heads or tokens that does not work.
+        """
+        how = {"causal": problem.causal, **strategy_options(self, problem)}
+        forward, backward = (find_strategy(self.name).plan(problem.ranks, backward=b, **how) for b in (False, True))
+        check_heads(forward, problem.heads, problem.kv_heads)
+        progressions(forward.layout, 0, problem.ranks, problem.length)
+        return forward, backward
+
+
+def strategy_options(case: Case, problem: Problem) -> dict[str, object]:
+    """The options of a strategy; what follows from the heads, as in the trainer, is filled in."""
+    follows = {"kv_ratio": problem.kv_heads / problem.heads}
+    return {name: follows[name] for name in find_strategy(case.name).options if name in follows} | case.options
+
+
+def parse_case(text: str) -> Case:
+    """`NAME`, `NAME:option=value,...` or `peer:NAME:option=value,...`; values: 8, 4x4, yes, no or a word.
+
+    Raises:
+        UsageError: no such strategy or peer, or an option without a value.
+    """
+    peer = text.startswith("peer:")
+    name, _, rest = text.removeprefix("peer:").partition(":")
+    if peer and name not in PEERS:
+        raise UsageError(f"--strategies {text}: no peer {name!r}; choose one of {', '.join(PEERS)}")
+    if not peer and name not in STRATEGIES:
+        names = ", ".join([*STRATEGIES, *(f"peer:{p}" for p in PEERS)])
+        raise UsageError(f"--strategies {text}: no strategy {name!r}; choose one of {names}")
+    options = {}
+    for word in rest.split(",") if rest else ():
+        key, equals, value = word.partition("=")
+        if not (key and equals and value):
+            raise UsageError(f"--strategies {text}: {word!r} is no option; write it as grid=4x4")
+        options[key] = _value(value)
+    return Case(text, name, peer, options)
+
+
+def _value(word: str) -> object:
+    sizes = word.split("x")
+    if all(size.isdecimal() for size in sizes):
+        return int(word) if len(sizes) == 1 else tuple(map(int, sizes))
+    return SWITCH.get(word, word)
+
+
+def _grids(n: int) -> list[str]:
+    return [f"{a}x{n // a}" for a in _divisors(n)]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def preset(name: str, problem: Problem) -> list[str]:
+    """The cases of a named comparison on these ranks and heads; see PRESETS."""
+    n, sizes = problem.ranks, head_parallel_sizes(problem.heads, problem.kv_heads)
+    match name:
+        case "balance":
+            return ["lightseq", "lightseq:balance=no", "ring", "ring:layout=contiguous"]
+        case "overlap":
+            return ["attention2d", "attention2d:overlap=no", "lightseq", "lightseq:prefetch=no"]
+        case "inner-ring":
+            return [f"loongtrain:inner_ring_size={w}" for w in _divisors(n)]
+        case "grids":
+            return [f"{name}:grid={grid}" for name in ("attention2d", "mesh") for grid in _grids(n)]
+        case "placement":
+            both = [d for d in _divisors(n) if 1 < d < n and d in sizes]
+            return [f"loongtrain:head_parallel_size={d},placement={p}" for d in both for p in PLACEMENTS]
+    raise UsageError(f"--preset {name}: unknown; choose one of {', '.join(PRESETS)}")
+
+
+PRESETS = {
+    "balance": "work balanced over the ranks or not (lightseq's helpers, zigzag against contiguous ring)",
+    "overlap": "communication beside blocks or not (attention2d, lightseq)",
+    "inner-ring": "every size of loongtrain's inner ring",
+    "grids": "every grid of attention2d and mesh",
+    "placement": "head-first or context-first for every head-parallel size of loongtrain",
+}

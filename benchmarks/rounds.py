@@ -1,0 +1,86 @@
+"""How a rank times its cases: interleaved rounds, each begun at one instant on all ranks."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.stopwatch import Stopwatch, received_bytes
+from tools.netlab import interface_bytes
+
+LEAD = 0.05  # seconds between announcing a start and starting: enough for the message to reach everyone
+
+Run = tuple[dict, Callable[[], object]]  # an entry of the results, to be filled, and what is timed
+
+
+def interleave(runs: list[Run], rounds: int, warm_up: int, watch: Stopwatch) -> None:
+    """Runs all cases in turn, `rounds` times; appends to `rounds` of each entry what `timed` returns on each rank."""
+    for _ in range(warm_up):
+        for _, action in runs:
+            action()
+    for number in range(rounds):
+        begun = time.perf_counter()
+        for entry, action in runs:
+            of_ranks: list = [None] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, timed(action, watch))
+            entry["rounds"].append(of_ranks)
+        if dist.get_rank() == 0:
+            print(f"round {number + 1} of {rounds}: {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
+
+
+def timed(action: Callable[[], object], watch: Stopwatch) -> dict[str, float | int | None]:
+    """Runs `action` on all ranks, from an instant that they share.
+
+    Returns seconds from that instant until this rank is done, of them `kernel` (in attention blocks), `wait` (for
+    communication) and `other`; `late`, how long after the instant this rank began; `received` bytes of payload over all
+    its connections, and `link_received`, bytes over its shaped network interface (of all ranks that share it; null
+    without one).
+    """
+    start = common_start()
+    watch.seconds.clear()
+    payload, link = received_bytes(), interface_bytes().get("shaped")
+    time.sleep(max(0.0, start - time.perf_counter()))
+    begun = time.perf_counter()
+    action()
+    seconds = time.perf_counter() - start
+    kernel, wait = watch.seconds["kernel"], watch.seconds["wait"]
+    received = received_bytes() - payload
+    dist.barrier()  # the interface is shared: everyone's bytes have come
+    return {
+        "seconds": seconds,
+        "kernel": kernel,
+        "wait": wait,
+        "other": seconds - kernel - wait,
+        "late": begun - start,
+        "received": received,
+        "link_received": interface_bytes()["shaped"].received - link.received if link else None,
+    }
+
+
+def common_start() -> float:
+    """An instant soon, in seconds of `time.perf_counter`, which on Linux is one clock for all processes of a machine.
+
+    A barrier would not do: on slow links its last message reaches some ranks long after others.
+    """
+    dist.barrier()
+    instant = torch.tensor([time.perf_counter() + LEAD], dtype=torch.float64)
+    dist.broadcast(instant, 0)
+    return instant.item()
+
+
+def run_job(measure: Callable[[dict], list[dict]]) -> None:
+    """The life of a rank: `measure` gets the job, a JSON file named by the first argument, in a world of all ranks;
+    rank 0 writes what it returns to the file named by the second."""
+    torch.set_num_threads(1)
+    job = json.loads(Path(sys.argv[1]).read_text())
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    entries = measure(job)
+    if dist.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(entries))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,93 @@
+"""What is measured, behind one interface: a strategy of this project, or a peer's adapter (see `peers`)."""
+
+import importlib
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.context_parallel import ContextParallel, context_parallel_attention
+from megatron.context_parallel.kernels import kernel_for
+from megatron.context_parallel.kernels.reference import attention
+
+from .cases import DTYPES, Case, Problem, strategy_options
+from .peers import PEERS
+from .stopwatch import Stopwatch, TimedKernel
+
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}  # relative error (Frobenius) of output and gradients
+
+
+class Ours:
+    """A strategy of this project. For `order`, `positions` and `attend` see `peers`."""
+
+    order = "sbhd"
+
+    def __init__(self, case: Case, problem: Problem, group: dist.ProcessGroup, watch: Stopwatch) -> None:
+        self.cp = ContextParallel(case.name, group=group, **strategy_options(case, problem))
+        self.kernel = TimedKernel(kernel_for(torch.device("cpu"), DTYPES[problem.dtype]), watch)
+        self.positions, self.causal = self.cp.positions, problem.causal
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return context_parallel_attention(q, k, v, self.cp, causal=self.causal, kernel=self.kernel)
+
+
+def build(case: Case, problem: Problem, group: dist.ProcessGroup, watch: Stopwatch) -> object:
+    """The strategy or peer on the ranks of `group`; any exception says why there is none."""
+    if not case.peer:
+        return Ours(case, problem, group, watch)
+    adapter = importlib.import_module(f"{__package__}.peers.{PEERS[case.name][0]}")
+    return adapter.Adapter(problem, group, watch, **case.options)
+
+
+def step(subject: object, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """Output and gradients of one forward and backward pass, in the subject's order of dimensions."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = subject.attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def whole_tensors(problem: Problem, length: int) -> list[Tensor]:
+    """q, k, v and output gradient [length, batch, heads, head_dim], the same on every rank."""
+    generator = torch.Generator().manual_seed(length)
+    heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
+    shapes = [(length, problem.batch, h, problem.head_dim) for h in heads]
+    return [torch.randn(shape, generator=generator).to(DTYPES[problem.dtype]) for shape in shapes]
+
+
+def local_tensors(subject: object, whole: list[Tensor]) -> list[Tensor]:
+    """This rank's tokens of whole tensors, contiguous in the subject's order of dimensions."""
+    rows = subject.positions(len(whole[0]))
+    return [_ordered(subject, x[rows]).contiguous() for x in whole]
+
+
+def _ordered(subject: object, x: Tensor) -> Tensor:
+    return x if subject.order == "sbhd" else x.transpose(0, 1)
+
+
+class ExactAttention:
+    """Output and gradients by definition, in float64, of a sequence short enough for that."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.whole = whole_tensors(problem, min(problem.length, 16 * problem.ranks))
+        *leaves, dout = (x.double() for x in self.whole)
+        leaves = [x.requires_grad_() for x in leaves]
+        out, _ = attention(*leaves, causal=problem.causal, scale=1 / math.sqrt(problem.head_dim))
+        self.expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    def error_of(self, subject: object) -> float:
+        """The largest relative error of this rank's part of output, dq, dk and dv.
+
+        Raises:
+            ValueError: it is larger than rounding explains, or not a number.
+        """
+        got = step(subject, *local_tensors(subject, self.whole))
+        errors = {}
+        for name, x, exact in zip(("output", "dq", "dk", "dv"), got, self.expected, strict=True):
+            exact = exact[subject.positions(len(exact))]
+            errors[name] = ((_ordered(subject, x).double() - exact).norm() / exact.norm()).item()
+        name, worst = max(errors.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
+        if not worst <= TOLERANCE[self.problem.dtype]:
+            raise ValueError(f"not exact: relative error of {name} {worst:.1e}")
+        return worst

@@ -1,0 +1,74 @@
+"""What each rank of training_step.py runs: a model and optimizer per strategy, one step of each in turn."""
+
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+
+import torch
+from megatron.core import parallel_state
+
+from benchmarks.cases import Case, Problem, parse_case, strategy_options
+from benchmarks.rounds import interleave, run_job
+from benchmarks.stopwatch import Stopwatch, TimedKernel
+from megatron.context_parallel import attention
+from megatron.context_parallel.kernels import kernel_for
+from megatron.context_parallel.strategies import find_strategy
+from megatron.context_parallel.trainer import setup, training
+from megatron.context_parallel.trainer.arguments import parse_args
+
+TOLERANCE = 1e-4  # relative difference of a loss from the first case's
+
+
+def measure(job: dict) -> list[dict]:
+    """Timed training steps of every case; collective over the world.
+
+    `job` has `flags` of the trainer, `problem`, `cases`, `rounds` and `warm_up`. Returns what
+    `attention_rank.measure` does, with the largest relative difference of a loss from the first case's as `error`.
+    """
+    watch, problem = Stopwatch(), Problem(**job["problem"])
+    watch.watch_waits()
+    attention.kernel_for = lambda *args: TimedKernel(kernel_for(*args), watch)
+    args = parse_args(job["flags"])
+    setup.initialize_model_parallel(args)
+    entries, runs, losses = [], [], []
+    for text in job["cases"]:
+        entries.append({"case": text, "error": None, "failure": None, "rounds": []})
+        losses.append([])
+        runs.append((entries[-1], training_step(args, parse_case(text), problem, losses[-1])))
+    interleave(runs, job["rounds"], job["warm_up"], watch)
+    for entry, own in zip(entries, losses, strict=True):
+        entry["error"] = max(abs(loss / first - 1) for loss, first in zip(own, losses[0], strict=True))
+        if not entry["error"] <= TOLERANCE:
+            entry["failure"] = f"losses differ from those of {entries[0]['case']} by {entry['error']:.1e}"
+            entry["rounds"] = []
+    parallel_state.destroy_model_parallel()
+    return entries
+
+
+def training_step(args: Namespace, case: Case, problem: Problem, losses: list[float]) -> Callable[[], None]:
+    """One step of the trainer with this strategy, from the same weights and data as any other; appends the loss."""
+    layout = case.options.get("layout") or find_strategy(case.name).layouts[0]
+    options = {name: value for name, value in strategy_options(case, problem).items() if name != "layout"}
+    own = Namespace(**vars(args) | {"cp_strategy": case.name, "cp_layout": layout, "cp_options": options})
+    setup.seed_all(args.seed)
+    state, data = training.build_state(own), [random_batches(own)]
+
+    def step() -> None:
+        losses.append(training.train_step(own, state, data, time.monotonic())[0])
+
+    return step
+
+
+def random_batches(args: Namespace) -> Iterator[dict[str, torch.Tensor]]:
+    """Whole sequences of random tokens, the same for every case and rank."""
+    generator = torch.Generator().manual_seed(args.seed)
+    shape = (args.micro_batch_size, args.seq_length + 1)
+    positions = torch.arange(args.seq_length).expand(args.micro_batch_size, -1)
+    while True:
+        text = torch.randint(args.padded_vocab_size, shape, generator=generator)
+        batch = {"tokens": text[:, :-1], "labels": text[:, 1:], "position_ids": positions}
+        yield batch | {"loss_mask": torch.ones(positions.shape)}
+
+
+if __name__ == "__main__":
+    run_job(measure)

@@ -1,0 +1,95 @@
+"""Times a training step of a tiny Llama per strategy, interleaved (A B C A B C ...).
+
+Flags after -- are the trainer's and win over the defaults here. Run it from the project's folder:
+
+    PYTHONPATH=. python benchmarks/training_step.py --ranks 4 --output runs/step \\
+        --strategies ring attention2d:grid=2x2 mesh -- --num-layers 2 --seq-length 2048
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks import cluster, report
+from benchmarks.cases import Case, Problem, parse_case
+from megatron.context_parallel import STRATEGIES
+from megatron.context_parallel.errors import UsageError
+
+RANK = Path(__file__).with_name("training_rank.py")
+# The preset's two layers with the heads of attention.py, few enough weights for their reduction not to drown all else.
+# A dry run needs no data; it only means that the trainer's flags are checked without.
+LLAMA = "--preset tiny-llama --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 8 --num-query-groups 8 "
+LLAMA += "--kv-channels 64 --seq-length 4096 --micro-batch-size 1 --lr 1e-3 --train-iters 1000 --dry-run"
+
+
+def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """The flags here, and those of the trainer."""
+    words = sys.argv[1:] if argv is None else argv
+    own, trainer = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    names = ", ".join(STRATEGIES)
+    parser.add_argument("--strategies", nargs="+", required=True, metavar="NAME[:OPTION=VALUE,...]", help=f"of {names}")
+    cluster.add_flags(parser)
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each; default: %(default)s")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for CSV, JSON and plot")
+    return parser.parse_args(own), trainer
+
+
+def problem_of(flags: list[str], ranks: int) -> Problem:
+    """What the trainer makes of its flags on these ranks."""
+    # What the libraries say about each other's versions when imported is not the user's to mend.
+    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
+    from megatron.context_parallel.trainer.arguments import parse_args as parse_trainer
+
+    os.environ["WORLD_SIZE"] = str(ranks)
+    args = parse_trainer(flags)
+    if args.context_parallel_size != ranks or args.global_batch_size != args.micro_batch_size:
+        raise UsageError("--context-parallel-size, --global-batch-size: are set here; leave them out after --")
+    dtype = "bf16" if args.bf16 else "fp32"
+    sizes = (args.seq_length, args.micro_batch_size, args.num_attention_heads, args.num_query_groups)
+    return Problem(ranks, *sizes, args.kv_channels, dtype, causal=True)
+
+
+def cases_of(texts: list[str], problem: Problem) -> list[Case]:
+    """Raises UsageError for a case that cannot train on these ranks and heads."""
+    cases = [parse_case(text) for text in texts]
+    for case in cases:
+        if case.peer:
+            raise UsageError(f"--strategies {case.text}: the trainer runs this project's strategies only, such as ring")
+        case.plans(problem)
+    return cases
+
+
+def main(argv: list[str] | None = None) -> None:
+    args, given = parse_args(argv)
+    place = cluster.cluster_of(args)
+    ranks = cluster.size(place)
+    flags = [*LLAMA.split(), *given, "--context-parallel-size", str(ranks)]
+    problem = problem_of(flags, ranks)
+    if args.rounds < 1:
+        raise UsageError(f"--rounds {args.rounds}: need at least 1")
+    cases = cases_of(args.strategies, problem)
+    report.make_folder(args.output)
+    run = {"title": "training step", "problem": asdict(problem), "trainer_flags": flags}
+    run["surroundings"] = cluster.surroundings(place)
+    job = {"problem": run["problem"], "cases": [case.text for case in cases], "flags": flags}
+    entries = cluster.results_of(RANK, job | {"rounds": args.rounds, "warm_up": 1}, place)
+    run["entries"] = [entry | {"planned": None} for entry in entries]
+    report.publish(run, args.output)
+    if any(entry["failure"] for entry in entries):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UsageError as error:
+        print(f"training_step.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except subprocess.CalledProcessError as error:  # the rank has said why
+        sys.exit(error.returncode)
