@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.context_parallel import ContextParallel, context_parallel_attention
-from megatron.context_parallel.kernels import kernel_for
+from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.reference import attention
 
 from .cases import DTYPES, Case, Problem, strategy_options
@@ -25,7 +25,7 @@ class Ours:
 
     def __init__(self, case: Case, problem: Problem, group: dist.ProcessGroup, watch: Stopwatch) -> None:
         self.cp = ContextParallel(case.name, group=group, **strategy_options(case, problem))
-        self.kernel = TimedKernel(kernel_for(torch.device("cpu"), DTYPES[problem.dtype]), watch)
+        self.kernel = TimedKernel(kernel_for(torch.device("cpu"), DTYPES[problem.dtype], problem.head_dim), watch)
         self.positions, self.causal = self.cp.positions, problem.causal
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

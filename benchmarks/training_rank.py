@@ -3,6 +3,7 @@
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 from megatron.core import parallel_state
@@ -10,8 +11,8 @@ from megatron.core import parallel_state
 from benchmarks.cases import Case, Problem, parse_case, strategy_options
 from benchmarks.rounds import interleave, run_job
 from benchmarks.stopwatch import Stopwatch, TimedKernel
-from megatron.context_parallel import attention
-from megatron.context_parallel.kernels import kernel_for
+from megatron.context_parallel.integration import spec
+from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.strategies import find_strategy
 from megatron.context_parallel.trainer import setup, training
 from megatron.context_parallel.trainer.arguments import parse_args
@@ -27,7 +28,7 @@ def measure(job: dict) -> list[dict]:
     """
     watch, problem = Stopwatch(), Problem(**job["problem"])
     watch.watch_waits()
-    attention.kernel_for = lambda *args: TimedKernel(kernel_for(*args), watch)
+    spec.kernel_for = cache(lambda *args: TimedKernel(kernel_for(*args), watch))  # one for all layers
     args = parse_args(job["flags"])
     setup.initialize_model_parallel(args)
     entries, runs, losses = [], [], []

@@ -75,13 +75,7 @@ class Executor:
                 case AllGather():
                     yield from self._all_gather(op)
                 case ReduceScatter():
-                    mine = op.chunks[op.group.index(self.rank)]
-                    for peer, chunk in _rotated(op, self.rank):
-                        sends += [(peer, x) for x in (yield from self._take(op.tensor, chunk))]
-                    for peer, _ in reversed(_rotated(op, self.rank)):
-                        value = self._empty(op.tensor)
-                        receives += [(peer, x) for x in value]
-                        received[op.channel].append(((op.tensor, mine), value, True))
+                    yield from self._reduce_scatter(op)
         for channel, (sends, receives) in batches.items():
             if not sends and not receives:
                 continue
@@ -101,6 +95,20 @@ class Executor:
         for i, chunk in enumerate(op.chunks):
             if op.group[i] != self.rank:
                 self.arriving[op.tensor, chunk].append((work, tuple(x[i] for x in everyone), False))
+
+    def _reduce_scatter(self, op: ReduceScatter) -> Program[None]:
+        """Everyone gets the others' partials of its chunk, and sums them: gloo's own moves twice the bytes."""
+        place, size = op.group.index(self.rank), len(op.group)
+        sends, receives = [], []
+        for k in range(1, size):
+            after, before = (place + k) % size, (place - k) % size
+            sends.append([(op.group[after], x) for x in (yield from self._take(op.tensor, op.chunks[after]))])
+            receives.append([(op.group[before], x) for x in self._empty(op.tensor)])
+        yield from self._make_room(op.channel)
+        work = self.transport.trade(op.channel, sends, receives)
+        self.launched[op.channel].append(work)
+        for messages in receives:
+            self.arriving[op.tensor, op.chunks[place]].append((work, tuple(x for _, x in messages), True))
 
     def _make_room(self, channel: str) -> Program[None]:
         works = self.launched[channel]
@@ -270,9 +278,3 @@ class Executor:
         for half, part in zip(into if pair else (into,), parts, strict=True):
             half[rows].add_(part)
         return (into,)
-
-
-def _rotated(op: ReduceScatter, rank: int) -> list[tuple[int, int]]:
-    """(peer, its chunk) of the others in a group, each rank starting at its own successor: nobody's first in line."""
-    place, size = op.group.index(rank), len(op.group)
-    return [(op.group[(place + k) % size], op.chunks[(place + k) % size]) for k in range(1, size)]

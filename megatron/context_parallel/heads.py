@@ -4,7 +4,6 @@ The ranks of a head group swap (own chunk, all heads) for (the group's chunks, a
 steps with the ranks that have the same part, and swap back.
 """
 
-import torch
 from torch import Tensor
 
 from .errors import UsageError
@@ -48,42 +47,45 @@ class HeadGroup:
 
         Of fewer heads than ranks, each rank gets the one its queries read.
         """
-        size = len(self.members)
+        size, mine = len(self.members), self.rows[self.part]
         if size == 1:
             return list(tensors)
-        sent = [[x[:, :, _heads(p, size, x.shape[2])].contiguous() for x in tensors] for p in range(size)]
-        got = yield from self._swap(sent)
-        joined = []
-        for pieces in zip(*got, strict=True):
-            whole = pieces[0].new_empty(len(pieces[0]) * size, *pieces[0].shape[1:])
-            for piece, rows in zip(pieces, self.rows, strict=True):
-                for own, where in rows:
-                    whole[where] = piece[own]
-            joined.append(whole)
-        return joined
+        heads = [[_heads(p, size, x.shape[2]) for x in tensors] for p in range(size)]
+        wholes = [
+            x.new_empty(len(x) * size, x.shape[1], h.stop - h.start, *x.shape[3:])
+            for x, h in zip(tensors, heads[self.part], strict=True)
+        ]
+        sent = [[x[own, :, h] for x, h in zip(tensors, of, strict=True) for own, _ in mine] for of in heads]
+        yield from self._swap(sent, [[whole[where] for whole in wholes for _, where in rows] for rows in self.rows])
+        return wholes
 
     def to_chunks(self, *tensors: Tensor) -> Program[list[Tensor]]:
         """Inverse of `to_heads`; of replicated heads, all replicas, side by side."""
-        size = len(self.members)
+        size, mine = len(self.members), self.rows[self.part]
         if size == 1:
             return list(tensors)
-        sent = []
-        for rows in self.rows:
-            pieces = [x.new_empty(len(x) // size, *x.shape[1:]) for x in tensors]
-            for x, piece in zip(tensors, pieces, strict=True):
-                for own, where in rows:
-                    piece[own] = x[where]
-            sent.append(pieces)
-        got = yield from self._swap(sent)
-        return [torch.cat(pieces, 2) for pieces in zip(*got, strict=True)]
+        wholes = [x.new_empty(len(x) // size, x.shape[1], x.shape[2] * size, *x.shape[3:]) for x in tensors]
+        sent = [[x[where] for x in tensors for _, where in rows] for rows in self.rows]
+        parts = [whole.chunk(size, 2) for whole in wholes]
+        yield from self._swap(sent, [[part[i][own] for part in parts for own, _ in mine] for i in range(size)])
+        return wholes
 
-    def _swap(self, pieces: list[list[Tensor]]) -> Program[list[list[Tensor]]]:
-        """Sends pieces[i] to member i and returns what each member sent here, all in one exchange."""
-        got = [own if i == self.part else [x.new_empty(x.shape) for x in own] for i, own in enumerate(pieces)]
-        others = [(i, peer) for i, peer in enumerate(self.members) if i != self.part]
-        sends, receives = ([(peer, x) for i, peer in others for x in values[i]] for values in (pieces, got))
-        yield self.transport.exchange("heads", sends, receives)
-        return got
+    def _swap(self, sent: list[list[Tensor]], landing: list[list[Tensor]]) -> Program[None]:
+        """Sends sent[i] to member i, and puts what member i sends here into landing[i]."""
+        for there, x in zip(landing[self.part], sent[self.part], strict=True):
+            there.copy_(x)
+        sends, receives, staged = [], [], []
+        for k in range(1, len(self.members)):
+            after, before = (self.part + k) % len(self.members), (self.part - k) % len(self.members)
+            sends.append([(self.members[after], x.contiguous()) for x in sent[after]])
+            receives.append([])
+            for there in landing[before]:
+                direct = there.is_contiguous()
+                receives[-1].append((self.members[before], there if direct else there.new_empty(there.shape)))
+                staged += [] if direct else [(there, receives[-1][-1][1])]
+        yield self.transport.trade("heads", sends, receives)
+        for there, x in staged:
+            there.copy_(x)
 
 
 def _heads(part: int, size: int, heads: int) -> slice:

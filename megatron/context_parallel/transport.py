@@ -1,7 +1,9 @@
 """How chunks travel: through torch.distributed, or between ranks that all live in this process."""
 
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from functools import partial
+from itertools import chain
 from typing import Protocol, TypeVar
 
 import torch.distributed as dist
@@ -18,14 +20,20 @@ class Work(Protocol):
     def wait(self) -> None: ...
 
 
+Messages = list[tuple[int, Tensor]]  # to or from a peer
 Program = Generator[Work, None, Result]  # a rank's execution of a plan: yields what it must wait for
 
 
 class Transport(Protocol):
     """One rank's side. Peers and groups are ranks of the context group (of a `Subgroup`, its own)."""
 
-    def exchange(self, channel: str, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Work:
+    def exchange(self, channel: str, sends: Messages, receives: Messages) -> Work:
         """Starts one batch of messages; between two ranks they match in order."""
+        ...
+
+    def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> Work:
+        """Starts an exchange of everyone with everyone in a group: `sends` to the ranks after this one, in turn, and
+        `receives` from those before it."""
         ...
 
     def all_gather(self, channel: str, group: tuple[int, ...], tensors: list[tuple[Tensor, Tensor]]) -> Work:
@@ -49,6 +57,20 @@ class _Batch:
         self.works = []
 
 
+class _Rounds:
+    """Batches of which each starts when the one before is complete; after the first, when somebody waits."""
+
+    def __init__(self, start: Callable[[Messages, Messages], Work], rounds: list[tuple[Messages, Messages]]) -> None:
+        self.start, self.rounds = start, rounds[1:]
+        self.work = start(*rounds[0])
+
+    def wait(self) -> None:
+        self.work.wait()
+        while self.rounds:
+            self.work = self.start(*self.rounds.pop(0))
+            self.work.wait()
+
+
 class TorchTransport:
     """torch.distributed (NCCL or gloo). Each channel is a communicator of its own."""
 
@@ -57,6 +79,7 @@ class TorchTransport:
         self.rank = dist.get_rank(group)
         self._groups: dict[tuple, dist.ProcessGroup] = {}
         self._given: dist.ProcessGroup | None = group
+        self._trades: dict[str, _Rounds] = {}  # by channel; the next operation there must not overtake it
 
     def connect(self, plan: Plan) -> None:
         """Makes the communicators that `plan` needs. All ranks must take part, and in one order: some make no use of
@@ -77,7 +100,15 @@ class TorchTransport:
                 dist.barrier(self._groups[key])  # NCCL connects all ranks at its first call or never
         return self._groups[key]
 
-    def exchange(self, channel: str, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Work:
+    def exchange(self, channel: str, sends: Messages, receives: Messages) -> Work:
+        self._finish_trade(channel)
+        return self._batch(channel, sends, receives)
+
+    def _finish_trade(self, channel: str) -> None:
+        if trade := self._trades.pop(channel, None):
+            trade.wait()
+
+    def _batch(self, channel: str, sends: Messages, receives: Messages) -> Work:
         group = self._group(channel, tuple(range(len(self.ranks))))
         # Receives first: with two sends that cross, gloo moves one after the other, not both at once.
         ops = [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
@@ -85,7 +116,16 @@ class TorchTransport:
         label = f"rank {self.rank} on channel {channel}, sending to {[p for p, _ in sends]}, "
         return _Batch(dist.batch_isend_irecv(ops), label + f"receiving from {[p for p, _ in receives]}")
 
+    def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> Work:
+        if dist.get_backend(self._group(channel, tuple(range(len(self.ranks))))) == "nccl":
+            return self.exchange(channel, list(chain(*sends)), list(chain(*receives)))
+        # gloo reaches the rate of a link one pair at a time; all at once it gets two thirds of it.
+        self._finish_trade(channel)
+        self._trades[channel] = _Rounds(partial(self._batch, channel), list(zip(sends, receives, strict=True)))
+        return self._trades[channel]
+
     def all_gather(self, channel: str, group: tuple[int, ...], tensors: list[tuple[Tensor, Tensor]]) -> Work:
+        self._finish_trade(channel)
         communicator = self._group(channel, group)
         works = [  # the flattened view is the same memory, in the shape torch asks for
             dist.all_gather_into_tensor(everyone.flatten(0, 1), mine, group=communicator, async_op=True)
@@ -129,7 +169,7 @@ class LocalTransport:
         self.rank, self.post = rank, post
         self._taken: dict[tuple, int] = defaultdict(int)
 
-    def exchange(self, channel: str, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> _Inbox:
+    def exchange(self, channel: str, sends: Messages, receives: Messages) -> _Inbox:
         for peer, x in sends:
             self.post[channel, self.rank, peer].append(_Message(x))
         awaited = []
@@ -138,6 +178,9 @@ class LocalTransport:
             awaited.append((self.post[line], self._taken[line], x))
             self._taken[line] += 1
         return _Inbox(awaited)
+
+    def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> _Inbox:
+        return self.exchange(channel, list(chain(*sends)), list(chain(*receives)))
 
     def all_gather(self, channel: str, group: tuple[int, ...], tensors: list[tuple[Tensor, Tensor]]) -> _Inbox:
         sends, receives = [], []
@@ -155,9 +198,15 @@ class Subgroup:
     def __init__(self, transport: Transport, ranks: tuple[int, ...]) -> None:
         self.transport, self.ranks = transport, ranks
 
-    def exchange(self, channel: str, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Work:
-        sends, receives = ([(self.ranks[peer], x) for peer, x in messages] for messages in (sends, receives))
-        return self.transport.exchange(channel, sends, receives)
+    def exchange(self, channel: str, sends: Messages, receives: Messages) -> Work:
+        return self.transport.exchange(channel, self._outside(sends), self._outside(receives))
+
+    def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> Work:
+        outside = ([self._outside(messages) for messages in turns] for turns in (sends, receives))
+        return self.transport.trade(channel, *outside)
+
+    def _outside(self, messages: Messages) -> Messages:
+        return [(self.ranks[peer], x) for peer, x in messages]
 
     def all_gather(self, channel: str, group: tuple[int, ...], tensors: list[tuple[Tensor, Tensor]]) -> Work:
         return self.transport.all_gather(channel, tuple(self.ranks[r] for r in group), tensors)
