@@ -1,6 +1,7 @@
 """The position kernel: attention of a block under any mask in one launch, by Triton code of our own."""
 
 import importlib.util
+import math
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ class PositionKernel:
 
     Args:
         device: where the tensors are: a GPU of compute capability 8.0, 9.0 or 10.x.
-        deterministic: gradients are the same bit for bit each time, for 7 matrix products a tile instead of 5.
+        deterministic: gradients are the same bit for bit each time, for 7 matrix products a tile instead of 5. Where
+            `TILES` has no "dqkv" for a head_dim they always are.
 
     Raises:
         UsageError: Triton is missing, or has no configuration for the device.
@@ -38,12 +40,10 @@ class PositionKernel:
         self.device, self.deterministic = device, deterministic
         self.architecture = _architecture(device)
 
-    def pieces(self, runs: Runs, keys: int) -> list[Piece]:
-        """The whole block in one piece, or none if no row sees a key."""
-        if torch.equal(*runs):
-            return []
-        rows = slice(0, runs.first.shape[1])
-        return [Piece(rows, slice(0, keys), slice(None), Runs(*(x.to(self.device) for x in runs)))]
+    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+        """The whole block in one piece, its runs on the device."""
+        rows = slice(0, block.first.shape[1])
+        return [Piece(rows, slice(0, keys), Runs(*(x.to(self.device) for x in block)))]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> tuple[Tensor, Tensor]:
         """Returns the output [s, B, G, d] in q's dtype and its log-sum-exp [s, B, G] in float32.
@@ -84,33 +84,39 @@ class PositionKernel:
         """
         from .position_triton import key_grad_kernel, query_grad_kernel
 
+        if dout.shape != q.shape or dout.dtype != q.dtype:
+            raise UsageError(f"dout {list(dout.shape)} of {dout.dtype}: need q's, {list(q.shape)} of {q.dtype}")
+        if dout.stride() != q.stride():  # the kernels address both alike
+            q, dout = q.contiguous(), dout.contiguous()
         common = _common(q, k, v, mask, scale)
-        if dout.shape != q.shape or dout.dtype != q.dtype or dout.stride(-1) != 1:
-            raise UsageError(f"dout {list(dout.shape)} of {dout.dtype}: need q's shape and dtype, last dim contiguous")
         dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-        common |= {"dout": dout, "lse": lse, "delta": delta, "dq": dq}
-        common |= _strides(q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, dq=dq)
-        if self.deterministic:
+        lse2, delta = ((x * f).permute(1, 2, 0).contiguous() for x, f in ((lse, math.log2(math.e)), (delta, 1)))
+        common |= {"dout": dout, "lse2": lse2, "delta": delta, "dq": dq}
+        common |= _strides(q=q, k=k, v=v, dq=dq)
+        joint = None if self.deterministic else self._tiles("dqkv", q)
+        if joint:
+            dq.zero_()  # added to
+        else:
             tiles = self._tiles("dq", q)
             query_grad_kernel[_count(len(q), tiles.rows), q.shape[1] * q.shape[2]](**common, **_launch(tiles))
-        else:
-            dq.zero_()  # added to
-        tiles = self._tiles("dkv" if self.deterministic else "dqkv", q)
+        tiles = joint or self._tiles("dkv", q)
         ranges = _rows_seeing(mask, len(k), tiles.keys) if isinstance(mask, Runs) else None
         key_grad_kernel[_count(len(k), tiles.keys), k.shape[1]](
-            dk=dk, dv=dv, ranges=ranges, **_strides(dk=dk), WITH_DQ=not self.deterministic, **common, **_launch(tiles)
+            dk=dk, dv=dv, ranges=ranges, **_strides(dk=dk), WITH_DQ=bool(joint), **common, **_launch(tiles)
         )
         return dq, dk, dv
 
-    def _tiles(self, kernel: str, q: Tensor) -> Tiles:
+    def _tiles(self, kernel: str, q: Tensor) -> Tiles | None:
         if q.dtype is torch.float32 or self.device.type == "cpu":
             return FLOAT32
-        return TILES[self.architecture][kernel][q.shape[-1]]
+        return TILES[self.architecture][kernel].get(q.shape[-1])
 
 
 def _architecture(device: torch.device) -> int:
     if importlib.util.find_spec("triton") is None:
-        raise UsageError("--cp-attention-backend position needs Triton (pip install triton); without it: flash")
+        raise UsageError(
+            "--cp-attention-backend triton: Triton is not installed (pip install triton); without it give aten"
+        )
     import triton
 
     if device.type == "cpu" and triton.knobs.runtime.interpret:
@@ -119,14 +125,14 @@ def _architecture(device: torch.device) -> int:
     architecture = 100 if major == 10 else 10 * major + minor
     if architecture not in TILES:
         raise UsageError(
-            f"--cp-attention-backend position on {device} of compute capability {major}.{minor}: "
-            "needs 8.0, 9.0 or 10.x; elsewhere: flash"
+            f"--cp-attention-backend triton: {device} is of compute capability {major}.{minor}, and the kernel "
+            "runs on 8.0, 9.0 and 10.x; elsewhere give aten"
         )
     return architecture
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> None:
-    s, batch, group, d = q.shape
+    s, batch, _, d = q.shape
     if d not in PARTS or q.dtype not in DTYPES:
         raise UsageError(f"the position kernel with head_dim {d} in {q.dtype}: need {[*PARTS]}, in 16 or 32 bits")
     if k.shape != v.shape or k.shape[1:] != (batch, d) or not q.dtype == k.dtype == v.dtype:

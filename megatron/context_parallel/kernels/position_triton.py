@@ -25,12 +25,9 @@ def _row_of(base, at, row, head, g):
 
 @triton.jit
 def _load(base, rows, stride, D: tl.constexpr, E: tl.constexpr):
-    at = base + rows[:, None] * stride
-    x = tl.load(at + tl.arange(0, D)[None, :])
-    if E > 0:
-        parts = (x, tl.load(at + D + tl.arange(0, E)[None, :]))
-    else:
-        parts = (x,)
+    at = rows[:, None] * stride
+    x = tl.load(base + (at + tl.arange(0, D)[None, :]))
+    parts = (x, tl.load(base + (at + D + tl.arange(0, E)[None, :]))) if E > 0 else (x,)
     return parts
 
 
@@ -43,29 +40,28 @@ def _store(base, rows, stride, parts, mask, D: tl.constexpr, E: tl.constexpr):
 
 
 @triton.jit
-def _add_atomically(base, rows, stride, parts, mask, D: tl.constexpr, E: tl.constexpr):
+def _add_atomically(base, rows, stride, parts, mask, MASKED: tl.constexpr, D: tl.constexpr, E: tl.constexpr):
     at = base + rows[:, None] * stride
-    tl.atomic_add(at + tl.arange(0, D)[None, :], parts[0], mask[:, None], sem="relaxed")
-    if E > 0:
-        tl.atomic_add(at + D + tl.arange(0, E)[None, :], parts[1], mask[:, None], sem="relaxed")
+    if MASKED:
+        tl.atomic_add(at + tl.arange(0, D)[None, :], parts[0], mask[:, None], sem="relaxed")
+        if E > 0:
+            tl.atomic_add(at + D + tl.arange(0, E)[None, :], parts[1], mask[:, None], sem="relaxed")
+    else:
+        tl.atomic_add(at + tl.arange(0, D)[None, :], parts[0], sem="relaxed")
+        if E > 0:
+            tl.atomic_add(at + D + tl.arange(0, E)[None, :], parts[1], sem="relaxed")
 
 
 @triton.jit
 def _zeros(ROWS: tl.constexpr, D: tl.constexpr, E: tl.constexpr):
     x = tl.zeros([ROWS, D], tl.float32)
-    if E > 0:
-        parts = (x, tl.zeros([ROWS, E], tl.float32))
-    else:
-        parts = (x,)
+    parts = (x, tl.zeros([ROWS, E], tl.float32)) if E > 0 else (x,)
     return parts
 
 
 @triton.jit
 def _scaled(parts, factor, E: tl.constexpr):
-    if E > 0:
-        scaled = (parts[0] * factor, parts[1] * factor)
-    else:
-        scaled = (parts[0] * factor,)
+    scaled = (parts[0] * factor, parts[1] * factor) if E > 0 else (parts[0] * factor,)
     return scaled
 
 
@@ -92,14 +88,14 @@ def _add_outer(into, weights, x, E: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _seen_by(rows, first, end, t, MASK: tl.constexpr):
-    """The run of key rows that each of these query rows sees."""
+def _seen_by(rows, inside, first, end, t, MASK: tl.constexpr):
+    """The run of key rows that each of these query rows sees; none where not `inside`."""
     if MASK == "runs":
-        bounds = (tl.load(first + rows), tl.load(end + rows))
+        bounds = (tl.load(first + rows, inside, 0), tl.load(end + rows, inside, 0))
     elif MASK == "causal":
-        bounds = (rows * 0, rows + 1)
+        bounds = (rows * 0, tl.where(inside, rows + 1, 0))
     else:
-        bounds = (rows * 0, rows * 0 + t)
+        bounds = (rows * 0, tl.where(inside, t, 0))
     return bounds
 
 
@@ -115,8 +111,8 @@ def _tiles(lo, full_lo, full_hi, hi, TILE: tl.constexpr):
 @triton.jit
 def _keys_of_tile(row, last, first, end, t, MASK: tl.constexpr, KEYS: tl.constexpr):
     """The first key that rows `row` .. `last` see, the end of the last, and the tiles between."""
-    lo, full_hi = _seen_by(row, first, end, t, MASK)
-    full_lo, hi = _seen_by(last, first, end, t, MASK)
+    lo, full_hi = _seen_by(row, True, first, end, t, MASK)
+    full_lo, hi = _seen_by(last, True, first, end, t, MASK)
     before, full, tiles = _tiles(lo, full_lo, full_hi, hi, KEYS)
     return lo, hi, before, full, tiles
 
@@ -180,7 +176,7 @@ def forward_kernel(
     k += head.to(tl.int64) * at_k[1]
     v += head.to(tl.int64) * at_v[1]
     queries = _load(_row_of(q, at_q, row, head, g), local, at_q[0], D, E)
-    first_seen, end_seen = _seen_by(row + local, first, end, t, MASK)
+    first_seen, end_seen = _seen_by(row + local, inside, first, end, t, MASK)
     scale2 = scale * LOG2_E
     state = (_zeros(ROWS, D, E), tl.zeros([ROWS], tl.float32), tl.full([ROWS], LOWEST, tl.float32))
     for i in range(tiles - full):
@@ -222,8 +218,7 @@ def _grad_of_queries(
 
 @triton.jit(do_not_specialize=["s", "t", "group", "heads_a_sample"])
 def query_grad_kernel(
-    dout, q, k, v, lse, delta, dq, first, end, s, t, group, heads_a_sample, scale,
-    at_dout, at_q, at_k, at_v, at_lse, at_delta, at_dq,
+    dout, q, k, v, lse2, delta, dq, first, end, s, t, group, heads_a_sample, scale, at_q, at_k, at_v, at_dq,
     MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -239,62 +234,70 @@ def query_grad_kernel(
     inside = row + local < s
     local = tl.minimum(local, s - 1 - row)
     queries = _load(_row_of(q, at_q, row, head, g), local, at_q[0], D, E)
-    grads = _load(_row_of(dout, at_dout, row, head, g), local, at_dout[0], D, E)
-    lse2 = tl.load(_row_of(lse, at_lse, row, head, g) + local * at_lse[0]) * LOG2_E
-    d = tl.load(_row_of(delta, at_delta, row, head, g) + local * at_delta[0])
+    grads = _load(_row_of(dout, at_q, row, head, g), local, at_q[0], D, E)
+    stats = tl.program_id(1).to(tl.int64) * s + row
+    lse2 = tl.load(lse2 + stats + local)
+    delta = tl.load(delta + stats + local)
     k += head.to(tl.int64) * at_k[1]
     v += head.to(tl.int64) * at_v[1]
-    f, e = _seen_by(row + local, first, end, t, MASK)
+    f, e = _seen_by(row + local, inside, first, end, t, MASK)
     scale2 = scale * LOG2_E
     acc = _zeros(ROWS, D, E)
     for i in range(tiles - full):
         start = lo + (i + tl.where(i < before, 0, full)) * KEYS
         acc = _grad_of_queries(
-            acc, queries, grads, lse2, d, k, v, at_k, at_v, start, hi, f, e, scale2, True, KEYS, D, E, PRECISION
+            acc, queries, grads, lse2, delta, k, v, at_k, at_v, start, hi, f, e, scale2, True, KEYS, D, E, PRECISION
         )
     for i in range(before, before + full):
         start = lo + i * KEYS
         acc = _grad_of_queries(
-            acc, queries, grads, lse2, d, k, v, at_k, at_v, start, hi, f, e, scale2, False, KEYS, D, E, PRECISION
+            acc, queries, grads, lse2, delta, k, v, at_k, at_v, start, hi, f, e, scale2, False, KEYS, D, E, PRECISION
         )
     _store(_row_of(dq, at_dq, row, head, g), local, at_dq[0], _scaled(acc, scale, E), inside, D, E)
 
 
 @triton.jit
 def _grad_of_keys(
-    state, k, v, dout, q, lse, delta, dq, at_dout, at_q, at_lse, at_delta, at_dq, start, hi, key, first, end, t, scale,
+    state, k, v, dout, q, lse2, delta, dq, at_q, at_dq, start, hi, key, head, g,
+    group, first, end, s, t, scale,
     MASKED: tl.constexpr, MASK: tl.constexpr, WITH_DQ: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds what one tile of query rows gives to dk / scale and dv of a key tile, and to dq in memory if `WITH_DQ`."""
     dk, dv = state
     local = tl.arange(0, ROWS)
-    inside = start + local < hi
+    rows = start + local
+    inside = rows < hi
+    stats = (head * group + g).to(tl.int64) * s
+    lse2 += stats
+    delta += stats
     if MASKED:
         local = tl.minimum(local, hi - 1 - start)
-    at = start.to(tl.int64)
-    queries = _load(q + at * at_q[0], local, at_q[0], D, E)
-    lse2 = tl.load(lse + at * at_lse[0] + local * at_lse[0]) * LOG2_E
+        lse2 = tl.load(lse2 + rows, inside, 0.0)
+        delta = tl.load(delta + rows, inside, 0.0)
+    else:
+        lse2 = tl.load(lse2 + rows)
+        delta = tl.load(delta + rows)
+    queries = _load(_row_of(q, at_q, start, head, g), local, at_q[0], D, E)
     p = tl.math.exp2(_inner(k, queries, E, PRECISION) * (scale * LOG2_E) - lse2[None, :])
     if MASKED:
-        f, e = _seen_by(start + local, first, end, t, MASK)
         cols = key + tl.arange(0, KEYS)[:, None]
-        p = tl.where((cols >= f[None, :]) & (cols < tl.where(inside, e, 0)[None, :]), p, 0.0)
-    grads = _load(dout + at * at_dout[0], local, at_dout[0], D, E)
+        f, e = _seen_by(rows, inside, first, end, t, MASK)
+        p = tl.where((cols >= f[None, :]) & (cols < e[None, :]), p, 0.0)
+    grads = _load(_row_of(dout, at_q, start, head, g), local, at_q[0], D, E)
     dv = _add_outer(dv, p.to(grads[0].dtype), grads, E, PRECISION)
-    d = tl.load(delta + at * at_delta[0] + local * at_delta[0])
-    ds = (p * (_inner(v, grads, E, PRECISION) - d[None, :])).to(queries[0].dtype)
+    ds = (p * (_inner(v, grads, E, PRECISION) - delta[None, :])).to(queries[0].dtype)
     dk = _add_outer(dk, ds, queries, E, PRECISION)
     if WITH_DQ:
         part = _scaled(_add_outer(_zeros(ROWS, D, E), tl.trans(ds), k, E, PRECISION), scale, E)
-        _add_atomically(dq + at * at_dq[0], local, at_dq[0], part, inside, D, E)
+        _add_atomically(_row_of(dq, at_dq, start, head, g), local, at_dq[0], part, inside, MASKED, D, E)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["s", "t", "group", "heads_a_sample"])
 def key_grad_kernel(
-    dout, q, k, v, lse, delta, dq, dk, dv, first, end, ranges, s, t, group, heads_a_sample, scale,
-    at_dout, at_q, at_k, at_v, at_lse, at_delta, at_dq, at_dk,
+    dout, q, k, v, lse2, delta, dq, dk, dv, first, end, ranges, s, t, group, heads_a_sample, scale,
+    at_q, at_k, at_v, at_dq, at_dk,
     MASK: tl.constexpr, WITH_DQ: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -317,22 +320,29 @@ def key_grad_kernel(
     keys = _load(k + key.to(tl.int64) * at_k[0] + head.to(tl.int64) * at_k[1], local, at_k[0], D, E)
     values = _load(v + key.to(tl.int64) * at_v[0] + head.to(tl.int64) * at_v[1], local, at_v[0], D, E)
     state = (_zeros(KEYS, D, E), _zeros(KEYS, D, E))
-    for g in range(group):
-        do_g, q_g = _head_of(dout, at_dout, head, g), _head_of(q, at_q, head, g)
-        lse_g, delta_g = _head_of(lse, at_lse, head, g), _head_of(delta, at_delta, head, g)
-        dq_g = _head_of(dq, at_dq, head, g)
-        for i in range(count - full):
-            start = lo + (i + tl.where(i < before, 0, full)) * ROWS
-            state = _grad_of_keys(
-                state, keys, values, do_g, q_g, lse_g, delta_g, dq_g, at_dout, at_q, at_lse, at_delta, at_dq,
-                start, hi, key, first, end, t, scale, True, MASK, WITH_DQ, ROWS, KEYS, D, E, PRECISION,
-            )  # fmt: skip
-        for i in range(before, before + full):
-            start = lo + i * ROWS
-            state = _grad_of_keys(
-                state, keys, values, do_g, q_g, lse_g, delta_g, dq_g, at_dout, at_q, at_lse, at_delta, at_dq,
-                start, hi, key, first, end, t, scale, False, MASK, WITH_DQ, ROWS, KEYS, D, E, PRECISION,
-            )  # fmt: skip
+    masked = count - full
+    i, g = 0, 0
+    for _ in range(group * masked):
+        start = lo + (i + tl.where(i < before, 0, full)) * ROWS
+        state = _grad_of_keys(
+            state, keys, values, dout, q, lse2, delta, dq, at_q, at_dq, start, hi, key, head, g,
+            group, first, end, s, t, scale, True, MASK, WITH_DQ, ROWS, KEYS, D, E, PRECISION,
+        )  # fmt: skip
+        i += 1
+        if i == masked:  # on to the next head; cheaper in registers than a division
+            i = 0
+            g += 1
+    i, g = 0, 0
+    for _ in range(group * full):
+        start = lo + (before + i) * ROWS
+        state = _grad_of_keys(
+            state, keys, values, dout, q, lse2, delta, dq, at_q, at_dq, start, hi, key, head, g,
+            group, first, end, s, t, scale, False, MASK, WITH_DQ, ROWS, KEYS, D, E, PRECISION,
+        )  # fmt: skip
+        i += 1
+        if i == full:  # on to the next head; cheaper in registers than a division
+            i = 0
+            g += 1
     here = key.to(tl.int64) * at_dk[0] + head.to(tl.int64) * at_dk[1]
     _store(dk + here, local, at_dk[0], _scaled(state[0], scale, E), inside, D, E)
     _store(dv + here, local, at_dk[0], state[1], inside, D, E)
