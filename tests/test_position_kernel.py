@@ -217,7 +217,7 @@ def refusals() -> list[str]:
     for args, scale in (
         ((q[..., :56], k[..., :56], v[..., :56], FULL), 1.0),
         ((q, k.half(), v, FULL), 1.0),
-        ((q.mT.contiguous().mT, k, v, FULL), 1.0),
+        ((q, k.mT.contiguous().mT, v, FULL), 1.0),
         ((q, k, v, CAUSAL), 1.0),
         ((q, k, v, FULL), -1.0),
         ((q[1:], k, v, MASKS["step2"]), 1.0),
@@ -298,4 +298,5 @@ def test_compiles_without_spills(compiled, architecture, head_dim, dtype):
     for kernel in compiled(compile_block, architecture, head_dim, dtype, "runs"):
         assert kernel.spilled == 0, kernel
         assert kernel.shared <= SHARED[architecture], kernel
-        assert kernel.wgmma == (architecture == 90), kernel
+        small = head_dim == 256 and kernel.kernel == "key_grad_kernel"  # its tiles have fewer rows than wgmma takes
+        assert kernel.wgmma == (architecture == 90 and not small), kernel
