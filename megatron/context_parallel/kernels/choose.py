@@ -13,9 +13,10 @@ from . import Kernel
 from .aten import AtenFlash
 from .libraries import LIBRARIES, Capability
 from .masks import Mask, Piece, Runs, cut
+from .position import PARTS, PositionKernel, architecture
+from .position_tiles import TILES
 
 BACKENDS = ("auto", *LIBRARIES, "triton")
-POSITION_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 MOST_PIECES = 3  # of a block that is still cut for a library: a zigzag block against its own chunk
 SHORTEST = 16  # rows or keys of a piece that is worth a library's launch
 
@@ -116,8 +117,6 @@ def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int, backend: st
 
 
 def _position(device: torch.device) -> Kernel:
-    from .position import PositionKernel
-
     return PositionKernel(device, deterministic=torch.are_deterministic_algorithms_enabled())
 
 
@@ -158,8 +157,8 @@ def check_backend(
 
 def _advice(dtype: torch.dtype, head_dim: int, irregular: str | None) -> str:
     """What to change where no backend can."""
-    if head_dim not in POSITION_HEAD_DIMS:
-        fits = min((d for d in POSITION_HEAD_DIMS if d >= head_dim), default=max(POSITION_HEAD_DIMS))
+    if head_dim not in PARTS:
+        fits = min((d for d in PARTS if d >= head_dim), default=max(PARTS))
         return f"give --kv-channels {fits}"
     if irregular:
         return f"leave out {irregular}"
@@ -193,9 +192,9 @@ def _refusal(name: str, dtype: torch.dtype, head_dim: int, capability: Capabilit
 def _refusal_of_position(dtype: torch.dtype, head_dim: int, capability: Capability | None) -> str | None:
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"the position kernel has no {str(dtype).removeprefix('torch.')}"
-    if head_dim not in POSITION_HEAD_DIMS:
-        return f"the position kernel has head_dim {', '.join(map(str, POSITION_HEAD_DIMS))}, not {head_dim}"
-    if capability is not None and capability not in ((8, 0), (9, 0)) and capability[0] != 10:
+    if head_dim not in PARTS:
+        return f"the position kernel has head_dim {', '.join(map(str, PARTS))}, not {head_dim}"
+    if capability is not None and architecture(capability) not in TILES:
         return "the position kernel does not run on sm_{}{}".format(*capability)
     if capability is not None and importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"

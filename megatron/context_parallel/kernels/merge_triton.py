@@ -1,0 +1,52 @@
+"""Merging partial outputs in one pass over memory (Triton)."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS = 4096  # a program's
+
+
+def merge_fused(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """`merge.merge` on a GPU: out, other_out [s, B, G, d], lse, other_lse [s, B, G], strided as they come."""
+    s, batch, group, d = out.shape
+    width = triton.next_power_of_2(d)
+    rows = ELEMENTS // width
+    merge_kernel[triton.cdiv(s * batch * group, rows),](
+        out, lse, other_out, other_lse, s * batch * group, batch, group,
+        out.stride(), lse.stride(), other_out.stride(), other_lse.stride(), D=d, WIDTH=width, ROWS=rows,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _at(strides, i, batch, group):
+    """Offsets of rows i of s × B × G."""
+    i = i.to(tl.int64)
+    return i // (batch * group) * strides[0] + i // group % batch * strides[1] + i % group * strides[2]
+
+
+@triton.jit(do_not_specialize=["count", "batch", "group"])
+def merge_kernel(
+    out, lse, other_out, other_lse, count, batch, group, at_out, at_lse, at_other_out, at_other_lse,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Each program merges ROWS rows in place."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = i < count
+    lse += _at(at_lse, i, batch, group)
+    a = tl.load(lse, inside, 0.0)
+    b = tl.load(other_lse + _at(at_other_lse, i, batch, group), inside, 0.0).to(tl.float32)
+    top = tl.maximum(a, b)
+    seen = top > float("-inf")
+    base = tl.where(seen, top, 0.0)
+    weight_a, weight_b = tl.exp(a - base), tl.exp(b - base)
+    total = tl.where(seen, weight_a + weight_b, 1.0)
+    tl.store(lse, tl.where(seen, base + tl.log(total), top), inside)
+
+    cols = tl.arange(0, WIDTH)
+    mask = inside[:, None] & (cols < D)[None, :]
+    out += _at(at_out, i, batch, group)[:, None] + cols[None, :] * at_out[3]
+    x = tl.load(out, mask, 0.0)
+    y = tl.load(other_out + _at(at_other_out, i, batch, group)[:, None] + cols[None, :] * at_other_out[3], mask, 0.0)
+    tl.store(out, x + (y.to(tl.float32) - x) * (weight_b / total)[:, None], mask)

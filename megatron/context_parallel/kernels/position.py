@@ -1,0 +1,215 @@
+"""The position kernel: attention of a block under any mask in one launch, by Triton code of our own."""
+
+import importlib.util
+import math
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from .masks import CAUSAL, Mask, Piece, Runs
+from .position_tiles import FLOAT32, TILES, Tiles
+
+PARTS = {64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}  # powers of two
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FURTHEST = 2**31 // 256  # elements between rows: offsets inside a tile are 32 bits wide
+
+
+class PositionKernel:
+    """Forward and backward of blocks under any mask: each query row sees one run of key rows.
+
+    Shapes: queries [s, B, G, d], keys and values [t, B, d] of one dtype (float16, bfloat16, float32), strided as they
+    come with the last dimension contiguous; log-sum-exp and delta [s, B, G] in float32. B is batch × key/value heads,
+    batch first; G the query heads that share one; d is 64, 80, 96, 128, 192 or 256. Products are accumulated in
+    float32; those of float32 are TF32 only where PyTorch's own may be (`torch.backends.cuda.matmul.allow_tf32`).
+
+    Masks: FULL, CAUSAL (s = t), or runs on q's device, of one sample (all alike) or of each.
+
+    Args:
+        device: where the tensors are: a GPU of compute capability 8.0, 9.0 or 10.x.
+        deterministic: gradients are the same bit for bit each time, for 7 matrix products a tile instead of 5. Where
+            `TILES` has no "dqkv" for a head_dim they always are.
+
+    Raises:
+        UsageError: Triton is missing, or has no configuration for the device.
+    """
+
+    name = "triton"
+
+    def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
+        self.device, self.deterministic = device, deterministic
+        self.architecture = _architecture_of(device)
+
+    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+        """The whole block in one piece, its runs on the device."""
+        rows = slice(0, block.first.shape[1])
+        return [Piece(rows, slice(0, keys), Runs(*(x.to(self.device) for x in block)))]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> tuple[Tensor, Tensor]:
+        """Returns the output [s, B, G, d] in q's dtype and its log-sum-exp [s, B, G] in float32.
+
+        A row that sees nothing gives 0 and -inf.
+
+        Raises:
+            UsageError: shapes, dtypes or strides other than the class takes.
+        """
+        from .position_triton import forward_kernel
+
+        common = _common(q, k, v, mask, scale)
+        tiles = self._tiles("forward", q)
+        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+        forward_kernel[_count(len(q), tiles.rows), q.shape[1] * q.shape[2]](
+            out=out, lse=lse, **_strides(q=q, k=k, v=v, out=out, lse=lse), **common, **_launch(tiles)
+        )
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        mask: Mask,
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns dq [s, B, G, d] and dk, dv [t, B, d] of this block in float32.
+
+        `lse` and `delta` = rowsum(dout * out) are those of the whole sequence, so the gradients of blocks add up.
+
+        Raises:
+            UsageError: as `forward`.
+        """
+        from .position_triton import key_grad_kernel, query_grad_kernel
+
+        if dout.shape != q.shape or dout.dtype != q.dtype:
+            raise UsageError(f"dout {list(dout.shape)} of {dout.dtype}: need q's, {list(q.shape)} of {q.dtype}")
+        if dout.stride() != q.stride():  # the kernels address both alike
+            q, dout = q.contiguous(), dout.contiguous()
+        common = _common(q, k, v, mask, scale)
+        dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+        lse2, delta = ((x * f).permute(1, 2, 0).contiguous() for x, f in ((lse, math.log2(math.e)), (delta, 1)))
+        common |= {"dout": dout, "lse2": lse2, "delta": delta, "dq": dq}
+        common |= _strides(q=q, k=k, v=v, dq=dq)
+        joint = None if self.deterministic else self._tiles("dqkv", q)
+        if joint:
+            dq.zero_()  # added to
+        else:
+            tiles = self._tiles("dq", q)
+            query_grad_kernel[_count(len(q), tiles.rows), q.shape[1] * q.shape[2]](**common, **_launch(tiles))
+        tiles = joint or self._tiles("dkv", q)
+        ranges = _rows_seeing(mask, len(k), tiles.keys) if isinstance(mask, Runs) else None
+        key_grad_kernel[_count(len(k), tiles.keys), k.shape[1]](
+            dk=dk, dv=dv, ranges=ranges, **_strides(dk=dk), WITH_DQ=bool(joint), **common, **_launch(tiles)
+        )
+        return dq, dk, dv
+
+    def _tiles(self, kernel: str, q: Tensor) -> Tiles | None:
+        if q.dtype is torch.float32 or self.device.type == "cpu":
+            return FLOAT32
+        return TILES[self.architecture][kernel].get(q.shape[-1])
+
+
+def _architecture_of(device: torch.device) -> int:
+    if importlib.util.find_spec("triton") is None:
+        raise UsageError(
+            "--cp-attention-backend triton: Triton is not installed (pip install triton); without it give aten"
+        )
+    import triton
+
+    if device.type == "cpu" and triton.knobs.runtime.interpret:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    found = architecture((major, minor))
+    if found not in TILES:
+        raise UsageError(
+            f"--cp-attention-backend triton: {device} is of compute capability {major}.{minor}, and the kernel "
+            "runs on 8.0, 9.0 and 10.x; elsewhere give aten"
+        )
+    return found
+
+
+def architecture(capability: tuple[int, int]) -> int:
+    """The key of `TILES` for a GPU of that compute capability, if it has one: 90 for 9.0, 100 for all 10.x."""
+    major, minor = capability
+    return 100 if major == 10 else 10 * major + minor
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> None:
+    s, batch, _, d = q.shape
+    if d not in PARTS or q.dtype not in DTYPES:
+        raise UsageError(f"the position kernel with head_dim {d} in {q.dtype}: need {[*PARTS]}, in 16 or 32 bits")
+    if k.shape != v.shape or k.shape[1:] != (batch, d) or not q.dtype == k.dtype == v.dtype:
+        raise UsageError(
+            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} of {q.dtype}, {k.dtype}, {v.dtype}: "
+            "need [s, B, G, d] and [t, B, d] of one dtype"
+        )
+    if any(x.stride(-1) != 1 or x.stride(0) > FURTHEST for x in (q, k, v)):
+        raise UsageError(f"rows of q, k, v: need a contiguous last dimension and strides up to {FURTHEST}")
+    if scale <= 0:
+        raise UsageError(f"softmax scale {scale}: must be positive, as 1 / sqrt(head_dim) is")
+    if mask == CAUSAL and s != len(k):
+        raise UsageError(f"a causal block of {s} queries and {len(k)} keys: must be square")
+    if isinstance(mask, Runs) and (mask.first.shape[1] != s or batch % len(mask.first)):
+        raise UsageError(f"runs of {list(mask.first.shape)} for q {list(q.shape)}: need [1 or batch, {s}]")
+
+
+def _common(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> dict[str, object]:
+    """The arguments all kernels share."""
+    _check(q, k, v, mask, scale)
+    s, batch, group, d = q.shape
+    with_runs = isinstance(mask, Runs)
+    first, end = (x.contiguous() for x in mask) if with_runs else (None, None)
+    tf32 = q.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "first": first,
+        "end": end,
+        "s": s,
+        "t": len(k),
+        "group": group,
+        "heads_a_sample": batch // len(first) if with_runs else batch,
+        "scale": scale,
+        "MASK": "runs" if with_runs else mask,
+        "D": PARTS[d][0],
+        "E": PARTS[d][1],
+        "PRECISION": "tf32" if tf32 else "ieee",
+    }
+
+
+def _strides(**tensors: Tensor) -> dict[str, tuple[int, ...]]:
+    """The strides of all but a head's own dimension."""
+    dims = {"k": 2, "v": 2, "dk": 2}
+    return {f"at_{name}": x.stride()[: dims.get(name, 3)] for name, x in tensors.items()}
+
+
+def _launch(tiles: Tiles) -> dict[str, object]:
+    return {
+        "ROWS": tiles.rows,
+        "KEYS": tiles.keys,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        "enable_fp_fusion": True,
+    }
+
+
+def _count(length: int, tile: int) -> int:
+    return -(-length // tile)
+
+
+def _rows_seeing(runs: Runs, keys: int, tile: int) -> Tensor:
+    """Which rows see each tile of keys, int32 [samples, 4, tiles].
+
+    The four: the first row whose run ends beyond the tile's first key, the first whose run holds the tile's end, the
+    count of rows whose run starts at or before its first key, and of those whose run starts before its end. As runs
+    never decrease, rows [0] to [3] see some of it, rows [1] to [2] all of it.
+    """
+    starts = torch.arange(0, keys, tile, dtype=torch.int32, device=runs.end.device)
+    bounds = torch.stack((runs.end, runs.first))
+    sought = torch.cat((starts + 1, starts + tile)).expand(*bounds.shape[:2], -1).contiguous()
+    end, first = torch.searchsorted(bounds, sought, out_int32=True).unflatten(-1, (2, -1))
+    return torch.cat((end, first), 1)

@@ -1,0 +1,302 @@
+"""The position kernel: exact under Triton's CPU interpreter, and compiled for GPUs without one.
+
+The interpreter computes bfloat16 products wrongly, so bfloat16 is only compiled here. Both kinds of check run in a
+process of their own, because Triton decides when it is imported whether to interpret.
+"""
+
+import importlib.util
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+
+
+def _process(interpret: str):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", interpret)
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        pool.submit(torch.set_num_threads, 1).result()  # starts it
+    with pool:
+        yield lambda function, *args: pool.submit(function, *args).result()
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    yield from _process("1")
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    yield from _process("0")
+
+
+# -- masks ---------------------------------------------------------------------------------------------------------
+
+
+def runs(first, end) -> Runs:
+    return Runs(*(torch.as_tensor(x, dtype=torch.int32).reshape(-1, S) for x in (first, end)))
+
+
+def documents(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention within documents of these lengths; rows beyond them see nothing."""
+    first = torch.cat([torch.full((n,), sum(lengths[:i])) for i, n in enumerate(lengths)])
+    first = torch.cat([first, torch.full((S - len(first),), S)])
+    return first, torch.where(first < S, torch.arange(S) + 1, S)
+
+
+S, T = 45, 75  # query and key rows: no multiples of a tile
+ROW = torch.arange(S)
+MASKS = {
+    "full": FULL,
+    "all_by_runs": runs(0 * ROW, 0 * ROW + T),
+    **{f"step{m}": runs(0 * ROW, (m * ROW + c).clamp(0, T)) for m, c in ((1, -9), (2, 1), (3, -60), (4, 2), (5, -7))},
+    "window": runs((ROW - 7).clamp(0), ROW + 1),
+    "step_window": runs((2 * ROW - 30).clamp(0, T), (2 * ROW + 3).clamp(0, T)),
+    "documents": runs(*documents(1, 30, 3, 1, 1, 5)),
+    "two_samples": runs(*(torch.stack(x) for x in zip(documents(33, 12), documents(1, 40, 4), strict=True))),
+    "empty": runs(0 * ROW, 0 * ROW),
+}
+
+
+def seen(mask, s: int, t: int) -> torch.Tensor:
+    row, key = torch.arange(s)[None, :, None], torch.arange(t)
+    if isinstance(mask, Runs):
+        return (key >= mask.first[..., None]) & (key < mask.end[..., None])
+    return key <= (row if mask == CAUSAL else row * 0 + t)
+
+
+# -- by definition -------------------------------------------------------------------------------------------------
+
+
+def definition(q, k, v, dout, mask, scale):
+    """out, lse, dq, dk, dv, and delta, in float64."""
+    q, k, v, dout = (x.double() for x in (q, k, v, dout))
+    visible = seen(mask, len(q), len(k))
+    visible = visible.repeat_interleave(q.shape[1] // len(visible), 0)[:, None]
+    scores = (torch.einsum("ibgd,jbd->bgij", q, k) * scale).masked_fill(~visible, float("-inf"))
+    lse = scores.logsumexp(-1, keepdim=True)
+    p = (scores - lse).exp().masked_fill(~visible, 0)
+    out = torch.einsum("bgij,jbd->ibgd", p, v)
+    delta = (dout * out).sum(-1)
+    ds = p * (torch.einsum("ibgd,jbd->bgij", dout, v) - delta.permute(1, 2, 0)[..., None]) * scale
+    dq, dk = torch.einsum("bgij,jbd->ibgd", ds, k), torch.einsum("bgij,ibgd->jbd", ds, q)
+    return out, lse.squeeze(-1).permute(2, 0, 1), dq, dk, torch.einsum("bgij,ibgd->jbd", p, dout), delta
+
+
+def inputs(dtype, s=S, t=T, batch=2, group=1, d=64, size=1.0):
+    torch.manual_seed(0)
+    q, dout = (torch.randn(s, batch, group, d).to(dtype) for _ in range(2))
+    k, v = (torch.randn(t, batch, d).to(dtype) for _ in range(2))
+    return q * size, k * size, v, dout
+
+
+def errors(mask, dtype, strided=False, tiles=(32, 32), **shape) -> dict[str, float]:
+    """Runs in the interpreter: the largest error of each result, relative to its largest value."""
+    from megatron.context_parallel.kernels import position
+
+    position.FLOAT32 = position.FLOAT32._replace(rows=tiles[0], keys=tiles[1])
+    q, k, v, dout = inputs(dtype, **shape)
+    if strided:  # every second key row of a wider tensor, heads before rows
+        k, v = (x.new_zeros(2 * len(x), x.shape[1], 96)[::2, :, : x.shape[2]].copy_(x) for x in (k, v))
+        q = q.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
+    scale = q.shape[-1] ** -0.5
+    wanted = dict(zip(("out", "lse", "dq", "dk", "dv", "delta"), definition(q, k, v, dout, mask, scale), strict=True))
+    lse, delta = wanted["lse"].float(), wanted.pop("delta").float()
+    found = {}
+    for deterministic in (False, True):
+        kernel = position.PositionKernel(torch.device("cpu"), deterministic=deterministic)
+        results = kernel.forward(q, k, v, mask, scale=scale) if not deterministic else ()
+        results += kernel.backward(dout, q, k, v, lse, delta, mask, scale=scale)
+        for name, x in zip([*wanted][-len(results) :], results, strict=True):
+            assert torch.equal(x.isinf(), wanted[name].isinf()), name
+            x, y = x.double().nan_to_num(neginf=0), wanted[name].nan_to_num(neginf=0)
+            found[f"{name} deterministic" if deterministic else name] = float(
+                (x - y).abs().max() / (y.abs().max() or 1)
+            )
+    return found
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_exact_for_every_mask(interpreted, name):
+    found = interpreted(errors, MASKS[name], torch.float32)
+    assert max(found.values()) < 2e-6, found
+
+
+def test_exact_causal_square(interpreted):
+    found = interpreted(partial(errors, s=S, t=S), CAUSAL, torch.float32)
+    assert max(found.values()) < 2e-6, found
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("step3", {"group": 4, "batch": 1}),
+        ("two_samples", {"group": 2, "batch": 4, "d": 80}),  # two key/value heads of each sample
+        ("step2", {"d": 80, "strided": True}),
+        ("documents", {"tiles": (16, 64)}),
+        ("step_window", {"tiles": (64, 16)}),
+    ],
+)
+def test_exact_for_every_shape(interpreted, name, shape):
+    found = interpreted(partial(errors, **shape), MASKS[name], torch.float32)
+    assert max(found.values()) < 2e-6, found
+
+
+def test_exact_in_float16(interpreted):
+    found = interpreted(errors, MASKS["step2"], torch.float16)
+    assert found["lse"] < 1e-6
+    assert max(found.values()) < 2e-3, found
+
+
+def test_large_scores(interpreted):
+    """Scores of 1e4, where float32 itself resolves 1e-3."""
+    found = interpreted(partial(errors, size=70.0), MASKS["step2"], torch.float32)
+    assert max(found.values()) < 2e-3, found
+
+
+# -- tiles ---------------------------------------------------------------------------------------------------------
+
+
+def unseen_are_not_read() -> list[bool]:
+    """Query and key tiles of 32, causal: NaN where nobody looks leaves all else exact."""
+    from megatron.context_parallel.kernels.position import PositionKernel
+
+    q, k, v, dout = inputs(torch.float32, s=96, t=96)
+    *wanted, delta = definition(q, k, v, dout, CAUSAL, 0.125)
+    lse, delta = wanted[1].float(), delta.float()
+    late_k, late_v = (x.clone().index_fill_(0, torch.arange(32, 96), float("nan")) for x in (k, v))
+    early_q, early_dout = (x.clone().index_fill_(0, torch.arange(64), float("nan")) for x in (q, dout))
+    good = []
+    for deterministic in (False, True):
+        kernel = PositionKernel(torch.device("cpu"), deterministic=deterministic)
+        out, _ = kernel.forward(q, late_k, late_v, CAUSAL, scale=0.125)
+        _, dk, dv = kernel.backward(early_dout, early_q, k, v, lse, delta, CAUSAL, scale=0.125)
+        pairs = [(out[:32], wanted[0][:32]), (dk[64:], wanted[3][64:]), (dv[64:], wanted[4][64:])]
+        if deterministic:
+            dq, _, _ = kernel.backward(dout, q, late_k, late_v, lse, delta, CAUSAL, scale=0.125)
+            pairs.append((dq[:32], wanted[2][:32]))
+        good += [bool((x - y).abs().max() < 1e-5) for x, y in pairs]
+    return good
+
+
+def test_tiles_that_nobody_sees_are_not_read(interpreted):
+    assert all(interpreted(unseen_are_not_read))
+
+
+def full_tiles_ignore_runs() -> float:
+    """A row inside a query tile claims to see little: where first and last row see a tile, nobody asks the others."""
+    from megatron.context_parallel.kernels.position import PositionKernel
+
+    q, k, v, _ = inputs(torch.float32, s=32, t=64)
+    end = torch.full((1, 32), 64, dtype=torch.int32)
+    end[0, 10] = 5
+    out, _ = PositionKernel(torch.device("cpu")).forward(q, k, v, Runs(end * 0, end), scale=0.125)
+    return float((out - definition(q, k, v, q, FULL, 0.125)[0]).abs().max())
+
+
+def test_tiles_that_all_see_are_not_masked(interpreted):
+    assert interpreted(full_tiles_ignore_runs) < 1e-5
+
+
+# -- refusals, pieces ----------------------------------------------------------------------------------------------
+
+
+def refusals() -> list[str]:
+    from megatron.context_parallel.kernels.position import PositionKernel
+
+    kernel, said = PositionKernel(torch.device("cpu")), []
+    q, k, v, _ = inputs(torch.float32)
+    for args, scale in (
+        ((q[..., :56], k[..., :56], v[..., :56], FULL), 1.0),
+        ((q, k.half(), v, FULL), 1.0),
+        ((q, k.mT.contiguous().mT, v, FULL), 1.0),
+        ((q, k, v, CAUSAL), 1.0),
+        ((q, k, v, FULL), -1.0),
+        ((q[1:], k, v, MASKS["step2"]), 1.0),
+    ):
+        try:
+            kernel.forward(*args, scale=scale)
+            said.append("accepted")
+        except UsageError as error:
+            said.append(str(error))
+    return said
+
+
+def test_refusals_name_what_is_wrong(interpreted):
+    said = interpreted(refusals)
+    words = ("head_dim 56", "torch.float16", "contiguous", "must be square", "-1.0", "[1 or batch, 44]")
+    for word, text in zip(words, said, strict=True):
+        assert word in text
+
+
+def pieces(mask: Runs) -> list:
+    from megatron.context_parallel.kernels.position import PositionKernel
+
+    return PositionKernel(torch.device("cpu")).pieces(mask, T)
+
+
+def test_a_block_is_one_piece(interpreted):
+    (piece,) = interpreted(pieces, MASKS["documents"])
+    assert (piece.q, piece.kv, piece.sample) == (slice(0, S), slice(0, T), None)
+    assert torch.equal(piece.mask.end, MASKS["documents"].end)
+
+
+def test_needs_a_gpu_it_has_tiles_for():
+    from megatron.context_parallel.kernels.position import PositionKernel
+
+    with pytest.raises(UsageError, match=r"8\.0, 9\.0 and 10\.x"):
+        PositionKernel(torch.device("cpu"))
+
+
+# -- merging -------------------------------------------------------------------------------------------------------
+
+
+def merged(size: float) -> tuple[float, float]:
+    from megatron.context_parallel.kernels.merge import merge
+    from megatron.context_parallel.kernels.merge_triton import merge_fused
+
+    torch.manual_seed(1)
+    out, other = torch.randn(37, 2, 3, 80), torch.randn(2, 37, 3, 96).half().transpose(0, 1)[..., :80]
+    lse, other_lse = torch.randn(37, 2, 3) * size, torch.randn(37, 2, 3) * size
+    lse[:9] = other_lse[5:20] = float("-inf")
+    out[:9] = 7
+    wide_out, wide_lse = out.double(), lse.double()
+    merge(wide_out, wide_lse, other, other_lse.double())
+    merge_fused(out, lse, other, other_lse)
+    assert torch.equal(lse.isinf(), wide_lse.isinf())
+    error = (lse - wide_lse).nan_to_num_(0).abs().max()
+    return float((out - wide_out).abs().max()), float(error)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e4])
+def test_fused_merge(interpreted, size):
+    out, lse = interpreted(merged, size)
+    assert out < 1e-6 * 8
+    assert lse <= 1e-7 * 8 * size
+
+
+# -- compiled ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("architecture", "head_dim", "dtype"),
+    [(90, d, (torch.float16, torch.bfloat16)[i % 2]) for i, d in enumerate(HEAD_DIMS)]
+    + [(80, 128, torch.bfloat16), (100, 128, torch.bfloat16)],
+)
+def test_compiles_without_spills(compiled, architecture, head_dim, dtype):
+    """`python tests/compile_position_kernel.py` does the same for every architecture, head_dim, dtype and mask."""
+    from compile_position_kernel import SHARED, compile_block
+
+    for kernel in compiled(compile_block, architecture, head_dim, dtype, "runs"):
+        assert kernel.spilled == 0, kernel
+        assert kernel.shared <= SHARED[architecture], kernel
+        small = head_dim == 256 and kernel.kernel == "key_grad_kernel"  # its tiles have fewer rows than wgmma takes
+        assert kernel.wgmma == (architecture == 90 and not small), kernel
