@@ -38,7 +38,7 @@ class PositionKernel:
 
     def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
         self.device, self.deterministic = device, deterministic
-        self.architecture = _architecture_of(device)
+        self.architecture = _architecture(device)
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
         """The whole block in one piece, its runs on the device."""
@@ -112,7 +112,7 @@ class PositionKernel:
         return TILES[self.architecture][kernel].get(q.shape[-1])
 
 
-def _architecture_of(device: torch.device) -> int:
+def _architecture(device: torch.device) -> int:
     if importlib.util.find_spec("triton") is None:
         raise UsageError(
             "--cp-attention-backend triton: Triton is not installed (pip install triton); without it give aten"
