@@ -117,7 +117,7 @@ def errors(mask, dtype, strided=False, tiles=(32, 32), **shape) -> dict[str, flo
         results += kernel.backward(dout, q, k, v, lse, delta, mask, scale=scale)
         for name, x in zip([*wanted][-len(results) :], results, strict=True):
             assert torch.equal(x.isinf(), wanted[name].isinf()), name
-            x, y = x.double().nan_to_num(neginf=0), wanted[name].nan_to_num(neginf=0)
+            x, y = (z.double().masked_fill(z.isinf(), 0) for z in (x, wanted[name]))
             found[f"{name} deterministic" if deterministic else name] = float(
                 (x - y).abs().max() / (y.abs().max() or 1)
             )
@@ -127,12 +127,12 @@ def errors(mask, dtype, strided=False, tiles=(32, 32), **shape) -> dict[str, flo
 @pytest.mark.parametrize("name", MASKS)
 def test_exact_for_every_mask(interpreted, name):
     found = interpreted(errors, MASKS[name], torch.float32)
-    assert max(found.values()) < 2e-6, found
+    assert all(error < 2e-6 for error in found.values()), found
 
 
 def test_exact_causal_square(interpreted):
     found = interpreted(partial(errors, s=S, t=S), CAUSAL, torch.float32)
-    assert max(found.values()) < 2e-6, found
+    assert all(error < 2e-6 for error in found.values()), found
 
 
 @pytest.mark.parametrize(
@@ -147,19 +147,19 @@ def test_exact_causal_square(interpreted):
 )
 def test_exact_for_every_shape(interpreted, name, shape):
     found = interpreted(partial(errors, **shape), MASKS[name], torch.float32)
-    assert max(found.values()) < 2e-6, found
+    assert all(error < 2e-6 for error in found.values()), found
 
 
 def test_exact_in_float16(interpreted):
     found = interpreted(errors, MASKS["step2"], torch.float16)
     assert found["lse"] < 1e-6
-    assert max(found.values()) < 2e-3, found
+    assert all(error < 2e-3 for error in found.values()), found
 
 
 def test_large_scores(interpreted):
     """Scores of 1e4, where float32 itself resolves 1e-3."""
     found = interpreted(partial(errors, size=70.0), MASKS["step2"], torch.float32)
-    assert max(found.values()) < 2e-3, found
+    assert all(error < 2e-3 for error in found.values()), found
 
 
 # -- tiles ---------------------------------------------------------------------------------------------------------

@@ -40,16 +40,11 @@ def _store(base, rows, stride, parts, mask, D: tl.constexpr, E: tl.constexpr):
 
 
 @triton.jit
-def _add_atomically(base, rows, stride, parts, mask, MASKED: tl.constexpr, D: tl.constexpr, E: tl.constexpr):
+def _add_atomically(base, rows, stride, parts, D: tl.constexpr, E: tl.constexpr):
     at = base + rows[:, None] * stride
-    if MASKED:
-        tl.atomic_add(at + tl.arange(0, D)[None, :], parts[0], mask[:, None], sem="relaxed")
-        if E > 0:
-            tl.atomic_add(at + D + tl.arange(0, E)[None, :], parts[1], mask[:, None], sem="relaxed")
-    else:
-        tl.atomic_add(at + tl.arange(0, D)[None, :], parts[0], sem="relaxed")
-        if E > 0:
-            tl.atomic_add(at + D + tl.arange(0, E)[None, :], parts[1], sem="relaxed")
+    tl.atomic_add(at + tl.arange(0, D)[None, :], parts[0], sem="relaxed")
+    if E > 0:
+        tl.atomic_add(at + D + tl.arange(0, E)[None, :], parts[1], sem="relaxed")
 
 
 @triton.jit
@@ -267,11 +262,11 @@ def _grad_of_keys(
     dk, dv = state
     local = tl.arange(0, ROWS)
     rows = start + local
-    inside = rows < hi
     stats = (head * group + g).to(tl.int64) * s
     lse2 += stats
     delta += stats
     if MASKED:
+        inside = rows < hi
         local = tl.minimum(local, hi - 1 - start)
         lse2 = tl.load(lse2 + rows, inside, 0.0)
         delta = tl.load(delta + rows, inside, 0.0)
@@ -290,7 +285,7 @@ def _grad_of_keys(
     dk = _add_outer(dk, ds, queries, E, PRECISION)
     if WITH_DQ:
         part = _scaled(_add_outer(_zeros(ROWS, D, E), tl.trans(ds), k, E, PRECISION), scale, E)
-        _add_atomically(_row_of(dq, at_dq, start, head, g), local, at_dq[0], part, inside, MASKED, D, E)
+        _add_atomically(_row_of(dq, at_dq, start, head, g), local, at_dq[0], part, D, E)  # 0 for rows not inside
     return dk, dv
 
 
