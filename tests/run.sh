@@ -7,4 +7,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/venv.sh requirements-dev.txt
 .venv/bin/ruff check
 .venv/bin/ruff format --check
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest "$@"
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2 --dist loadfile "$@"
