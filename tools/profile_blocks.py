@@ -76,15 +76,15 @@ def tensors(args: argparse.Namespace, device: torch.device) -> dict[T, tuple[Ten
     s, kv_heads, d = args.chunk_length, args.num_query_groups, args.kv_channels
     groups, dtype = args.num_attention_heads // kv_heads, DTYPES[args.dtype]
     q = torch.randn(s, kv_heads, groups, d, device=device).to(dtype)
-    kv = torch.randn(2, s, kv_heads, d, device=device).to(dtype)
-    wide_q, wide_kv, rows = q.float(), kv.float(), q.float().sum(-1)
+    k, v = (torch.randn(s, kv_heads, d, device=device).to(dtype) for _ in range(2))
+    wide_q, rows = q.float(), q.float().sum(-1)
     return {
         T.Q: (q,),
-        T.KV: (kv,),
+        T.KV: (k, v),
         T.O: (wide_q, rows),
         T.QDO: (q, torch.randn_like(q), rows, torch.zeros_like(rows)),
         T.DQ: (wide_q,),
-        T.DKV: (wide_kv,),
+        T.DKV: (k.float(), v.float()),
     }
 
 
@@ -111,7 +111,7 @@ def _synchronize(device: torch.device) -> None:
 def measure(args: argparse.Namespace, grid: tuple[int, int], device: torch.device) -> tuple[dict, dict]:
     """Seconds of a block by pass, and of a transfer by tensor."""
     chunks = tensors(args, device)
-    (q, dout, _, delta), (k, v) = chunks[T.QDO], chunks[T.KV][0]
+    (q, dout, _, delta), (k, v) = chunks[T.QDO], chunks[T.KV]
     kernel = kernel_for(device, q.dtype, q.shape[-1])
     how = {"mask": FULL if args.full_mask else CAUSAL, "scale": args.kv_channels**-0.5}
     _, lse = kernel.forward(q, k, v, **how)

@@ -238,11 +238,11 @@ def _forward(
     q, k, v = yield from group.to_heads(q, k, v)
     s, b, heads, d = q.shape
     folded = q.reshape(s, b * k.shape[2], heads // k.shape[2], d).contiguous()
-    kv = torch.stack((k, v)).view(2, s, b * k.shape[2], d)
-    executor = Executor(plan, group.context_rank, problem, group.context, {T.Q: (folded,), T.KV: (kv,)})
+    k, v = (x.reshape(s, b * x.shape[2], d).contiguous() for x in (k, v))
+    executor = Executor(plan, group.context_rank, problem, group.context, {T.Q: (folded,), T.KV: (k, v)})
     out, lse = (yield from executor.run())[T.O]
     ours = yield from group.to_chunks(out.to(q.dtype).view(q.shape), lse.view(s, b, heads))
-    return *ours, folded, kv, lse
+    return *ours, folded, k, v, lse
 
 
 def _backward(
@@ -253,20 +253,21 @@ def _backward(
     dout: Tensor,
     out: Tensor,
     q: Tensor,
-    kv: Tensor,
+    k: Tensor,
+    v: Tensor,
     lse: Tensor,
 ) -> Program[Iterable[Tensor]]:
-    """A rank's gradients of queries, keys and values; `q`, `kv` and `lse` are what `_forward` kept."""
+    """A rank's gradients of queries, keys and values; `q`, `k`, `v` and `lse` are what `_forward` kept."""
     group = HeadGroup(plan, rank, problem.blocks.length, transport)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     dout, delta = yield from group.to_heads(dout, delta)
-    inputs = {T.QDO: (q, dout.reshape(q.shape).contiguous(), lse, delta.reshape(lse.shape)), T.KV: (kv,)}
+    inputs = {T.QDO: (q, dout.reshape(q.shape).contiguous(), lse, delta.reshape(lse.shape)), T.KV: (k, v)}
     ends = yield from Executor(plan, group.context_rank, problem, group.context, inputs).run()
     s, b = dout.shape[:2]
     dq = ends[T.DQ][0].to(q.dtype).view(dout.shape)
-    dkv = ends[T.DKV][0].view(2, s, b, -1, q.shape[-1])
+    dkv = (x.view(s, b, -1, q.shape[-1]) for x in ends[T.DKV])
     if plan.heads <= problem.kv_heads:
-        return (yield from group.to_chunks(dq, *dkv.to(q.dtype)))
+        return (yield from group.to_chunks(dq, *(x.to(q.dtype) for x in dkv)))
     dq, *dkv = yield from group.to_chunks(dq, *dkv)  # of replicas: each is a partial sum
     dk, dv = (x.unflatten(2, (problem.kv_heads, -1)).sum(3).to(q.dtype) for x in dkv)
     return dq, dk, dv

@@ -1,10 +1,11 @@
 """Executes a plan on one rank: launches what travels, computes blocks meanwhile, merges partials, frees at last use.
 
-Inside, tensors are folded: queries [s, B, G, d] and keys and values [2, s, B, d], with B = batch × kv_heads and G =
-heads / kv_heads. These are views of Megatron's [s, b, heads, d], and rows stay contiguous for sending.
+Inside, tensors are folded: queries [s, B, G, d], keys and values [s, B, d], with B = batch × kv_heads and G = heads /
+kv_heads. These are views of Megatron's [s, b, heads, d], and rows stay contiguous for sending.
 """
 
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -168,7 +169,7 @@ class Executor:
             case T.Q:
                 return (torch.empty_like(q),)
             case T.KV:
-                return (torch.empty_like(kv),)
+                return torch.empty_like(kv), torch.empty_like(kv)
             case T.O:
                 return q.new_empty(q.shape, dtype=self.wide), q.new_empty(rows, dtype=self.wide)
             case T.QDO:
@@ -177,11 +178,12 @@ class Executor:
             case T.DQ:
                 return (q.new_empty(q.shape, dtype=self.wide),)
             case T.DKV:
-                return (kv.new_empty(kv.shape, dtype=self.wide),)
+                return kv.new_empty(kv.shape, dtype=self.wide), kv.new_empty(kv.shape, dtype=self.wide)
 
     def _zero(self, tensor: T) -> Value:
         value = self._empty(tensor)
-        value[0].zero_()
+        for x in value:
+            x.zero_()
         if tensor is T.O:
             value[1].fill_(float("-inf"))
         return value
@@ -196,7 +198,8 @@ class Executor:
         if tensor is T.O:
             merge(*into, *value)
         else:
-            into[0].add_(value[0])
+            for total, x in zip(into, value, strict=True):
+                total.add_(x)
 
     # -- blocks ------------------------------------------------------------------------------------------------
 
@@ -204,7 +207,7 @@ class Executor:
         for chunk in attend.kv_chunks:
             yield from self._need((T.KV, chunk))
         cut = {chunk: self.problem.blocks.pieces(chunk, attend.kv_chunks) for chunk in attend.q_chunks}
-        keys = self._keys(attend.kv_chunks) if any(cut.values()) else None
+        keys = self._keys(attend.kv_chunks) if any(cut.values()) else ()
         for chunk in attend.q_chunks:
             queries = yield from self._need((self.plan.starts[0], chunk))
             if self.plan.backward:
@@ -212,15 +215,16 @@ class Executor:
             else:
                 self._forward(chunk, queries, keys, cut[chunk])
 
-    def _keys(self, chunks: tuple[int, ...]) -> Tensor:
-        """Keys and values of the chunks, [2, rows, B, d], in ascending order of position."""
+    def _keys(self, chunks: tuple[int, ...]) -> Value:
+        """Keys and values of the chunks, [rows, B, d] each, in ascending order of position."""
         if len(chunks) == 1:
-            return self.held[T.KV, chunks[0]][0]
+            return self.held[T.KV, chunks[0]]
         positions, rows = self.problem.blocks.order(chunks)
-        keys = self.kv.new_empty(2, len(positions), *self.kv.shape[2:])
+        gathered = tuple(self.kv.new_empty(len(positions), *self.kv.shape[1:]) for _ in "kv")
         for chunk, own, where in rows:
-            keys[:, where] = self.held[T.KV, chunk][0][:, own]
-        return keys
+            for x, part in zip(gathered, self.held[T.KV, chunk], strict=True):
+                x[where] = part[own]
+        return gathered
 
     def _heads(self, piece: Piece) -> slice:
         if piece.sample is None:
@@ -228,13 +232,12 @@ class Executor:
         per_sample = self.q.shape[1] // self.problem.blocks.mask.documents.shape[0]
         return slice(piece.sample * per_sample, (piece.sample + 1) * per_sample)
 
-    def _forward(self, chunk: int, queries: Value, keys: Tensor | None, cut: list[Piece]) -> None:
+    def _forward(self, chunk: int, queries: Value, keys: Value, cut: list[Piece]) -> None:
         key, (q,) = (T.O, chunk), queries
         for piece in cut:
-            rows = piece.q, self._heads(piece)
-            out, lse = self.problem.kernel.forward(
-                q[rows], *keys[:, piece.kv, rows[1]], piece.mask, scale=self.problem.scale
-            )
+            rows, kv_rows = (piece.q, self._heads(piece)), (piece.kv, self._heads(piece))
+            k, v = (x[kv_rows] for x in keys)
+            out, lse = self.problem.kernel.forward(q[rows], k, v, piece.mask, scale=self.problem.scale)
             if key not in self.held and out.shape == q.shape:
                 self.held[key] = out.to(self.wide).contiguous(), lse.to(self.wide).contiguous()
             else:
@@ -243,38 +246,40 @@ class Executor:
         if not cut:
             self._partial(*key)
 
-    def _backward(
-        self, chunk: int, queries: Value, kv_chunks: tuple[int, ...], keys: Tensor | None, cut: list[Piece]
-    ) -> None:
+    def _backward(self, chunk: int, queries: Value, kv_chunks: tuple[int, ...], keys: Value, cut: list[Piece]) -> None:
         q, dout, lse, delta = queries
+        kernel, scale = self.problem.kernel, self.problem.scale
         gathered: Value | None = None  # gradients of the keys of several chunks
         for piece in cut:
             rows, kv_rows = (piece.q, self._heads(piece)), (piece.kv, self._heads(piece))
-            dq, dk, dv = self.problem.kernel.backward(
-                dout[rows],
-                q[rows],
-                *keys[:, kv_rows[0], kv_rows[1]],
-                lse[rows],
-                delta[rows],
-                piece.mask,
-                scale=self.problem.scale,
-            )
-            self.held[T.DQ, chunk] = self._plus(self.held.get((T.DQ, chunk)), q, rows, (dq,))
+            k, v = (x[kv_rows] for x in keys)
+            dq, *dkv = kernel.backward(dout[rows], q[rows], k, v, lse[rows], delta[rows], piece.mask, scale=scale)
+            self.held[T.DQ, chunk] = self._plus(self.held.get((T.DQ, chunk)), (q,), rows, (dq,))
             if len(kv_chunks) == 1:
                 key = T.DKV, kv_chunks[0]
-                self.held[key] = self._plus(self.held.get(key), keys, kv_rows, (dk, dv))
+                self.held[key] = self._plus(self.held.get(key), keys, kv_rows, dkv)
             else:
-                gathered = self._plus(gathered, keys, kv_rows, (dk, dv))
-        if gathered is not None:
-            for kv_chunk, own, where in self.problem.blocks.order(kv_chunks)[1]:
-                self._partial(T.DKV, kv_chunk)[0][:, own].add_(gathered[0][:, where])
+                gathered = self._plus(gathered, keys, kv_rows, dkv)
+        if gathered:
+            self._scatter(kv_chunks, gathered)
 
-    def _plus(self, total: Value | None, like: Tensor, rows: tuple[slice, slice], parts: tuple[Tensor, ...]) -> Value:
-        """`total`, new in the shape of `like` if None, with `parts` added to its rows (of both keys and values)."""
-        pair = len(parts) == 2
-        if total is None and parts[0].shape == like.shape[pair:]:
-            return ((torch.stack(parts) if pair else parts[0].contiguous()).to(self.wide),)
-        into = torch.zeros_like(like, dtype=self.wide) if total is None else total[0]
-        for half, part in zip(into if pair else (into,), parts, strict=True):
-            half[rows].add_(part)
-        return (into,)
+    def _plus(self, total: Value | None, like: Value, rows: tuple[slice, slice], parts: Iterable[Tensor]) -> Value:
+        """`total`, new in the shape of `like` if None, with `parts` added to its rows."""
+        if total is None and all(part.shape == x.shape for part, x in zip(parts, like, strict=True)):
+            return tuple(part.to(self.wide).contiguous() for part in parts)
+        total = total or tuple(torch.zeros_like(x, dtype=self.wide) for x in like)
+        for x, part in zip(total, parts, strict=True):
+            x[rows].add_(part)
+        return total
+
+    def _scatter(self, chunks: tuple[int, ...], gathered: Value) -> None:
+        """Adds gradients of gathered keys and values to those of their chunks."""
+        new = {chunk for chunk in chunks if (T.DKV, chunk) not in self.held}
+        for chunk in new:
+            self.held[T.DKV, chunk] = self._empty(T.DKV)
+        for chunk, own, where in self.problem.blocks.order(chunks)[1]:
+            for total, part in zip(self.held[T.DKV, chunk], gathered, strict=True):
+                if chunk in new:
+                    total[own] = part[where]
+                else:
+                    total[own].add_(part[where])

@@ -1,14 +1,16 @@
 """PyTorch's own flash attention (ATen) for CPUs."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from .delta import output_with
-from .masks import CAUSAL, FULL, Mask, Piece, Runs, cut
+from .masks import CAUSAL, Mask, Piece, Runs, cut
+from .merge import merge
 
-LEAF = 128  # rows of the smallest causal squares
+LEAF = 128  # rows of the smallest causal squares, unless they are 16 already
 TILE = 256  # query rows of irregular masks computed at a time on CPU
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -38,8 +40,7 @@ class AtenFlash:
     name = "aten"
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
-        """Causal squares are halved down to LEAF rows: ATen computes all of each 512 keys that a query sees one of."""
-        return [part for piece in cut(block) for part in _halves(piece)]
+        return cut(block)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> tuple[Tensor, Tensor]:
         group = q.shape[2]
@@ -47,8 +48,10 @@ class AtenFlash:
         q, k, v = _heads_first(q), _shared(k, group), _shared(v, group)
         if isinstance(mask, Runs):
             out, lse = _forward_runs(q, k, v, mask, scale)
+        elif mask == CAUSAL:
+            out, lse = _forward_causal(q, k, v, scale)
         else:
-            out, lse = _forward(q, k, v, 0.0, mask == CAUSAL, scale=scale)
+            out, lse = _forward(q, k, v, 0.0, False, scale=scale)
         return _rows_first(out), _rows_first(lse)
 
     def backward(
@@ -69,8 +72,10 @@ class AtenFlash:
         inputs = (_heads_first(dout), _heads_first(q), _shared(k, group), _shared(v, group), out, lse.permute(1, 2, 0))
         if isinstance(mask, Runs):
             grads = _backward_runs(*inputs, mask, scale)
+        elif mask == CAUSAL:
+            grads = _backward_causal(*inputs, scale)
         else:
-            grads = _backward(*inputs, 0.0, mask == CAUSAL, scale=scale)
+            grads = _backward(*inputs, 0.0, False, scale=scale)
         dq, dk, dv = (_rows_first(g) for g in grads)
         if group > 1:
             return dq, dk.sum(2), dv.sum(2)
@@ -81,19 +86,55 @@ def _widen(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
 
 
-def _halves(piece: Piece) -> Iterator[Piece]:
-    """A causal square as two smaller ones and the full rectangle below the first; in the end of LEAF rows or fewer."""
-    count = piece.q.stop - piece.q.start
-    if piece.mask != CAUSAL or count <= LEAF:
-        yield piece
-        return
-    half, step = count // 2, piece.kv.step or 1
-    row, key = piece.q.start + half, piece.kv.start + half * step
-    above, below = slice(piece.q.start, row), slice(row, piece.q.stop)
-    early, late = slice(piece.kv.start, key - step + 1, step), slice(key, piece.kv.stop, step)
-    yield from _halves(piece._replace(q=above, kv=early))
-    yield piece._replace(q=below, kv=early, mask=FULL)
-    yield from _halves(piece._replace(q=below, kv=late))
+def _halves(start: int, stop: int, leaf: int) -> Iterator[tuple[slice, slice]]:
+    """(rows, keys) of the full rectangles left of a causal square's diagonal, down to squares of `leaf` rows."""
+    if stop - start > leaf:
+        middle = (start + stop) // 2
+        yield slice(middle, stop), slice(start, middle)
+        yield from _halves(start, middle, leaf)
+        yield from _halves(middle, stop, leaf)
+
+
+def _causal_parts(count: int) -> tuple[list[slice], list[tuple[slice, slice]]]:
+    """A causal square as small ones along its diagonal, and the rectangles between them and its corner.
+
+    ATen alone would compute all of each 512 keys that a query sees one of.
+    """
+    rectangles = [*_halves(0, count, max(LEAF, count // 16))]
+    edges = sorted({0, count, *(rows.start for rows, _ in rectangles)})
+    return [slice(a, b) for a, b in pairwise(edges)], rectangles
+
+
+def _forward_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    squares, rectangles = _causal_parts(q.shape[2])
+    if not rectangles:
+        return _forward(q, k, v, 0.0, True, scale=scale)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    for rows in squares:
+        own = (x[:, :, rows] for x in (q, k, v))
+        out[:, :, rows], lse[:, :, rows] = _forward(*own, 0.0, True, scale=scale)
+    for rows, keys in rectangles:
+        part = _forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.0, False, scale=scale)
+        merge(out[:, :, rows], lse[:, :, rows], *part)
+    return out, lse
+
+
+def _backward_causal(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    squares, rectangles = _causal_parts(q.shape[2])
+    if not rectangles:
+        return _backward(dout, q, k, v, out, lse, 0.0, True, scale=scale)
+    grads = torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
+    for rows, keys in [*((rows, rows) for rows in squares), *rectangles]:
+        by_rows = [x[:, :, keys] if x is k or x is v else x[:, :, rows] for x in (dout, q, k, v, out, lse)]
+        parts = _backward(*by_rows, 0.0, rows is keys, scale=scale)
+        for grad, part, at in zip(grads, parts, (rows, keys, keys), strict=True):
+            if rows is keys:  # the squares come first and cover all
+                grad[:, :, at] = part
+            else:
+                grad[:, :, at].add_(part)
+    return grads
 
 
 def _tiles(mask: Runs, batch: int) -> Iterator[tuple[slice, slice, slice, Tensor]]:

@@ -21,12 +21,12 @@ class T(StrEnum):
     """A tensor that travels, by chunk. The comment gives its content for a chunk of s tokens."""
 
     Q = "Q"  # queries [s, b, heads, d]
-    KV = "KV"  # keys and values [2, s, b, kv_heads, d]
+    KV = "KV"  # keys and values [s, b, kv_heads, d]
     O = "O"  # partial output, float32 [s, b, heads, d], and its log-sum-exp [s, b, heads]
     QDO = "QDO"  # queries, output gradient [s, b, heads, d]; log-sum-exp, delta = rowsum(dO * O) [s, b, heads]
     DO = "DO"  # output gradient [s, b, heads, d] and delta [s, b, heads]; travels only between heads
     DQ = "DQ"  # partial query gradient, float32 [s, b, heads, d]
-    DKV = "DKV"  # partial key and value gradients, float32 [2, s, b, kv_heads, d]
+    DKV = "DKV"  # partial key and value gradients, float32 [s, b, kv_heads, d] each
 
 
 PLACEMENTS = ("head-first", "context-first")  # which of the ranks that share tokens, or heads, are neighbours
