@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import torch.distributed._functional_collectives as functional
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 
 TCP_INFO_BYTES_RECEIVED = 128  # offset of tcpi_bytes_received (u64) in struct tcp_info, linux/tcp.h
 
@@ -32,8 +32,13 @@ class Stopwatch:
         return run
 
     def watch_waits(self) -> None:
-        """From now on all waiting for torch.distributed in this process counts as "wait"."""
+        """From now on all time inside torch.distributed in this process counts as "wait".
+
+        Launching belongs to it: gloo's `send` copies what the socket takes before it returns.
+        """
         Work.wait = self.timed("wait", Work.wait)
+        for launch in ("send", "recv", "allgather", "_allgather_base", "alltoall", "alltoall_base"):
+            setattr(ProcessGroup, launch, self.timed("wait", getattr(ProcessGroup, launch)))
         functional.wait_tensor = self.timed("wait", functional.wait_tensor)
 
 

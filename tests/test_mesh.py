@@ -134,7 +134,7 @@ def test_fifteen_ranks_follow_table_1():
 def test_one_row_is_a_ring():
     for n in (2, 5, 8):
         for backward in (False, True):
-            mesh, ring = MESH.plan(n, grid=(1, n), backward=backward), RING.plan(n, layout="cyclic", backward=backward)
+            mesh, ring = MESH.plan(n, grid=(1, n), backward=backward), RING.plan(n, backward=backward)
             assert verify(mesh).volume == verify(ring).volume
             assert pairs(mesh) == pairs(ring)
             for transfer in (1.5, 3):  # where blocks hide less than the transfers, both take the same time
@@ -258,7 +258,7 @@ def test_default_costs_are_bytes():
         ({"costs": 3}, r"--cp-costs given: forward cost Q is None"),
         ({"costs": {**BY_SIZE, "backward": {"QDO": 1, "KV": 0}}}, r"--cp-costs given: backward cost KV is 0; need"),
         ({"costs": {**BY_SIZE, "forward": {"Q": math.inf}}}, r"--cp-costs given: forward cost Q is inf; need"),
-        ({"layout": "contiguous"}, r"--cp-layout contiguous: mesh does not work with it; choose cyclic or zigzag"),
+        ({"layout": "contiguous"}, r"--cp-layout contiguous: mesh does not work with it; choose zigzag or cyclic"),
         ({"tile": (3, 3)}, r"--cp-strategy mesh: no option tile; it has grid, costs, kv_ratio"),
     ],
 )

@@ -25,6 +25,12 @@ from typing import NamedTuple, Self
 
 from megatron.context_parallel.errors import UsageError
 
+ENVIRONMENT = {  # of ranks, where the caller's has not these
+    "OMP_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns that the addresses of a lab have no host names
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),  # glibc keeps freed tensors: fresh pages cost as much as a copy
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+}
 LAUNCHER = Path(__file__).with_name("launch_ranks.py")
 NAMESPACES = Path("/run/netns")  # where `ip netns` keeps them
 LABS = Path("/run/netlab")  # one file for each lab that is up
@@ -108,8 +114,7 @@ def launch(ranks: list[dict], command: Sequence[str | Path]) -> None:
         [sys.executable, str(LAUNCHER)],
         stdin=subprocess.PIPE,
         text=True,
-        # torch warns that the addresses of a lab have no host names: errors only, unless asked
-        env={"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ},
+        env={**ENVIRONMENT, **os.environ},
     )
     try:
         with process.stdin as pipe:

@@ -138,8 +138,8 @@ def measure_overhead(report: Report, names: list[str], sizes: Sizes, device: tor
         x.requires_grad_()
     ours = [name for name in names if name == "triton"]
     for name, kernel in [("auto", kernel_for(device, q.dtype, dim)), *kernels(ours, device, q.dtype, dim)]:
-        for strategy in ("ring", "attention2d"):
-            cp, shares, watched = AllRanks(n, strategy), [], Watched(kernel, clock)
+        for strategy, layout in (("ring", None), ("attention2d", "cyclic")):
+            cp, shares, watched = AllRanks(n, strategy, layout), [], Watched(kernel, clock)
             for turn in range(sizes.repeats + 1):
                 watched.calls.clear()
                 start = clock.mark()

@@ -11,7 +11,8 @@ the last one is computed by key chunks again, while their gradients go up the co
 and 3): the same by collectives and one block.
 
 Volume received per rank, t = 1 if its keys and values move, else 0: forward 2(cols-1) + 2(rows-1) + 2t units, backward
-3(cols-1) + 4(rows-1) + 4t. Causal work of two ranks differs by at most 2(rows + cols - 1)/N of their mean.
+3(cols-1) + 4(rows-1) + 4t. In the cyclic layout causal work of two ranks differs by at most
+2(rows + cols - 1)/N of their mean; in the zigzag one all chunk pairs are equal but for the diagonal.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from .registry import register
 Grid = tuple[int, int]  # rows, columns
 
 
-@register("attention2d", layouts=("cyclic",), options=("grid", "overlap"))
+@register("attention2d", layouts=("zigzag", "cyclic"), options=("grid", "overlap"))
 def attention2d(
     r: int, n: int, sees: Pairs, backward: bool, *, grid: Grid | None = None, overlap: bool = True
 ) -> tuple[Step, ...]:

@@ -17,7 +17,7 @@ from .mesh_schedule import TRAVELS, Costs, check_costs, default_costs, schedule
 from .registry import register
 
 
-@register("mesh", layouts=("cyclic", "zigzag"), options=("grid", "costs", "kv_ratio"))
+@register("mesh", layouts=("zigzag", "cyclic"), options=("grid", "costs", "kv_ratio"))
 def mesh(
     r: int,
     n: int,
