@@ -22,6 +22,7 @@ class Blocks:
     def __init__(self, mask: Mask, layout: str, n: int, length: int, kernel: Kernel) -> None:
         self.mask, self.layout, self.n, self.length, self.kernel = mask, layout, n, length, kernel
         self._pieces: dict[tuple, list[Piece]] = {}
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self._order: dict[tuple, tuple[Tensor, list[Rows]]] = {}
 
     def order(self, chunks: tuple[int, ...]) -> tuple[Tensor, list[Rows]]:
@@ -43,7 +44,9 @@ class Blocks:
 
     def runs(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> Runs:
         """The keys each query of a chunk sees of gathered chunks, by row."""
-        return runs(self.mask.seen(self.order((q_chunk,))[0]), self.order(kv_chunks)[0])
+        if q_chunk not in self._seen:
+            self._seen[q_chunk] = self.mask.seen(self.order((q_chunk,))[0])
+        return runs(self._seen[q_chunk], self.order(kv_chunks)[0])
 
     def pieces(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> list[Piece]:
         """The block of a query chunk against gathered key/value chunks, cut for the kernel."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -57,11 +58,12 @@ def cut(block: Runs, short: int = SHORT) -> list[Piece]:
 
 
 def _cut_sample(block: Runs, sample: int | None, short: int) -> Iterator[Piece]:
-    short = min(short, block.first.shape[1])
+    first, end = (bound[0].numpy() for bound in block)
+    short = min(short, len(first))
     irregular: slice | None = None  # rows that wait for their neighbours: one piece with runs serves them all
-    for rows, first_step, end_step in _segments(block):
-        first, end = int(block.first[0, rows.start]), int(block.end[0, rows.start])
-        if first == end and not first_step and not end_step:
+    for rows, first_step, end_step in _segments(first, end):
+        low, high = int(first[rows.start]), int(end[rows.start])
+        if low == high and not first_step and not end_step:
             continue
         if first_step or end_step > SHORT or rows.stop - rows.start < short:
             irregular = slice(irregular.start if irregular else rows.start, rows.stop)
@@ -69,29 +71,27 @@ def _cut_sample(block: Runs, sample: int | None, short: int) -> Iterator[Piece]:
         if irregular:
             yield _with_runs(block, irregular, sample)
             irregular = None
-        for piece in _staircase(rows, first, end, end_step):
+        for piece in _staircase(rows, low, high, end_step):
             yield piece._replace(sample=sample)
     if irregular:
         yield _with_runs(block, irregular, sample)
 
 
-def _segments(block: Runs) -> Iterator[tuple[slice, int, int]]:
+def _segments(first: numpy.ndarray, end: numpy.ndarray) -> Iterator[tuple[slice, int, int]]:
     """Successive rows whose bounds grow evenly: (rows, growth of first, growth of end a row)."""
-    count = block.first.shape[1]
-    growth = torch.stack([block.first[0].diff(), block.end[0].diff()])
-    changes = (growth[:, 1:] != growth[:, :-1]).any(0).nonzero().flatten() + 1
-    edges = [0, *changes.tolist(), count - 1]
+    growth = numpy.stack((numpy.diff(first), numpy.diff(end)))
+    changes = numpy.flatnonzero((growth[:, 1:] != growth[:, :-1]).any(0)) + 1
+    edges = [0, *changes.tolist(), len(first) - 1]
     row = 0
     for start, stop in pairwise(edges):  # rows start .. stop grow evenly
-        jump = stop - start == 1 and stop < count - 1  # the row after a jump belongs to what follows
+        jump = stop - start == 1 and stop < len(first) - 1  # the row after a jump belongs to what follows
         if row > stop or (jump and row == stop):
             continue
-        last = stop if not jump else stop - 1
-        first_step, end_step = (growth[:, start].tolist() if last > row else (0, 0)) if count > 1 else (0, 0)
-        yield slice(row, last + 1), first_step, end_step
+        last = stop - jump
+        yield slice(row, last + 1), *(growth[:, start].tolist() if last > row else (0, 0))
         row = last + 1
-    if row < count:
-        yield slice(row, count), 0, 0
+    if row < len(first):
+        yield slice(row, len(first)), 0, 0
 
 
 def _staircase(rows: slice, first: int, end: int, step: int) -> Iterator[Piece]:
