@@ -9,6 +9,7 @@ import pytest
 import torch
 import training_case
 
+from megatron.context_parallel.kernels.aten import AtenFlash
 from megatron.context_parallel.trainer import log, setup
 from megatron.context_parallel.trainer.flops import flops_per_sequence
 
@@ -17,6 +18,7 @@ STEPS = 20
 
 INTERLEAVED = {CP: 2, PP: 2, "num_layers": 4, "virtual_pipeline_model_parallel_size": 2}
 RECOMPUTED = {CP: 2, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+KEPT = {"recompute_whitelist": ["core_attention"]}
 
 SPREADS = {  # name: families, ranks, arguments
     "cp2": ("llama gpt3", 2, {CP: 2}),
@@ -44,6 +46,13 @@ SPREADS = {  # name: families, ranks, arguments
     "cp2 dp2 replicated optimizer": ("llama", 4, {CP: 2, "use_distributed_optimizer": False}),
     "cp2 dp2 overlapped": ("llama", 4, {CP: 2, "overlap_grad_reduce": True, "overlap_param_gather": True}),
     "cp2 recomputed": ("llama", 2, RECOMPUTED),
+    "cp2 attention kept": ("llama gpt3", 2, RECOMPUTED | KEPT),
+    "cp2 pp2 attention kept": ("llama", 4, RECOMPUTED | KEPT | {PP: 2}),
+    "cp4 heads, attention kept": (
+        "llama",
+        4,
+        RECOMPUTED | KEPT | {CP: 4, "cp_strategy": "usp", "cp_options": {"head_parallel_size": 2}},
+    ),
 }
 PACKED = {"reset_attention_mask": True, "eod_token": 3}
 MASKED_SPREADS = [
@@ -94,6 +103,31 @@ def test_packed_documents_and_windows_train_as_on_one_rank(ranks, reference, fam
     for run in ranks(world, train_from, start, family, changes):
         assert run.losses == pytest.approx(one.losses, rel=1e-5)
         assert run.grad_norms == pytest.approx(one.grad_norms, rel=1e-4)
+
+
+def count_kernel_calls(start: str, changes: dict) -> tuple[int, int]:
+    """Calls of the block kernel, forward and backward, in two steps of two layers and two micro batches."""
+    calls = {"forward": 0, "backward": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in calls:
+            original = getattr(AtenFlash, name)
+
+            def counted(*args, name=name, original=original, **how):
+                calls[name] += 1
+                return original(*args, **how)
+
+            patch.setattr(AtenFlash, name, counted)
+        training_case.train("llama", load=start, finetune=True, train_iters=2, **changes)
+    return calls["forward"], calls["backward"]
+
+
+def test_attention_that_is_kept_is_not_computed_again(ranks, reference):
+    start, _ = reference("llama")
+    plain, again, kept = (
+        ranks(2, count_kernel_calls, start, changes) for changes in ({CP: 2}, RECOMPUTED, RECOMPUTED | KEPT)
+    )
+    for (forward, backward), twice, once in zip(plain, again, kept, strict=True):
+        assert (twice, once) == ((2 * forward, backward), (forward, backward))
 
 
 @pytest.mark.parametrize("family", training_case.FAMILIES)

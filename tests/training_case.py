@@ -58,6 +58,7 @@ def case_args(family: str, **changes) -> Namespace:
             "window_size": None,
             "cp_attention_backend": "auto",
             "reset_attention_mask": False,
+            "recompute_whitelist": [],
             "eod_token": 0,
         },
         **{"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1},

@@ -1,7 +1,7 @@
 """Exact attention over a sequence that the ranks of a context group share."""
 
 import math
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 
 import torch
@@ -159,6 +159,7 @@ def context_parallel_attention(
     scale: float | None = None,
     return_lse: bool = False,
     kernel: Kernel | None = None,
+    kept: deque | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q kᵀ · scale) v over the whole sequence, for this rank's tokens. Differentiable in q, k and v.
 
@@ -173,6 +174,8 @@ def context_parallel_attention(
         scale: default 1 / sqrt(d).
         return_lse: also return the log-sum-exp of the scaled scores, [s, b, heads] in float32 (not differentiable).
         kernel: block attention to use; default: what serves the device and dtype.
+        kept: for recomputation. A call without gradients adds what it computed; one with gradients takes the oldest, which
+            must be that of the same q, k and v, computes nothing, and sends at most what swaps heads.
 
     Returns:
         [s, b, heads, d] in q's dtype, or that and the log-sum-exp.
@@ -192,7 +195,8 @@ def context_parallel_attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     kernel = kernel or kernel_for(q.device, q.dtype, q.shape[-1])
     problem = Problem(cp.blocks(mask, length, kernel), k.shape[2], kernel, scale)
-    out, lse = _Attention.apply(q, k, v, cp, plan, problem)
+    again = kept.popleft() if kept and torch.is_grad_enabled() else None
+    out, lse = _Attention.apply(q, k, v, cp, plan, problem, again, None if torch.is_grad_enabled() else kept)
     return (out, lse) if return_lse else out
 
 
@@ -210,11 +214,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, cp, plan, problem):
+    def forward(ctx, q, k, v, cp, plan, problem, again, keep):
         parts = list(zip(cp.split(q), cp.split(k), cp.split(v), strict=True))
         ctx.cp, ctx.problem = cp, problem
-        outs, lses, *kept = zip(*cp.run(_forward, plan, problem, parts), strict=True)
-        ctx.save_for_backward(*outs, *(x for of_ranks in kept for x in of_ranks))
+        if again:
+            parts = [(*part, *results) for part, results in zip(parts, again, strict=True)]
+        outs, lses, *saved = zip(*cp.run(_recall if again else _forward, plan, problem, parts), strict=True)
+        if keep is not None:
+            keep.append([*zip(outs, lses, saved[-1], strict=True)])
+        ctx.save_for_backward(*outs, *(x for of_ranks in saved for x in of_ranks))
         out, lse = cp.join(outs), cp.join(lses)
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -227,7 +235,7 @@ class _Attention(torch.autograd.Function):
         blocks = ctx.problem.blocks
         plan = ctx.cp.plan(blocks.mask, blocks.length, backward=True)
         grads = zip(*ctx.cp.run(_backward, plan, ctx.problem, parts), strict=True)
-        return *(ctx.cp.join(x) for x in grads), None, None, None
+        return *(ctx.cp.join(x) for x in grads), None, None, None, None, None
 
 
 def _forward(
@@ -235,14 +243,37 @@ def _forward(
 ) -> Program[tuple[Tensor, ...]]:
     """A rank's output and log-sum-exp, and what its backward pass needs besides the output."""
     group = HeadGroup(plan, rank, problem.blocks.length, transport)
+    b, dtype = q.shape[1], q.dtype
+    q, k, v = yield from _folded(group, q, k, v)
+    executor = Executor(plan, group.context_rank, problem, group.context, {T.Q: (q,), T.KV: (k, v)})
+    out, lse = (yield from executor.run())[T.O]
+    s, d = q.shape[0], q.shape[-1]
+    ours = yield from group.to_chunks(out.to(dtype).view(s, b, -1, d), lse.view(s, b, -1))
+    return *ours, q, k, v, lse
+
+
+def _recall(
+    plan: Plan,
+    problem: Problem,
+    rank: int,
+    transport: Transport,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *results: Tensor,
+) -> Program[tuple[Tensor, ...]]:
+    """What `_forward` returned, from inputs computed again and its output and log-sum-exps."""
+    q, k, v = yield from _folded(HeadGroup(plan, rank, problem.blocks.length, transport), q, k, v)
+    out, lse, inner_lse = results
+    return out, lse, q, k, v, inner_lse
+
+
+def _folded(group: HeadGroup, q: Tensor, k: Tensor, v: Tensor) -> Program[tuple[Tensor, ...]]:
+    """Queries, keys and values of this rank's heads, as the executor takes them."""
     q, k, v = yield from group.to_heads(q, k, v)
     s, b, heads, d = q.shape
-    folded = q.reshape(s, b * k.shape[2], heads // k.shape[2], d).contiguous()
-    k, v = (x.reshape(s, b * x.shape[2], d).contiguous() for x in (k, v))
-    executor = Executor(plan, group.context_rank, problem, group.context, {T.Q: (folded,), T.KV: (k, v)})
-    out, lse = (yield from executor.run())[T.O]
-    ours = yield from group.to_chunks(out.to(q.dtype).view(q.shape), lse.view(s, b, heads))
-    return *ours, folded, k, v, lse
+    q = q.reshape(s, b * k.shape[2], heads // k.shape[2], d).contiguous()
+    return q, *(x.reshape(s, b * x.shape[2], d).contiguous() for x in (k, v))
 
 
 def _backward(

@@ -1,10 +1,12 @@
 """Our attention as megatron-core's `core_attention`, and the layer spec that puts it there."""
 
 import math
+from collections import deque
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -39,6 +41,7 @@ class ContextParallelAttention(MegatronModule):
         *,
         cp: ContextParallel,
         backend: str = "auto",
+        keep_output: bool = False,
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -51,6 +54,8 @@ class ContextParallelAttention(MegatronModule):
         self.window = tuple(config.window_size) if windowed else (-1, -1)
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
         self.cp, self.backend = cp, backend
+        # Recomputations follow their forward passes in order, so those of a layer can wait in a line.
+        self.kept: deque | None = deque() if keep_output else None
 
     def forward(
         self,
@@ -87,22 +92,29 @@ class ContextParallelAttention(MegatronModule):
             documents=documents,
             scale=self.scale,
             kernel=kernel_for(query.device, query.dtype, query.shape[-1], self.backend),
+            kept=self.kept if is_checkpointing() else None,
         )
         return out.flatten(2)
 
 
-def layer_spec(config: TransformerConfig, cp: ContextParallel, backend: str = "auto") -> ModuleSpec:
+def layer_spec(
+    config: TransformerConfig, cp: ContextParallel, backend: str = "auto", keep_output: bool = False
+) -> ModuleSpec:
     """megatron-core's GPT layer with our attention, and norms that work on any device.
 
     Args:
         config: decides normalization and query/key norms.
         cp: the context-parallel group; all layers share it, for it holds communicators.
         backend: `--cp-attention-backend`.
+        keep_output: recomputation takes the attention's output and log-sum-exp from the forward pass (LoongTrain's
+            Selective Checkpoint++, section 5.2; LightSeq's section 3.3).
     """
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     attention = layer.submodules.self_attention.submodules
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    attention.core_attention = ModuleSpec(module=ContextParallelAttention, params={"cp": cp, "backend": backend})
+    attention.core_attention = ModuleSpec(
+        module=ContextParallelAttention, params={"cp": cp, "backend": backend, "keep_output": keep_output}
+    )
     return layer

@@ -331,6 +331,8 @@ def _check_recompute(args: Namespace) -> None:
     full = args.recompute_granularity == "full"
     if full and args.recompute_activations:
         refuse(args, "recompute_activations", "means selective, not --recompute-granularity full; leave one out")
+    if not full:
+        refuse_given(args, "recompute_whitelist", "needs --recompute-granularity full; add it or leave this out")
     for name in ("recompute_method", "recompute_num_layers"):
         if full and getattr(args, name) is None:
             why = "needs --recompute-method and --recompute-num-layers"

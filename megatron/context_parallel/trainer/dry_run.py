@@ -133,13 +133,15 @@ def _activations(args: Namespace, stage: int) -> tuple[int, str]:
     values = layers * layer
     if args.recompute_granularity == "full":
         each = args.recompute_num_layers
+        kept = q / tensor if args.recompute_whitelist else 0
         if args.recompute_method == "uniform":
-            values = layers / each * whole + each * layer
+            values = layers / each * whole + each * layer + layers * kept
             how = f"h per {each} layers kept, and {each} layers at work: {how}"
         else:
             chunks = args.virtual_pipeline_model_parallel_size or 1
-            values = chunks * each * whole + (layers - chunks * each) * layer + layer
+            values = chunks * each * (whole + kept) + (layers - chunks * each) * layer + layer
             how = f"h for {each} recomputed layers, others and one at work: {how}"
+        how += " + q / tensor ranks a recomputed layer" if kept else ""
     in_flight = _in_flight(args, stage)
     return (
         round(values * in_flight * _tokens(args) * args.params_dtype.itemsize),

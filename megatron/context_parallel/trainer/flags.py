@@ -132,6 +132,9 @@ def _training(group) -> None:
     kinds = ["uniform", "block"]
     _flag(group, "recompute-method", str, None, "with full: groups of layers, or the first ones", choices=kinds)
     _flag(group, "recompute-num-layers", int, None, "with full: layers per group, or how many come first")
+    text = "with full: what is kept instead, output and all (Selective Checkpoint++)"
+    kinds = ["core_attention"]
+    _flag(group, "recompute-whitelist", str, [], text, nargs="+", choices=kinds, metavar="NAME")
     _switch(group, "recompute-activations", "the same as --recompute-granularity selective")
 
 

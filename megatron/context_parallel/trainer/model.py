@@ -38,7 +38,8 @@ def build_model(args: Namespace) -> list[DistributedDataParallel]:
 
 def build_gpt(args: Namespace, config: TransformerConfig, cp: ContextParallel, vp_stage: int | None = None) -> GPTModel:
     """The plain GPTModel of this pipeline rank's (virtual) stage, with our attention and its layout's RoPE."""
-    layer = layer_spec(config, cp, args.cp_attention_backend)
+    keep_output = "core_attention" in args.recompute_whitelist
+    layer = layer_spec(config, cp, args.cp_attention_backend, keep_output)
     layers = [layer] * get_num_layers_to_build(config, vp_stage)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     model = GPTModel(
