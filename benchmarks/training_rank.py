@@ -4,6 +4,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import product
 
 import torch
 from megatron.core import parallel_state
@@ -17,13 +18,19 @@ from megatron.context_parallel.strategies import find_strategy
 from megatron.context_parallel.trainer import setup, training
 from megatron.context_parallel.trainer.arguments import parse_args
 
+ALL_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTATION = {  # suffix of a case's name, and what it changes in the trainer's arguments
+    "": {},
+    ", recomputed": ALL_LAYERS,
+    ", recomputed, attention kept": ALL_LAYERS | {"recompute_whitelist": ["core_attention"]},
+}
 TOLERANCE = 1e-4  # relative difference of a loss from the first case's
 
 
 def measure(job: dict) -> list[dict]:
     """Timed training steps of every case; collective over the world.
 
-    `job` has `flags` of the trainer, `problem`, `cases`, `rounds` and `warm_up`. Returns what
+    `job` has `flags` of the trainer, `problem`, `cases`, `recompute`, `rounds` and `warm_up`. Returns what
     `attention_rank.measure` does, with the largest relative difference of a loss from the first case's as `error`.
     """
     watch, problem = Stopwatch(), Problem(**job["problem"])
@@ -32,10 +39,11 @@ def measure(job: dict) -> list[dict]:
     args = parse_args(job["flags"])
     setup.initialize_model_parallel(args)
     entries, runs, losses = [], [], []
-    for text in job["cases"]:
-        entries.append({"case": text, "error": None, "failure": None, "rounds": []})
+    for text, (how, changes) in product(job["cases"], RECOMPUTATION.items() if job["recompute"] else [("", {})]):
+        entries.append({"case": text + how, "error": None, "failure": None, "rounds": []})
         losses.append([])
-        runs.append((entries[-1], training_step(args, parse_case(text), problem, losses[-1])))
+        own = Namespace(**vars(args) | changes)
+        runs.append((entries[-1], training_step(own, parse_case(text), problem, losses[-1])))
     interleave(runs, job["rounds"], job["warm_up"], watch)
     for entry, own in zip(entries, losses, strict=True):
         entry["error"] = max(abs(loss / first - 1) for loss, first in zip(own, losses[0], strict=True))

@@ -35,6 +35,8 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[
     names = ", ".join(STRATEGIES)
     parser.add_argument("--strategies", nargs="+", required=True, metavar="NAME[:OPTION=VALUE,...]", help=f"of {names}")
     cluster.add_flags(parser)
+    text = "each strategy also with all layers recomputed, and with attention kept (Selective Checkpoint++)"
+    parser.add_argument("--recompute", action="store_true", help=text)
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each; default: %(default)s")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for CSV, JSON and plot")
     return parser.parse_args(own), trainer
@@ -78,6 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     run = {"title": "training step", "problem": asdict(problem), "trainer_flags": flags}
     run["surroundings"] = cluster.surroundings(place)
     job = {"problem": run["problem"], "cases": [case.text for case in cases], "flags": flags}
+    job["recompute"] = args.recompute
     entries = cluster.results_of(RANK, job | {"rounds": args.rounds, "warm_up": 1}, place)
     run["entries"] = [entry | {"planned": None} for entry in entries]
     report.publish(run, args.output)

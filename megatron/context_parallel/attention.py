@@ -174,8 +174,8 @@ def context_parallel_attention(
         scale: default 1 / sqrt(d).
         return_lse: also return the log-sum-exp of the scaled scores, [s, b, heads] in float32 (not differentiable).
         kernel: block attention to use; default: what serves the device and dtype.
-        kept: for recomputation. A call without gradients adds what it computed; one with gradients takes the oldest, which
-            must be that of the same q, k and v, computes nothing, and sends at most what swaps heads.
+        kept: for recomputation. A call without gradients adds what it computed; one with gradients takes the oldest,
+            which must be that of the same q, k and v, computes nothing, and sends at most what swaps heads.
 
     Returns:
         [s, b, heads, d] in q's dtype, or that and the log-sum-exp.
