@@ -62,7 +62,9 @@ def main() -> None:
             total = seconds(lambda cp=cp: context_parallel_attention(*leaves, cp, kernel=kernel))
             if number:  # the first round warms up
                 ratios[text].append((total / one, watch.seconds["kernel"] / one))
-    table = Table("case", "total / ATen", "kernels / ATen", "kernels / total", title=f"{args.ranks} ranks in one process")
+    table = Table(
+        "case", "total / ATen", "kernels / ATen", "kernels / total", title=f"{args.ranks} ranks in one process"
+    )
     for text, rounds in ratios.items():
         total, kernels = (statistics.median(column) for column in zip(*rounds, strict=True))
         table.add_row(text, f"{total:.3f}", f"{kernels:.3f}", f"{kernels / total:.3f}")
