@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.context_parallel import STRATEGIES, ContextParallel, context_parallel_attention
 from megatron.context_parallel.kernels.reference import attention
 from megatron.context_parallel.layout import unshard
-from megatron.context_parallel.transport import TorchTransport
 
 LENGTH, BATCH, DIM = 48, 2, 16
 
@@ -64,22 +62,3 @@ def test_every_strategy_on_six_ranks(ranks):
     cases += [("attention2d", None, {"grid": (3, 2), "overlap": False}), ("mesh", "zigzag", {"grid": (3, 2)})]
     cases += [("lightseq", None, {"balance": False, "prefetch": False}), ("mesh", None, {"head_parallel_size": 3})]
     check(ranks, 6, 6, 3, cases)
-
-
-def _trade_then_exchange() -> list[float]:
-    transport, r, n = TorchTransport(dist.group.WORLD), dist.get_rank(), dist.get_world_size()
-    sends = [[((r + k) % n, torch.full((5,), 10.0 * r + k))] for k in range(1, n)]
-    receives = [[((r - k) % n, torch.empty(5))] for k in range(1, n)]
-    trade = transport.trade("heads", sends, receives)
-    later = torch.empty(5)
-    exchange = transport.exchange("heads", [((r + 1) % n, torch.full((5,), 100.0 + r))], [((r - 1) % n, later)])
-    exchange.wait()
-    trade.wait()
-    return [x[0].item() for messages in receives for _, x in messages] + [later[0].item()]
-
-
-def test_nothing_overtakes_a_trade_on_its_channel(ranks):
-    """A trade goes pair by pair when somebody waits; what the channel carries next must wait for it."""
-    n = 4
-    for r, got in enumerate(ranks(n, _trade_then_exchange)):
-        assert got == [10.0 * ((r - k) % n) + k for k in range(1, n)] + [100.0 + (r - 1) % n]

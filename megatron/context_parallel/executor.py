@@ -100,16 +100,16 @@ class Executor:
     def _reduce_scatter(self, op: ReduceScatter) -> Program[None]:
         """Everyone gets the others' partials of its chunk, and sums them: gloo's own moves twice the bytes."""
         place, size = op.group.index(self.rank), len(op.group)
-        sends, receives = [], []
+        sends, receives, values = [], [], []
         for k in range(1, size):
             after, before = (place + k) % size, (place - k) % size
-            sends.append([(op.group[after], x) for x in (yield from self._take(op.tensor, op.chunks[after]))])
-            receives.append([(op.group[before], x) for x in self._empty(op.tensor)])
+            sends += [(op.group[after], x) for x in (yield from self._take(op.tensor, op.chunks[after]))]
+            values.append(self._empty(op.tensor))
+            receives += [(op.group[before], x) for x in values[-1]]
         yield from self._make_room(op.channel)
-        work = self.transport.trade(op.channel, sends, receives)
+        work = self.transport.exchange(op.channel, sends, receives)
         self.launched[op.channel].append(work)
-        for messages in receives:
-            self.arriving[op.tensor, op.chunks[place]].append((work, tuple(x for _, x in messages), True))
+        self.arriving[op.tensor, op.chunks[place]] += [(work, value, True) for value in values]
 
     def _make_room(self, channel: str) -> Program[None]:
         works = self.launched[channel]

@@ -33,7 +33,7 @@ class Transport(Protocol):
 
     def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> Work:
         """Starts an exchange of everyone with everyone in a group: `sends` to the ranks after this one, in turn, and
-        `receives` from those before it."""
+        `receives` from those before it. To be waited for at once: it goes on only while somebody waits."""
         ...
 
     def all_gather(self, channel: str, group: tuple[int, ...], tensors: list[tuple[Tensor, Tensor]]) -> Work:
@@ -79,7 +79,6 @@ class TorchTransport:
         self.rank = dist.get_rank(group)
         self._groups: dict[tuple, dist.ProcessGroup] = {}
         self._given: dist.ProcessGroup | None = group
-        self._trades: dict[str, _Rounds] = {}  # by channel; the next operation there must not overtake it
 
     def connect(self, plan: Plan) -> None:
         """Makes the communicators that `plan` needs. All ranks must take part, and in one order: some make no use of
@@ -101,14 +100,6 @@ class TorchTransport:
         return self._groups[key]
 
     def exchange(self, channel: str, sends: Messages, receives: Messages) -> Work:
-        self._finish_trade(channel)
-        return self._batch(channel, sends, receives)
-
-    def _finish_trade(self, channel: str) -> None:
-        if trade := self._trades.pop(channel, None):
-            trade.wait()
-
-    def _batch(self, channel: str, sends: Messages, receives: Messages) -> Work:
         group = self._group(channel, tuple(range(len(self.ranks))))
         # Receives first: with two sends that cross, gloo moves one after the other, not both at once.
         ops = [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
@@ -120,12 +111,9 @@ class TorchTransport:
         if dist.get_backend(self._group(channel, tuple(range(len(self.ranks))))) == "nccl":
             return self.exchange(channel, list(chain(*sends)), list(chain(*receives)))
         # gloo reaches the rate of a link one pair at a time; all at once it gets two thirds of it.
-        self._finish_trade(channel)
-        self._trades[channel] = _Rounds(partial(self._batch, channel), list(zip(sends, receives, strict=True)))
-        return self._trades[channel]
+        return _Rounds(partial(self.exchange, channel), list(zip(sends, receives, strict=True)))
 
     def all_gather(self, channel: str, group: tuple[int, ...], tensors: list[tuple[Tensor, Tensor]]) -> Work:
-        self._finish_trade(channel)
         communicator = self._group(channel, group)
         works = [  # the flattened view is the same memory, in the shape torch asks for
             dist.all_gather_into_tensor(everyone.flatten(0, 1), mine, group=communicator, async_op=True)
