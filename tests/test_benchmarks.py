@@ -184,10 +184,10 @@ def test_training_steps_train_alike(ranks):
     flags = [*training_step.LLAMA.split(), "--seq-length", "64", "--hidden-size", "32", "--num-attention-heads", "4"]
     flags += ["--num-query-groups", "2", "--kv-channels", "16", "--context-parallel-size", "2"]
     problem = Problem(2, 64, 1, 4, 2, 16, "fp32", True)
-    cases = ["ring", "ring:layout=cyclic", "mesh:grid=2x1"]
-    job = {"problem": asdict(problem), "cases": cases, "flags": flags, "rounds": 2, "warm_up": 1}
+    cases = ["ring", "mesh:grid=2x1"]
+    job = {"problem": asdict(problem), "cases": cases, "flags": flags, "recompute": True, "rounds": 2, "warm_up": 1}
     entries = ranks(2, quietly, training_rank.measure, job)[0]
-    assert [entry["case"] for entry in entries] == cases
+    assert [entry["case"] for entry in entries] == [case + how for case in cases for how in training_rank.RECOMPUTATION]
     for entry in entries:
         assert entry["failure"] is None and entry["error"] < 1e-5 and len(entry["rounds"]) == 2
         assert all(rank["kernel"] > 0 and rank["received"] > 0 for of_ranks in entry["rounds"] for rank in of_ranks)
