@@ -9,6 +9,7 @@ from megatron.context_parallel.heads import check_heads, head_parallel_sizes
 from megatron.context_parallel.layout import progressions
 from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
 from megatron.context_parallel.strategies import STRATEGIES, find_strategy
+from megatron.context_parallel.strategies.mesh_schedule import load_costs
 
 from .peers import PEERS
 
@@ -53,9 +54,10 @@ class Case:
 
 
 def strategy_options(case: Case, problem: Problem) -> dict[str, object]:
-    """The options of a strategy; what follows from the heads, as in the trainer, is filled in."""
+    """The options of a strategy; what follows from the heads, as in the trainer, is filled in, and `costs` is read."""
     follows = {"kv_ratio": problem.kv_heads / problem.heads}
-    return {name: follows[name] for name in find_strategy(case.name).options if name in follows} | case.options
+    measured = {"costs": load_costs(case.options["costs"])} if "costs" in case.options else {}
+    return {n: follows[n] for n in find_strategy(case.name).options if n in follows} | case.options | measured
 
 
 def parse_case(text: str) -> Case:
