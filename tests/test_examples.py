@@ -178,6 +178,6 @@ def test_launch_scripts_of_the_families(family, preset):
         [*script, preset, "mesh", "--dry-run", "--seq-length", "64"], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "mesh, cyclic" in done.stdout and "64 tokens, 32 per context rank" in done.stdout
+    assert "mesh, zigzag" in done.stdout and "64 tokens, 32 per context rank" in done.stdout
     refused = subprocess.run([*script, preset], env=environment, capture_output=True, text=True)
     assert refused.returncode == 2 and "preset and a strategy" in refused.stderr
