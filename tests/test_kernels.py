@@ -11,6 +11,7 @@ from megatron.context_parallel.kernels.aten import AtenFlash
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs, cut
 from megatron.context_parallel.kernels.merge import merge
 from megatron.context_parallel.kernels.reference import Reference
+from megatron.context_parallel.layout import Chunks
 from megatron.context_parallel.mask import Documents, Mask
 
 
@@ -40,7 +41,7 @@ def seen(block: Runs, kv_rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_pieces_of_causal_chunks_need_no_runs(layout, n):
     kernel = AtenFlash()
-    blocks = Blocks(Mask(), layout, n, 72 * n, kernel)
+    blocks = Blocks(Mask(), *Chunks.pair(layout, n, 72 * n), kernel)
     for q in range(n):
         for chunks in [(kv,) for kv in range(n)] + [tuple(range(n)), tuple(c for c in range(n) if c != q) or (q,)]:
             block, keys = blocks.runs(q, chunks), 72 * len(chunks)
@@ -50,7 +51,7 @@ def test_pieces_of_causal_chunks_need_no_runs(layout, n):
 
 def test_how_many_pieces():
     def pieces(mask: Mask, layout: str, q: int, *chunks: int) -> list[str]:
-        cut = Blocks(mask, layout, 4, 256, Reference()).pieces(q, chunks)
+        cut = Blocks(mask, *Chunks.pair(layout, 4, 256), Reference()).pieces(q, chunks)
         return ["runs" if isinstance(piece.mask, Runs) else piece.mask for piece in cut]
 
     for layout in LAYOUTS:  # a chunk against itself is one causal square in every layout

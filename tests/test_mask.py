@@ -9,7 +9,7 @@ from test_exact import WHAT, gradients
 from megatron.context_parallel import LAYOUTS, STRATEGIES, AllRanks, ContextParallel, UsageError
 from megatron.context_parallel.attention import context_parallel_attention
 from megatron.context_parallel.kernels.reference import Reference, attention
-from megatron.context_parallel.layout import positions, unshard
+from megatron.context_parallel.layout import Chunks, positions, unshard
 from megatron.context_parallel.mask import Documents, Mask, Pairs
 from megatron.context_parallel.plan.verify import verify
 
@@ -156,7 +156,7 @@ def test_pairs_are_those_of_the_positions(layout):
     for n in (1, 3, 4):
         chunks = [positions(layout, c, n, LENGTH) for c in range(n)]
         for mask in [*MASKS.values(), Mask(), Mask(False), Mask(True, (1, 0)), Mask(False, (0, 64))]:
-            pairs = mask.pairs(layout, n, LENGTH)
+            pairs = mask.pairs(*Chunks.pair(layout, n, LENGTH))
             for q in range(n):
                 for kv in range(n):
                     some = bool(seen(mask, chunks[q], chunks[kv]).any())
@@ -184,7 +184,7 @@ def _whole_group(name: str, n: int) -> dict:
 
 def test_a_window_spares_communication():
     """With contiguous chunks as long as the window a rank sees its own and the previous chunk: one hop, not n - 1."""
-    window = Mask(True, (8, 0)).pairs("contiguous", 8, 64)
+    window = Mask(True, (8, 0)).pairs(*Chunks.pair("contiguous", 8, 64))
     for name, forward, backward in [("ring", 2, 4), ("lightseq", 2, 4), ("loongtrain", 2, 4)]:
         plans = [STRATEGIES[name].plan(8, layout="contiguous", sees=window, backward=b) for b in (False, True)]
         options = {"inner_ring_size": 8} if name == "loongtrain" else {}
@@ -195,7 +195,10 @@ def test_a_window_spares_communication():
         assert [verify(plan).received for plan in plans] == [forward, backward], name
     documents = Mask(documents=Documents(torch.arange(64) // 8))
     assert (
-        verify(STRATEGIES["ring"].plan(8, layout="contiguous", sees=documents.pairs("contiguous", 8, 64))).received == 0
+        verify(
+            STRATEGIES["ring"].plan(8, layout="contiguous", sees=documents.pairs(*Chunks.pair("contiguous", 8, 64)))
+        ).received
+        == 0
     )
 
 
@@ -207,14 +210,14 @@ def test_documents_from_end_tokens_and_from_cu_seqlens():
     marked = Documents.after(ends)
     assert marked.starts.tolist() == [[0, 0, 0, 3, 3, 5, 6, 6], [0, 1, 1, 1, 1, 1, 1, 1]]
     assert marked.ends.tolist() == [[3, 3, 3, 5, 5, 6, 8, 8], [1, 8, 8, 8, 8, 8, 8, 8]]
-    packed = Documents.packed(torch.tensor([0, 3, 5, 6, 8, 9, 16], dtype=torch.int32), 8)
+    packed = Documents.packed(torch.tensor([0, 3, 5, 6, 8, 9, 16], dtype=torch.int32), 8, samples=2)
     assert torch.equal(packed.starts, marked.starts) and torch.equal(packed.ends, marked.ends)
     # Two tokens of padding behind the first document, one behind the last, and an empty document between.
     padded = Documents.packed(torch.tensor([0, 2, 2, 5]), 8, torch.tensor([0, 4, 4, 8]))
     assert padded.starts.tolist() == [[0, 0, 2, 3, 4, 4, 4, 7]]
     assert padded.ends.tolist() == [[2, 2, 2, 3, 7, 7, 7, 7]]
-    short = Documents.packed(torch.tensor([0, 5]), 8)  # tokens after the last document belong to none
-    assert short.ends.tolist() == [[5, 5, 5, 5, 5, 5, 6, 7]]
+    short = Documents.packed(torch.tensor([0, 5]), 8, samples=2)  # tokens after the last document belong to none
+    assert short.ends.tolist() == [[5, 5, 5, 5, 5, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize(
@@ -223,6 +226,13 @@ def test_documents_from_end_tokens_and_from_cu_seqlens():
         (lambda: Documents.packed(torch.tensor([1, 4]), 8), r"cu_seqlens \[1, 4\]: must ascend from 0"),
         (lambda: Documents.packed(torch.tensor([0, 5, 3]), 8), "must ascend"),
         (lambda: Documents.packed(torch.tensor([0, 5, 12]), 8), "crosses the end of its sample of 8 tokens"),
+        (
+            lambda: Documents.packed(torch.tensor([0, 5, 8, 9]), 8),
+            "ends at 9, beyond 1 x 8 tokens; give samples=2",
+        ),
+        (lambda: Documents.packed(torch.tensor([[0, 5]]), 8), r"cu_seqlens \[1, 2\] of torch.int64: need int"),
+        (lambda: Documents(torch.tensor([0.0, 1.0])), r"documents \[2\] of torch.float32: need integers"),
+        (lambda: Documents(torch.zeros(1, 2, 3, dtype=torch.long)), r"documents \[1, 2, 3\]"),
         (lambda: Mask(True, (-2, 0)), r"--window-size \(-2, 0\): .* such as 4096,0"),
         (lambda: Mask(True, (4,)), r"--window-size \(4,\)"),
     ],
@@ -235,7 +245,7 @@ def test_what_cannot_be_a_mask(make, message):
 
 def test_documents_of_another_sequence_are_refused():
     q = torch.randn(8, 3, 2, 4)
-    for ids in (torch.zeros(1, 9), torch.zeros(2, 8)):
+    for ids in (torch.zeros(1, 9).long(), torch.zeros(2, 8).long()):
         with pytest.raises(UsageError, match=r"documents of \[\d, \d\] .* need \[1 or 3, 8\]"):
             context_parallel_attention(q, q, q, AllRanks(2), documents=Documents(ids))
 

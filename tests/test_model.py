@@ -84,12 +84,17 @@ def hidden(masked: str | None) -> torch.Tensor:
 
 
 def gradients(
-    strategy: str | None, positions: str, layout: str | None = None, masked: str | None = None, **options: object
+    strategy: str | None,
+    positions: str,
+    layout: str | None = None,
+    masked: str | None = None,
+    softmax: str = "vanilla",
+    **options: object,
 ) -> dict[str, torch.Tensor]:
     """Summed over ranks: the loss and every parameter's gradient; without a strategy, megatron-core's attention."""
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(3)
-    settings = config(window_size=WINDOW if strategy and masked == "window" else None)
+    settings = config(window_size=WINDOW if strategy and masked == "window" else None, softmax_type=softmax)
     spec, data = get_gpt_layer_local_spec(normalization="RMSNorm"), batch()
     if strategy:
         cp = ContextParallel(strategy, layout, parallel_state.get_context_parallel_group(), **options)
@@ -133,6 +138,18 @@ def test_packed_documents_and_windows_equal_megatron_core(ranks, positions):
         for name, value in expected[masked].items():
             error = (got[name] - value).norm() / value.norm()
             assert error < 1e-5, f"{masked} {strategy} {layout} n={n} {name}: {error:.1e}"
+
+
+def test_sinks_equal_megatron_core(ranks):
+    for softmax in ("learnable", "off-by-one"):
+        (expected,) = ranks(1, partial(gradients, softmax=softmax), None, "rope")
+        assert any("softmax_offset" in name for name in expected) == (softmax == "learnable")
+        for n, strategy, options in ((4, "mesh", {}), (4, "ulysses", {}), (2, "lightseq", {})):
+            got = ranks(n, partial(gradients, softmax=softmax, **options), strategy, "rope")[0]
+            assert got.keys() == expected.keys()
+            for name, value in expected.items():
+                error = (got[name] - value).norm() / value.norm()
+                assert error < 1e-5, f"{softmax} {strategy} n={n} {name}: {error:.1e}"
 
 
 def refusals() -> list[str]:

@@ -2,7 +2,8 @@
 
 import math
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,15 +15,18 @@ from .executor import Executor, Problem
 from .heads import HeadGroup, check_heads
 from .kernels import Kernel
 from .kernels.choose import kernel_for
-from .layout import positions, shard, unshard
+from .layout import Chunks, positions, shard, unshard
 from .mask import Documents, Mask, Pairs
 from .plan.ir import Plan, T
 from .plan.verify import verify
+from .sinks import add_sinks, sink_gradients
 from .strategies import find_strategy
 from .transport import LocalTransport, Program, TorchTransport, Transport, run_all, run_here
 
 ALL_RANKS_UP_TO = 64  # beyond, what goes through the steps of all ranks (verifying, plans by document) is left out
 REMEMBERED = 32  # plans and blocks kept; those of packed documents change with each batch
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+Lengths = tuple[int, int]  # queries and keys of the whole sequence
 
 
 class _Strategy:
@@ -30,21 +34,23 @@ class _Strategy:
 
     def __init__(self, strategy: str, layout: str | None, n: int, options: dict[str, object]) -> None:
         self.strategy, self.n, self.options = find_strategy(strategy), n, options
+        if unknown := options.keys() - {"head_parallel_size", "placement", *self.strategy.options}:
+            raise UsageError(f"--cp-strategy {strategy}: no option {min(unknown)}; it has {self.strategy.option_names}")
         self.layout = layout or self.strategy.layouts[0]
         self._recent: OrderedDict[tuple, object] = OrderedDict()
         plan = self._plan(None, backward=False, checked=True)
         self.steps_on = plan.n  # ranks that run the steps of a plan together
         self.chunks = [plan.chunk_of(r) for r in range(n)]  # of each rank
 
-    def plan(self, mask: Mask, length: int, *, backward: bool) -> Plan:
-        """The plan of one pass over `length` tokens. What the mask empties does not travel if the strategy can tell.
+    def plan(self, mask: Mask, lengths: Lengths, *, backward: bool) -> Plan:
+        """The plan of one pass. What the mask empties does not travel if the strategy can tell.
 
         Raises:
             UsageError: a layout the strategy does not work with.
         """
         if self.steps_on > ALL_RANKS_UP_TO:
             mask = Mask(mask.causal, mask.window)  # plans for the documents of each batch would take too long to make
-        sees = mask.pairs(self.layout, self.steps_on, length)
+        sees = mask.pairs(*Chunks.pair(self.layout, self.steps_on, *lengths))
         return self._plan(sees, backward, checked=mask.documents is None)
 
     def _plan(self, sees: Pairs | None, backward: bool, checked: bool) -> Plan:
@@ -56,10 +62,13 @@ class _Strategy:
 
         return self._remember(("plan", sees, backward), make)
 
-    def blocks(self, mask: Mask, length: int, kernel: Kernel) -> Blocks:
-        """The blocks of `mask` over `length` tokens, the same object for each layer of a model."""
-        key = "blocks", mask, length, kernel
-        return self._remember(key, lambda: Blocks(mask, self.layout, self.steps_on, length, kernel))
+    def blocks(self, mask: Mask, lengths: Lengths, kernel: Kernel) -> Blocks:
+        """The blocks of `mask`, the same object for each layer of a model."""
+
+        def make() -> Blocks:
+            return Blocks(mask, *Chunks.pair(self.layout, self.steps_on, *lengths), kernel)
+
+        return self._remember(("blocks", mask, lengths, kernel), make)
 
     def _remember(self, key: tuple, make: Callable[[], object]) -> object:
         if key not in self._recent:
@@ -157,99 +166,168 @@ def context_parallel_attention(
     window: tuple[int, int] = (-1, -1),
     documents: Documents | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     kernel: Kernel | None = None,
     kept: deque | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(q kᵀ · scale) v over the whole sequence, for this rank's tokens. Differentiable in q, k and v.
+    """softmax(q kᵀ · scale) v over the whole sequence, for this rank's tokens. Differentiable in q, k, v and sinks.
 
     Args:
         q: [s, b, heads, d], this rank's tokens in the order of `cp.positions` (all tokens for `AllRanks`).
-        k, v: [s, b, kv_heads, d], same tokens and dtype; kv_heads divides heads.
+        k: [t, b, kv_heads, d] of q's dtype; kv_heads divides heads. t differs from s in cross attention.
+        v: [t, b, kv_heads, dv] of q's dtype.
         cp: the context group.
-        causal: each token sees itself and those before it; otherwise all.
+        causal: each token sees itself and those before it; otherwise all. The last query stands at the last key, also
+            where there are more keys than queries.
         window: how many tokens before and after itself it sees at most; -1 for all.
         documents: of all tokens of the sequence, the same object for each layer; a token sees only its own, and one of
             none gets 0 and a log-sum-exp of -inf.
         scale: default 1 / sqrt(d).
+        softcap: scores x become softcap · tanh(x / softcap); 0 for none.
+        sinks: [heads], one more score per head that takes weight but has no value: 0 is softmax "off by one", a
+            parameter the learnable sink of GPT-OSS. The log-sum-exp counts it. Each rank gets a part of its gradient;
+            their sum over the context group is the gradient.
         return_lse: also return the log-sum-exp of the scaled scores, [s, b, heads] in float32 (not differentiable).
         kernel: block attention to use; default: what serves the device and dtype.
         kept: for recomputation. A call without gradients adds what it computed; one with gradients takes the oldest,
             which must be that of the same q, k and v, computes nothing, and sends at most what swaps heads.
 
     Returns:
-        [s, b, heads, d] in q's dtype, or that and the log-sum-exp.
+        [s, b, heads, dv] in q's dtype, or that and the log-sum-exp.
 
     Raises:
-        UsageError: shapes, dtypes, heads or a sequence length that do not go together.
+        UsageError: shapes, dtypes, heads or a sequence length that do not go together; second derivatives.
     """
-    _check(q, k, v)
-    mask, length = Mask(causal, window, documents), cp.length(q)
-    if documents is not None and documents.shape not in ((1, length), (q.shape[1], length)):
-        raise UsageError(
-            f"documents of {list(documents.shape)} samples and tokens: need [1 or {q.shape[1]}, {length}], the whole "
-            "sequence on every rank"
-        )
-    plan = cp.plan(mask, length, backward=False)
+    _check(q, k, v, sinks)
+    mask, lengths = Mask(causal, window, documents), (cp.length(q), cp.length(k))
+    _check_documents(documents, q.shape[1], *lengths)
+    plan = cp.plan(mask, lengths, backward=False)
     check_heads(plan, q.shape[2], k.shape[2])
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     kernel = kernel or kernel_for(q.device, q.dtype, q.shape[-1])
-    problem = Problem(cp.blocks(mask, length, kernel), k.shape[2], kernel, scale)
+    problem = Problem(cp.blocks(mask, lengths, kernel), k.shape[2], kernel, scale)
+    call = _Call(cp, mask, lengths, plan, problem)
     again = kept.popleft() if kept and torch.is_grad_enabled() else None
-    out, lse = _Attention.apply(q, k, v, cp, plan, problem, again, None if torch.is_grad_enabled() else kept)
+    out, lse = _Attention.apply(q, k, v, sinks, call, again, None if torch.is_grad_enabled() else kept)
     return (out, lse) if return_lse else out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.dim() != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise UsageError(
-            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: need q [s, b, heads, d] and "
-            "k, v [s, b, kv_heads, d]"
-        )
+def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3] or q.shape[1::2] != k.shape[1::2]:
+        raise UsageError(f"{shapes}: need q [s, b, heads, d], k [t, b, kv_heads, d] and v [t, b, kv_heads, dv]")
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        raise UsageError(f"{shapes}: a size is 0; each must be 1 or more")
     if q.shape[2] % k.shape[2]:
         raise UsageError(f"{k.shape[2]} key/value heads do not divide {q.shape[2]} query heads")
     if not q.dtype == k.dtype == v.dtype:
         raise UsageError(f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype}: need one dtype")
+    if q.dtype not in DTYPES:
+        raise UsageError(f"q, k, v of {q.dtype}: need one of {', '.join(map(str, DTYPES))}")
+    if not q.device == k.device == v.device:
+        raise UsageError(f"q, k, v on {q.device}, {k.device}, {v.device}: need one device")
+    if sinks is not None and (sinks.shape != q.shape[2:3] or not sinks.is_floating_point() or sinks.device != q.device):
+        raise UsageError(
+            f"sinks {list(sinks.shape)} of {sinks.dtype} on {sinks.device}: need floating-point [{q.shape[2]}], one a "
+            f"query head, on {q.device}"
+        )
+
+
+def _check_documents(documents: Documents | None, batch: int, q_length: int, kv_length: int) -> None:
+    if documents is None:
+        return
+    if q_length != kv_length:
+        raise UsageError(f"documents with {q_length} queries and {kv_length} keys: need queries and keys of one length")
+    if documents.shape not in ((1, q_length), (batch, q_length)):
+        raise UsageError(
+            f"documents of {list(documents.shape)} samples and tokens: need [1 or {batch}, {q_length}], the whole "
+            "sequence on every rank"
+        )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a call's two passes share beside tensors."""
+
+    cp: "ContextParallel | AllRanks"
+    mask: Mask
+    lengths: Lengths
+    plan: Plan
+    problem: Problem
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, cp, plan, problem, again, keep):
-        parts = list(zip(cp.split(q), cp.split(k), cp.split(v), strict=True))
-        ctx.cp, ctx.problem = cp, problem
+    def forward(ctx, q, k, v, sinks, call, again, keep):
+        cp = call.cp
+        parts = [(sinks, *part) for part in zip(cp.split(q), cp.split(k), cp.split(v), strict=True)]
+        ctx.call, ctx.sinks = call, sinks is not None
         if again:
             parts = [(*part, *results) for part, results in zip(parts, again, strict=True)]
-        outs, lses, *saved = zip(*cp.run(_recall if again else _forward, plan, problem, parts), strict=True)
+        ranks = cp.run(_recall if again else _forward, call.plan, call.problem, parts)
+        outs, lses, *saved = zip(*ranks, strict=True)
         if keep is not None:
             keep.append([*zip(outs, lses, saved[-1], strict=True)])
-        ctx.save_for_backward(*outs, *(x for of_ranks in saved for x in of_ranks))
+        ctx.save_for_backward(sinks, *outs, *(x for of_ranks in saved for x in of_ranks))
         out, lse = cp.join(outs), cp.join(lses)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, _):
-        douts = ctx.cp.split(dout)
-        ranks, saved = len(douts), ctx.saved_tensors
-        parts = list(zip(douts, *(saved[i : i + ranks] for i in range(0, len(saved), ranks)), strict=True))
-        blocks = ctx.problem.blocks
-        plan = ctx.cp.plan(blocks.mask, blocks.length, backward=True)
-        grads = zip(*ctx.cp.run(_backward, plan, ctx.problem, parts), strict=True)
-        return *(ctx.cp.join(x) for x in grads), None, None, None, None, None
+        call, (sinks, *saved) = ctx.call, ctx.saved_tensors
+        cp = call.cp
+        with torch.no_grad():
+            douts = cp.split(dout)
+            ranks = len(douts)
+            of_ranks = zip(douts, *(saved[i : i + ranks] for i in range(0, len(saved), ranks)), strict=True)
+            plan = cp.plan(call.mask, call.lengths, backward=True)
+            results = cp.run(_backward, plan, call.problem, [(sinks, *part) for part in of_ranks])
+            dsinks, *grads = zip(*results, strict=True)
+            grads = [*map(cp.join, grads), None if sinks is None else sum(dsinks)]
+        if torch.is_grad_enabled():  # create_graph
+            grads = _Once.apply(*(g if g is None else g.requires_grad_() for g in grads))
+        return *grads, None, None, None
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx, *grads):
+        return grads
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise UsageError(
+            "second derivatives: context_parallel_attention has first derivatives only; differentiate once, "
+            "without create_graph=True"
+        )
 
 
 def _forward(
-    plan: Plan, problem: Problem, rank: int, transport: Transport, q: Tensor, k: Tensor, v: Tensor
+    plan: Plan,
+    problem: Problem,
+    rank: int,
+    transport: Transport,
+    sinks: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
 ) -> Program[tuple[Tensor, ...]]:
     """A rank's output and log-sum-exp, and what its backward pass needs besides the output."""
-    group = HeadGroup(plan, rank, problem.blocks.length, transport)
-    b, dtype = q.shape[1], q.dtype
+    group = HeadGroup(plan, rank, transport)
+    heads, b, dtype = q.shape[2], q.shape[1], q.dtype
     q, k, v = yield from _folded(group, q, k, v)
     executor = Executor(plan, group.context_rank, problem, group.context, {T.Q: (q,), T.KV: (k, v)})
     out, lse = (yield from executor.run())[T.O]
-    s, d = q.shape[0], q.shape[-1]
-    ours = yield from group.to_chunks(out.to(dtype).view(s, b, -1, d), lse.view(s, b, -1))
-    return *ours, q, k, v, lse
+    out, lse = (x.view(len(x), b, -1, *x.shape[3:]) for x in (out, lse))
+    if sinks is not None:
+        lse = add_sinks(out, lse, sinks[group.slice_of(heads)])
+    ours = yield from group.to_chunks(out.to(dtype), lse)
+    return *ours, q, k, v, lse.view(q.shape[:-1])
 
 
 def _recall(
@@ -257,13 +335,14 @@ def _recall(
     problem: Problem,
     rank: int,
     transport: Transport,
+    sinks: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *results: Tensor,
 ) -> Program[tuple[Tensor, ...]]:
     """What `_forward` returned, from inputs computed again and its output and log-sum-exps."""
-    q, k, v = yield from _folded(HeadGroup(plan, rank, problem.blocks.length, transport), q, k, v)
+    q, k, v = yield from _folded(HeadGroup(plan, rank, transport), q, k, v)
     out, lse, inner_lse = results
     return out, lse, q, k, v, inner_lse
 
@@ -273,7 +352,7 @@ def _folded(group: HeadGroup, q: Tensor, k: Tensor, v: Tensor) -> Program[tuple[
     q, k, v = yield from group.to_heads(q, k, v)
     s, b, heads, d = q.shape
     q = q.reshape(s, b * k.shape[2], heads // k.shape[2], d).contiguous()
-    return q, *(x.reshape(s, b * x.shape[2], d).contiguous() for x in (k, v))
+    return q, *(x.flatten(1, 2).contiguous() for x in (k, v))
 
 
 def _backward(
@@ -281,24 +360,30 @@ def _backward(
     problem: Problem,
     rank: int,
     transport: Transport,
+    sinks: Tensor | None,
     dout: Tensor,
     out: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     lse: Tensor,
-) -> Program[Iterable[Tensor]]:
-    """A rank's gradients of queries, keys and values; `q`, `k`, `v` and `lse` are what `_forward` kept."""
-    group = HeadGroup(plan, rank, problem.blocks.length, transport)
+) -> Program[tuple[Tensor | None, ...]]:
+    """A rank's gradients of sinks, queries, keys and values; `q`, `k`, `v` and `lse` are what `_forward` kept."""
+    group = HeadGroup(plan, rank, transport)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     dout, delta = yield from group.to_heads(dout, delta)
-    inputs = {T.QDO: (q, dout.reshape(q.shape).contiguous(), lse, delta.reshape(lse.shape)), T.KV: (k, v)}
+    dsinks = None
+    if sinks is not None:
+        dsinks, part = torch.zeros_like(sinks), group.slice_of(len(sinks))
+        dsinks[part] = sink_gradients(lse.view(delta.shape), delta, sinks[part])
+    folded = dout.reshape(*q.shape[:-1], -1).contiguous()
+    inputs = {T.QDO: (q, folded, lse, delta.reshape(lse.shape)), T.KV: (k, v)}
     ends = yield from Executor(plan, group.context_rank, problem, group.context, inputs).run()
-    s, b = dout.shape[:2]
-    dq = ends[T.DQ][0].to(q.dtype).view(dout.shape)
-    dkv = (x.view(s, b, -1, q.shape[-1]) for x in ends[T.DKV])
+    b = dout.shape[1]
+    dq = ends[T.DQ][0].to(q.dtype).view(*dout.shape[:-1], -1)
+    dkv = (x.view(len(x), b, -1, x.shape[-1]) for x in ends[T.DKV])
     if plan.heads <= problem.kv_heads:
-        return (yield from group.to_chunks(dq, *(x.to(q.dtype) for x in dkv)))
+        return dsinks, *(yield from group.to_chunks(dq, *(x.to(q.dtype) for x in dkv)))
     dq, *dkv = yield from group.to_chunks(dq, *dkv)  # of replicas: each is a partial sum
     dk, dv = (x.unflatten(2, (problem.kv_heads, -1)).sum(3).to(q.dtype) for x in dkv)
-    return dq, dk, dv
+    return dsinks, dq, dk, dv

@@ -5,34 +5,34 @@ from torch import Tensor
 
 from .kernels import Kernel
 from .kernels.masks import Piece, Runs, runs
-from .layout import positions, progressions
+from .layout import Chunks
 from .mask import Mask
 
 Rows = tuple[int, slice, slice]  # chunk, rows of the chunk, and where they are among the gathered rows
 
 
 class Blocks:
-    """What a mask makes of the blocks of one layout; found out once and then used by all layers and passes.
+    """What a mask makes of the blocks of a sequence; found out once and then used by all layers and passes.
 
     Args:
-        n, length: chunks, and tokens of the whole sequence.
+        q, kv: the chunks of queries and of keys.
         kernel: cuts blocks into what it computes.
     """
 
-    def __init__(self, mask: Mask, layout: str, n: int, length: int, kernel: Kernel) -> None:
-        self.mask, self.layout, self.n, self.length, self.kernel = mask, layout, n, length, kernel
+    def __init__(self, mask: Mask, q: Chunks, kv: Chunks, kernel: Kernel) -> None:
+        self.mask, self.q, self.kv, self.kernel = mask, q, kv, kernel
         self._pieces: dict[tuple, list[Piece]] = {}
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self._order: dict[tuple, tuple[Tensor, list[Rows]]] = {}
 
     def order(self, chunks: tuple[int, ...]) -> tuple[Tensor, list[Rows]]:
-        """Positions of the chunks' rows, ascending, and which rows of which chunk stand where."""
+        """Positions of the key chunks' rows, ascending, and which rows of which chunk stand where."""
         if chunks not in self._order:
-            all_positions = torch.cat([positions(self.layout, c, self.n, self.length) for c in chunks]).sort().values
+            all_positions = torch.cat([self.kv.positions(c) for c in chunks]).sort().values
             rows = []
             for chunk in chunks:
                 start = 0
-                for p in progressions(self.layout, chunk, self.n, self.length):
+                for p in self.kv.progressions[chunk]:
                     first, second, last = torch.searchsorted(
                         all_positions, torch.tensor([p.start, p.start + (p.length > 1) * p.stride, p.last])
                     ).tolist()
@@ -45,7 +45,7 @@ class Blocks:
     def runs(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> Runs:
         """The keys each query of a chunk sees of gathered chunks, by row."""
         if q_chunk not in self._seen:
-            self._seen[q_chunk] = self.mask.seen(self.order((q_chunk,))[0])
+            self._seen[q_chunk] = self.mask.seen(self.q.positions(q_chunk))
         return runs(self._seen[q_chunk], self.order(kv_chunks)[0])
 
     def pieces(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> list[Piece]:

@@ -42,7 +42,7 @@ class Executor:
         self.arriving: dict[tuple[T, int], list[tuple[Work, Value, bool]]] = defaultdict(list)
         self.launched: dict[str, deque[Work]] = defaultdict(deque)
         self.last_reads = last_reads(plan, rank)
-        self.q, self.kv = inputs[plan.starts[0]][0], inputs[T.KV][0]
+        self.q, (self.k, self.v) = inputs[plan.starts[0]][0], inputs[T.KV]
         self.wide = torch.promote_types(self.q.dtype, torch.float32)
 
     def run(self) -> Program[dict[T, Value]]:
@@ -70,7 +70,7 @@ class Executor:
                 case Send():
                     sends += [(op.peer, x) for x in (yield from self._take(op.tensor, op.chunk))]
                 case Recv():
-                    value = self._empty(op.tensor)
+                    value = self._empty(op.tensor, op.chunk)
                     receives += [(op.peer, x) for x in value]
                     received[op.channel].append(((op.tensor, op.chunk), value, op.reduce))
                 case AllGather():
@@ -104,7 +104,7 @@ class Executor:
         for k in range(1, size):
             after, before = (place + k) % size, (place - k) % size
             sends += [(op.group[after], x) for x in (yield from self._take(op.tensor, op.chunks[after]))]
-            values.append(self._empty(op.tensor))
+            values.append(self._empty(op.tensor, op.chunks[place]))
             receives += [(op.group[before], x) for x in values[-1]]
         yield from self._make_room(op.channel)
         work = self.transport.exchange(op.channel, sends, receives)
@@ -146,7 +146,7 @@ class Executor:
         if tensor not in PARTIAL:
             return (yield from self._need((tensor, chunk)))
         if (tensor, chunk) not in self.held and (tensor, chunk) not in self.arriving:
-            return self._zero(tensor)
+            return self._zero(tensor, chunk)
         value = yield from self._need((tensor, chunk))
         del self.held[tensor, chunk]
         return value
@@ -162,26 +162,23 @@ class Executor:
 
     # -- values ------------------------------------------------------------------------------------------------
 
-    def _empty(self, tensor: T) -> Value:
-        q, kv = self.q, self.kv
-        rows = q.shape[:-1]
-        match tensor:
-            case T.Q:
-                return (torch.empty_like(q),)
-            case T.KV:
-                return torch.empty_like(kv), torch.empty_like(kv)
-            case T.O:
-                return q.new_empty(q.shape, dtype=self.wide), q.new_empty(rows, dtype=self.wide)
-            case T.QDO:
-                stats = [q.new_empty(rows, dtype=self.wide) for _ in range(2)]
-                return torch.empty_like(q), torch.empty_like(q), *stats
-            case T.DQ:
-                return (q.new_empty(q.shape, dtype=self.wide),)
-            case T.DKV:
-                return kv.new_empty(kv.shape, dtype=self.wide), kv.new_empty(kv.shape, dtype=self.wide)
+    def _empty(self, tensor: T, chunk: int) -> Value:
+        blocks, q, values = self.problem.blocks, self.q.shape[1:], self.v.shape[-1]
+        if tensor in (T.KV, T.DKV):
+            shapes = [(blocks.kv.rows(chunk), *x.shape[1:]) for x in (self.k, self.v)]
+        else:
+            by_row = (blocks.q.rows(chunk), *q[:2])
+            queries, outputs = (*by_row, q[2]), (*by_row, values)
+            shapes = {T.Q: [queries], T.DQ: [queries], T.O: [outputs], T.QDO: [queries, outputs]}[tensor]
+        dtype = self.wide if tensor in PARTIAL else self.q.dtype
+        stats = {T.O: 1, T.QDO: 2}.get(tensor, 0)  # log-sum-exp, delta
+        return (
+            *(self.q.new_empty(shape, dtype=dtype) for shape in shapes),
+            *(self.q.new_empty(by_row, dtype=self.wide) for _ in range(stats)),
+        )
 
-    def _zero(self, tensor: T) -> Value:
-        value = self._empty(tensor)
+    def _zero(self, tensor: T, chunk: int) -> Value:
+        value = self._empty(tensor, chunk)
         for x in value:
             x.zero_()
         if tensor is T.O:
@@ -191,7 +188,7 @@ class Executor:
     def _partial(self, tensor: T, chunk: int) -> Value:
         key = (tensor, chunk)
         if key not in self.held:
-            self.held[key] = self._zero(tensor)
+            self.held[key] = self._zero(tensor, chunk)
         return self.held[key]
 
     def _reduce(self, tensor: T, into: Value, value: Value) -> None:
@@ -220,7 +217,7 @@ class Executor:
         if len(chunks) == 1:
             return self.held[T.KV, chunks[0]]
         positions, rows = self.problem.blocks.order(chunks)
-        gathered = tuple(self.kv.new_empty(len(positions), *self.kv.shape[1:]) for _ in "kv")
+        gathered = tuple(x.new_empty(len(positions), *x.shape[1:]) for x in (self.k, self.v))
         for chunk, own, where in rows:
             for x, part in zip(gathered, self.held[T.KV, chunk], strict=True):
                 x[where] = part[own]
@@ -238,7 +235,7 @@ class Executor:
             rows, kv_rows = (piece.q, self._heads(piece)), (piece.kv, self._heads(piece))
             k, v = (x[kv_rows] for x in keys)
             out, lse = self.problem.kernel.forward(q[rows], k, v, piece.mask, scale=self.problem.scale)
-            if key not in self.held and out.shape == q.shape:
+            if key not in self.held and len(out) == len(q) and out.shape[1] == q.shape[1]:
                 self.held[key] = out.to(self.wide).contiguous(), lse.to(self.wide).contiguous()
             else:
                 into_out, into_lse = self._partial(*key)
@@ -276,7 +273,7 @@ class Executor:
         """Adds gradients of gathered keys and values to those of their chunks."""
         new = {chunk for chunk in chunks if (T.DKV, chunk) not in self.held}
         for chunk in new:
-            self.held[T.DKV, chunk] = self._empty(T.DKV)
+            self.held[T.DKV, chunk] = self._empty(T.DKV, chunk)
         for chunk, own, where in self.problem.blocks.order(chunks)[1]:
             for total, part in zip(self.held[T.DKV, chunk], gathered, strict=True):
                 if chunk in new:

@@ -33,41 +33,59 @@ def check_heads(plan: Plan, heads: int, kv_heads: int) -> None:
 class HeadGroup:
     """One rank's place among the heads: whom it swaps with, and its rank in and transport to those with its part."""
 
-    def __init__(self, plan: Plan, rank: int, length: int, transport: Transport) -> None:
-        grid = plan.grid
+    def __init__(self, plan: Plan, rank: int, transport: Transport) -> None:
+        self.plan, grid = plan, plan.grid
         place = grid.coordinates(rank)
         self.part, self.context_rank = place["heads"], place["context"]
         self.members, self.transport = grid.along(rank, "heads"), transport
         self.context = Subgroup(transport, grid.along(rank, "context")) if plan.heads > 1 else transport
-        chunks = [plan.chunk_of(member) for member in self.members]
-        self.rows = [rows_in(plan.layout, c, self.context_rank, plan.n, plan.heads, length) for c in chunks]
+        self.chunks = [plan.chunk_of(member) for member in self.members]
+
+    def slice_of(self, heads: int) -> slice:
+        """Which of `heads` heads this rank computes."""
+        return _heads(self.part, len(self.members), heads)
+
+    def _rows(self, length: int) -> list[tuple[tuple[slice, slice], ...]]:
+        """For each member where its tokens are stored: (rows of its chunk, rows of the group's chunk)."""
+        plan = self.plan
+        return [rows_in(plan.layout, c, self.context_rank, plan.n, plan.heads, length) for c in self.chunks]
 
     def to_heads(self, *tensors: Tensor) -> Program[list[Tensor]]:
         """[s, b, h, ...] of this rank's chunk to [s * size, b, h / size, ...] of the group's.
 
         Of fewer heads than ranks, each rank gets the one its queries read.
         """
-        size, mine = len(self.members), self.rows[self.part]
+        size = len(self.members)
         if size == 1:
             return list(tensors)
+        rows = [self._rows(len(x) * self.plan.size) for x in tensors]  # of each tensor and member
         heads = [[_heads(p, size, x.shape[2]) for x in tensors] for p in range(size)]
         wholes = [
             x.new_empty(len(x) * size, x.shape[1], h.stop - h.start, *x.shape[3:])
             for x, h in zip(tensors, heads[self.part], strict=True)
         ]
-        sent = [[x[own, :, h] for x, h in zip(tensors, of, strict=True) for own, _ in mine] for of in heads]
-        yield from self._swap(sent, [[whole[where] for whole in wholes for _, where in rows] for rows in self.rows])
+        sent = [
+            [x[own, :, h] for x, h, at in zip(tensors, of, rows, strict=True) for own, _ in at[self.part]]
+            for of in heads
+        ]
+        landing = [[x[where] for x, at in zip(wholes, rows, strict=True) for _, where in at[p]] for p in range(size)]
+        yield from self._swap(sent, landing)
         return wholes
 
     def to_chunks(self, *tensors: Tensor) -> Program[list[Tensor]]:
         """Inverse of `to_heads`; of replicated heads, all replicas, side by side."""
-        size, mine = len(self.members), self.rows[self.part]
+        size = len(self.members)
         if size == 1:
             return list(tensors)
+        rows = [self._rows(len(x) * self.plan.n) for x in tensors]
         wholes = [x.new_empty(len(x) // size, x.shape[1], x.shape[2] * size, *x.shape[3:]) for x in tensors]
-        sent = [[x[where] for x in tensors for _, where in rows] for rows in self.rows]
+        sent = [[x[where] for x, at in zip(tensors, rows, strict=True) for _, where in at[p]] for p in range(size)]
         parts = [whole.chunk(size, 2) for whole in wholes]
-        yield from self._swap(sent, [[part[i][own] for part in parts for own, _ in mine] for i in range(size)])
+        landing = [
+            [part[p][own] for part, at in zip(parts, rows, strict=True) for own, _ in at[self.part]]
+            for p in range(size)
+        ]
+        yield from self._swap(sent, landing)
         return wholes
 
     def _swap(self, sent: list[list[Tensor]], landing: list[list[Tensor]]) -> Program[None]:

@@ -5,6 +5,8 @@ arithmetic progressions of positions; everything that depends on positions (data
 here, and nothing else knows a layout by name.
 """
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -61,9 +63,47 @@ def progressions(layout: str, chunk: int, n: int, length: int) -> tuple[Progress
     return _PROGRESSIONS[layout](chunk, n, length // n)
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of a sequence as data: the positions each holds, ascending.
+
+    Attributes:
+        progressions: of each chunk.
+    """
+
+    progressions: tuple[tuple[Progression, ...], ...]
+
+    @classmethod
+    def of(cls, layout: str, n: int, length: int) -> "Chunks":
+        """The n chunks of `length` tokens. Raises UsageError as `progressions` does."""
+        return cls(tuple(progressions(layout, chunk, n, length) for chunk in range(n)))
+
+    @classmethod
+    def pair(cls, layout: str, n: int, length: int, kv_length: int | None = None) -> tuple["Chunks", "Chunks"]:
+        """The chunks of `length` queries and of as many, or `kv_length`, keys; the last of both share a position."""
+        if kv_length in (None, length):
+            return (cls.of(layout, n, length),) * 2
+        return cls.of(layout, n, length)._shifted(kv_length - length), cls.of(layout, n, kv_length)
+
+    def _shifted(self, by: int) -> "Chunks":
+        return Chunks(tuple(tuple(p._replace(start=p.start + by) for p in chunk) for chunk in self.progressions))
+
+    @property
+    def n(self) -> int:
+        return len(self.progressions)
+
+    def rows(self, chunk: int) -> int:
+        """Tokens of `chunk`."""
+        return sum(p.length for p in self.progressions[chunk])
+
+    def positions(self, chunk: int) -> Tensor:
+        """The positions of `chunk`, int64 [rows], in the order its rank stores its tokens."""
+        return torch.cat([torch.arange(p.start, p.last + 1, p.stride) for p in self.progressions[chunk]])
+
+
 def positions(layout: str, chunk: int, n: int, length: int) -> Tensor:
     """The positions of `chunk` as int64 [length / n], in the order its rank stores its tokens."""
-    return torch.cat([torch.arange(p.start, p.last + 1, p.stride) for p in progressions(layout, chunk, n, length)])
+    return Chunks((progressions(layout, chunk, n, length),)).positions(0)
 
 
 def shard(x: Tensor, layout: str, chunk: int, n: int, dim: int = 0) -> Tensor:
@@ -96,7 +136,8 @@ def parts(layout: str, chunk: int, n: int, count: int) -> tuple[int, ...]:
     return tuple(range(chunk, n * count, n)) if layout == "cyclic" else tuple(range(chunk * count, (chunk + 1) * count))
 
 
-def rows_in(layout: str, part: int, chunk: int, n: int, count: int, length: int) -> list[tuple[slice, slice]]:
+@lru_cache(4096)
+def rows_in(layout: str, part: int, chunk: int, n: int, count: int, length: int) -> tuple[tuple[slice, slice], ...]:
     """Where the tokens of `part` (of n * count) are stored in `chunk` (of n): (rows of the part, rows of the chunk)."""
     found, offset = [], 0
     for p in progressions(layout, part, n * count, length):
@@ -109,4 +150,4 @@ def rows_in(layout: str, part: int, chunk: int, n: int, count: int, length: int)
                 found.append((slice(offset, offset + p.length), rows))
             start += whole.length
         offset += p.length
-    return found
+    return tuple(found)

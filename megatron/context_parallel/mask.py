@@ -6,12 +6,13 @@ next. So a block of rows in ascending order of position has, for any layout, one
 """
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from .errors import UsageError
-from .layout import progressions
+from .layout import Chunks
 
 
 class Documents:
@@ -24,6 +25,11 @@ class Documents:
 
     def __init__(self, ids: Tensor) -> None:
         """`ids`: integers [length] or [samples, length]; equal neighbours share a document, negative is no document."""
+        if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.is_complex() or not ids.numel():
+            raise UsageError(
+                f"documents {list(ids.shape)} of {ids.dtype}: need integers [length] or [samples, length], such as "
+                "[0, 0, 1, 1]"
+            )
         ids = torch.atleast_2d(ids.detach().cpu())
         at = torch.arange(ids.shape[1])
         first = torch.ones_like(ids, dtype=torch.bool)
@@ -45,17 +51,24 @@ class Documents:
         return cls(ends.long().cumsum(1) - ends.long())
 
     @classmethod
-    def packed(cls, cu_seqlens: Tensor, length: int, cu_seqlens_padded: Tensor | None = None) -> "Documents":
-        """Documents of Megatron's `PackedSeqParams` over one or more samples of `length` tokens, one after the other.
+    def packed(
+        cls, cu_seqlens: Tensor, length: int, cu_seqlens_padded: Tensor | None = None, samples: int = 1
+    ) -> "Documents":
+        """Documents of Megatron's `PackedSeqParams` over `samples` samples of `length` tokens, one after the other.
 
         Args:
             cu_seqlens: int [documents + 1], ascending from 0; tokens beyond the last belong to no document.
             length: tokens of a sample.
             cu_seqlens_padded: where the documents begin, if there is padding between them.
+            samples: the batch size.
 
         Raises:
-            UsageError: bounds that do not ascend from 0, or a document that leaves its sample.
+            UsageError: bounds that do not ascend from 0, or a document that leaves its sample or the last one.
         """
+        if any(x is not None and (x.dim() != 1 or x.is_floating_point()) for x in (cu_seqlens, cu_seqlens_padded)):
+            raise UsageError(
+                f"cu_seqlens {list(cu_seqlens.shape)} of {cu_seqlens.dtype}: need integers [documents + 1]"
+            )
         lengths = cu_seqlens.detach().cpu().long().diff()
         bounds = (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded).detach().cpu().long()
         if len(lengths) == 0 or bounds[0] != 0 or lengths.min() < 0 or (bounds.diff() < lengths).any():
@@ -64,7 +77,11 @@ class Documents:
         lasts = (starts + lengths - 1)[lengths > 0]
         if (starts[lengths > 0] // length != lasts // length).any():
             raise UsageError(f"cu_seqlens: a document crosses the end of its sample of {length} tokens; cut it there")
-        samples = max(1, -(-int(bounds[-1]) // length))
+        if bounds[-1] > samples * length:
+            needed = -(-int(bounds[-1]) // length)
+            raise UsageError(
+                f"cu_seqlens: ends at {int(bounds[-1])}, beyond {samples} x {length} tokens; give samples={needed}"
+            )
         at = torch.arange(samples * length)
         document = torch.bucketize(at, bounds[1:], right=True)
         inside = document < len(lengths)
@@ -116,21 +133,20 @@ class Mask:
         starts, ends = self.documents.starts[:, positions], self.documents.ends[:, positions]
         return torch.maximum(first, starts), torch.minimum(end, ends)
 
-    def pairs(self, layout: str, n: int, length: int | None = None) -> "Pairs":
-        """The chunk pairs of a layout that the mask does not empty; `length` matters unless the mask is `plain`.
+    def pairs(self, q: Chunks, kv: Chunks) -> "Pairs":
+        """The pairs of query and key/value chunks that the mask does not empty.
 
         Exact but for strided chunks, of which it may name more.
         """
+        n = q.n
         if not self.causal and self.plain:
             return Pairs.all(n)
-        chunks = [progressions(layout, c, n, length or 4 * n) for c in range(n)]
-        every = [p for chunk in chunks for p in chunk]
-        start, stride, last = (torch.tensor(x) for x in zip(*((p.start, p.stride, p.last) for p in every), strict=True))
-        low, high = self.seen(start)[0], self.seen(last)[1]  # of all queries of a progression together
+        every = [[(p.start, p.stride, p.last) for p in chain(*chunks.progressions)] for chunks in (q, kv)]
+        (first, _, final), (start, stride, last) = (torch.tensor(x).unbind(1) for x in every)
+        low, high = self.seen(first)[0], self.seen(final)[1]  # of all queries of a progression together
         nearest = start + ((low.unsqueeze(2) - start).clamp_min(0) + stride - 1) // stride * stride
         some = (nearest < high.unsqueeze(2)) & (nearest <= last)
-        per_chunk = len(every) // n
-        seen = some.any(0).view(n, per_chunk, n, per_chunk).any(3).any(1)
+        seen = some.any(0).view(n, some.shape[1] // n, n, -1).any(3).any(1)
         return Pairs(tuple(sum(1 << kv for kv, sees in enumerate(row) if sees) for row in seen.tolist()))
 
 

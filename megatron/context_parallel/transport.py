@@ -122,14 +122,19 @@ class TorchTransport:
         return _Batch(works, f"rank {self.rank} on channel {channel}, gathering from {list(group)}")
 
 
+def _version(x: Tensor) -> int:
+    """How often `x` was written to; tensors of inference mode do not count."""
+    return 0 if x.is_inference() else x._version
+
+
 class _Message:
     """A tensor in flight inside the process; overwriting it before it has arrived is an error, as on a network."""
 
     def __init__(self, content: Tensor) -> None:
-        self.content, self.version = content, content._version
+        self.content, self.version = content, _version(content)
 
     def deliver(self, into: Tensor) -> None:
-        if self.content._version != self.version:
+        if _version(self.content) != self.version:
             raise PlanError("a tensor was overwritten while it was being sent")
         into.copy_(self.content)
 

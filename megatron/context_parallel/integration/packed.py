@@ -21,8 +21,8 @@ class PackedDocuments(PackedSeqParams):
     qkv_format: str = "sbhd"
     documents: Documents | None = None
 
-    def over(self, length: int) -> Documents:
-        """The documents of samples of `length` tokens; made from `cu_seqlens_q` once and then kept for all layers.
+    def over(self, samples: int, length: int) -> Documents:
+        """The documents of `samples` of `length` tokens; made from `cu_seqlens_q` once and then kept for all layers.
 
         Raises:
             UsageError: `cu_seqlens_q` that do not fit, or differ from `cu_seqlens_kv`.
@@ -34,7 +34,7 @@ class PackedDocuments(PackedSeqParams):
                     raise UsageError(
                         f"packed_seq_params: {theirs} differs from {ours}; self-attention needs them equal"
                     )
-            self.documents = Documents.packed(self.cu_seqlens_q, length, self.cu_seqlens_q_padded)
+            self.documents = Documents.packed(self.cu_seqlens_q, length, self.cu_seqlens_q_padded, samples)
         return self.documents
 
 

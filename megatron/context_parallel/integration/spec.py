@@ -3,13 +3,16 @@
 import math
 from collections import deque
 
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from ..attention import ContextParallel, context_parallel_attention
@@ -47,15 +50,45 @@ class ContextParallelAttention(MegatronModule):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
             raise UsageError(f"--attention-dropout {dropout}: context-parallel attention has none; use 0")
-        if attention_type != "self" or config.softmax_type != "vanilla":
-            raise UsageError(f"{attention_type} attention with {config.softmax_type} softmax: only self, vanilla")
+        if attention_type != "self":
+            raise UsageError(f"{attention_type} attention: the layer spec has self-attention only")
         self.attn_mask_type = attn_mask_type
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = tuple(config.window_size) if windowed else (-1, -1)
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
         self.cp, self.backend = cp, backend
+        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+        self.softmax_offset = self._softmax_offset()
         # Recomputations follow their forward passes in order, so those of a layer can wait in a line.
         self.kept: deque | None = deque() if keep_output else None
+
+    def _softmax_offset(self) -> Tensor | None:
+        """The sinks of this rank's heads, named as in megatron-core's own core attention; None for plain softmax."""
+        config, tensor = self.config, self.pg_collection.tp.size()
+        if config.softmax_type == "vanilla":
+            return None
+        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        zeros = torch.zeros(config.num_attention_heads // tensor, device=device, dtype=config.params_dtype)
+        if config.softmax_type == "off-by-one":
+            return zeros
+        offset = torch.nn.Parameter(zeros)
+        set_tensor_model_parallel_attributes(offset, is_parallel=True, dim=0, stride=1)
+        if config.perform_initialization:
+            config.init_method(offset)
+        return offset
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, ShardedTensor]:
+        """The learnable sinks, split by tensor parallelism along the heads."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.pg_collection.tp,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
 
     def forward(
         self,
@@ -81,7 +114,7 @@ class ContextParallelAttention(MegatronModule):
         if packed_seq_params is not None:
             if not isinstance(packed_seq_params, PackedDocuments):
                 raise UsageError("packed_seq_params: call use_layout(model, cp) first, or pass PackedDocuments")
-            documents = packed_seq_params.over(len(query) * self.cp.n)
+            documents = packed_seq_params.over(query.shape[1], self.cp.length(query))
         out = context_parallel_attention(
             query,
             key,
@@ -91,6 +124,7 @@ class ContextParallelAttention(MegatronModule):
             window=self.window,
             documents=documents,
             scale=self.scale,
+            sinks=self.softmax_offset,
             kernel=kernel_for(query.device, query.dtype, query.shape[-1], self.backend),
             kept=self.kept if is_checkpointing() else None,
         )

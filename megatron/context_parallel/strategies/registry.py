@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import UsageError
+from ..layout import Chunks
 from ..mask import Mask, Pairs
 from ..plan.ir import PLACEMENTS, Plan, Step
 
@@ -25,6 +26,10 @@ class Strategy:
     rank_steps: Callable[..., tuple[Step, ...]]
     options: tuple[str, ...] = ()
     all_heads: bool = False
+
+    @property
+    def option_names(self) -> str:
+        return ", ".join(self.options) or "none"
 
     def plan(
         self,
@@ -56,19 +61,22 @@ class Strategy:
                 f"--cp-layout {layout}: {self.name} does not work with it; choose {' or '.join(self.layouts)}"
             )
         if unknown := options.keys() - set(self.options):
-            own = ", ".join(self.options) or "none"
-            raise UsageError(f"--cp-strategy {self.name}: no option {min(unknown)}; it has {own}")
+            raise UsageError(f"--cp-strategy {self.name}: no option {min(unknown)}; it has {self.option_names}")
         if placement not in PLACEMENTS:
             raise UsageError(f"--cp-placement {placement}: unknown; choose {' or '.join(PLACEMENTS)}")
+        if type(n) is not int or n < 1:
+            raise UsageError(f"{n!r} ranks: need a whole number, 1 or more, such as 4")
         heads = self._head_parallel_size(n, head_parallel_size)
         m = n // heads
-        sees = sees or Mask(causal).pairs(layout, m)
+        if sees is None:
+            chunks = Chunks.of(layout, m, 4 * m)
+            sees = Mask(causal).pairs(chunks, chunks)
         steps = tuple(self.rank_steps(r, m, sees, backward, **options) for r in range(m))
         return Plan(self.name, layout, sees, backward, steps, heads, placement)
 
     def _head_parallel_size(self, n: int, given: int | None) -> int:
         size = given if given is not None else n if self.all_heads else 1
-        if size < 1 or n % size:
+        if type(size) is not int or size < 1 or n % size:
             sizes = ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
             raise UsageError(f"--cp-head-parallel-size {size}: does not divide {n} context ranks; give one of {sizes}")
         if self.all_heads and size < n:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from ..layout import positions
+from ..layout import Chunks, positions
 from ..mask import Mask
 from ..mesh import ProcessMesh
 from ..plan.verify import received_bytes
@@ -91,7 +91,8 @@ def attention_bytes(args: Namespace, backward: bool) -> int:
     n, how = args.context_parallel_size, {"layout": args.cp_layout, "backward": backward, **args.cp_options}
     strategy, mask = find_strategy(args.cp_strategy), Mask(True, args.window_size or (-1, -1))
     plan = strategy.plan(n, **how)
-    plan = strategy.plan(n, sees=mask.pairs(plan.layout, plan.n, args.seq_length), **how)
+    chunks = Chunks.of(plan.layout, plan.n, args.seq_length)
+    plan = strategy.plan(n, sees=mask.pairs(chunks, chunks), **how)
     heads = args.num_attention_heads // args.tensor_model_parallel_size
     kv_heads = max(1, args.num_query_groups // args.tensor_model_parallel_size)
     tokens = args.seq_length // plan.size * args.micro_batch_size
