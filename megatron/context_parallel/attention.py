@@ -12,7 +12,7 @@ from .blocks import Blocks
 from .errors import UsageError
 from .executor import Executor, Problem
 from .heads import HeadGroup, check_heads
-from .kernels import Kernel
+from .kernels import Kernel, Scores
 from .kernels.choose import kernel_for
 from .layout import positions, shard, unshard
 from .mask import Documents, Mask, Pairs
@@ -194,7 +194,7 @@ def context_parallel_attention(
     check_heads(plan, q.shape[2], k.shape[2])
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     kernel = kernel or kernel_for(q.device, q.dtype, q.shape[-1])
-    problem = Problem(cp.blocks(mask, length, kernel), k.shape[2], kernel, scale)
+    problem = Problem(cp.blocks(mask, length, kernel), k.shape[2], kernel, Scores(scale))
     again = kept.popleft() if kept and torch.is_grad_enabled() else None
     out, lse = _Attention.apply(q, k, v, cp, plan, problem, again, None if torch.is_grad_enabled() else kept)
     return (out, lse) if return_lse else out
