@@ -9,7 +9,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from megatron.context_parallel.kernels import position
+from megatron.context_parallel.kernels import BlockGrad, Scores, position
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs
 from megatron.context_parallel.kernels.position_tiles import TILES
 
@@ -59,8 +59,8 @@ def compile_block(architecture: int, head_dim: int, dtype: torch.dtype, mask_nam
         for deterministic in (False, True):
             kernel = position.PositionKernel(torch.device("meta"), deterministic=deterministic)
             if not deterministic:
-                kernel.forward(q, k, v, mask, scale=0.1)
-            kernel.backward(dout, q, k, v, lse, delta, mask, scale=0.1)
+                kernel.forward(q, k, v, mask, Scores(0.1))
+            kernel.backward(BlockGrad(dout, q, k, v, lse, delta, mask), Scores(0.1))
     finally:
         triton.runtime.jit.JITFunction.run = run
     return [_inspect(x) for x in compiled]

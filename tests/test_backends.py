@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.context_parallel import UsageError
-from megatron.context_parallel.kernels import choose, libraries
+from megatron.context_parallel.kernels import BlockGrad, Scores, choose, libraries
 from megatron.context_parallel.kernels.choose import LibraryAndPosition, check_backend, kernel_for
 from megatron.context_parallel.kernels.delta import output_with
 from megatron.context_parallel.kernels.libraries import LIBRARIES
@@ -207,14 +207,14 @@ CASES = [(FULL, 5, 9, 3, 2), (CAUSAL, 7, 7, 2, 4), (FULL, 4, 1, 1, 1), (CAUSAL, 
 @pytest.mark.parametrize("views", [False, True], ids=["whole", "strided"])
 @pytest.mark.parametrize("mask,rows,keys,heads,group", CASES)
 def test_backends_equal_the_reference(name, stats_dims, views, mask, rows, keys, heads, group, monkeypatch):
-    backend, reference, scale = fake(name, monkeypatch, stats_dims), Reference(), 0.3
+    backend, reference, scores = fake(name, monkeypatch, stats_dims), Reference(), Scores(0.3)
     q, k, v, dout = strided(*block(rows, keys, heads, group, 8)) if views else block(rows, keys, heads, group, 8)
-    out, lse = reference.forward(q, k, v, mask, scale=scale)
+    out, lse = reference.forward(q, k, v, mask, scores)
     # Statistics of a longer sequence, as in a plan: the log-sum-exp is above that of this block alone.
     lse_all, delta = lse + 0.7, (dout.double() * out).sum(-1) * 0.5
-    got = backend.forward(q, k, v, mask, scale=scale)
-    got += backend.backward(dout, q, k, v, lse_all.float(), delta.float(), mask, scale=scale)
-    expected = out, lse, *reference.backward(dout, q, k, v, lse_all, delta, mask, scale=scale)
+    got = backend.forward(q, k, v, mask, scores)
+    got += backend.backward(BlockGrad(dout, q, k, v, lse_all.float(), delta.float(), mask), scores)
+    expected = out, lse, *reference.backward(BlockGrad(dout, q, k, v, lse_all, delta, mask), scores)
     for a, b in zip(got, expected, strict=True):
         assert a.shape == b.shape
         assert (a.double() - b).norm() <= 2e-6 * b.norm() + 1e-7
@@ -225,9 +225,9 @@ def test_real_operators_take_our_arguments(name):
     """On the meta device PyTorch checks arguments against the schemas and says the shapes, without a GPU."""
     q, k, v, dout = (x.to("meta") for x in block(6, 10, 2, 4, 16, BF16))
     backend = LIBRARIES[name]()
-    out, lse = backend.forward(q, k, v, FULL, scale=0.1)
+    out, lse = backend.forward(q, k, v, FULL, Scores(0.1))
     assert out.shape == q.shape and out.dtype == BF16 and lse.shape == q.shape[:3] and lse.dtype == F32
-    grads = backend.backward(dout, q, k, v, lse, lse, FULL, scale=0.1)
+    grads = backend.backward(BlockGrad(dout, q, k, v, lse, lse, FULL), Scores(0.1))
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
 
 
@@ -240,7 +240,7 @@ def test_plain_blocks_reach_the_library_without_copies(monkeypatch):
 
     monkeypatch.setattr(libraries, "_aten", SimpleNamespace(_flash_attention_forward=record))
     q, k, v, _ = strided(*block(5, 9, 3, 2, 8))
-    LIBRARIES["aten"]().forward(q, k, v, FULL, scale=1.0)
+    LIBRARIES["aten"]().forward(q, k, v, FULL, Scores(1.0))
     assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in (q, k, v)]
 
 
@@ -269,7 +269,7 @@ class Position:
     def pieces(self, block, keys):
         return ["one launch"]
 
-    def forward(self, q, k, v, mask, *, scale):
+    def forward(self, q, k, v, mask, scores):
         return "position"
 
 
@@ -439,4 +439,4 @@ def test_few_plain_pieces_go_to_the_library_and_the_others_in_one_launch():
         assert kernel.pieces(block, keys) == ["one launch"]
     with pytest.raises(UsageError, match=r"--cp-attention-backend cudnn: .* give --cp-attention-backend triton"):
         library.pieces(*window)
-    assert kernel.forward(None, None, None, window[0], scale=1.0) == "position"
+    assert kernel.forward(None, None, None, window[0], Scores(1.0)) == "position"

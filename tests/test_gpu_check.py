@@ -45,14 +45,14 @@ class OneLaunch(Reference):
     def pieces(self, block, keys):
         return [Piece(slice(None), slice(None), block)]
 
-    def forward(self, q, k, v, mask, *, scale):
-        out, lse = super().forward(q, k, v, mask, scale=scale)
+    def forward(self, q, k, v, mask, scores):
+        out, lse = super().forward(q, k, v, mask, scores)
         return out.to(q.dtype), lse.float()
 
 
 class Wrong(OneLaunch):
-    def backward(self, *args, **how):
-        dq, dk, dv = super().backward(*args, **how)
+    def backward(self, grad, scores):
+        dq, dk, dv = super().backward(grad, scores)
         return dq, dk, dv * 1.1
 
 

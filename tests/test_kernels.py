@@ -7,6 +7,7 @@ import torch
 
 from megatron.context_parallel import LAYOUTS
 from megatron.context_parallel.blocks import Blocks
+from megatron.context_parallel.kernels import BlockGrad, Scores
 from megatron.context_parallel.kernels.aten import AtenFlash
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs, cut
 from megatron.context_parallel.kernels.merge import merge
@@ -88,15 +89,15 @@ def test_aten_equals_reference(dtype, bound, causal, rows, keys, heads, group, d
     torch.manual_seed(rows)
     q, dout = (torch.randn(rows, heads, group, dim).to(dtype) for _ in range(2))
     k, v = (torch.randn(keys, heads, dim).to(dtype) for _ in range(2))
-    mask, how = CAUSAL if causal else FULL, {"scale": 0.2}
+    mask, scores = CAUSAL if causal else FULL, Scores(0.2)
     aten, reference = AtenFlash(), Reference()
-    out, lse = reference.forward(q, k, v, mask, **how)
-    got_out, got_lse = aten.forward(q, k, v, mask, **how)
+    out, lse = reference.forward(q, k, v, mask, scores)
+    got_out, got_lse = aten.forward(q, k, v, mask, scores)
     # Statistics of a longer sequence, as in a plan: the log-sum-exp is above that of this block alone.
     lse_all, delta = lse + 0.7, (dout.double() * out).sum(-1) * 0.5
     wide = torch.promote_types(dtype, torch.float32)
-    expected = reference.backward(dout, q, k, v, lse_all, delta, mask, **how)
-    got = aten.backward(dout, q, k, v, lse_all.to(wide), delta.to(wide), mask, **how)
+    expected = reference.backward(BlockGrad(dout, q, k, v, lse_all, delta, mask), scores)
+    got = aten.backward(BlockGrad(dout, q, k, v, lse_all.to(wide), delta.to(wide), mask), scores)
     for a, b in zip((got_out, got_lse, *got), (out, lse, *expected), strict=True):
         assert a.shape == b.shape
         assert (a.double() - b).norm() <= bound * b.norm() + 1e-12
@@ -105,15 +106,15 @@ def test_aten_equals_reference(dtype, bound, causal, rows, keys, heads, group, d
 def test_backward_takes_delta_where_the_output_gradient_is_zero():
     q, k, v = (torch.randn(4, 1, 1, 8), torch.randn(4, 1, 8), torch.randn(4, 1, 8))
     aten = AtenFlash()
-    _, lse = aten.forward(q, k, v, CAUSAL, scale=1.0)
-    grads = aten.backward(torch.zeros_like(q), q, k, v, lse, torch.zeros(4, 1, 1), CAUSAL, scale=1.0)
+    _, lse = aten.forward(q, k, v, CAUSAL, Scores(1.0))
+    grads = aten.backward(BlockGrad(torch.zeros_like(q), q, k, v, lse, torch.zeros(4, 1, 1), CAUSAL), Scores(1.0))
     assert all(torch.equal(g, torch.zeros_like(g)) for g in grads)
 
 
 def test_merge_is_attention_over_both_sets_of_keys():
     torch.manual_seed(0)
     q, k, v = torch.randn(5, 2, 1, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 8)
-    reference, how = Reference(), {"mask": FULL, "scale": 1.0}
+    reference, how = Reference(), {"mask": FULL, "scores": Scores(1.0)}
     whole = reference.forward(q, k, v, **how)
     out, lse = reference.forward(q, k[:4], v[:4], **how)
     merge(out, lse, *reference.forward(q, k[4:], v[4:], **how))

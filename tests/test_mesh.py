@@ -359,7 +359,7 @@ def test_profile_sends_what_the_executor_sends(tmp_path):
     module = tool()
     chunks = module.tensors(module.parse_args(arguments(tmp_path)), torch.device("cpu"))
     inputs = {T.Q: chunks[T.Q], T.KV: chunks[T.KV]}
-    executor = Executor(MESH.plan(2), 0, Problem(None, 1, None, 1.0), LocalTransport(0, {}), inputs)
+    executor = Executor(MESH.plan(2), 0, Problem(None, 1, None, None), LocalTransport(0, {}), inputs)
     for tensor, value in chunks.items():
         empty = executor._empty(tensor)
         assert [(x.shape, x.dtype) for x in value] == [(x.shape, x.dtype) for x in empty], tensor

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.kernels import BlockGrad, Scores
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -107,14 +108,16 @@ def errors(mask, dtype, strided=False, tiles=(32, 32), **shape) -> dict[str, flo
     if strided:  # every second key row of a wider tensor, heads before rows
         k, v = (x.new_zeros(2 * len(x), x.shape[1], 96)[::2, :, : x.shape[2]].copy_(x) for x in (k, v))
         q = q.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
-    scale = q.shape[-1] ** -0.5
-    wanted = dict(zip(("out", "lse", "dq", "dk", "dv", "delta"), definition(q, k, v, dout, mask, scale), strict=True))
+    scores = Scores(q.shape[-1] ** -0.5)
+    wanted = dict(
+        zip(("out", "lse", "dq", "dk", "dv", "delta"), definition(q, k, v, dout, mask, scores.scale), strict=True)
+    )
     lse, delta = wanted["lse"].float(), wanted.pop("delta").float()
     found = {}
     for deterministic in (False, True):
         kernel = position.PositionKernel(torch.device("cpu"), deterministic=deterministic)
-        results = kernel.forward(q, k, v, mask, scale=scale) if not deterministic else ()
-        results += kernel.backward(dout, q, k, v, lse, delta, mask, scale=scale)
+        results = kernel.forward(q, k, v, mask, scores) if not deterministic else ()
+        results += kernel.backward(BlockGrad(dout, q, k, v, lse, delta, mask), scores)
         for name, x in zip([*wanted][-len(results) :], results, strict=True):
             assert torch.equal(x.isinf(), wanted[name].isinf()), name
             x, y = (z.double().masked_fill(z.isinf(), 0) for z in (x, wanted[name]))
@@ -177,11 +180,11 @@ def unseen_are_not_read() -> list[bool]:
     good = []
     for deterministic in (False, True):
         kernel = PositionKernel(torch.device("cpu"), deterministic=deterministic)
-        out, _ = kernel.forward(q, late_k, late_v, CAUSAL, scale=0.125)
-        _, dk, dv = kernel.backward(early_dout, early_q, k, v, lse, delta, CAUSAL, scale=0.125)
+        out, _ = kernel.forward(q, late_k, late_v, CAUSAL, Scores(0.125))
+        _, dk, dv = kernel.backward(BlockGrad(early_dout, early_q, k, v, lse, delta, CAUSAL), Scores(0.125))
         pairs = [(out[:32], wanted[0][:32]), (dk[64:], wanted[3][64:]), (dv[64:], wanted[4][64:])]
         if deterministic:
-            dq, _, _ = kernel.backward(dout, q, late_k, late_v, lse, delta, CAUSAL, scale=0.125)
+            dq, _, _ = kernel.backward(BlockGrad(dout, q, late_k, late_v, lse, delta, CAUSAL), Scores(0.125))
             pairs.append((dq[:32], wanted[2][:32]))
         good += [bool((x - y).abs().max() < 1e-5) for x, y in pairs]
     return good
@@ -198,7 +201,7 @@ def full_tiles_ignore_runs() -> float:
     q, k, v, _ = inputs(torch.float32, s=32, t=64)
     end = torch.full((1, 32), 64, dtype=torch.int32)
     end[0, 10] = 5
-    out, _ = PositionKernel(torch.device("cpu")).forward(q, k, v, Runs(end * 0, end), scale=0.125)
+    out, _ = PositionKernel(torch.device("cpu")).forward(q, k, v, Runs(end * 0, end), Scores(0.125))
     return float((out - definition(q, k, v, q, FULL, 0.125)[0]).abs().max())
 
 
@@ -223,7 +226,7 @@ def refusals() -> list[str]:
         ((q[1:], k, v, MASKS["step2"]), 1.0),
     ):
         try:
-            kernel.forward(*args, scale=scale)
+            kernel.forward(*args, Scores(scale))
             said.append("accepted")
         except UsageError as error:
             said.append(str(error))

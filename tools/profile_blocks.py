@@ -24,6 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron.context_parallel import STRATEGIES, UsageError
+from megatron.context_parallel.kernels import BlockGrad, Scores
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL
 from megatron.context_parallel.plan.ir import T
@@ -113,11 +114,12 @@ def measure(args: argparse.Namespace, grid: tuple[int, int], device: torch.devic
     chunks = tensors(args, device)
     (q, dout, _, delta), (k, v) = chunks[T.QDO], chunks[T.KV]
     kernel = kernel_for(device, q.dtype, q.shape[-1])
-    how = {"mask": FULL if args.full_mask else CAUSAL, "scale": args.kv_channels**-0.5}
-    _, lse = kernel.forward(q, k, v, **how)
+    mask, scores = FULL if args.full_mask else CAUSAL, Scores(args.kv_channels**-0.5)
+    _, lse = kernel.forward(q, k, v, mask, scores)
+    block = BlockGrad(dout, q, k, v, lse, delta, mask)
     blocks = {
-        "forward": seconds(lambda: kernel.forward(q, k, v, **how), device),
-        "backward": seconds(lambda: kernel.backward(dout, q, k, v, lse, delta, **how), device),
+        "forward": seconds(lambda: kernel.forward(q, k, v, mask, scores), device),
+        "backward": seconds(lambda: kernel.backward(block, scores), device),
     }
     r, n, (a, b) = dist.get_rank(), dist.get_world_size(), grid
     rings = {

@@ -13,7 +13,7 @@ from .blocks import Blocks
 from .errors import UsageError
 from .executor import Executor, Problem
 from .heads import HeadGroup, check_heads
-from .kernels import Kernel
+from .kernels import Kernel, Scores
 from .kernels.choose import kernel_for
 from .layout import Chunks, positions, shard, unshard
 from .mask import Documents, Mask, Pairs
@@ -207,7 +207,7 @@ def context_parallel_attention(
     check_heads(plan, q.shape[2], k.shape[2])
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     kernel = kernel or kernel_for(q.device, q.dtype, q.shape[-1])
-    problem = Problem(cp.blocks(mask, lengths, kernel), k.shape[2], kernel, scale)
+    problem = Problem(cp.blocks(mask, lengths, kernel), k.shape[2], kernel, Scores(scale, softcap))
     call = _Call(cp, mask, lengths, plan, problem)
     again = kept.popleft() if kept and torch.is_grad_enabled() else None
     out, lse = _Attention.apply(q, k, v, sinks, call, again, None if torch.is_grad_enabled() else kept)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .blocks import Blocks
-from .kernels import Kernel
+from .kernels import BlockGrad, Kernel, Scores
 from .kernels.masks import Piece
 from .kernels.merge import merge
 from .plan.ir import PARTIAL, AllGather, Attend, Plan, Recv, ReduceScatter, Send, T
@@ -25,12 +25,12 @@ IN_FLIGHT = 2  # batches of one channel a rank runs ahead of the slowest receive
 
 @dataclass(frozen=True)
 class Problem:
-    """What all ranks agree on: the masked blocks, key/value heads of the model, the kernel, and the softmax scale."""
+    """What all ranks agree on: the masked blocks, key/value heads of the model, the kernel, and how it makes scores."""
 
     blocks: Blocks
     kv_heads: int
     kernel: Kernel
-    scale: float
+    scores: Scores
 
 
 class Executor:
@@ -234,7 +234,7 @@ class Executor:
         for piece in cut:
             rows, kv_rows = (piece.q, self._heads(piece)), (piece.kv, self._heads(piece))
             k, v = (x[kv_rows] for x in keys)
-            out, lse = self.problem.kernel.forward(q[rows], k, v, piece.mask, scale=self.problem.scale)
+            out, lse = self.problem.kernel.forward(q[rows], k, v, piece.mask, self.problem.scores)
             if key not in self.held and len(out) == len(q) and out.shape[1] == q.shape[1]:
                 self.held[key] = out.to(self.wide).contiguous(), lse.to(self.wide).contiguous()
             else:
@@ -245,12 +245,13 @@ class Executor:
 
     def _backward(self, chunk: int, queries: Value, kv_chunks: tuple[int, ...], keys: Value, cut: list[Piece]) -> None:
         q, dout, lse, delta = queries
-        kernel, scale = self.problem.kernel, self.problem.scale
+        kernel, scores = self.problem.kernel, self.problem.scores
         gathered: Value | None = None  # gradients of the keys of several chunks
         for piece in cut:
             rows, kv_rows = (piece.q, self._heads(piece)), (piece.kv, self._heads(piece))
             k, v = (x[kv_rows] for x in keys)
-            dq, *dkv = kernel.backward(dout[rows], q[rows], k, v, lse[rows], delta[rows], piece.mask, scale=scale)
+            block = BlockGrad(dout[rows], q[rows], k, v, lse[rows], delta[rows], piece.mask)
+            dq, *dkv = kernel.backward(block, scores)
             self.held[T.DQ, chunk] = self._plus(self.held.get((T.DQ, chunk)), (q,), rows, (dq,))
             if len(kv_chunks) == 1:
                 key = T.DKV, kv_chunks[0]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel import STRATEGIES, AllRanks, UsageError, context_parallel_attention
-from megatron.context_parallel.kernels import Kernel
+from megatron.context_parallel.kernels import BlockGrad, Kernel, Scores
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Mask, Runs
 from megatron.context_parallel.kernels.reference import Reference, attention
@@ -77,12 +77,12 @@ def check_blocks(report: Report, names: list[str], sizes: Sizes, device: torch.d
 
 def block_errors(kernel: Kernel, block: Block, mask: Mask) -> list[float]:
     q, k, v, dout = block
-    scale, reference = q.shape[-1] ** -0.5, Reference()
-    out, lse = reference.forward(q, k, v, mask, scale=scale)
+    scores, reference = Scores(q.shape[-1] ** -0.5), Reference()
+    out, lse = reference.forward(q, k, v, mask, scores)
     delta = (dout.double() * out).sum(-1)
-    expected = out, lse, *reference.backward(dout, q, k, v, lse, delta, mask, scale=scale)
-    got = kernel.forward(q, k, v, mask, scale=scale)
-    got += kernel.backward(dout, q, k, v, lse.float(), delta.float(), mask, scale=scale)
+    expected = out, lse, *reference.backward(BlockGrad(dout, q, k, v, lse, delta, mask), scores)
+    got = kernel.forward(q, k, v, mask, scores)
+    got += kernel.backward(BlockGrad(dout, q, k, v, lse.float(), delta.float(), mask), scores)
     return compare(got, expected)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel import AllRanks, context_parallel_attention
-from megatron.context_parallel.kernels import Kernel
+from megatron.context_parallel.kernels import BlockGrad, Kernel, Scores
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.masks import Piece, Runs, cut
 from megatron.context_parallel.kernels.merge import merge
@@ -62,11 +62,11 @@ def ways(kernel: Kernel, name: str, block: Block, mask: str) -> dict[str, Callab
         step = Runs(torch.zeros_like(rows), STEP * rows)
         one = Piece(slice(None), slice(None), Runs(*(x.to(q.device) for x in step)))
         pieces = [one] if name == "triton" else cut(step)
-    scale = q.shape[-1] ** -0.5
+    scores = Scores(q.shape[-1] ** -0.5)
     stats = torch.full(q.shape[:3], math.log(len(k)), device=q.device), torch.zeros(q.shape[:3], device=q.device)
 
     def forward() -> None:
-        parts = [(at, kernel.forward(q[at], k[kv], v[kv], mask, scale=scale)) for at, kv, mask, *_ in pieces]
+        parts = [(at, kernel.forward(q[at], k[kv], v[kv], mask, scores)) for at, kv, mask, *_ in pieces]
         if len(parts) > 1:
             out, lse = torch.zeros_like(q, dtype=torch.float32), torch.full_like(stats[0], -math.inf)
             for at, part in parts:
@@ -74,7 +74,7 @@ def ways(kernel: Kernel, name: str, block: Block, mask: str) -> dict[str, Callab
 
     def backward() -> None:
         for at, kv, mask, *_ in pieces:
-            kernel.backward(dout[at], q[at], k[kv], v[kv], *(x[at] for x in stats), mask, scale=scale)
+            kernel.backward(BlockGrad(dout[at], q[at], k[kv], v[kv], *(x[at] for x in stats), mask), scores)
 
     return {"forward": forward, "backward": backward}
 

@@ -1,10 +1,44 @@
 """Block attention: what a kernel is to its users; `choose.py` says which serves a tensor."""
 
-from typing import Protocol
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from ..errors import UsageError
 from .masks import Mask, Piece, Runs
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores are made of queries and keys: s = scale * q.k, and with a softcap c > 0, c * tanh(s / c).
+
+    Raises:
+        UsageError: a softcap that is negative or not finite.
+    """
+
+    scale: float
+    softcap: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.softcap < math.inf:
+            raise UsageError(f"softcap {self.softcap}: must be positive, such as 50.0, or 0 for none")
+
+
+class BlockGrad(NamedTuple):
+    """What the backward pass of a block takes: dout [s, B, G, d], q, k, v, lse and delta as in `Kernel`, its mask.
+
+    `lse` and `delta` = rowsum(dout * out) are those of the whole sequence, so the gradients of the blocks add up.
+    """
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lse: Tensor
+    delta: Tensor
+    mask: Mask
 
 
 class Kernel(Protocol):
@@ -18,24 +52,10 @@ class Kernel(Protocol):
         """How this kernel wants a masked block of `keys` key rows cut; not called for one that is all masked."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
         """Returns the output [s, B, G, d] in q's dtype or wider, and its log-sum-exp; 0 and -inf if nothing is seen."""
         ...
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        mask: Mask,
-        *,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns dq [s, B, G, d] and dk, dv [t, B, d] of this block, in q's dtype or wider.
-
-        `lse` and `delta` = rowsum(dout * out) are those of the whole sequence, so the gradients of the blocks add up.
-        """
+    def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns dq [s, B, G, d] and dk, dv [t, B, d] of this block, in q's dtype or wider."""
         ...

@@ -6,6 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from . import BlockGrad, Scores
 from .delta import output_with
 from .masks import CAUSAL, Mask, Piece, Runs, cut
 from .merge import merge
@@ -42,8 +43,8 @@ class AtenFlash:
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
         return cut(block)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> tuple[Tensor, Tensor]:
-        group = q.shape[2]
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
+        group, scale = q.shape[2], scores.scale
         q, k, v = _widen(q, k, v)
         q, k, v = _heads_first(q), _shared(k, group), _shared(v, group)
         if isinstance(mask, Runs):
@@ -54,19 +55,9 @@ class AtenFlash:
             out, lse = _forward(q, k, v, 0.0, False, scale=scale)
         return _rows_first(out), _rows_first(lse)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        mask: Mask,
-        *,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        group = q.shape[2]
+    def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, lse, delta, mask = grad
+        group, scale = q.shape[2], scores.scale
         dout, q, k, v = _widen(dout, q, k, v)
         out = _heads_first(output_with(delta, dout))
         inputs = (_heads_first(dout), _heads_first(q), _shared(k, group), _shared(v, group), out, lse.permute(1, 2, 0))

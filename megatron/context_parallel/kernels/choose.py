@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
-from . import Kernel
+from . import BlockGrad, Kernel, Scores
 from .aten import AtenFlash
 from .libraries import LIBRARIES, Capability
 from .masks import Mask, Piece, Runs, cut
@@ -48,22 +48,11 @@ class LibraryAndPosition:
     def _for(self, mask: Mask) -> Kernel:
         return self.position if isinstance(mask, Runs) else self.library
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> tuple[Tensor, Tensor]:
-        return self._for(mask).forward(q, k, v, mask, scale=scale)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
+        return self._for(mask).forward(q, k, v, mask, scores)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        mask: Mask,
-        *,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._for(mask).backward(dout, q, k, v, lse, delta, mask, scale=scale)
+    def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        return self._for(grad.mask).backward(grad, scores)
 
 
 def _worth_a_launch(piece: Piece) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
+from . import BlockGrad, Scores
 from .delta import output_with
 from .masks import CAUSAL, Mask, Piece, Runs, cut
 
@@ -76,28 +77,18 @@ class Library(ABC):
             )
         return found
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
         s, b, group, _ = q.shape
-        out, lse = self._forward(_one(q.flatten(1, 2)), _one(k), _one(v), mask == CAUSAL, scale)
+        out, lse = self._forward(_one(q.flatten(1, 2)), _one(k), _one(v), mask == CAUSAL, scores.scale)
         return out.squeeze(0).unflatten(1, (b, group)), lse.reshape(b, group, s).permute(2, 0, 1)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        mask: Mask,
-        *,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, lse, delta, mask = grad
         b, group = q.shape[1:3]
         by_row = [_one(x.flatten(1, 2)) for x in (dout, q, output_with(delta, dout))]
         stats = _one(lse.permute(1, 2, 0).flatten(0, 1)).contiguous()
         dout, q, out = by_row
-        dq, dk, dv = self._backward(dout, q, _one(k), _one(v), out, stats, mask == CAUSAL, scale)
+        dq, dk, dv = self._backward(dout, q, _one(k), _one(v), out, stats, mask == CAUSAL, scores.scale)
         return dq.squeeze(0).unflatten(1, (b, group)), dk.squeeze(0), dv.squeeze(0)
 
     @abstractmethod

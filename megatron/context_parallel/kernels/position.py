@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
+from . import BlockGrad, Scores
 from .masks import CAUSAL, Mask, Piece, Runs
 from .position_tiles import FLOAT32, TILES, Tiles
 
@@ -45,7 +46,7 @@ class PositionKernel:
         rows = slice(0, block.first.shape[1])
         return [Piece(rows, slice(0, keys), Runs(*(x.to(self.device) for x in block)))]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
         """Returns the output [s, B, G, d] in q's dtype and its log-sum-exp [s, B, G] in float32.
 
         A row that sees nothing gives 0 and -inf.
@@ -55,7 +56,7 @@ class PositionKernel:
         """
         from .position_triton import forward_kernel
 
-        common = _common(q, k, v, mask, scale)
+        common = _common(q, k, v, mask, scores)
         tiles = self._tiles("forward", q)
         out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
         forward_kernel[_count(len(q), tiles.rows), q.shape[1] * q.shape[2]](
@@ -63,32 +64,20 @@ class PositionKernel:
         )
         return out, lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        mask: Mask,
-        *,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dq [s, B, G, d] and dk, dv [t, B, d] of this block in float32.
-
-        `lse` and `delta` = rowsum(dout * out) are those of the whole sequence, so the gradients of blocks add up.
 
         Raises:
             UsageError: as `forward`.
         """
         from .position_triton import key_grad_kernel, query_grad_kernel
 
+        dout, q, k, v, lse, delta, mask = grad
         if dout.shape != q.shape or dout.dtype != q.dtype:
             raise UsageError(f"dout {list(dout.shape)} of {dout.dtype}: need q's, {list(q.shape)} of {q.dtype}")
         if dout.stride() != q.stride():  # the kernels address both alike
             q, dout = q.contiguous(), dout.contiguous()
-        common = _common(q, k, v, mask, scale)
+        common = _common(q, k, v, mask, scores)
         dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
         lse2, delta = ((x * f).permute(1, 2, 0).contiguous() for x, f in ((lse, math.log2(math.e)), (delta, 1)))
         common |= {"dout": dout, "lse2": lse2, "delta": delta, "dq": dq}
@@ -156,9 +145,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> None:
         raise UsageError(f"runs of {list(mask.first.shape)} for q {list(q.shape)}: need [1 or batch, {s}]")
 
 
-def _common(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> dict[str, object]:
+def _common(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> dict[str, object]:
     """The arguments all kernels share."""
-    _check(q, k, v, mask, scale)
+    _check(q, k, v, mask, scores.scale)
     s, batch, group, d = q.shape
     with_runs = isinstance(mask, Runs)
     first, end = (x.contiguous() for x in mask) if with_runs else (None, None)
@@ -173,7 +162,7 @@ def _common(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> dict[s
         "t": len(k),
         "group": group,
         "heads_a_sample": batch // len(first) if with_runs else batch,
-        "scale": scale,
+        "scale": scores.scale,
         "MASK": "runs" if with_runs else mask,
         "D": PARTS[d][0],
         "E": PARTS[d][1],

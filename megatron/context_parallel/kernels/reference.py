@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from . import BlockGrad, Scores
 from .masks import CAUSAL, FULL, Mask, Piece, Runs, cut
 
 
@@ -35,28 +36,18 @@ class Reference:
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
         return cut(block)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> tuple[Tensor, Tensor]:
-        scores = self._scores(q, k, mask, scale)
-        lse = scores.logsumexp(-1)
-        out = torch.einsum("bgij,jbd->ibgd", self._weights(scores, lse), v.double())
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
+        s = self._scores(q, k, mask, scores.scale)
+        lse = s.logsumexp(-1)
+        out = torch.einsum("bgij,jbd->ibgd", self._weights(s, lse), v.double())
         return out, lse.permute(2, 0, 1)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        mask: Mask,
-        *,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        p = self._weights(self._scores(q, k, mask, scale), lse.double().permute(1, 2, 0))
+    def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, lse, delta, mask = grad
+        p = self._weights(self._scores(q, k, mask, scores.scale), lse.double().permute(1, 2, 0))
         dv = torch.einsum("bgij,ibgd->jbd", p, dout.double())
         dp = torch.einsum("ibgd,jbd->bgij", dout.double(), v.double())
-        ds = p * (dp - delta.double().permute(1, 2, 0).unsqueeze(-1)) * scale
+        ds = p * (dp - delta.double().permute(1, 2, 0).unsqueeze(-1)) * scores.scale
         return (
             torch.einsum("bgij,jbd->ibgd", ds, k.double()),
             torch.einsum("bgij,ibgd->jbd", ds, q.double()),
