@@ -6,8 +6,10 @@ next. So a block of rows in ascending order of position has, for any layout, one
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -147,7 +149,8 @@ class Mask:
         nearest = start + ((low.unsqueeze(2) - start).clamp_min(0) + stride - 1) // stride * stride
         some = (nearest < high.unsqueeze(2)) & (nearest <= last)
         seen = some.any(0).view(n, some.shape[1] // n, n, -1).any(3).any(1)
-        return Pairs(tuple(sum(1 << kv for kv, sees in enumerate(row) if sees) for row in seen.tolist()))
+        rows = np.packbits(seen.numpy(), axis=1, bitorder="little")
+        return Pairs(tuple(int.from_bytes(row.tobytes(), "little") for row in rows))
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,27 @@ class Pairs:
     def n(self) -> int:
         return len(self.rows)
 
-    @property
+    @cached_property
     def look_back(self) -> bool:
         """No chunk sees a later one."""
         return all(row >> q <= 1 for q, row in enumerate(self.rows))
+
+    @cached_property
+    def columns(self) -> tuple[int, ...]:
+        """For each key/value chunk the query chunks that see it, as bits."""
+        rows = (format(row, f"0{self.n}b") for row in reversed(self.rows))  # digits: the last chunk first
+        return tuple(int("".join(column), 2) for column in zip(*rows, strict=True))[::-1]
+
+    def seen_from(self, first: int, kv_chunk: int) -> int:
+        """The query chunks that see `kv_chunk`, as bits: `first` is bit 0, and after the last comes chunk 0."""
+        return rotated(self.columns[kv_chunk], first, self.n)
+
+    @cached_property
+    def stops(self) -> tuple[int, ...]:
+        """For each key/value chunk, how many ranks it visits round a ring: from its owner to the last that sees it."""
+        return tuple(max(1, self.seen_from(chunk, chunk).bit_length()) for chunk in range(self.n))
+
+
+def rotated(bits: int, first: int, size: int) -> int:
+    """`bits`, `size` of them, begun at bit `first` and round."""
+    return bits >> first | (bits & (1 << first) - 1) << (size - first)

@@ -12,10 +12,10 @@ Volume received per rank is that of a ring for every w: forward 2(n-1) units, ba
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 from ..errors import UsageError
-from ..mask import Pairs
+from ..mask import Pairs, rotated
 from ..plan.ir import Attend, Comm, Step
 from .registry import register
 from .ring import gradients, keys
@@ -30,7 +30,7 @@ def double_ring(r: int, n: int, sees: Pairs, backward: bool, *, inner_ring_size:
 
     def outer_stops(ring: int) -> int:
         """How many inner rings the chunk of rank j of `ring` visits."""
-        return 1 + max(o for o in range(rings) if o == 0 or needs((ring + o) % rings, ring * w + j))
+        return 1 + max(0, (sees.seen_from(ring * w, ring * w + j).bit_length() - 1) // w)
 
     def inner(hops: Callable, o: int, s: int) -> Iterable[Comm]:
         """A ring's operations of step s between the ranks of this inner ring, on the chunks of round o."""
@@ -59,11 +59,10 @@ def double_ring(r: int, n: int, sees: Pairs, backward: bool, *, inner_ring_size:
     return tuple(step for step in steps if step.comm or step.attend)
 
 
-@cache
 def _needs(sees: Pairs, w: int, ring: int, chunk: int) -> int:
     """How many ranks of an inner ring the chunk visits, from where it enters to the last whose queries see it."""
-    visits = [sees(ring * w + (chunk + s) % w, chunk) for s in range(w)]
-    return max((s + 1 for s in range(w) if visits[s]), default=0)
+    members = sees.columns[chunk] >> ring * w & (1 << w) - 1
+    return rotated(members, chunk % w, w).bit_length()
 
 
 def _inner(n: int, size: int | None) -> int:

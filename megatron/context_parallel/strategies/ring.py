@@ -19,11 +19,7 @@ Stops = Callable[[int], int]  # chunk -> how many ranks it visits, its owner inc
 @register("ring", layouts=("zigzag", "cyclic", "contiguous"))
 def ring(r: int, n: int, sees: Pairs, backward: bool) -> tuple[Step, ...]:
     """Steps of rank r of n."""
-
-    def stops(chunk: int) -> int:
-        return 1 + max((s for s in range(n) if sees((chunk + s) % n, chunk)), default=0)
-
-    steps = []
+    steps, stops = [], sees.stops.__getitem__
     for s in range(n):
         comm = keys(r, s, n, stops)
         if backward:
