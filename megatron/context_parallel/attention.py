@@ -12,7 +12,7 @@ from torch import Tensor
 from .blocks import Blocks
 from .errors import UsageError
 from .executor import Executor, Problem
-from .heads import HeadGroup, check_heads
+from .heads import HeadGroup
 from .kernels import Kernel, Scores
 from .kernels.choose import kernel_for
 from .layout import Chunks, positions, shard, unshard
@@ -20,7 +20,7 @@ from .mask import Documents, Mask, Pairs
 from .plan.ir import Plan, T
 from .plan.verify import verify
 from .sinks import add_sinks, sink_gradients
-from .strategies import find_strategy
+from .strategies import Choice, choose
 from .transport import LocalTransport, Program, TorchTransport, Transport, run_all, run_here
 
 ALL_RANKS_UP_TO = 64  # beyond, what goes through the steps of all ranks (verifying, plans by document) is left out

@@ -5,6 +5,7 @@ next. So a block of rows in ascending order of position has, for any layout, one
 (`kernels/masks.py`).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -169,6 +170,11 @@ class Pairs:
 
     def __call__(self, q_chunk: int, kv_chunk: int) -> bool:
         return bool(self.rows[q_chunk] >> kv_chunk & 1)
+
+    def any(self, q_chunks: Iterable[int], kv_chunks: Iterable[int]) -> bool:
+        """Whether any of the query chunks sees any of the key/value chunks."""
+        bits = sum(1 << kv for kv in kv_chunks)
+        return any(self.rows[q] & bits for q in q_chunks)
 
     @property
     def n(self) -> int:

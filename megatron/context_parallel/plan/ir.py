@@ -8,6 +8,7 @@ the communication flies. A received chunk is waited for where it is first used. 
 rank complete in the order of their steps; operations on different channels overlap.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -103,6 +104,21 @@ class Step:
     attend: tuple[Attend, ...] = ()
 
 
+class Steps(Sequence):
+    """The steps of each rank, written when they are first asked for."""
+
+    def __init__(self, n: int, write: Callable[[int], tuple[Step, ...]]) -> None:
+        self._write, self._written = write, [None] * n
+
+    def __len__(self) -> int:
+        return len(self._written)
+
+    def __getitem__(self, rank: int) -> tuple[Step, ...]:
+        if self._written[rank] is None:
+            self._written[rank] = self._write(rank)
+        return self._written[rank]
+
+
 @dataclass(frozen=True)
 class Plan:
     """One pass (forward or backward) of one distributed attention on `n` ranks.
@@ -118,7 +134,8 @@ class Plan:
     layout: str
     sees: Pairs
     backward: bool
-    steps: tuple[tuple[Step, ...], ...] = field(repr=False)  # steps[rank]
+    steps: Sequence[tuple[Step, ...]] = field(repr=False)  # steps[rank]
+    channels: tuple[str, ...] = ("ring",)  # of messages
     heads: int = 1
     placement: str = PLACEMENTS[0]
 

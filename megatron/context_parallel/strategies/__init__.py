@@ -1,4 +1,4 @@
-"""The strategies by name. Each is a pure function that returns plans.
+"""The strategies by name. Each is a function that writes the steps of one rank.
 
 Installed packages add theirs by the entry point group `megatron.context_parallel.strategies`, which names a module
 that registers them.
@@ -11,20 +11,31 @@ from .attention2d import attention2d
 from .double_ring import double_ring
 from .lightseq import lightseq
 from .mesh import mesh
-from .registry import STRATEGIES, Strategy, find_strategy, register
+from .messages import Ring, relay
+from .options import Grid, Option
+from .registry import STRATEGIES, Pass, Strategy, head_parallel_sizes, register
 from .ring import ring
+from .spec import Choice, CPStrategy, choose
 from .ulysses import ulysses, usp
 
 __all__ = [
     "STRATEGIES",
+    "CPStrategy",
+    "Choice",
+    "Grid",
+    "Option",
+    "Pass",
+    "Ring",
     "Strategy",
     "allgather",
     "attention2d",
+    "choose",
     "double_ring",
-    "find_strategy",
+    "head_parallel_sizes",
     "lightseq",
     "mesh",
     "register",
+    "relay",
     "ring",
     "ulysses",
     "usp",

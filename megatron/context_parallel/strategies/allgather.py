@@ -4,21 +4,19 @@ The rank's own block is computed while the gather flies. Volume received per ran
 4(n-1).
 """
 
-from ..mask import Pairs
+from collections.abc import Iterator
+
 from ..plan.ir import AllGather, Attend, ReduceScatter, Step, T
-from .registry import register
+from .registry import Pass, register
 
 
-@register("allgather", layouts=("zigzag", "cyclic", "contiguous"))
-def allgather(r: int, n: int, sees: Pairs, backward: bool) -> tuple[Step, ...]:
-    """Steps of rank r of n."""
-    everyone = tuple(range(n))
-    others = tuple(c for c in everyone if c != r and sees(r, c))
-    if n == 1:
-        return (Step(attend=(Attend((0,), (0,)),)),)
-    steps = [Step((AllGather(T.KV, everyone, everyone),), (Attend((r,), (r,)),))]
-    if others:
-        steps.append(Step(attend=(Attend((r,), others),)))
-    if backward:
-        steps.append(Step((ReduceScatter(T.DKV, everyone, everyone),)))
-    return tuple(steps)
+@register("allgather", layouts=("zigzag", "cyclic", "contiguous"), channels=("gather",))
+def allgather(at: Pass) -> Iterator[Step]:
+    everyone, own = tuple(range(at.n)), (at.rank,)
+    if at.n == 1:
+        yield Step(attend=(Attend(own, own),))
+        return
+    yield Step((AllGather(T.KV, everyone, everyone),), (Attend(own, own),))
+    yield Step(attend=(Attend(own, tuple(c for c in everyone if c != at.rank and at.sees(at.rank, c))),))
+    if at.backward:
+        yield Step((ReduceScatter(T.DKV, everyone, everyone),))

@@ -15,33 +15,33 @@ Volume received per rank, t = 1 if its keys and values move, else 0: forward 2(c
 2(rows + cols - 1)/N of their mean; in the zigzag one all chunk pairs are equal but for the diagonal.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import Annotated
 
 from ..errors import UsageError
-from ..mask import Pairs
-from ..plan.ir import AllGather, Attend, Comm, Recv, ReduceScatter, Send, Step, T
-from .registry import register
+from ..plan.ir import AllGather, Attend, Comm, ReduceScatter, Step, T
+from .messages import Ring, relay
+from .options import Grid, Option
+from .registry import Pass, register
 
-Grid = tuple[int, int]  # rows, columns
 
-
-@register("attention2d", layouts=("zigzag", "cyclic"), options=("grid", "overlap"))
+@register("attention2d", layouts=("zigzag", "cyclic"), channels=("column", "row", "transpose"))
 def attention2d(
-    r: int, n: int, sees: Pairs, backward: bool, *, grid: Grid | None = None, overlap: bool = True
-) -> tuple[Step, ...]:
-    """Steps of rank r of n: on a grid (default: the most square), in rings that overlap blocks or by collectives."""
-    if not isinstance(overlap, bool):
-        raise UsageError(f"--cp-overlap {overlap!r}: is no switch; give True or False")
-    rows, cols = grid_of(n, grid)
-    row, col, held = r % rows, r // rows, transposed(rows, cols)
-    in_row = tuple(row + rows * ((col + i) % cols) for i in range(cols))
-    in_col = tuple((row + i) % rows + rows * col for i in range(rows))
-    queries, keys = _Ring(in_row, in_row, "row"), _Ring(in_col, tuple(held[p] for p in in_col), "column")
-    there = _move(T.KV, r, held.index(r), held[r], held[r])
-    back = _move(T.DKV, held[r], held[r], r, held.index(r)) if backward else ()
-    steps = (_overlapping if overlap else _collective)(queries, keys, backward)
-    return tuple(step for step in (Step(there), *steps, Step(back)) if step.comm or step.attend)
+    at: Pass,
+    *,
+    grid: Annotated[Grid | None, Option("rows x columns of the ranks; default: the most square", "2x4")] = None,
+    overlap: Annotated[bool, Option("rings that overlap blocks; if not, collectives")] = True,
+) -> Iterator[Step]:
+    rows, cols = grid_of(at.n, grid)
+    col, row = divmod(at.rank, rows)
+    held = transposed(rows, cols)
+    gives_to, takes_from = held.index(at.rank), held[at.rank]
+    yield Step(relay(T.KV, at.rank, gives_to, takes_from, lambda rank: rank, "transpose"))
+    queries, keys = Ring(col, cols, row, rows, "row"), Ring(row, rows, rows * col, channel="column")
+    yield from (_overlapping if overlap else _collective)(at, queries, keys, held)
+    if at.backward:
+        yield Step(relay(T.DKV, at.rank, takes_from, gives_to, lambda rank: held[rank], "transpose"))
 
 
 def grid_of(n: int, grid: Grid | None = None) -> Grid:
@@ -49,8 +49,8 @@ def grid_of(n: int, grid: Grid | None = None) -> Grid:
     grids = [(rows, n // rows) for rows in range(1, n + 1) if n % rows == 0]
     rows, cols = max(g for g in grids if g[0] <= g[1])
     if grid is not None and grid not in grids:
-        given = "x".join(map(str, grid)) if isinstance(grid, tuple) else grid
-        raise UsageError(f"--cp-grid {given}: rows x columns must be the {n} context ranks, such as {rows}x{cols}")
+        why = f"rows x columns must be the {n} context ranks, such as {rows}x{cols}"
+        raise UsageError(f"--cp-grid {grid[0]}x{grid[1]}: {why}")
     return grids[grids.index(grid or (rows, cols))]
 
 
@@ -69,56 +69,46 @@ def transposed(rows: int, cols: int) -> tuple[int, ...]:
     return tuple(held)
 
 
-def _move(tensor: T, sent: int, to: int, taken: int, source: int) -> tuple[Comm, ...]:
-    """One leg of the transposition, there or back; nothing if the rank keeps its chunk."""
-    swap = Send(tensor, sent, to, "transpose"), Recv(tensor, taken, source, False, "transpose")
-    return () if sent == taken else swap
+def _overlapping(at: Pass, queries: Ring, keys: Ring, held: tuple[int, ...]) -> Iterator[Step]:
+    rows, cols = keys.size, queries.size
+    there = tuple(held[keys.rank(keys.place + i)] for i in range(rows))  # this column's keys, in order of arrival
 
+    def hop(circle: Ring, tensor: T, i: int, chunks: Sequence[int]) -> tuple[Comm, ...]:
+        """The i-th chunk that came to each place moves on."""
+        return circle.shift(tensor, lambda p: chunks[circle.rank(p + i)], by=-1)
 
-@dataclass(frozen=True)
-class _Ring:
-    """A row or column seen from one rank: members in the order in which their chunks reach it, itself first."""
+    def gather(circle: Ring, tensor: T, s: int, chunks: Sequence[int]) -> tuple[Comm, ...]:
+        """Step s of a gather: until all are here."""
+        return hop(circle, tensor, s, chunks) if s + 1 < circle.size else ()
 
-    ranks: tuple[int, ...]
-    chunks: tuple[int, ...]
-    channel: str
+    def scatter(circle: Ring, tensor: T, s: int, chunks: Sequence[int]) -> tuple[Comm, ...]:
+        """Step s of a reduce-scatter: the partial of chunk s-1 moves on; the own one comes last."""
+        return hop(circle, tensor, s - 1, chunks) if 1 < s <= circle.size else ()
 
-    def gather(self, tensor: T, s: int) -> tuple[Comm, ...]:
-        """Step s of a gather: pass chunk s on, take the next, until all are here."""
-        return self._hop(tensor, s, False) if s + 1 < len(self.ranks) else ()
-
-    def scatter(self, tensor: T, s: int) -> tuple[Comm, ...]:
-        """Step s of a reduce-scatter: pass the partial of chunk s-1 on, take the next; the own one comes last."""
-        return self._hop(tensor, s - 1, True) if 1 < s <= len(self.ranks) else ()
-
-    def _hop(self, tensor: T, i: int, reduce: bool) -> tuple[Comm, ...]:
-        to, source, taken = self.ranks[-1], self.ranks[1], self.chunks[(i + 1) % len(self.chunks)]
-        return Send(tensor, self.chunks[i], to, self.channel), Recv(tensor, taken, source, reduce, self.channel)
-
-    def together(self, collective: type[AllGather | ReduceScatter], tensor: T) -> tuple[Comm, ...]:
-        members = zip(*sorted(zip(self.ranks, self.chunks, strict=True)), strict=True)  # in one order for all
-        return (collective(tensor, *members, self.channel),) if len(self.ranks) > 1 else ()
-
-
-def _overlapping(queries: _Ring, keys: _Ring, backward: bool) -> list[Step]:
-    query, result = (T.QDO, T.DQ) if backward else (T.Q, T.O)
-    rows, cols, steps = len(keys.ranks), len(queries.ranks), []
-    for s, chunk in enumerate(queries.chunks):
-        along = (*queries.gather(query, s), *queries.scatter(result, s))
-        first, last = s == 0, backward and s == cols - 1
+    own = range(at.n)
+    for s in range(cols):
+        chunk = queries.rank(queries.place + s)
+        along = gather(queries, at.query, s, own) + scatter(queries, at.result, s, own)
+        first, last = s == 0, at.backward and s == cols - 1
         if not (first or last):
-            steps.append(Step(along, (Attend((chunk,), keys.chunks),)))
+            yield Step(along, (Attend((chunk,), there),))
             continue
-        steps.append(Step(along))
+        yield Step(along)
         for i in range(rows) if first else range(1, rows + 1):
-            up = (*(keys.gather(T.KV, i) if first else ()), *(keys.scatter(T.DKV, i) if last else ()))
-            steps.append(Step(up, (Attend((chunk,), (keys.chunks[i % rows],)),)))
-    home = keys.scatter(T.DKV, rows) if backward and cols == 1 else ()
-    return [*steps, Step((*queries.scatter(result, cols), *home))]
+            up = gather(keys, T.KV, i, held) if first else ()
+            up += scatter(keys, T.DKV, i, held) if last else ()
+            yield Step(up, (Attend((chunk,), (there[i % rows],)),))
+    home = scatter(keys, T.DKV, rows, held) if at.backward and cols == 1 else ()
+    yield Step(scatter(queries, at.result, cols, own) + home)
 
 
-def _collective(queries: _Ring, keys: _Ring, backward: bool) -> list[Step]:
-    query, result = (T.QDO, T.DQ) if backward else (T.Q, T.O)
-    gathers = (*queries.together(AllGather, query), *keys.together(AllGather, T.KV))
-    scatters = (*queries.together(ReduceScatter, result), *(keys.together(ReduceScatter, T.DKV) if backward else ()))
-    return [Step(gathers, (Attend(queries.chunks, keys.chunks),)), Step(scatters)]
+def _collective(at: Pass, queries: Ring, keys: Ring, held: tuple[int, ...]) -> Iterator[Step]:
+    row, column = (tuple(circle.rank(p) for p in range(circle.size)) for circle in (queries, keys))
+    there = tuple(held[rank] for rank in column)
+
+    def together(collective: type[AllGather | ReduceScatter], along: T, up: T | None) -> tuple[Comm, ...]:
+        in_row = (collective(along, row, row, queries.channel),) if len(row) > 1 else ()
+        return (*in_row, collective(up, column, there, keys.channel)) if up and len(column) > 1 else in_row
+
+    yield Step(together(AllGather, at.query, T.KV), (Attend(row, there),))
+    yield Step(together(ReduceScatter, at.result, T.DKV if at.backward else None))

@@ -10,59 +10,59 @@ Volume received per rank is that of a ring for every w: forward 2(n-1) units, ba
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator
+from typing import Annotated
 
 from ..errors import UsageError
-from ..mask import Pairs, rotated
+from ..mask import rotated
 from ..plan.ir import Attend, Comm, Step
-from .registry import register
+from .messages import Ring
+from .options import Option
+from .registry import Pass, register
 from .ring import gradients, keys
 
+Hops = Callable[..., tuple[Comm, ...]]  # `keys` or `gradients`
 
-@register("loongtrain", layouts=("zigzag", "cyclic", "contiguous"), options=("inner_ring_size",))
-def double_ring(r: int, n: int, sees: Pairs, backward: bool, *, inner_ring_size: int | None = None) -> tuple[Step, ...]:
-    """Steps of rank r of n, with inner rings of `inner_ring_size` (w) ranks; default: the most square."""
-    w = _inner(n, inner_ring_size)
-    rings, (i, j) = n // w, divmod(r, w)
-    needs = partial(_needs, sees, w)
 
-    def outer_stops(ring: int) -> int:
-        """How many inner rings the chunk of rank j of `ring` visits."""
-        return 1 + max(0, (sees.seen_from(ring * w, ring * w + j).bit_length() - 1) // w)
+@register("loongtrain", layouts=("zigzag", "cyclic", "contiguous"), channels=("inner", "outer"))
+def double_ring(
+    at: Pass,
+    *,
+    inner_ring_size: Annotated[int | None, Option("ranks of an inner ring; default: the most square", "4")] = None,
+) -> Iterator[Step]:
+    w, sees = _inner(at.n, inner_ring_size), at.sees
+    rings, (i, j) = at.n // w, divmod(at.rank, w)
+    inner, outer = Ring(j, w, i * w, channel="inner"), Ring(i, rings, j, w, channel="outer")
 
-    def inner(hops: Callable, o: int, s: int) -> Iterable[Comm]:
-        """A ring's operations of step s between the ranks of this inner ring, on the chunks of round o."""
+    def around(hops: Hops, o: int) -> tuple[Comm, ...]:
+        """Round o between the inner rings: a chunk goes on to the last one that sees it."""
+        return hops(outer, o, lambda ring: rings_seeing(ring * w + j), outer.rank)
+
+    def rings_seeing(chunk: int) -> int:
+        home = chunk // w * w
+        return 1 + max(0, (sees.seen_from(home, chunk).bit_length() - 1) // w)
+
+    def within(hops: Hops, o: int, s: int) -> tuple[Comm, ...]:
+        """Step s of round o inside this inner ring."""
         first = (i - o) % rings * w
-        hops_here = hops(j, s, w, lambda place: needs(i, first + place) if 0 <= o < rings else 0)
-        return (replace(op, chunk=first + op.chunk, peer=i * w + op.peer, channel="inner") for op in hops_here)
 
-    def outer(hops: Callable, o: int) -> Iterable[Comm]:
-        """A ring's operations of round o between the inner rings."""
-        hops_here = hops(i, o, rings, outer_stops)
-        return (replace(op, chunk=op.chunk * w + j, peer=op.peer * w + j, channel="outer") for op in hops_here)
+        def ranks_seeing(place: int) -> int:
+            members = sees.columns[first + place] >> i * w & (1 << w) - 1
+            return rotated(members, place, w).bit_length()
 
-    steps = []
+        return hops(inner, s, ranks_seeing, lambda place: first + place) if 0 <= o < rings else ()
+
     for o in range(rings + 1):  # the last round only brings gradients home
-        for m in range(w):
-            comm = [*inner(keys, o, m)]
-            if backward:
-                comm += inner(gradients, o, m) if m else inner(gradients, o - 1, w)
-            if m == 0:
-                comm += outer(keys, o)
-            if backward and m == min(1, w - 1):  # the sum of round o-1 is back where its chunk entered the inner ring
-                comm += outer(gradients, o)
-            chunk = (i - o) % rings * w + (j - m) % w
-            computes = o < rings and sees(r, chunk)
-            steps.append(Step(tuple(comm), (Attend((r,), (chunk,)),) if computes else ()))
-    return tuple(step for step in steps if step.comm or step.attend)
-
-
-def _needs(sees: Pairs, w: int, ring: int, chunk: int) -> int:
-    """How many ranks of an inner ring the chunk visits, from where it enters to the last whose queries see it."""
-    members = sees.columns[chunk] >> ring * w & (1 << w) - 1
-    return rotated(members, chunk % w, w).bit_length()
+        for s in range(w):
+            comm = within(keys, o, s)
+            if at.backward:
+                comm += within(gradients, o, s) if s else within(gradients, o - 1, w)
+            if s == 0:
+                comm += around(keys, o)
+            if at.backward and s == min(1, w - 1):  # the sum of round o-1 is back where its chunk came in
+                comm += around(gradients, o)
+            chunk = (i - o) % rings * w + (j - s) % w
+            yield Step(comm, (Attend((at.rank,), (chunk,)),) if o < rings else ())
 
 
 def _inner(n: int, size: int | None) -> int:
@@ -70,10 +70,6 @@ def _inner(n: int, size: int | None) -> int:
     if size is None:
         return max(w for w in sizes if w <= math.isqrt(n))
     if size not in sizes:
-        raise UsageError(f"--cp-inner-ring-size {size}: does not divide {n} context ranks; give {_one_of(sizes)}")
+        fits = ", ".join(map(str, sizes))
+        raise UsageError(f"--cp-inner-ring-size {size}: does not divide {n} context ranks; give one of {fits}")
     return size
-
-
-def _one_of(values: Iterable[int]) -> str:
-    *others, last = map(str, values)
-    return f"{', '.join(others)} or {last}" if others else last

@@ -15,28 +15,25 @@ number of pairs computed by helpers, to which delta travels instead of the outpu
 2(n-1).
 """
 
-from ..errors import UsageError
-from ..mask import Pairs
-from ..plan.ir import Attend, Comm, Recv, Send, Step, T
-from .registry import register
+from collections.abc import Iterator
+from typing import Annotated
+
+from ..plan.ir import Attend, Comm, Step, T
+from .messages import Ring, Rule
+from .options import Option
+from .registry import Pass, register
 
 
-@register("lightseq", layouts=("contiguous",), options=("balance", "prefetch"))
+@register("lightseq", layouts=("contiguous",), channels=("fetch", "results"))
 def lightseq(
-    r: int, n: int, sees: Pairs, backward: bool, *, balance: bool = True, prefetch: bool = True
-) -> tuple[Step, ...]:
-    """Steps of rank r of n.
-
-    Args:
-        balance: under a causal mask early ranks help late ones; if not, they idle.
-        prefetch: communication flies during the slots before and after; if not, a slot waits for its own fetch, and
-            for the results that come with it (the ablation).
-    """
-    for option, value in (("balance", balance), ("prefetch", prefetch)):
-        if not isinstance(value, bool):
-            raise UsageError(f"--cp-strategy lightseq: {option} {value!r} is no switch; give True or False")
-
-    helps = balance and sees.look_back
+    at: Pass,
+    *,
+    balance: Annotated[bool, Option("under a causal mask early ranks help late ones; if not, they idle")] = True,
+    prefetch: Annotated[
+        bool, Option("communication flies during the slots before and after; if not, a slot waits for its own")
+    ] = True,
+) -> Iterator[Step]:
+    n, sees, helps = at.n, at.sees, balance and at.sees.look_back
 
     def pair(rank: int, t: int) -> tuple[int, int] | None:
         """The (query chunk, key/value chunk) that `rank` computes in slot t."""
@@ -45,40 +42,40 @@ def lightseq(
             return (other, rank) if 2 * t < n and sees(other, rank) else None
         return (rank, other) if sees(rank, other) else None
 
-    def travels(rank: int, t: int, key_side: T | None, query_side: T) -> T | None:
-        """Which of the two moves between `rank`, for its slot t, and the owner of the chunk that is not its own."""
-        if t == 0 or not (found := pair(rank, t)):
-            return None
-        return key_side if found[0] == rank else query_side
+    def fetched(rank: int, t: int) -> T | None:
+        """Which of the two is not `rank`'s own."""
+        found = pair(rank % n, t) if t else None
+        return found and (T.KV if found[0] == rank % n else at.query)
 
-    def fetch(t: int) -> list[Comm]:
-        wanted, client, ops = (r - t) % n, (r + t) % n, []
-        sides = (T.KV, T.QDO if backward else T.Q)
-        if tensor := travels(client, t, *sides):
-            ops.append(Send(tensor, r, client, channel="fetch"))
-        if tensor := travels(r, t, *sides):
-            ops.append(Recv(tensor, wanted, wanted, channel="fetch"))
-        return ops
+    def fetch(t: int) -> tuple[Comm, ...]:
+        """What a slot needs travels from its owner to the rank t further on."""
 
-    def give_back(t: int) -> list[Comm]:
-        fetched, client, ops = (r - t) % n, (r + t) % n, []
-        sides = (T.DKV, T.DQ) if backward else (None, T.O)
-        channel = "results" if prefetch else "fetch"  # the next fetch waits for all of its channel
-        if tensor := travels(r, t, *sides):
-            ops.append(Send(tensor, fetched, fetched, channel=channel))
-        if tensor := travels(client, t, *sides):
-            ops.append(Recv(tensor, r, client, reduce=True, channel=channel))
-        return ops
+        def wanted(tensor: T) -> Rule:
+            return lambda p: p if fetched(p + t, t) is tensor else None
 
+        return owners.shift(T.KV, wanted(T.KV), by=t) + owners.shift(at.query, wanted(at.query), by=t)
+
+    def give_back(t: int) -> tuple[Comm, ...]:
+        """The partial result for what was fetched goes back to its owner."""
+
+        def made_of(tensor: T) -> Rule:
+            return lambda p: (p - t) % n if fetched(p, t) is tensor else None
+
+        back = clients.shift(at.result, made_of(at.query), by=-t)
+        return back + clients.shift(T.DKV, made_of(T.KV), by=-t) if at.backward else back
+
+    owners = Ring(at.rank, n, channel="fetch")
+    clients = Ring(at.rank, n, channel="results" if prefetch else "fetch")
     slots = list(range(n // 2 + 1 if helps else n))
-    if backward:
+    if at.backward:
         slots = [*slots[1:], 0]
-    fetches, results = [fetch(t) for t in slots], [give_back(t) for t in slots]
-    blocks = [(Attend((mine[0],), (mine[1],)),) if (mine := pair(r, t)) else () for t in slots]
+    blocks = [(Attend((mine[0],), (mine[1],)),) if (mine := pair(at.rank, t)) else () for t in slots]
+    before = [fetch(t) for t in slots] + [()]
+    after = [()] + [give_back(t) for t in slots]
     if prefetch:
-        rows = zip([*fetches, [], []], [[], [], *results], [(), *blocks, ()], strict=True)
-        steps = [Step((*ahead, *back), block) for ahead, back, block in rows]
+        for ahead, back, block in zip([*before, ()], [(), *after], [(), *blocks, ()], strict=True):
+            yield Step(ahead + back, block)
     else:
-        rows = zip([*fetches, []], [[], *results], [*blocks, ()], strict=True)
-        steps = [step for comm, back, block in rows for step in (Step((*comm, *back)), Step(attend=block))]
-    return tuple(step for step in steps if step.comm or step.attend)
+        for ahead, back, block in zip(before, after, [*blocks, ()], strict=True):
+            yield Step(ahead + back)
+            yield Step(attend=block)

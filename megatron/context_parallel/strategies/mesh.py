@@ -8,87 +8,63 @@ Volume received per rank, with r = kv_heads / heads: forward (a-1) Q + 2r(b-1) K
 """
 
 from collections import Counter
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
+from typing import Annotated
 
 from ..errors import UsageError
-from ..mask import Pairs
-from ..plan.ir import PARTIAL, Attend, Comm, Recv, Send, Step, T
-from .mesh_schedule import TRAVELS, Costs, check_costs, default_costs, schedule
-from .registry import register
+from ..plan.ir import PARTIAL, Attend, Step, T
+from .mesh_schedule import TRAVELS, Costs, check_costs, default_costs, load_costs, schedule
+from .messages import Ring
+from .options import Grid, Option
+from .registry import Pass, register
 
 
-@register("mesh", layouts=("zigzag", "cyclic"), options=("grid", "costs", "kv_ratio"))
+@register("mesh", layouts=("zigzag", "cyclic"), channels=("keys", "queries"))
 def mesh(
-    r: int,
-    n: int,
-    sees: Pairs,
-    backward: bool,
+    at: Pass,
     *,
-    grid: tuple[int, int] | None = None,
-    costs: Costs | None = None,
-    kv_ratio: float = 1.0,
-) -> tuple[Step, ...]:
-    """Steps of rank r of n.
-
-    `grid` is (a, b), by default the one of least volume; `costs` are transfer times in blocks, by default in proportion
-    to bytes (see `mesh_schedule`); `kv_ratio` is kv_heads / heads, which both defaults depend on.
-    """
-    if not 0 < kv_ratio <= 1:
-        raise UsageError(f"kv_ratio {kv_ratio}: need key/value heads over heads, above 0 and at most 1, such as 0.25")
-    a, b = best_grid(n, kv_ratio) if grid is None else _checked(grid, n, kv_ratio)
-    costs = default_costs(kv_ratio) if costs is None else check_costs(costs)
-    way = "backward" if backward else "forward"
-    steps, moved = [], Counter()
-    for tensor, blocks in schedule(a, b, backward, tuple((t, costs[way][t]) for t in TRAVELS[way])):
-        comm = _pass_on(tensor, moved[tensor], r, a, n) if tensor else ()
-        moved[tensor] += 1
-        attend = tuple(Attend((query_chunk(r, u, a),), (kv_chunk(r, v, a, n),)) for u, v in blocks)
-        steps.append(Step(comm, attend))
-    return tuple(steps)
-
-
-def query_chunk(r: int, u: int, a: int) -> int:
-    """Row u of rank r's tile (Q#u and O#u of Table 1)."""
-    return r - r % a + (r + u) % a
+    grid: Annotated[Grid | None, Option("query x key/value chunks of a tile; default: the least volume", "2x4")] = None,
+    costs: Annotated[
+        Costs | None,
+        Option("file of transfer costs by tools/profile_blocks.py; default: by bytes", "costs.json", read=load_costs),
+    ] = None,
+) -> Iterator[Step]:
+    """Row u of a rank's tile is Q#u and O#u of Table 1, column v is KV#v; place 0 holds its own."""
+    a, b = best_grid(at.n, at.kv_ratio) if grid is None else _checked(grid, at.n, at.kv_ratio)
+    costs = default_costs(at.kv_ratio) if costs is None else check_costs(costs)
+    queries = Ring(at.rank % a, a, at.rank - at.rank % a, channel="queries")
+    keys = Ring(at.rank // a, b, at.rank % a, a, channel="keys")
+    way, moved = "backward" if at.backward else "forward", Counter()
+    for tensor, blocks in schedule(a, b, at.backward, tuple((t, costs[way][t]) for t in TRAVELS[way])):
+        comm = ()
+        if tensor:
+            circle = keys if tensor in (T.KV, T.DKV) else queries
+            nth = moved[tensor] + (tensor in PARTIAL)  # own inputs leave first; own partials never leave
+            comm = circle.shift(tensor, partial(_nth, circle, nth), by=-1)
+            moved[tensor] += 1
+        tile = ((queries.rank(queries.place + u), keys.rank(keys.place + v)) for u, v in blocks)
+        yield Step(comm, tuple(Attend((q,), (kv,)) for q, kv in tile))
 
 
-def kv_chunk(r: int, v: int, a: int, n: int) -> int:
-    """Column v of rank r's tile (KV#v of Table 1)."""
-    return (r + a * v) % n
-
-
-def _pass_on(tensor: T, nth: int, r: int, a: int, n: int) -> tuple[Comm, ...]:
-    """The nth Recv Q/KV or Send O/dQ/dKV of section 3.4: pass one chunk on, take the next one from the other side."""
-    keys = tensor in (T.KV, T.DKV)
-    channel = "keys" if keys else "queries"
-
-    def chunk(i: int) -> int:
-        return kv_chunk(r, i, a, n) if keys else query_chunk(r, i, a)
-
-    partial = tensor in PARTIAL
-    first = nth + 1 if partial else nth  # own inputs leave first; own partials never leave
-    following, previous = chunk(-1), chunk(1)  # chunk i belongs to rank i
-    return (
-        Send(tensor, chunk(first), following, channel),
-        Recv(tensor, chunk(first + 1), previous, reduce=partial, channel=channel),
-    )
+def _nth(circle: Ring, nth: int, place: int) -> int:
+    return circle.rank(place + nth)
 
 
 @cache
-def best_grid(n: int, kv_ratio: float = 1.0) -> tuple[int, int]:
+def best_grid(n: int, kv_ratio: float = 1.0) -> Grid:
     """The a × b = n of least forward volume; of equal ones, the one of least backward volume."""
 
-    def volume(grid: tuple[int, int]) -> tuple[float, float]:
+    def volume(grid: Grid) -> tuple[float, float]:
         q, kv = grid[0] - 1, 2 * kv_ratio * (grid[1] - 1)
         return 2 * q + kv, 3 * q + 2 * kv
 
     return min(((a, n // a) for a in range(1, n + 1) if n % a == 0), key=volume)
 
 
-def _checked(grid: tuple[int, int], n: int, kv_ratio: float) -> tuple[int, int]:
-    good = isinstance(grid, tuple | list) and len(grid) == 2 and all(isinstance(x, int) and x > 0 for x in grid)
-    if not good or grid[0] * grid[1] != n:
-        shown = "x".join(map(str, grid)) if isinstance(grid, tuple | list) else grid
+def _checked(grid: Grid, n: int, kv_ratio: float) -> Grid:
+    if grid[0] * grid[1] != n:
         a, b = best_grid(n, kv_ratio)
-        raise UsageError(f"--cp-grid {shown}: needs two sizes whose product is the {n} context ranks, such as {a}x{b}")
-    return grid[0], grid[1]
+        why = f"needs two sizes whose product is the {n} context ranks, such as {a}x{b}"
+        raise UsageError(f"--cp-grid {grid[0]}x{grid[1]}: {why}")
+    return grid

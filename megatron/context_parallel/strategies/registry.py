@@ -1,12 +1,42 @@
-"""What a strategy is to everyone else: a name, the layouts it works with, and a function that writes plans."""
+"""What a strategy is to everyone else: a name, layouts, options, and a function that writes one rank's steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 from ..errors import UsageError
-from ..layout import Chunks
+from ..layout import LAYOUTS, Chunks
 from ..mask import Mask, Pairs
-from ..plan.ir import PLACEMENTS, Plan, Step
+from ..plan.ir import PLACEMENTS, Plan, Step, Steps, T
+from .options import Option, options_of
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of an attention, seen from one rank: what a strategy writes the steps for.
+
+    Attributes:
+        rank, n: the rank and how many there are; chunk i belongs to rank i.
+        sees: `sees(q, kv)` says whether the mask leaves anything of query chunk q against key/value chunk kv.
+        kv_ratio: key/value heads a query head.
+    """
+
+    rank: int
+    n: int
+    sees: Pairs
+    backward: bool
+    kv_ratio: float = 1.0
+
+    @property
+    def query(self) -> T:
+        """What travels with the queries of a chunk."""
+        return T.QDO if self.backward else T.Q
+
+    @property
+    def result(self) -> T:
+        """The partial result of a query chunk."""
+        return T.DQ if self.backward else T.O
 
 
 @dataclass(frozen=True)
@@ -16,20 +46,25 @@ class Strategy:
     Attributes:
         name: its `--cp-strategy` value.
         layouts: the layouts it works with; the first is its default.
-        rank_steps: `(rank, n, sees, backward, **options) -> steps` of one rank.
-        options: the keyword arguments it takes beyond those; each has a default there.
-        all_heads: it is head-parallel over the whole context group and writes steps of one rank only.
+        write: the steps of one rank, `write(at: Pass, **options)`.
+        options: by name.
+        channels: of its messages; collectives may use others.
+        head_parallel: "optional" in any size, "required" (2 or more), or "all" heads are spread over all ranks.
     """
 
     name: str
     layouts: tuple[str, ...]
-    rank_steps: Callable[..., tuple[Step, ...]]
-    options: tuple[str, ...] = ()
-    all_heads: bool = False
+    write: Callable[..., Iterable[Step]]
+    options: dict[str, Option]
+    channels: tuple[str, ...]
+    head_parallel: Literal["optional", "required", "all"] = "optional"
 
-    @property
-    def option_names(self) -> str:
-        return ", ".join(self.options) or "none"
+    def checked(self, options: dict[str, object]) -> dict[str, object]:
+        """`options`, if the strategy has them with these values. Raises UsageError otherwise."""
+        if unknown := options.keys() - self.options.keys():
+            own = ", ".join(self.options) or "none"
+            raise UsageError(f"--cp-strategy {self.name}: no option {min(unknown)}; it has {own}")
+        return {name: self.options[name].checked(value) for name, value in options.items()}
 
     def plan(
         self,
@@ -40,17 +75,20 @@ class Strategy:
         sees: Pairs | None = None,
         backward: bool = False,
         head_parallel_size: int | None = None,
-        placement: str = "head-first",
+        placement: str = PLACEMENTS[0],
+        heads: int | None = None,
+        kv_heads: int | None = None,
         **options: object,
     ) -> Plan:
-        """The plan of one pass on n ranks, in `layout` (default: the strategy's own).
+        """The plan of one pass on n ranks, in `layout` (default: the strategy's own). Steps are written when asked for.
 
-        `sees` says which pairs of chunks the mask leaves, of as many chunks as ranks run the steps together; default:
-        those of a causal or full mask.
-
-        With `head_parallel_size` (default 1, for `ulysses` n) the strategy runs on n / head_parallel_size ranks for
-        a part of the heads. `placement` says which ranks are neighbours: those that share tokens ("head-first") or
-        those that share heads ("context-first").
+        Args:
+            sees: which pairs of chunks the mask leaves, of as many chunks as ranks run the steps together; default:
+                those of a causal or full mask.
+            head_parallel_size: the strategy runs on n / head_parallel_size ranks for a part of the heads; default 1,
+                or n where the strategy spreads all heads.
+            placement: which ranks are neighbours: those that share tokens ("head-first") or heads ("context-first").
+            heads, kv_heads: of the model (of a tensor-parallel rank); default: enough for any size, as many of both.
 
         Raises:
             UsageError: a layout, a size or an option this strategy does not work with.
@@ -60,54 +98,78 @@ class Strategy:
             raise UsageError(
                 f"--cp-layout {layout}: {self.name} does not work with it; choose {' or '.join(self.layouts)}"
             )
-        if unknown := options.keys() - set(self.options):
-            raise UsageError(f"--cp-strategy {self.name}: no option {min(unknown)}; it has {self.option_names}")
         if placement not in PLACEMENTS:
             raise UsageError(f"--cp-placement {placement}: unknown; choose {' or '.join(PLACEMENTS)}")
         if type(n) is not int or n < 1:
             raise UsageError(f"{n!r} ranks: need a whole number, 1 or more, such as 4")
-        heads = self._head_parallel_size(n, head_parallel_size)
-        m = n // heads
+        size = self._head_parallel_size(n, head_parallel_size, heads, kv_heads)
         if sees is None:
-            chunks = Chunks.of(layout, m, 4 * m)
-            sees = Mask(causal).pairs(chunks, chunks)
-        steps = tuple(self.rank_steps(r, m, sees, backward, **options) for r in range(m))
-        return Plan(self.name, layout, sees, backward, steps, heads, placement)
+            sees = Mask(causal).pairs(*Chunks.pair(layout, n // size, 4 * n // size))
+        ratio = kv_heads / heads if heads and kv_heads else 1.0
+        options = self.checked(options)
+        next(iter(self.write(Pass(0, n // size, sees, backward, ratio), **options)), None)  # checks come before steps
+        write = partial(self._write, n // size, sees, backward, ratio, options)
+        return Plan(self.name, layout, sees, backward, Steps(n // size, write), self.channels, size, placement)
 
-    def _head_parallel_size(self, n: int, given: int | None) -> int:
-        size = given if given is not None else n if self.all_heads else 1
+    def _write(
+        self, n: int, sees: Pairs, backward: bool, kv_ratio: float, options: dict[str, object], rank: int
+    ) -> tuple[Step, ...]:
+        """One rank's steps without blocks that the mask empties, and without empty steps."""
+        steps = []
+        for step in self.write(Pass(rank, n, sees, backward, kv_ratio), **options):
+            blocks = tuple(a for a in step.attend if sees.any(a.q_chunks, a.kv_chunks))
+            if step.comm or blocks:
+                steps.append(Step(step.comm, blocks))
+        return tuple(steps)
+
+    def _head_parallel_size(self, n: int, given: int | None, heads: int | None, kv_heads: int | None) -> int:
+        size = given if given is not None else n if self.head_parallel == "all" else 1
+        flag = f"--cp-head-parallel-size {size}"
         if type(size) is not int or size < 1 or n % size:
             sizes = ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
-            raise UsageError(f"--cp-head-parallel-size {size}: does not divide {n} context ranks; give one of {sizes}")
-        if self.all_heads and size < n:
+            raise UsageError(f"{flag}: does not divide {n} context ranks; give one of {sizes}")
+        if self.head_parallel == "all" and size < n:
+            raise UsageError(f"{flag}: {self.name} spreads heads over all {n} context ranks; give {n}, or usp")
+        if self.head_parallel == "required" and size == 1 and n > 1:
+            raise UsageError(f"--cp-strategy {self.name}: needs --cp-head-parallel-size 2 or more; with 1 it is ring")
+        if heads and size not in (fits := head_parallel_sizes(heads, kv_heads or heads)):
+            best = max(d for d in fits if n % d == 0)
+            give = "--cp-strategy usp " if self.head_parallel == "all" else ""
             raise UsageError(
-                f"--cp-head-parallel-size {size}: {self.name} spreads heads over all {n} context ranks; give {n}, or "
-                "--cp-strategy usp"
+                f"{flag}: does not split {heads} heads with {kv_heads} key/value heads, as "
+                f"{', '.join(map(str, fits))} do; give {give}--cp-head-parallel-size {best}"
             )
         return size
+
+
+def head_parallel_sizes(heads: int, kv_heads: int) -> list[int]:
+    """The head-parallel sizes that split the heads of a (tensor-parallel) rank, ascending."""
+    return [d for d in range(1, heads + 1) if heads % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)]
 
 
 STRATEGIES: dict[str, Strategy] = {}
 
 
 def register(
-    name: str, layouts: tuple[str, ...], options: tuple[str, ...] = (), all_heads: bool = False
-) -> Callable[[Callable], Strategy]:
-    """Decorator: makes a function of one rank's steps available as `--cp-strategy name`."""
+    name: str,
+    layouts: tuple[str, ...],
+    channels: tuple[str, ...] = ("ring",),
+    head_parallel: Literal["optional", "required", "all"] = "optional",
+) -> Callable[[Callable[..., Iterable[Step]]], Strategy]:
+    """Decorator: makes a function that writes one rank's steps the strategy `--cp-strategy name`.
 
-    def add(rank_steps: Callable) -> Strategy:
-        STRATEGIES[name] = Strategy(name, layouts, rank_steps, options, all_heads)
+    Raises:
+        UsageError: a name that is taken, an unknown layout, or a signature that declares no strategy.
+    """
+
+    def add(write: Callable[..., Iterable[Step]]) -> Strategy:
+        if name in STRATEGIES:
+            raise UsageError(f"strategy {name}: the name is taken; register it under another")
+        if not layouts or (unknown := [layout for layout in layouts if layout not in LAYOUTS]):
+            raise UsageError(
+                f"strategy {name}: layouts {unknown if layouts else 'missing'}; choose of {', '.join(LAYOUTS)}"
+            )
+        STRATEGIES[name] = Strategy(name, tuple(layouts), write, options_of(write), channels, head_parallel)
         return STRATEGIES[name]
 
     return add
-
-
-def find_strategy(name: str) -> Strategy:
-    """The strategy called `name`.
-
-    Raises:
-        UsageError: there is none; the message lists those there are.
-    """
-    if name not in STRATEGIES:
-        raise UsageError(f"--cp-strategy {name}: unknown; choose one of {', '.join(STRATEGIES)}")
-    return STRATEGIES[name]

@@ -7,54 +7,46 @@ Backward, the gradient of chunk c is summed along the same way, one step behind,
 Volume received per rank: forward 2(n-1) units, backward 4(n-1).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from ..mask import Pairs
-from ..plan.ir import Attend, Comm, Recv, Send, Step, T
-from .registry import register
+from ..plan.ir import Attend, Comm, Step, T
+from .messages import Ring
+from .registry import Pass, register
 
-Stops = Callable[[int], int]  # chunk -> how many ranks it visits, its owner included
+Count = Callable[[int], int]  # of the chunk that began at a place: how many places it visits, or its number
 
 
 @register("ring", layouts=("zigzag", "cyclic", "contiguous"))
-def ring(r: int, n: int, sees: Pairs, backward: bool) -> tuple[Step, ...]:
-    """Steps of rank r of n."""
-    steps, stops = [], sees.stops.__getitem__
-    for s in range(n):
-        comm = keys(r, s, n, stops)
-        if backward:
-            comm += gradients(r, s, n, stops)
-        mine = (r - s) % n
-        attend = (Attend((r,), (mine,)),) if sees(r, mine) else ()
-        steps.append(Step(tuple(comm), attend))
-    if backward:
-        steps.append(Step(tuple(gradients(r, n, n, stops))))
-    return tuple(step for step in steps if step.comm or step.attend)
+def ring(at: Pass) -> Iterator[Step]:
+    circle, stops = Ring(at.rank, at.n), at.sees.stops.__getitem__
+    for s in range(at.n):
+        back = gradients(circle, s, stops, circle.rank) if at.backward else ()
+        yield Step(keys(circle, s, stops, circle.rank) + back, (Attend((at.rank,), (circle.rank(at.rank - s),)),))
+    if at.backward:
+        yield Step(gradients(circle, at.n, stops, circle.rank))
 
 
-def keys(r: int, s: int, n: int, stops: Stops) -> list[Comm]:
-    """What rank r does with keys and values in step s: pass on what it computes with, take what is next."""
-    comm: list[Comm] = []
-    mine, incoming = (r - s) % n, (r - s - 1) % n
-    if s + 1 < stops(mine):
-        comm.append(Send(T.KV, mine, (r + 1) % n))
-    if s + 1 < stops(incoming):
-        comm.append(Recv(T.KV, incoming, (r - 1) % n))
-    return comm
+def keys(circle: Ring, s: int, stops: Count, chunk: Count) -> tuple[Comm, ...]:
+    """Step s of keys and values: each place passes on what it computes with, the chunk that began s places back."""
+
+    def onward(place: int) -> int | None:
+        began = (place - s) % circle.size
+        return chunk(began) if s + 1 < stops(began) else None
+
+    return circle.shift(T.KV, onward)
 
 
-def gradients(r: int, s: int, n: int, stops: Stops) -> list[Comm]:
-    """What rank r does with key/value gradients in step s: pass on what step s-1 finished, take what is next."""
-    comm: list[Comm] = []
+def gradients(circle: Ring, s: int, stops: Count, chunk: Count) -> tuple[Comm, ...]:
+    """Step s of their gradients: each place passes on the sum that step s-1 finished, or sends it home.
+
+    The owner's own contribution stays at home.
+    """
+
+    def finished(place: int, more: bool) -> int | None:
+        began = (place - s + 1) % circle.size
+        return chunk(began) if (s < stops(began) if more else s == stops(began)) else None
+
     if s < 2:
-        return comm  # the owner's own contribution stays at home
-    finished, incoming = (r - s + 1) % n, (r - s) % n
-    if s < stops(finished):
-        comm.append(Send(T.DKV, finished, (r + 1) % n))
-    elif s == stops(finished):
-        comm.append(Send(T.DKV, finished, finished))
-    if s < stops(incoming):
-        comm.append(Recv(T.DKV, incoming, (r - 1) % n, reduce=True))
-    if s == stops(r):
-        comm.append(Recv(T.DKV, r, (r + s - 1) % n, reduce=True))
-    return comm
+        return ()
+    onward = circle.shift(T.DKV, lambda place: finished(place, more=True))
+    return onward + circle.shift(T.DKV, lambda place: finished(place, more=False), by=1 - s)

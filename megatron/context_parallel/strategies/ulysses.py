@@ -5,16 +5,16 @@ The exchange of heads itself is not written here: every strategy has it through 
 Volume received per rank, MHA: forward 4(n-1)/n units, backward the same.
 """
 
-from ..mask import Pairs
+from collections.abc import Iterator
+
 from ..plan.ir import Attend, Step
-from .registry import register
+from .registry import Pass, register
 from .ring import ring
 
 
-@register("ulysses", layouts=("contiguous", "zigzag", "cyclic"), all_heads=True)
-def ulysses(r: int, n: int, sees: Pairs, backward: bool) -> tuple[Step, ...]:
-    """The only step of the only rank: its heads of the whole sequence."""
-    return (Step(attend=(Attend((0,), (0,)),)),)
+@register("ulysses", layouts=("contiguous", "zigzag", "cyclic"), channels=(), head_parallel="all")
+def ulysses(at: Pass) -> Iterator[Step]:
+    yield Step(attend=(Attend((0,), (0,)),))
 
 
-usp = register("usp", layouts=ring.layouts)(ring.rank_steps)
+usp = register("usp", layouts=ring.layouts, head_parallel="required")(ring.write)

@@ -1,0 +1,130 @@
+"""Specs: one text for a strategy and its options, `mesh:grid=4x4`, the same in flags, tools and Python.
+
+name                              ring
+name:option=value,...             loongtrain:head_parallel_size=4,inner_ring_size=2
+module:name                       my_package.my_module:tokenring:hops=2
+file:name                         my_file.py:tokenring
+"""
+
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from ..errors import UsageError
+from ..plan.ir import PLACEMENTS, Plan
+from .options import Option, show
+from .registry import STRATEGIES, Strategy
+
+
+class CPStrategy(StrEnum):
+    """The names of the strategies that come with this package."""
+
+    RING = "ring"
+    ALLGATHER = "allgather"
+    ULYSSES = "ulysses"
+    USP = "usp"
+    ATTENTION2D = "attention2d"
+    LIGHTSEQ = "lightseq"
+    LOONGTRAIN = "loongtrain"
+    MESH = "mesh"
+
+
+# Options that every strategy has.
+COMMON = {
+    "layout": Option("which tokens a rank holds; default: the strategy's own", "zigzag", name="layout"),
+    "head_parallel_size": Option("ranks that split the heads", "2", name="head_parallel_size", kind=int),
+    "placement": Option("which ranks are neighbours", PLACEMENTS[0], name="placement"),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy with its layout and options.
+
+    Attributes:
+        common: those of `COMMON` that were given, by name; options: the strategy's own.
+        source: the module or file that registers the strategy, if the spec named one.
+    """
+
+    strategy: Strategy
+    common: dict[str, object] = field(default_factory=dict)
+    options: dict[str, object] = field(default_factory=dict)
+    source: str = ""
+
+    @property
+    def layout(self) -> str:
+        return self.common.get("layout") or self.strategy.layouts[0]
+
+    @property
+    def spec(self) -> str:
+        """The text that gives this choice."""
+        given = ",".join(f"{name}={show(value)}" for name, value in {**self.common, **self.options}.items())
+        return ":".join(part for part in (self.source, self.strategy.name, given) if part)
+
+    def plan(self, n: int, **how: object) -> Plan:
+        """`Strategy.plan` of this choice."""
+        return self.strategy.plan(n, **{**self.common, **self.options, **how})
+
+
+def choose(spec: "str | Choice", **options: object) -> Choice:
+    """The strategy that `spec` names, with the options it gives; `options` add to them, None for none.
+
+    Raises:
+        UsageError: no such strategy, or an option it does not have or with another value.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if isinstance(spec, Choice):
+        strategy, source, texts = spec.strategy, spec.source, {}
+        given = {**spec.common, **spec.options, **given}
+    else:
+        strategy, source, texts = _parse(str(spec))
+    if both := texts.keys() & given.keys():
+        raise UsageError(f"--cp-strategy {spec}: {min(both)} is given twice; leave one out")
+    for name, text in texts.items():
+        option = COMMON.get(name) or strategy.options.get(name)
+        given[name] = option.from_text(text) if option else text
+    common = {name: COMMON[name].checked(given.pop(name)) for name in COMMON if name in given}
+    return Choice(strategy, common, strategy.checked(given), source)
+
+
+def _parse(spec: str) -> tuple[Strategy, str, dict[str, str]]:
+    """Strategy, the module or file it comes from, and the options as text."""
+    *parts, last = spec.split(":")
+    parts, given = (parts, last) if "=" in last and parts else ([*parts, last], "")
+    texts = dict(part.split("=", 1) if "=" in part else (part, "") for part in given.split(",") if part)
+    if len(parts) > 2 or not all(parts):
+        raise UsageError(f"--cp-strategy {spec}: give NAME, MODULE:NAME or FILE.py:NAME, then :OPTION=VALUE,...")
+    source = parts[0] if len(parts) == 2 else ""
+    if source:
+        _load(source, spec)
+    name = parts[-1]
+    if name not in STRATEGIES:
+        raise UsageError(
+            f"--cp-strategy {spec}: unknown; choose one of {', '.join(STRATEGIES)}, or name where yours is registered, "
+            "such as my_file.py:my_strategy or my_module:my_strategy (or by an entry point of your package)"
+        )
+    return STRATEGIES[name], source, texts
+
+
+def _load(source: str, spec: str) -> None:
+    """Imports the module or file that registers a strategy, once."""
+    try:
+        if not source.endswith(".py"):
+            importlib.import_module(source)
+            return
+        path = Path(source).resolve()
+        name = f"cp_strategy_{path.stem}_{abs(hash(str(path)))}"
+        if name not in sys.modules:
+            module_spec = importlib.util.spec_from_file_location(name, path)
+            module = importlib.util.module_from_spec(module_spec)
+            sys.modules[name] = module
+            module_spec.loader.exec_module(module)
+    except UsageError:
+        raise
+    except Exception as error:
+        sys.modules.pop(name, None) if source.endswith(".py") else None
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"--cp-strategy {spec}: {source} cannot be loaded ({why})") from None
