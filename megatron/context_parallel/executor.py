@@ -15,12 +15,11 @@ from .blocks import Blocks
 from .kernels import BlockGrad, Kernel, Scores
 from .kernels.masks import Piece
 from .kernels.merge import merge
-from .plan.ir import PARTIAL, AllGather, Attend, Plan, Recv, ReduceScatter, Send, T
+from .plan.ir import IN_FLIGHT, PARTIAL, AllGather, Attend, Plan, Recv, ReduceScatter, Send, T
 from .plan.verify import last_reads
 from .transport import Program, Transport, Work
 
 Value = tuple[Tensor, ...]
-IN_FLIGHT = 2  # batches of one channel a rank runs ahead of the slowest receiver before it waits; bounds memory
 
 
 @dataclass(frozen=True)

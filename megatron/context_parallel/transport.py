@@ -128,31 +128,50 @@ def _version(x: Tensor) -> int:
 
 
 class _Message:
-    """A tensor in flight inside the process; overwriting it before it has arrived is an error, as on a network."""
+    """A tensor on its way inside the process: complete when both ends have named theirs, as on a network.
 
-    def __init__(self, content: Tensor) -> None:
-        self.content, self.version = content, _version(content)
+    Whoever waits first moves it. Overwriting it before is an error.
+    """
 
-    def deliver(self, into: Tensor) -> None:
+    def __init__(self) -> None:
+        self.content: Tensor | None = None
+        self.into: Tensor | None = None
+        self.version, self.complete = 0, False
+
+    def send(self, content: Tensor) -> None:
+        self.content, self.version, self.complete = content, _version(content), self.into is not None
+
+    def receive(self, into: Tensor) -> None:
+        self.into, self.complete = into, self.content is not None
+
+    def deliver(self) -> None:
+        if self.content is None:  # the other end was here
+            return
         if _version(self.content) != self.version:
             raise PlanError("a tensor was overwritten while it was being sent")
-        into.copy_(self.content)
+        if self.content.shape != self.into.shape:
+            raise PlanError(f"a tensor of {list(self.content.shape)} was sent for one of {list(self.into.shape)}")
+        self.into.copy_(self.content)
+        self.content = self.into = None
 
 
-class _Inbox:
-    """Messages awaited, each by its place in the line from its sender."""
+class _Exchange:
+    """A rank's batch of messages, each with what to say of it."""
 
-    def __init__(self, awaited: list[tuple[list, int, Tensor]]) -> None:
-        self.awaited = awaited
+    def __init__(self) -> None:
+        self.messages: list[tuple[_Message, str]] = []
+
+    def missing(self) -> str:
+        """The first message whose other end is not there yet; nothing if the batch is complete."""
+        return next((what for message, what in self.messages if not message.complete), "")
 
     def ready(self) -> bool:
-        return all(place < len(line) for line, place, _ in self.awaited)
+        return all(message.complete for message, _ in self.messages)
 
     def wait(self) -> None:
-        for line, place, into in self.awaited:
-            line[place].deliver(into)
-            line[place] = None
-        self.awaited = []
+        for message, _ in self.messages:
+            message.deliver()
+        self.messages = []
 
 
 class LocalTransport:
@@ -160,22 +179,32 @@ class LocalTransport:
 
     def __init__(self, rank: int, post: dict[tuple, list]) -> None:
         self.rank, self.post = rank, post
-        self._taken: dict[tuple, int] = defaultdict(int)
+        self._named: dict[tuple, int] = defaultdict(int)  # messages of a line from this rank or to it
 
-    def exchange(self, channel: str, sends: Messages, receives: Messages) -> _Inbox:
+    def exchange(self, channel: str, sends: Messages, receives: Messages) -> _Exchange:
+        batch = _Exchange()
         for peer, x in sends:
-            self.post[channel, self.rank, peer].append(_Message(x))
-        awaited = []
+            message = self._next((channel, self.rank, peer))
+            message.send(x)
+            batch.messages.append((message, f"to send to rank {peer} on channel {channel}"))
         for peer, x in receives:
-            line = (channel, peer, self.rank)
-            awaited.append((self.post[line], self._taken[line], x))
-            self._taken[line] += 1
-        return _Inbox(awaited)
+            message = self._next((channel, peer, self.rank))
+            message.receive(x)
+            batch.messages.append((message, f"to receive from rank {peer} on channel {channel}"))
+        return batch
 
-    def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> _Inbox:
+    def _next(self, line: tuple[str, int, int]) -> _Message:
+        """The next message of a line, which the other end may have named."""
+        queue, place = self.post[line], self._named[line]
+        self._named[line] += 1
+        if place == len(queue):
+            queue.append(_Message())
+        return queue[place]
+
+    def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> _Exchange:
         return self.exchange(channel, list(chain(*sends)), list(chain(*receives)))
 
-    def all_gather(self, channel: str, group: tuple[int, ...], tensors: list[tuple[Tensor, Tensor]]) -> _Inbox:
+    def all_gather(self, channel: str, group: tuple[int, ...], tensors: list[tuple[Tensor, Tensor]]) -> _Exchange:
         sends, receives = [], []
         for mine, everyone in tensors:
             everyone[group.index(self.rank)].copy_(mine)
@@ -218,10 +247,10 @@ def run_all(programs: list[Program], plan: Plan) -> list[Result]:
     """Runs the programs of all ranks, which share one `LocalTransport` post, in this process.
 
     Raises:
-        PlanError: ranks wait for each other for ever.
+        PlanError: ranks wait for each other for ever; the message says for what.
     """
     results: list = [None] * len(programs)
-    waiting: dict[int, _Inbox | None] = dict.fromkeys(range(len(programs)))
+    waiting: dict[int, _Exchange | None] = dict.fromkeys(range(len(programs)))
     while waiting:
         progress = False
         for rank, work in list(waiting.items()):
@@ -236,5 +265,6 @@ def run_all(programs: list[Program], plan: Plan) -> list[Result]:
                 results[rank] = stop.value
                 del waiting[rank]
         if not progress:
-            raise PlanError(f"{plan.name}: ranks {sorted(waiting)} wait for each other for ever")
+            stuck = "; ".join(f"rank {rank} {work.missing()}" for rank, work in waiting.items())
+            raise PlanError(f"{plan.name}: ranks wait for each other for ever: {stuck}")
     return results

@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .ir import AllGather, Plan, Recv, ReduceScatter, Send, SwapHeads
-from .trace import Span, contributions, trace
+from .machine import Span, contributions
+from .trace import trace
 
 _NUMBERED = 16  # with more ranks the cells are too small for text
 

@@ -5,7 +5,8 @@ A plan is plain data. Strategies write it; the executor, the verifier, the timel
 Each rank starts with the tensors it owns and runs its steps in order. At the start of a step its communication is
 launched asynchronously (after anything it sends has arrived and been reduced); then its blocks are computed while
 the communication flies. A received chunk is waited for where it is first used. Operations on one channel of one
-rank complete in the order of their steps; operations on different channels overlap.
+rank complete in the order of their steps (`batches`), at most `IN_FLIGHT` batches at once; operations on different
+channels overlap.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ class T(StrEnum):
 
 PLACEMENTS = ("head-first", "context-first")  # which of the ranks that share tokens, or heads, are neighbours
 PARTIAL = frozenset({T.O, T.DQ, T.DKV})  # built up by Attend, merged when received, moved (not copied) when sent
+IN_FLIGHT = 2  # batches of one channel a rank has under way before it waits for the oldest; bounds memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,19 @@ class SwapHeads:
 
 
 Comm = Send | Recv | AllGather | ReduceScatter
+
+
+def batches(comm: tuple[Comm, ...]) -> list[tuple[str, list[Comm]]]:
+    """(channel, operations) of a step's batches in the order of launch.
+
+    Each collective is a batch of its own, and they come first; then the messages of each channel are one batch.
+    """
+    alone = [(op.channel, [op]) for op in comm if isinstance(op, AllGather | ReduceScatter)]
+    messages: dict[str, list[Comm]] = {op.channel: [] for op in comm}
+    for op in comm:
+        if isinstance(op, Send | Recv):
+            messages[op.channel].append(op)
+    return alone + [(channel, ops) for channel, ops in messages.items() if ops]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +194,13 @@ class Plan:
     @cached_property
     def communicators(self) -> list[tuple[str, tuple[int, ...]]]:
         """(channel, ranks) of all communicators it takes, in one order for all ranks."""
-        everyone = tuple(range(self.size))
-        needed = {(op.channel, everyone) for op in self.before}
+        everyone, ops = tuple(range(self.size)), [op for steps in self.steps for step in steps for op in step.comm]
+        channels = {op.channel for op in (*self.before, *ops) if not isinstance(op, AllGather)}
+        gathers = {(op.channel, op.group) for op in ops if isinstance(op, AllGather)}
+        needed = {(channel, everyone) for channel in channels}
         for part in range(self.heads):
             ranks = self.grid.along(self.grid.rank(heads=part), "context")
-            for op in (op for steps in self.steps for step in steps for op in step.comm):
-                members = tuple(ranks[r] for r in op.group) if isinstance(op, AllGather) else everyone
-                needed.add((op.channel, members))
+            needed |= {(channel, tuple(ranks[r] for r in group)) for channel, group in gathers}
         return sorted(needed)
 
     @property

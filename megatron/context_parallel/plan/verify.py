@@ -4,7 +4,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from .ir import PARTIAL, AllGather, Attend, Comm, Plan, PlanError, Recv, ReduceScatter, Send, SwapHeads, T
-from .trace import contributions, trace
+from .machine import contributions
+from .trace import trace
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,14 @@ def verify(plan: Plan, kv_ratio: float = 1.0) -> Report:
         PlanError: naming rank, step and chunk of the first violation found.
     """
     run = trace(plan)
+    reads = [last_reads(plan, r) for r in range(plan.n)]
     for r, held in enumerate(run.held):
         for tensor, chunk in held:
             if tensor in PARTIAL and chunk != r:
                 raise PlanError(f"rank {r}, step {len(plan.steps[r])}: partial {tensor} chunk {chunk} is left behind")
         for tensor in plan.ends:
             _check_complete(plan, r, tensor, held.get((tensor, r), 0))
-        _check_used(plan, r)
+        _check_used(plan, r, reads[r])
     busy = sum(span.end - span.start for span in run.spans if not span.channel)
     swaps = (*plan.before, *plan.after)
     volume = tuple(
@@ -98,20 +100,17 @@ def verify(plan: Plan, kv_ratio: float = 1.0) -> Report:
     return Report(
         volume=volume,
         steps=max(len(steps) for steps in plan.steps),
-        idle=1 - busy / (plan.n * run.finish),
-        peak=tuple(_peak(plan, r, kv_ratio) for r in range(plan.n)),
+        idle=1 - busy / (plan.n * run.finish) if run.finish else 0.0,
+        peak=tuple(_peak(plan, r, reads[r], kv_ratio) for r in range(plan.n)),
     )
 
 
 def _check_complete(plan: Plan, r: int, tensor: T, value: int) -> None:
-    def needed(other: int) -> bool:
-        q, kv = (other, r) if tensor is T.DKV else (r, other)
-        return plan.sees(q, kv)
-
-    missing = [c for c in range(plan.n) if needed(c) and not value >> c & 1]
+    missing = (plan.sees.columns if tensor is T.DKV else plan.sees.rows)[r] & ~value
     if missing:
+        first = (missing & -missing).bit_length() - 1
         raise PlanError(
-            f"rank {r}, step {len(plan.steps[r])}: {tensor} chunk {r} ends without the block of chunk {missing[0]}"
+            f"rank {r}, step {len(plan.steps[r])}: {tensor} chunk {r} ends without the block of chunk {first}"
         )
 
 
@@ -138,17 +137,16 @@ def last_reads(plan: Plan, r: int) -> dict[tuple[T, int], int]:
     }
 
 
-def _check_used(plan: Plan, r: int) -> None:
-    last = last_reads(plan, r)
+def _check_used(plan: Plan, r: int, last: dict[tuple[T, int], int]) -> None:
     for s, step in enumerate(plan.steps[r]):
         for op in step.comm:
             if isinstance(op, Recv) and op.tensor not in PARTIAL and last.get((op.tensor, op.chunk), -1) < s:
                 raise PlanError(f"rank {r}, step {s}: {op.tensor} chunk {op.chunk} is received but never used")
 
 
-def _peak(plan: Plan, r: int, kv_ratio: float) -> float:
+def _peak(plan: Plan, r: int, last: dict[tuple[T, int], int], kv_ratio: float) -> float:
     """Most units alive in any step: own inputs always, copies until their last read, partials until they leave."""
-    last, end = last_reads(plan, r), len(plan.steps[r]) - 1
+    end = max(0, len(plan.steps[r]) - 1)
     alive: list[tuple[T, int, int]] = [(t, 0, end) for t in plan.starts]
     partial: dict[tuple[T, int], int] = {}
     for s, step in enumerate(plan.steps[r]):
@@ -164,7 +162,7 @@ def _peak(plan: Plan, r: int, kv_ratio: float) -> float:
                     alive.append((op.tensor, s, last.get((op.tensor, op.chunk), s)))
                 case AllGather():
                     others = [c for rank, c in zip(op.group, op.chunks, strict=True) if rank != r]
-                    alive += [(op.tensor, s, last.get((op.tensor, c), s)) for c in others]
+                    alive += [(op.tensor, s, max(s, last.get((op.tensor, c), s))) for c in others]
                 case ReduceScatter():
                     alive += [(op.tensor, s, s)] * (len(op.group) - 1)
                     partial[op.tensor, op.chunks[op.group.index(r)]] = s
@@ -173,7 +171,14 @@ def _peak(plan: Plan, r: int, kv_ratio: float) -> float:
                 for tensor, chunk in zip(plan.ends, (q, kv), strict=False):
                     partial.setdefault((tensor, chunk), s)
     alive += [(tensor, s, end) for (tensor, _), s in partial.items()]
-    peaks = [sum(units(t, kv_ratio) for t, first, last in alive if first <= s <= last) for s in range(end + 1)]
+    change: list[Counter] = [Counter() for _ in range(end + 2)]
+    for tensor, first, final in alive:
+        change[first][tensor] += 1
+        change[final + 1][tensor] -= 1
+    now, peaks = Counter(), []
+    for changed in change:
+        now.update(changed)
+        peaks.append(sum(units(t, kv_ratio) * count for t, count in now.items()))
     for swap, there in ((plan.before, plan.starts), (plan.after, (*plan.starts, *plan.ends))):  # and the copies sent
         peaks += [sum(units(t, kv_ratio) for t in (*there, *op.tensors)) for op in swap]
     return max(peaks)

@@ -1,0 +1,101 @@
+"""Checks the form of a plan: what its readers may take for granted before they run it."""
+
+from collections import Counter
+
+from .ir import PARTIAL, AllGather, Attend, Comm, Plan, PlanError, Recv, ReduceScatter, Send, Step, T
+
+
+def check_form(plan: Plan) -> None:
+    """Checks that every operation is one, and names ranks and chunks there are and tensors that travel in its pass.
+
+    Raises:
+        PlanError: naming rank and step of the first that does not.
+    """
+    if not isinstance(plan.steps, tuple) or plan.n != plan.sees.n or plan.n < 1:
+        raise PlanError(
+            f"{plan.name}: steps of {plan.n} ranks for a mask of {plan.sees.n} chunks; need one rank a chunk"
+        )
+    travels = frozenset((*plan.starts, *plan.ends))
+    for r, steps in enumerate(plan.steps):
+        if not isinstance(steps, tuple):
+            raise PlanError(f"rank {r}: steps {steps!r} are no tuple")
+        for s, step in enumerate(steps):
+            if wrong := _wrong(step, r, plan.n, travels):
+                raise PlanError(f"rank {r}, step {s}: {wrong}")
+
+
+def _wrong(step: object, r: int, n: int, travels: frozenset[T]) -> str:
+    """What is wrong with a step; nothing if it is well formed."""
+    if not isinstance(step, Step) or not isinstance(step.comm, tuple) or not isinstance(step.attend, tuple):
+        return f"{step!r} is no step of a tuple of operations and a tuple of blocks"
+    for attend in step.attend:
+        if wrong := _wrong_attend(attend, n):
+            return wrong
+    for op in step.comm:
+        if wrong := _wrong_comm(op, r, n, travels):
+            return wrong
+    if any(op.tensor in PARTIAL for op in step.comm):
+        leaving = Counter(key for op in step.comm for key in _partials_sent(op))
+        return next(
+            (f"{t} chunk {c} is sent {k} times, but leaves with the first" for (t, c), k in leaving.items() if k > 1),
+            "",
+        )
+    return ""
+
+
+def _wrong_attend(attend: object, n: int) -> str:
+    if not isinstance(attend, Attend):
+        return f"{attend!r} is no block"
+    for what, chunks in (("query", attend.q_chunks), ("key/value", attend.kv_chunks)):
+        if not _distinct(chunks, n) or not chunks:
+            return f"{what} chunks {chunks!r} of a block; need a tuple of distinct chunks, each below {n}"
+    return ""
+
+
+def _wrong_comm(op: object, r: int, n: int, travels: frozenset[T]) -> str:
+    if not isinstance(op, Comm):
+        return f"{op!r} is no operation"
+    kind = type(op).__name__
+    if not isinstance(op.tensor, T) or op.tensor not in travels:
+        return f"{kind} of {op.tensor}, which does not travel in this pass; need one of {', '.join(sorted(travels))}"
+    if not isinstance(op.channel, str) or not op.channel:
+        return f"{kind} of {op.tensor} on channel {op.channel!r}; need a name"
+    if isinstance(op, AllGather | ReduceScatter):
+        return _wrong_collective(op, kind, r, n)
+    if not _below(op.chunk, n):
+        return f"{kind} of {op.tensor} chunk {op.chunk!r}; need a chunk below {n}"
+    if not _below(op.peer, n) or op.peer == r:
+        return f"{kind} of {op.tensor} chunk {op.chunk} has peer {op.peer!r}; need another rank below {n}"
+    if isinstance(op, Recv) and (not isinstance(op.reduce, bool) or (op.reduce and op.tensor not in PARTIAL)):
+        return f"{kind} of {op.tensor} chunk {op.chunk} has reduce={op.reduce!r}; only a partial is merged"
+    return ""
+
+
+def _wrong_collective(op: AllGather | ReduceScatter, kind: str, r: int, n: int) -> str:
+    what = f"{kind} of {op.tensor} over ranks {op.group!r}"
+    if (op.tensor in PARTIAL) != isinstance(op, ReduceScatter):
+        return f"{what}: partials are reduce-scattered, other tensors gathered"
+    if not _distinct(op.group, n) or len(op.group) < 2 or list(op.group) != sorted(op.group):
+        return f"{what}: need a tuple of two or more ranks below {n} in ascending order"
+    if r not in op.group:
+        return f"{what}: rank {r} is not one of them"
+    if not _distinct(op.chunks, n) or len(op.chunks) != len(op.group):
+        return f"{what}: chunks {op.chunks!r}; need a tuple of as many distinct chunks, each below {n}"
+    return ""
+
+
+def _partials_sent(op: Comm) -> list[tuple[T, int]]:
+    match op:
+        case Send() if op.tensor in PARTIAL:
+            return [(op.tensor, op.chunk)]
+        case ReduceScatter():
+            return [(op.tensor, chunk) for chunk in op.chunks]
+    return []
+
+
+def _below(x: object, n: int) -> bool:
+    return type(x) is int and 0 <= x < n
+
+
+def _distinct(xs: object, n: int) -> bool:
+    return isinstance(xs, tuple) and all(_below(x, n) for x in xs) and len(set(xs)) == len(xs)

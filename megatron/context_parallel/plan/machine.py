@@ -1,0 +1,274 @@
+"""Runs a plan symbolically: what each rank holds, when it waits for whom, and when everything happens.
+
+The machine is stricter than the executor, whose batches and limits it has: a rank launches a step's batches when all
+it sends is there, each when the batch of its channel `IN_FLIGHT` before is complete; a batch starts when the one before
+it on its channel is complete; and it completes as a whole when each of its operations has met its counterpart. A plan
+that passes here hangs on neither NCCL nor gloo.
+
+Partials are sets of contributions (bit masks of chunks), so a block counted twice or lost is seen where it happens.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from .ir import (
+    IN_FLIGHT,
+    PARTIAL,
+    AllGather,
+    Attend,
+    Comm,
+    Plan,
+    PlanError,
+    Recv,
+    ReduceScatter,
+    Send,
+    SwapHeads,
+    T,
+    batches,
+)
+
+Key = tuple[T, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took time on a rank: a block (`channel` empty) or the batch of a channel."""
+
+    rank: int
+    step: int
+    channel: str
+    what: tuple
+    start: float
+    end: float
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """One operation with all its parties; for a reduction, `values` collects what each contributed."""
+
+    label: tuple
+    parties_needed: int
+    parties: list["_Batch"] = field(default_factory=list)
+    started: int = 0
+    begin: float = 0.0  # when the last party of those started did
+    values: dict[Key, int] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Batch:
+    rank: int
+    step: int
+    channel: str
+    ops: list[Comm]
+    launched: float
+    previous: "_Batch | None"
+    transfers: list[_Transfer] = field(default_factory=list)
+    following: "_Batch | None" = None
+    start: float | None = None
+    unmet: int = 0  # transfers of which not all parties have started
+    done: float | None = None
+
+
+def contributions(attend: Attend, plan: Plan) -> Iterator[tuple[int, int]]:
+    """The (query chunk, key/value chunk) pairs of a block that its mask does not empty."""
+    for q in attend.q_chunks:
+        row = plan.sees.rows[q]
+        for kv in attend.kv_chunks:
+            if row >> kv & 1:
+                yield q, kv
+
+
+class Machine:
+    """All ranks of a plan; `rank` gives the program of one, which yields (rank, step, what, batch) it must wait for."""
+
+    def __init__(self, plan: Plan, block_time: Callable, transfer_time: Callable) -> None:
+        self.plan, self.block_time, self.transfer_time = plan, block_time, transfer_time
+        self.held = [{(t, r): 1 << r for t in plan.starts} for r in range(plan.n)]
+        self.arriving: list[dict[Key, list[tuple[_Transfer, _Batch, bool]]]] = [
+            defaultdict(list) for _ in range(plan.n)
+        ]
+        self.clock = [0.0] * plan.n
+        self.launched: dict[tuple[int, str], deque[_Batch]] = defaultdict(partial(deque, maxlen=IN_FLIGHT))
+        self.unmatched: dict[tuple, list[_Transfer]] = defaultdict(list)
+        self.joined: dict[tuple, int] = defaultdict(int)
+        self.spans: list[Span] = []
+
+    # -- one rank's program ------------------------------------------------------------------------------------
+
+    def rank(self, r: int) -> Iterator[tuple]:
+        self._swap(r, 0, self.plan.before)
+        for s, step in enumerate(self.plan.steps[r]):
+            for op in step.comm:
+                for key in self._inputs(op, r):
+                    if key[0] in PARTIAL and not self.arriving[r][key]:
+                        self.held[r].setdefault(key, 0)  # no contribution: zeros travel
+                    yield from self._need(r, s, key, f"{type(op).__name__} of")
+            for channel, ops in batches(step.comm):
+                yield from self._make_room(r, s, channel)
+                self._launch(r, s, channel, ops)
+            for attend in step.attend:
+                yield from self._attend(r, s, attend)
+        end = len(self.plan.steps[r])
+        for key in [key for key, waiting in self.arriving[r].items() if waiting]:
+            yield from self._need(r, end, key, "the end of the plan, which needs")
+        self._swap(r, end, self.plan.after)
+
+    def _swap(self, r: int, s: int, swaps: tuple[SwapHeads, ...]) -> None:
+        """Its parties run the same steps with the same times, so nobody waits for anybody."""
+        for op in swaps:
+            start = self.clock[r]
+            self.clock[r] += self.transfer_time(op)
+            self.spans.append(Span(r, s, op.channel, (op,), start, self.clock[r]))
+
+    def _inputs(self, op: Comm, r: int) -> list[Key]:
+        match op:
+            case Send():
+                return [(op.tensor, op.chunk)]
+            case AllGather():
+                return [(op.tensor, op.chunks[op.group.index(r)])]
+            case ReduceScatter():
+                return [(op.tensor, c) for c in op.chunks]
+        return []
+
+    def _need(self, r: int, s: int, key: Key, why: str) -> Iterator[tuple]:
+        held, waiting = self.held[r], self.arriving[r].pop(key, [])
+        for transfer, batch, reduce in waiting:
+            yield from self._wait(r, s, say(key), batch)
+            value = transfer.values[key]
+            if key in held and held[key] & value and key[0] in PARTIAL:
+                raise PlanError(f"rank {r}, step {s}: {say(key)} received with blocks it already counts")
+            if key in held and not reduce:
+                raise PlanError(f"rank {r}, step {s}: {say(key)} received over the one already there")
+            held[key] = held.get(key, 0) | value
+        if key not in held:
+            raise PlanError(f"rank {r}, step {s}: {why} {say(key)}, which is not there")
+
+    def _make_room(self, r: int, s: int, channel: str) -> Iterator[tuple]:
+        running = self.launched[r, channel]
+        if len(running) == IN_FLIGHT:
+            yield from self._wait(r, s, f"the oldest of the {IN_FLIGHT} batches under way", running[0])
+
+    def _wait(self, r: int, s: int, what: str, batch: _Batch) -> Iterator[tuple]:
+        while batch.done is None:
+            yield r, s, what, batch
+        self.clock[r] = max(self.clock[r], batch.done)
+
+    def _attend(self, r: int, s: int, attend: Attend) -> Iterator[tuple]:
+        plan, held = self.plan, self.held[r]
+        for tensor, chunks in zip(plan.starts, (attend.q_chunks, attend.kv_chunks), strict=True):
+            for c in chunks:
+                yield from self._need(r, s, (tensor, c), "block needs")
+        for q, kv in contributions(attend, plan):
+            for tensor, chunk, other in zip(plan.ends, (q, kv), (kv, q), strict=False):
+                if held.get((tensor, chunk), 0) >> other & 1:
+                    raise PlanError(f"rank {r}, step {s}: block (query chunk {q}, key chunk {kv}) computed twice")
+                held[tensor, chunk] = held.get((tensor, chunk), 0) | 1 << other
+        start = self.clock[r]
+        self.clock[r] += self.block_time(attend, plan)
+        self.spans.append(Span(r, s, "", (attend,), start, self.clock[r]))
+
+    # -- channels ----------------------------------------------------------------------------------------------
+
+    def _launch(self, r: int, s: int, channel: str, ops: list[Comm]) -> None:
+        running = self.launched[r, channel]
+        batch = _Batch(r, s, channel, ops, self.clock[r], running[-1] if running else None)
+        if batch.previous:
+            batch.previous.following = batch
+        running.append(batch)
+        for op in ops:
+            transfer = self._meet(r, s, op)
+            transfer.parties.append(batch)
+            batch.transfers.append(transfer)
+            self._move(r, op, transfer, batch)
+        batch.unmet = len(batch.transfers)
+        if batch.previous is None or batch.previous.done is not None:
+            self._start(batch)
+
+    def _meet(self, r: int, s: int, op: Comm) -> _Transfer:
+        """The transfer this operation takes part in: the next of its kind on the channel between its parties."""
+        if isinstance(op, AllGather | ReduceScatter):
+            where, label = (op.group, op.channel), (type(op).__name__, op.tensor, op.chunks)
+            count, mine = len(op.group), self.joined[op.group, op.channel, r]
+            self.joined[op.group, op.channel, r] += 1
+        else:
+            ends = (r, op.peer) if isinstance(op, Send) else (op.peer, r)
+            where, label = (*ends, op.channel), ("p2p", op.tensor, (op.chunk,))
+            count, mine = 2, self.joined[ends, op.channel, type(op)]
+            self.joined[ends, op.channel, type(op)] += 1
+        queue = self.unmatched[where]
+        if mine == len(queue):
+            queue.append(_Transfer(label, count))
+        transfer = queue[mine]
+        if transfer.label != label:
+            first = transfer.parties[0]
+            raise PlanError(
+                f"rank {r}, step {s}: {say_transfer(label)} on channel {op.channel} meets "
+                f"{say_transfer(transfer.label)} of rank {first.rank}, step {first.step}"
+            )
+        return transfer
+
+    def _move(self, r: int, op: Comm, transfer: _Transfer, batch: _Batch) -> None:
+        held = self.held[r]
+        for key in self._inputs(op, r):
+            if transfer.values.get(key, 0) & held[key] and key[0] in PARTIAL:
+                raise PlanError(f"rank {r}, step {batch.step}: {say(key)} reduced with blocks counted twice")
+            transfer.values[key] = transfer.values.get(key, 0) | held[key]
+            if key[0] in PARTIAL:
+                del held[key]
+        match op:
+            case Recv():
+                self._expect(r, (op.tensor, op.chunk), transfer, batch, op.reduce)
+            case AllGather():
+                for rank, chunk in zip(op.group, op.chunks, strict=True):
+                    if rank != r:
+                        self._expect(r, (op.tensor, chunk), transfer, batch, False)
+            case ReduceScatter():
+                self._expect(r, (op.tensor, op.chunks[op.group.index(r)]), transfer, batch, True)
+
+    def _expect(self, r: int, key: Key, transfer: _Transfer, batch: _Batch, reduce: bool) -> None:
+        """The executor may merge a partial as soon as it is there, in any order: one that replaces must come alone."""
+        waiting = self.arriving[r][key]
+        if key[0] in PARTIAL and not reduce and (waiting or key in self.held[r]):
+            raise PlanError(f"rank {r}, step {batch.step}: {say(key)} received over the one already there")
+        if key[0] in PARTIAL and any(not reduced for *_, reduced in waiting):
+            raise PlanError(f"rank {r}, step {batch.step}: {say(key)} received while one that replaces it is under way")
+        waiting.append((transfer, batch, reduce))
+
+    def _start(self, first: _Batch) -> None:
+        """Starts a batch, completes those that it was the last to meet, and starts those behind them."""
+        ready = [first]
+        while ready:
+            batch = ready.pop()
+            batch.start = max(batch.launched, batch.previous.done if batch.previous else 0.0)
+            batch.previous = None
+            for transfer in batch.transfers:
+                transfer.started += 1
+                transfer.begin = max(transfer.begin, batch.start)
+                if transfer.started == transfer.parties_needed:
+                    ready += self._met(transfer)
+
+    def _met(self, transfer: _Transfer) -> list[_Batch]:
+        """Completes the batches that waited for this transfer alone; returns those that now may start."""
+        for batch in transfer.parties:
+            batch.unmet -= 1
+        complete = [batch for batch in transfer.parties if batch.unmet == 0]
+        for batch in complete:
+            # It begins when its last party does; each direction carries its operations one after the other.
+            begin = max(t.begin for t in batch.transfers)
+            outward = sum(self.transfer_time(op) for op in batch.ops if not isinstance(op, Recv))
+            inward = sum(self.transfer_time(op) for op in batch.ops if not isinstance(op, Send))
+            batch.done = begin + max(outward, inward)
+            self.spans.append(Span(batch.rank, batch.step, batch.channel, tuple(batch.ops), begin, batch.done))
+        return [batch.following for batch in complete if batch.following]
+
+
+def say(key: Key) -> str:
+    return f"{key[0]} chunk {key[1]}"
+
+
+def say_transfer(label: tuple) -> str:
+    kind, tensor, chunks = label
+    named = f"chunk {chunks[0]}" if kind == "p2p" else f"chunks {chunks}"
+    return f"{'message' if kind == 'p2p' else kind} {tensor} {named}"
