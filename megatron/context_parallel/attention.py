@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .blocks import Blocks
+from .communicators import joined
 from .errors import UsageError
 from .executor import Executor, Problem
 from .heads import HeadGroup, check_heads
@@ -33,6 +34,7 @@ class _Strategy:
         self.layout = layout or self.strategy.layouts[0]
         self._recent: OrderedDict[tuple, object] = OrderedDict()
         plan = self._plan(None, backward=False, checked=True)
+        self._recent["plan", plan.sees, False] = plan
         self.steps_on = plan.n  # ranks that run the steps of a plan together
         self.chunks = [plan.chunk_of(r) for r in range(n)]  # of each rank
 
@@ -73,6 +75,8 @@ class _Strategy:
 class ContextParallel(_Strategy):
     """A context group and how it computes attention. Make one per group and keep it: it holds communicators.
 
+    All ranks of the group make it together, as a collective; other ranks take no part.
+
     Args:
         strategy: `--cp-strategy`, a key of `strategies.STRATEGIES`.
         layout: `--cp-layout`; default: the strategy's own.
@@ -83,7 +87,8 @@ class ContextParallel(_Strategy):
         chunk: the chunk of the sequence this rank owns; its rank in the group unless a placement moves the data.
 
     Raises:
-        UsageError: an unknown strategy, or a layout or option it does not work with.
+        UsageError: an unknown strategy, or a layout or option it does not work with; no process group, or this rank is
+            not in it; a rank of the group that was given something else, or did not come within the group's timeout.
     """
 
     def __init__(
@@ -93,11 +98,16 @@ class ContextParallel(_Strategy):
         group: dist.ProcessGroup | None = None,
         **options: object,
     ) -> None:
-        group = group or dist.group.WORLD
-        self.rank = dist.get_rank(group)
-        self._transport = TorchTransport(group)
+        group = joined(group)
+        given = "".join(f", {name}={value!r}" for name, value in sorted(options.items()))
+        given = f"--cp-strategy {strategy}, layout {layout or 'default'}{given}"
+        self._transport = TorchTransport(group, given)
         super().__init__(strategy, layout, dist.get_world_size(group), options)
+        self.rank = dist.get_rank(group)
         self.chunk = self.chunks[self.rank]
+        masks, passes = (Mask(causal=True), Mask(causal=False)), (False, True)
+        plans = [self.plan(mask, 4 * self.n, backward=backward) for mask in masks for backward in passes]
+        self._transport.connect({needed for plan in plans for needed in plan.communicators})
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's tokens of a full sequence: [..., length, ...] to [..., length / n, ...] along `dim`."""
@@ -118,7 +128,6 @@ class ContextParallel(_Strategy):
         return parts[0]
 
     def run(self, program: Callable[..., Program], plan: Plan, problem: Problem, parts: list[tuple]) -> list:
-        self._transport.connect(plan)
         return [run_here(program(plan, problem, self.rank, self._transport, *parts[0]))]
 
 

@@ -161,7 +161,7 @@ class Plan:
 
     @cached_property
     def communicators(self) -> list[tuple[str, tuple[int, ...]]]:
-        """(channel, ranks) of all communicators it takes, in one order for all ranks."""
+        """(channel, ranks) of all communicators it takes, sorted."""
         everyone = tuple(range(self.size))
         needed = {(op.channel, everyone) for op in self.before}
         for part in range(self.heads):
