@@ -128,7 +128,8 @@ def measure(args: argparse.Namespace, grid: tuple[int, int], device: torch.devic
     }
     if 1 in grid:  # a group of one rank: nothing of it travels, and its cost is that of the other group's links
         rings = dict.fromkeys(rings, rings["queries" if b == 1 else "keys"])
-    transport = TorchTransport(dist.group.WORLD)
+    transport = TorchTransport(dist.group.WORLD, f"profile of grid {grid}")
+    transport.connect([("profile", tuple(range(n)))])
     transfers = {}
     for tensor, sent in chunks.items():
         following, previous = rings["keys" if tensor in (T.KV, T.DKV) else "queries"]

@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .blocks import Blocks
+from .communicators import joined
 from .errors import UsageError
 from .executor import Executor, Problem
 from .heads import HeadGroup
 from .kernels import Kernel, Scores
 from .kernels.choose import kernel_for
 from .layout import Chunks, positions, shard, unshard
-from .mask import Documents, Mask, Pairs
+from .mask import Documents, Mask
 from .plan.ir import Plan, T
 from .plan.verify import verify
 from .sinks import add_sinks, sink_gradients
@@ -30,45 +31,42 @@ Lengths = tuple[int, int]  # queries and keys of the whole sequence
 
 
 class _Strategy:
-    """A strategy, its layout and options, and its plans for n ranks, each verified when first made."""
+    """A strategy as chosen, and its plans for n ranks, each verified when first made."""
 
-    def __init__(self, strategy: str, layout: str | None, n: int, options: dict[str, object]) -> None:
-        self.strategy, self.n, self.options = find_strategy(strategy), n, options
-        if unknown := options.keys() - {"head_parallel_size", "placement", *self.strategy.options}:
-            raise UsageError(f"--cp-strategy {strategy}: no option {min(unknown)}; it has {self.strategy.option_names}")
-        self.layout = layout or self.strategy.layouts[0]
+    def __init__(self, strategy: str | Choice, layout: str | None, n: int, options: dict[str, object]) -> None:
+        self.choice, self.n = choose(strategy, layout=layout, **options), n
+        self.layout = self.choice.layout
         self._recent: OrderedDict[tuple, object] = OrderedDict()
-        plan = self._plan(None, backward=False, checked=True)
+        plan = self.choice.plan(n)
         self.steps_on = plan.n  # ranks that run the steps of a plan together
         self.chunks = [plan.chunk_of(r) for r in range(n)]  # of each rank
 
-    def plan(self, mask: Mask, lengths: Lengths, *, backward: bool) -> Plan:
+    def plan(self, mask: Mask, lengths: Lengths, heads: int, kv_heads: int, *, backward: bool) -> Plan:
         """The plan of one pass. What the mask empties does not travel if the strategy can tell.
 
         Raises:
-            UsageError: a layout the strategy does not work with.
+            UsageError: heads that the head-parallel size does not split.
         """
         if self.steps_on > ALL_RANKS_UP_TO:
             mask = Mask(mask.causal, mask.window)  # plans for the documents of each batch would take too long to make
-        sees = mask.pairs(*Chunks.pair(self.layout, self.steps_on, *lengths))
-        return self._plan(sees, backward, checked=mask.documents is None)
+        sees = self._remember(("sees", mask, lengths), lambda: mask.pairs(*self._chunks(lengths)))
 
-    def _plan(self, sees: Pairs | None, backward: bool, checked: bool) -> Plan:
         def make() -> Plan:
-            plan = self.strategy.plan(self.n, layout=self.layout, sees=sees, backward=backward, **self.options)
-            if checked and plan.n <= ALL_RANKS_UP_TO:
+            plan = self.choice.plan(self.n, sees=sees, backward=backward, heads=heads, kv_heads=kv_heads)
+            if mask.documents is None and plan.n <= ALL_RANKS_UP_TO:
                 verify(plan)
             return plan
 
-        return self._remember(("plan", sees, backward), make)
+        return self._remember(("plan", sees, heads, kv_heads, backward), make)
+
+    def _chunks(self, lengths: Lengths) -> tuple[Chunks, Chunks]:
+        return Chunks.pair(self.layout, self.steps_on, *lengths)
 
     def blocks(self, mask: Mask, lengths: Lengths, kernel: Kernel) -> Blocks:
         """The blocks of `mask`, the same object for each layer of a model."""
 
-        def make() -> Blocks:
-            return Blocks(mask, *Chunks.pair(self.layout, self.steps_on, *lengths), kernel)
-
-        return self._remember(("blocks", mask, lengths, kernel), make)
+        key = "blocks", mask, lengths, kernel
+        return self._remember(key, lambda: Blocks(mask, *self._chunks(lengths), kernel))
 
     def _remember(self, key: tuple, make: Callable[[], object]) -> object:
         if key not in self._recent:
@@ -82,8 +80,10 @@ class _Strategy:
 class ContextParallel(_Strategy):
     """A context group and how it computes attention. Make one per group and keep it: it holds communicators.
 
+    All ranks of the group make it together, as a collective; other ranks take no part.
+
     Args:
-        strategy: `--cp-strategy`, a key of `strategies.STRATEGIES`.
+        strategy: `--cp-strategy`, a name or a spec such as "mesh:grid=2x4" (`strategies.spec`).
         layout: `--cp-layout`; default: the strategy's own.
         group: the ranks that share a sequence; default: the world.
         options: `head_parallel_size`, `placement`, and those of the strategy.
@@ -92,21 +92,24 @@ class ContextParallel(_Strategy):
         chunk: the chunk of the sequence this rank owns; its rank in the group unless a placement moves the data.
 
     Raises:
-        UsageError: an unknown strategy, or a layout or option it does not work with.
+        UsageError: an unknown strategy, or a layout or option it does not work with; no process group, or this rank is
+            not in it; a rank of the group that was given something else, or did not come within the group's timeout.
     """
 
     def __init__(
         self,
-        strategy: str = "ring",
+        strategy: str | Choice = "ring",
         layout: str | None = None,
         group: dist.ProcessGroup | None = None,
         **options: object,
     ) -> None:
-        group = group or dist.group.WORLD
-        self.rank = dist.get_rank(group)
-        self._transport = TorchTransport(group)
+        group = joined(group)
         super().__init__(strategy, layout, dist.get_world_size(group), options)
+        self.rank = dist.get_rank(group)
         self.chunk = self.chunks[self.rank]
+        self._transport = TorchTransport(group, f"--cp-strategy {self.choice.spec}")
+        plans = [self.choice.plan(self.n, backward=backward) for backward in (False, True)]
+        self._transport.connect({needed for plan in plans for needed in plan.communicators(self.rank)})
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's tokens of a full sequence: [..., length, ...] to [..., length / n, ...] along `dim`."""
@@ -127,7 +130,6 @@ class ContextParallel(_Strategy):
         return parts[0]
 
     def run(self, program: Callable[..., Program], plan: Plan, problem: Problem, parts: list[tuple]) -> list:
-        self._transport.connect(plan)
         return [run_here(program(plan, problem, self.rank, self._transport, *parts[0]))]
 
 
@@ -137,7 +139,7 @@ class AllRanks(_Strategy):
     Takes the place of a `ContextParallel`; arguments and errors as there.
     """
 
-    def __init__(self, n: int, strategy: str = "ring", layout: str | None = None, **options: object) -> None:
+    def __init__(self, n: int, strategy: str | Choice = "ring", layout: str | None = None, **options: object) -> None:
         super().__init__(strategy, layout, n, options)
 
     def length(self, x: Tensor) -> int:
@@ -203,12 +205,11 @@ def context_parallel_attention(
     _check(q, k, v, sinks)
     mask, lengths = Mask(causal, window, documents), (cp.length(q), cp.length(k))
     _check_documents(documents, q.shape[1], *lengths)
-    plan = cp.plan(mask, lengths, backward=False)
-    check_heads(plan, q.shape[2], k.shape[2])
+    plan = cp.plan(mask, lengths, q.shape[2], k.shape[2], backward=False)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     kernel = kernel or kernel_for(q.device, q.dtype, q.shape[-1])
     problem = Problem(cp.blocks(mask, lengths, kernel), k.shape[2], kernel, Scores(scale, softcap))
-    call = _Call(cp, mask, lengths, plan, problem)
+    call = _Call(cp, mask, lengths, q.shape[2], plan, problem)
     again = kept.popleft() if kept and torch.is_grad_enabled() else None
     out, lse = _Attention.apply(q, k, v, sinks, call, again, None if torch.is_grad_enabled() else kept)
     return (out, lse) if return_lse else out
@@ -254,6 +255,7 @@ class _Call:
     cp: "ContextParallel | AllRanks"
     mask: Mask
     lengths: Lengths
+    heads: int
     plan: Plan
     problem: Problem
 
@@ -283,7 +285,7 @@ class _Attention(torch.autograd.Function):
             douts = cp.split(dout)
             ranks = len(douts)
             of_ranks = zip(douts, *(saved[i : i + ranks] for i in range(0, len(saved), ranks)), strict=True)
-            plan = cp.plan(call.mask, call.lengths, backward=True)
+            plan = cp.plan(call.mask, call.lengths, call.heads, call.problem.kv_heads, backward=True)
             results = cp.run(_backward, plan, call.problem, [(sinks, *part) for part in of_ranks])
             dsinks, *grads = zip(*results, strict=True)
             grads = [*map(cp.join, grads), None if sinks is None else sum(dsinks)]

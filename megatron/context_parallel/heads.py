@@ -6,28 +6,9 @@ steps with the ranks that have the same part, and swap back.
 
 from torch import Tensor
 
-from .errors import UsageError
 from .layout import rows_in
 from .plan.ir import Plan
-from .strategies import find_strategy
 from .transport import Program, Subgroup, Transport
-
-
-def head_parallel_sizes(heads: int, kv_heads: int) -> list[int]:
-    """The head-parallel sizes that split the heads of a (tensor-parallel) rank, ascending."""
-    return [d for d in range(1, heads + 1) if heads % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)]
-
-
-def check_heads(plan: Plan, heads: int, kv_heads: int) -> None:
-    """Raises UsageError if the head-parallel size of `plan` does not split the heads, naming what would."""
-    sizes = head_parallel_sizes(heads, kv_heads)
-    if plan.heads not in sizes:
-        fits = max(d for d in sizes if plan.size % d == 0)
-        give = "--cp-strategy usp " if find_strategy(plan.name).all_heads else ""
-        raise UsageError(
-            f"--cp-head-parallel-size {plan.heads}: does not split {heads} heads with {kv_heads} key/value heads, as "
-            f"{', '.join(map(str, sizes))} do; give {give}--cp-head-parallel-size {fits}"
-        )
 
 
 class HeadGroup:

@@ -1,14 +1,16 @@
 """How chunks travel: through torch.distributed, or between ranks that all live in this process."""
 
 from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from itertools import chain
 from typing import Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .communicators import meet, new_communicator
 from .plan.ir import Plan, PlanError
 
 Result = TypeVar("Result")
@@ -74,30 +76,35 @@ class _Rounds:
 class TorchTransport:
     """torch.distributed (NCCL or gloo). Each channel is a communicator of its own."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, given: str) -> None:
+        """Waits for the other ranks of `group`, which must be `given` the same (see `meet`)."""
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
-        self._groups: dict[tuple, dist.ProcessGroup] = {}
-        self._given: dist.ProcessGroup | None = group
+        self._given, self._meeting = group, meet(group, given)
+        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self._nccl = "nccl" in dist.get_backend_config(group)
 
-    def connect(self, plan: Plan) -> None:
-        """Makes the communicators that `plan` needs. All ranks must take part, and in one order: some make no use of
-        a channel that they belong to."""
-        for channel, members in plan.communicators:
-            if self.rank in members:
-                self._group(channel, members)
+    def connect(self, communicators: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        """Makes communicators, each a channel and its ranks. All ranks of the group must ask for the same ones."""
+        everyone = tuple(range(len(self.ranks)))
+        for channel, members in sorted(communicators):
+            if self.rank not in members:
+                continue
+            if members == everyone and self._given not in self._groups.values():
+                group = self._given
+            else:
+                group = new_communicator(self._given, [self.ranks[m] for m in members], self._meeting, channel)
+            if self._nccl:  # it connects all ranks at its first call or never
+                dist.barrier(group, device_ids=[torch.cuda.current_device()])
+            self._groups[channel, members] = group
 
     def _group(self, channel: str, members: tuple[int, ...]) -> dist.ProcessGroup:
-        key = (channel, members)
-        if key not in self._groups:
-            if self._given is not None and len(members) == len(self.ranks):
-                self._groups[key], self._given = self._given, None
-            else:
-                ranks = [self.ranks[m] for m in members]
-                self._groups[key] = dist.new_group(ranks, use_local_synchronization=True)
-            if dist.get_backend(self._groups[key]) == "nccl":
-                dist.barrier(self._groups[key])  # NCCL connects all ranks at its first call or never
-        return self._groups[key]
+        if (channel, members) not in self._groups:
+            raise PlanError(
+                f"channel {channel!r} of ranks {list(members)}: no communicator; a strategy may use only the channels "
+                f"it uses for causal and full masks, here {sorted({c for c, _ in self._groups})}"
+            )
+        return self._groups[channel, members]
 
     def exchange(self, channel: str, sends: Messages, receives: Messages) -> Work:
         group = self._group(channel, tuple(range(len(self.ranks))))
@@ -108,7 +115,7 @@ class TorchTransport:
         return _Batch(dist.batch_isend_irecv(ops), label + f"receiving from {[p for p, _ in receives]}")
 
     def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> Work:
-        if dist.get_backend(self._group(channel, tuple(range(len(self.ranks))))) == "nccl":
+        if self._nccl:
             return self.exchange(channel, list(chain(*sends)), list(chain(*receives)))
         # gloo reaches the rate of a link one pair at a time; all at once it gets two thirds of it.
         return _Rounds(partial(self.exchange, channel), list(zip(sends, receives, strict=True)))

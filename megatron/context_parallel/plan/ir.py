@@ -12,7 +12,6 @@ channels overlap.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 
 from ..layout import parts
 from ..mask import Pairs
@@ -191,16 +190,15 @@ class Plan:
         """What all ranks do after the steps."""
         return (SwapHeads(self.ends, self.heads),) if self.heads > 1 else ()
 
-    @cached_property
-    def communicators(self) -> list[tuple[str, tuple[int, ...]]]:
-        """(channel, ranks) of all communicators it takes, in one order for all ranks."""
-        everyone, ops = tuple(range(self.size)), [op for steps in self.steps for step in steps for op in step.comm]
-        channels = {op.channel for op in (*self.before, *ops) if not isinstance(op, AllGather)}
-        gathers = {(op.channel, op.group) for op in ops if isinstance(op, AllGather)}
-        needed = {(channel, everyone) for channel in channels}
-        for part in range(self.heads):
-            ranks = self.grid.along(self.grid.rank(heads=part), "context")
-            needed |= {(channel, tuple(ranks[r] for r in group)) for channel, group in gathers}
+    def communicators(self, rank: int) -> list[tuple[str, tuple[int, ...]]]:
+        """(channel, ranks) of the communicators that `rank`, of all ranks, belongs to, sorted."""
+        place, in_steps = self.grid.coordinates(rank)["context"], self.grid.along(rank, "context")
+        needed = {
+            (channel, tuple(range(self.size))) for channel in (*self.channels, *(op.channel for op in self.before))
+        }
+        for op in (op for step in self.steps[place] for op in step.comm):
+            if isinstance(op, AllGather):
+                needed.add((op.channel, tuple(in_steps[r] for r in op.group)))
         return sorted(needed)
 
     @property

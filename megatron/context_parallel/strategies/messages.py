@@ -1,4 +1,4 @@
-"""Messages between ranks, both ends written once: by the rule that says what a rank sends, its peer's receive is known."""
+"""Messages between ranks, both ends written once: the rule of what a rank sends tells its peer what it receives."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

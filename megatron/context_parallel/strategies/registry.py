@@ -166,9 +166,8 @@ def register(
         if name in STRATEGIES:
             raise UsageError(f"strategy {name}: the name is taken; register it under another")
         if not layouts or (unknown := [layout for layout in layouts if layout not in LAYOUTS]):
-            raise UsageError(
-                f"strategy {name}: layouts {unknown if layouts else 'missing'}; choose of {', '.join(LAYOUTS)}"
-            )
+            given = ", ".join(unknown) if layouts else "missing"
+            raise UsageError(f"strategy {name}: layouts {given}; choose among {', '.join(LAYOUTS)}")
         STRATEGIES[name] = Strategy(name, tuple(layouts), write, options_of(write), channels, head_parallel)
         return STRATEGIES[name]
 

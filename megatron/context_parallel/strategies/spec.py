@@ -61,7 +61,10 @@ class Choice:
     @property
     def spec(self) -> str:
         """The text that gives this choice."""
-        given = ",".join(f"{name}={show(value)}" for name, value in {**self.common, **self.options}.items())
+        options = {**self.common, **self.options}
+        if self.layout == self.strategy.layouts[0]:
+            options.pop("layout", None)
+        given = ",".join(f"{name}={show(value)}" for name, value in sorted(options.items()))
         return ":".join(part for part in (self.source, self.strategy.name, given) if part)
 
     def plan(self, n: int, **how: object) -> Plan:

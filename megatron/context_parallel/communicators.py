@@ -1,0 +1,96 @@
+"""How the ranks of a context group meet, and the communicators they then make together."""
+
+import hashlib
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .errors import UsageError
+
+
+def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """`group`, by default the world.
+
+    Raises:
+        UsageError: there are no process groups, or this rank is not in this one.
+    """
+    if not dist.is_initialized():
+        raise UsageError(
+            "ContextParallel: there is no process group; call torch.distributed.init_process_group() before, or use "
+            "AllRanks(n) to have n ranks in this process"
+        )
+    group = group or dist.group.WORLD
+    if dist.get_rank(group) < 0:
+        raise UsageError(
+            f"ContextParallel: rank {dist.get_rank()} is not in the given group; give the group this rank is in"
+        )
+    return group
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long operations of `group` may take. No public function tells."""
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
+def meet(group: dist.ProcessGroup, given: str) -> str:
+    """Waits for all ranks of `group`, all `given` the same, and returns a name that only this meeting has.
+
+    The name is the same on all ranks, whatever groups each of them has already.
+
+    Raises:
+        UsageError: a rank does not come within the timeout of the group, gave up, or was given something else.
+    """
+    ranks, rank, timeout = dist.get_process_group_ranks(group), dist.get_rank(), timeout_of(group)
+    members = "_".join(map(str, ranks))
+    store = dist.PrefixStore(f"context_parallel/{members}", distributed_c10d._get_default_store())
+    turn = store.add(f"meetings of {rank}", 1)  # counted in the store: it outlives groups, and names are used once
+    keys = [f"{turn}/{r}" for r in ranks]
+    store.set(f"{turn}/{rank}", given)
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError:
+        if missing := [r for r, key in zip(ranks, keys, strict=True) if not store.check([key])]:
+            store.set(f"{turn}/{rank}", f"gave up waiting for {_named(missing)}")  # for those who come later
+            raise UsageError(
+                f"{given} on {_named(ranks)}: {_named(missing)} did not come within {timeout.total_seconds():g} s; "
+                "make ContextParallel on all ranks of its group (one that failed says why in its own output)"
+            ) from None
+    said = [text.decode() for text in store.multi_get(keys)]
+    if len(set(said)) > 1:
+        by_text = {text: _named([r for r, t in zip(ranks, said, strict=True) if t == text]) for text in said}
+        raise UsageError(
+            "the ranks of a context group need the same strategy, layout and options: "
+            + "; ".join(f"{who}: {text}" for text, who in by_text.items())
+        )
+    return f"{members}/{turn}"
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def new_communicator(group: dist.ProcessGroup, ranks: list[int], meeting: str, channel: str) -> dist.ProcessGroup:
+    """A communicator of `ranks` (of the world, all in `group`), with the backend and the timeout of `group`.
+
+    All of them make it, and nobody else. `dist.new_group` would name it by how many groups this process has; ranks that
+    have different numbers of groups would wait for each other for ever.
+    """
+    name = hashlib.sha256(f"{meeting} {channel} {ranks}".encode()).hexdigest()
+    world = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None  # else NCCL splits the world, and needs all its ranks
+    try:
+        communicator, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            dist.get_backend(group),
+            distributed_c10d._get_default_store(),
+            f"context_parallel/{name}",
+            timeout=timeout_of(group),
+            group_desc=f"context parallel {channel}",
+        )
+    finally:
+        world.bound_device_id = device
+    distributed_c10d._world.pg_group_ranks[communicator] = {rank: i for i, rank in enumerate(ranks)}
+    return communicator
