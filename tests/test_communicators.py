@@ -111,12 +111,14 @@ def test_one_made_after_another_has_communicators_of_its_own(ranks):
 
 def _side_by_side() -> float:
     uneven_groups()
-    pairs = [dist.new_group(pair, sort_ranks=False) for pair in ([0, 1], [3, 2], [0, 2])]
-    rank, world = dist.get_rank(), dist.group.WORLD
+    how = {"timeout": timedelta(seconds=20), "sort_ranks": False}
+    pairs = {pair: dist.new_group(pair, **how) for pair in ((0, 1), (0, 2), (3, 2))}
+    world, cps = dist.group.WORLD, []
     world.bound_device_id = torch.device("cuda:0")
     with patch("torch.distributed.distributed_c10d._get_split_source") as split:
-        cps = [ContextParallel(("loongtrain", "lightseq")[rank // 2], group=pairs[rank // 2])]
-        cps += [ContextParallel("lightseq", group=pairs[2])] if rank in (0, 2) else []
+        for pair in pairs:  # the pair (0, 2) is the second of rank 0 and the first of rank 2
+            if dist.get_rank() in pair:
+                cps.append(ContextParallel("loongtrain" if 1 in pair else "lightseq", group=pairs[pair]))
     assert not split.called, "NCCL would split the world and wait for all its ranks"
     assert world.bound_device_id == torch.device("cuda:0")
     world.bound_device_id = None
