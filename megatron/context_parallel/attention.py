@@ -12,7 +12,7 @@ from .blocks import Blocks
 from .errors import UsageError
 from .executor import Executor, Problem
 from .heads import HeadGroup, check_heads
-from .kernels import Kernel
+from .kernels import Kernel, check_scale
 from .kernels.choose import kernel_for
 from .layout import positions, shard, unshard
 from .mask import Documents, Mask, Pairs
@@ -181,7 +181,7 @@ def context_parallel_attention(
         [s, b, heads, d] in q's dtype, or that and the log-sum-exp.
 
     Raises:
-        UsageError: shapes, dtypes, heads or a sequence length that do not go together.
+        UsageError: shapes, dtypes, heads or a sequence length that do not go together; a scale that is not positive.
     """
     _check(q, k, v)
     mask, length = Mask(causal, window, documents), cp.length(q)
@@ -193,6 +193,7 @@ def context_parallel_attention(
     plan = cp.plan(mask, length, backward=False)
     check_heads(plan, q.shape[2], k.shape[2])
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    check_scale(scale)
     kernel = kernel or kernel_for(q.device, q.dtype, q.shape[-1])
     problem = Problem(cp.blocks(mask, length, kernel), k.shape[2], kernel, scale)
     again = kept.popleft() if kept and torch.is_grad_enabled() else None

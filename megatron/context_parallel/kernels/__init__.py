@@ -1,10 +1,22 @@
 """Block attention: what a kernel is to its users; `choose.py` says which serves a tensor."""
 
+import math
 from typing import Protocol
 
 from torch import Tensor
 
+from ..errors import UsageError
 from .masks import Mask, Piece, Runs
+
+
+def check_scale(scale: float) -> None:
+    """Refuses a softmax scale with which kernels mask wrongly: they scale scores of -inf too.
+
+    Raises:
+        UsageError: a scale that is not positive and finite.
+    """
+    if not (scale > 0 and math.isfinite(scale)):
+        raise UsageError(f"softmax scale {scale}: must be positive and finite, such as 0.125 (1 / sqrt(head_dim))")
 
 
 class Kernel(Protocol):
