@@ -65,6 +65,7 @@ MASKS = {
     "two_samples": runs(*(torch.stack(x) for x in zip(documents(33, 12), documents(1, 40, 4), strict=True))),
     "empty": runs(0 * ROW, 0 * ROW),
 }
+PADDED = runs(*(torch.where((ROW > 7) & (ROW < 24), 24, x) for x in (ROW // 8 * 8, ROW // 8 * 8 + 5)))  # gaps
 
 
 def seen(mask, s: int, t: int) -> torch.Tensor:
@@ -194,6 +195,32 @@ def test_tiles_that_nobody_sees_are_not_read(interpreted):
     assert all(interpreted(unseen_are_not_read))
 
 
+def rows_nobody_sees_do_not_matter() -> list[bool]:
+    """Bit for bit, with NaN in keys that no row sees and in queries that see nothing."""
+    from megatron.context_parallel.kernels.position import PositionKernel
+
+    q, k, v, dout = inputs(torch.float32)
+    good = []
+    for mask in (MASKS["documents"], MASKS["two_samples"], MASKS["step_window"], PADDED):
+        keys, rows = seen(mask, S, T).any(1), seen(mask, S, T).any(2)  # [samples, t], [samples, s]
+        keys, rows = (x.T.repeat_interleave(2 // len(x), 1) for x in (keys, rows))
+        bad_k, bad_v = (x.masked_fill(~keys[..., None], float("nan")) for x in (k, v))
+        bad_q, bad_dout = (x.masked_fill(~rows[..., None, None], y) for x, y in ((q, float("nan")), (dout, 3e38)))
+        for deterministic in (False, True):
+            kernel = PositionKernel(torch.device("cpu"), deterministic=deterministic)
+            out, lse = kernel.forward(q, k, v, mask, scale=0.125)
+            delta = (dout * out).sum(-1)
+            wanted = (out, lse, *kernel.backward(dout, q, k, v, lse, delta, mask, scale=0.125))
+            got = kernel.forward(bad_q, bad_k, bad_v, mask, scale=0.125)
+            got += kernel.backward(bad_dout, bad_q, bad_k, bad_v, lse, delta, mask, scale=0.125)
+            good += [torch.equal(x, y) for x, y in zip(got, wanted, strict=True)]
+    return good
+
+
+def test_rows_that_nobody_sees_do_not_matter(interpreted):
+    assert all(interpreted(rows_nobody_sees_do_not_matter))
+
+
 def full_tiles_ignore_runs() -> float:
     """A row inside a query tile claims to see little: where first and last row see a tile, nobody asks the others."""
     from megatron.context_parallel.kernels.position import PositionKernel
@@ -284,6 +311,21 @@ def test_fused_merge(interpreted, size):
     out, lse = interpreted(merged, size)
     assert out < 1e-6 * 8
     assert lse <= 1e-7 * 8 * size
+
+
+def merged_beside_a_sink() -> float:
+    from megatron.context_parallel.kernels.merge_triton import merge_fused
+
+    torch.manual_seed(1)
+    other, gap = torch.zeros(37, 2, 3, 80), torch.rand(37, 2, 3) * 9 + 5  # weights of 1e-2 to 1e-6
+    lse, out = torch.randn(37, 2, 3), torch.randn(37, 2, 3, 80)
+    wanted = out.double() * torch.sigmoid(lse.double() - (lse + gap).double())[..., None]
+    merge_fused(out, lse, other, lse + gap)
+    return float(((out - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
+
+
+def test_fused_merge_keeps_the_digits_of_small_weights(interpreted):
+    assert interpreted(merged_beside_a_sink) < 1e-6
 
 
 # -- compiled ------------------------------------------------------------------------------------------------------

@@ -200,7 +200,8 @@ def context_parallel_attention(
         [s, b, heads, dv] in q's dtype, or that and the log-sum-exp.
 
     Raises:
-        UsageError: shapes, dtypes, heads or a sequence length that do not go together; second derivatives.
+        UsageError: shapes, dtypes, heads or a sequence length that do not go together; a scale that is not positive;
+            second derivatives.
     """
     _check(q, k, v, sinks)
     mask, lengths = Mask(causal, window, documents), (cp.length(q), cp.length(k))

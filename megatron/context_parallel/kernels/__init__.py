@@ -15,13 +15,18 @@ class Scores:
     """How scores are made of queries and keys: s = scale * q.k, and with a softcap c > 0, c * tanh(s / c).
 
     Raises:
-        UsageError: a softcap that is negative or not finite.
+        UsageError: a scale that is not positive and finite (kernels scale the -inf of masks too), or a softcap that is
+            negative or not finite.
     """
 
     scale: float
     softcap: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.scale < math.inf:
+            raise UsageError(
+                f"softmax scale {self.scale}: must be positive and finite, such as 0.125 (1 / sqrt(head_dim))"
+            )
         if not 0 <= self.softcap < math.inf:
             raise UsageError(f"softcap {self.softcap}: must be positive, such as 50.0, or 0 for none")
 

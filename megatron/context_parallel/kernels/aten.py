@@ -129,7 +129,7 @@ def _backward_causal(
 
 
 def _tiles(mask: Runs, batch: int) -> Iterator[tuple[slice, slice, slice, Tensor]]:
-    """(heads, rows, keys, what to add to their scores [rows, keys]) of the tiles in which anything is seen."""
+    """(heads, rows, keys, which of the keys each row sees [rows, keys]) of the tiles in which anything is seen."""
     samples, count = mask.first.shape
     for sample in range(samples):
         heads = slice(sample * batch // samples, (sample + 1) * batch // samples)
@@ -139,15 +139,25 @@ def _tiles(mask: Runs, batch: int) -> Iterator[tuple[slice, slice, slice, Tensor
             keys = slice(int(first[0]), int(end[-1]))
             if keys.stop > keys.start:
                 at = torch.arange(keys.start, keys.stop)
-                yield heads, rows, keys, torch.where((at >= first) & (at < end), 0.0, float("-inf"))
+                yield heads, rows, keys, (at >= first) & (at < end)
+
+
+def _added(seen: Tensor, like: Tensor) -> Tensor:
+    """What to add to the scores of a tile."""
+    return torch.where(seen, 0.0, float("-inf")).to(like.dtype)
+
+
+def _used(rows: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Tensors [B, G, rows, d] with zeros in all but some rows: a weight of 0 does not stop NaN or infinity."""
+    return [*tensors] if rows.all() else [x.masked_fill(~rows.unsqueeze(1), 0.0) for x in tensors]
 
 
 def _forward_runs(q: Tensor, k: Tensor, v: Tensor, mask: Runs, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], float("-inf"))
-    for heads, rows, keys, added in _tiles(mask, len(q)):
-        inputs = q[heads, :, rows], k[heads, :, keys], v[heads, :, keys], 0.0, False
-        out[heads, :, rows], lse[heads, :, rows] = _forward(*inputs, attn_mask=added.to(q.dtype), scale=scale)
-        blind = slice(None), slice(None), added.isneginf().all(1)
+    for heads, rows, keys, seen in _tiles(mask, len(q)):
+        inputs = q[heads, :, rows], *_used(seen.any(0), k[heads, :, keys], v[heads, :, keys]), 0.0, False
+        out[heads, :, rows], lse[heads, :, rows] = _forward(*inputs, attn_mask=_added(seen, q), scale=scale)
+        blind = slice(None), slice(None), ~seen.any(1)
         out[heads, :, rows][blind], lse[heads, :, rows][blind] = 0.0, float("-inf")  # ATen says 0 for both
     return out, lse
 
@@ -157,13 +167,15 @@ def _backward_runs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.zeros_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
     lse = lse.masked_fill(lse.isneginf(), 0.0)  # of rows that see nothing anywhere
-    for heads, rows, keys, added in _tiles(mask, len(q)):
-        queries, seen = (heads, slice(None), rows), (heads, slice(None), keys)
+    for heads, rows, keys, seen in _tiles(mask, len(q)):
+        queries, keys = (heads, slice(None), rows), (heads, slice(None), keys)
+        tile_dout, tile_q, tile_out = _used(seen.any(1), dout[queries], q[queries], out[queries])
+        tile_k, tile_v = _used(seen.any(0), k[keys], v[keys])
         grads = _backward(
-            *(dout[queries], q[queries], k[seen], v[seen], out[queries], lse[queries], 0.0, False),
-            attn_mask=added.to(q.dtype),
+            *(tile_dout, tile_q, tile_k, tile_v, tile_out, lse[queries], 0.0, False),
+            attn_mask=_added(seen, q),
             scale=scale,
         )
-        for into, grad in zip((dq[queries], dk[seen], dv[seen]), grads, strict=True):
+        for into, grad in zip((dq[queries], dk[keys], dv[keys]), grads, strict=True):
             into.add_(grad)
     return dq, dk, dv

@@ -14,6 +14,8 @@ def output_with(delta: Tensor, dout: Tensor) -> Tensor:
         delta: [...], float32 or wider.
         dout: [..., d]; rows of zeros get zeros, as their delta is 0.
     """
-    norm = torch.linalg.vector_norm(dout, dim=-1, dtype=delta.dtype)
-    factor = delta / norm.square().clamp_min(torch.finfo(delta.dtype).tiny)
+    norm = torch.linalg.vector_norm(dout, dim=-1, dtype=torch.float64)  # whose squares float32 may not hold
+    factor = delta / norm.square().clamp_min(torch.finfo(torch.float64).tiny)
+    largest = torch.finfo(delta.dtype).max
+    factor = factor.clamp(-largest, largest).to(delta.dtype)
     return torch.mul(dout, factor.unsqueeze(-1), out=torch.empty_like(dout))

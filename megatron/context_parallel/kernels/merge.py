@@ -13,13 +13,17 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> Non
         lse: [...], log-sum-exp of the scores behind `out`.
         other_out: like `out`, in any dtype.
         other_lse: like `lse`.
+
+    Each side's weight keeps all its digits, however small it is. Rows that neither has seen keep what `out` holds.
     """
     if out.is_cuda and out.dtype is torch.float32:
         from .merge_triton import merge_fused
 
         return merge_fused(out, lse, other_out, other_lse)
     other_lse = other_lse.to(lse.dtype)
-    # The weights of the two are a softmax over their log-sum-exps; a row unseen by both keeps what it has.
-    weight = torch.sigmoid(other_lse - lse).nan_to_num_(0.0)
-    out.lerp_(other_out.to(out.dtype), weight.unsqueeze(-1))
+    # Two sigmoids, because 1 - weight would lose all digits of a small one. A finite bound for -inf makes the weights
+    # 1 and 0 where both are -inf, while NaN stays NaN.
+    gap = lse.clamp_min(torch.finfo(lse.dtype).min).sub_(other_lse).unsqueeze(-1)
+    out.mul_(torch.sigmoid(gap))
+    out.addcmul_(other_out.to(out.dtype), gap.neg_().sigmoid_())
     torch.logaddexp(lse, other_lse, out=lse)

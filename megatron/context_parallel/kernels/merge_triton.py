@@ -37,16 +37,16 @@ def merge_kernel(
     lse += _at(at_lse, i, batch, group)
     a = tl.load(lse, inside, 0.0)
     b = tl.load(other_lse + _at(at_other_lse, i, batch, group), inside, 0.0).to(tl.float32)
-    top = tl.maximum(a, b)
-    seen = top > float("-inf")
-    base = tl.where(seen, top, 0.0)
-    weight_a, weight_b = tl.exp(a - base), tl.exp(b - base)
-    total = tl.where(seen, weight_a + weight_b, 1.0)
-    tl.store(lse, tl.where(seen, base + tl.log(total), top), inside)
+    unseen = (a == float("-inf")) & (b == float("-inf"))
+    top = tl.where(unseen, 0.0, tl.maximum(a, b))
+    weight_a, weight_b = tl.where(unseen, 1.0, tl.exp(a - top)), tl.exp(b - top)
+    total = weight_a + weight_b
+    tl.store(lse, tl.where(unseen, a, top + tl.log(total)), inside)
 
     cols = tl.arange(0, WIDTH)
     mask = inside[:, None] & (cols < D)[None, :]
     out += _at(at_out, i, batch, group)[:, None] + cols[None, :] * at_out[3]
     x = tl.load(out, mask, 0.0)
     y = tl.load(other_out + _at(at_other_out, i, batch, group)[:, None] + cols[None, :] * at_other_out[3], mask, 0.0)
-    tl.store(out, x + (y.to(tl.float32) - x) * (weight_b / total)[:, None], mask)
+    # Both weights, because x + (y - x) * weight would lose all digits of a small y beside a large x.
+    tl.store(out, x * (weight_a / total)[:, None] + y.to(tl.float32) * (weight_b / total)[:, None], mask)

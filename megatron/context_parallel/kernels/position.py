@@ -137,8 +137,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> None:
         )
     if any(x.stride(-1) != 1 or x.stride(0) > FURTHEST for x in (q, k, v)):
         raise UsageError(f"rows of q, k, v: need a contiguous last dimension and strides up to {FURTHEST}")
-    if scale <= 0:
-        raise UsageError(f"softmax scale {scale}: must be positive, as 1 / sqrt(head_dim) is")
     if mask == CAUSAL and s != len(k):
         raise UsageError(f"a causal block of {s} queries and {len(k)} keys: must be square")
     if isinstance(mask, Runs) and (mask.first.shape[1] != s or batch % len(mask.first)):
@@ -158,6 +156,7 @@ def _common(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> dict
         "v": v,
         "first": first,
         "end": end,
+        "seen_keys": _seen_keys(mask, len(k)) if with_runs else None,
         "s": s,
         "t": len(k),
         "group": group,
@@ -188,6 +187,13 @@ def _launch(tiles: Tiles) -> dict[str, object]:
 
 def _count(length: int, tile: int) -> int:
     return -(-length // tile)
+
+
+def _seen_keys(runs: Runs, keys: int) -> Tensor:
+    """Which keys any row sees, bool [samples, keys]: those before which more runs start than end."""
+    at = torch.arange(1, keys + 1, dtype=torch.int32, device=runs.end.device).expand(len(runs.first), -1).contiguous()
+    starts, ends = (torch.searchsorted(bound.contiguous(), at) for bound in runs)
+    return starts > ends
 
 
 def _rows_seeing(runs: Runs, keys: int, tile: int) -> Tensor:

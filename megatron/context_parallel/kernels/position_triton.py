@@ -32,6 +32,15 @@ def _load(base, rows, stride, D: tl.constexpr, E: tl.constexpr):
 
 
 @triton.jit
+def _load_some(base, rows, stride, some, D: tl.constexpr, E: tl.constexpr):
+    """`_load` with zeros for all but some rows: a weight of 0 does not stop NaN or infinity."""
+    at = rows[:, None] * stride
+    x = tl.load(base + (at + tl.arange(0, D)[None, :]), some[:, None], 0.0)
+    parts = (x, tl.load(base + (at + D + tl.arange(0, E)[None, :]), some[:, None], 0.0)) if E > 0 else (x,)
+    return parts
+
+
+@triton.jit
 def _store(base, rows, stride, parts, mask, D: tl.constexpr, E: tl.constexpr):
     at = base + rows[:, None] * stride
     tl.store(at + tl.arange(0, D)[None, :], parts[0].to(base.dtype.element_ty), mask[:, None])
@@ -127,8 +136,19 @@ def _rows_of_tile(key, ranges, tile, tiles, s, t, MASK: tl.constexpr, ROWS: tl.c
 
 
 @triton.jit
+def _load_keys(base, start, rows, stride, seen, D: tl.constexpr, E: tl.constexpr):
+    """Key rows start + `rows`, with zeros for those that nobody sees."""
+    base += start.to(tl.int64) * stride
+    if seen is None:
+        parts = _load(base, rows, stride, D, E)
+    else:
+        parts = _load_some(base, rows, stride, tl.load(seen + start + rows) > 0, D, E)
+    return parts
+
+
+@triton.jit
 def _attend(
-    state, q, k, v, at_k, at_v, start, hi, first, end, scale2,
+    state, q, k, v, at_k, at_v, start, hi, first, end, seen_keys, scale2,
     MASKED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One key tile: `state` is the accumulated output, the sum of exponentials and the largest score of each row."""
@@ -146,14 +166,17 @@ def _attend(
     p = tl.math.exp2(scores * scale2 - new_top[:, None])
     fade = tl.math.exp2(top - new_top)
     total = total * fade + tl.sum(p, 1)
-    values = _load(v + start.to(tl.int64) * at_v[0], local, at_v[0], D, E)
+    if MASKED:
+        values = _load_keys(v, start, local, at_v[0], seen_keys, D, E)
+    else:
+        values = _load(v + start.to(tl.int64) * at_v[0], local, at_v[0], D, E)
     out = _add_outer(_scaled(out, fade[:, None], E), p.to(values[0].dtype), values, E, PRECISION)
     return out, total, new_top
 
 
 @triton.jit(do_not_specialize=["s", "t", "group", "heads_a_sample"])
 def forward_kernel(
-    q, k, v, out, lse, first, end, s, t, group, heads_a_sample, scale, at_q, at_k, at_v, at_out, at_lse,
+    q, k, v, out, lse, first, end, seen_keys, s, t, group, heads_a_sample, scale, at_q, at_k, at_v, at_out, at_lse,
     MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -163,6 +186,7 @@ def forward_kernel(
     if MASK == "runs":
         first += (head // heads_a_sample).to(tl.int64) * s
         end += (head // heads_a_sample).to(tl.int64) * s
+        seen_keys += (head // heads_a_sample).to(tl.int64) * t
     lo, hi, before, full, tiles = _keys_of_tile(row, tl.minimum(row + ROWS, s) - 1, first, end, t, MASK, KEYS)
 
     local = tl.arange(0, ROWS)
@@ -177,13 +201,15 @@ def forward_kernel(
     for i in range(tiles - full):
         start = lo + (i + tl.where(i < before, 0, full)) * KEYS
         state = _attend(
-            state, queries, k, v, at_k, at_v, start, hi, first_seen, end_seen, scale2, True, KEYS, D, E, PRECISION
-        )
+            state, queries, k, v, at_k, at_v, start, hi, first_seen, end_seen, seen_keys, scale2,
+            True, KEYS, D, E, PRECISION,
+        )  # fmt: skip
     for i in range(before, before + full):
         start = lo + i * KEYS
         state = _attend(
-            state, queries, k, v, at_k, at_v, start, hi, first_seen, end_seen, scale2, False, KEYS, D, E, PRECISION
-        )
+            state, queries, k, v, at_k, at_v, start, hi, first_seen, end_seen, seen_keys, scale2,
+            False, KEYS, D, E, PRECISION,
+        )  # fmt: skip
     acc, total, top = state
     unseen = total == 0
     acc = _scaled(acc, (1 / tl.where(unseen, 1, total))[:, None], E)
@@ -194,7 +220,7 @@ def forward_kernel(
 
 @triton.jit
 def _grad_of_queries(
-    dq, q, dout, lse2, delta, k, v, at_k, at_v, start, hi, first, end, scale2,
+    dq, q, dout, lse2, delta, k, v, at_k, at_v, start, hi, first, end, seen_keys, scale2,
     MASKED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds what one key tile gives to dq / scale of a tile of query rows."""
@@ -202,18 +228,20 @@ def _grad_of_queries(
     cols = start + local
     if MASKED:
         local = tl.minimum(local, hi - 1 - start)
-    keys = _load(k + start.to(tl.int64) * at_k[0], local, at_k[0], D, E)
+        keys = _load_keys(k, start, local, at_k[0], seen_keys, D, E)
+    else:
+        keys = _load(k + start.to(tl.int64) * at_k[0], local, at_k[0], D, E)
     p = tl.math.exp2(_inner(q, keys, E, PRECISION) * scale2 - lse2[:, None])
-    if MASKED:
-        p = tl.where((cols[None, :] >= first[:, None]) & (cols[None, :] < end[:, None]), p, 0.0)
     values = _load(v + start.to(tl.int64) * at_v[0], local, at_v[0], D, E)
     ds = p * (_inner(dout, values, E, PRECISION) - delta[:, None])
+    if MASKED:
+        ds = tl.where((cols[None, :] >= first[:, None]) & (cols[None, :] < end[:, None]), ds, 0.0)
     return _add_outer(dq, ds.to(keys[0].dtype), keys, E, PRECISION)
 
 
 @triton.jit(do_not_specialize=["s", "t", "group", "heads_a_sample"])
 def query_grad_kernel(
-    dout, q, k, v, lse2, delta, dq, first, end, s, t, group, heads_a_sample, scale, at_q, at_k, at_v, at_dq,
+    dout, q, k, v, lse2, delta, dq, first, end, seen_keys, s, t, group, heads_a_sample, scale, at_q, at_k, at_v, at_dq,
     MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -223,6 +251,7 @@ def query_grad_kernel(
     if MASK == "runs":
         first += (head // heads_a_sample).to(tl.int64) * s
         end += (head // heads_a_sample).to(tl.int64) * s
+        seen_keys += (head // heads_a_sample).to(tl.int64) * t
     lo, hi, before, full, tiles = _keys_of_tile(row, tl.minimum(row + ROWS, s) - 1, first, end, t, MASK, KEYS)
 
     local = tl.arange(0, ROWS)
@@ -241,13 +270,15 @@ def query_grad_kernel(
     for i in range(tiles - full):
         start = lo + (i + tl.where(i < before, 0, full)) * KEYS
         acc = _grad_of_queries(
-            acc, queries, grads, lse2, delta, k, v, at_k, at_v, start, hi, f, e, scale2, True, KEYS, D, E, PRECISION
-        )
+            acc, queries, grads, lse2, delta, k, v, at_k, at_v, start, hi, f, e, seen_keys, scale2,
+            True, KEYS, D, E, PRECISION,
+        )  # fmt: skip
     for i in range(before, before + full):
         start = lo + i * KEYS
         acc = _grad_of_queries(
-            acc, queries, grads, lse2, delta, k, v, at_k, at_v, start, hi, f, e, scale2, False, KEYS, D, E, PRECISION
-        )
+            acc, queries, grads, lse2, delta, k, v, at_k, at_v, start, hi, f, e, seen_keys, scale2,
+            False, KEYS, D, E, PRECISION,
+        )  # fmt: skip
     _store(_row_of(dq, at_dq, row, head, g), local, at_dq[0], _scaled(acc, scale, E), inside, D, E)
 
 
@@ -268,20 +299,23 @@ def _grad_of_keys(
     if MASKED:
         inside = rows < hi
         local = tl.minimum(local, hi - 1 - start)
-        lse2 = tl.load(lse2 + rows, inside, 0.0)
-        delta = tl.load(delta + rows, inside, 0.0)
+        lse2 = tl.load(lse2 + (start + local))
+        queries = _load_some(_row_of(q, at_q, start, head, g), local, at_q[0], lse2 > float("-inf"), D, E)
     else:
         lse2 = tl.load(lse2 + rows)
-        delta = tl.load(delta + rows)
-    queries = _load(_row_of(q, at_q, start, head, g), local, at_q[0], D, E)
+        queries = _load(_row_of(q, at_q, start, head, g), local, at_q[0], D, E)
     p = tl.math.exp2(_inner(k, queries, E, PRECISION) * (scale * LOG2_E) - lse2[None, :])
     if MASKED:
         cols = key + tl.arange(0, KEYS)[:, None]
         f, e = _seen_by(rows, inside, first, end, t, MASK)
         p = tl.where((cols >= f[None, :]) & (cols < e[None, :]), p, 0.0)
     grads = _load(_row_of(dout, at_q, start, head, g), local, at_q[0], D, E)
+    delta = tl.load(delta + (start + local))
     dv = _add_outer(dv, p.to(grads[0].dtype), grads, E, PRECISION)
-    ds = (p * (_inner(v, grads, E, PRECISION) - delta[None, :])).to(queries[0].dtype)
+    ds = p * (_inner(v, grads, E, PRECISION) - delta[None, :])
+    if MASKED:
+        ds = tl.where(p != 0, ds, 0.0)  # not infinity times 0
+    ds = ds.to(queries[0].dtype)
     dk = _add_outer(dk, ds, queries, E, PRECISION)
     if WITH_DQ:
         part = _scaled(_add_outer(_zeros(ROWS, D, E), tl.trans(ds), k, E, PRECISION), scale, E)
@@ -291,7 +325,7 @@ def _grad_of_keys(
 
 @triton.jit(do_not_specialize=["s", "t", "group", "heads_a_sample"])
 def key_grad_kernel(
-    dout, q, k, v, lse2, delta, dq, dk, dv, first, end, ranges, s, t, group, heads_a_sample, scale,
+    dout, q, k, v, lse2, delta, dq, dk, dv, first, end, seen_keys, ranges, s, t, group, heads_a_sample, scale,
     at_q, at_k, at_v, at_dq, at_dk,
     MASK: tl.constexpr, WITH_DQ: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, PRECISION: tl.constexpr,
@@ -305,6 +339,7 @@ def key_grad_kernel(
     if MASK == "runs":
         first += (head // heads_a_sample).to(tl.int64) * s
         end += (head // heads_a_sample).to(tl.int64) * s
+        seen_keys += (head // heads_a_sample).to(tl.int64) * t
         ranges += (head // heads_a_sample) * 4 * tiles
     key = tile * KEYS
     lo, hi, before, full, count = _rows_of_tile(key, ranges, tile, tiles, s, t, MASK, ROWS, KEYS)
@@ -312,7 +347,7 @@ def key_grad_kernel(
     local = tl.arange(0, KEYS)
     inside = key + local < t
     local = tl.minimum(local, t - 1 - key)
-    keys = _load(k + key.to(tl.int64) * at_k[0] + head.to(tl.int64) * at_k[1], local, at_k[0], D, E)
+    keys = _load_keys(k + head.to(tl.int64) * at_k[1], key, local, at_k[0], seen_keys if WITH_DQ else None, D, E)
     values = _load(v + key.to(tl.int64) * at_v[0] + head.to(tl.int64) * at_v[1], local, at_v[0], D, E)
     state = (_zeros(KEYS, D, E), _zeros(KEYS, D, E))
     masked = count - full
