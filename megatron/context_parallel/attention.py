@@ -26,13 +26,14 @@ REMEMBERED = 32  # plans and blocks kept; those of packed documents change with 
 
 
 class _Strategy:
-    """A strategy, its layout and options, and its plans for n ranks, each verified when first made."""
+    """A strategy, its layout and options, and its plans for n ranks: each made once, and verified unless documents shaped it."""
 
     def __init__(self, strategy: str, layout: str | None, n: int, options: dict[str, object]) -> None:
         self.strategy, self.n, self.options = find_strategy(strategy), n, options
         self.layout = layout or self.strategy.layouts[0]
         self._recent: OrderedDict[tuple, object] = OrderedDict()
-        plan = self._plan(None, backward=False, checked=True)
+        plan = self._make(None, backward=False, checked=True)
+        self._remember(("plan", plan.sees, False), lambda: plan)
         self.steps_on = plan.n  # ranks that run the steps of a plan together
         self.chunks = [plan.chunk_of(r) for r in range(n)]  # of each rank
 
@@ -44,17 +45,14 @@ class _Strategy:
         """
         if self.steps_on > ALL_RANKS_UP_TO:
             mask = Mask(mask.causal, mask.window)  # plans for the documents of each batch would take too long to make
-        sees = mask.pairs(self.layout, self.steps_on, length)
-        return self._plan(sees, backward, checked=mask.documents is None)
+        sees, checked = mask.pairs(self.layout, self.steps_on, length), mask.documents is None
+        return self._remember(("plan", sees, backward), lambda: self._make(sees, backward, checked))
 
-    def _plan(self, sees: Pairs | None, backward: bool, checked: bool) -> Plan:
-        def make() -> Plan:
-            plan = self.strategy.plan(self.n, layout=self.layout, sees=sees, backward=backward, **self.options)
-            if checked and plan.n <= ALL_RANKS_UP_TO:
-                verify(plan)
-            return plan
-
-        return self._remember(("plan", sees, backward), make)
+    def _make(self, sees: Pairs | None, backward: bool, checked: bool) -> Plan:
+        plan = self.strategy.plan(self.n, layout=self.layout, sees=sees, backward=backward, **self.options)
+        if checked and plan.n <= ALL_RANKS_UP_TO:
+            verify(plan)
+        return plan
 
     def blocks(self, mask: Mask, length: int, kernel: Kernel) -> Blocks:
         """The blocks of `mask` over `length` tokens, the same object for each layer of a model."""
