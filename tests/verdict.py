@@ -83,15 +83,11 @@ def subjects() -> list[Subject]:
     cases = [Subject(name, n) for name in STRATEGIES if name != "ulysses" for n in (2, 3, 4, 5)]
     cases += [Subject(name, 4, "contiguous", mask=packed[4]) for name in ("ring", "lightseq", "loongtrain")]
     cases += [Subject("ring", 5, "contiguous", mask=Mask(True, (3, 0))), Subject("lightseq", 5, mask=Mask(False))]
-    cases += [
-        Subject("attention2d", 4, None, {"overlap": False}),
-        Subject("mesh", 4, None, {"grid": (2, 2)}, packed[4]),
-    ]
-    cases += [
-        Subject("usp", 4, "zigzag", {"head_parallel_size": 2}),
-        Subject("loongtrain", 4, None, {"inner_ring_size": 1}),
-    ]
-    cases += [Subject("lightseq", 5, None, {"prefetch": False}), Subject("ring", 4, "contiguous")]
+    cases += [Subject("attention2d", 4, options={"overlap": False}), Subject("ring", 4, "contiguous")]
+    cases += [Subject("mesh", 4, options={"grid": (2, 2)}, mask=packed[4])]
+    cases += [Subject("usp", 4, "zigzag", {"head_parallel_size": 2})]
+    cases += [Subject("loongtrain", 4, options={"inner_ring_size": 1})]
+    cases += [Subject("lightseq", 5, options={"prefetch": False})]
     return cases
 
 

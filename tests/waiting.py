@@ -50,8 +50,8 @@ class Network:
 def stuck(plan: Plan, one_queue: bool) -> list[str]:
     """Whom the plan leaves waiting for ever, as lines to read; none if it ends.
 
-    A rank waits as the executor does; with `one_queue` it waits for each batch as soon as it has launched it, as kernels
-    of NCCL do where CUDA_DEVICE_MAX_CONNECTIONS is 1.
+    A rank waits as the executor does; with `one_queue` it waits for each batch as soon as it has launched it, as
+    kernels of NCCL do where CUDA_DEVICE_MAX_CONNECTIONS is 1.
     """
     network = Network()
     programs = {rank: _program(plan, rank, network, one_queue) for rank in range(plan.size)}

@@ -26,7 +26,10 @@ REMEMBERED = 32  # plans and blocks kept; those of packed documents change with 
 
 
 class _Strategy:
-    """A strategy, its layout and options, and its plans for n ranks: each made once, and verified unless documents shaped it."""
+    """A strategy, its layout and options, and its plans for n ranks.
+
+    Each is made once, and verified then unless documents shape it.
+    """
 
     def __init__(self, strategy: str, layout: str | None, n: int, options: dict[str, object]) -> None:
         self.strategy, self.n, self.options = find_strategy(strategy), n, options
