@@ -15,8 +15,8 @@ from .blocks import Blocks
 from .kernels import BlockGrad, Kernel, Scores
 from .kernels.masks import Piece
 from .kernels.merge import merge
-from .plan.ir import IN_FLIGHT, PARTIAL, AllGather, Attend, Plan, Recv, ReduceScatter, Send, T
-from .plan.verify import last_reads
+from .plan.ir import IN_FLIGHT, PARTIAL, AllGather, Attend, Key, Plan, Recv, ReduceScatter, Send, T
+from .plan.liveness import last_reads
 from .transport import Program, Transport, Work
 
 Value = tuple[Tensor, ...]
@@ -37,8 +37,8 @@ class Executor:
 
     def __init__(self, plan: Plan, rank: int, problem: Problem, transport: Transport, inputs: dict[T, Value]) -> None:
         self.plan, self.rank, self.problem, self.transport = plan, rank, problem, transport
-        self.held: dict[tuple[T, int], Value] = {(t, rank): value for t, value in inputs.items()}
-        self.arriving: dict[tuple[T, int], list[tuple[Work, Value, bool]]] = defaultdict(list)
+        self.held: dict[Key, Value] = {(t, rank): value for t, value in inputs.items()}
+        self.arriving: dict[Key, list[tuple[Work, Value]]] = defaultdict(list)
         self.launched: dict[str, deque[Work]] = defaultdict(deque)
         self.last_reads = last_reads(plan, rank)
         self.q, (self.k, self.v) = inputs[plan.starts[0]][0], inputs[T.KV]
@@ -71,7 +71,7 @@ class Executor:
                 case Recv():
                     value = self._empty(op.tensor, op.chunk)
                     receives += [(op.peer, x) for x in value]
-                    received[op.channel].append(((op.tensor, op.chunk), value, op.reduce))
+                    received[op.channel].append(((op.tensor, op.chunk), value))
                 case AllGather():
                     yield from self._all_gather(op)
                 case ReduceScatter():
@@ -82,8 +82,8 @@ class Executor:
             yield from self._make_room(channel)
             work = self.transport.exchange(channel, sends, receives)
             self.launched[channel].append(work)
-            for key, value, reduce in received[channel]:
-                self.arriving[key].append((work, value, reduce))
+            for key, value in received[channel]:
+                self.arriving[key].append((work, value))
 
     def _all_gather(self, op: AllGather) -> Program[None]:
         """Gathers into one buffer, of which each chunk becomes a view."""
@@ -94,7 +94,7 @@ class Executor:
         self.launched[op.channel].append(work)
         for i, chunk in enumerate(op.chunks):
             if op.group[i] != self.rank:
-                self.arriving[op.tensor, chunk].append((work, tuple(x[i] for x in everyone), False))
+                self.arriving[op.tensor, chunk].append((work, tuple(x[i] for x in everyone)))
 
     def _reduce_scatter(self, op: ReduceScatter) -> Program[None]:
         """Everyone gets the others' partials of its chunk, and sums them: gloo's own moves twice the bytes."""
@@ -108,7 +108,7 @@ class Executor:
         yield from self._make_room(op.channel)
         work = self.transport.exchange(op.channel, sends, receives)
         self.launched[op.channel].append(work)
-        self.arriving[op.tensor, op.chunks[place]] += [(work, value, True) for value in values]
+        self.arriving[op.tensor, op.chunks[place]] += [(work, value) for value in values]
 
     def _make_room(self, channel: str) -> Program[None]:
         works = self.launched[channel]
@@ -121,21 +121,21 @@ class Executor:
         """Merges the partials that a complete batch brought, so that they do not pile up until they are read."""
         for key in [key for key in self.arriving if key[0] in PARTIAL]:
             waiting = self.arriving.pop(key)
-            for work, value, reduce in waiting:
+            for work, value in waiting:
                 if work is done:
-                    self._put(key, value, reduce)
+                    self._put(key, value)
             if rest := [entry for entry in waiting if entry[0] is not done]:
                 self.arriving[key] = rest
 
-    def _need(self, key: tuple[T, int]) -> Program[Value]:
+    def _need(self, key: Key) -> Program[Value]:
         """The value of `key`, once everything sent towards it has arrived and been reduced."""
-        for work, value, reduce in self.arriving.pop(key, ()):
+        for work, value in self.arriving.pop(key, ()):
             yield work
-            self._put(key, value, reduce)
+            self._put(key, value)
         return self.held[key]
 
-    def _put(self, key: tuple[T, int], value: Value, reduce: bool) -> None:
-        if reduce and key in self.held:
+    def _put(self, key: Key, value: Value) -> None:
+        if key[0] in PARTIAL and key in self.held:
             self._reduce(key[0], self.held[key], value)
         else:
             self.held[key] = value

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .ir import AllGather, Plan, Recv, ReduceScatter, Send, SwapHeads
-from .machine import Span, contributions
+from .machine import Span
 from .trace import trace
 
 _NUMBERED = 16  # with more ranks the cells are too small for text
@@ -19,7 +19,7 @@ def draw(plan: Plan, path: Path | str, transfer_time: float = 0.5) -> None:
 
     In the timeline a pair of chunks takes one unit of time and a message `transfer_time` units.
     """
-    run = trace(plan, transfer_time=lambda op: transfer_time)
+    run = trace(plan, transfer_time=lambda transfer: transfer_time * transfer.share)
     figure = Figure(figsize=(13, max(4.5, min(10, 2 + 0.45 * plan.n))), layout="constrained")
     matrix, timeline = figure.subplots(1, 2, width_ratios=(1, 1.6))
     colours = [matplotlib.colormaps["tab20"](r % 20) for r in range(plan.n)]
@@ -34,7 +34,7 @@ def draw(plan: Plan, path: Path | str, transfer_time: float = 0.5) -> None:
 
 
 def _blocks(plan: Plan, spans: Sequence[Span]) -> list[tuple[Span, list[tuple[int, int]]]]:
-    return [(span, list(contributions(span.what[0], plan))) for span in spans if not span.channel]
+    return [(span, list(span.what[0].pairs(plan.sees))) for span in spans if not span.channel]
 
 
 def _assignment(axes: Axes, plan: Plan, spans: Sequence[Span], colours: list) -> None:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from .ir import PARTIAL, AllGather, Attend, Comm, Plan, PlanError, Recv, ReduceScatter, Send, Step, T
+from .ir import PARTIAL, AllGather, Attend, Comm, Plan, PlanError, ReduceScatter, Step, T
 
 
 def check_form(plan: Plan) -> None:
@@ -11,7 +11,7 @@ def check_form(plan: Plan) -> None:
     Raises:
         PlanError: naming rank and step of the first that does not.
     """
-    if not isinstance(plan.steps, tuple) or plan.n != plan.sees.n or plan.n < 1:
+    if plan.n != plan.sees.n or plan.n < 1:
         raise PlanError(
             f"{plan.name}: steps of {plan.n} ranks for a mask of {plan.sees.n} chunks; need one rank a chunk"
         )
@@ -35,7 +35,7 @@ def _wrong(step: object, r: int, n: int, travels: frozenset[T]) -> str:
         if wrong := _wrong_comm(op, r, n, travels):
             return wrong
     if any(op.tensor in PARTIAL for op in step.comm):
-        leaving = Counter(key for op in step.comm for key in _partials_sent(op))
+        leaving = Counter(key for op in step.comm for key in op.reads(r) if op.tensor in PARTIAL)
         return next(
             (f"{t} chunk {c} is sent {k} times, but leaves with the first" for (t, c), k in leaving.items() if k > 1),
             "",
@@ -66,8 +66,6 @@ def _wrong_comm(op: object, r: int, n: int, travels: frozenset[T]) -> str:
         return f"{kind} of {op.tensor} chunk {op.chunk!r}; need a chunk below {n}"
     if not _below(op.peer, n) or op.peer == r:
         return f"{kind} of {op.tensor} chunk {op.chunk} has peer {op.peer!r}; need another rank below {n}"
-    if isinstance(op, Recv) and (not isinstance(op.reduce, bool) or (op.reduce and op.tensor not in PARTIAL)):
-        return f"{kind} of {op.tensor} chunk {op.chunk} has reduce={op.reduce!r}; only a partial is merged"
     return ""
 
 
@@ -82,15 +80,6 @@ def _wrong_collective(op: AllGather | ReduceScatter, kind: str, r: int, n: int) 
     if not _distinct(op.chunks, n) or len(op.chunks) != len(op.group):
         return f"{what}: chunks {op.chunks!r}; need a tuple of as many distinct chunks, each below {n}"
     return ""
-
-
-def _partials_sent(op: Comm) -> list[tuple[T, int]]:
-    match op:
-        case Send() if op.tensor in PARTIAL:
-            return [(op.tensor, op.chunk)]
-        case ReduceScatter():
-            return [(op.tensor, chunk) for chunk in op.chunks]
-    return []
 
 
 def _below(x: object, n: int) -> bool:

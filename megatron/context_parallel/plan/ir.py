@@ -9,9 +9,10 @@ rank complete in the order of their steps (`batches`), at most `IN_FLIGHT` batch
 channels overlap.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from ..layout import parts
 from ..mask import Pairs
@@ -35,6 +36,19 @@ PARTIAL = frozenset({T.O, T.DQ, T.DKV})  # built up by Attend, merged when recei
 IN_FLIGHT = 2  # batches of one channel a rank has under way before it waits for the oldest; bounds memory
 
 
+Key = tuple[T, int]  # a tensor of a chunk
+
+
+class Transfer(NamedTuple):
+    """What one rank sends to another: a chunk of a tensor, or a `share` of it."""
+
+    tensor: T
+    chunk: int
+    sender: int
+    receiver: int
+    share: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Send:
     """Send a chunk to `peer`. A partial leaves this rank with it."""
@@ -44,16 +58,36 @@ class Send:
     peer: int
     channel: str = "ring"
 
+    def reads(self, rank: int) -> tuple[Key, ...]:
+        """What `rank` must have before it launches this operation."""
+        return ((self.tensor, self.chunk),)
+
+    def brings(self, rank: int) -> tuple[Key, ...]:
+        """What `rank` has when this operation is complete."""
+        return ()
+
+    def transfers(self, rank: int) -> tuple[Transfer, ...]:
+        """What `rank` sends and receives."""
+        return (Transfer(self.tensor, self.chunk, rank, self.peer),)
+
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Receive a chunk from `peer`; with `reduce`, merge it into the local partial of that chunk."""
+    """Receive a chunk from `peer`. A partial is merged into the local one of that chunk."""
 
     tensor: T
     chunk: int
     peer: int
-    reduce: bool = False
     channel: str = "ring"
+
+    def reads(self, rank: int) -> tuple[Key, ...]:
+        return ()
+
+    def brings(self, rank: int) -> tuple[Key, ...]:
+        return ((self.tensor, self.chunk),)
+
+    def transfers(self, rank: int) -> tuple[Transfer, ...]:
+        return (Transfer(self.tensor, self.chunk, self.peer, rank),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +99,20 @@ class AllGather:
     chunks: tuple[int, ...]
     channel: str = "gather"
 
+    def reads(self, rank: int) -> tuple[Key, ...]:
+        return ((self.tensor, self.chunks[self.group.index(rank)]),)
+
+    def brings(self, rank: int) -> tuple[Key, ...]:
+        return tuple((self.tensor, c) for r, c in zip(self.group, self.chunks, strict=True) if r != rank)
+
+    def transfers(self, rank: int) -> tuple[Transfer, ...]:
+        own = self.chunks[self.group.index(rank)]
+        others = [(r, c) for r, c in zip(self.group, self.chunks, strict=True) if r != rank]
+        return (
+            *(Transfer(self.tensor, own, rank, r) for r, _ in others),
+            *(Transfer(self.tensor, c, r, rank) for r, c in others),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter:
@@ -74,6 +122,20 @@ class ReduceScatter:
     group: tuple[int, ...]
     chunks: tuple[int, ...]
     channel: str = "gather"
+
+    def reads(self, rank: int) -> tuple[Key, ...]:
+        return tuple((self.tensor, c) for c in self.chunks)
+
+    def brings(self, rank: int) -> tuple[Key, ...]:
+        return ((self.tensor, self.chunks[self.group.index(rank)]),)
+
+    def transfers(self, rank: int) -> tuple[Transfer, ...]:
+        own = self.chunks[self.group.index(rank)]
+        others = [(r, c) for r, c in zip(self.group, self.chunks, strict=True) if r != rank]
+        return (
+            *(Transfer(self.tensor, c, rank, r) for r, c in others),
+            *(Transfer(self.tensor, own, r, rank) for r, _ in others),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +172,19 @@ class Attend:
 
     q_chunks: tuple[int, ...]
     kv_chunks: tuple[int, ...]
+
+    def reads(self, backward: bool) -> tuple[Key, ...]:
+        """What it computes with."""
+        query = T.QDO if backward else T.Q
+        return (*((query, c) for c in self.q_chunks), *((T.KV, c) for c in self.kv_chunks))
+
+    def pairs(self, sees: Pairs) -> Iterator[tuple[int, int]]:
+        """The (query chunk, key/value chunk) pairs that the mask does not empty."""
+        for q in self.q_chunks:
+            row = sees.rows[q]
+            for kv in self.kv_chunks:
+                if row >> kv & 1:
+                    yield q, kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +264,12 @@ class Plan:
     def after(self) -> tuple[SwapHeads, ...]:
         """What all ranks do after the steps."""
         return (SwapHeads(self.ends, self.heads),) if self.heads > 1 else ()
+
+    def swapped(self, op: SwapHeads, rank: int) -> tuple[Transfer, ...]:
+        """What `rank`, of all ranks, sends and receives in a swap of heads: shares of chunks of the steps."""
+        chunk, peers = self.grid.coordinates(rank)["context"], self.grid.along(rank, "heads")
+        pairs = [(rank, peer) for peer in peers if peer != rank] + [(peer, rank) for peer in peers if peer != rank]
+        return tuple(Transfer(t, chunk, *pair, 1 / op.size) for pair in pairs for t in op.tensors)
 
     def communicators(self, rank: int) -> list[tuple[str, tuple[int, ...]]]:
         """(channel, ranks) of the communicators that `rank`, of all ranks, belongs to, sorted."""

@@ -19,17 +19,14 @@ from .ir import (
     AllGather,
     Attend,
     Comm,
+    Key,
     Plan,
     PlanError,
-    Recv,
     ReduceScatter,
     Send,
     SwapHeads,
-    T,
     batches,
 )
-
-Key = tuple[T, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +68,13 @@ class _Batch:
     done: float | None = None
 
 
-def contributions(attend: Attend, plan: Plan) -> Iterator[tuple[int, int]]:
-    """The (query chunk, key/value chunk) pairs of a block that its mask does not empty."""
-    for q in attend.q_chunks:
-        row = plan.sees.rows[q]
-        for kv in attend.kv_chunks:
-            if row >> kv & 1:
-                yield q, kv
-
-
 class Machine:
     """All ranks of a plan; `rank` gives the program of one, which yields (rank, step, what, batch) it must wait for."""
 
     def __init__(self, plan: Plan, block_time: Callable, transfer_time: Callable) -> None:
         self.plan, self.block_time, self.transfer_time = plan, block_time, transfer_time
         self.held = [{(t, r): 1 << r for t in plan.starts} for r in range(plan.n)]
-        self.arriving: list[dict[Key, list[tuple[_Transfer, _Batch, bool]]]] = [
-            defaultdict(list) for _ in range(plan.n)
-        ]
+        self.arriving: list[dict[Key, list[tuple[_Transfer, _Batch]]]] = [defaultdict(list) for _ in range(plan.n)]
         self.clock = [0.0] * plan.n
         self.launched: dict[tuple[int, str], deque[_Batch]] = defaultdict(partial(deque, maxlen=IN_FLIGHT))
         self.unmatched: dict[tuple, list[_Transfer]] = defaultdict(list)
@@ -101,7 +87,7 @@ class Machine:
         self._swap(r, 0, self.plan.before)
         for s, step in enumerate(self.plan.steps[r]):
             for op in step.comm:
-                for key in self._inputs(op, r):
+                for key in op.reads(r):
                     if key[0] in PARTIAL and not self.arriving[r][key]:
                         self.held[r].setdefault(key, 0)  # no contribution: zeros travel
                     yield from self._need(r, s, key, f"{type(op).__name__} of")
@@ -118,28 +104,19 @@ class Machine:
     def _swap(self, r: int, s: int, swaps: tuple[SwapHeads, ...]) -> None:
         """Its parties run the same steps with the same times, so nobody waits for anybody."""
         for op in swaps:
-            start = self.clock[r]
-            self.clock[r] += self.transfer_time(op)
+            start, rank = self.clock[r], self.plan.grid.rank(context=r)
+            received = (t for t in self.plan.swapped(op, rank) if t.receiver == rank)  # as much as it sends
+            self.clock[r] += sum(map(self.transfer_time, received))
             self.spans.append(Span(r, s, op.channel, (op,), start, self.clock[r]))
-
-    def _inputs(self, op: Comm, r: int) -> list[Key]:
-        match op:
-            case Send():
-                return [(op.tensor, op.chunk)]
-            case AllGather():
-                return [(op.tensor, op.chunks[op.group.index(r)])]
-            case ReduceScatter():
-                return [(op.tensor, c) for c in op.chunks]
-        return []
 
     def _need(self, r: int, s: int, key: Key, why: str) -> Iterator[tuple]:
         held, waiting = self.held[r], self.arriving[r].pop(key, [])
-        for transfer, batch, reduce in waiting:
+        for transfer, batch in waiting:
             yield from self._wait(r, s, say(key), batch)
             value = transfer.values[key]
             if key in held and held[key] & value and key[0] in PARTIAL:
                 raise PlanError(f"rank {r}, step {s}: {say(key)} received with blocks it already counts")
-            if key in held and not reduce:
+            if key in held and key[0] not in PARTIAL:
                 raise PlanError(f"rank {r}, step {s}: {say(key)} received over the one already there")
             held[key] = held.get(key, 0) | value
         if key not in held:
@@ -157,10 +134,9 @@ class Machine:
 
     def _attend(self, r: int, s: int, attend: Attend) -> Iterator[tuple]:
         plan, held = self.plan, self.held[r]
-        for tensor, chunks in zip(plan.starts, (attend.q_chunks, attend.kv_chunks), strict=True):
-            for c in chunks:
-                yield from self._need(r, s, (tensor, c), "block needs")
-        for q, kv in contributions(attend, plan):
+        for key in attend.reads(plan.backward):
+            yield from self._need(r, s, key, "block needs")
+        for q, kv in attend.pairs(plan.sees):
             for tensor, chunk, other in zip(plan.ends, (q, kv), (kv, q), strict=False):
                 if held.get((tensor, chunk), 0) >> other & 1:
                     raise PlanError(f"rank {r}, step {s}: block (query chunk {q}, key chunk {kv}) computed twice")
@@ -211,30 +187,14 @@ class Machine:
 
     def _move(self, r: int, op: Comm, transfer: _Transfer, batch: _Batch) -> None:
         held = self.held[r]
-        for key in self._inputs(op, r):
+        for key in op.reads(r):
             if transfer.values.get(key, 0) & held[key] and key[0] in PARTIAL:
                 raise PlanError(f"rank {r}, step {batch.step}: {say(key)} reduced with blocks counted twice")
             transfer.values[key] = transfer.values.get(key, 0) | held[key]
             if key[0] in PARTIAL:
                 del held[key]
-        match op:
-            case Recv():
-                self._expect(r, (op.tensor, op.chunk), transfer, batch, op.reduce)
-            case AllGather():
-                for rank, chunk in zip(op.group, op.chunks, strict=True):
-                    if rank != r:
-                        self._expect(r, (op.tensor, chunk), transfer, batch, False)
-            case ReduceScatter():
-                self._expect(r, (op.tensor, op.chunks[op.group.index(r)]), transfer, batch, True)
-
-    def _expect(self, r: int, key: Key, transfer: _Transfer, batch: _Batch, reduce: bool) -> None:
-        """The executor may merge a partial as soon as it is there, in any order: one that replaces must come alone."""
-        waiting = self.arriving[r][key]
-        if key[0] in PARTIAL and not reduce and (waiting or key in self.held[r]):
-            raise PlanError(f"rank {r}, step {batch.step}: {say(key)} received over the one already there")
-        if key[0] in PARTIAL and any(not reduced for *_, reduced in waiting):
-            raise PlanError(f"rank {r}, step {batch.step}: {say(key)} received while one that replaces it is under way")
-        waiting.append((transfer, batch, reduce))
+        for key in op.brings(r):
+            self.arriving[r][key].append((transfer, batch))
 
     def _start(self, first: _Batch) -> None:
         """Starts a batch, completes those that it was the last to meet, and starts those behind them."""
@@ -257,8 +217,9 @@ class Machine:
         for batch in complete:
             # It begins when its last party does; each direction carries its operations one after the other.
             begin = max(t.begin for t in batch.transfers)
-            outward = sum(self.transfer_time(op) for op in batch.ops if not isinstance(op, Recv))
-            inward = sum(self.transfer_time(op) for op in batch.ops if not isinstance(op, Send))
+            moved = [transfer for op in batch.ops for transfer in op.transfers(batch.rank)]
+            outward = sum(self.transfer_time(t) for t in moved if t.sender == batch.rank)
+            inward = sum(self.transfer_time(t) for t in moved if t.receiver == batch.rank)
             batch.done = begin + max(outward, inward)
             self.spans.append(Span(batch.rank, batch.step, batch.channel, tuple(batch.ops), begin, batch.done))
         return [batch.following for batch in complete if batch.following]

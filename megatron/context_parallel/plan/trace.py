@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .form import check_form
-from .ir import Attend, Comm, Plan, PlanError, SwapHeads
-from .machine import Key, Machine, Span, contributions, say_transfer
+from .ir import Attend, Key, Plan, PlanError, Transfer
+from .machine import Machine, Span, say_transfer
 
 
 @dataclass
@@ -18,22 +18,22 @@ class Trace:
 
 
 def _pair_cost(attend: Attend, plan: Plan) -> float:
-    return sum(1 for _ in contributions(attend, plan))
+    return sum(1 for _ in attend.pairs(plan.sees))
 
 
-def _no_cost(op: Comm | SwapHeads) -> float:
+def _no_cost(transfer: Transfer) -> float:
     return 0.0
 
 
 def trace(
     plan: Plan,
     block_time: Callable[[Attend, Plan], float] = _pair_cost,
-    transfer_time: Callable[[Comm | SwapHeads], float] = _no_cost,
+    transfer_time: Callable[[Transfer], float] = _no_cost,
 ) -> Trace:
     """Runs `plan` on the symbolic machine.
 
-    `block_time` gives a block's time (default: one per unmasked pair of chunks) and `transfer_time` the time an
-    operation occupies its channel (default: none), in any one unit.
+    `block_time` gives a block's time (default: one per unmasked pair of chunks) and `transfer_time` the time
+    a chunk takes from its sender to its receiver (default: none), in any one unit.
 
     Raises:
         PlanError: what has no form (`check_form`), an operation without counterpart or out of order, a circular wait, a

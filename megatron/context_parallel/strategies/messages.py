@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..plan.ir import PARTIAL, Comm, Recv, Send, T
+from ..plan.ir import Comm, Recv, Send, T
 
 Rule = Callable[[int], int | None]  # the chunk that a sender sends, if any
 
@@ -14,7 +14,7 @@ def relay(tensor: T, rank: int, to: int, source: int, chunk: Rule, channel: str)
         return ()
     sent, taken = chunk(rank), chunk(source)
     sends = () if sent is None else (Send(tensor, sent, to, channel),)
-    return sends if taken is None else (*sends, Recv(tensor, taken, source, tensor in PARTIAL, channel))
+    return sends if taken is None else (*sends, Recv(tensor, taken, source, channel))
 
 
 @dataclass(frozen=True, slots=True)

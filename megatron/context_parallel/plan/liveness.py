@@ -1,0 +1,51 @@
+"""How long what a rank holds is alive: until its last read, and how much that is at most."""
+
+from collections import Counter
+
+from .ir import PARTIAL, Key, Plan, ReduceScatter, T
+from .volume import units
+
+
+def last_reads(plan: Plan, r: int) -> dict[Key, int]:
+    """The last step in which rank r reads each travelling chunk: after it, a received copy can be freed."""
+    return {
+        key: s
+        for s, step in enumerate(plan.steps[r])
+        for keys in (*(op.reads(r) for op in step.comm), *(a.reads(plan.backward) for a in step.attend))
+        for key in keys
+    }
+
+
+def peak(plan: Plan, r: int, kv_ratio: float = 1.0) -> float:
+    """Most units alive in any step: own inputs always, copies until their last read, partials until they leave."""
+    last, end = last_reads(plan, r), max(0, len(plan.steps[r]) - 1)
+    alive: list[tuple[T, int, int]] = [(t, 0, end) for t in plan.starts]
+    partial: dict[Key, int] = {}
+    for s, step in enumerate(plan.steps[r]):
+        for op in step.comm:
+            for key in op.reads(r):
+                if key in partial:
+                    alive.append((key[0], partial.pop(key), s))
+            if op.tensor in PARTIAL:
+                count = len(op.group) - 1 if isinstance(op, ReduceScatter) else 1
+                for key in op.brings(r):
+                    alive += [(op.tensor, s, s)] * count
+                    partial.setdefault(key, s)
+            else:
+                alive += [(op.tensor, s, max(s, last.get(key, s))) for key in op.brings(r)]
+        for attend in step.attend:
+            for q, kv in attend.pairs(plan.sees):
+                for tensor, chunk in zip(plan.ends, (q, kv), strict=False):
+                    partial.setdefault((tensor, chunk), s)
+    alive += [(tensor, s, end) for (tensor, _), s in partial.items()]
+    change: list[Counter] = [Counter() for _ in range(end + 2)]
+    for tensor, first, final in alive:
+        change[first][tensor] += 1
+        change[final + 1][tensor] -= 1
+    now, peaks = Counter(), []
+    for changed in change:
+        now.update(changed)
+        peaks.append(sum(units(t, kv_ratio) * count for t, count in now.items()))
+    for swap, there in ((plan.before, plan.starts), (plan.after, (*plan.starts, *plan.ends))):  # and the copies sent
+        peaks += [sum(units(t, kv_ratio) for t in (*there, *op.tensors)) for op in swap]
+    return max(peaks)

@@ -1,0 +1,71 @@
+"""How much a plan moves: in units of the papers' formulas, and in bytes."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .ir import PARTIAL, Plan, T, Transfer
+
+
+def units(tensor: T, kv_ratio: float = 1.0) -> float:
+    """Units of one chunk of `tensor`; log-sum-exp and delta are not counted. `kv_ratio`: key/value heads a head."""
+    return {T.Q: 1, T.KV: 2 * kv_ratio, T.O: 1, T.QDO: 2, T.DO: 1, T.DQ: 1, T.DKV: 2 * kv_ratio}[tensor]
+
+
+def received(plan: Plan, rank: int, kv_ratio: float = 1.0) -> Counter:
+    """Units that `rank`, of all ranks, receives, by tensor."""
+    volume: Counter = Counter()
+    for transfer, _ in _incoming(plan, rank):
+        volume[transfer.tensor] += units(transfer.tensor, kv_ratio) * transfer.share
+    return volume
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one attention on one rank, of those that tensor parallelism leaves it.
+
+    Attributes:
+        rows: tokens of a rank times batch size; heads and kv_heads: of the model.
+        itemsize: bytes of a number in the model's dtype; partial results and statistics are float32.
+        value_dim: default head_dim.
+    """
+
+    rows: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    value_dim: int | None = None
+
+
+def received_bytes(plan: Plan, rank: int, shape: Shape) -> int:
+    """Bytes that `rank`, of all ranks, receives: payload, log-sum-exp and delta included."""
+    return round(sum(_chunk_bytes(plan, t.tensor, shape, swap) * t.share for t, swap in _incoming(plan, rank)))
+
+
+def _incoming(plan: Plan, rank: int) -> Iterator[tuple[Transfer, bool]]:
+    """What a rank receives, and whether in a swap of heads."""
+    place = plan.grid.coordinates(rank)["context"]
+    for op in (*plan.before, *plan.after):
+        yield from ((t, True) for t in plan.swapped(op, rank) if t.receiver == rank)
+    for op in (op for step in plan.steps[place] for op in step.comm):
+        yield from ((t, False) for t in op.transfers(place) if t.receiver == place)
+
+
+def _chunk_bytes(plan: Plan, tensor: T, shape: Shape, swap: bool) -> int:
+    """Bytes of one chunk. What heads swap is whole, in the model's dtype, unless key/value heads were replicated."""
+    value_dim = shape.head_dim if shape.value_dim is None else shape.value_dim
+    statistic = 4 * shape.rows * shape.heads  # log-sum-exp or delta
+    query, out = shape.rows * shape.heads * shape.head_dim, shape.rows * shape.heads * value_dim
+    keys = shape.rows * max(shape.kv_heads, plan.heads) * (shape.head_dim + value_dim)
+    whole = tensor not in PARTIAL or (swap and not (tensor is T.DKV and plan.heads > shape.kv_heads))
+    numbers, statistics = {
+        T.Q: (query, 0),
+        T.KV: (keys, 0),
+        T.O: (out, 1),
+        T.QDO: (query + out, 2),
+        T.DO: (out, 1),
+        T.DQ: (query, 0),
+        T.DKV: (keys, 0),
+    }[tensor]
+    return numbers * (shape.itemsize if whole else 4) + statistics * statistic
