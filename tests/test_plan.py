@@ -4,9 +4,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from mutations import run as run_changed
+from verdict import Subject
+from waiting import stuck
 
-from megatron.context_parallel import STRATEGIES, UsageError
-from megatron.context_parallel.mask import Pairs
+from megatron.context_parallel import STRATEGIES, AllRanks, UsageError, attention
+from megatron.context_parallel.mask import Mask, Pairs
 from megatron.context_parallel.plan.ir import AllGather, Attend, Plan, PlanError, Recv, ReduceScatter, Send, Step, T
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.verify import verify
@@ -87,14 +90,14 @@ BROKEN = {
     "wrong chunk": (
         "ring", False, 3, 0, other_chunk, r"message KV chunk [02] on channel ring meets message KV chunk [02] of rank",
     ),
-    "no such peer": ("ring", False, 3, 0, redirect, r"rank 3, step 0: KV chunk 3 has peer 9"),
+    "no such peer": ("ring", False, 3, 0, redirect, r"rank 3, step 0: Send of KV chunk 3 has peer 9; need another rank"),
     "lost gradient": (
         "ring", True, 2, 4, without(Send), r"rank [23], step \d: .*DKV",
     ),
     "not reduced": (
         "ring", True, 2, 4,
         lambda s: Step(tuple(replace(op, reduce=False) if isinstance(op, Recv) else op for op in s.comm), s.attend),
-        r"rank 2, step 5: DKV chunk 2 received over the one already there",
+        r"rank 2, step 4: DKV chunk 2 received over the one already there",
     ),
     "absent from a collective": (
         "allgather", False, 1, 0, without(AllGather), r"rank 1, step 1: block needs KV chunk 0, which is not there",
@@ -187,6 +190,98 @@ def test_unused_and_left_over_chunks_are_refused():
     )
     with pytest.raises(PlanError, match="rank 0, step 2: partial O chunk 1 is left behind"):
         verify(helper)
+
+
+def hasty(sent: int) -> Plan:
+    """Rank 0 sends `sent` chunks of keys to rank 3 on one channel, then its queries, which rank 3 wants first."""
+    keys = [Step((Send(T.KV, chunk, 3, "keys"),)) for chunk in range(sent)]
+    gathered = [Recv(T.KV, chunk, chunk, channel="in") for chunk in range(1, sent)]
+    first = [Step(tuple(gathered), (Attend((0,), (0,)),)), *keys, Step((Send(T.Q, 0, 3, "queries"),))]
+    first.append(Step((Recv(T.O, 0, 3, True, "queries"),), (Attend((0,), tuple(range(1, sent))),)))
+    last = [Step((Recv(T.Q, 0, 0, channel="queries"),)), Step(attend=(Attend((0,), (3,)),))]
+    last.append(Step((Send(T.O, 0, 0, "queries"),)))
+    last += [Step((Recv(T.KV, chunk, 0, channel="keys"),)) for chunk in range(sent)]
+    last.append(Step(attend=(Attend((3,), (*range(sent), 3)),)))
+    steps = [first, [], [], last]
+    for chunk in (1, 2):
+        sends = (Send(T.KV, chunk, 0, "in"),) if chunk < sent else ()
+        steps[chunk] = [Step(sends, (Attend((chunk,), (chunk,)),))]
+    row = (1 << sent) - 1 | 0b1000
+    return Plan("hasty", "cyclic", Pairs((row, 0b0010, 0b0100, row)), False, tuple(map(tuple, steps)))
+
+
+def test_a_rank_waits_at_the_third_batch_of_a_channel():
+    """The verifier, all ranks in one process, and a reader written from the executor agree."""
+    subject = Subject("ring", 4, mask=Mask(False))
+    verify(hasty(2))
+    assert not stuck(hasty(2), one_queue=False) and stuck(hasty(2), one_queue=True)
+    subject.computed(hasty(2))
+    waits = r"rank 3, step 1: waits for ever for Q chunk 0, .* rank 0 at step 3 for the oldest of the 2 batches"
+    with pytest.raises(PlanError, match=waits):
+        verify(hasty(3))
+    assert stuck(hasty(3), one_queue=False)
+    ends = r"rank 0 to send to rank 3 on channel keys; rank 3 to receive from rank 0 on channel queries"
+    with pytest.raises(PlanError, match=ends):
+        subject.computed(hasty(3))
+
+
+def test_a_partial_that_replaces_comes_alone():
+    """Of two on different channels the executor may merge either first; the one that replaces would lose the other."""
+
+    def plan(reduce: bool) -> Plan:
+        asks = tuple(Send(T.Q, 0, helper, f"{helper}") for helper in (1, 2))
+        answers = Recv(T.O, 0, 1, reduce, "1"), Recv(T.O, 0, 2, True, "2")
+        helpers = [
+            (
+                Step((Recv(T.Q, 0, 0, channel=f"{helper}"),)),
+                Step(attend=(Attend((0,), (helper,)),)),
+                Step((Send(T.O, 0, 0, f"{helper}"),)),
+            )
+            for helper in (1, 2)
+        ]
+        return Plan("two", "cyclic", Pairs((0b110, 0, 0)), False, ((Step(asks), Step(answers)), *helpers))
+
+    verify(plan(True))
+    with pytest.raises(PlanError, match="rank 0, step 1: O chunk 0 received while one that replaces it is under way"):
+        verify(plan(False))
+
+
+class Counting(Pairs):
+    """Pairs that count what they are asked."""
+
+    asked = 0
+
+    def __call__(self, q_chunk: int, kv_chunk: int) -> bool:
+        Counting.asked += 1
+        return super().__call__(q_chunk, kv_chunk)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_rank_asks_the_mask_a_few_questions_a_chunk(name, layout):
+    n, layouts = 64, STRATEGIES[name].layouts
+    sees = Counting(Mask().pairs(layout if layout in layouts else layouts[0], n).rows)
+    for how in [{}, {"inner_ring_size": 1}, {"inner_ring_size": n}] if name == "loongtrain" else [{}]:
+        for backward in (False, True):
+            Counting.asked = 0
+            STRATEGIES[name].rank_steps(n // 2, n, sees, backward, **how)
+            assert Counting.asked <= 6 * n
+
+
+def test_a_strategy_makes_and_verifies_each_plan_once(monkeypatch):
+    made = []
+    monkeypatch.setattr(attention, "verify", lambda plan: made.append(plan))
+    ranks = AllRanks(4, "ring", "zigzag")
+    mask = Mask()
+    for _ in range(2):
+        plans = [ranks.plan(mask, 64, backward=backward) for backward in (False, True)]
+    assert made == plans and plans[0] is ranks.plan(Mask(), 128, backward=False)
+
+
+def test_changed_plans_are_refused_or_right():
+    """A sample; `python tests/mutations.py` tries more."""
+    verdicts = run_changed(120, seed=2)
+    assert verdicts["refused"] > 40 and verdicts["right"] > 10, verdicts
 
 
 def test_causal_contiguous_blocks_are_not_computed_for_nothing():
