@@ -1,8 +1,8 @@
 """What each rank of training_step.py runs: a model and optimizer per strategy, one step of each in turn."""
 
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -17,6 +17,7 @@ from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.strategies import find_strategy
 from megatron.context_parallel.trainer import setup, training
 from megatron.context_parallel.trainer.arguments import parse_args
+from megatron.context_parallel.trainer.flags import Arguments
 
 ALL_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RECOMPUTATION = {  # suffix of a case's name, and what it changes in the trainer's arguments
@@ -42,7 +43,7 @@ def measure(job: dict) -> list[dict]:
     for text, (how, changes) in product(job["cases"], RECOMPUTATION.items() if job["recompute"] else [("", {})]):
         entries.append({"case": text + how, "error": None, "failure": None, "rounds": []})
         losses.append([])
-        own = Namespace(**vars(args) | changes)
+        own = replace(args, **changes)
         runs.append((entries[-1], training_step(own, parse_case(text), problem, losses[-1])))
     interleave(runs, job["rounds"], job["warm_up"], watch)
     for entry, own in zip(entries, losses, strict=True):
@@ -54,11 +55,11 @@ def measure(job: dict) -> list[dict]:
     return entries
 
 
-def training_step(args: Namespace, case: Case, problem: Problem, losses: list[float]) -> Callable[[], None]:
+def training_step(args: Arguments, case: Case, problem: Problem, losses: list[float]) -> Callable[[], None]:
     """One step of the trainer with this strategy, from the same weights and data as any other; appends the loss."""
     layout = case.options.get("layout") or find_strategy(case.name).layouts[0]
     options = {name: value for name, value in strategy_options(case, problem).items() if name != "layout"}
-    own = Namespace(**vars(args) | {"cp_strategy": case.name, "cp_layout": layout, "cp_options": options})
+    own = replace(args, cp_strategy=case.name, cp_layout=layout, cp_options=options)
     setup.seed_all(args.seed)
     state, data = training.build_state(own), [random_batches(own)]
 
@@ -68,7 +69,7 @@ def training_step(args: Namespace, case: Case, problem: Problem, losses: list[fl
     return step
 
 
-def random_batches(args: Namespace) -> Iterator[dict[str, torch.Tensor]]:
+def random_batches(args: Arguments) -> Iterator[dict[str, torch.Tensor]]:
     """Whole sequences of random tokens, the same for every case and rank."""
     generator = torch.Generator().manual_seed(args.seed)
     shape = (args.micro_batch_size, args.seq_length + 1)

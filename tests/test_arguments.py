@@ -11,7 +11,7 @@ import torch
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer import dry_run
 from megatron.context_parallel.trainer.arguments import parse_args
-from megatron.context_parallel.trainer.flags import build_parser
+from megatron.context_parallel.trainer.command_line import build_parser
 from megatron.context_parallel.trainer.parameters import count_parameters, parameters_on_stage
 from megatron.context_parallel.trainer.presets import PRESETS
 

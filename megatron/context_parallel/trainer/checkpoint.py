@@ -9,7 +9,6 @@ import os
 import queue
 import random
 import shutil
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from ..errors import UsageError
+from .flags import Arguments
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -79,7 +79,7 @@ def iteration_directory(directory: str | Path, iteration: int) -> Path:
 # ---------------------------------------------------------------------------------------------------- saving
 
 
-def save_checkpoint(args: Namespace, state: TrainState) -> None:
+def save_checkpoint(args: Arguments, state: TrainState) -> None:
     """Write `--save`/iter_NNNNNNN and make it the latest. Every rank calls it; all return when it is complete.
 
     Written under a temporary name, flushed to the disk, renamed, and only then named by the tracker.
@@ -94,7 +94,7 @@ def save_checkpoint(args: Namespace, state: TrainState) -> None:
     _on_first_rank(lambda: _publish(args, temporary, final, state.progress.iteration))
 
 
-def _publish(args: Namespace, temporary: Path, final: Path, iteration: int) -> None:
+def _publish(args: Arguments, temporary: Path, final: Path, iteration: int) -> None:
     (temporary / "args.json").write_text(json.dumps(plain_args(args), indent=1, sort_keys=True))
     for path in [*temporary.rglob("*"), temporary]:
         _flush(path)
@@ -112,7 +112,7 @@ def _publish(args: Namespace, temporary: Path, final: Path, iteration: int) -> N
     _flush(final.parent)
 
 
-def plain_args(args: Namespace) -> dict[str, object]:
+def plain_args(args: Arguments) -> dict[str, object]:
     """The arguments as JSON can hold them; what it cannot is written as text."""
     return json.loads(json.dumps(vars(args), default=str))
 
@@ -140,7 +140,7 @@ def _on_first_rank(action: Callable[[], None]) -> None:
 # --------------------------------------------------------------------------------------------------- loading
 
 
-def load_checkpoint(args: Namespace, state: TrainState) -> bool:
+def load_checkpoint(args: Arguments, state: TrainState) -> bool:
     """Restore the latest checkpoint of `--load` into `state`; whether there was one. Every rank calls it.
 
     `--finetune` restores the weights alone; `--no-load-optim` and `--no-load-rng` leave those parts out. The parallel
@@ -172,7 +172,7 @@ def load_checkpoint(args: Namespace, state: TrainState) -> bool:
     return True
 
 
-def _parts_to_load(args: Namespace, saved: dict) -> tuple[bool, bool]:
+def _parts_to_load(args: Arguments, saved: dict) -> tuple[bool, bool]:
     """Whether to restore the optimizer, and the random generators, of a checkpoint made with arguments `saved`."""
     optimizer = not (args.finetune or args.no_load_optim or saved["no_save_optim"])
     same_ranks = all(saved[size] == getattr(args, size) for size in _RANK_LAYOUT)

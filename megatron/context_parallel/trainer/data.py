@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from argparse import Namespace
 from collections.abc import Iterator
 
 import torch
@@ -13,12 +12,13 @@ from megatron.core.datasets.utils import Split, get_blend_from_list
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..errors import UsageError
+from .flags import Arguments
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def build_datasets(
-    args: Namespace, tokenizer, train_val_test_num_samples: tuple[int, int, int]
+    args: Arguments, tokenizer, train_val_test_num_samples: tuple[int, int, int]
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """The train, valid and test datasets, each at least as long as asked; None where 0 samples are asked.
 
@@ -39,7 +39,7 @@ def build_datasets(
     return tuple(builder.build())
 
 
-def _dataset_config(args: Namespace, tokenizer) -> GPTDatasetConfig:
+def _dataset_config(args: Arguments, tokenizer) -> GPTDatasetConfig:
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
     if any(per_split):
         source = {"blend_per_split": [get_blend_from_list(paths) for paths in per_split]}
@@ -71,7 +71,7 @@ def _cache_path(root: str | None, prefixes: list[str]) -> str:
     return os.path.join(root or os.path.join(os.path.dirname(prefixes[0]), "cache"), digest.hexdigest()[:16])
 
 
-def _check_splits(args: Namespace, config: GPTDatasetConfig) -> None:
+def _check_splits(args: Arguments, config: GPTDatasetConfig) -> None:
     for split in Split:
         if config.blend_per_split:
             blend, share = config.blend_per_split[split.value], (0.0, 1.0)
@@ -86,7 +86,7 @@ def _check_splits(args: Namespace, config: GPTDatasetConfig) -> None:
                 raise UsageError(_empty_split(args, split.name, prefix, len(index)))
 
 
-def _empty_split(args: Namespace, split: str, prefix: str, documents: int) -> str:
+def _empty_split(args: Arguments, split: str, prefix: str, documents: int) -> str:
     if split == "train":
         remedy = "--split 100,0,0 and --eval-iters 0"
     else:
@@ -115,7 +115,7 @@ class MicroBatches(Sampler[range]):
 
 
 def build_data_iterator(
-    dataset: Dataset, args: Namespace, consumed_samples: int, dp_rank: int, dp_size: int
+    dataset: Dataset, args: Arguments, consumed_samples: int, dp_rank: int, dp_size: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Micro batches of `dp_rank`, starting `consumed_samples` samples (of all ranks) into the dataset.
 

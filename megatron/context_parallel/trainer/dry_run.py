@@ -1,7 +1,6 @@
 """What a run would be: parallel layout, attention traffic, parameters and memory, worked out on this process alone."""
 
 import os
-from argparse import Namespace
 from collections.abc import Iterator
 
 from rich.console import Console
@@ -12,13 +11,14 @@ from ..mask import Mask
 from ..mesh import ProcessMesh
 from ..plan.verify import received_bytes
 from ..strategies import find_strategy
+from .flags import Arguments
 from .parameters import count_parameters, parameters_on_stage
 
 _RANKS_SHOWN = 16
 _GROUPS_SHOWN = 8
 
 
-def describe(args: Namespace) -> None:
+def describe(args: Arguments) -> None:
     """Print the tables of `--dry-run` for checked `args`. Makes no process group and no model."""
     console = Console(width=None if os.isatty(1) else 120, highlight=False)
     if "WORLD_SIZE" not in os.environ:
@@ -36,7 +36,7 @@ def describe(args: Namespace) -> None:
 # ------------------------------------------------------------------------------------------- parallel layout
 
 
-def groups(args: Namespace) -> dict[str, list[tuple[int, ...]]]:
+def groups(args: Arguments) -> dict[str, list[tuple[int, ...]]]:
     """The ranks of every tensor-, context-, data- and pipeline-parallel group, in the order tp-cp-dp-pp."""
     mesh = ProcessMesh(
         ("tensor", "context", "data", "pipeline"),
@@ -50,7 +50,7 @@ def groups(args: Namespace) -> dict[str, list[tuple[int, ...]]]:
     return {name: sorted({mesh.along(rank, name) for rank in range(mesh.size)}) for name in mesh.names}
 
 
-def _layout(args: Namespace) -> Table:
+def _layout(args: Arguments) -> Table:
     table = Table("parallel", "size", "ranks of each group", title=f"{args.world_size} ranks, order tp-cp-ep-dp-pp")
     for name, members in groups(args).items():
         shown = " ".join(_short(group) for group in members[:_GROUPS_SHOWN])
@@ -68,7 +68,7 @@ def _short(ranks: tuple[int, ...]) -> str:
 # ---------------------------------------------------------------------------------------------------- work
 
 
-def _work(args: Namespace) -> Table:
+def _work(args: Arguments) -> Table:
     n = args.context_parallel_size
     micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     first = positions(args.cp_layout, 0, n, args.seq_length)
@@ -86,7 +86,7 @@ def _work(args: Namespace) -> Table:
     return table
 
 
-def attention_bytes(args: Namespace, backward: bool) -> int:
+def attention_bytes(args: Arguments, backward: bool) -> int:
     """Bytes the busiest context rank receives for one layer's attention of one micro batch, counted from the plan."""
     n, how = args.context_parallel_size, {"layout": args.cp_layout, "backward": backward, **args.cp_options}
     strategy, mask = find_strategy(args.cp_strategy), Mask(True, args.window_size or (-1, -1))
@@ -102,7 +102,7 @@ def attention_bytes(args: Namespace, backward: bool) -> int:
 # -------------------------------------------------------------------------------------------------- memory
 
 
-def memory_estimate(args: Namespace, stage: int = 0) -> Iterator[tuple[str, int, str]]:
+def memory_estimate(args: Arguments, stage: int = 0) -> Iterator[tuple[str, int, str]]:
     """(what, bytes, how it is counted) of one rank of pipeline stage `stage`."""
     count, dtype = parameters_on_stage(args, stage), args.params_dtype.itemsize
     yield "weights", count * dtype, f"{count:,} parameters x {dtype} bytes"
@@ -117,11 +117,11 @@ def memory_estimate(args: Namespace, stage: int = 0) -> Iterator[tuple[str, int,
         yield "logits and loss", logits * (dtype + 4), f"tokens x vocabulary / tensor ranks x ({dtype} + 4) bytes"
 
 
-def _tokens(args: Namespace) -> int:
+def _tokens(args: Arguments) -> int:
     return args.micro_batch_size * args.seq_length // args.context_parallel_size
 
 
-def _activations(args: Namespace, stage: int) -> tuple[int, str]:
+def _activations(args: Arguments, stage: int) -> tuple[int, str]:
     tensor, h = args.tensor_model_parallel_size, args.hidden_size
     whole = h / (tensor if args.sequence_parallel else 1)
     q, kv = args.kv_channels * args.num_attention_heads, args.kv_channels * args.num_query_groups
@@ -150,7 +150,7 @@ def _activations(args: Namespace, stage: int) -> tuple[int, str]:
     )
 
 
-def _in_flight(args: Namespace, stage: int) -> float:
+def _in_flight(args: Arguments, stage: int) -> float:
     """Micro batches whose activations a stage holds at once; an interleaved schedule counts in parts of a stage."""
     stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
@@ -159,7 +159,7 @@ def _in_flight(args: Namespace, stage: int) -> float:
     return min((stages * virtual + stages - 1 - 2 * stage) / virtual, micro_batches)
 
 
-def _memory(args: Namespace) -> Table:
+def _memory(args: Arguments) -> Table:
     stages = range(args.pipeline_model_parallel_size)
     fullest = max(stages, key=lambda stage: sum(size for _, size, _ in memory_estimate(args, stage)))
     total, tables = count_parameters(args)

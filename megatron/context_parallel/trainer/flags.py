@@ -1,281 +1,223 @@
-"""The flags of the trainer, group by group: Megatron's names, meanings and defaults."""
+"""The flags of the trainer, each declared once: Megatron's names, meanings and defaults."""
 
-import argparse
-from argparse import ArgumentParser
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from ..kernels.choose import BACKENDS
-from ..layout import LAYOUTS
-from ..plan.ir import PLACEMENTS
-from ..strategies import STRATEGIES
+from .context_parallel_flags import ContextParallel
+from .declare import Section, flag, flags_of
 from .presets import PRESETS
 from .tokenizer import TOKENIZERS
 
+if TYPE_CHECKING:
+    import torch
 
-def _flag(group, name: str, kind: type, default: object, text: str, **options) -> None:
-    """Add `--name VALUE`. `default` None means derived, or nothing: `text` says which."""
-    shown = "" if default is None else f" (default: {default})"
-    if "choices" not in options:
-        options.setdefault("metavar", {int: "N", float: "X"}.get(kind, "TEXT"))
-    group.add_argument(f"--{name}", type=kind, default=default, help=(text + shown).replace("%", "%%"), **options)
-
-
-def _switch(group, name: str, text: str, **options) -> None:
-    group.add_argument(f"--{name}", action=options.pop("action", "store_true"), help=text, **options)
+weights = partial(flag, decides="weights")
+data_order = partial(flag, decides="data order")
+FULL = "recompute_granularity=full"
 
 
-def _toggle(group, name: str, text: str) -> None:
-    group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text)
+class Run(Section, title="run"):
+    preset: str | None = flag(f"shape of a published model: {', '.join(PRESETS)}", unit="NAME")
+    config: str | None = flag("YAML file of flags, which win over --preset and lose to the command line", unit="FILE")
+    dry_run: bool = flag("check everything, print parallel layout, parameters and memory, and stop", False)
 
 
-def grid(text: str) -> tuple[int, int]:
-    """`3x4` as (3, 4)."""
-    rows, columns = map(int, text.split("x"))
-    return rows, columns
-
-
-def window(text: str) -> tuple[int, int]:
-    """`4096,0` or `(4096,0)` as (4096, 0)."""
-    before, after = map(int, text.strip("()").split(","))
-    return before, after
-
-
-def build_parser() -> ArgumentParser:
-    """The parser of every flag, without the checks that need more than one flag."""
-    parser = ArgumentParser(
-        prog="pretrain_gpt.py",
-        usage="torchrun --nproc-per-node N pretrain_gpt.py [--preset NAME] [--config FILE] [flags]",
-        description="Pretrain a GPT or Llama with tensor, pipeline, data and context parallelism. "
-        "Flags have Megatron's names and meanings.",
-        allow_abbrev=False,
-        exit_on_error=False,
+class Model(Section, title="model"):
+    num_layers: int = weights("transformer layers", example=24)
+    hidden_size: int = weights("model width", example=1024)
+    ffn_hidden_size: int = weights("MLP width", derived="4 hidden-size; with --swiglu 2/3 of it, in 64s", example=4096)
+    num_attention_heads: int = weights("query heads", example=16)
+    kv_channels: int = weights("width of a head", derived="hidden-size / num-attention-heads", example=128)
+    group_query_attention: bool = flag("query heads share key/value heads", False)
+    num_query_groups: int = weights("key/value heads", derived="1", example=8, needs="group_query_attention")
+    max_position_embeddings: int = flag(
+        "rows of the position table", derived="seq-length", example=2048, decides="position table"
     )
-    run = parser.add_argument_group("run")
-    source_flags(run)
-    _switch(run, "dry-run", "check everything, print parallel layout, parameters and memory, and stop")
-    for title, add in _GROUPS.items():
-        add(parser.add_argument_group(title))
-    return parser
-
-
-def source_flags(group) -> None:
-    names = ", ".join(PRESETS)
-    _flag(group, "preset", str, None, f"shape of a published model: {names}", metavar="NAME")
-    _flag(
-        group,
-        "config",
-        str,
-        None,
-        "YAML file of flags, which win over --preset and lose to the command line",
-        metavar="FILE",
+    position_embedding_type: str = weights(
+        "how positions enter", "learned_absolute", choices=("learned_absolute", "rope")
     )
-
-
-def _model(group) -> None:
-    _flag(group, "num-layers", int, None, "transformer layers; required")
-    _flag(group, "hidden-size", int, None, "model width; required")
-    _flag(group, "ffn-hidden-size", int, None, "MLP width (default: 4 hidden-size; with --swiglu 2/3 of it, in 64s)")
-    _flag(group, "num-attention-heads", int, None, "query heads; required")
-    _flag(group, "kv-channels", int, None, "width of a head (default: hidden-size / num-attention-heads)")
-    _switch(group, "group-query-attention", "query heads share key/value heads")
-    _flag(group, "num-query-groups", int, None, "key/value heads, with --group-query-attention (default: 1)")
-    _flag(group, "max-position-embeddings", int, None, "rows of the position table (default: seq-length)")
-    kinds = ["learned_absolute", "rope"]
-    _flag(group, "position-embedding-type", str, "learned_absolute", "how positions enter", choices=kinds)
-    _flag(group, "rotary-base", int, 10000, "base of the rotary frequencies")
-    _flag(group, "rotary-percent", float, 1.0, "part of each head that rotates")
-    _flag(group, "normalization", str, "LayerNorm", "normalization layers", choices=["LayerNorm", "RMSNorm"])
-    _flag(group, "norm-epsilon", float, 1e-5, "epsilon of the normalization layers")
-    text = "tokens before and after itself that a token sees, such as 4096,0; -1: all (default: all before)"
-    _flag(group, "window-size", window, None, text, metavar="BEFORE,AFTER")
-    _switch(group, "qk-layernorm", "normalize queries and keys in each head")
-    _switch(group, "swiglu", "gated linear units with SiLU instead of GELU")
-    _switch(group, "disable-bias-linear", "no biases in linear layers", action="store_false", dest="add_bias_linear")
-    _switch(group, "add-qkv-bias", "biases in the query/key/value projection even with --disable-bias-linear")
-    _switch(group, "untie-embeddings-and-output-weights", "an output layer of its own")
-    _flag(
-        group, "make-vocab-size-divisible-by", int, 128, "pad the vocabulary to a multiple of this times tensor ranks"
+    rotary_base: int = weights("base of the rotary frequencies", 10000)
+    rotary_percent: float = weights("part of each head that rotates", 1.0, at_most=1)
+    normalization: str = weights("normalization layers", "LayerNorm", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = weights("epsilon of the normalization layers", 1e-5)
+    window_size: tuple[int, int] | None = flag(
+        "tokens seen before and after each; -1: all", derived="all before", unit="BEFORE,AFTER", example="4096,0"
     )
-    _flag(group, "init-method-std", float, 0.02, "standard deviation of the initial weights")
+    qk_layernorm: bool = weights("normalize queries and keys in each head", False)
+    swiglu: bool = weights("gated linear units with SiLU instead of GELU", False)
+    add_bias_linear: bool = weights("no biases in linear layers", True, option="--disable-bias-linear")
+    add_qkv_bias: bool = weights("biases in the query/key/value projection even with --disable-bias-linear", False)
+    untie_embeddings_and_output_weights: bool = weights("an output layer of its own", False)
+    make_vocab_size_divisible_by: int = flag("pad the vocabulary to a multiple of this times tensor ranks", 128)
+    init_method_std: float = flag("standard deviation of the initial weights", 0.02)
 
 
-def _regularization(group) -> None:
-    why = "context-parallel attention has no dropout, so only 0 is accepted; Megatron's default is 0.1"
-    _flag(group, "attention-dropout", float, 0.0, why)
-    _flag(group, "hidden-dropout", float, 0.0, "dropout of the residual stream; Megatron's default is 0.1")
-    _flag(group, "weight-decay", float, 0.01, "decoupled (AdamW) weight decay")
-    _flag(group, "clip-grad", float, 1.0, "largest norm of the gradient; 0: no limit")
-    _flag(group, "adam-beta1", float, 0.9, "decay of the mean gradient")
-    _flag(group, "adam-beta2", float, 0.999, "decay of the mean squared gradient")
-    _flag(group, "adam-eps", float, 1e-8, "added to Adam's denominator")
+class Regularization(Section, title="regularization"):
+    attention_dropout: float = flag("only 0 is accepted; Megatron's default is 0.1", 0.0, at_least=0, below=1)
+    hidden_dropout: float = flag("dropout of the residual stream; Megatron's default is 0.1", 0.0, at_least=0, below=1)
+    weight_decay: float = flag("decoupled (AdamW) weight decay", 0.01, at_least=0)
+    clip_grad: float = flag("largest norm of the gradient; 0: no limit", 1.0, at_least=0)
+    adam_beta1: float = flag("decay of the mean gradient", 0.9, at_least=0, below=1)
+    adam_beta2: float = flag("decay of the mean squared gradient", 0.999, at_least=0, below=1, example=0.95)
+    adam_eps: float = flag("added to Adam's denominator", 1e-8)
 
 
-def _training(group) -> None:
-    _flag(group, "micro-batch-size", int, None, "sequences per forward pass and data-parallel rank; required")
-    _flag(
-        group, "global-batch-size", int, None, "sequences per update (default: micro-batch-size x data-parallel size)"
+class Training(Section, title="training"):
+    micro_batch_size: int = flag("sequences per forward pass and data-parallel rank")
+    global_batch_size: int = data_order(
+        "sequences per update", derived="a micro batch per data-parallel rank", example=8
     )
-    _flag(group, "train-iters", int, None, "updates; this or --train-samples is required")
-    _flag(group, "train-samples", int, None, "sequences to train on, a multiple of the global batch size")
-    _flag(group, "exit-interval", int, None, "save and leave after an iteration that is a multiple of this")
-    _flag(group, "exit-duration-in-mins", int, None, "save and leave after this many minutes")
-    _switch(group, "exit-signal-handler", "save and leave on SIGTERM")
-    _flag(group, "seed", int, 1234, "seed of weights, data order and dropout")
-    kinds = ["full", "selective"]
-    _flag(
-        group,
-        "recompute-granularity",
-        str,
-        None,
-        "recompute layers, or only attention, in the backward pass",
-        choices=kinds,
+    train_iters: int = data_order(
+        "updates", to_train=True, example=1000, excludes="train_samples", instead="train_samples"
     )
-    kinds = ["uniform", "block"]
-    _flag(group, "recompute-method", str, None, "with full: groups of layers, or the first ones", choices=kinds)
-    _flag(group, "recompute-num-layers", int, None, "with full: layers per group, or how many come first")
-    text = "with full: what is kept instead, output and all (Selective Checkpoint++)"
-    kinds = ["core_attention"]
-    _flag(group, "recompute-whitelist", str, [], text, nargs="+", choices=kinds, metavar="NAME")
-    _switch(group, "recompute-activations", "the same as --recompute-granularity selective")
-
-
-def _learning_rate(group) -> None:
-    _flag(group, "lr", float, None, "largest learning rate; required")
-    styles = ["constant", "linear", "cosine", "inverse-square-root"]
-    _flag(group, "lr-decay-style", str, "linear", "shape of the decay", choices=styles)
-    _flag(group, "lr-decay-iters", int, None, "iterations until --min-lr (default: train-iters)")
-    _flag(group, "lr-decay-samples", int, None, "the same in sequences, with --train-samples")
-    _flag(group, "lr-warmup-iters", int, 0, "iterations of linear warm-up from 0")
-    _flag(group, "lr-warmup-samples", int, 0, "the same in sequences, with --train-samples")
-    _flag(group, "lr-warmup-fraction", float, None, "warm-up as a part of the decay iterations")
-    _flag(group, "min-lr", float, 0.0, "smallest learning rate")
-
-
-def _checkpointing(group) -> None:
-    _flag(group, "save", str, None, "directory of the checkpoints to write", metavar="DIR")
-    _flag(group, "save-interval", int, None, "iterations between checkpoints; one is always written at the end")
-    _switch(group, "no-save-optim", "leave the optimizer out of checkpoints")
-    _switch(group, "no-save-rng", "leave the random generators out of checkpoints")
-    _flag(
-        group,
-        "load",
-        str,
-        None,
-        "directory of checkpoints to go on from; none there: start from scratch",
-        metavar="DIR",
+    train_samples: int | None = data_order("sequences to train on, in whole global batches", example=100000)
+    exit_interval: int | None = flag("save and leave after an iteration that is a multiple of this", example=100)
+    exit_duration_in_mins: int | None = flag("save and leave after this time", unit="MINUTES", example=230)
+    exit_signal_handler: bool = flag("save and leave on SIGTERM", False)
+    seed: int = data_order("seed of weights, data order and dropout", 1234)
+    recompute_granularity: str | None = flag("recompute attention or layers", choices=("selective", "full"))
+    recompute_method: str | None = flag("groups of layers, or the first", choices=("uniform", "block"), needs=FULL)
+    recompute_num_layers: int | None = flag("layers per group, or how many come first", needs=FULL)
+    recompute_whitelist: list[str] | None = flag(
+        "kept instead, output and all (Selective Checkpoint++)", unit="NAME", choices=("core_attention",), needs=FULL
     )
-    _switch(group, "no-load-optim", "do not restore the optimizer")
-    _switch(group, "no-load-rng", "do not restore the random generators")
-    _switch(group, "finetune", "restore the weights alone and start at iteration 0")
-    _switch(group, "exit-on-missing-checkpoint", "an error if --load holds no checkpoint")
-    _flag(group, "ckpt-format", str, "torch_dist", "format of checkpoints", choices=["torch_dist"])
+    recompute_activations: bool = flag("the same as --recompute-granularity selective", False, excludes=FULL)
 
 
-def _mixed_precision(group) -> None:
-    _switch(group, "bf16", "bfloat16 weights and activations; gradients and optimizer in float32")
-    _switch(group, "fp16", "float16 weights and activations, on GPUs; gradients and optimizer in float32")
-    _flag(group, "loss-scale", float, None, "fp16: a constant loss scale (default: dynamic)")
-    _flag(group, "initial-loss-scale", float, 2**32, "fp16: first dynamic loss scale")
-    _flag(group, "min-loss-scale", float, 1.0, "fp16: smallest dynamic loss scale")
-    _flag(group, "loss-scale-window", float, 1000, "fp16: iterations before the loss scale is raised")
-    _flag(group, "hysteresis", int, 2, "fp16: overflows before the loss scale is lowered")
-
-
-def _distributed(group) -> None:
-    _flag(group, "tensor-model-parallel-size", int, 1, "ranks that split every layer")
-    _flag(group, "pipeline-model-parallel-size", int, 1, "ranks that split the layers into stages")
-    _flag(group, "num-layers-per-virtual-pipeline-stage", int, None, "layers per turn of an interleaved pipeline")
-    _switch(group, "sequence-parallel", "split norms and residuals over the tensor-parallel ranks too")
-    _switch(group, "use-distributed-optimizer", "shard the optimizer over data- and context-parallel ranks")
-    _switch(group, "overlap-grad-reduce", "reduce gradients during the backward pass")
-    _switch(group, "overlap-param-gather", "gather sharded weights during the forward pass")
-    kinds = ["nccl", "gloo"]
-    _flag(group, "distributed-backend", str, None, "communication (default: nccl with GPUs, else gloo)", choices=kinds)
-    _flag(group, "distributed-timeout-minutes", int, 10, "a rank that waits longer fails")
-
-
-def _context_parallel(group) -> None:
-    _flag(group, "context-parallel-size", int, 1, "ranks that share each sequence")
-    _flag(group, "cp-strategy", str, "ring", f"distributed attention: {', '.join(STRATEGIES)}", metavar="NAME")
-    text = f"which tokens a rank holds: {', '.join(LAYOUTS)} (default: the strategy's first choice)"
-    _flag(group, "cp-layout", str, None, text, metavar="NAME")
-    text = "ranks that split the heads; the strategy runs on the others (default: 1, with ulysses all)"
-    _flag(group, "cp-head-parallel-size", int, None, text)
-    text = "which ranks are neighbours: those that share tokens, or heads (default: head-first)"
-    _flag(group, "cp-placement", str, None, text, choices=PLACEMENTS)
-    text = "attention2d: rows x columns; mesh: query x key/value chunks of a tile (default: the best)"
-    _flag(group, "cp-grid", grid, None, text, metavar="RxC")
-    _toggle(group, "cp-overlap", "attention2d: rings that overlap with compute, or collectives (default: overlap)")
-    _toggle(group, "cp-balance", "lightseq: early ranks help late ones under a causal mask (default: balance)")
-    _toggle(group, "cp-prefetch", "lightseq: communication flies during blocks (default: prefetch)")
-    _flag(group, "cp-inner-ring-size", int, None, "loongtrain: ranks of an inner ring (default: the most square)")
-    text = "mesh: transfer times in blocks, from tools/profile_blocks.py (default: by size)"
-    _flag(group, "cp-costs", str, None, text, metavar="FILE")
-    _flag(group, "cp-attention-backend", str, "auto", "what computes a rank's blocks of attention", choices=BACKENDS)
-
-
-def _data(group) -> None:
-    text = "prefixes of .bin/.idx files from tools/preprocess_data.py, each with a weight before it or none"
-    _flag(group, "data-path", str, None, text, nargs="+", metavar="PREFIX")
-    _flag(group, "split", str, None, "shares of --data-path for training, validation and test (default: 969,30,1)")
-    for split in ("train", "valid", "test"):
-        text = f"like --data-path, for {split} alone; not with --data-path"
-        _flag(group, f"{split}-data-path", str, None, text, nargs="+", metavar="PREFIX")
-    _flag(
-        group,
-        "data-cache-path",
-        str,
-        None,
-        "where sample indices are kept (default: cache/ beside the data)",
-        metavar="DIR",
+class LearningRate(Section, title="learning rate"):
+    lr: float = flag("largest learning rate", example=3e-4, to_train=True)
+    lr_decay_style: str = flag(
+        "shape of the decay", "linear", choices=("constant", "linear", "cosine", "inverse-square-root")
     )
-    _flag(group, "seq-length", int, None, "tokens per sequence, over all context-parallel ranks; required")
-    _flag(group, "tokenizer-type", str, "ByteLevelTokenizer", f"one of {', '.join(TOKENIZERS)}", metavar="NAME")
-    _flag(group, "tokenizer-model", str, None, "SentencePiece file or HuggingFace folder", metavar="PATH")
-    _flag(group, "vocab-size", int, None, "vocabulary before padding (default: the tokenizer's)")
-    _flag(group, "num-workers", int, 2, "processes per rank that read data; 0: the rank itself")
-    _switch(group, "eod-mask-loss", "no loss on end-of-document tokens")
-    _switch(group, "reset-attention-mask", "tokens see only their own document, which an end-of-document token ends")
-    _switch(group, "reset-position-ids", "positions of the position table start anew with each document")
-
-
-def _validation(group) -> None:
-    _flag(group, "eval-iters", int, 100, "global batches per evaluation; 0: none")
-    _flag(group, "eval-interval", int, 1000, "iterations between evaluations")
-
-
-def _logging(group) -> None:
-    _flag(group, "log-interval", int, 100, "iterations between log lines")
-    _flag(
-        group, "tensorboard-dir", str, None, "TensorBoard files (default: SAVE/tensorboard with --save)", metavar="DIR"
+    lr_decay_iters: int | None = flag(
+        "updates until --min-lr", derived="all", example=1000, excludes="train_samples", instead="lr_decay_samples"
     )
-    _flag(group, "wandb-project", str, None, "Weights & Biases project; needs the package wandb")
-    _flag(group, "wandb-exp-name", str, None, "Weights & Biases run name")
-    _flag(group, "wandb-save-dir", str, None, "Weights & Biases files (default: the --save directory)", metavar="DIR")
-    _flag(group, "peak-tflops", float, None, "peak TFLOP/s of a device, for MFU (default: known GPUs)")
+    lr_decay_samples: int | None = flag("in sequences", example=100000, needs="train_samples", instead="lr_decay_iters")
+    lr_warmup_iters: int = flag(
+        "updates of linear warm-up from 0", 0, at_least=0, excludes="train_samples", instead="lr_warmup_samples"
+    )
+    lr_warmup_samples: int = flag("in sequences", 0, at_least=0, needs="train_samples", instead="lr_warmup_iters")
+    lr_warmup_fraction: float | None = flag(
+        "part of the decay to warm up", at_least=0, below=1, example=0.01, excludes="lr_warmup_iters lr_warmup_samples"
+    )
+    min_lr: float = flag("smallest learning rate", 0.0, at_least=0)
 
 
-def _always_on(group) -> None:
-    for name, what in (
-        ("use-mcore-models", "models are megatron-core's"),
-        ("use-flash-attn", "attention never stores its score matrix"),
-        ("calculate-per-token-loss", "the loss is a mean over the tokens of all ranks"),
-        ("accumulate-allreduce-grads-in-fp32", "gradients are float32"),
-        ("log-throughput", "every log line has TFLOP/s"),
-    ):
-        _switch(group, name, f"{what}, with or without this flag", default=True)
+class Checkpointing(Section, title="checkpointing"):
+    save: str | None = flag("directory of the checkpoints to write", unit="DIR")
+    save_interval: int | None = flag("updates between checkpoints; the last is saved too", example=100, needs="save")
+    no_save_optim: bool = flag("leave the optimizer out of checkpoints", False)
+    no_save_rng: bool = flag("leave the random generators out of checkpoints", False)
+    load: str | None = flag("directory of checkpoints to go on from; none there: start from scratch", unit="DIR")
+    no_load_optim: bool = flag("do not restore the optimizer", False)
+    no_load_rng: bool = flag("do not restore the random generators", False)
+    finetune: bool = flag("restore the weights alone and start at iteration 0", False)
+    exit_on_missing_checkpoint: bool = flag("an error if --load holds no checkpoint", False, needs="load")
+    ckpt_format: str = flag("format of checkpoints", "torch_dist", choices=("torch_dist",))
 
 
-_GROUPS = {
-    "model": _model,
-    "regularization": _regularization,
-    "training": _training,
-    "learning rate": _learning_rate,
-    "checkpointing": _checkpointing,
-    "mixed precision": _mixed_precision,
-    "distributed": _distributed,
-    "context parallel": _context_parallel,
-    "data": _data,
-    "validation": _validation,
-    "logging": _logging,
-    "always on (accepted so that Megatron command lines run unchanged)": _always_on,
-}
+class MixedPrecision(Section, title="mixed precision"):
+    bf16: bool = flag("bfloat16 weights and activations; gradients and optimizer in float32", False)
+    fp16: bool = flag("like --bf16 in float16, on GPUs", False, excludes="bf16")
+    loss_scale: float | None = flag("fp16: a constant loss scale", derived="dynamic", example=65536, needs="fp16")
+    initial_loss_scale: float = flag("fp16: first dynamic loss scale", 2**32)
+    min_loss_scale: float = flag("fp16: smallest dynamic loss scale", 1.0)
+    loss_scale_window: float = flag("fp16: iterations before the loss scale is raised", 1000)
+    hysteresis: int = flag("fp16: overflows before the loss scale is lowered", 2)
+
+
+class Distributed(Section, title="distributed"):
+    tensor_model_parallel_size: int = flag("ranks that split every layer", 1)
+    pipeline_model_parallel_size: int = flag("ranks that split the layers into stages", 1)
+    num_layers_per_virtual_pipeline_stage: int | None = flag("layers per turn of an interleaved pipeline")
+    sequence_parallel: bool = flag("split norms and residuals over the tensor-parallel ranks too", False)
+    use_distributed_optimizer: bool = flag(
+        "shard the optimizer over data- and context-parallel ranks", False, decides="optimizer"
+    )
+    overlap_grad_reduce: bool = flag("reduce gradients during the backward pass", False)
+    overlap_param_gather: bool = flag(
+        "gather sharded weights during the forward pass", False, needs="use_distributed_optimizer overlap_grad_reduce"
+    )
+    distributed_backend: str | None = flag("communication", derived="nccl on GPUs, else gloo", choices=("gloo", "nccl"))
+    distributed_timeout_minutes: int = flag("a rank that waits longer fails", 10, unit="MINUTES")
+
+
+class Data(Section, title="data"):
+    data_path: list[str] | None = data_order(
+        "prefixes of .bin/.idx files from tools/preprocess_data.py, each with a weight before it or none", unit="PREFIX"
+    )
+    split: str | None = data_order(
+        "shares for training, validation and test", derived="969,30,1", example="969,30,1", needs="data_path"
+    )
+    train_data_path: list[str] | None = data_order("the same for training alone", unit="PREFIX", excludes="data_path")
+    valid_data_path: list[str] | None = flag("the same for validation", unit="PREFIX", needs="train_data_path")
+    test_data_path: list[str] | None = flag("the same for testing", unit="PREFIX", needs="train_data_path")
+    data_cache_path: str | None = flag("where sample indices are kept", derived="cache/ beside the data", unit="DIR")
+    seq_length: int = data_order("tokens per sequence, over all context-parallel ranks", example=2048)
+    tokenizer_type: str = flag(f"one of {', '.join(TOKENIZERS)}", "ByteLevelTokenizer", unit="NAME")
+    tokenizer_model: str | None = flag("SentencePiece file or HuggingFace folder", unit="PATH")
+    vocab_size: int = weights("vocabulary before padding", derived="the tokenizer's", example=32000)
+    num_workers: int = flag("processes per rank that read data; 0: the rank itself", 2, at_least=0)
+    eod_mask_loss: bool = flag("no loss on end-of-document tokens", False)
+    reset_attention_mask: bool = flag("tokens see only their own document, up to its end-of-document token", False)
+    reset_position_ids: bool = flag("positions of the position table start anew with each document", False)
+
+
+class Validation(Section, title="validation"):
+    eval_iters: int = flag("global batches per evaluation; 0: none", 100, at_least=0)
+    eval_interval: int = flag("iterations between evaluations", 1000)
+
+
+class Logging(Section, title="logging"):
+    log_interval: int = flag("iterations between log lines", 100)
+    tensorboard_dir: str | None = flag("TensorBoard files", derived="SAVE/tensorboard with --save", unit="DIR")
+    wandb_project: str | None = flag("Weights & Biases project; needs the package wandb")
+    wandb_exp_name: str | None = flag("Weights & Biases run name")
+    wandb_save_dir: str | None = flag("Weights & Biases files", derived="the --save directory", unit="DIR")
+    peak_tflops: float | None = flag("peak TFLOP/s of a device, for MFU", derived="known GPUs", example=989)
+
+
+class AlwaysOn(Section, title="always on (accepted so that Megatron command lines run unchanged)"):
+    use_mcore_models: bool = flag("models are megatron-core's, with or without this flag", True)
+    use_flash_attn: bool = flag("attention never stores its score matrix, with or without this flag", True)
+    calculate_per_token_loss: bool = flag("the loss is a mean over the tokens of all ranks, anyway", True)
+    accumulate_allreduce_grads_in_fp32: bool = flag("gradients are float32, with or without this flag", True)
+    log_throughput: bool = flag("every log line has TFLOP/s, with or without this flag", True)
+
+
+class Flags(
+    Run,
+    Model,
+    Regularization,
+    Training,
+    LearningRate,
+    Checkpointing,
+    MixedPrecision,
+    Distributed,
+    ContextParallel,
+    Data,
+    Validation,
+    Logging,
+    AlwaysOn,
+):
+    """The flags of a run. Those with a derived default are None as given and have their types once it is filled in."""
+
+
+class Arguments(Flags):
+    """The flags of a run, complete, and what follows from them.
+
+    A dry run that is not told `lr` or `train_iters` has 0 there.
+    """
+
+    world_size: int
+    rank: int
+    data_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None  # None: the pipeline is not interleaved
+    params_dtype: "torch.dtype"
+    cp_options: dict[str, Any]  # of the strategy
+    eod_token: int | None  # None: the tokenizer has none
+    padded_vocab_size: int
+
+
+SECTIONS: tuple[type[Section], ...] = Flags.__bases__
+FLAGS = {name: declared for section in SECTIONS for name, declared in flags_of(section).items()}

@@ -1,9 +1,9 @@
 """Floating-point operations of a training iteration."""
 
-from argparse import Namespace
+from .flags import Arguments
 
 
-def flops_per_sequence(args: Namespace) -> float:
+def flops_per_sequence(args: Arguments) -> float:
     """Floating-point operations of one sequence, forward and backward, over all ranks.
 
     A matrix product of m x k by k x n is 2mkn; the backward pass is twice the forward pass. Per token and layer, with
@@ -24,5 +24,5 @@ def flops_per_sequence(args: Namespace) -> float:
     return 3.0 * s * (args.num_layers * layer + 2 * h * args.padded_vocab_size)
 
 
-def _kv_heads(args: Namespace) -> int:
+def _kv_heads(args: Arguments) -> int:
     return args.num_query_groups if args.group_query_attention else args.num_attention_heads

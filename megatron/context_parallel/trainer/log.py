@@ -4,7 +4,6 @@ import importlib.util
 import json
 import resource
 import sys
-from argparse import Namespace
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 from ..errors import UsageError
 from .checkpoint import Progress as RunProgress
+from .flags import Arguments
 from .flops import flops_per_sequence
 
 # Dense bf16 peak in TFLOP/s by the name the driver reports; other devices need --peak-tflops.
@@ -43,7 +43,7 @@ class Record:
 class RunLog:
     """Collects iterations and tells rank 0's terminal, files and trackers about them; other ranks stay silent."""
 
-    def __init__(self, args: Namespace, iteration: int) -> None:
+    def __init__(self, args: Arguments, iteration: int) -> None:
         self.args = args
         self.speaks = dist.get_rank() == 0
         self.peak = args.peak_tflops or _device_peak()
@@ -157,7 +157,7 @@ def _line(record: Record, train_iters: int, peak: float | None) -> str:
     return " | ".join(parts)
 
 
-def _explain(args: Namespace, peak: float | None) -> str:
+def _explain(args: Arguments, peak: float | None) -> str:
     line = (
         f"{flops_per_sequence(args) / 1e12:.4g} TFLOP per sequence, forward and backward: 3s(layers(2h(a+2g) + 2ah "
         f"+ 2as + {6 if args.swiglu else 4}h ffn) + 2h vocab), attention counted with its causal half"
@@ -186,7 +186,7 @@ def _resume_metrics(path: Path, iteration: int):
     return path.open("a")
 
 
-def check_trackers(args: Namespace) -> None:
+def check_trackers(args: Arguments) -> None:
     """Before anything starts: whether the packages are there that `args` asks for.
 
     Raises:
@@ -196,7 +196,7 @@ def check_trackers(args: Namespace) -> None:
         raise UsageError(f"--wandb-project {args.wandb_project}: the package wandb is not installed; pip install wandb")
 
 
-def _start_wandb(args: Namespace):
+def _start_wandb(args: Arguments):
     import wandb
 
     return wandb.init(

@@ -1,7 +1,6 @@
 """From the arguments to megatron-core's objects: model chunks, optimizer, learning-rate schedule."""
 
 import dataclasses
-from argparse import Namespace
 
 import torch
 from megatron.core import parallel_state
@@ -22,9 +21,10 @@ from ..attention import ContextParallel
 from ..integration.norm import Norm
 from ..integration.rope import use_layout
 from ..integration.spec import layer_spec
+from .flags import Arguments
 
 
-def build_model(args: Namespace) -> list[DistributedDataParallel]:
+def build_model(args: Arguments) -> list[DistributedDataParallel]:
     """This rank's model chunks (one, or one per virtual pipeline stage), ready for gradient reduction."""
     config = transformer_config(args)
     group = parallel_state.get_context_parallel_group()
@@ -36,9 +36,9 @@ def build_model(args: Namespace) -> list[DistributedDataParallel]:
     return model
 
 
-def build_gpt(args: Namespace, config: TransformerConfig, cp: ContextParallel, vp_stage: int | None = None) -> GPTModel:
+def build_gpt(args: Arguments, config: TransformerConfig, cp: ContextParallel, vp_stage: int | None = None) -> GPTModel:
     """The plain GPTModel of this pipeline rank's (virtual) stage, with our attention and its layout's RoPE."""
-    keep_output = "core_attention" in args.recompute_whitelist
+    keep_output = "core_attention" in (args.recompute_whitelist or ())
     layer = layer_spec(config, cp, args.cp_attention_backend, keep_output)
     layers = [layer] * get_num_layers_to_build(config, vp_stage)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
@@ -59,7 +59,7 @@ def build_gpt(args: Namespace, config: TransformerConfig, cp: ContextParallel, v
     return model
 
 
-def transformer_config(args: Namespace) -> TransformerConfig:
+def transformer_config(args: Arguments) -> TransformerConfig:
     """megatron-core's model configuration: every argument that has one of its fields' names, and what follows."""
     given = _fields_given(args, TransformerConfig)
     interleaved = bool(args.virtual_pipeline_model_parallel_size)
@@ -83,7 +83,7 @@ def transformer_config(args: Namespace) -> TransformerConfig:
     return TransformerConfig(**given)
 
 
-def _wrap(args: Namespace, config: TransformerConfig, index: int, gpt: GPTModel) -> DistributedDataParallel:
+def _wrap(args: Arguments, config: TransformerConfig, index: int, gpt: GPTModel) -> DistributedDataParallel:
     if torch.cuda.is_available():
         gpt.cuda(torch.cuda.current_device())
     gpt.model_type = ModelType.encoder_or_decoder
@@ -98,7 +98,7 @@ def _wrap(args: Namespace, config: TransformerConfig, index: int, gpt: GPTModel)
     return DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
 
 
-def _synchronise_by(args: Namespace, config: TransformerConfig, model: list[DistributedDataParallel]) -> None:
+def _synchronise_by(args: Arguments, config: TransformerConfig, model: list[DistributedDataParallel]) -> None:
     config.finalize_model_grads_func = finalize_model_grads
     if args.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in model]
@@ -106,7 +106,7 @@ def _synchronise_by(args: Namespace, config: TransformerConfig, model: list[Dist
 
 
 def build_optimizer(
-    args: Namespace, model: list[DistributedDataParallel]
+    args: Arguments, model: list[DistributedDataParallel]
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer of these chunks, and the schedule of its learning rate and weight decay (in samples)."""
     config = OptimizerConfig(**_fields_given(args, OptimizerConfig))
@@ -135,5 +135,5 @@ def build_optimizer(
     return optimizer, scheduler
 
 
-def _fields_given(args: Namespace, config: type) -> dict[str, object]:
+def _fields_given(args: Arguments, config: type) -> dict[str, object]:
     return {f.name: getattr(args, f.name) for f in dataclasses.fields(config) if hasattr(args, f.name)}

@@ -1,16 +1,16 @@
 """How many parameters a model has, in all and on one rank."""
 
-from argparse import Namespace
+from .flags import Arguments
 
 
-def count_parameters(args: Namespace) -> tuple[int, int]:
+def count_parameters(args: Arguments) -> tuple[int, int]:
     """(all parameters, those of them in token embedding, position table and untied output layer); padding included."""
     layers = args.num_layers * _layer(args, 1)
     tables = _input(args, 1) + (_output(args, 1) if args.untie_embeddings_and_output_weights else 0)
     return layers + tables + _norm(args, args.hidden_size), tables
 
 
-def parameters_on_stage(args: Namespace, stage: int) -> int:
+def parameters_on_stage(args: Arguments, stage: int) -> int:
     """Parameters of one rank of pipeline stage `stage` (0 first); a tied output layer is kept by both end stages."""
     tensor, last = args.tensor_model_parallel_size, args.pipeline_model_parallel_size - 1
     count = args.num_layers // args.pipeline_model_parallel_size * _layer(args, tensor)
@@ -23,7 +23,7 @@ def parameters_on_stage(args: Namespace, stage: int) -> int:
     return count
 
 
-def _layer(args: Namespace, tensor: int) -> int:
+def _layer(args: Arguments, tensor: int) -> int:
     """One layer on one of `tensor` ranks: projections are split; norms and row-parallel biases are not."""
     h, ffn = args.hidden_size, args.ffn_hidden_size * (2 if args.swiglu else 1)
     queries = args.kv_channels * args.num_attention_heads
@@ -38,16 +38,16 @@ def _layer(args: Namespace, tensor: int) -> int:
     return split // tensor + whole
 
 
-def _norm(args: Namespace, width: int) -> int:
+def _norm(args: Arguments, width: int) -> int:
     return width * (2 if args.normalization == "LayerNorm" else 1)
 
 
-def _input(args: Namespace, tensor: int) -> int:
+def _input(args: Arguments, tensor: int) -> int:
     rows = args.padded_vocab_size // tensor
     if args.position_embedding_type == "learned_absolute":
         rows += args.max_position_embeddings
     return rows * args.hidden_size
 
 
-def _output(args: Namespace, tensor: int) -> int:
+def _output(args: Arguments, tensor: int) -> int:
     return args.padded_vocab_size // tensor * args.hidden_size

@@ -6,7 +6,6 @@ import random
 import signal
 import sys
 import traceback
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,10 +17,11 @@ from megatron.core import parallel_state, tensor_parallel
 
 from ..errors import UsageError
 from ..integration.host import support_cpu_host
+from .flags import Arguments
 
 
 @contextmanager
-def distributed_job(args: Namespace) -> Iterator[None]:
+def distributed_job(args: Arguments) -> Iterator[None]:
     """The process groups of one job, destroyed when the block ends.
 
     A rank that fails prints its own traceback, marked with its rank, and leaves at once, so that the launcher
@@ -61,7 +61,7 @@ def _hold_back_sigterm() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def join_world(args: Namespace) -> None:
+def join_world(args: Arguments) -> None:
     """Join the process group of all ranks (environment of torchrun; alone without it): NCCL, or gloo without a GPU."""
     support_cpu_host()
     on_gpu = torch.cuda.is_available()
@@ -77,7 +77,7 @@ def join_world(args: Namespace) -> None:
     )
 
 
-def initialize_model_parallel(args: Namespace) -> None:
+def initialize_model_parallel(args: Arguments) -> None:
     """Make the tensor-, context-, data- and pipeline-parallel groups in the joined world, and seed every generator."""
     support_cpu_host()
     parallel_state.initialize_model_parallel(

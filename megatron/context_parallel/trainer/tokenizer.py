@@ -4,8 +4,12 @@ import importlib.util
 import os
 from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.context_parallel.errors import UsageError
+
+if TYPE_CHECKING:
+    from .flags import Flags
 
 # --tokenizer-type: (megatron-core's library, the Python package it needs)
 TOKENIZERS = {
@@ -19,7 +23,7 @@ TOKENIZERS = {
 BYTES = 256
 
 
-def build_tokenizer(args: Namespace):
+def build_tokenizer(args: "Flags | Namespace"):
     """The megatron-core tokenizer named by `args.tokenizer_type`.
 
     Reads `tokenizer_type`, `tokenizer_model` (a file for SentencePiece, a folder for HuggingFace) and, for
@@ -44,7 +48,7 @@ def build_tokenizer(args: Namespace):
     return _load(args, library, options)
 
 
-def _null_vocabulary(args: Namespace) -> int:
+def _null_vocabulary(args: "Flags | Namespace") -> int:
     if not args.vocab_size or args.vocab_size < 1:
         raise UsageError(
             f"--vocab-size {args.vocab_size} does not work with --tokenizer-type NullTokenizer; "
@@ -53,7 +57,7 @@ def _null_vocabulary(args: Namespace) -> int:
     return args.vocab_size
 
 
-def _check_files(args: Namespace, library: str, package: str) -> None:
+def _check_files(args: "Flags | Namespace", library: str, package: str) -> None:
     model, given = args.tokenizer_model, f"--tokenizer-type {args.tokenizer_type}"
     if library == "huggingface":
         found, wanted = Path(model or "").is_dir() and model, "folder with tokenizer.json in it"
@@ -65,7 +69,7 @@ def _check_files(args: Namespace, library: str, package: str) -> None:
         raise UsageError(f"{given} needs a package: pip install {package}, or use --tokenizer-type ByteLevelTokenizer")
 
 
-def _load(args: Namespace, library: str, options: dict):
+def _load(args: "Flags | Namespace", library: str, options: dict):
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported, which is below
     from megatron.core.tokenizers import MegatronTokenizer
 

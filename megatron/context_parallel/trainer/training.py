@@ -2,7 +2,6 @@
 
 import math
 import time
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +22,7 @@ from ..integration.packed import PackedDocuments
 from ..mask import Documents
 from .checkpoint import Progress, TrainState, load_checkpoint, save_checkpoint
 from .data import build_data_iterator, build_datasets
+from .flags import Arguments
 from .log import RunLog, check_trackers
 from .model import build_model, build_optimizer
 from .setup import distributed_job, sigterm_came
@@ -33,7 +33,7 @@ Batches = Iterator[dict[str, Tensor]]
 ChunkBatches = list[Batches]
 
 
-def pretrain(args: Namespace) -> None:
+def pretrain(args: Arguments) -> None:
     """Train as `args` says, from the newest checkpoint of `--load` if there is one, to the end or an exit condition.
 
     Raises:
@@ -60,7 +60,7 @@ def pretrain(args: Namespace) -> None:
         log.close()
 
 
-def build_state(args: Namespace) -> TrainState:
+def build_state(args: Arguments) -> TrainState:
     """Model, optimizer and schedule, restored from `--load` where it holds a checkpoint."""
     model = build_model(args)
     state = TrainState(model, *build_optimizer(args, model), Progress())
@@ -77,14 +77,14 @@ def build_state(args: Namespace) -> TrainState:
     return state
 
 
-def samples_needed(args: Namespace) -> tuple[int, int, int]:
+def samples_needed(args: Arguments) -> tuple[int, int, int]:
     """Samples of the whole run for training, validation and test."""
     evaluations = args.train_iters // args.eval_interval + 1 if args.eval_iters else 0
     per_evaluation = args.eval_iters * args.global_batch_size
     return args.train_iters * args.global_batch_size, evaluations * per_evaluation, per_evaluation
 
 
-def _batches(args: Namespace, dataset: Dataset, consumed: int) -> Batches:
+def _batches(args: Arguments, dataset: Dataset, consumed: int) -> Batches:
     # A generator: loader workers start at the first batch asked for, which on some ranks is never.
     rank = parallel_state.get_data_parallel_rank()
     yield from build_data_iterator(dataset, args, consumed, rank, args.data_parallel_size)
@@ -99,7 +99,7 @@ def _say(line: str) -> None:
 
 
 def train_loop(
-    args: Namespace, state: TrainState, log: RunLog, train: ChunkBatches, valid: ChunkBatches | None, started: float
+    args: Arguments, state: TrainState, log: RunLog, train: ChunkBatches, valid: ChunkBatches | None, started: float
 ) -> bool:
     """Train until `--train-iters` or an exit condition; whether it was the former.
 
@@ -123,7 +123,7 @@ def train_loop(
 
 
 def train_step(
-    args: Namespace, state: TrainState, train: ChunkBatches, started: float
+    args: Arguments, state: TrainState, train: ChunkBatches, started: float
 ) -> tuple[float, float | None, bool]:
     """One iteration on every rank: (loss, gradient norm, whether to leave).
 
@@ -150,7 +150,7 @@ def train_step(
 
 
 def run_micro_batches(
-    args: Namespace, model: list[DistributedDataParallel], batches: ChunkBatches, *, forward_only: bool
+    args: Arguments, model: list[DistributedDataParallel], batches: ChunkBatches, *, forward_only: bool
 ) -> list[Tensor]:
     """A global batch through the pipeline schedule; on the last stage, per micro batch, float64 [loss sum, tokens]."""
     return get_forward_backward_func()(
@@ -164,7 +164,7 @@ def run_micro_batches(
     )
 
 
-def _forward_step(args: Namespace, batches: Batches, model: DistributedDataParallel):
+def _forward_step(args: Arguments, batches: Batches, model: DistributedDataParallel):
     batch, packed = dict.fromkeys(("tokens", "position_ids", "labels", "loss_mask")), None
     at_an_end = get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process")
     if at_an_end or args.reset_attention_mask:
@@ -196,7 +196,7 @@ def _mean_loss(data: list[Tensor], vote: bool = False) -> tuple[float, int]:
     return total / max(tokens, 1.0), int(votes)
 
 
-def _wants_to_leave(args: Namespace, iteration: int, started: float) -> bool:
+def _wants_to_leave(args: Arguments, iteration: int, started: float) -> bool:
     minutes = (time.monotonic() - started) / 60
     return (
         sigterm_came()
@@ -213,7 +213,7 @@ def _require_finite(name: str, value: float, progress: Progress) -> None:
 
 
 @torch.no_grad()
-def evaluate(args: Namespace, model: list[DistributedDataParallel], batches: ChunkBatches) -> float:
+def evaluate(args: Arguments, model: list[DistributedDataParallel], batches: ChunkBatches) -> float:
     """Mean loss per unmasked token over `--eval-iters` global batches."""
     with _weights_gathered(args, model):
         for chunk in model:
@@ -226,7 +226,7 @@ def evaluate(args: Namespace, model: list[DistributedDataParallel], batches: Chu
     return _mean_loss(data)[0]
 
 
-def _save(args: Namespace, state: TrainState, log: RunLog) -> int:
+def _save(args: Arguments, state: TrainState, log: RunLog) -> int:
     with _weights_gathered(args, state.model):
         save_checkpoint(args, state)
     log.say(f"saved iteration {state.progress.iteration} to {args.save}")
@@ -234,7 +234,7 @@ def _save(args: Namespace, state: TrainState, log: RunLog) -> int:
 
 
 @contextmanager
-def _weights_gathered(args: Namespace, model: list[DistributedDataParallel]) -> Iterator[None]:
+def _weights_gathered(args: Arguments, model: list[DistributedDataParallel]) -> Iterator[None]:
     # With --overlap-param-gather the weights of the last step arrive during the next forward pass.
     for chunk in model if args.overlap_param_gather else ():
         chunk.disable_forward_pre_hook()
