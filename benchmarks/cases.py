@@ -5,11 +5,9 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.heads import check_heads, head_parallel_sizes
 from megatron.context_parallel.layout import progressions
 from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
-from megatron.context_parallel.strategies import STRATEGIES, find_strategy
-from megatron.context_parallel.strategies.mesh_schedule import load_costs
+from megatron.context_parallel.strategies import Choice, choose, head_parallel_sizes
 
 from .peers import PEERS
 
@@ -33,53 +31,48 @@ class Problem:
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy or a peer with its options; `text` is how it was written, and its name in every output."""
+    """A strategy as chosen, or a peer with its options; `text` is how it was written, and its name in every output."""
 
     text: str
     name: str
-    peer: bool
+    choice: Choice | None = None  # None: a peer
     options: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def peer(self) -> bool:
+        return self.choice is None
 
     def plans(self, problem: Problem) -> tuple[Plan, Plan]:
         """Forward and backward plan of a strategy.
 
         Raises:
-            UsageError: a strategy, option, layout or number of heads or tokens that does not work.
+            UsageError: a layout or number of heads or tokens that does not work.
         """
-        how = {"causal": problem.causal, **strategy_options(self, problem)}
-        forward, backward = (find_strategy(self.name).plan(problem.ranks, backward=b, **how) for b in (False, True))
-        check_heads(forward, problem.heads, problem.kv_heads)
+        how = {"causal": problem.causal, "heads": problem.heads, "kv_heads": problem.kv_heads}
+        forward, backward = (self.choice.plan(problem.ranks, backward=b, **how) for b in (False, True))
         progressions(forward.layout, 0, problem.ranks, problem.length)
         return forward, backward
 
 
-def strategy_options(case: Case, problem: Problem) -> dict[str, object]:
-    """The options of a strategy; what follows from the heads, as in the trainer, is filled in, and `costs` is read."""
-    follows = {"kv_ratio": problem.kv_heads / problem.heads}
-    measured = {"costs": load_costs(case.options["costs"])} if "costs" in case.options else {}
-    return {n: follows[n] for n in find_strategy(case.name).options if n in follows} | case.options | measured
-
-
 def parse_case(text: str) -> Case:
-    """`NAME`, `NAME:option=value,...` or `peer:NAME:option=value,...`; values: 8, 4x4, yes, no or a word.
+    """`peer:NAME:option=value,...`, values 8, 4x4, yes, no or a word; or the spec of a strategy.
 
     Raises:
-        UsageError: no such strategy or peer, or an option without a value.
+        UsageError: no such strategy or peer, or an option it does not have.
     """
-    peer = text.startswith("peer:")
+    if not text.startswith("peer:"):
+        choice = choose(text)
+        return Case(text, choice.strategy.name, choice)
     name, _, rest = text.removeprefix("peer:").partition(":")
-    if peer and name not in PEERS:
+    if name not in PEERS:
         raise UsageError(f"--strategies {text}: no peer {name!r}; choose one of {', '.join(PEERS)}")
-    if not peer and name not in STRATEGIES:
-        names = ", ".join([*STRATEGIES, *(f"peer:{p}" for p in PEERS)])
-        raise UsageError(f"--strategies {text}: no strategy {name!r}; choose one of {names}")
     options = {}
     for word in rest.split(",") if rest else ():
         key, equals, value = word.partition("=")
         if not (key and equals and value):
             raise UsageError(f"--strategies {text}: {word!r} is no option; write it as grid=4x4")
         options[key] = _value(value)
-    return Case(text, name, peer, options)
+    return Case(text, name, None, options)
 
 
 def _value(word: str) -> object:

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.cases import parse_case
 from benchmarks.stopwatch import Stopwatch, TimedKernel
 from megatron.context_parallel import AllRanks, context_parallel_attention
 from megatron.context_parallel.kernels.aten import AtenFlash
@@ -42,8 +41,7 @@ def main() -> None:
     kernel = TimedKernel(AtenFlash(), watch)
     ranks = {}
     for text in args.strategies:
-        case = parse_case(text)
-        ranks[text] = AllRanks(args.ranks, case.name, **case.options)
+        ranks[text] = AllRanks(args.ranks, text)
 
     def seconds(attend) -> float:
         start = time.perf_counter()

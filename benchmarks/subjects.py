@@ -11,7 +11,7 @@ from megatron.context_parallel import ContextParallel, context_parallel_attentio
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.reference import attention
 
-from .cases import DTYPES, Case, Problem, strategy_options
+from .cases import DTYPES, Case, Problem
 from .peers import PEERS
 from .stopwatch import Stopwatch, TimedKernel
 
@@ -24,7 +24,7 @@ class Ours:
     order = "sbhd"
 
     def __init__(self, case: Case, problem: Problem, group: dist.ProcessGroup, watch: Stopwatch) -> None:
-        self.cp = ContextParallel(case.name, group=group, **strategy_options(case, problem))
+        self.cp = ContextParallel(case.choice, group=group)
         self.kernel = TimedKernel(kernel_for(torch.device("cpu"), DTYPES[problem.dtype], problem.head_dim), watch)
         self.positions, self.causal = self.cp.positions, problem.causal
 

@@ -9,12 +9,11 @@ from itertools import product
 import torch
 from megatron.core import parallel_state
 
-from benchmarks.cases import Case, Problem, parse_case, strategy_options
+from benchmarks.cases import Case, parse_case
 from benchmarks.rounds import interleave, run_job
 from benchmarks.stopwatch import Stopwatch, TimedKernel
 from megatron.context_parallel.integration import spec
 from megatron.context_parallel.kernels.choose import kernel_for
-from megatron.context_parallel.strategies import find_strategy
 from megatron.context_parallel.trainer import setup, training
 from megatron.context_parallel.trainer.arguments import parse_args
 from megatron.context_parallel.trainer.flags import Arguments
@@ -34,7 +33,7 @@ def measure(job: dict) -> list[dict]:
     `job` has `flags` of the trainer, `problem`, `cases`, `recompute`, `rounds` and `warm_up`. Returns what
     `attention_rank.measure` does, with the largest relative difference of a loss from the first case's as `error`.
     """
-    watch, problem = Stopwatch(), Problem(**job["problem"])
+    watch = Stopwatch()
     watch.watch_waits()
     spec.kernel_for = cache(lambda *args: TimedKernel(kernel_for(*args), watch))  # one for all layers
     args = parse_args(job["flags"])
@@ -44,7 +43,7 @@ def measure(job: dict) -> list[dict]:
         entries.append({"case": text + how, "error": None, "failure": None, "rounds": []})
         losses.append([])
         own = replace(args, **changes)
-        runs.append((entries[-1], training_step(own, parse_case(text), problem, losses[-1])))
+        runs.append((entries[-1], training_step(own, parse_case(text), losses[-1])))
     interleave(runs, job["rounds"], job["warm_up"], watch)
     for entry, own in zip(entries, losses, strict=True):
         entry["error"] = max(abs(loss / first - 1) for loss, first in zip(own, losses[0], strict=True))
@@ -55,11 +54,9 @@ def measure(job: dict) -> list[dict]:
     return entries
 
 
-def training_step(args: Arguments, case: Case, problem: Problem, losses: list[float]) -> Callable[[], None]:
+def training_step(args: Arguments, case: Case, losses: list[float]) -> Callable[[], None]:
     """One step of the trainer with this strategy, from the same weights and data as any other; appends the loss."""
-    layout = case.options.get("layout") or find_strategy(case.name).layouts[0]
-    options = {name: value for name, value in strategy_options(case, problem).items() if name != "layout"}
-    own = replace(args, cp_strategy=case.name, cp_layout=layout, cp_options=options)
+    own = replace(args, cp=case.choice, cp_layout=case.choice.layout)
     setup.seed_all(args.seed)
     state, data = training.build_state(own), [random_batches(own)]
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.context_parallel.integration.host import support_cpu_host
+from megatron.context_parallel.strategies import choose
 from megatron.context_parallel.trainer import setup, training
 from megatron.context_parallel.trainer.checkpoint import TrainState, save_checkpoint
 
@@ -54,7 +55,6 @@ def case_args(family: str, **changes) -> Namespace:
             "sequence_parallel": False,
             "cp_strategy": "ring",
             "cp_layout": "zigzag",
-            "cp_options": {},
             "window_size": None,
             "cp_attention_backend": "auto",
             "reset_attention_mask": False,
@@ -72,6 +72,8 @@ def case_args(family: str, **changes) -> Namespace:
         **{"exit_interval": None, "exit_duration_in_mins": None, "exit_signal_handler": False, "log_interval": 1},
         **changes,
     }
+    options = values.pop("cp_options", {})
+    values["cp"] = choose(values["cp_strategy"], layout=values["cp_layout"], **options)
     args = Namespace(**values, world_size=dist.get_world_size(), rank=dist.get_rank())
     parts = args.tensor_model_parallel_size * args.context_parallel_size * args.pipeline_model_parallel_size
     args.data_parallel_size = args.world_size // parts

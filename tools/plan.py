@@ -8,16 +8,17 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.context_parallel import LAYOUTS, STRATEGIES, UsageError
-from megatron.context_parallel.heads import check_heads
 from megatron.context_parallel.plan.draw import draw
 from megatron.context_parallel.plan.ir import Plan
-from megatron.context_parallel.plan.verify import Report, received_bytes, verify
-from megatron.context_parallel.strategies import find_strategy
+from megatron.context_parallel.plan.verify import Report, verify
+from megatron.context_parallel.plan.volume import Shape, received_bytes
+from megatron.context_parallel.strategies import choose
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("strategy", nargs="+", metavar="STRATEGY", help=f"one or more of {', '.join(STRATEGIES)}")
+    names = f"one or more of {', '.join(STRATEGIES)}, with options as in usp:head_parallel_size=2 or mesh:grid=2x4"
+    parser.add_argument("strategy", nargs="+", metavar="SPEC", help=names)
     parser.add_argument("--ranks", type=int, required=True, help="size of the context group")
     parser.add_argument("--layout", choices=LAYOUTS, help="default: the strategy's own")
     parser.add_argument("--full-mask", action="store_true", help="every token sees every token; default: causal")
@@ -25,7 +26,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-query-groups", type=int, help="key/value heads; default: one per attention head")
     parser.add_argument("--seq-length", type=int, help="tokens: volume in MiB too, batch 1, 16-bit model")
     parser.add_argument("--kv-channels", type=int, default=128, help="width of a head; default: %(default)s")
-    parser.add_argument("--cp-head-parallel-size", type=int, help="of every strategy but ulysses; default: 1")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="write a .png or .svg of each strategy and pass")
     args = parser.parse_args(argv)
     args.num_attention_heads = args.num_attention_heads or args.ranks
@@ -54,8 +54,9 @@ def row(args: argparse.Namespace, plan: Plan, report: Report) -> list[str]:
     by_tensor = " + ".join(f"{max(v[t] for v in report.volume):g} {t}" for t in tensors)
     size = "-"
     if args.seq_length:
-        tokens, heads, kv_heads = args.seq_length // plan.size, args.num_attention_heads, args.num_query_groups
-        size = f"{received_bytes(plan, tokens, heads, kv_heads, args.kv_channels, itemsize=2) / 2**20:.4g} MiB"
+        rows, heads, kv_heads = args.seq_length // plan.size, args.num_attention_heads, args.num_query_groups
+        shape = Shape(rows, heads, kv_heads, args.kv_channels, itemsize=2)
+        size = f"{max(received_bytes(plan, rank, shape) for rank in range(plan.size)) / 2**20:.4g} MiB"
     return [
         plan.name,
         plan.layout,
@@ -80,17 +81,17 @@ def main(argv: list[str] | None = None) -> None:
     )
     for heading in ("strategy", "layout", "pass", "bytes", "received", "by tensor", "steps", "idle", "peak buffers"):
         table.add_column(heading)
-    for name in args.strategy:
-        strategy = find_strategy(name)
-        size = None if strategy.all_heads else args.cp_head_parallel_size
-        how = {"layout": args.layout, "causal": not args.full_mask, "head_parallel_size": size}
+    for spec in args.strategy:
+        choice = choose(spec, layout=args.layout)
+        heads = {"heads": args.num_attention_heads, "kv_heads": args.num_query_groups}
         for backward in (False, True):
-            plan = strategy.plan(args.ranks, backward=backward, **how)
-            check_heads(plan, args.num_attention_heads, args.num_query_groups)
+            plan = choice.plan(args.ranks, causal=not args.full_mask, backward=backward, **heads)
             report = verify(plan, plan.kv_ratio(args.num_attention_heads, args.num_query_groups))
             table.add_row(*row(args, plan, report))
             if args.draw:
-                path = args.draw.with_stem(f"{args.draw.stem}-{name}-{'backward' if backward else 'forward'}")
+                path = args.draw.with_stem(
+                    f"{args.draw.stem}-{choice.strategy.name}-{'backward' if backward else 'forward'}"
+                )
                 draw(plan, path)
                 print(f"wrote {path}")
     Console().print(table)

@@ -74,7 +74,7 @@ def _is_grid(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and all(type(x) is int and x > 0 for x in value)
 
 
-_SWITCH = {"true": True, "false": False}
+_SWITCH = {"true": True, "yes": True, "false": False, "no": False}
 _KINDS: dict[Any, _Kind] = {
     int: _Kind(int, lambda x: type(x) is int and x > 0, "need a whole number, 1 or more"),
     bool: _Kind(lambda text: _SWITCH[text.lower()], lambda x: type(x) is bool, "give true or false"),

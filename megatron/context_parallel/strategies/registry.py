@@ -9,7 +9,7 @@ from ..errors import UsageError
 from ..layout import LAYOUTS, Chunks
 from ..mask import Mask, Pairs
 from ..plan.ir import PLACEMENTS, Plan, Step, Steps, T
-from .options import Option, options_of
+from .options import Option, options_of, show
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,11 @@ class Strategy:
     def checked(self, options: dict[str, object]) -> dict[str, object]:
         """`options`, if the strategy has them with these values. Raises UsageError otherwise."""
         if unknown := options.keys() - self.options.keys():
-            own = ", ".join(self.options) or "none"
-            raise UsageError(f"--cp-strategy {self.name}: no option {min(unknown)}; it has {own}")
+            name, own = min(unknown), ", ".join(self.options) or "none"
+            if others := [other.name for other in STRATEGIES.values() if name in other.options]:
+                shown = f"--cp-{name.replace('_', '-')} {show(options[name])}"
+                raise UsageError(f"{shown}: {self.name} has no use for it; give --cp-strategy {' or '.join(others)}")
+            raise UsageError(f"--cp-strategy {self.name}: no option {name}; it has {own}")
         return {name: self.options[name].checked(value) for name, value in options.items()}
 
     def plan(

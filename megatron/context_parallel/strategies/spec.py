@@ -34,9 +34,12 @@ class CPStrategy(StrEnum):
 
 # Options that every strategy has.
 COMMON = {
-    "layout": Option("which tokens a rank holds; default: the strategy's own", "zigzag", name="layout"),
-    "head_parallel_size": Option("ranks that split the heads", "2", name="head_parallel_size", kind=int),
-    "placement": Option("which ranks are neighbours", PLACEMENTS[0], name="placement"),
+    option.name: option
+    for option in (
+        Option("which tokens a rank holds; default: the strategy's own", "zigzag", name="layout"),
+        Option("ranks that split the heads; the strategy runs on the others", "2", name="head_parallel_size", kind=int),
+        Option("which ranks are neighbours: those that share tokens, or heads", PLACEMENTS[0], name="placement"),
+    )
 }
 
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from ..strategies import find_strategy
 from .check_files import check_files
 from .check_flags import check_each, refuse
 from .check_values import check_together, check_world, quotient, ranks_in
 from .command_line import read_flags
-from .context_parallel_flags import cp_options
+from .context_parallel_flags import chosen
 from .flags import Arguments, Flags
 from .tokenizer import build_tokenizer
 
@@ -29,7 +28,8 @@ def parse_args(argv: list[str] | None = None) -> Arguments:
     needed = given.tensor_model_parallel_size * given.pipeline_model_parallel_size * given.context_parallel_size
     world_size = ranks_in("WORLD_SIZE", needed if given.dry_run else 1)
     check_world(given, world_size, needed)
-    given = _fill_in_batch(_fill_in_model(given), world_size // needed)
+    choice = chosen(given)
+    given = replace(_fill_in_batch(_fill_in_model(given), world_size // needed), cp_layout=choice.layout)
     tokenizer = build_tokenizer(given)
     given, rows = _fill_in_vocabulary(given, tokenizer.vocab_size)
     args = Arguments(
@@ -39,7 +39,7 @@ def parse_args(argv: list[str] | None = None) -> Arguments:
         data_parallel_size=world_size // needed,
         virtual_pipeline_model_parallel_size=_virtual_stages(given),
         params_dtype=torch.bfloat16 if given.bf16 else torch.float16 if given.fp16 else torch.float32,
-        cp_options=cp_options(given),
+        cp=choice,
         eod_token=tokenizer.eod,
         padded_vocab_size=rows,
     )
@@ -58,7 +58,6 @@ def _fill_in_model(given: Flags) -> Flags:
         ffn_hidden_size=given.ffn_hidden_size or (wide * 2 // 3 // 64 * 64 if given.swiglu else wide),
         num_query_groups=groups,
         max_position_embeddings=given.max_position_embeddings or given.seq_length,
-        cp_layout=given.cp_layout or find_strategy(given.cp_strategy).layouts[0],
         recompute_granularity=given.recompute_granularity or selective,
     )
 

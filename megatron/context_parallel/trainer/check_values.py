@@ -6,10 +6,8 @@ import os
 import torch
 
 from ..errors import UsageError
-from ..heads import check_heads
 from ..kernels.choose import check_backend
 from ..mask import Mask
-from ..strategies import find_strategy
 from .check_flags import given, refuse
 from .flags import FLAGS, Arguments, Flags
 
@@ -120,15 +118,12 @@ def _check_context_parallel(args: Arguments) -> None:
         if after > 0:
             refuse(args, "window_size", "no token sees those after it", window_size=f"{before},0")
     n, tensor = args.context_parallel_size, args.tensor_model_parallel_size
-    plan = find_strategy(args.cp_strategy).plan(n, layout=args.cp_layout, **args.cp_options)
-    if args.cp_strategy == "usp" and n > 1 and plan.heads == 1:
-        refuse(args, "cp_strategy", "needs --cp-head-parallel-size 2 or more; with 1 it is --cp-strategy ring")
-    check_heads(plan, args.num_attention_heads // tensor, max(1, args.num_query_groups // tensor))
+    args.cp.plan(n, heads=args.num_attention_heads // tensor, kv_heads=max(1, args.num_query_groups // tensor))
     sharers = tensor if args.sequence_parallel else 1
-    parts = n * math.lcm(2 if args.cp_layout == "zigzag" else 1, sharers)
+    parts = n * math.lcm(2 if args.cp.layout == "zigzag" else 1, sharers)
     if args.seq_length % parts:
         over = f"{n} context-parallel" + (f" x {sharers} sequence-parallel" if sharers > 1 else "")
-        why = f"the {args.cp_layout} layout over {over} ranks needs a multiple of {parts}"
+        why = f"the {args.cp.layout} layout over {over} ranks needs a multiple of {parts}"
         refuse(args, "seq_length", why, seq_length=math.ceil(args.seq_length / parts) * parts)
 
 

@@ -1,62 +1,72 @@
-"""The `--cp-...` flags and what they say to a strategy."""
+"""The `--cp-...` flags: those of the context group, and one for each option that strategies declare."""
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
 from ..kernels.choose import BACKENDS
 from ..layout import LAYOUTS
 from ..plan.ir import PLACEMENTS
-from ..strategies import STRATEGIES, find_strategy
-from ..strategies.mesh_schedule import load_costs
-from .declare import Section, flag, flags_of
+from ..strategies import COMMON, STRATEGIES, Choice, Grid, Option, choose
+from .declare import Section, flag
 
 if TYPE_CHECKING:
     from .flags import Flags
 
-_NOT_OPTIONS = ("context_parallel_size", "cp_strategy", "cp_layout", "cp_attention_backend")
 
-
-class ContextParallel(Section, title="context parallel"):
+class _Group(Section):
     context_parallel_size: int = flag("ranks that share each sequence", 1)
-    cp_strategy: str = flag(f"distributed attention: {', '.join(STRATEGIES)}", "ring", unit="NAME")
-    cp_layout: str = flag(
-        f"which tokens a rank holds: {', '.join(LAYOUTS)}", derived="the strategy's first choice", unit="NAME"
-    )
-    cp_head_parallel_size: int | None = flag(
-        "ranks that split the heads; the strategy runs on the others", derived="1, with ulysses all"
-    )
-    cp_placement: str | None = flag(
-        "which ranks are neighbours: those that share tokens, or heads", derived="head-first", choices=PLACEMENTS
-    )
-    cp_grid: tuple[int, int] | None = flag(
-        "attention2d: rows x columns; mesh: chunks of a tile", derived="the best", unit="RxC", example="2x4"
-    )
-    cp_overlap: bool | None = flag("attention2d: rings that overlap with compute, or collectives", derived="overlap")
-    cp_balance: bool | None = flag("lightseq: early ranks help late ones under a causal mask", derived="balance")
-    cp_prefetch: bool | None = flag("lightseq: communication flies during blocks", derived="prefetch")
-    cp_inner_ring_size: int | None = flag("loongtrain: ranks of an inner ring", derived="the most square")
-    cp_costs: str | None = flag(
-        "mesh: transfer times in blocks, from tools/profile_blocks.py", derived="by size", unit="FILE"
+    cp_strategy: str = flag(
+        f"distributed attention: {', '.join(STRATEGIES)}; NAME:OPTION=VALUE,... gives options, MODULE:NAME and "
+        "FILE.py:NAME a strategy of your own",
+        "ring",
+        unit="SPEC",
     )
     cp_attention_backend: str = flag("what computes a rank's blocks of attention", "auto", choices=BACKENDS)
 
 
-def cp_options(args: "Flags") -> dict[str, Any]:
-    """What the `--cp-...` flags say to the strategy, by the names of `Strategy.plan`'s arguments.
+def _options() -> dict[str, dict[str, Option]]:
+    """The options of all strategies, by name and then by strategy; those that all have come first, of no strategy."""
+    found: dict[str, dict[str, Option]] = defaultdict(dict, {name: {"": option} for name, option in COMMON.items()})
+    for strategy in STRATEGIES.values():
+        for name, option in strategy.options.items():
+            found[name][strategy.name] = option
+    return found
+
+
+_OPTIONS = _options()
+_CHOICES = {"layout": LAYOUTS, "placement": PLACEMENTS}
+
+
+def _declare(name: str) -> Any:
+    by_strategy = _OPTIONS[name]
+    help = "; ".join(f"{strategy}: {own.help}" if strategy else own.help for strategy, own in by_strategy.items())
+    unit, option = {"grid": "RxC", "costs": "FILE"}.get(name, ""), next(iter(by_strategy.values()))
+    return flag(help, unit=unit, example=option.example or None, choices=_CHOICES.get(name, ()))
+
+
+def _type(name: str) -> Any:
+    kind = next(iter(_OPTIONS[name].values())).kind
+    return {int: int | None, bool: bool | None, Grid: tuple[int, int] | None}.get(kind, str | None)
+
+
+_FIELDS: dict[str, Any] = {f"cp_{name}": _declare(name) for name in _OPTIONS}
+ContextParallel = type(
+    "ContextParallel",
+    (_Group,),
+    {"__annotations__": {f"cp_{name}": _type(name) for name in _OPTIONS}, "__module__": __name__, **_FIELDS},
+    title="context parallel",
+)
+
+
+def chosen(args: "Flags") -> Choice:
+    """The strategy and options that the `--cp-...` flags give.
 
     Raises:
-        UsageError: a flag the strategy has no use for.
+        UsageError: an unknown strategy, or an option it does not have.
     """
-    strategy, options = find_strategy(args.cp_strategy), {}
-    known = ("head_parallel_size", "placement", *strategy.options)
-    for name, own in flags_of(ContextParallel).items():
-        option, value = name.removeprefix("cp_"), getattr(args, name)
-        if name in _NOT_OPTIONS or value is None:
-            continue
-        if option not in known:
-            fits = " or ".join(other.name for other in STRATEGIES.values() if option in other.options)
-            raise UsageError(f"{own.given(value)}: {strategy.name} has no use for it; give --cp-strategy {fits}")
-        options[option] = load_costs(value) if option == "costs" else value
-    if "kv_ratio" in known:
-        options["kv_ratio"] = args.num_query_groups / args.num_attention_heads
-    return options
+    given = {name: getattr(args, f"cp_{name}") for name in _OPTIONS}
+    for name, value in given.items():
+        option = next(iter(_OPTIONS[name].values()))
+        if option.read and value is not None:
+            given[name] = option.read(value)
+    return choose(args.cp_strategy, **given)

@@ -9,8 +9,7 @@ from rich.table import Table
 from ..layout import Chunks, positions
 from ..mask import Mask
 from ..mesh import ProcessMesh
-from ..plan.verify import received_bytes
-from ..strategies import find_strategy
+from ..plan.volume import Shape, received_bytes
 from .flags import Arguments
 from .parameters import count_parameters, parameters_on_stage
 
@@ -71,9 +70,9 @@ def _short(ranks: tuple[int, ...]) -> str:
 def _work(args: Arguments) -> Table:
     n = args.context_parallel_size
     micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    first = positions(args.cp_layout, 0, n, args.seq_length)
+    first = positions(args.cp.layout, 0, n, args.seq_length)
     table = Table("quantity", "value", title="work")
-    table.add_row("strategy and layout", f"{args.cp_strategy}, {args.cp_layout}")
+    table.add_row("strategy and layout", f"{args.cp.spec}, {args.cp.layout}")
     table.add_row("sequence", f"{args.seq_length} tokens, {len(first)} per context rank")
     table.add_row(
         "batch",
@@ -88,15 +87,15 @@ def _work(args: Arguments) -> Table:
 
 def attention_bytes(args: Arguments, backward: bool) -> int:
     """Bytes the busiest context rank receives for one layer's attention of one micro batch, counted from the plan."""
-    n, how = args.context_parallel_size, {"layout": args.cp_layout, "backward": backward, **args.cp_options}
-    strategy, mask = find_strategy(args.cp_strategy), Mask(True, args.window_size or (-1, -1))
-    plan = strategy.plan(n, **how)
-    chunks = Chunks.of(plan.layout, plan.n, args.seq_length)
-    plan = strategy.plan(n, sees=mask.pairs(chunks, chunks), **how)
+    n, mask = args.context_parallel_size, Mask(True, args.window_size or (-1, -1))
     heads = args.num_attention_heads // args.tensor_model_parallel_size
     kv_heads = max(1, args.num_query_groups // args.tensor_model_parallel_size)
-    tokens = args.seq_length // plan.size * args.micro_batch_size
-    return received_bytes(plan, tokens, heads, kv_heads, args.kv_channels, args.params_dtype.itemsize)
+    steps_on = args.cp.plan(n).n
+    sees = mask.pairs(*Chunks.pair(args.cp.layout, steps_on, args.seq_length))
+    plan = args.cp.plan(n, sees=sees, backward=backward, heads=heads, kv_heads=kv_heads)
+    rows = args.seq_length // n * args.micro_batch_size
+    shape = Shape(rows, heads, kv_heads, args.kv_channels, args.params_dtype.itemsize)
+    return max(received_bytes(plan, rank, shape) for rank in range(n))
 
 
 # -------------------------------------------------------------------------------------------------- memory

@@ -1,7 +1,7 @@
 """The flags of the trainer, each declared once: Megatron's names, meanings and defaults."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .context_parallel_flags import ContextParallel
 from .declare import Section, flag, flags_of
@@ -10,6 +10,8 @@ from .tokenizer import TOKENIZERS
 
 if TYPE_CHECKING:
     import torch
+
+    from ..strategies import Choice
 
 weights = partial(flag, decides="weights")
 data_order = partial(flag, decides="data order")
@@ -214,7 +216,7 @@ class Arguments(Flags):
     data_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None  # None: the pipeline is not interleaved
     params_dtype: "torch.dtype"
-    cp_options: dict[str, Any]  # of the strategy
+    cp: "Choice"
     eod_token: int | None  # None: the tokenizer has none
     padded_vocab_size: int
 

@@ -28,7 +28,7 @@ def build_model(args: Arguments) -> list[DistributedDataParallel]:
     """This rank's model chunks (one, or one per virtual pipeline stage), ready for gradient reduction."""
     config = transformer_config(args)
     group = parallel_state.get_context_parallel_group()
-    cp = ContextParallel(args.cp_strategy, args.cp_layout, group, **args.cp_options)
+    cp = ContextParallel(args.cp, group=group)
     chunks = args.virtual_pipeline_model_parallel_size or 1
     virtual = range(chunks) if chunks > 1 else [None]
     model = [_wrap(args, config, index, build_gpt(args, config, cp, stage)) for index, stage in enumerate(virtual)]
