@@ -43,7 +43,7 @@ TILES: dict[int, dict[str, dict[int, Tiles]]] = {
             256: Tiles(32, 32, 8, 2),
         },
         "dqkv": {
-            64: Tiles(64, 64, 8, 2),
+            64: Tiles(32, 64, 8, 3),
         },
     },
     90: {
