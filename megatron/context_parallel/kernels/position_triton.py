@@ -232,10 +232,12 @@ def _grad_of_queries(
     else:
         keys = _load(k + start.to(tl.int64) * at_k[0], local, at_k[0], D, E)
     p = tl.math.exp2(_inner(q, keys, E, PRECISION) * scale2 - lse2[:, None])
-    values = _load(v + start.to(tl.int64) * at_v[0], local, at_v[0], D, E)
-    ds = p * (_inner(dout, values, E, PRECISION) - delta[:, None])
     if MASKED:
-        ds = tl.where((cols[None, :] >= first[:, None]) & (cols[None, :] < end[:, None]), ds, 0.0)
+        p = tl.where((cols[None, :] >= first[:, None]) & (cols[None, :] < end[:, None]), p, 0.0)
+    values = _load(v + start.to(tl.int64) * at_v[0], local, at_v[0], D, E)
+    ds = p * (_inner(dout, values, E, PRECISION) - tl.load(delta)[:, None])
+    if MASKED:
+        ds = tl.where(p != 0, ds, 0.0)
     return _add_outer(dq, ds.to(keys[0].dtype), keys, E, PRECISION)
 
 
@@ -261,7 +263,7 @@ def query_grad_kernel(
     grads = _load(_row_of(dout, at_q, row, head, g), local, at_q[0], D, E)
     stats = tl.program_id(1).to(tl.int64) * s + row
     lse2 = tl.load(lse2 + stats + local)
-    delta = tl.load(delta + stats + local)
+    delta += stats + local
     k += head.to(tl.int64) * at_k[1]
     v += head.to(tl.int64) * at_v[1]
     f, e = _seen_by(row + local, inside, first, end, t, MASK)
