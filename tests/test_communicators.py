@@ -37,7 +37,7 @@ def own_options(name: str, n: int) -> list[dict]:
 def all_cases(n: int) -> list[tuple[str, dict]]:
     cases = []
     for name, strategy in STRATEGIES.items():
-        for size in [n] if strategy.all_heads else divisors(n):
+        for size in [n] if strategy.head_parallel == "all" else divisors(n):
             for placement in PLACEMENTS if 1 < size < n else PLACEMENTS[:1]:
                 how = {"head_parallel_size": size, "placement": placement}
                 cases += [(name, {**how, **own}) for own in own_options(name, n // size)]

@@ -15,17 +15,18 @@ from megatron.context_parallel import (
     UsageError,
     context_parallel_attention,
 )
-from megatron.context_parallel.heads import check_heads, head_parallel_sizes
 from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.layout import positions, rows_in, unshard
 from megatron.context_parallel.mask import Mask
 from megatron.context_parallel.plan.draw import draw
 from megatron.context_parallel.plan.ir import PLACEMENTS, Plan, Step, SwapHeads, T
 from megatron.context_parallel.plan.trace import trace
-from megatron.context_parallel.plan.verify import units, verify
+from megatron.context_parallel.plan.verify import verify
+from megatron.context_parallel.plan.volume import units
+from megatron.context_parallel.strategies import head_parallel_sizes
 from megatron.context_parallel.transport import LocalTransport
 
-INNER = [name for name, strategy in STRATEGIES.items() if not strategy.all_heads]
+INNER = [name for name, strategy in STRATEGIES.items() if strategy.head_parallel != "all"]
 PASSES = [(causal, backward) for causal in (True, False) for backward in (False, True)]
 
 

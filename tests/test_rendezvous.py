@@ -8,6 +8,7 @@ import torch
 from waiting import stuck
 
 from megatron.context_parallel import STRATEGIES
+from megatron.context_parallel.layout import Chunks
 from megatron.context_parallel.mask import Documents, Mask, Pairs
 from megatron.context_parallel.plan.ir import Plan
 
@@ -21,7 +22,7 @@ def options(name: str, n: int) -> Iterator[dict]:
         case "attention2d":
             yield from ({"grid": (a, n // a), "overlap": overlap} for a in sizes for overlap in (True, False))
         case "mesh":
-            yield from ({"grid": (a, n // a), "kv_ratio": ratio} for a in sizes for ratio in (1.0, 0.125))
+            yield from ({"grid": (a, n // a), "heads": 8, "kv_heads": kv_heads} for a in sizes for kv_heads in (8, 1))
         case "loongtrain":
             yield from ({"inner_ring_size": w} for w in sizes)
         case "lightseq":
@@ -38,13 +39,13 @@ def masks(layout: str, n: int) -> set[Pairs]:
         ids = torch.arange(length) // size
         kinds += [Mask(documents=Documents(ids)), Mask(False, documents=Documents(ids.masked_fill(ids == 1, -1)))]
     chance = [Pairs(tuple(draw.randrange(1 << n) for _ in range(n))) for _ in range(2)]
-    return {*(mask.pairs(layout, n, length) for mask in kinds), *chance}
+    return {*(mask.pairs(*Chunks.pair(layout, n, length)) for mask in kinds), *chance}
 
 
 def shipped(name: str, sizes: tuple[int, ...]) -> Iterator[tuple[str, Plan]]:
     strategy = STRATEGIES[name]
     for n in sizes:
-        for heads in (d for d in range(1, n + 1) if n % d == 0 and (d == n or not strategy.all_heads)):
+        for heads in (d for d in range(1, n + 1) if n % d == 0 and (d == n or strategy.head_parallel != "all")):
             for layout in strategy.layouts:
                 if heads > 1 and layout != strategy.layouts[0]:
                     continue  # a layout changes the steps through the mask alone

@@ -32,7 +32,7 @@ SPREADS = {  # name: families, ranks, arguments
             ("attention2d", "cyclic", {}),
             ("attention2d", "cyclic", {"overlap": False}),
             ("lightseq", "contiguous", {}),
-            ("mesh", "cyclic", {"kv_ratio": 0.5}),
+            ("mesh", "cyclic", {}),
             ("ulysses", "contiguous", {}),
             ("loongtrain", "zigzag", {"head_parallel_size": 2, "placement": "context-first"}),
             ("usp", "zigzag", {"head_parallel_size": 2}),

@@ -137,6 +137,8 @@ class Executor:
     def _put(self, key: Key, value: Value) -> None:
         if key[0] in PARTIAL and key in self.held:
             self._reduce(key[0], self.held[key], value)
+        elif key[0] is T.O:
+            self.held[key] = value[0], value[1].double()  # see `merge`
         else:
             self.held[key] = value
 
@@ -148,7 +150,7 @@ class Executor:
             return self._zero(tensor, chunk)
         value = yield from self._need((tensor, chunk))
         del self.held[tensor, chunk]
-        return value
+        return (value[0], value[1].to(self.wide).contiguous()) if tensor is T.O else value
 
     def _free(self, step: int) -> None:
         done = [
@@ -187,7 +189,7 @@ class Executor:
     def _partial(self, tensor: T, chunk: int) -> Value:
         key = (tensor, chunk)
         if key not in self.held:
-            self.held[key] = self._zero(tensor, chunk)
+            self._put(key, self._zero(tensor, chunk))
         return self.held[key]
 
     def _reduce(self, tensor: T, into: Value, value: Value) -> None:
@@ -235,7 +237,7 @@ class Executor:
             k, v = (x[kv_rows] for x in keys)
             out, lse = self.problem.kernel.forward(q[rows], k, v, piece.mask, self.problem.scores)
             if key not in self.held and len(out) == len(q) and out.shape[1] == q.shape[1]:
-                self.held[key] = out.to(self.wide).contiguous(), lse.to(self.wide).contiguous()
+                self._put(key, (out.to(self.wide).contiguous(), lse))
             else:
                 into_out, into_lse = self._partial(*key)
                 merge(into_out[rows], into_lse[rows], out, lse)

@@ -100,7 +100,7 @@ def _forward_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tens
     squares, rectangles = _causal_parts(q.shape[2])
     if not rectangles:
         return _forward(q, k, v, 0.0, True, scale=scale)
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float64)
     for rows in squares:
         own = (x[:, :, rows] for x in (q, k, v))
         out[:, :, rows], lse[:, :, rows] = _forward(*own, 0.0, True, scale=scale)

@@ -36,7 +36,7 @@ def merge_kernel(
     inside = i < count
     lse += _at(at_lse, i, batch, group)
     a = tl.load(lse, inside, 0.0)
-    b = tl.load(other_lse + _at(at_other_lse, i, batch, group), inside, 0.0).to(tl.float32)
+    b = tl.load(other_lse + _at(at_other_lse, i, batch, group), inside, 0.0).to(a.dtype)
     unseen = (a == float("-inf")) & (b == float("-inf"))
     top = tl.where(unseen, 0.0, tl.maximum(a, b))
     weight_a, weight_b = tl.where(unseen, 1.0, tl.exp(a - top)), tl.exp(b - top)
@@ -48,5 +48,6 @@ def merge_kernel(
     out += _at(at_out, i, batch, group)[:, None] + cols[None, :] * at_out[3]
     x = tl.load(out, mask, 0.0)
     y = tl.load(other_out + _at(at_other_out, i, batch, group)[:, None] + cols[None, :] * at_other_out[3], mask, 0.0)
+    share_a, share_b = (weight_a / total).to(tl.float32), (weight_b / total).to(tl.float32)
     # Both weights, because x + (y - x) * weight would lose all digits of a small y beside a large x.
-    tl.store(out, x * (weight_a / total)[:, None] + y.to(tl.float32) * (weight_b / total)[:, None], mask)
+    tl.store(out, x * share_a[:, None] + y.to(tl.float32) * share_b[:, None], mask)
