@@ -122,10 +122,10 @@ def move_message(steps: Steps, draw: random.Random) -> str | None:
         return None
     r, s, i = spot
     op = steps[r][s][0].pop(i)
-    there = Recv(op.tensor, op.chunk, r, False, op.channel)
+    there = Recv(op.tensor, op.chunk, r, op.channel)
     found = [
         (s2, i2) for s2, step in enumerate(steps[op.peer]) for i2, o in enumerate(step[0])
-        if isinstance(o, Recv) and replace(o, reduce=False) == there
+        if o == there
     ]  # fmt: skip
     by = draw.choice((-1, 1))
     steps[r][min(max(0, s + by), len(steps[r]) - 1)][0].append(op)

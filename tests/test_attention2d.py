@@ -11,8 +11,10 @@ from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, Usa
 from megatron.context_parallel.kernels.reference import Reference, attention
 from megatron.context_parallel.layout import unshard
 from megatron.context_parallel.plan.ir import AllGather, Plan, Recv, ReduceScatter, Send, T
+from megatron.context_parallel.plan.liveness import last_reads
 from megatron.context_parallel.plan.trace import trace
-from megatron.context_parallel.plan.verify import last_reads, received, verify
+from megatron.context_parallel.plan.verify import verify
+from megatron.context_parallel.plan.volume import received, units
 from megatron.context_parallel.strategies.attention2d import grid_of, transposed
 
 attention2d = STRATEGIES["attention2d"]
@@ -180,7 +182,7 @@ def test_blocks_are_as_large_as_they_can_be():
 def test_without_overlap_everything_is_paid():
     plan = attention2d.plan(16, overlap=False)
     # Rows gather during the transposition and the columns' gather; then the block; then the reduce-scatter.
-    assert trace(plan, transfer_time=received).finish == pytest.approx(2 + 6 + 16 + 3)
+    assert trace(plan, transfer_time=lambda transfer: units(transfer.tensor)).finish == pytest.approx(2 + 6 + 16 + 3)
     kinds = [type(op) for step in plan.steps[1] for op in step.comm]
     assert kinds.count(AllGather) == 2 and kinds.count(ReduceScatter) == 1
     assert sum(len(step.attend) for step in plan.steps[1]) == 1

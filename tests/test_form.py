@@ -6,7 +6,7 @@ import pytest
 
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.mask import Pairs
-from megatron.context_parallel.plan.ir import AllGather, Attend, PlanError, Recv, ReduceScatter, Send, Step, T
+from megatron.context_parallel.plan.ir import AllGather, Attend, PlanError, ReduceScatter, Send, Step, T
 from megatron.context_parallel.plan.verify import verify
 
 MALFORMED = {
@@ -18,7 +18,6 @@ MALFORMED = {
     "itself for a peer": (Step((Send(T.KV, 0, 0),)), r"Send of KV chunk 0 has peer 0"),
     "a tensor of the other pass": (Step((Send(T.DQ, 0, 1),)), r"Send of DQ, which does not travel in this pass; need"),
     "a string for a tensor": (Step((Send("KV", 0, 1),)), r"Send of KV, which does not travel"),
-    "keys reduced": (Step((Recv(T.KV, 1, 1, True),)), r"Recv of KV chunk 1 has reduce=True; only a partial is merged"),
     "no channel": (Step((Send(T.KV, 0, 1, ""),)), r"Send of KV on channel ''; need a name"),
     "a partial sent twice": (Step((Send(T.O, 1, 1), Send(T.O, 1, 2))), r"O chunk 1 is sent 2 times"),
     "a partial reduced and sent": (

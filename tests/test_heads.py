@@ -19,7 +19,7 @@ from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.layout import positions, rows_in, unshard
 from megatron.context_parallel.mask import Mask
 from megatron.context_parallel.plan.draw import draw
-from megatron.context_parallel.plan.ir import PLACEMENTS, Plan, Step, SwapHeads, T
+from megatron.context_parallel.plan.ir import PLACEMENTS, Step, SwapHeads, T
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.plan.volume import units
@@ -410,9 +410,8 @@ def test_sizes_that_split_the_heads():
     ],
 )  # fmt: skip
 def test_heads_that_do_not_split(name, n, hp, heads, kv_heads, message):
-    plan: Plan = STRATEGIES[name].plan(n, head_parallel_size=hp)
     with pytest.raises(UsageError) as refusal:
-        check_heads(plan, heads, kv_heads)
+        STRATEGIES[name].plan(n, head_parallel_size=hp, heads=heads, kv_heads=kv_heads)
     assert str(refusal.value) == message
     q, k = torch.zeros(n * 2, 1, heads, 4), torch.zeros(n * 2, 1, kv_heads, 4)
     with pytest.raises(UsageError) as refusal:

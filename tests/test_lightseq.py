@@ -11,7 +11,8 @@ from megatron.context_parallel.executor import Executor
 from megatron.context_parallel.layout import unshard
 from megatron.context_parallel.plan.ir import PARTIAL, Comm, Plan, Recv, T
 from megatron.context_parallel.plan.trace import trace
-from megatron.context_parallel.plan.verify import units, verify
+from megatron.context_parallel.plan.verify import verify
+from megatron.context_parallel.plan.volume import units
 
 lightseq = STRATEGIES["lightseq"]
 SOME = [*range(1, 14), 16, 17, 33, 64]

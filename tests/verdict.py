@@ -19,10 +19,10 @@ class _Given(AllRanks):
 
     given: Plan | None = None
 
-    def plan(self, mask: Mask, length: int, *, backward: bool) -> Plan:
+    def plan(self, *args, backward: bool) -> Plan:
         if self.given and self.given.backward == backward:
             return self.given
-        return super().plan(mask, length, backward=backward)
+        return super().plan(*args, backward=backward)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Subject:
         return self._results(lambda q, k, v: attention(q, k, v, causal=False, scale=0.5, seen=seen)[0])
 
     def plan(self, backward: bool) -> Plan:
-        return self.ranks.plan(self.mask, self.length, backward=backward)
+        return self.ranks.plan(self.mask, (self.length, self.length), 4, 2, backward=backward)
 
     def computed(self, plan: Plan) -> list[torch.Tensor]:
         """Output and gradients of queries, keys and values, with `plan` for its pass."""
