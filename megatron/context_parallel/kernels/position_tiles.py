@@ -108,3 +108,10 @@ TILES: dict[int, dict[str, dict[int, Tiles]]] = {
         },
     },
 }
+
+
+def capped(kernel: str, tiles: Tiles) -> Tiles | None:
+    """Those of scores with a softcap, whose slope takes registers too: "dkv" has half the rows, "dqkv" none."""
+    if kernel == "dqkv":
+        return None
+    return tiles._replace(rows=max(tiles.rows // 2, 16)) if kernel == "dkv" else tiles

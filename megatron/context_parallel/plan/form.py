@@ -11,7 +11,7 @@ def check_form(plan: Plan) -> None:
     Raises:
         PlanError: naming rank and step of the first that does not.
     """
-    if not isinstance(plan.steps, tuple) or plan.n != plan.sees.n or plan.n < 1:
+    if plan.n != plan.sees.n or plan.n < 1:
         raise PlanError(
             f"{plan.name}: steps of {plan.n} ranks for a mask of {plan.sees.n} chunks; need one rank a chunk"
         )
