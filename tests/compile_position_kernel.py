@@ -89,10 +89,12 @@ def _inspect(compiled) -> Compiled:
 
 
 if __name__ == "__main__":
+    cases = [(d, d, softcap) for d in position.PARTS for softcap in (0.0, 30.0)] + [(192, 128, 0.0)]
     for architecture in TILES:
-        for head_dim in position.PARTS:
+        for head_dim, value_dim, softcap in cases:
             for dtype in (torch.float16, torch.bfloat16):
                 for mask in ("full", "causal", "runs"):
-                    for c in compile_block(architecture, head_dim, dtype, mask):
+                    for c in compile_block(architecture, head_dim, dtype, mask, value_dim, softcap):
                         good = not c.spilled and c.shared <= SHARED[architecture]
-                        print("ok  " if good else "BAD ", architecture, head_dim, dtype, mask, *c, flush=True)
+                        case = architecture, head_dim, value_dim, softcap, dtype, mask
+                        print("ok  " if good else "BAD ", *case, *c, flush=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..errors import UsageError
 from . import BlockGrad, Scores
 from .masks import CAUSAL, Mask, Piece, Runs
-from .position_tiles import FLOAT32, TILES, Tiles, capped
+from .position_tiles import FLOAT32, TILES, Tiles
 
 PARTS = {64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}  # powers of two
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -29,8 +29,8 @@ class PositionKernel:
 
     Args:
         device: where the tensors are: a GPU of compute capability 8.0, 9.0 or 10.x.
-        deterministic: gradients are the same bit for bit each time, for 7 matrix products a tile instead of 5. Where
-            `TILES` has no "dqkv" for a head_dim they always are.
+        deterministic: gradients are the same bit for bit each time, for 7 matrix products a tile instead of 5. With a
+            softcap, and where `TILES` has no "dqkv" for a head_dim, they always are.
 
     Raises:
         UsageError: Triton is missing, or has no configuration for the device.
@@ -58,7 +58,7 @@ class PositionKernel:
         from .position_triton import forward_kernel
 
         common = _common(q, k, v, mask, scores)
-        tiles = self._tiles("forward", q, v, scores)
+        tiles = self._tiles("forward", q, v)
         out, lse = q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=torch.float32)
         forward_kernel[_count(len(q), tiles.rows), q.shape[1] * q.shape[2]](
             out=out, lse=lse, **_strides(q=q, k=k, v=v, out=out, lse=lse), **common, **_launch(tiles)
@@ -84,13 +84,13 @@ class PositionKernel:
         lse2, delta = ((x * f).permute(1, 2, 0).contiguous() for x, f in ((lse, math.log2(math.e)), (delta, 1)))
         common |= {"dout": dout, "lse2": lse2, "delta": delta, "dq": dq}
         common |= _strides(q=q, k=k, v=v, dq=dq) | ({"at_dout": None} if alike else _strides(dout=dout))
-        joint = None if self.deterministic else self._tiles("dqkv", q, v, scores)
+        joint = None if self.deterministic or scores.softcap else self._tiles("dqkv", q, v)
         if joint:
             dq.zero_()  # added to
         else:
-            tiles = self._tiles("dq", q, v, scores)
+            tiles = self._tiles("dq", q, v)
             query_grad_kernel[_count(len(q), tiles.rows), q.shape[1] * q.shape[2]](**common, **_launch(tiles))
-        tiles = joint or self._tiles("dkv", q, v, scores)
+        tiles = joint or self._tiles("capped dkv" if scores.softcap else "dkv", q, v)
         at_grads = _strides(dk=dk) | ({"at_dv": None} if alike else _strides(dv=dv))
         ranges = _rows_seeing(mask, len(k), tiles.keys) if isinstance(mask, Runs) else None
         key_grad_kernel[_count(len(k), tiles.keys), k.shape[1]](
@@ -98,11 +98,10 @@ class PositionKernel:
         )
         return dq, dk, dv
 
-    def _tiles(self, kernel: str, q: Tensor, v: Tensor, scores: Scores) -> Tiles | None:
+    def _tiles(self, kernel: str, q: Tensor, v: Tensor) -> Tiles | None:
         if q.dtype is torch.float32 or self.device.type == "cpu":
             return FLOAT32
-        tiles = TILES[self.architecture][kernel].get(max(q.shape[-1], v.shape[-1]))
-        return capped(kernel, tiles) if scores.softcap else tiles
+        return TILES[self.architecture][kernel].get(max(q.shape[-1], v.shape[-1]))
 
 
 def _architecture(device: torch.device) -> int:

@@ -11,7 +11,7 @@ from . import BlockGrad, Scores
 from .masks import CAUSAL, Mask, Piece, Runs
 
 ROWS = 256  # most query rows of a tile
-SCORES = 2**22  # most scores of a tile of more than one row, of all heads; bounds memory
+SCORES = 2**20  # most scores of a tile of more than one row, of all heads: bounds memory, and stays in the cache
 
 
 class _Tile(NamedTuple):
