@@ -240,13 +240,13 @@ def rows_nobody_sees_do_not_matter() -> list[bool]:
 
     good = []
     cases = [(MASKS[name], 64, 0.0) for name in ("documents", "two_samples", "step_window")]
-    for mask, dv, softcap in [*cases, (PADDED, 64, 0.0), (PADDED, 64, 5.0), (PADDED, 80, 5.0), (PADDED, 128, 0.0)]:
+    for mask, dv, softcap in [*cases, (PADDED, 64, 0.0), (PADDED, 80, 0.0), (PADDED, 80, 5.0)]:
         (q, k, v, dout), scores = inputs(torch.float32, dv=dv), Scores(0.125, softcap)
         keys, rows = seen(mask, S, T).any(1), seen(mask, S, T).any(2)  # [samples, t], [samples, s]
         keys, rows = (x.T.repeat_interleave(2 // len(x), 1) for x in (keys, rows))
         bad_k, bad_v = (x.masked_fill(~keys[..., None], float("nan")) for x in (k, v))
         bad_q, bad_dout = (x.masked_fill(~rows[..., None, None], y) for x, y in ((q, float("nan")), (dout, 3e38)))
-        for deterministic in (False, True):
+        for deterministic in (False,) if softcap else (False, True):
             kernel = PositionKernel(torch.device("cpu"), deterministic=deterministic)
             out, lse = kernel.forward(q, k, v, mask, scores)
             delta = (dout * out).sum(-1)

@@ -32,7 +32,7 @@ TILES: dict[int, dict[str, dict[int, Tiles]]] = {
             80: Tiles(128, 64, 8, 3),
             96: Tiles(128, 64, 8, 3),
             128: Tiles(128, 64, 8, 3),
-            192: Tiles(64, 16, 4, 2),
+            192: Tiles(64, 16, 8, 2),
             256: Tiles(64, 32, 8, 2),
         },
         "dkv": {
@@ -52,7 +52,7 @@ TILES: dict[int, dict[str, dict[int, Tiles]]] = {
             256: Tiles(16, 32, 8, 2),
         },
         "dqkv": {
-            64: Tiles(32, 128, 8, 3),
+            64: Tiles(32, 64, 8, 3),
         },
     },
     90: {

@@ -271,12 +271,14 @@ def _grad_of_queries(
         keys = _load(k + start.to(tl.int64) * at_k[0], local, at_k[0], D, E)
     scores, slope = _scores(q, keys, scale, E, SOFTCAP, PRECISION)
     p = tl.math.exp2(scores * _unit(scale, SOFTCAP) - lse2[:, None])
+    if MASKED:
+        p = tl.where((cols[None, :] >= first[:, None]) & (cols[None, :] < end[:, None]), p, 0.0)
     values = _load(v + start.to(tl.int64) * at_v[0], local, at_v[0], DV, EV)
-    ds = p * (_inner(dout, values, EV, PRECISION) - delta[:, None])
+    ds = p * (_inner(dout, values, EV, PRECISION) - tl.load(delta)[:, None])
     if SOFTCAP > 0:
         ds *= slope
     if MASKED:
-        ds = tl.where((cols[None, :] >= first[:, None]) & (cols[None, :] < end[:, None]), ds, 0.0)
+        ds = tl.where(p != 0, ds, 0.0)  # not NaN, nor infinity times 0
     return _add_outer(dq, ds.to(keys[0].dtype), keys, E, PRECISION)
 
 
@@ -304,7 +306,7 @@ def query_grad_kernel(
     grads = _load(_row_of(dout, at_dout, row, head, g), local, at_dout[0], DV, EV)
     stats = tl.program_id(1).to(tl.int64) * s + row
     lse2 = tl.load(lse2 + stats + local)
-    delta = tl.load(delta + stats + local)
+    delta += stats + local
     k += head.to(tl.int64) * at_k[1]
     v += head.to(tl.int64) * at_v[1]
     f, e = _seen_by(row + local, inside, first, end, t, MASK)
@@ -360,7 +362,7 @@ def _grad_of_keys(
     if SOFTCAP > 0:
         ds *= slope
     if MASKED:
-        ds = tl.where(p != 0, ds, 0.0)  # not infinity times 0
+        ds = tl.where(p != 0, ds, 0.0)  # not NaN, nor infinity times 0
     ds = ds.to(queries[0].dtype)
     dk = _add_outer(dk, ds, queries, E, PRECISION)
     if WITH_DQ:
