@@ -205,6 +205,43 @@ def test_large_scores(interpreted):
     assert all(error < 2e-3 for error in found.values()), found
 
 
+def through_a_plan() -> list[float]:
+    """Errors of out, lse, dq, dk, dv of 4 ranks: head_dim 80, values of 64, a softcap, documents and padding."""
+    from megatron.context_parallel import AllRanks, context_parallel_attention
+    from megatron.context_parallel.kernels.position import PositionKernel
+    from megatron.context_parallel.kernels.reference import attention
+    from megatron.context_parallel.mask import Documents
+
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(64, 1, *x) for x in ((4, 80), (2, 80), (2, 64), (4, 64)))
+    ids = torch.tensor([0] * 30 + [-1] * 7 + [1] * 20 + [-1] * 7)
+    documents, seen = Documents(ids), (ids == ids[:, None]) & (ids >= 0)
+    k, v = (x.masked_fill((ids < 0).view(-1, 1, 1, 1), float("nan")) for x in (k, v))  # nobody sees padding
+    cp, kernel = AllRanks(4, "attention2d", "zigzag"), PositionKernel(torch.device("cpu"))
+    found = []
+    for function, tensors in (
+        (
+            lambda *x: context_parallel_attention(
+                *x, cp, documents=documents, softcap=3.0, return_lse=True, kernel=kernel
+            ),
+            (4 * q, k, v),
+        ),
+        (
+            lambda *x: attention(*x, causal=True, scale=80**-0.5, softcap=3.0, seen=seen[None]),
+            (4 * q.double(), k.double().nan_to_num(), v.double().nan_to_num()),
+        ),
+    ):
+        leaves = [x.requires_grad_() for x in tensors]
+        out, lse = function(*leaves)
+        results = [out, lse, *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
+        found.append([x.detach().double().nan_to_num(nan=float("inf"), neginf=0.0) for x in results])
+    return [float((x - y).norm() / y.norm()) for x, y in zip(*found, strict=True)]
+
+
+def test_exact_through_a_plan(interpreted):
+    assert all(error < 2e-6 for error in interpreted(through_a_plan))
+
+
 # -- tiles ---------------------------------------------------------------------------------------------------------
 
 
