@@ -117,7 +117,9 @@ def errors(mask, dtype, strided=False, tiles=(32, 32), softcap=0.0, **shape) -> 
     wanted = dict(zip(("out", "lse", "dq", "dk", "dv", "delta"), definition(q, k, v, dout, mask, scores), strict=True))
     lse, delta = wanted["lse"].float(), wanted.pop("delta").float()
     found = {}
-    for deterministic in (False,) if softcap else (False, True):  # with a softcap both are one
+    for deterministic in (
+        (False, True) if v.shape[-1] == q.shape[-1] and not softcap else (False,)
+    ):  # others have one form
         kernel = position.PositionKernel(torch.device("cpu"), deterministic=deterministic)
         results = kernel.forward(q, k, v, mask, scores) if not deterministic else ()
         results += kernel.backward(BlockGrad(dout, q, k, v, lse, delta, mask), scores)

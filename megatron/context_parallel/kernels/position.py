@@ -30,7 +30,7 @@ class PositionKernel:
     Args:
         device: where the tensors are: a GPU of compute capability 8.0, 9.0 or 10.x.
         deterministic: gradients are the same bit for bit each time, for 7 matrix products a tile instead of 5. With a
-            softcap, and where `TILES` has no "dqkv" for a head_dim, they always are.
+            softcap, for dv other than d, and where `TILES` has no "dqkv" for a head_dim, they always are.
 
     Raises:
         UsageError: Triton is missing, or has no configuration for the device.
@@ -58,7 +58,7 @@ class PositionKernel:
         from .position_triton import forward_kernel
 
         common = _common(q, k, v, mask, scores)
-        tiles = self._tiles("forward", q, v)
+        tiles = self._tiles("forward", q, v, scores)
         out, lse = q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=torch.float32)
         forward_kernel[_count(len(q), tiles.rows), q.shape[1] * q.shape[2]](
             out=out, lse=lse, **_strides(q=q, k=k, v=v, out=out, lse=lse), **common, **_launch(tiles)
@@ -84,13 +84,14 @@ class PositionKernel:
         lse2, delta = ((x * f).permute(1, 2, 0).contiguous() for x, f in ((lse, math.log2(math.e)), (delta, 1)))
         common |= {"dout": dout, "lse2": lse2, "delta": delta, "dq": dq}
         common |= _strides(q=q, k=k, v=v, dq=dq) | ({"at_dout": None} if alike else _strides(dout=dout))
-        joint = None if self.deterministic or scores.softcap else self._tiles("dqkv", q, v)
+        one_launch = alike and not (self.deterministic or scores.softcap)
+        joint = self._tiles("dqkv", q, v, scores) if one_launch else None
         if joint:
             dq.zero_()  # added to
         else:
-            tiles = self._tiles("dq", q, v)
+            tiles = self._tiles("dq", q, v, scores)
             query_grad_kernel[_count(len(q), tiles.rows), q.shape[1] * q.shape[2]](**common, **_launch(tiles))
-        tiles = joint or self._tiles("capped dkv" if scores.softcap else "dkv", q, v)
+        tiles = joint or self._tiles("dkv", q, v, scores)
         at_grads = _strides(dk=dk) | ({"at_dv": None} if alike else _strides(dv=dv))
         ranges = _rows_seeing(mask, len(k), tiles.keys) if isinstance(mask, Runs) else None
         key_grad_kernel[_count(len(k), tiles.keys), k.shape[1]](
@@ -98,10 +99,12 @@ class PositionKernel:
         )
         return dq, dk, dv
 
-    def _tiles(self, kernel: str, q: Tensor, v: Tensor) -> Tiles | None:
+    def _tiles(self, kernel: str, q: Tensor, v: Tensor, scores: Scores) -> Tiles | None:
         if q.dtype is torch.float32 or self.device.type == "cpu":
             return FLOAT32
-        return TILES[self.architecture][kernel].get(max(q.shape[-1], v.shape[-1]))
+        found, size = TILES[self.architecture], max(q.shape[-1], v.shape[-1])
+        capped = found.get(f"capped {kernel}", {}).get(size) if scores.softcap else None
+        return capped or found[kernel].get(size)
 
 
 def _architecture(device: torch.device) -> int:
