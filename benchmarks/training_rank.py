@@ -35,7 +35,7 @@ def measure(job: dict) -> list[dict]:
     """
     watch = Stopwatch()
     watch.watch_waits()
-    spec.kernel_for = cache(lambda *args: TimedKernel(kernel_for(*args), watch))  # one for all layers
+    spec.kernel_for = cache(lambda *args, **how: TimedKernel(kernel_for(*args, **how), watch))  # one for all layers
     args = parse_args(job["flags"])
     setup.initialize_model_parallel(args)
     entries, runs, losses = [], [], []

@@ -39,8 +39,16 @@ class _Driver:
         return 0
 
 
-def compile_block(architecture: int, head_dim: int, dtype: torch.dtype, mask_name: str) -> list[Compiled]:
+def compile_block(
+    architecture: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    mask_name: str,
+    value_dim: int | None = None,
+    softcap: float = 0.0,
+) -> list[Compiled]:
     """Every kernel a block of this head_dim and dtype launches, forward and backward of both forms."""
+    value_dim = value_dim or head_dim
     compiled = []
     run = triton.runtime.jit.JITFunction.run
 
@@ -51,16 +59,17 @@ def compile_block(architecture: int, head_dim: int, dtype: torch.dtype, mask_nam
     position._architecture = lambda device: architecture
     triton.runtime.jit.JITFunction.run = only_compile
     try:
-        q, dout = (torch.zeros(256, 4, 2, head_dim, dtype=dtype) for _ in range(2))
-        k, v = (torch.zeros(256, 4, head_dim, dtype=dtype) for _ in range(2))
+        q, dout = (torch.zeros(256, 4, 2, d, dtype=dtype) for d in (head_dim, value_dim))
+        k, v = (torch.zeros(256, 4, d, dtype=dtype) for d in (head_dim, value_dim))
         lse, delta = (torch.zeros(256, 4, 2) for _ in range(2))
         ends = torch.arange(256, dtype=torch.int32)[None]
         mask = {"full": FULL, "causal": CAUSAL, "runs": Runs(ends // 2, ends)}[mask_name]
+        scores = Scores(0.1, softcap)
         for deterministic in (False, True):
             kernel = position.PositionKernel(torch.device("meta"), deterministic=deterministic)
             if not deterministic:
-                kernel.forward(q, k, v, mask, Scores(0.1))
-            kernel.backward(BlockGrad(dout, q, k, v, lse, delta, mask), Scores(0.1))
+                kernel.forward(q, k, v, mask, scores)
+            kernel.backward(BlockGrad(dout, q, k, v, lse, delta, mask), scores)
     finally:
         triton.runtime.jit.JITFunction.run = run
     return [_inspect(x) for x in compiled]
@@ -80,10 +89,12 @@ def _inspect(compiled) -> Compiled:
 
 
 if __name__ == "__main__":
+    cases = [(d, d, softcap) for d in position.PARTS for softcap in (0.0, 30.0)] + [(192, 128, 0.0)]
     for architecture in TILES:
-        for head_dim in position.PARTS:
+        for head_dim, value_dim, softcap in cases:
             for dtype in (torch.float16, torch.bfloat16):
                 for mask in ("full", "causal", "runs"):
-                    for c in compile_block(architecture, head_dim, dtype, mask):
+                    for c in compile_block(architecture, head_dim, dtype, mask, value_dim, softcap):
                         good = not c.spilled and c.shared <= SHARED[architecture]
-                        print("ok  " if good else "BAD ", architecture, head_dim, dtype, mask, *c, flush=True)
+                        case = architecture, head_dim, value_dim, softcap, dtype, mask
+                        print("ok  " if good else "BAD ", *case, *c, flush=True)

@@ -374,6 +374,34 @@ def test_backend_that_cannot_names_one_that_can(capability, backend, dtype, head
     assert str(error.value).startswith(f"--cp-attention-backend {backend}: ") and "\n" not in str(error.value)
 
 
+def test_other_value_heads_and_softcap_are_the_position_kernel_s(gpu, caplog):
+    gpu((9, 0), "flash3")
+    with caplog.at_level(logging.INFO):
+        assert kernel_for(CUDA, BF16, 192, value_dim=128).name == "position"
+        assert kernel_for(CUDA, BF16, 128, softcap=30.0).name == "position"
+    first, second = (r.getMessage() for r in caplog.records)
+    assert "the position kernel for all blocks; not flash3: flash-attn 3 is called with one head_dim, not 192" in first
+    assert "not cudnn: cuDNN attention through PyTorch is called without a softcap, not with 30.0" in second
+    assert kernel_for(CUDA, BF16, 128, value_dim=128, softcap=0.0).name == "flash3+position"
+
+
+@pytest.mark.parametrize(
+    "capability,backend,head_dim,value_dim,softcap,message",
+    [
+        ((9, 0), "cudnn", 192, 128, 0.0, "one head_dim, not 192 for keys and 128 for values; give .*-backend triton"),
+        ((9, 0), "aten", 64, None, 30.0, "called without a softcap, not with 30.0; give .*-backend triton"),
+        ((9, 0), "triton", 64, 40, 0.0, "has head_dim 64, 80.*, not 40; give values of head_dim 64"),
+        ((9, 0), "auto", 192, 300, 0.0, "has head_dim 64, 80.*, not 300; give values of head_dim 256"),
+        ((8, 6), "auto", 64, None, 5.0, "does not run on sm_86; give softcap 0"),
+        ((8, 6), "auto", 64, 128, 0.0, "does not run on sm_86; give values of head_dim 64"),
+    ],
+)
+def test_what_no_library_has_is_refused_by_name(capability, backend, head_dim, value_dim, softcap, message, gpu):
+    gpu(capability)
+    with pytest.raises(UsageError, match=f"--cp-attention-backend {backend}: .*{message}"):
+        kernel_for(CUDA, BF16, head_dim, backend, value_dim=value_dim, softcap=softcap)
+
+
 def test_without_triton_only_plain_masks(gpu):
     gpu((9, 0), triton=False)
     assert kernel_for(CUDA, BF16, 128).name == "cudnn"
@@ -401,6 +429,11 @@ def test_on_a_cpu(monkeypatch):
     for backend in ("cudnn", "flash2", "te", "triton"):
         with pytest.raises(UsageError, match=f"{backend}: this host has no GPU; give --cp-attention-backend aten"):
             kernel_for(cpu, F32, 64, backend)
+    for backend in ("auto", "aten"):
+        assert kernel_for(cpu, F32, 20, backend, softcap=5.0).name == "softcap"
+        assert kernel_for(cpu, F32, 20, backend, value_dim=8).name == "aten"
+    with pytest.raises(UsageError, match="cudnn: this host has no GPU; give --cp-attention-backend aten"):
+        kernel_for(cpu, F32, 64, "cudnn", softcap=5.0)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     check_backend("triton", F32, 64, device="cpu")
 

@@ -1,4 +1,4 @@
-"""Attention beyond plain self-attention: sinks, value heads of another size, queries and keys of different lengths."""
+"""Attention beyond the plain: sinks, softcap, value heads of another size, queries and keys of different lengths."""
 
 import pytest
 import torch
@@ -25,11 +25,15 @@ def inputs(q_length: int, kv_length: int, heads: int, kv_heads: int, dim: int = 
     return [torch.randn(s) for s in ((q_length, 2, heads, dim), *shapes, (q_length, 2, heads, value_dim))]
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Tensor) -> tuple[Tensor, Tensor]:
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Tensor, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """The definition, in float64: out and log-sum-exp; `seen` bool [s, t]."""
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     scores = torch.einsum("ibhd,jbhd->bhij", q, k) / q.shape[-1] ** 0.5
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
@@ -53,9 +57,9 @@ def results(function, q, k, v, sinks, dout) -> list[Tensor]:
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def check(got: list[Tensor], tensors: list[Tensor | None], seen: Tensor) -> None:
+def check(got: list[Tensor], tensors: list[Tensor | None], seen: Tensor, softcap: float = 0.0) -> None:
     wide = [x if x is None else x.double() for x in tensors]
-    expected = results(lambda q, k, v, sinks=None: dense(q, k, v, sinks, seen), *wide)
+    expected = results(lambda q, k, v, sinks=None: dense(q, k, v, sinks, seen, softcap), *wide)
     for a, b in zip((got[1], expected[1]), (expected[1], got[1]), strict=True):
         assert torch.equal(a.isneginf(), b.isneginf())
     got, expected = ([x.nan_to_num(neginf=0.0) for x in of] for of in (got, expected))
@@ -63,10 +67,10 @@ def check(got: list[Tensor], tensors: list[Tensor | None], seen: Tensor) -> None
         assert error < 2e-6, f"{what}: {error:.1e}"
 
 
-def run(cp, causal: bool, window: int = -1):
+def run(cp, causal: bool, window: int = -1, softcap: float = 0.0):
     def function(q, k, v, sinks=None):
-        how = {"causal": causal, "window": (window, -1), "sinks": sinks, "return_lse": True}
-        return context_parallel_attention(q, k, v, cp, **how)
+        how = {"causal": causal, "window": (window, -1), "softcap": softcap, "sinks": sinks}
+        return context_parallel_attention(q, k, v, cp, return_lse=True, **how)
 
     return function
 
@@ -82,6 +86,41 @@ def test_sinks_and_cross_lengths(name, layout):
                 check(got, tensors, bottom_right(q_length, kv_length, causal, window))
 
 
+@pytest.mark.parametrize("name,layout", CASES)
+def test_value_heads_of_another_size(name, layout):
+    """With 2 key/value heads, of which ranks of larger head groups have replicas."""
+    cp = AllRanks(4, name, layout, **OPTIONS.get(name, {}))
+    for dim, value_dim, kv_length, window in ((16, 8, 48, -1), (8, 24, 96, 30)):
+        tensors = inputs(48, kv_length, 8, 2, dim, value_dim)
+        got = results(run(cp, True, window), *tensors)
+        check(got, tensors, bottom_right(48, kv_length, True, window))
+
+
+SOFTCAP = 3.0
+
+
+def large(dim: int, value_dim: int) -> list[Tensor]:
+    """Inputs whose scores have a deviation of 4 before the softcap."""
+    q, *others = inputs(48, 48, 8, 4, dim, value_dim)
+    return [4 * q, *others]
+
+
+@pytest.mark.parametrize("name", ["ring", "allgather", "mesh", "loongtrain"])
+def test_softcap(name):
+    for layout in STRATEGIES[name].layouts:
+        cp = AllRanks(4, name, layout, **OPTIONS.get(name, {}))
+        for value_dim, causal, window in ((8, True, -1), (24, True, 20), (8, False, -1)):
+            tensors = large(8, value_dim)
+            got = results(run(cp, causal, window, SOFTCAP), *tensors)
+            check(got, tensors, bottom_right(48, 48, causal, window), SOFTCAP)
+
+
+def test_a_negative_softcap_is_refused():
+    q = torch.zeros(8, 1, 2, 4)
+    with pytest.raises(UsageError, match=r"softcap -3\.0: must be positive, such as 50\.0, or 0 for none"):
+        context_parallel_attention(q, q, q, AllRanks(2), softcap=-3.0)
+
+
 def test_a_sink_of_minus_infinity_is_none_and_a_large_one_takes_all():
     q, k, v, sinks, dout = inputs(32, 32, 4, 4)
     cp = AllRanks(4)
@@ -92,20 +131,34 @@ def test_a_sink_of_minus_infinity_is_none_and_a_large_one_takes_all():
     assert out.abs().max() == 0 and (lse == 1e4).all() and torch.isfinite(dsinks).all()
 
 
-def _on_rank(name: str, layout: str, options: dict, lengths: tuple[int, int], causal: bool) -> tuple:
-    cp = ContextParallel(name, layout, **options)
-    q, k, v, sinks, dout = inputs(*lengths, 8, 4)
+def _on_rank(name: str, layout: str, tensors: list[Tensor], causal: bool, softcap: float = 0.0) -> tuple:
+    cp = ContextParallel(name, layout, **OPTIONS.get(name, {}))
+    q, k, v, sinks, dout = tensors
     q, k, v, dout = (cp.shard(x) for x in (q, k, v, dout))
-    return cp.chunk, results(run(cp, causal), q, k, v, sinks, dout)
+    return cp.chunk, results(run(cp, causal, softcap=softcap), q, k, v, sinks, dout)
+
+
+def between_processes(ranks, name: str, *args) -> list[Tensor]:
+    """`_on_rank` on 4 ranks in the strategy's last layout, put together."""
+    layout = STRATEGIES[name].layouts[-1]
+    by_chunk = sorted(ranks(4, _on_rank, name, layout, *args), key=lambda r: r[0])
+    *rows, dsinks = zip(*(got for _, got in by_chunk), strict=True)
+    return [*(unshard(list(x), layout) for x in rows), sum(dsinks)]
 
 
 @pytest.mark.parametrize("lengths,causal", [((24, 48), True), ((48, 24), False)])
 def test_sinks_and_cross_lengths_between_processes(ranks, lengths, causal):
-    for name, layout in [(name, strategy.layouts[-1]) for name, strategy in STRATEGIES.items()]:
-        by_chunk = sorted(ranks(4, _on_rank, name, layout, OPTIONS.get(name, {}), lengths, causal), key=lambda r: r[0])
-        *rows, dsinks = zip(*(got for _, got in by_chunk), strict=True)
-        got = [*(unshard(list(x), layout) for x in rows), sum(dsinks)]
-        check(got, inputs(*lengths, 8, 4), bottom_right(*lengths, causal))
+    tensors = inputs(*lengths, 8, 4)
+    for name in STRATEGIES:
+        check(between_processes(ranks, name, tensors, causal), tensors, bottom_right(*lengths, causal))
+
+
+@pytest.mark.parametrize("softcap,value_dim", [(0.0, 8), (SOFTCAP, 24)])
+def test_value_heads_and_softcap_between_processes(ranks, softcap, value_dim):
+    tensors = large(16, value_dim)
+    for name in ("ring", "attention2d", "mesh", "loongtrain"):
+        got = between_processes(ranks, name, tensors, True, softcap)
+        check(got, tensors, bottom_right(48, 48, True), softcap)
 
 
 # -- what cannot be computed says so --------------------------------------------------------------------------

@@ -1,17 +1,21 @@
 """Blocks: how masks are cut, what kernels return, and how partial outputs merge."""
 
+import math
 import random
 
 import pytest
 import torch
 
-from megatron.context_parallel import LAYOUTS
+from megatron.context_parallel import LAYOUTS, UsageError
 from megatron.context_parallel.blocks import Blocks
 from megatron.context_parallel.kernels import BlockGrad, Scores
+from megatron.context_parallel.kernels import softcap as softcap_cpu
 from megatron.context_parallel.kernels.aten import AtenFlash
+from megatron.context_parallel.kernels.choose import kernel_for
+from megatron.context_parallel.kernels.libraries import LIBRARIES
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs, cut
 from megatron.context_parallel.kernels.merge import merge
-from megatron.context_parallel.kernels.reference import Reference
+from megatron.context_parallel.kernels.reference import Reference, attention
 from megatron.context_parallel.layout import Chunks
 from megatron.context_parallel.mask import Documents, Mask
 
@@ -82,25 +86,124 @@ def test_cut_covers_any_runs_once():
             assert torch.equal(covered(cut_up, rows, keys), seen(block, keys))
 
 
-@pytest.mark.parametrize("dtype,bound", [(torch.float32, 2e-6), (torch.float64, 1e-13), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("rows,keys,heads,group,dim", [(33, 33, 3, 2, 16), (1, 1, 2, 1, 64), (130, 130, 1, 4, 96)])
-def test_aten_equals_reference(dtype, bound, causal, rows, keys, heads, group, dim):
+CPU = torch.device("cpu")
+TWO_SAMPLES = Runs(  # documents with rows that see nothing, and a window; 300 rows are two tiles
+    *(torch.stack(x).int() for x in (
+        (torch.arange(300) // 70 * 70, (torch.arange(300) - 40).clamp(0)),
+        (torch.arange(1, 301).where(torch.arange(300) % 70 < 50, torch.arange(300) // 70 * 70), torch.arange(1, 301)),
+    ))
+)  # fmt: skip
+MASKS = {"full": (FULL, 33, 50), "causal": (CAUSAL, 130, 130), "runs": (TWO_SAMPLES, 300, 300)}
+
+
+def block(rows, keys, heads, group, dim, value_dim, dtype=torch.float32, size=1.0) -> tuple[torch.Tensor, ...]:
+    """q, k, v, dout, with scores of a deviation of `size` for the scale dim ** -0.5."""
     torch.manual_seed(rows)
-    q, dout = (torch.randn(rows, heads, group, dim).to(dtype) for _ in range(2))
-    k, v = (torch.randn(keys, heads, dim).to(dtype) for _ in range(2))
-    mask, scores = CAUSAL if causal else FULL, Scores(0.2)
-    aten, reference = AtenFlash(), Reference()
-    out, lse = reference.forward(q, k, v, mask, scores)
-    got_out, got_lse = aten.forward(q, k, v, mask, scores)
+    q, dout = (torch.randn(rows, heads, group, d).to(dtype) for d in (dim, value_dim))
+    k, v = (torch.randn(keys, heads, d).to(dtype) for d in (dim, value_dim))
+    return q * size, k, v, dout
+
+
+def largest_error(kernel, q, k, v, dout, mask, scores) -> float:
+    """Over output, log-sum-exp and gradients, relative to each one's norm in float64."""
+    out, lse = Reference().forward(q, k, v, mask, scores)
     # Statistics of a longer sequence, as in a plan: the log-sum-exp is above that of this block alone.
     lse_all, delta = lse + 0.7, (dout.double() * out).sum(-1) * 0.5
-    wide = torch.promote_types(dtype, torch.float32)
-    expected = reference.backward(BlockGrad(dout, q, k, v, lse_all, delta, mask), scores)
-    got = aten.backward(BlockGrad(dout, q, k, v, lse_all.to(wide), delta.to(wide), mask), scores)
-    for a, b in zip((got_out, got_lse, *got), (out, lse, *expected), strict=True):
-        assert a.shape == b.shape
-        assert (a.double() - b).norm() <= bound * b.norm() + 1e-12
+    wide = torch.promote_types(q.dtype, torch.float32)
+    expected = out, lse, *Reference().backward(BlockGrad(dout, q, k, v, lse_all, delta, mask), scores)
+    got = kernel.forward(q, k, v, mask, scores)
+    got += kernel.backward(BlockGrad(dout, q, k, v, lse_all.to(wide), delta.to(wide), mask), scores)
+    errors = []
+    for a, b in zip(got, expected, strict=True):
+        assert a.shape == b.shape and a.dtype == wide
+        assert torch.equal(a.isneginf(), b.isneginf())
+        a, b = (x.double().masked_fill(x.isneginf(), 0) for x in (a, b))
+        errors.append(float((a - b).norm() / b.norm()))
+    return max(errors)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0, 30.0])
+@pytest.mark.parametrize("dim,value_dim", [(64, 64), (192, 128), (64, 128), (128, 64)])
+@pytest.mark.parametrize("name", MASKS)
+def test_cpu_kernels_equal_the_reference(name, dim, value_dim, softcap):
+    mask, rows, keys = MASKS[name]
+    tensors = block(rows, keys, 2, 2, dim, value_dim, size=3.0 if softcap else 1.0)  # scores to 12
+    kernel = kernel_for(CPU, torch.float32, dim, value_dim=value_dim, softcap=softcap)
+    assert largest_error(kernel, *tensors, mask, Scores(dim**-0.5, softcap)) < 2e-6
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-13), (torch.bfloat16, 1e-6), (torch.float16, 1e-6)])
+def test_cpu_kernels_in_every_dtype(dtype, bound, softcap):
+    kernel = kernel_for(CPU, dtype, 24, value_dim=16, softcap=softcap)
+    for rows in (1, 40):
+        tensors = block(rows, rows, 3, 1, 24, 16, dtype)
+        assert largest_error(kernel, *tensors, CAUSAL, Scores(0.2, softcap)) < bound
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("name", MASKS)
+def test_the_reference_has_the_gradients_of_the_definition(name, softcap):
+    """Of `attention`, by autograd; group heads of one sample stand for heads."""
+    mask, rows, keys = MASKS[name]
+    q, k, v, dout = block(rows, keys, 2, 2, 16, 8, torch.float64, size=4.0)
+    seen = torch.ones(1, rows, keys, dtype=torch.bool)
+    if isinstance(mask, Runs):
+        at = torch.arange(keys)
+        seen = (at >= mask.first.unsqueeze(2)) & (at < mask.end.unsqueeze(2))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    q2, k2, v2 = leaves[0], *(x.unsqueeze(2) for x in leaves[1:])
+    out, lse = attention(q2, k2, v2, causal=mask == CAUSAL, scale=0.25, softcap=softcap, seen=seen)
+    expected = out, lse, *torch.autograd.grad(out, leaves, dout)
+    scores, delta = Scores(0.25, softcap), (dout * out.detach()).sum(-1)
+    got = Reference().forward(q, k, v, mask, scores)
+    got += Reference().backward(BlockGrad(dout, q, k, v, lse.detach(), delta, mask), scores)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_softcap_bounds_the_scores():
+    """Scores 0.5, 8 and -40 capped at 2, by hand."""
+    q, k, v = torch.ones(1, 1, 1, 1), torch.tensor([0.5, 8.0, -40.0]).view(3, 1, 1), torch.eye(3).unsqueeze(1)
+    for kernel in (Reference(), kernel_for(CPU, torch.float32, 1, value_dim=3, softcap=2.0)):
+        out, lse = kernel.forward(q, k, v, FULL, Scores(1.0, 2.0))
+        weights = [math.exp(2 * math.tanh(s / 2)) for s in (0.5, 8.0, -40.0)]
+        assert out.flatten().tolist() == pytest.approx([w / sum(weights) for w in weights])
+        assert lse.item() == pytest.approx(math.log(sum(weights)))
+
+
+def test_large_softcap_blocks_take_little_memory(monkeypatch):
+    """Tiles of one row each give the same: rows of a tile depend on the scores there are."""
+    tensors = block(50, 50, 2, 2, 16, 16, size=4.0)
+    monkeypatch.setattr(softcap_cpu, "SCORES", 1)
+    sizes, tiles = [], softcap_cpu._tiles
+    monkeypatch.setattr(softcap_cpu, "_tiles", lambda *args: (sizes.append(t.visible.shape) or t for t in tiles(*args)))
+    assert (
+        largest_error(softcap_cpu.SoftcapCpu(), *tensors, TWO_SAMPLES.of(slice(0, 50), slice(0, 50)), Scores(0.25, 5.0))
+        < 2e-6
+    )
+    assert all(rows == 1 for rows, _ in sizes) and len(sizes) > 90
+
+
+def test_a_softcap_is_never_ignored():
+    q, k, v, dout = block(4, 4, 1, 1, 8, 8)
+    lse = torch.zeros(4, 1, 1)
+    for kernel, scores, message in (
+        (AtenFlash(), Scores(1.0, 5.0), "softcap 5.0: PyTorch's flash attention for CPUs has none"),
+        (
+            LIBRARIES["aten"](),
+            Scores(1.0, 5.0),
+            "aten: PyTorch's flash attention is called without a softcap, not with 5.0",
+        ),
+        (softcap_cpu.SoftcapCpu(), Scores(1.0), "softcap 0: this kernel is for capped scores only"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            kernel.forward(q, k, v, FULL, scores)
+        with pytest.raises(UsageError, match=message):
+            kernel.backward(BlockGrad(dout, q, k, v, lse, lse, FULL), scores)
+    for wrong in (-1.0, math.inf, math.nan):
+        with pytest.raises(UsageError, match=f"softcap {wrong}: must be positive"):
+            Scores(1.0, wrong)
 
 
 def test_backward_takes_delta_where_the_output_gradient_is_zero():

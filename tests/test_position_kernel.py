@@ -78,29 +78,33 @@ def seen(mask, s: int, t: int) -> torch.Tensor:
 # -- by definition -------------------------------------------------------------------------------------------------
 
 
-def definition(q, k, v, dout, mask, scale):
+def definition(q, k, v, dout, mask, scores):
     """out, lse, dq, dk, dv, and delta, in float64."""
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
     visible = seen(mask, len(q), len(k))
     visible = visible.repeat_interleave(q.shape[1] // len(visible), 0)[:, None]
-    scores = (torch.einsum("ibgd,jbd->bgij", q, k) * scale).masked_fill(~visible, float("-inf"))
-    lse = scores.logsumexp(-1, keepdim=True)
-    p = (scores - lse).exp().masked_fill(~visible, 0)
+    s, slope = torch.einsum("ibgd,jbd->bgij", q, k) * scores.scale, 1.0
+    if scores.softcap:
+        tanh = (s / scores.softcap).tanh()
+        s, slope = tanh * scores.softcap, 1 - tanh**2
+    s = s.masked_fill(~visible, float("-inf"))
+    lse = s.logsumexp(-1, keepdim=True)
+    p = (s - lse).exp().masked_fill(~visible, 0)
     out = torch.einsum("bgij,jbd->ibgd", p, v)
     delta = (dout * out).sum(-1)
-    ds = p * (torch.einsum("ibgd,jbd->bgij", dout, v) - delta.permute(1, 2, 0)[..., None]) * scale
+    ds = p * (torch.einsum("ibgd,jbd->bgij", dout, v) - delta.permute(1, 2, 0)[..., None]) * slope * scores.scale
     dq, dk = torch.einsum("bgij,jbd->ibgd", ds, k), torch.einsum("bgij,ibgd->jbd", ds, q)
     return out, lse.squeeze(-1).permute(2, 0, 1), dq, dk, torch.einsum("bgij,ibgd->jbd", p, dout), delta
 
 
-def inputs(dtype, s=S, t=T, batch=2, group=1, d=64, size=1.0):
+def inputs(dtype, s=S, t=T, batch=2, group=1, d=64, dv=None, size=1.0):
     torch.manual_seed(0)
-    q, dout = (torch.randn(s, batch, group, d).to(dtype) for _ in range(2))
-    k, v = (torch.randn(t, batch, d).to(dtype) for _ in range(2))
+    q, dout = (torch.randn(s, batch, group, x).to(dtype) for x in (d, dv or d))
+    k, v = (torch.randn(t, batch, x).to(dtype) for x in (d, dv or d))
     return q * size, k * size, v, dout
 
 
-def errors(mask, dtype, strided=False, tiles=(32, 32), **shape) -> dict[str, float]:
+def errors(mask, dtype, strided=False, tiles=(32, 32), softcap=0.0, **shape) -> dict[str, float]:
     """Runs in the interpreter: the largest error of each result, relative to its largest value."""
     from megatron.context_parallel.kernels import position
 
@@ -109,13 +113,13 @@ def errors(mask, dtype, strided=False, tiles=(32, 32), **shape) -> dict[str, flo
     if strided:  # every second key row of a wider tensor, heads before rows
         k, v = (x.new_zeros(2 * len(x), x.shape[1], 96)[::2, :, : x.shape[2]].copy_(x) for x in (k, v))
         q = q.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
-    scores = Scores(q.shape[-1] ** -0.5)
-    wanted = dict(
-        zip(("out", "lse", "dq", "dk", "dv", "delta"), definition(q, k, v, dout, mask, scores.scale), strict=True)
-    )
+    scores = Scores(q.shape[-1] ** -0.5, softcap)
+    wanted = dict(zip(("out", "lse", "dq", "dk", "dv", "delta"), definition(q, k, v, dout, mask, scores), strict=True))
     lse, delta = wanted["lse"].float(), wanted.pop("delta").float()
     found = {}
-    for deterministic in (False, True):
+    for deterministic in (
+        (False, True) if v.shape[-1] == q.shape[-1] and not softcap else (False,)
+    ):  # others have one form
         kernel = position.PositionKernel(torch.device("cpu"), deterministic=deterministic)
         results = kernel.forward(q, k, v, mask, scores) if not deterministic else ()
         results += kernel.backward(BlockGrad(dout, q, k, v, lse, delta, mask), scores)
@@ -145,6 +149,7 @@ def test_exact_causal_square(interpreted):
         ("step3", {"group": 4, "batch": 1}),
         ("two_samples", {"group": 2, "batch": 4, "d": 80}),  # two key/value heads of each sample
         ("step2", {"d": 80, "strided": True}),
+        ("step2", {"d": 96, "dv": 80, "strided": True, "softcap": 5.0, "size": 3.0}),
         ("documents", {"tiles": (16, 64)}),
         ("step_window", {"tiles": (64, 16)}),
     ],
@@ -152,6 +157,42 @@ def test_exact_causal_square(interpreted):
 def test_exact_for_every_shape(interpreted, name, shape):
     found = interpreted(partial(errors, **shape), MASKS[name], torch.float32)
     assert all(error < 2e-6 for error in found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("name", "d", "dv", "softcap"),
+    [
+        *[("full", 192, 128, 0.0), ("causal", 64, 128, 0.0), ("two_samples", 128, 64, 0.0)],
+        *[("full", 64, 128, 5.0), ("causal", 128, 64, 30.0), ("two_samples", 192, 128, 30.0)],
+        *[("full", 64, 64, 30.0), ("causal", 64, 64, 5.0), ("documents", 64, 64, 5.0)],
+    ],
+)
+def test_exact_for_value_heads_of_another_size_and_softcap(interpreted, name, d, dv, softcap):
+    mask = MASKS.get(name, CAUSAL)
+    how = {"d": d, "dv": dv, "softcap": softcap, "group": 2, "size": 2.0 if softcap else 1.0}  # scores to 16
+    found = interpreted(partial(errors, t=S if mask == CAUSAL else T, **how), mask, torch.float32)
+    assert all(error < 2e-6 for error in found.values()), found
+
+
+def saturation() -> list[float]:
+    """One key to each row, capped at 1: gradients go with 1 - tanh², down to where tanh rounds to 1."""
+    from megatron.context_parallel.kernels.position import PositionKernel
+
+    raw = torch.tensor([1e-4, 0.2, 0.3, 1.0, 4.0, 12.0, -0.2, -4.0])
+    q, k = torch.zeros(8, 1, 1, 64), torch.zeros(8, 1, 64)
+    q[..., 0], k[..., 0] = raw.view(8, 1, 1), 1.0
+    row = torch.arange(8, dtype=torch.int32)[None]
+    mask, ones = Runs(row, row + 1), torch.ones(8, 1, 1, 64)
+    kernel, scores = PositionKernel(torch.device("cpu")), Scores(1.0, 1.0)
+    _, lse = kernel.forward(q, k, ones[:, 0], mask, scores)
+    delta = torch.full((8, 1, 1), 63.0)  # 1 less than dout * v: dS is p times the slope
+    dq, _, _ = kernel.backward(BlockGrad(ones, q, k, ones[:, 0], lse, delta, mask), scores)
+    tanh = raw.double().tanh()
+    return [*(lse.flatten() / tanh - 1).tolist(), *(dq[..., 0].flatten() * raw.double().cosh() ** 2 - 1).tolist()]
+
+
+def test_small_and_saturated_scores_keep_their_digits(interpreted):
+    assert all(abs(error) < 3e-6 for error in interpreted(saturation))
 
 
 def test_exact_in_float16(interpreted):
@@ -166,6 +207,43 @@ def test_large_scores(interpreted):
     assert all(error < 2e-3 for error in found.values()), found
 
 
+def through_a_plan() -> list[float]:
+    """Errors of out, lse, dq, dk, dv of 4 ranks: head_dim 80, values of 64, a softcap, documents and padding."""
+    from megatron.context_parallel import AllRanks, context_parallel_attention
+    from megatron.context_parallel.kernels.position import PositionKernel
+    from megatron.context_parallel.kernels.reference import attention
+    from megatron.context_parallel.mask import Documents
+
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(64, 1, *x) for x in ((4, 80), (2, 80), (2, 64), (4, 64)))
+    ids = torch.tensor([0] * 30 + [-1] * 7 + [1] * 20 + [-1] * 7)
+    documents, seen = Documents(ids), (ids == ids[:, None]) & (ids >= 0)
+    k, v = (x.masked_fill((ids < 0).view(-1, 1, 1, 1), float("nan")) for x in (k, v))  # nobody sees padding
+    cp, kernel = AllRanks(4, "attention2d", "zigzag"), PositionKernel(torch.device("cpu"))
+    found = []
+    for function, tensors in (
+        (
+            lambda *x: context_parallel_attention(
+                *x, cp, documents=documents, softcap=3.0, return_lse=True, kernel=kernel
+            ),
+            (4 * q, k, v),
+        ),
+        (
+            lambda *x: attention(*x, causal=True, scale=80**-0.5, softcap=3.0, seen=seen[None]),
+            (4 * q.double(), k.double().nan_to_num(), v.double().nan_to_num()),
+        ),
+    ):
+        leaves = [x.requires_grad_() for x in tensors]
+        out, lse = function(*leaves)
+        results = [out, lse, *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
+        found.append([x.detach().double().nan_to_num(nan=float("inf"), neginf=0.0) for x in results])
+    return [float((x - y).norm() / y.norm()) for x, y in zip(*found, strict=True)]
+
+
+def test_exact_through_a_plan(interpreted):
+    assert all(error < 2e-6 for error in interpreted(through_a_plan))
+
+
 # -- tiles ---------------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +252,7 @@ def unseen_are_not_read() -> list[bool]:
     from megatron.context_parallel.kernels.position import PositionKernel
 
     q, k, v, dout = inputs(torch.float32, s=96, t=96)
-    *wanted, delta = definition(q, k, v, dout, CAUSAL, 0.125)
+    *wanted, delta = definition(q, k, v, dout, CAUSAL, Scores(0.125))
     lse, delta = wanted[1].float(), delta.float()
     late_k, late_v = (x.clone().index_fill_(0, torch.arange(32, 96), float("nan")) for x in (k, v))
     early_q, early_dout = (x.clone().index_fill_(0, torch.arange(64), float("nan")) for x in (q, dout))
@@ -199,20 +277,21 @@ def rows_nobody_sees_do_not_matter() -> list[bool]:
     """Bit for bit, with NaN in keys that no row sees and in queries that see nothing."""
     from megatron.context_parallel.kernels.position import PositionKernel
 
-    q, k, v, dout = inputs(torch.float32)
     good = []
-    for mask in (MASKS["documents"], MASKS["two_samples"], MASKS["step_window"], PADDED):
+    cases = [(MASKS[name], 64, 0.0) for name in ("documents", "two_samples", "step_window")]
+    for mask, dv, softcap in [*cases, (PADDED, 64, 0.0), (PADDED, 80, 0.0), (PADDED, 80, 5.0)]:
+        (q, k, v, dout), scores = inputs(torch.float32, dv=dv), Scores(0.125, softcap)
         keys, rows = seen(mask, S, T).any(1), seen(mask, S, T).any(2)  # [samples, t], [samples, s]
         keys, rows = (x.T.repeat_interleave(2 // len(x), 1) for x in (keys, rows))
         bad_k, bad_v = (x.masked_fill(~keys[..., None], float("nan")) for x in (k, v))
         bad_q, bad_dout = (x.masked_fill(~rows[..., None, None], y) for x, y in ((q, float("nan")), (dout, 3e38)))
-        for deterministic in (False, True):
+        for deterministic in (False,) if softcap else (False, True):
             kernel = PositionKernel(torch.device("cpu"), deterministic=deterministic)
-            out, lse = kernel.forward(q, k, v, mask, scale=0.125)
+            out, lse = kernel.forward(q, k, v, mask, scores)
             delta = (dout * out).sum(-1)
-            wanted = (out, lse, *kernel.backward(dout, q, k, v, lse, delta, mask, scale=0.125))
-            got = kernel.forward(bad_q, bad_k, bad_v, mask, scale=0.125)
-            got += kernel.backward(bad_dout, bad_q, bad_k, bad_v, lse, delta, mask, scale=0.125)
+            wanted = (out, lse, *kernel.backward(BlockGrad(dout, q, k, v, lse, delta, mask), scores))
+            got = kernel.forward(bad_q, bad_k, bad_v, mask, scores)
+            got += kernel.backward(BlockGrad(bad_dout, bad_q, bad_k, bad_v, lse, delta, mask), scores)
             good += [torch.equal(x, y) for x, y in zip(got, wanted, strict=True)]
     return good
 
@@ -229,7 +308,7 @@ def full_tiles_ignore_runs() -> float:
     end = torch.full((1, 32), 64, dtype=torch.int32)
     end[0, 10] = 5
     out, _ = PositionKernel(torch.device("cpu")).forward(q, k, v, Runs(end * 0, end), Scores(0.125))
-    return float((out - definition(q, k, v, q, FULL, 0.125)[0]).abs().max())
+    return float((out - definition(q, k, v, q, FULL, Scores(0.125))[0]).abs().max())
 
 
 def test_tiles_that_all_see_are_not_masked(interpreted):
@@ -251,6 +330,7 @@ def refusals() -> list[str]:
         ((q, k, v, CAUSAL), 1.0),
         ((q, k, v, FULL), -1.0),
         ((q[1:], k, v, MASKS["step2"]), 1.0),
+        ((q, k, v[..., :40], FULL), 1.0),
     ):
         try:
             kernel.forward(*args, Scores(scale))
@@ -262,7 +342,15 @@ def refusals() -> list[str]:
 
 def test_refusals_name_what_is_wrong(interpreted):
     said = interpreted(refusals)
-    words = ("head_dim 56", "torch.float16", "contiguous", "must be square", "-1.0", "[1 or batch, 44]")
+    words = (
+        "head_dim 56",
+        "torch.float16",
+        "contiguous",
+        "must be square",
+        "-1.0",
+        "[1 or batch, 44]",
+        "value head_dim 40",
+    )
     for word, text in zip(words, said, strict=True):
         assert word in text
 
@@ -332,15 +420,15 @@ def test_fused_merge_keeps_the_digits_of_small_weights(interpreted):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "head_dim", "dtype"),
-    [(90, d, (torch.float16, torch.bfloat16)[i % 2]) for i, d in enumerate(HEAD_DIMS)]
-    + [(80, 128, torch.bfloat16), (100, 128, torch.bfloat16)],
+    ("architecture", "head_dim", "dtype", "others"),
+    [(90, d, (torch.float16, torch.bfloat16)[i % 2], ()) for i, d in enumerate(HEAD_DIMS)]
+    + [(80, 128, torch.bfloat16, ()), (100, 128, torch.bfloat16, ()), (90, 192, torch.bfloat16, (128, 30.0))],
 )
-def test_compiles_without_spills(compiled, architecture, head_dim, dtype):
-    """`python tests/compile_position_kernel.py` does the same for every architecture, head_dim, dtype and mask."""
+def test_compiles_without_spills(compiled, architecture, head_dim, dtype, others):
+    """`python tests/compile_position_kernel.py` does more. `others`: head_dim of the values, and a softcap."""
     from compile_position_kernel import SHARED, compile_block
 
-    for kernel in compiled(compile_block, architecture, head_dim, dtype, "runs"):
+    for kernel in compiled(compile_block, architecture, head_dim, dtype, "runs", *others):
         assert kernel.spilled == 0, kernel
         assert kernel.shared <= SHARED[architecture], kernel
         small = head_dim == 256 and kernel.kernel == "key_grad_kernel"  # its tiles have fewer rows than wgmma takes

@@ -5,11 +5,13 @@ import torch
 
 from megatron.context_parallel import STRATEGIES, AllRanks, context_parallel_attention
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.kernels import BlockGrad, Scores
 from megatron.context_parallel.kernels.aten import AtenFlash
 from megatron.context_parallel.kernels.delta import output_with
 from megatron.context_parallel.kernels.masks import CAUSAL, Runs
 from megatron.context_parallel.kernels.merge import merge
 from megatron.context_parallel.kernels.reference import Reference, attention
+from megatron.context_parallel.kernels.softcap import SoftcapCpu
 from megatron.context_parallel.mask import Documents
 
 DIM = 64
@@ -69,8 +71,8 @@ def test_gradients_of_any_size_get_their_delta(size):
     q, dout = q.unsqueeze(2), dout.unsqueeze(2) * size
     out, lse = Reference().forward(q, k, v, CAUSAL, Scores(0.5))
     delta = (dout.double() * out).sum(-1)
-    wanted = Reference().backward(dout, q, k, v, lse, delta, CAUSAL, Scores(0.5))
-    got = AtenFlash().backward(dout, q, k, v, lse.float(), delta.float(), CAUSAL, Scores(0.5))
+    wanted = Reference().backward(BlockGrad(dout, q, k, v, lse, delta, CAUSAL), Scores(0.5))
+    got = AtenFlash().backward(BlockGrad(dout, q, k, v, lse.float(), delta.float(), CAUSAL), Scores(0.5))
     assert all(
         ((a / size).double() - b / size).norm() < 2e-6 * (b / size).norm() for a, b in zip(got, wanted, strict=True)
     )
@@ -81,43 +83,46 @@ def poisoned(x: torch.Tensor, rows: torch.Tensor, value: float) -> torch.Tensor:
     return x.clone().index_fill_(0, rows, value)
 
 
+@pytest.mark.parametrize("value_dim", [16, 8, 24])
+@pytest.mark.parametrize("kernel,scores", [(AtenFlash(), Scores(0.25)), (SoftcapCpu(), Scores(0.25, 2.0))])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-def test_rows_that_nobody_sees_do_not_matter_to_tiles(value):
+def test_rows_that_nobody_sees_do_not_matter_to_tiles(value, kernel, scores, value_dim):
     """Bit for bit: keys 0, 1, 40 .. 49 and 90 .. are seen by no row; rows 20 .. 29 see nothing."""
     torch.manual_seed(0)
-    q, dout = (torch.randn(60, 2, 2, 16) for _ in range(2))
-    k, v = (torch.randn(100, 2, 16) for _ in range(2))
+    q, dout = (torch.randn(60, 2, 2, dim) for dim in (16, value_dim))
+    k, v = (torch.randn(100, 2, dim) for dim in (16, value_dim))
     row, blind, unseen = torch.arange(60), torch.arange(20, 30), torch.tensor([0, 1, *range(40, 50), *range(90, 100)])
     first = torch.where(row < 20, 2 + row, torch.where(row < 30, 45, 50 + row - 30))
     end = torch.where(row < 20, 21 + row, torch.where(row < 30, 45, 61 + row - 30))
-    mask, kernel = Runs(first[None].int(), end[None].int()), AtenFlash()
-    out, lse = kernel.forward(q, k, v, mask, scale=0.25)
+    mask = Runs(first[None].int(), end[None].int())
+    out, lse = kernel.forward(q, k, v, mask, scores)
     delta = (dout * out).sum(-1)
-    grads = kernel.backward(dout, q, k, v, lse, delta, mask, scale=0.25)
+    grads = kernel.backward(BlockGrad(dout, q, k, v, lse, delta, mask), scores)
     q, k, v = poisoned(q, blind, value), poisoned(k, unseen, value), poisoned(v, unseen, value)
-    for a, b in zip(kernel.forward(q, k, v, mask, scale=0.25), (out, lse), strict=True):
+    for a, b in zip(kernel.forward(q, k, v, mask, scores), (out, lse), strict=True):
         assert torch.equal(a, b)
     dout = poisoned(dout, blind, 3e38)
-    for a, b in zip(kernel.backward(dout, q, k, v, lse, delta, mask, scale=0.25), grads, strict=True):
+    for a, b in zip(kernel.backward(BlockGrad(dout, q, k, v, lse, delta, mask), scores), grads, strict=True):
         assert torch.equal(a, b)
     assert grads[1].any() and not grads[1][unseen].any() and not grads[0][blind].any()
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_padding_may_hold_anything(causal):
+@pytest.mark.parametrize("value_dim,softcap", [(16, 0.0), (8, 0.0), (24, 2.0)])
+def test_padding_may_hold_anything(causal, value_dim, softcap):
     """On every layout: short documents go to tiles, long ones to full and causal blocks."""
     torch.manual_seed(0)
     ids = torch.tensor([0] * 5 + [-1] * 7 + [1] * 90 + [-1] * 3 + [2] * 9 + [3] * 2 + [-1] * 12)
     padding = (ids < 0).nonzero().flatten()
     documents = Documents(ids)
-    inputs = [torch.randn(128, 1, 2, 16) for _ in range(4)]
+    inputs = [torch.randn(128, 1, 2, dim) for dim in (16, 16, value_dim, value_dim)]
     bad = [poisoned(x, padding, float("nan")) for x in inputs[:3]] + [poisoned(inputs[3], padding, 3e38)]
     for name in ("ring", "allgather", "attention2d"):
         for layout in STRATEGIES[name].layouts:
             cp = AllRanks(4, name, layout)
 
             def run(*x, cp=cp):
-                return context_parallel_attention(*x, cp, causal=causal, documents=documents)
+                return context_parallel_attention(*x, cp, causal=causal, documents=documents, softcap=softcap)
 
             for a, b in zip(gradients(run, *bad), gradients(run, *inputs), strict=True):
                 assert torch.equal(a, b), f"{name} {layout}"

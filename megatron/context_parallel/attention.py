@@ -200,16 +200,16 @@ def context_parallel_attention(
         [s, b, heads, dv] in q's dtype, or that and the log-sum-exp.
 
     Raises:
-        UsageError: shapes, dtypes, heads or a sequence length that do not go together; a scale that is not positive;
-            second derivatives.
+        UsageError: shapes, dtypes, heads or a sequence length that do not go together; a scale that is not positive; a
+            softcap that is negative; second derivatives.
     """
     _check(q, k, v, sinks)
     mask, lengths = Mask(causal, window, documents), (cp.length(q), cp.length(k))
     _check_documents(documents, q.shape[1], *lengths)
     plan = cp.plan(mask, lengths, q.shape[2], k.shape[2], backward=False)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    kernel = kernel or kernel_for(q.device, q.dtype, q.shape[-1])
-    problem = Problem(cp.blocks(mask, lengths, kernel), k.shape[2], kernel, Scores(scale, softcap))
+    scores = Scores(1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap)
+    kernel = kernel or kernel_for(q.device, q.dtype, q.shape[-1], value_dim=v.shape[-1], softcap=softcap)
+    problem = Problem(cp.blocks(mask, lengths, kernel), k.shape[2], kernel, scores)
     call = _Call(cp, mask, lengths, q.shape[2], plan, problem)
     again = kept.popleft() if kept and torch.is_grad_enabled() else None
     out, lse = _Attention.apply(q, k, v, sinks, call, again, None if torch.is_grad_enabled() else kept)

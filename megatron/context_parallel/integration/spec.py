@@ -125,7 +125,7 @@ class ContextParallelAttention(MegatronModule):
             documents=documents,
             scale=self.scale,
             sinks=self.softmax_offset,
-            kernel=kernel_for(query.device, query.dtype, query.shape[-1], self.backend),
+            kernel=kernel_for(query.device, query.dtype, query.shape[-1], self.backend, value_dim=value.shape[-1]),
             kept=self.kept if is_checkpointing() else None,
         )
         return out.flatten(2)

@@ -32,7 +32,7 @@ class Scores:
 
 
 class BlockGrad(NamedTuple):
-    """What the backward pass of a block takes: dout [s, B, G, d], q, k, v, lse and delta as in `Kernel`, its mask.
+    """What the backward pass of a block takes: dout [s, B, G, dv], the rest as in `Kernel`.
 
     `lse` and `delta` = rowsum(dout * out) are those of the whole sequence, so the gradients of the blocks add up.
     """
@@ -49,8 +49,8 @@ class BlockGrad(NamedTuple):
 class Kernel(Protocol):
     """Attention of one block.
 
-    Shapes: queries [s, B, G, d], keys and values [t, B, d], log-sum-exp and delta [s, B, G] in float32 (float64 for
-    float64); B is batch × key/value heads, G the query heads that share one. Strided views are welcome.
+    Shapes: queries [s, B, G, d], keys [t, B, d], values [t, B, dv], log-sum-exp and delta [s, B, G] in float32
+    (float64 for float64); B is batch × key/value heads, G the query heads that share one. Strided views are welcome.
     """
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
@@ -58,9 +58,9 @@ class Kernel(Protocol):
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
-        """Returns the output [s, B, G, d] in q's dtype or wider, and its log-sum-exp; 0 and -inf if nothing is seen."""
+        """Returns the output [s, B, G, dv] in q's dtype or wider and its log-sum-exp; 0 and -inf if nothing is seen."""
         ...
 
     def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns dq [s, B, G, d] and dk, dv [t, B, d] of this block, in q's dtype or wider."""
+        """Returns dq [s, B, G, d], dk [t, B, d] and dv [t, B, dv] of this block, in q's dtype or wider."""
         ...

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import UsageError
 from . import BlockGrad, Scores
 from .delta import output_with
 from .masks import CAUSAL, Mask, Piece, Runs, cut
@@ -35,7 +37,11 @@ class AtenFlash:
     """`kernels.Kernel` on CPU.
 
     16-bit inputs are computed in float32: ATen would round the gradients of each block, which summed over blocks is
-    more error than one process makes, and its forward is no faster.
+    more error than one process makes, and its forward is no faster. ATen has one head_dim for queries, keys and
+    values: the smaller is filled up with zeros, which change no score and no output.
+
+    Raises:
+        UsageError: scores with a softcap, which `softcap.SoftcapCpu` has.
     """
 
     name = "aten"
@@ -44,8 +50,8 @@ class AtenFlash:
         return cut(block)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
-        group, scale = q.shape[2], scores.scale
-        q, k, v = _widen(q, k, v)
+        group, scale, value_dim = q.shape[2], _uncapped(scores), v.shape[-1]
+        q, k, v = _same_width(*_widen(q, k, v))
         q, k, v = _heads_first(q), _shared(k, group), _shared(v, group)
         if isinstance(mask, Runs):
             out, lse = _forward_runs(q, k, v, mask, scale)
@@ -53,12 +59,12 @@ class AtenFlash:
             out, lse = _forward_causal(q, k, v, scale)
         else:
             out, lse = _forward(q, k, v, 0.0, False, scale=scale)
-        return _rows_first(out), _rows_first(lse)
+        return _rows_first(out)[..., :value_dim], _rows_first(lse)
 
     def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, lse, delta, mask = grad
-        group, scale = q.shape[2], scores.scale
-        dout, q, k, v = _widen(dout, q, k, v)
+        group, scale, (head_dim, value_dim) = q.shape[2], _uncapped(scores), (q.shape[-1], v.shape[-1])
+        dout, q, k, v = _same_width(*_widen(dout, q, k, v))
         out = _heads_first(output_with(delta, dout))
         inputs = (_heads_first(dout), _heads_first(q), _shared(k, group), _shared(v, group), out, lse.permute(1, 2, 0))
         if isinstance(mask, Runs):
@@ -67,7 +73,8 @@ class AtenFlash:
             grads = _backward_causal(*inputs, scale)
         else:
             grads = _backward(*inputs, 0.0, False, scale=scale)
-        dq, dk, dv = (_rows_first(g) for g in grads)
+        sizes = (head_dim, head_dim, value_dim)
+        dq, dk, dv = (_rows_first(g)[..., :size] for g, size in zip(grads, sizes, strict=True))
         if group > 1:
             return dq, dk.sum(2), dv.sum(2)
         return dq, dk.squeeze(2), dv.squeeze(2)
@@ -75,6 +82,21 @@ class AtenFlash:
 
 def _widen(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
+
+
+def _same_width(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors filled up with zeros to the largest head_dim among them."""
+    width = max(x.shape[-1] for x in tensors)
+    return tuple(x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors)
+
+
+def _uncapped(scores: Scores) -> float:
+    """The softmax scale of scores without a softcap."""
+    if scores.softcap:
+        raise UsageError(
+            f"softcap {scores.softcap}: PyTorch's flash attention for CPUs has none; give 0, or SoftcapCpu"
+        )
+    return scores.scale
 
 
 def _halves(start: int, stop: int, leaf: int) -> Iterator[tuple[slice, slice]]:

@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import os
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from .libraries import LIBRARIES, Capability
 from .masks import Mask, Piece, Runs, cut
 from .position import PARTS, PositionKernel, architecture
 from .position_tiles import TILES
+from .softcap import SoftcapCpu
 
 BACKENDS = ("auto", *LIBRARIES, "triton")
 MOST_PIECES = 3  # of a block that is still cut for a library: a zigzag block against its own chunk
@@ -65,37 +67,58 @@ def _count(rows: slice) -> int:
     return len(range(rows.start, rows.stop))
 
 
+class Need(NamedTuple):
+    """What blocks are made of."""
+
+    dtype: torch.dtype
+    head_dim: int  # of queries and keys
+    value_dim: int
+    softcap: float
+
+
 @cache
-def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int, backend: str = "auto") -> Kernel:
+def kernel_for(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    backend: str = "auto",
+    *,
+    value_dim: int | None = None,
+    softcap: float = 0.0,
+) -> Kernel:
     """The kernel of `--cp-attention-backend`; the choice and its reason are logged, once and on rank 0.
 
     Args:
         device: where the blocks are; dtype: of queries, keys and values.
+        head_dim: of queries and keys; value_dim: of values, None for the same.
+        softcap: as in `Scores`.
 
     Raises:
         UsageError: a backend that cannot; the message names one that can.
     """
-    check_backend(backend, dtype, head_dim, device=device.type)
-    kernel, what = _chosen(device, dtype, head_dim, backend)
+    check_backend(backend, dtype, head_dim, device=device.type, value_dim=value_dim, softcap=softcap)
+    kernel, what = _chosen(device, Need(dtype, head_dim, value_dim or head_dim, softcap), backend)
     if os.environ.get("RANK", "0") == "0":
         logging.getLogger(__name__).info("--cp-attention-backend %s: %s", backend, what)
     return kernel
 
 
-def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int, backend: str) -> tuple[Kernel, str]:
+def _chosen(device: torch.device, need: Need, backend: str) -> tuple[Kernel, str]:
     """A kernel that `check_backend` lets pass, and what it is."""
     if backend == "triton":
         return _position(device), "the position kernel for all blocks"
+    if device.type == "cpu" and need.softcap:
+        return SoftcapCpu(), "plain PyTorch by tiles, as its flash attention for CPUs has no softcap"
     if device.type == "cpu":
         return AtenFlash(), "PyTorch's flash attention for CPUs"
     if backend != "auto":
         return LIBRARIES[backend](), f"{LIBRARIES[backend].title} for all blocks"
     capability = torch.cuda.get_device_capability(device)
-    no_position = _refusal("triton", dtype, head_dim, capability)
+    no_position = _refusal("triton", need, capability)
     passed = ""
     for name in FASTEST.get(capability[0], OTHERS):
         library = LIBRARIES[name]
-        if why := _refusal(name, dtype, head_dim, capability):
+        if why := _refusal(name, need, capability):
             passed += f"; not {name}: {why}"
         elif no_position:
             return library(), f"{library.title} for full and causal blocks{passed}; others refused: {no_position}"
@@ -110,7 +133,15 @@ def _position(device: torch.device) -> Kernel:
 
 
 def check_backend(
-    backend: str, dtype: torch.dtype, head_dim: int, *, device: str, irregular: str | None = None, here: bool = True
+    backend: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    device: str,
+    irregular: str | None = None,
+    here: bool = True,
+    value_dim: int | None = None,
+    softcap: float = 0.0,
 ) -> None:
     """Refuse a `--cp-attention-backend` that cannot do what a run needs, before it starts.
 
@@ -119,12 +150,14 @@ def check_backend(
         irregular: the flag that needs masks which are neither full nor causal, such as "--window-size"; None without.
         here: the run computes on this host, so that what is installed, and the GPU, count. Otherwise what is known of
             the backends everywhere does.
+        value_dim, softcap: as in `kernel_for`.
 
     Raises:
         UsageError: names a backend that can.
     """
     if backend not in BACKENDS:
         raise UsageError(f"--cp-attention-backend {backend}: unknown; choose one of {', '.join(BACKENDS)}")
+    need = Need(dtype, head_dim, value_dim or head_dim, softcap)
     capability = torch.cuda.get_device_capability() if here and device == "cuda" else None
 
     def refusal(name: str) -> str | None:
@@ -132,7 +165,7 @@ def check_backend(
             return _refusal_on_cpu(name)
         if irregular and name in LIBRARIES:
             return f"{LIBRARIES[name].title} has no mask for {irregular}"
-        return _refusal(name, dtype, head_dim, capability)
+        return _refusal(name, need, capability)
 
     if backend == "auto":
         why = None if any(not refusal(name) for name in BACKENDS[1:]) else refusal("triton")
@@ -140,18 +173,27 @@ def check_backend(
         why = refusal(backend)
     if why:
         able = next((name for name in BACKENDS[1:] if not refusal(name)), None)
-        remedy = f"give --cp-attention-backend {able}" if able else _advice(dtype, head_dim, irregular)
+        remedy = f"give --cp-attention-backend {able}" if able else _advice(need, irregular)
         raise UsageError(f"--cp-attention-backend {backend}: {why}; {remedy}")
 
 
-def _advice(dtype: torch.dtype, head_dim: int, irregular: str | None) -> str:
+def _advice(need: Need, irregular: str | None) -> str:
     """What to change where no backend can."""
-    if head_dim not in PARTS:
-        fits = min((d for d in PARTS if d >= head_dim), default=max(PARTS))
-        return f"give --kv-channels {fits}"
+    if need.head_dim not in PARTS:
+        return f"give --kv-channels {_fitting(need.head_dim)}"
+    if need.value_dim not in PARTS:
+        return f"give values of head_dim {_fitting(need.value_dim)}"
     if irregular:
         return f"leave out {irregular}"
-    return "give --bf16" if dtype is torch.float32 else "give --kv-channels 128"
+    if need.softcap:
+        return "give softcap 0"
+    if need.value_dim != need.head_dim:
+        return f"give values of head_dim {need.head_dim}"
+    return "give --bf16" if need.dtype is torch.float32 else "give --kv-channels 128"
+
+
+def _fitting(size: int) -> int:
+    return min((d for d in PARTS if d >= size), default=max(PARTS))
 
 
 def _refusal_on_cpu(name: str) -> str | None:
@@ -160,15 +202,17 @@ def _refusal_on_cpu(name: str) -> str | None:
     return "this host has no GPU"
 
 
-def _refusal(name: str, dtype: torch.dtype, head_dim: int, capability: Capability | None) -> str | None:
+def _refusal(name: str, need: Need, capability: Capability | None) -> str | None:
     """Why a backend cannot compute this on a GPU of that capability (None: on any, wherever it is installed)."""
     if name == "triton":
-        return _refusal_of_position(dtype, head_dim, capability)
-    library = LIBRARIES[name]
+        return _refusal_of_position(need, capability)
+    library, dtype, head_dim = LIBRARIES[name], need.dtype, need.head_dim
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{library.title} has no {str(dtype).removeprefix('torch.')}"
     if head_dim % 8:
         return f"{library.title} needs head_dim to be a multiple of 8, not {head_dim}"
+    if why := library.lacks(head_dim, need.value_dim, need.softcap):
+        return why
     if capability is None:
         return None if head_dim <= 256 else f"{library.title} has no head_dim {head_dim}"
     largest = library.largest_head(capability)
@@ -178,11 +222,11 @@ def _refusal(name: str, dtype: torch.dtype, head_dim: int, capability: Capabilit
     return library.missing()
 
 
-def _refusal_of_position(dtype: torch.dtype, head_dim: int, capability: Capability | None) -> str | None:
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"the position kernel has no {str(dtype).removeprefix('torch.')}"
-    if head_dim not in PARTS:
-        return f"the position kernel has head_dim {', '.join(map(str, PARTS))}, not {head_dim}"
+def _refusal_of_position(need: Need, capability: Capability | None) -> str | None:
+    if need.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"the position kernel has no {str(need.dtype).removeprefix('torch.')}"
+    if lacking := [d for d in (need.head_dim, need.value_dim) if d not in PARTS]:
+        return f"the position kernel has head_dim {', '.join(map(str, PARTS))}, not {lacking[0]}"
     if capability is not None and architecture(capability) not in TILES:
         return "the position kernel does not run on sm_{}{}".format(*capability)
     if capability is not None and importlib.util.find_spec("triton") is None:

@@ -28,7 +28,7 @@ _aten = torch.ops.aten
 
 
 class Library(ABC):
-    """`kernels.Kernel` of full and causal blocks, float16 and bfloat16, head_dim a multiple of 8.
+    """`kernels.Kernel` of full and causal blocks, float16 and bfloat16, one head_dim, a multiple of 8; no softcap.
 
     Attributes:
         name: of `--cp-attention-backend`.
@@ -59,6 +59,13 @@ class Library(ABC):
         return None
 
     @classmethod
+    def lacks(cls, head_dim: int, value_dim: int, softcap: float) -> str | None:
+        """Why no GPU computes this with the library; None if some do."""
+        if value_dim != head_dim:
+            return f"{cls.title} is called with one head_dim, not {head_dim} for keys and {value_dim} for values"
+        return f"{cls.title} is called without a softcap, not with {softcap}" if softcap else None
+
+    @classmethod
     @abstractmethod
     def largest_head(cls, capability: Capability) -> int:
         """Largest head_dim, forward and backward, on a GPU of that compute capability; 0: does not run there."""
@@ -78,18 +85,24 @@ class Library(ABC):
         return found
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
+        self._check(q, v, scores)
         s, b, group, _ = q.shape
         out, lse = self._forward(_one(q.flatten(1, 2)), _one(k), _one(v), mask == CAUSAL, scores.scale)
         return out.squeeze(0).unflatten(1, (b, group)), lse.reshape(b, group, s).permute(2, 0, 1)
 
     def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, lse, delta, mask = grad
+        self._check(q, v, scores)
         b, group = q.shape[1:3]
         by_row = [_one(x.flatten(1, 2)) for x in (dout, q, output_with(delta, dout))]
         stats = _one(lse.permute(1, 2, 0).flatten(0, 1)).contiguous()
         dout, q, out = by_row
         dq, dk, dv = self._backward(dout, q, _one(k), _one(v), out, stats, mask == CAUSAL, scores.scale)
         return dq.squeeze(0).unflatten(1, (b, group)), dk.squeeze(0), dv.squeeze(0)
+
+    def _check(self, q: Tensor, v: Tensor, scores: Scores) -> None:
+        if why := self.lacks(q.shape[-1], v.shape[-1], scores.softcap):
+            raise UsageError(f"--cp-attention-backend {self.name}: {why}; give --cp-attention-backend triton")
 
     @abstractmethod
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

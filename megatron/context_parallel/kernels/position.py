@@ -19,17 +19,18 @@ FURTHEST = 2**31 // 256  # elements between rows: offsets inside a tile are 32 b
 class PositionKernel:
     """Forward and backward of blocks under any mask: each query row sees one run of key rows.
 
-    Shapes: queries [s, B, G, d], keys and values [t, B, d] of one dtype (float16, bfloat16, float32), strided as they
-    come with the last dimension contiguous; log-sum-exp and delta [s, B, G] in float32. B is batch × key/value heads,
-    batch first; G the query heads that share one; d is 64, 80, 96, 128, 192 or 256. Products are accumulated in
-    float32; those of float32 are TF32 only where PyTorch's own may be (`torch.backends.cuda.matmul.allow_tf32`).
+    Shapes: queries [s, B, G, d], keys [t, B, d] and values [t, B, dv] of one dtype (float16, bfloat16, float32),
+    strided as they come with the last dimension contiguous; log-sum-exp and delta [s, B, G] in float32. B is batch ×
+    key/value heads, batch first; G the query heads that share one; d and dv are 64, 80, 96, 128, 192 or 256. Products
+    are accumulated in float32; those of float32 are TF32 only where PyTorch's own may be
+    (`torch.backends.cuda.matmul.allow_tf32`).
 
     Masks: FULL, CAUSAL (s = t), or runs on q's device, of one sample (all alike) or of each.
 
     Args:
         device: where the tensors are: a GPU of compute capability 8.0, 9.0 or 10.x.
-        deterministic: gradients are the same bit for bit each time, for 7 matrix products a tile instead of 5. Where
-            `TILES` has no "dqkv" for a head_dim they always are.
+        deterministic: gradients are the same bit for bit each time, for 7 matrix products a tile instead of 5. With a
+            softcap, for dv other than d, and where `TILES` has no "dqkv" for a head_dim, they always are.
 
     Raises:
         UsageError: Triton is missing, or has no configuration for the device.
@@ -47,7 +48,7 @@ class PositionKernel:
         return [Piece(rows, slice(0, keys), Runs(*(x.to(self.device) for x in block)))]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
-        """Returns the output [s, B, G, d] in q's dtype and its log-sum-exp [s, B, G] in float32.
+        """Returns the output [s, B, G, dv] in q's dtype and its log-sum-exp [s, B, G] in float32.
 
         A row that sees nothing gives 0 and -inf.
 
@@ -57,15 +58,15 @@ class PositionKernel:
         from .position_triton import forward_kernel
 
         common = _common(q, k, v, mask, scores)
-        tiles = self._tiles("forward", q)
-        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+        tiles = self._tiles("forward", q, v, scores)
+        out, lse = q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=torch.float32)
         forward_kernel[_count(len(q), tiles.rows), q.shape[1] * q.shape[2]](
             out=out, lse=lse, **_strides(q=q, k=k, v=v, out=out, lse=lse), **common, **_launch(tiles)
         )
         return out, lse
 
     def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns dq [s, B, G, d] and dk, dv [t, B, d] of this block in float32.
+        """Returns dq [s, B, G, d], dk [t, B, d] and dv [t, B, dv] of this block in float32.
 
         Raises:
             UsageError: as `forward`.
@@ -73,32 +74,37 @@ class PositionKernel:
         from .position_triton import key_grad_kernel, query_grad_kernel
 
         dout, q, k, v, lse, delta, mask = grad
-        if dout.shape != q.shape or dout.dtype != q.dtype:
-            raise UsageError(f"dout {list(dout.shape)} of {dout.dtype}: need q's, {list(q.shape)} of {q.dtype}")
-        if dout.stride() != q.stride():  # the kernels address both alike
+        if dout.shape != (*q.shape[:3], v.shape[-1]) or dout.dtype != q.dtype:
+            raise UsageError(f"dout {list(dout.shape)} of {dout.dtype}: need the output's shape and q's {q.dtype}")
+        alike = dout.shape == q.shape  # then the kernels address dout as q and dv as dk
+        if not alike or dout.stride() != q.stride():
             q, dout = q.contiguous(), dout.contiguous()
         common = _common(q, k, v, mask, scores)
         dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
         lse2, delta = ((x * f).permute(1, 2, 0).contiguous() for x, f in ((lse, math.log2(math.e)), (delta, 1)))
         common |= {"dout": dout, "lse2": lse2, "delta": delta, "dq": dq}
-        common |= _strides(q=q, k=k, v=v, dq=dq)
-        joint = None if self.deterministic else self._tiles("dqkv", q)
+        common |= _strides(q=q, k=k, v=v, dq=dq) | ({"at_dout": None} if alike else _strides(dout=dout))
+        one_launch = alike and not (self.deterministic or scores.softcap)
+        joint = self._tiles("dqkv", q, v, scores) if one_launch else None
         if joint:
             dq.zero_()  # added to
         else:
-            tiles = self._tiles("dq", q)
+            tiles = self._tiles("dq", q, v, scores)
             query_grad_kernel[_count(len(q), tiles.rows), q.shape[1] * q.shape[2]](**common, **_launch(tiles))
-        tiles = joint or self._tiles("dkv", q)
+        tiles = joint or self._tiles("dkv", q, v, scores)
+        at_grads = _strides(dk=dk) | ({"at_dv": None} if alike else _strides(dv=dv))
         ranges = _rows_seeing(mask, len(k), tiles.keys) if isinstance(mask, Runs) else None
         key_grad_kernel[_count(len(k), tiles.keys), k.shape[1]](
-            dk=dk, dv=dv, ranges=ranges, **_strides(dk=dk), WITH_DQ=bool(joint), **common, **_launch(tiles)
+            dk=dk, dv=dv, ranges=ranges, WITH_DQ=bool(joint), **common, **_launch(tiles), **at_grads
         )
         return dq, dk, dv
 
-    def _tiles(self, kernel: str, q: Tensor) -> Tiles | None:
+    def _tiles(self, kernel: str, q: Tensor, v: Tensor, scores: Scores) -> Tiles | None:
         if q.dtype is torch.float32 or self.device.type == "cpu":
             return FLOAT32
-        return TILES[self.architecture][kernel].get(q.shape[-1])
+        found, size = TILES[self.architecture], max(q.shape[-1], v.shape[-1])
+        capped = found.get(f"capped {kernel}", {}).get(size) if scores.softcap else None
+        return capped or found[kernel].get(size)
 
 
 def _architecture(device: torch.device) -> int:
@@ -126,14 +132,15 @@ def architecture(capability: tuple[int, int]) -> int:
     return 100 if major == 10 else 10 * major + minor
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> None:
-    s, batch, _, d = q.shape
-    if d not in PARTS or q.dtype not in DTYPES:
-        raise UsageError(f"the position kernel with head_dim {d} in {q.dtype}: need {[*PARTS]}, in 16 or 32 bits")
-    if k.shape != v.shape or k.shape[1:] != (batch, d) or not q.dtype == k.dtype == v.dtype:
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
+    (s, batch, _, d), dv = q.shape, v.shape[-1]
+    if d not in PARTS or dv not in PARTS or q.dtype not in DTYPES:
+        sizes = f"head_dim {d}" if d == dv else f"head_dim {d} and value head_dim {dv}"
+        raise UsageError(f"the position kernel with {sizes} in {q.dtype}: need {[*PARTS]}, in 16 or 32 bits")
+    if k.shape[:2] != v.shape[:2] or k.shape[1:] != (batch, d) or not q.dtype == k.dtype == v.dtype:
         raise UsageError(
             f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} of {q.dtype}, {k.dtype}, {v.dtype}: "
-            "need [s, B, G, d] and [t, B, d] of one dtype"
+            "need [s, B, G, d], [t, B, d] and [t, B, dv] of one dtype"
         )
     if any(x.stride(-1) != 1 or x.stride(0) > FURTHEST for x in (q, k, v)):
         raise UsageError(f"rows of q, k, v: need a contiguous last dimension and strides up to {FURTHEST}")
@@ -145,8 +152,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> None:
 
 def _common(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> dict[str, object]:
     """The arguments all kernels share."""
-    _check(q, k, v, mask, scores.scale)
-    s, batch, group, d = q.shape
+    _check(q, k, v, mask)
+    (s, batch, group, d), dv = q.shape, v.shape[-1]
     with_runs = isinstance(mask, Runs)
     first, end = (x.contiguous() for x in mask) if with_runs else (None, None)
     tf32 = q.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
@@ -165,13 +172,16 @@ def _common(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> dict
         "MASK": "runs" if with_runs else mask,
         "D": PARTS[d][0],
         "E": PARTS[d][1],
+        "DV": PARTS[dv][0],
+        "EV": PARTS[dv][1],
+        "SOFTCAP": float(scores.softcap),
         "PRECISION": "tf32" if tf32 else "ieee",
     }
 
 
 def _strides(**tensors: Tensor) -> dict[str, tuple[int, ...]]:
     """The strides of all but a head's own dimension."""
-    dims = {"k": 2, "v": 2, "dk": 2}
+    dims = {"k": 2, "v": 2, "dk": 2, "dv": 2}
     return {f"at_{name}": x.stride()[: dims.get(name, 3)] for name, x in tensors.items()}
 
 

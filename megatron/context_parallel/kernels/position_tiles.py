@@ -16,6 +16,7 @@ FLOAT32 = Tiles(32, 32, 4, 1)  # float32 on every GPU, and all that the CPU inte
 
 # "dqkv" computes all three gradients with 5 products a tile: it is there only where its tiles fit in
 # registers, since with fewer it would be slower than "dq" and "dkv", which together compute 7.
+# "capped ..." is for scores with a softcap, which take registers too, where the other tiles would spill.
 TILES: dict[int, dict[str, dict[int, Tiles]]] = {
     80: {
         "forward": {
@@ -41,6 +42,14 @@ TILES: dict[int, dict[str, dict[int, Tiles]]] = {
             128: Tiles(32, 64, 8, 2),
             192: Tiles(32, 32, 8, 2),
             256: Tiles(32, 32, 8, 2),
+        },
+        "capped dkv": {
+            64: Tiles(16, 128, 8, 3),
+            80: Tiles(16, 128, 8, 1),
+            96: Tiles(16, 128, 8, 2),
+            128: Tiles(16, 64, 8, 2),
+            192: Tiles(16, 32, 8, 2),
+            256: Tiles(16, 32, 8, 2),
         },
         "dqkv": {
             64: Tiles(32, 64, 8, 3),
@@ -71,6 +80,14 @@ TILES: dict[int, dict[str, dict[int, Tiles]]] = {
             192: Tiles(32, 64, 8, 2),
             256: Tiles(32, 32, 8, 2),
         },
+        "capped dkv": {
+            64: Tiles(32, 128, 8, 3),
+            80: Tiles(32, 128, 8, 2),
+            96: Tiles(32, 128, 8, 2),
+            128: Tiles(32, 128, 8, 2),
+            192: Tiles(16, 64, 8, 2),
+            256: Tiles(16, 32, 8, 2),
+        },
         "dqkv": {
             64: Tiles(64, 128, 8, 3),
             80: Tiles(64, 128, 8, 2),
@@ -100,6 +117,17 @@ TILES: dict[int, dict[str, dict[int, Tiles]]] = {
             128: Tiles(64, 128, 8, 2),
             192: Tiles(32, 64, 8, 2),
             256: Tiles(32, 64, 8, 2),
+        },
+        "capped forward": {
+            96: Tiles(128, 64, 8, 2),
+        },
+        "capped dkv": {
+            64: Tiles(32, 128, 8, 3),
+            80: Tiles(16, 128, 8, 2),
+            96: Tiles(32, 64, 8, 2),
+            128: Tiles(32, 128, 8, 2),
+            192: Tiles(16, 64, 8, 2),
+            256: Tiles(16, 64, 8, 2),
         },
         "dqkv": {
             64: Tiles(64, 128, 8, 3),

@@ -1,8 +1,9 @@
 """The position kernel's device code (Triton): block attention where each query row sees one run of key rows.
 
 A matrix of head_dim columns is held as a tuple of one or two parts, D and E columns wide, both powers of two (80 is
-64 + 16; E is 0 for powers of two), so that no head_dim is padded. `MASK` is "full", "causal" or "runs"; only for
-"runs" are `first` and `end` read. Exponentials are taken to base 2, with log2(e) folded into the scale.
+64 + 16; E is 0 for powers of two), so that no head_dim is padded; of the values' own size DV and EV. `MASK` is "full",
+"causal" or "runs"; only for "runs" are `first` and `end` read. Exponentials are taken to base 2, with log2(e) folded
+into the scale. With `SOFTCAP` 0 nothing is capped, and no code for it is made.
 """
 
 import triton
@@ -21,6 +22,13 @@ def _head_of(base, at, head, g):
 @triton.jit
 def _row_of(base, at, row, head, g):
     return _head_of(base, at, head, g) + row.to(tl.int64) * at[0]
+
+
+@triton.jit
+def _strides(own, shared):
+    """`own`, or `shared` where that is None: one set of addresses takes fewer registers than two."""
+    strides = shared if own is None else own
+    return strides
 
 
 @triton.jit
@@ -76,6 +84,34 @@ def _inner(a, b, E: tl.constexpr, PRECISION: tl.constexpr):
     if E > 0:
         x = tl.dot(a[1], tl.trans(b[1]), x, input_precision=PRECISION)
     return x
+
+
+@triton.jit
+def _tanh(x, FLOAT32: tl.constexpr):
+    """tanh to 1e-7, and its derivative; with `FLOAT32` to a few units in the last place, also where it is small."""
+    fade = tl.math.exp2(tl.abs(x) * (-2 * LOG2_E))
+    share = 1 / (1 + fade)
+    tanh = tl.where(x < 0, fade - 1, 1 - fade) * share
+    if FLOAT32:
+        y = x * x
+        series = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
+        tanh = tl.where(y < 0.0625, series, tanh)
+    return tanh, 4 * fade * share * share
+
+
+@triton.jit
+def _scores(a, b, scale, E: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Scores of a and b over `_unit(scale)`, and their derivative by scale * a bᵀ if they are capped."""
+    x = _inner(a, b, E, PRECISION)
+    both = _tanh(x * (scale / SOFTCAP), a[0].dtype == tl.float32) if SOFTCAP > 0 else (x, 1.0)
+    return both
+
+
+@triton.jit
+def _unit(scale, SOFTCAP: tl.constexpr):
+    """What `_scores` are multiplied by to be powers of 2."""
+    unit = SOFTCAP * LOG2_E if SOFTCAP > 0 else scale * LOG2_E
+    return unit
 
 
 @triton.jit
@@ -148,8 +184,9 @@ def _load_keys(base, start, rows, stride, seen, D: tl.constexpr, E: tl.constexpr
 
 @triton.jit
 def _attend(
-    state, q, k, v, at_k, at_v, start, hi, first, end, seen_keys, scale2,
-    MASKED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
+    state, q, k, v, at_k, at_v, start, hi, first, end, seen_keys, scale,
+    MASKED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DV: tl.constexpr, EV: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One key tile: `state` is the accumulated output, the sum of exponentials and the largest score of each row."""
     out, total, top = state
@@ -158,7 +195,8 @@ def _attend(
     if MASKED:
         local = tl.minimum(local, hi - 1 - start)
     keys = _load(k + start.to(tl.int64) * at_k[0], local, at_k[0], D, E)
-    scores = _inner(q, keys, E, PRECISION)
+    scores, _ = _scores(q, keys, scale, E, SOFTCAP, PRECISION)
+    scale2 = _unit(scale, SOFTCAP)
     if MASKED:
         seen = (cols[None, :] >= first[:, None]) & (cols[None, :] < end[:, None])
         scores = tl.where(seen, scores, float("-inf"))
@@ -167,18 +205,18 @@ def _attend(
     fade = tl.math.exp2(top - new_top)
     total = total * fade + tl.sum(p, 1)
     if MASKED:
-        values = _load_keys(v, start, local, at_v[0], seen_keys, D, E)
+        values = _load_keys(v, start, local, at_v[0], seen_keys, DV, EV)
     else:
-        values = _load(v + start.to(tl.int64) * at_v[0], local, at_v[0], D, E)
-    out = _add_outer(_scaled(out, fade[:, None], E), p.to(values[0].dtype), values, E, PRECISION)
+        values = _load(v + start.to(tl.int64) * at_v[0], local, at_v[0], DV, EV)
+    out = _add_outer(_scaled(out, fade[:, None], EV), p.to(values[0].dtype), values, EV, PRECISION)
     return out, total, new_top
 
 
 @triton.jit(do_not_specialize=["s", "t", "group", "heads_a_sample"])
 def forward_kernel(
     q, k, v, out, lse, first, end, seen_keys, s, t, group, heads_a_sample, scale, at_q, at_k, at_v, at_out, at_lse,
-    MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DV: tl.constexpr,
+    EV: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one tile of query rows of one head. Tiles of late rows, which see most, are started first."""
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
@@ -196,32 +234,32 @@ def forward_kernel(
     v += head.to(tl.int64) * at_v[1]
     queries = _load(_row_of(q, at_q, row, head, g), local, at_q[0], D, E)
     first_seen, end_seen = _seen_by(row + local, inside, first, end, t, MASK)
-    scale2 = scale * LOG2_E
-    state = (_zeros(ROWS, D, E), tl.zeros([ROWS], tl.float32), tl.full([ROWS], LOWEST, tl.float32))
+    state = (_zeros(ROWS, DV, EV), tl.zeros([ROWS], tl.float32), tl.full([ROWS], LOWEST, tl.float32))
     for i in range(tiles - full):
         start = lo + (i + tl.where(i < before, 0, full)) * KEYS
         state = _attend(
-            state, queries, k, v, at_k, at_v, start, hi, first_seen, end_seen, seen_keys, scale2,
-            True, KEYS, D, E, PRECISION,
+            state, queries, k, v, at_k, at_v, start, hi, first_seen, end_seen, seen_keys, scale,
+            True, KEYS, D, E, DV, EV, SOFTCAP, PRECISION,
         )  # fmt: skip
     for i in range(before, before + full):
         start = lo + i * KEYS
         state = _attend(
-            state, queries, k, v, at_k, at_v, start, hi, first_seen, end_seen, seen_keys, scale2,
-            False, KEYS, D, E, PRECISION,
+            state, queries, k, v, at_k, at_v, start, hi, first_seen, end_seen, seen_keys, scale,
+            False, KEYS, D, E, DV, EV, SOFTCAP, PRECISION,
         )  # fmt: skip
     acc, total, top = state
     unseen = total == 0
-    acc = _scaled(acc, (1 / tl.where(unseen, 1, total))[:, None], E)
-    _store(_row_of(out, at_out, row, head, g), local, at_out[0], acc, inside, D, E)
+    acc = _scaled(acc, (1 / tl.where(unseen, 1, total))[:, None], EV)
+    _store(_row_of(out, at_out, row, head, g), local, at_out[0], acc, inside, DV, EV)
     log = tl.where(unseen, float("-inf"), (top + tl.math.log2(total)) / LOG2_E)
     tl.store(_row_of(lse, at_lse, row, head, g) + local * at_lse[0], log, inside)
 
 
 @triton.jit
 def _grad_of_queries(
-    dq, q, dout, lse2, delta, k, v, at_k, at_v, start, hi, first, end, seen_keys, scale2,
-    MASKED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
+    dq, q, dout, lse2, delta, k, v, at_k, at_v, start, hi, first, end, seen_keys, scale,
+    MASKED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DV: tl.constexpr, EV: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds what one key tile gives to dq / scale of a tile of query rows."""
     local = tl.arange(0, KEYS)
@@ -231,23 +269,28 @@ def _grad_of_queries(
         keys = _load_keys(k, start, local, at_k[0], seen_keys, D, E)
     else:
         keys = _load(k + start.to(tl.int64) * at_k[0], local, at_k[0], D, E)
-    p = tl.math.exp2(_inner(q, keys, E, PRECISION) * scale2 - lse2[:, None])
+    scores, slope = _scores(q, keys, scale, E, SOFTCAP, PRECISION)
+    p = tl.math.exp2(scores * _unit(scale, SOFTCAP) - lse2[:, None])
     if MASKED:
         p = tl.where((cols[None, :] >= first[:, None]) & (cols[None, :] < end[:, None]), p, 0.0)
-    values = _load(v + start.to(tl.int64) * at_v[0], local, at_v[0], D, E)
-    ds = p * (_inner(dout, values, E, PRECISION) - tl.load(delta)[:, None])
+    values = _load(v + start.to(tl.int64) * at_v[0], local, at_v[0], DV, EV)
+    ds = p * (_inner(dout, values, EV, PRECISION) - tl.load(delta)[:, None])
+    if SOFTCAP > 0:
+        ds *= slope
     if MASKED:
-        ds = tl.where(p != 0, ds, 0.0)
+        ds = tl.where(p != 0, ds, 0.0)  # not NaN, nor infinity times 0
     return _add_outer(dq, ds.to(keys[0].dtype), keys, E, PRECISION)
 
 
 @triton.jit(do_not_specialize=["s", "t", "group", "heads_a_sample"])
 def query_grad_kernel(
-    dout, q, k, v, lse2, delta, dq, first, end, seen_keys, s, t, group, heads_a_sample, scale, at_q, at_k, at_v, at_dq,
-    MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    PRECISION: tl.constexpr,
+    dout, q, k, v, lse2, delta, dq, first, end, seen_keys, s, t, group, heads_a_sample, scale,
+    at_q, at_k, at_v, at_dout, at_dq,
+    MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DV: tl.constexpr,
+    EV: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of query rows of one head; tiles in the order of `forward_kernel`."""
+    at_dout = _strides(at_dout, at_q)
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     head, g = tl.program_id(1) // group, tl.program_id(1) % group
     if MASK == "runs":
@@ -260,36 +303,36 @@ def query_grad_kernel(
     inside = row + local < s
     local = tl.minimum(local, s - 1 - row)
     queries = _load(_row_of(q, at_q, row, head, g), local, at_q[0], D, E)
-    grads = _load(_row_of(dout, at_q, row, head, g), local, at_q[0], D, E)
+    grads = _load(_row_of(dout, at_dout, row, head, g), local, at_dout[0], DV, EV)
     stats = tl.program_id(1).to(tl.int64) * s + row
     lse2 = tl.load(lse2 + stats + local)
     delta += stats + local
     k += head.to(tl.int64) * at_k[1]
     v += head.to(tl.int64) * at_v[1]
     f, e = _seen_by(row + local, inside, first, end, t, MASK)
-    scale2 = scale * LOG2_E
     acc = _zeros(ROWS, D, E)
     for i in range(tiles - full):
         start = lo + (i + tl.where(i < before, 0, full)) * KEYS
         acc = _grad_of_queries(
-            acc, queries, grads, lse2, delta, k, v, at_k, at_v, start, hi, f, e, seen_keys, scale2,
-            True, KEYS, D, E, PRECISION,
+            acc, queries, grads, lse2, delta, k, v, at_k, at_v, start, hi, f, e, seen_keys, scale,
+            True, KEYS, D, E, DV, EV, SOFTCAP, PRECISION,
         )  # fmt: skip
     for i in range(before, before + full):
         start = lo + i * KEYS
         acc = _grad_of_queries(
-            acc, queries, grads, lse2, delta, k, v, at_k, at_v, start, hi, f, e, seen_keys, scale2,
-            False, KEYS, D, E, PRECISION,
+            acc, queries, grads, lse2, delta, k, v, at_k, at_v, start, hi, f, e, seen_keys, scale,
+            False, KEYS, D, E, DV, EV, SOFTCAP, PRECISION,
         )  # fmt: skip
     _store(_row_of(dq, at_dq, row, head, g), local, at_dq[0], _scaled(acc, scale, E), inside, D, E)
 
 
 @triton.jit
 def _grad_of_keys(
-    state, k, v, dout, q, lse2, delta, dq, at_q, at_dq, start, hi, key, head, g,
+    state, k, v, dout, q, lse2, delta, dq, at_q, at_dout, at_dq, start, hi, key, head, g,
     group, first, end, s, t, scale,
     MASKED: tl.constexpr, MASK: tl.constexpr, WITH_DQ: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, DV: tl.constexpr, EV: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds what one tile of query rows gives to dk / scale and dv of a key tile, and to dq in memory if `WITH_DQ`."""
     dk, dv = state
@@ -306,17 +349,20 @@ def _grad_of_keys(
     else:
         lse2 = tl.load(lse2 + rows)
         queries = _load(_row_of(q, at_q, start, head, g), local, at_q[0], D, E)
-    p = tl.math.exp2(_inner(k, queries, E, PRECISION) * (scale * LOG2_E) - lse2[None, :])
+    scores, slope = _scores(k, queries, scale, E, SOFTCAP, PRECISION)
+    p = tl.math.exp2(scores * _unit(scale, SOFTCAP) - lse2[None, :])
     if MASKED:
         cols = key + tl.arange(0, KEYS)[:, None]
         f, e = _seen_by(rows, inside, first, end, t, MASK)
         p = tl.where((cols >= f[None, :]) & (cols < e[None, :]), p, 0.0)
-    grads = _load(_row_of(dout, at_q, start, head, g), local, at_q[0], D, E)
+    grads = _load(_row_of(dout, at_dout, start, head, g), local, at_dout[0], DV, EV)
     delta = tl.load(delta + (start + local))
-    dv = _add_outer(dv, p.to(grads[0].dtype), grads, E, PRECISION)
-    ds = p * (_inner(v, grads, E, PRECISION) - delta[None, :])
+    dv = _add_outer(dv, p.to(grads[0].dtype), grads, EV, PRECISION)
+    ds = p * (_inner(v, grads, EV, PRECISION) - delta[None, :])
+    if SOFTCAP > 0:
+        ds *= slope
     if MASKED:
-        ds = tl.where(p != 0, ds, 0.0)  # not infinity times 0
+        ds = tl.where(p != 0, ds, 0.0)  # not NaN, nor infinity times 0
     ds = ds.to(queries[0].dtype)
     dk = _add_outer(dk, ds, queries, E, PRECISION)
     if WITH_DQ:
@@ -328,14 +374,15 @@ def _grad_of_keys(
 @triton.jit(do_not_specialize=["s", "t", "group", "heads_a_sample"])
 def key_grad_kernel(
     dout, q, k, v, lse2, delta, dq, dk, dv, first, end, seen_keys, ranges, s, t, group, heads_a_sample, scale,
-    at_q, at_k, at_v, at_dq, at_dk,
+    at_q, at_k, at_v, at_dout, at_dq, at_dk, at_dv,
     MASK: tl.constexpr, WITH_DQ: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, PRECISION: tl.constexpr,
+    E: tl.constexpr, DV: tl.constexpr, EV: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one key tile, summed over the query heads that read it; with `WITH_DQ` adds to dq atomically.
 
     `ranges` holds for each sample and tile which rows see some of its keys, and which all (`position._rows_seeing`).
     """
+    at_dout, at_dv = _strides(at_dout, at_q), _strides(at_dv, at_dk)
     tile, head = tl.program_id(0), tl.program_id(1)
     tiles = tl.num_programs(0)
     if MASK == "runs":
@@ -350,15 +397,15 @@ def key_grad_kernel(
     inside = key + local < t
     local = tl.minimum(local, t - 1 - key)
     keys = _load_keys(k + head.to(tl.int64) * at_k[1], key, local, at_k[0], seen_keys if WITH_DQ else None, D, E)
-    values = _load(v + key.to(tl.int64) * at_v[0] + head.to(tl.int64) * at_v[1], local, at_v[0], D, E)
-    state = (_zeros(KEYS, D, E), _zeros(KEYS, D, E))
+    values = _load(v + key.to(tl.int64) * at_v[0] + head.to(tl.int64) * at_v[1], local, at_v[0], DV, EV)
+    state = (_zeros(KEYS, D, E), _zeros(KEYS, DV, EV))
     masked = count - full
     i, g = 0, 0
     for _ in range(group * masked):
         start = lo + (i + tl.where(i < before, 0, full)) * ROWS
         state = _grad_of_keys(
-            state, keys, values, dout, q, lse2, delta, dq, at_q, at_dq, start, hi, key, head, g,
-            group, first, end, s, t, scale, True, MASK, WITH_DQ, ROWS, KEYS, D, E, PRECISION,
+            state, keys, values, dout, q, lse2, delta, dq, at_q, at_dout, at_dq, start, hi, key, head, g,
+            group, first, end, s, t, scale, True, MASK, WITH_DQ, ROWS, KEYS, D, E, DV, EV, SOFTCAP, PRECISION,
         )  # fmt: skip
         i += 1
         if i == masked:  # on to the next head; cheaper in registers than a division
@@ -368,13 +415,14 @@ def key_grad_kernel(
     for _ in range(group * full):
         start = lo + (before + i) * ROWS
         state = _grad_of_keys(
-            state, keys, values, dout, q, lse2, delta, dq, at_q, at_dq, start, hi, key, head, g,
-            group, first, end, s, t, scale, False, MASK, WITH_DQ, ROWS, KEYS, D, E, PRECISION,
+            state, keys, values, dout, q, lse2, delta, dq, at_q, at_dout, at_dq, start, hi, key, head, g,
+            group, first, end, s, t, scale, False, MASK, WITH_DQ, ROWS, KEYS, D, E, DV, EV, SOFTCAP, PRECISION,
         )  # fmt: skip
         i += 1
         if i == full:  # on to the next head; cheaper in registers than a division
             i = 0
             g += 1
-    here = key.to(tl.int64) * at_dk[0] + head.to(tl.int64) * at_dk[1]
-    _store(dk + here, local, at_dk[0], _scaled(state[0], scale, E), inside, D, E)
-    _store(dv + here, local, at_dk[0], state[1], inside, D, E)
+    dk += key.to(tl.int64) * at_dk[0] + head.to(tl.int64) * at_dk[1]
+    dv += key.to(tl.int64) * at_dv[0] + head.to(tl.int64) * at_dv[1]
+    _store(dk, local, at_dk[0], _scaled(state[0], scale, E), inside, D, E)
+    _store(dv, local, at_dv[0], state[1], inside, DV, EV)

@@ -8,18 +8,27 @@ from .masks import CAUSAL, FULL, Mask, Piece, Runs, cut
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, seen: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    softcap: float = 0.0,
+    seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of whole sequences: q [s, b, heads, d], k and v [s, b, kv_heads, d], of any dtype.
+    """Attention of whole sequences: q [s, b, heads, d], k [s, b, kv_heads, d], v [s, b, kv_heads, dv], of any dtype.
+
+    `scale` and `softcap` as in `kernels.Scores`.
 
     `seen`, bool [b or 1, s, s], says which keys a query may see, beside `causal`. One that sees none gets 0 and -inf.
 
-    Returns the output [s, b, heads, d] and its log-sum-exp [s, b, heads], both float64. Differentiable.
+    Returns the output [s, b, heads, dv] and its log-sum-exp [s, b, heads], both float64. Differentiable.
     """
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    scores = torch.einsum("ibhd,jbhd->bhij", q, k) * scale
+    scores, _ = _capped(torch.einsum("ibhd,jbhd->bhij", q, k) * scale, softcap)
     allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
     allowed = allowed.tril() if causal else allowed
     allowed = allowed.expand(1, 1, -1, -1) if seen is None else allowed & seen.unsqueeze(1)
@@ -30,6 +39,14 @@ def attention(
     return out, lse.permute(2, 0, 1)
 
 
+def _capped(scores: Tensor, softcap: float) -> tuple[Tensor, Tensor | float]:
+    """Capped scores and their derivative by the scores; both as they are where the softcap is 0."""
+    if not softcap:
+        return scores, 1.0
+    tanh = (scores / softcap).tanh()
+    return softcap * tanh, 1 - tanh**2
+
+
 class Reference:
     """`kernels.Kernel` by definition, in float64 whatever comes in."""
 
@@ -37,34 +54,36 @@ class Reference:
         return cut(block)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
-        s = self._scores(q, k, mask, scores.scale)
+        s, _ = self._scores(q, k, mask, scores)
         lse = s.logsumexp(-1)
         out = torch.einsum("bgij,jbd->ibgd", self._weights(s, lse), v.double())
         return out, lse.permute(2, 0, 1)
 
     def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, lse, delta, mask = grad
-        p = self._weights(self._scores(q, k, mask, scores.scale), lse.double().permute(1, 2, 0))
+        s, slope = self._scores(q, k, mask, scores)
+        p = self._weights(s, lse.double().permute(1, 2, 0))
         dv = torch.einsum("bgij,ibgd->jbd", p, dout.double())
         dp = torch.einsum("ibgd,jbd->bgij", dout.double(), v.double())
-        ds = p * (dp - delta.double().permute(1, 2, 0).unsqueeze(-1)) * scores.scale
+        ds = p * (dp - delta.double().permute(1, 2, 0).unsqueeze(-1)) * slope * scores.scale
         return (
             torch.einsum("bgij,jbd->ibgd", ds, k.double()),
             torch.einsum("bgij,ibgd->jbd", ds, q.double()),
             dv,
         )
 
-    def _scores(self, q: Tensor, k: Tensor, mask: Mask, scale: float) -> Tensor:
-        scores = torch.einsum("ibgd,jbd->bgij", q.double(), k.double()) * scale
+    def _scores(self, q: Tensor, k: Tensor, mask: Mask, how: Scores) -> tuple[Tensor, Tensor | float]:
+        """Scores [B, G, s, t], -inf where nothing is seen, and the slope of their cap."""
+        scores, slope = _capped(torch.einsum("ibgd,jbd->bgij", q.double(), k.double()) * how.scale, how.softcap)
         if mask == FULL:
-            return scores
+            return scores, slope
         if mask == CAUSAL:
             seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         else:
             keys = torch.arange(len(k), device=q.device)
             seen = (keys >= mask.first.unsqueeze(2)) & (keys < mask.end.unsqueeze(2))
             seen = seen.repeat_interleave(len(scores) // len(seen), 0).unsqueeze(1)
-        return scores.masked_fill(~seen, float("-inf"))
+        return scores.masked_fill(~seen, float("-inf")), slope
 
     def _weights(self, scores: Tensor, lse: Tensor) -> Tensor:
         return (scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp()

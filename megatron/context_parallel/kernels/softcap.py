@@ -1,0 +1,110 @@
+"""Attention with capped scores on a CPU, in plain PyTorch: ATen's flash attention there has no softcap."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from . import BlockGrad, Scores
+from .masks import CAUSAL, Mask, Piece, Runs
+
+ROWS = 256  # most query rows of a tile
+SCORES = 2**20  # most scores of a tile of more than one row, of all heads: bounds memory, and stays in the cache
+
+
+class _Tile(NamedTuple):
+    """Where a tile's queries and keys are (rows, heads), and which of the keys each row sees, bool [rows, keys]."""
+
+    queries: tuple[slice, slice]
+    keys: tuple[slice, slice]
+    visible: Tensor
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """A tensor [s, B, G, d] in this tile, in float32 or wider, with zeros in rows that see nothing."""
+        return _used(x[self.queries], self.visible.any(1))
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """A tensor [t, B, d] in this tile, in float32 or wider, with zeros in keys that nobody sees."""
+        return _used(x[self.keys], self.visible.any(0))
+
+    def scores(self, queries: Tensor, keys: Tensor, how: Scores) -> tuple[Tensor, Tensor]:
+        """Capped scores, -inf where nothing is seen, and their derivative by the scaled ones, [B, G, rows, keys]."""
+        s = torch.einsum("ibgd,jbd->bgij", queries, keys).mul_(how.scale / how.softcap)
+        slope = s.cosh().square_().reciprocal_()  # 1 - tanh² without its cancellation
+        return s.tanh_().mul_(how.softcap).masked_fill_(~self.visible, float("-inf")), slope
+
+
+class SoftcapCpu:
+    """`kernels.Kernel` on CPU for scores with a softcap; in float32 (float64 for float64) whatever comes in."""
+
+    name = "softcap"
+
+    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+        """The whole block in one piece: its tiles leave out what no query of theirs sees."""
+        return [Piece(slice(0, block.first.shape[1]), slice(0, keys), block)]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=wide)
+        lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
+        for tile in _tiles(q, k, mask, scores):
+            s, _ = tile.scores(tile.of_queries(q), tile.of_keys(k), scores)
+            stats = s.logsumexp(-1)
+            out[tile.queries] = torch.einsum("bgij,jbd->ibgd", _weights(s, stats), tile.of_keys(v))
+            lse[tile.queries] = stats.permute(2, 0, 1)
+        return out, lse
+
+    def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, lse, delta, mask = grad
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+        for tile in _tiles(q, k, mask, scores):
+            queries, of_out, keys, values = *map(tile.of_queries, (q, dout)), *map(tile.of_keys, (k, v))
+            s, slope = tile.scores(queries, keys, scores)
+            p = _weights(s, lse[tile.queries].permute(1, 2, 0))
+            dv[tile.keys] += torch.einsum("bgij,ibgd->jbd", p, of_out)
+            ds = torch.einsum("ibgd,jbd->bgij", of_out, values)
+            ds.sub_(delta[tile.queries].permute(1, 2, 0).unsqueeze(-1)).mul_(p).mul_(slope).mul_(scores.scale)
+            dq[tile.queries] = torch.einsum("bgij,jbd->ibgd", ds, keys)
+            dk[tile.keys] += torch.einsum("bgij,ibgd->jbd", ds, queries)
+        return dq, dk, dv
+
+
+def _tiles(q: Tensor, k: Tensor, mask: Mask, scores: Scores) -> Iterator[_Tile]:
+    """The tiles of a block in which anything is seen."""
+    if not scores.softcap:
+        raise UsageError("softcap 0: this kernel is for capped scores only; give a softcap such as 50.0, or AtenFlash")
+    bounds = _runs(mask, len(q), len(k))
+    samples, (count, batch, group, _) = len(bounds.first), q.shape
+    per_sample = batch // samples
+    step = min(max(SCORES // (per_sample * group * len(k)), 1), ROWS)
+    for sample in range(samples):
+        heads = slice(sample * per_sample, (sample + 1) * per_sample)
+        for start in range(0, count, step):
+            rows = slice(start, min(start + step, count))
+            first, end = (x[sample, rows].unsqueeze(1) for x in bounds)
+            keys = slice(int(first[0]), int(end[-1]))
+            if keys.stop <= keys.start:
+                continue
+            at = torch.arange(keys.start, keys.stop)
+            yield _Tile((rows, heads), (keys, heads), (at >= first) & (at < end))
+
+
+def _used(x: Tensor, rows: Tensor) -> Tensor:
+    """`x` in float32 or wider, with zeros in all but some rows: a weight of 0 does not stop NaN or infinity."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if rows.all() else x.masked_fill(~rows.view(-1, *[1] * (x.dim() - 1)), 0.0)
+
+
+def _runs(mask: Mask, rows: int, keys: int) -> Runs:
+    if isinstance(mask, Runs):
+        return mask
+    end = torch.arange(1, rows + 1) if mask == CAUSAL else torch.full((rows,), keys)
+    return Runs(torch.zeros(1, rows, dtype=torch.int32), end.int().unsqueeze(0))
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """Probabilities; 0 where a row sees nothing. Overwrites the scores."""
+    return scores.sub_(lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp_()
