@@ -116,23 +116,31 @@ def _move(of: int) -> Callable:
     return move
 
 
-def move_message(steps: Steps, draw: random.Random) -> str | None:
-    """Both ends of a message, each to a step before or after."""
+def move_messages(steps: Steps, draw: random.Random) -> str | None:
+    """Both ends of one message, or of all of a tensor from a rank, by some steps each, perhaps to another channel."""
     if not (spot := _spot(steps, draw, 0, Send)):
         return None
     r, s, i = spot
-    op = steps[r][s][0].pop(i)
-    there = Recv(op.tensor, op.chunk, r, op.channel)
-    found = [
-        (s2, i2) for s2, step in enumerate(steps[op.peer]) for i2, o in enumerate(step[0])
-        if o == there
-    ]  # fmt: skip
-    by = draw.choice((-1, 1))
-    steps[r][min(max(0, s + by), len(steps[r]) - 1)][0].append(op)
-    for s2, i2 in found[:1]:
-        other = steps[op.peer][s2][0].pop(i2)
-        steps[op.peer][min(max(0, s2 + by), len(steps[op.peer]) - 1)][0].append(other)
-    return f"rank {r}, step {s}: {op} by {by} at both ends"
+    like, every = steps[r][s][0][i], draw.random() < 0.5
+    channel = draw.choice([like.channel, draw.choice(_channels(steps))])
+    sent, received = draw.randrange(-2, 3), draw.randrange(-2, 3)
+
+    def moves(rank: int, op: object) -> bool:
+        if rank == r and isinstance(op, Send):
+            return op == like or (every and op.tensor == like.tensor)
+        if isinstance(op, Recv) and op.peer == r and op.tensor == like.tensor:
+            return every or (rank == like.peer and op.chunk == like.chunk)
+        return False
+
+    for rank, its in enumerate(steps):
+        moved = [(at, op) for at, (comm, _) in enumerate(its) for op in comm if moves(rank, op)]
+        for comm, _ in its:
+            comm[:] = [op for op in comm if not moves(rank, op)]
+        for at, op in moved:
+            to = min(max(0, at + (sent if isinstance(op, Send) else received)), len(its) - 1)
+            its[to][0].append(replace(op, channel=channel))
+    whole = f"all {like.tensor} of it" if every else like
+    return f"rank {r}: {whole} sent {sent} and received {received} steps later on channel {channel}"
 
 
 def move_block_to_another_rank(steps: Steps, draw: random.Random) -> str | None:
@@ -184,7 +192,7 @@ def change_collective(steps: Steps, draw: random.Random) -> str | None:
     op = steps[r][s][0][i]
     what = draw.choice(("group", "chunks"))
     values = list(getattr(op, what))
-    if draw.random() < 0.5:
+    if draw.random() < 0.5 or not values:
         draw.shuffle(values)
     else:
         values.pop(draw.randrange(len(values)))
@@ -214,7 +222,7 @@ def change_block(steps: Steps, draw: random.Random) -> str | None:
     r, s, i = spot
     block, what = steps[r][s][1][i], draw.choice(("q_chunks", "kv_chunks"))
     chunks = list(getattr(block, what))
-    match draw.randrange(3):
+    match draw.randrange(3) if chunks else 0:
         case 0:
             chunks.append(draw.randrange(len(steps) + 1))
         case 1:
@@ -250,7 +258,7 @@ CHANGES = {
     "duplicate a block": _duplicate(1),
     "move an operation": _move(0),
     "move a block": _move(1),
-    "move a message": move_message,
+    "move messages": move_messages,
     "move a block to another rank": move_block_to_another_rank,
     "reorder operations": reorder,
     "change a message": change_message,

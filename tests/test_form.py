@@ -56,5 +56,7 @@ def test_ranks_without_steps_and_plans_without_blocks():
     ]:
         with pytest.raises(PlanError, match=message):
             verify(replace(plan, steps=steps))
+    with pytest.raises(PlanError, match=r"query chunk 1 sees chunks 0b111; need bits of 2 chunks"):
+        verify(replace(plan, sees=Pairs((0b01, 0b111))))
     nothing = verify(STRATEGIES["ring"].plan(2, sees=Pairs((0, 0))))  # padding alone: right, and nothing to do
     assert nothing.steps == 0 and nothing.idle == 0 and nothing.peak == (3, 3)

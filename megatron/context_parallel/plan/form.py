@@ -15,6 +15,9 @@ def check_form(plan: Plan) -> None:
         raise PlanError(
             f"{plan.name}: steps of {plan.n} ranks for a mask of {plan.sees.n} chunks; need one rank a chunk"
         )
+    for q, row in enumerate(plan.sees.rows):
+        if not 0 <= row < 1 << plan.n:
+            raise PlanError(f"{plan.name}: query chunk {q} sees chunks {row:#b}; need bits of {plan.n} chunks")
     travels = frozenset((*plan.starts, *plan.ends))
     for r, steps in enumerate(plan.steps):
         if not isinstance(steps, tuple):
