@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from random import Random
+from types import UnionType
 from typing import get_args, get_origin, get_type_hints
 
 import torch
@@ -57,7 +58,10 @@ class Call:
 
 @dataclass
 class Case:
-    """A context group and its calls: forward in turn, then backward from the last to the first, like layers."""
+    """A context group and its calls: forward in turn, then backward from the last to the first, like layers.
+
+    `groups` of n ranks do the same side by side, on ranks only: rank r belongs to group r % groups.
+    """
 
     kind: str
     strategy: str
@@ -65,15 +69,16 @@ class Case:
     n: int
     options: dict
     calls: list[Call]
+    groups: int = 1
 
 
 def to_json(case: Case) -> str:
     """One line, without what has its default."""
-    return json.dumps(vars(case) | {"calls": [_given(call) for call in case.calls]})
+    return json.dumps(_given(case) | {"calls": [_given(call) for call in case.calls]})
 
 
-def _given(call: Call) -> dict:
-    return {f.name: value for f in fields(Call) if (value := getattr(call, f.name)) != f.default}
+def _given(x: Case | Call) -> dict:
+    return {f.name: value for f in fields(x) if (value := getattr(x, f.name)) != f.default}
 
 
 def from_json(text: str) -> Case:
@@ -103,7 +108,8 @@ def draw(random: Random, kind: str, ranks: int) -> Case:
         another = Call(**vars(first)) if random.random() < 0.6 else _call(random, n, size, layout)
         another.seed = random.randrange(10**6)
         calls.append(another)
-    return Case(kind, strategy.name, layout, n, options, calls)
+    groups = random.randint(1, ranks // n) if kind == ON_RANKS else 1
+    return Case(kind, strategy.name, layout, n, options, calls, groups)
 
 
 def _divisors(n: int) -> list[int]:
@@ -113,19 +119,14 @@ def _divisors(n: int) -> list[int]:
 def _options(random: Random, strategy: Strategy, n: int) -> dict:
     """Some of the strategy's own options for n context ranks, by their types."""
     types = get_type_hints(strategy.rank_steps)
-    drawn = {}
-    for name in strategy.options:
-        kind = next((t for t in get_args(types[name]) if t is not type(None)), types[name])
-        kind = types[name] if get_origin(types[name]) else kind
-        if random.random() < 0.6 and (value := _value(random, kind, n)) is not None:
-            drawn[name] = value
-    return drawn
+    drawn = {name: _value(random, types[name], n) for name in strategy.options if random.random() < 0.6}
+    return {name: value for name, value in drawn.items() if value is not None}
 
 
 def _value(random: Random, kind: object, n: int) -> object:
     """A value of a type that options have; None, for the default, of one not known here."""
-    inner = [t for t in get_args(kind) if t is not type(None)] or [kind]
-    kind = inner[0] if type(None) in get_args(kind) else kind
+    if get_origin(kind) is UnionType:
+        kind = get_args(kind)[0]
     if kind is bool:
         return random.random() < 0.5
     if kind is int:

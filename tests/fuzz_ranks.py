@@ -6,20 +6,30 @@ import os
 import tempfile
 import time
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
+from random import Random
 
 import torch
 import torch.distributed as dist
-from fuzz_case import IN_PROCESS, ON_RANKS, Call, Case
+from fuzz_case import MUTATION, ON_RANKS, Call, Case
 from fuzz_oracle import inputs, positions
 from torch import Tensor
 
 from megatron.context_parallel import AllRanks, ContextParallel, UsageError, context_parallel_attention
 from megatron.context_parallel.kernels.reference import Reference
-from megatron.context_parallel.mask import Documents
+from megatron.context_parallel.mask import Documents, Mask
+from megatron.context_parallel.plan.ir import Plan, PlanError
+from megatron.context_parallel.plan.verify import verify
+
+try:  # PLACE FOR MUTATIONS: mutate(plan, random) -> Plan
+    from mutations import mutate
+except ImportError:
+    mutate = None
 
 Results = list[list[Tensor]]  # by call: out, lse, dq, dk, dv and, with sinks, dsinks
 PATIENCE = 60.0  # seconds a case on ranks may take: some hundred times what it does
@@ -29,21 +39,45 @@ class Failure(Exception):
     """The package did what it must not; the text says what, in one line."""
 
 
-def run(case: Case, pool: "Pool | None" = None) -> Results:
-    """Results over whole sequences.
+def run(case: Case, pool: "Pool") -> list[Results]:
+    """Results over whole sequences, of each group of ranks.
 
     Raises:
         UsageError: the package refused the case.
         Failure: it hung, raised something else, or put tokens in a wrong place.
     """
     if case.kind == ON_RANKS:
-        return _join(case, pool(case))
+        of_ranks = pool(case)
+        return [_join(case, of_ranks[group :: case.groups]) for group in range(case.groups)]
     try:
-        return perform(case, AllRanks(case.n, case.strategy, case.layout, **case.options), lambda x: x)
+        make = partial(_Mutated, case.calls[0].seed) if case.kind == MUTATION else AllRanks
+        return [perform(case, make(case.n, case.strategy, case.layout, **case.options), lambda x: x)]
     except UsageError:
         raise
+    except MutationFound:
+        return []
     except Exception as error:
         raise Failure(_line(error)) from error
+
+
+class MutationFound(Exception):
+    """The verifier refused a changed plan, as it may."""
+
+
+class _Mutated(AllRanks):
+    """Runs plans changed at random, if the verifier lets them pass: then they must be right."""
+
+    def __init__(self, seed: int, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)
+        self.random = Random(seed)
+
+    def plan(self, mask: Mask, length: int, *, backward: bool) -> Plan:
+        plan = mutate(super().plan(mask, length, backward=backward), self.random)
+        try:
+            verify(plan)
+        except PlanError as error:
+            raise MutationFound from error
+        return plan
 
 
 def perform(case: Case, cp: AllRanks | ContextParallel, own: Callable[[Tensor], Tensor]) -> Results:
@@ -119,7 +153,7 @@ def _join(case: Case, of_ranks: list[tuple[int, Results]]) -> Results:
     if sorted(chunks) != list(range(case.n)):
         raise Failure(f"the ranks own chunks {chunks}")
     joined = []
-    for i, call in enumerate(case.calls):
+    for i in range(len(case.calls)):
         per_result = zip(*(results[i] for _, results in of_ranks), strict=True)
         joined.append([_whole(case.layout, chunks, parts) for parts in per_result])
     return joined
@@ -136,7 +170,7 @@ def _whole(layout: str, chunks: list[int], parts: tuple[Tensor, ...]) -> Tensor:
 
 
 class Pool:
-    """Processes that start once. Called with a case, the first `case.n` of them make a gloo world and run it."""
+    """Processes that start once. Called with a case, as many of them as it has ranks make a gloo world and run it."""
 
     def __init__(self, size: int) -> None:
         self.size, self.cases = size, 0
@@ -167,9 +201,10 @@ class Pool:
             self.start()
         self.cases += 1
         store = os.path.join(self.directory.name, f"store{self.cases}")
-        for pipe in self.pipes[: case.n]:
+        world = case.n * case.groups
+        for pipe in self.pipes[:world]:
             pipe.send((case, store))
-        replies = self._replies(case.n)
+        replies = self._replies(world)
         kinds = [kind for kind, _ in replies]
         if "nothing" in kinds or "died" in kinds:
             self.stop()
@@ -196,14 +231,14 @@ class Pool:
 
 def _serve(rank: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)  # of torch.distributed
     while True:
         try:
             case, store = pipe.recv()
         except EOFError:
             return
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=case.n, timeout=timedelta(seconds=PATIENCE)
-        )
+        world, timeout = case.n * case.groups, timedelta(seconds=PATIENCE)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
         try:
             reply = "done", _on_rank(case)
         except UsageError as error:
@@ -216,7 +251,9 @@ def _serve(rank: int, pipe: Connection) -> None:
 
 
 def _on_rank(case: Case) -> tuple[int, Results]:
-    cp = ContextParallel(case.strategy, case.layout, **case.options)
+    groups = [dist.new_group(range(group, case.n * case.groups, case.groups)) for group in range(case.groups)]
+    group = groups[dist.get_rank() % case.groups] if case.groups > 1 else None
+    cp = ContextParallel(case.strategy, case.layout, group, **case.options)
 
     def own(x: Tensor) -> Tensor:
         places = torch.tensor(positions(case.layout, cp.chunk, case.n, len(x)))
