@@ -81,8 +81,9 @@ class Fuzz:
         return int(too_many or self.came["failed"] > 0)
 
     def table(self) -> str:
-        """By strategy and dtype the largest errors, as shares of what is allowed."""
-        lines = [f"{'strategy':14}{'dtype':10}{'calls':>6}  " + "".join(f"{what:>8}" for what in WHAT)]
+        """By strategy and dtype the largest errors."""
+        lines = ["largest errors of calls that passed, as shares of what is allowed"]
+        lines += [f"{'strategy':14}{'dtype':10}{'calls':>6}  " + "".join(f"{what:>8}" for what in WHAT)]
         for key in sorted(self.calls):
             errors = "".join(f"{share:8.2f}" for share in self.worst[key])
             lines.append(f"{key[0]:14}{key[1]:10}{self.calls[key]:6}  {errors}")
@@ -95,7 +96,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=4, help="gloo ranks for every third case; 0: none; default: 4")
     parser.add_argument("--case", help="only this one, as a failure printed it")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.ranks < 0:
+        parser.error(f"--ranks {args.ranks}: give how many processes may run a case, such as 4, or 0 for none")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -150,7 +150,7 @@ def _errors(call: Call, dense: _Dense, dout: Tensor, sinks: Tensor | None) -> tu
     q, k, v, dout = dense.q.abs(), dense.k.abs(), dense.v.abs(), dout.abs().float()
     largest = (q @ k.mT * abs(_scale(call))).mul(dense.seen).amax(3, keepdim=True)
     if sinks is not None:
-        largest = torch.maximum(largest, sinks.abs().view(1, -1, 1, 1))
+        largest = torch.maximum(largest, sinks.abs().float().view(1, -1, 1, 1))
     off = 1 + largest
     out = dense.weights @ v
     delta, delta_rounded = ((dout * x).sum(3, keepdim=True) for x in (out, dense.out.abs()))

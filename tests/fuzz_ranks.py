@@ -179,6 +179,8 @@ class Pool:
         self.processes: list = []
 
     def start(self) -> None:
+        if self.pipes:
+            return
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["fuzz_ranks"])
         for rank in range(self.size):
@@ -197,8 +199,7 @@ class Pool:
 
     def __call__(self, case: Case) -> list[tuple[int, Results]]:
         """(chunk, results) of each rank; raises as `run` does."""
-        if not self.pipes:
-            self.start()
+        self.start()
         self.cases += 1
         store = os.path.join(self.directory.name, f"store{self.cases}")
         world = case.n * case.groups
