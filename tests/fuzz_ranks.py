@@ -99,6 +99,7 @@ def perform(case: Case, cp: AllRanks | ContextParallel, own: Callable[[Tensor], 
     for out, lse, leaves, dout, before in reversed(passes):
         results.insert(0, [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)])
         assert out.dtype == dout.dtype, f"an output of {out.dtype} for inputs of {dout.dtype}"
+        assert lse.dtype == torch.promote_types(dout.dtype, torch.float32), f"a log-sum-exp of {lse.dtype}"
         assert all(map(torch.equal, (*leaves, dout), before)), "the inputs were changed"
     return results
 

@@ -18,7 +18,6 @@ from megatron.context_parallel import STRATEGIES, executor
 from megatron.context_parallel.kernels.merge import merge
 from megatron.context_parallel.mask import Mask
 
-
 SEED = 16
 
 
