@@ -54,13 +54,13 @@ def run(case: Case, pool: "Pool") -> list[Results]:
         return [perform(case, make(case.n, case.strategy, case.layout, **case.options), lambda x: x)]
     except UsageError:
         raise
-    except MutationFound:
+    except _Found:
         return []
     except Exception as error:
         raise Failure(_line(error)) from error
 
 
-class MutationFound(Exception):
+class _Found(Exception):
     """The verifier refused a changed plan, as it may."""
 
 
@@ -76,7 +76,7 @@ class _Mutated(AllRanks):
         try:
             verify(plan)
         except PlanError as error:
-            raise MutationFound from error
+            raise _Found from error
         return plan
 
 
