@@ -210,6 +210,8 @@ class Pool:
         kinds = [kind for kind, _ in replies]
         if "nothing" in kinds or "died" in kinds:
             self.stop()
+        for pipe in self.pipes[:world]:
+            pipe.send("all replied")
         if set(kinds) == {"done"}:
             return [result for _, result in replies]
         if set(kinds) == {"refused"}:
@@ -240,15 +242,17 @@ def _serve(rank: int, pipe: Connection) -> None:
         except EOFError:
             return
         world, timeout = case.n * case.groups, timedelta(seconds=PATIENCE)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
         try:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
             reply = "done", _on_rank(case)
         except UsageError as error:
             reply = "refused", f": {error}"
         except Exception as error:
             reply = "raised", f" {_line(error)}"
         pipe.send(reply)
-        dist.destroy_process_group()
+        pipe.recv()  # others may still be connecting to this rank
+        if dist.is_initialized():
+            dist.destroy_process_group()
         gc.collect()
 
 
