@@ -1,0 +1,216 @@
+"""What a fuzzed case is, how it is drawn at random, and how it is written in one line."""
+
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from random import Random
+from types import UnionType
+from typing import get_args, get_origin, get_type_hints
+
+import torch
+
+from megatron.context_parallel import STRATEGIES, AllRanks, UsageError, context_parallel_attention
+from megatron.context_parallel.plan.ir import PLACEMENTS, T
+from megatron.context_parallel.strategies import Strategy
+
+IN_PROCESS, ON_RANKS, MUTATION = "in process", "on ranks", "mutation"
+LONGEST = 600  # tokens; the oracle's matrices have the square of it
+
+
+@dataclass
+class Call:
+    """One attention. Lengths count the tokens of the whole sequence.
+
+    Attributes:
+        seed: of the inputs.
+        kernel: "default", or "reference" for the package's exact one.
+        documents: for each sample (or one for all) runs (id, tokens), of which neighbours differ; id -1 is padding.
+        documents_as: how the package is told of them: by "ids", where they end ("after"), or by cu_seqlens ("packed").
+        inputs: "ordinary", "large" scores, or a "sink": a first token that all see most, and that says next to nothing.
+        strided: inputs and output gradient are views that are not contiguous.
+        recompute: the forward pass runs once before, without gradients, and the second takes what it kept.
+        value_dim, kv_length: default: `head_dim`, `length`.
+    """
+
+    seed: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int = 1
+    dtype: str = "float32"
+    kernel: str = "default"
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    documents: list | None = None
+    documents_as: str = "ids"
+    scale: float | None = None
+    inputs: str = "ordinary"
+    strided: bool = False
+    recompute: bool = False
+    value_dim: int | None = None
+    kv_length: int | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+
+
+@dataclass
+class Case:
+    """A context group and its calls: forward in turn, then backward from the last to the first, like layers.
+
+    `groups` of n ranks do the same side by side, on ranks only: rank r belongs to group r % groups.
+    """
+
+    kind: str
+    strategy: str
+    layout: str
+    n: int
+    options: dict
+    calls: list[Call]
+    groups: int = 1
+
+
+def to_json(case: Case) -> str:
+    """One line, without what has its default."""
+    return json.dumps(_given(case) | {"calls": [_given(call) for call in case.calls]})
+
+
+def _given(x: Case | Call) -> dict:
+    return {f.name: value for f in fields(x) if (value := getattr(x, f.name)) != f.default}
+
+
+def from_json(text: str) -> Case:
+    case = Case(**json.loads(text))
+    case.calls = [Call(**call) for call in case.calls]
+    for call in case.calls:
+        call.window = tuple(call.window)
+    case.options = {name: tuple(x) if isinstance(x, list) else x for name, x in case.options.items()}
+    return case
+
+
+def draw(random: Random, kind: str, ranks: int) -> Case:
+    """A case of up to `ranks` ranks, of any registered strategy. One in 30 has sizes that may not go together."""
+    strategy = STRATEGIES[random.choice(sorted(STRATEGIES))]
+    layout, n = random.choice(strategy.layouts), random.randint(1, ranks)
+    careless = random.random() < 1 / 30
+    size = n if strategy.all_heads else 1 if random.random() < 0.6 else random.choice(_divisors(n))
+    size = random.randint(1, n + 1) if careless else size
+    options = _options(random, strategy, max(1, n // size))
+    if size != (n if strategy.all_heads else 1):
+        options["head_parallel_size"] = size
+    if random.random() < 0.3:
+        options["placement"] = random.choice(PLACEMENTS)
+    first = _call(random, n, 1 if careless else size, layout)
+    calls = [first]
+    for _ in range(random.choice((0, 0, 1, 2))):  # most often another layer: the same but for the data
+        another = Call(**vars(first)) if random.random() < 0.6 else _call(random, n, size, layout)
+        another.seed = random.randrange(10**6)
+        calls.append(another)
+    groups = random.randint(1, ranks // n) if kind == ON_RANKS else 1
+    return Case(kind, strategy.name, layout, n, options, calls, groups)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _options(random: Random, strategy: Strategy, n: int) -> dict:
+    """Some of the strategy's own options for n context ranks, by their types."""
+    types = get_type_hints(strategy.rank_steps)
+    drawn = {name: _value(random, types[name], n) for name in strategy.options if random.random() < 0.6}
+    return {name: value for name, value in drawn.items() if value is not None}
+
+
+def _value(random: Random, kind: object, n: int) -> object:
+    """A value of a type that options have; None, for the default, of one not known here."""
+    if get_origin(kind) is UnionType:
+        kind = get_args(kind)[0]
+    if kind is bool:
+        return random.random() < 0.5
+    if kind is int:
+        return random.choice(_divisors(n))
+    if kind is float:
+        return random.choice((1.0, 0.5, 0.125))
+    if kind == tuple[int, int]:
+        rows = random.choice(_divisors(n))
+        return rows, n // rows
+    if get_origin(kind) is Mapping:  # costs, by pass and tensor
+        return {way: {str(t): random.choice((0.3, 1.0, 2.5)) for t in T} for way in ("forward", "backward")}
+    return None
+
+
+def _call(random: Random, n: int, head_parts: int, layout: str) -> Call:
+    kv_heads, heads = random.choice(_heads(head_parts))
+    unit = 2 * n if layout == "zigzag" else n
+    size = random.choice(
+        (1, 1, 2, 3, 4, *(random.randint(1, 12) for _ in range(4)), random.randint(1, 60), LONGEST // unit)
+    )
+    length = unit * max(1, min(size, LONGEST // unit))
+    call = Call(random.randrange(10**6), length, heads, kv_heads, random.choice((1, 2, 4, 5, 8, 16, 16, 32, 64)))
+    call.batch = random.choice((1, 2)) if length * heads > 3000 else random.randint(1, 3)
+    call.dtype = random.choice(("float32", "float32", "float64", "bfloat16"))
+    call.kernel = random.choice(("default", "reference")) if call.dtype == "float64" else "default"
+    call.causal = random.random() < 0.7
+    if random.random() < 0.35:
+        call.window = tuple(random.choice((-1, 0, 1, random.randint(0, length), random.randint(0, 20))) for _ in "ba")
+    if random.random() < 0.4:
+        call.documents_as = random.choice(("ids", "after", "packed"))
+        samples = random.choice((1, call.batch))
+        call.documents = [_runs(random, length, call.documents_as != "after") for _ in range(samples)]
+    call.scale = random.choice((None, None, 1.0, 0.05, 0.37))
+    call.inputs = random.choice(("ordinary", "ordinary", "large", "sink"))
+    call.strided, call.recompute = random.random() < 0.2, random.random() < 0.15
+    _new_features(random, call, unit)
+    return call
+
+
+def _heads(parts: int) -> list[tuple[int, int]]:
+    """(kv_heads, heads) that `parts` head-parallel ranks can share."""
+    kv = {1, 2, 3, parts, *_divisors(parts)}
+    return [
+        (k, k * group)
+        for k in sorted(kv)
+        for group in {1, 2, 3, parts}
+        if k * group <= 24 and k * group % parts == 0 and (k % parts == 0 or parts % k == 0)
+    ]
+
+
+def _runs(random: Random, length: int, padding: bool) -> list[list[int]]:
+    """Runs of `length` tokens in all, short and long ones."""
+    runs: list[list[int]] = []
+    while length:
+        count = random.choice((1, random.randint(1, 4), random.randint(1, length), random.randint(1, length)))
+        count = length if len(runs) == 60 else min(count, length)
+        last = runs[-1][0] if runs else None
+        allowed = [i for i in (0, 1, 2, -1) if i != last and (padding or i >= 0)]  # ids come again
+        runs.append([random.choice(allowed), count])
+        length -= count
+    return runs
+
+
+def _new_features(random: Random, call: Call, unit: int) -> None:
+    able = features()
+    if "value_dim" in able and random.random() < 0.15:
+        call.value_dim = random.choice((1, 4, 8, 24))
+    if "kv_length" in able and call.documents is None and random.random() < 0.1:
+        call.kv_length = unit * random.randint(1, LONGEST // unit)
+    if "softcap" in able and random.random() < 0.15:
+        call.softcap = random.choice((0.5, 5.0, 50.0))
+    if "sinks" in able and random.random() < 0.15:
+        call.sinks = True
+
+
+@cache
+def features() -> frozenset[str]:
+    """What this version of the package can beyond the rest: the parameters it has, and the shapes it takes."""
+    able = {"softcap", "sinks"} & inspect.signature(context_parallel_attention).parameters.keys()
+    x, wide, long = torch.zeros(2, 1, 1, 8), torch.zeros(2, 1, 1, 16), torch.zeros(4, 1, 1, 8)
+    for name, k, v in (("value_dim", x, wide), ("kv_length", long, long)):
+        try:
+            context_parallel_attention(x, k, v, AllRanks(1))
+        except UsageError:
+            continue
+        able.add(name)
+    return frozenset(able)
