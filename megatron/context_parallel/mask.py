@@ -180,6 +180,11 @@ class Pairs:
     def n(self) -> int:
         return len(self.rows)
 
+    @property
+    def full(self) -> bool:
+        """Every chunk sees every chunk."""
+        return all(row == (1 << self.n) - 1 for row in self.rows)
+
     @cached_property
     def look_back(self) -> bool:
         """No chunk sees a later one."""

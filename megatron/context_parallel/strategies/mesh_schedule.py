@@ -33,10 +33,12 @@ def schedule(a: int, b: int, backward: bool, costs: tuple[tuple[T, float], ...])
 
 
 class _Tile:
+    """Blocks not computed yet are bits: columns of each row (`rows`), and rows of each column (`columns`)."""
+
     def __init__(self, a: int, b: int, backward: bool, costs: dict[T, float]) -> None:
         self.a, self.b, self.backward, self.costs = a, b, backward, costs
         self.query, self.results = (T.QDO, (T.DQ, T.DKV)) if backward else (T.Q, (T.O,))
-        self.left = {(u, v) for u in range(a) for v in range(b)}  # blocks not computed yet
+        self.rows, self.columns = [(1 << b) - 1] * a, [(1 << a) - 1] * b
         self.moved: Counter[T] = Counter()  # communication done, by tensor
 
     def steps(self) -> Schedule:
@@ -52,7 +54,7 @@ class _Tile:
             for t in self.results:
                 if self._complete(t):
                     steps.append(self._step(t))
-        while self.left:
+        while any(self.rows):
             steps.append(self._step(None))
         return tuple(steps)
 
@@ -61,33 +63,43 @@ class _Tile:
 
     def _complete(self, result: T) -> bool:
         """Whether all blocks of the row (column, for DKV) whose result is next to leave have been computed."""
-        line, axis = self.moved[result] + 1, int(result is T.DKV)
-        return self._pending(result) and all(block[axis] != line for block in self.left)
+        lines = self.columns if result is T.DKV else self.rows
+        return self._pending(result) and not lines[self.moved[result] + 1]
 
     def _step(self, tensor: T | None) -> tuple[T | None, tuple[Block, ...]]:
         blocks = []
         for _ in range(math.ceil(self.costs[tensor]) if tensor else 1):
-            ready = [(u, v) for u, v in self.left if u <= self.moved[self.query] and v <= self.moved[T.KV]]
-            if not ready:
+            if (block := self._next()) is None:
                 break
-            blocks.append(self._next(ready))
-            self.left.remove(blocks[-1])
+            u, v = block
+            self.rows[u] &= ~(1 << v)
+            self.columns[v] &= ~(1 << u)
+            blocks.append(block)
         if tensor:
             self.moved[tensor] += 1
         return tensor, tuple(blocks)
 
-    def _next(self, ready: list[Block]) -> Block:
-        """By rows, the own row last, for nobody waits for it; backward alternately by rows and by columns."""
-        by_row = min(ready, key=lambda block: ((block[0] - 1) % self.a, block[1]))
-        if not self.backward:
-            return by_row
-        by_column = min(ready, key=lambda block: ((block[1] - 1) % self.b, block[0]))
-        return by_column if self._profit(T.DQ, 0) < self._profit(T.DKV, 1) else by_row
+    def _next(self) -> Block | None:
+        """Of the blocks that can be computed: by rows, the own row last, for nobody waits for it; backward alternately
+        by rows and by columns."""
+        queries, keys = self.moved[self.query] + 1, self.moved[T.KV] + 1
+        if self.backward and self._profit(T.DQ, self.rows) < self._profit(T.DKV, self.columns):
+            found = _first(self.columns, keys, queries)
+            return found and found[::-1]
+        return _first(self.rows, queries, keys)
 
-    def _profit(self, gradient: T, axis: int) -> float:
+    def _profit(self, gradient: T, lines: list[int]) -> float:
         """Cost of the next gradient to leave over the number of blocks it still lacks; the own one never leaves."""
-        lacking = Counter(block[axis] for block in self.left if block[axis])
-        return self.costs[gradient] / lacking[min(lacking)] if lacking else 0.0
+        lacking = next((line for line in lines[1:] if line), 0)
+        return self.costs[gradient] / lacking.bit_count() if lacking else 0.0
+
+
+def _first(lines: list[int], here: int, across: int) -> Block | None:
+    """(line, place) of the first block of the first `here` lines, line 0 last, among their first `across` places."""
+    for line in (*range(1, here), 0):
+        if ready := lines[line] & (1 << across) - 1:
+            return line, (ready & -ready).bit_length() - 1
+    return None
 
 
 def default_costs(kv_ratio: float) -> Costs:
