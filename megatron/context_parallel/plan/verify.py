@@ -38,8 +38,8 @@ def verify(plan: Plan, kv_ratio: float = 1.0) -> Report:
     `kv_ratio` is `plan.kv_ratio(heads, kv_heads)`.
 
     Every unmasked pair of chunks is computed exactly once and reaches the owner of its result, every send meets its
-    receive in order, nobody waits in a circle, no partial is left behind. Under a full mask nothing received goes unused;
-    under others a strategy may move what some ranks do not need.
+    receive in order, nobody waits in a circle, no partial is left behind. Under a full mask nothing received goes
+    unused; under others a strategy may move what some ranks do not need.
 
     Raises:
         PlanError: naming rank, step and chunk of the first violation found.
