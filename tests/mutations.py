@@ -123,15 +123,13 @@ def move_message(steps: Steps, draw: random.Random) -> str | None:
     r, s, i = spot
     op = steps[r][s][0].pop(i)
     there = Recv(op.tensor, op.chunk, r, op.channel)
-    found = [
-        (s2, i2) for s2, step in enumerate(steps[op.peer]) for i2, o in enumerate(step[0])
-        if o == there
-    ]  # fmt: skip
+    peer = steps[op.peer] if op.peer in range(len(steps)) else []  # an earlier change may have left it no rank
+    found = [(s2, i2) for s2, step in enumerate(peer) for i2, o in enumerate(step[0]) if o == there]
     by = draw.choice((-1, 1))
     steps[r][min(max(0, s + by), len(steps[r]) - 1)][0].append(op)
     for s2, i2 in found[:1]:
-        other = steps[op.peer][s2][0].pop(i2)
-        steps[op.peer][min(max(0, s2 + by), len(steps[op.peer]) - 1)][0].append(other)
+        other = peer[s2][0].pop(i2)
+        peer[min(max(0, s2 + by), len(peer) - 1)][0].append(other)
     return f"rank {r}, step {s}: {op} by {by} at both ends"
 
 
@@ -156,7 +154,7 @@ def reorder(steps: Steps, draw: random.Random) -> str | None:
 
 
 def change_message(steps: Steps, draw: random.Random) -> str | None:
-    """Another chunk, peer, channel or tensor, or reduce turned."""
+    """Another chunk, peer, channel or tensor."""
     if not (spot := _spot(steps, draw, 0, Send | Recv)):
         return None
     r, s, i = spot
@@ -167,11 +165,8 @@ def change_message(steps: Steps, draw: random.Random) -> str | None:
             ("peer", draw.randrange(-1, n + 1)),
             ("channel", draw.choice(_channels(steps))),
             ("tensor", draw.choice(list(T))),
-            ("reduce", not getattr(op, "reduce", True)),
         ]
     )
-    if what == "reduce" and isinstance(op, Send):
-        return None
     steps[r][s][0][i] = replace(op, **{what: value})
     return f"rank {r}, step {s}: {what} {value} in {op}"
 
@@ -262,13 +257,13 @@ CHANGES = {
 
 
 def mutate(plan: Plan, draw: random.Random) -> Plan:
-    """`plan` with one to three changes, which its name tells."""
+    """`plan` with one to three changes, which its name tells. It declares every channel a change may choose."""
     steps: Steps = [[(list(step.comm), list(step.attend)) for step in rank] for rank in plan.steps]
     done: list[str] = []
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         done += filter(None, [draw.choice(list(CHANGES.values()))(steps, draw)])
     new = tuple(tuple(Step(tuple(comm), tuple(attend)) for comm, attend in rank) for rank in steps)
-    return replace(plan, name="; ".join((plan.name, *done)), steps=new)
+    return replace(plan, name="; ".join((plan.name, *done)), steps=new, channels=(*plan.channels, "another"))
 
 
 def run(count: int, seed: int) -> Counter:

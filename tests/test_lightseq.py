@@ -229,8 +229,8 @@ def test_exact_between_processes(ranks, balance, prefetch):
     "asked,message",
     [
         ({"layout": "zigzag"}, "--cp-layout zigzag: lightseq does not work with it; choose contiguous"),
-        ({"balance": "no"}, "--cp-strategy lightseq: balance 'no' is no switch; give True or False"),
-        ({"prefetch": 2}, "--cp-strategy lightseq: prefetch 2 is no switch; give True or False"),
+        ({"balance": "no"}, "--cp-balance no: give true or false"),
+        ({"prefetch": 2}, "--cp-prefetch 2: give true or false"),
         ({"helpers": 1}, "--cp-strategy lightseq: no option helpers; it has balance, prefetch"),
     ],
 )
