@@ -103,11 +103,11 @@ class ContextParallel(_Strategy):
         group: dist.ProcessGroup | None = None,
         **options: object,
     ) -> None:
-        group = joined(group)
-        super().__init__(strategy, layout, dist.get_world_size(group), options)
+        group, choice = joined(group), choose(strategy, layout=layout, **options)
+        self._transport = TorchTransport(group, f"--cp-strategy {choice.spec}")  # all meet before one may refuse
+        super().__init__(choice, None, dist.get_world_size(group), {})
         self.rank = dist.get_rank(group)
         self.chunk = self.chunks[self.rank]
-        self._transport = TorchTransport(group, f"--cp-strategy {self.choice.spec}")
         plans = [self.choice.plan(self.n, backward=backward) for backward in (False, True)]
         self._transport.connect({needed for plan in plans for needed in plan.communicators(self.rank)})
 

@@ -117,10 +117,20 @@ class Strategy:
     def _write(
         self, n: int, sees: Pairs, backward: bool, kv_ratio: float, options: dict[str, object], rank: int
     ) -> tuple[Step, ...]:
-        """One rank's steps without blocks that the mask empties, and without empty steps."""
-        steps = []
-        for step in self.write(Pass(rank, n, sees, backward, kv_ratio), **options):
-            blocks = tuple(a for a in step.attend if sees.any(a.q_chunks, a.kv_chunks))
+        """One rank's steps without blocks that the mask empties, and without empty steps.
+
+        An emptied block stays where it is what a received chunk was for: a strategy may send without asking the mask.
+        """
+        steps, at = [], Pass(rank, n, sees, backward, kv_ratio)
+        there, came = {(at.query, rank), (T.KV, rank)}, set()
+        for step in self.write(at, **options):
+            came.update(key for op in step.comm for key in op.brings(rank))
+            blocks = tuple(
+                block
+                for block in step.attend
+                if sees.any(block.q_chunks, block.kv_chunks)
+                or (reads := set(block.reads(backward))) & came and reads <= there | came
+            )
             if step.comm or blocks:
                 steps.append(Step(step.comm, blocks))
         return tuple(steps)
