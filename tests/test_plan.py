@@ -165,14 +165,24 @@ def test_unused_and_left_over_chunks_are_refused():
     unused = Plan(
         "unused",
         "contiguous",
-        Pairs((0b01, 0b11)),
+        Pairs.all(2),
         False,
-        (
-            (Step((Recv(T.KV, 1, 1), Send(T.KV, 0, 1)), (Attend((0,), (0,)),)),),
-            (Step((Send(T.KV, 1, 0), Recv(T.KV, 0, 0))), Step(attend=(Attend((1,), (0, 1)),))),
+        tuple(
+            (
+                Step(
+                    (
+                        Send(T.KV, me, 1 - me),
+                        Recv(T.KV, 1 - me, 1 - me),
+                        Send(T.Q, me, 1 - me),
+                        Recv(T.Q, 1 - me, 1 - me),
+                    )
+                ),
+                Step(attend=(Attend((me,), (0, 1)),)),
+            )
+            for me in (0, 1)
         ),
     )
-    with pytest.raises(PlanError, match="rank 0, step 0: KV chunk 1 is received but never used"):
+    with pytest.raises(PlanError, match="rank 0, step 0: Q chunk 1 is received but never used"):
         verify(unused)
     left = Plan("left", "cyclic", Pairs.all(1), False, ((Step(attend=(Attend((0,), (0,)),)),),))
     verify(left)
@@ -301,7 +311,7 @@ def test_timeline_overlaps_communication_with_blocks():
 
 
 def test_options_are_those_the_strategy_has():
-    with pytest.raises(UsageError, match="--cp-grid 2x2: ring has no use for it; give .* attention2d or mesh"):
+    with pytest.raises(UsageError, match=r"--cp-grid 2x2: ring has no use for it; give .* attention2d or mesh"):
         STRATEGIES["ring"].plan(4, grid=(2, 2))
     with pytest.raises(UsageError, match="--cp-strategy ring: no option hops; it has none"):
         STRATEGIES["ring"].plan(4, hops=2)

@@ -21,7 +21,7 @@ from .mask import Documents, Mask
 from .plan.ir import Plan, T
 from .plan.verify import verify
 from .sinks import add_sinks, sink_gradients
-from .strategies import Choice, choose
+from .strategies import Choice, asked, choose
 from .transport import LocalTransport, Program, TorchTransport, Transport, run_all, run_here
 
 ALL_RANKS_UP_TO = 64  # beyond, what goes through the steps of all ranks (verifying, plans by document) is left out
@@ -103,10 +103,8 @@ class ContextParallel(_Strategy):
         **options: object,
     ) -> None:
         group = joined(group)
-        spec = strategy.spec if isinstance(strategy, Choice) else strategy
-        given = "".join(f", {name}={value!r}" for name, value in sorted(options.items()))
         # All meet before one may refuse what it was given.
-        self._transport = TorchTransport(group, f"--cp-strategy {spec}, layout {layout or 'default'}{given}")
+        self._transport = TorchTransport(group, f"--cp-strategy {asked(strategy, layout=layout, **options)}")
         super().__init__(strategy, layout, dist.get_world_size(group), options)
         self.rank = dist.get_rank(group)
         self.chunk = self.chunks[self.rank]

@@ -75,6 +75,13 @@ class Choice:
         return self.strategy.plan(n, **{**self.common, **self.options, **how})
 
 
+def asked(spec: "str | Choice", **options: object) -> str:
+    """`spec` and `options` in one text, as given: nothing is checked."""
+    text = spec.spec if isinstance(spec, Choice) else str(spec)
+    given = ",".join(f"{name}={show(value)}" for name, value in sorted(options.items()) if value is not None)
+    return f"{text}{',' if '=' in text else ':'}{given}" if given else text
+
+
 def choose(spec: "str | Choice", **options: object) -> Choice:
     """The strategy that `spec` names, with the options it gives; `options` add to them, None for none.
 
