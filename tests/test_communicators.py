@@ -161,8 +161,8 @@ def _missing() -> list[str]:
 def test_a_missing_rank_is_named(ranks):
     (first,), (late,), (other,) = ranks(3, _missing)
     for line in (first, other):
-        assert "--cp-strategy ring on ranks 0, 1, 2: rank 1 did not come within 1 s" in line
-    assert "ranks 0, 2: gave up waiting for rank 1; rank 1: --cp-strategy ring" in late
+        assert "--cp-strategy ring:layout=zigzag on ranks 0, 1, 2: rank 1 did not come within 1 s" in line
+    assert "ranks 0, 2: gave up waiting for rank 1; rank 1: --cp-strategy ring:layout=zigzag" in late
 
 
 def _different(calls: list[tuple]) -> str:
