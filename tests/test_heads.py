@@ -209,7 +209,7 @@ def test_swap_takes_its_time(tmp_path):
 @pytest.mark.parametrize("hp,cp", [(1, 4), (4, 1), (2, 3), (3, 2), (4, 4)])
 def test_a_head_group_owns_a_chunk_of_the_steps(layout, placement, hp, cp):
     n, length = hp * cp, hp * cp * 4
-    plan = STRATEGIES["usp"].plan(n, layout=layout, head_parallel_size=hp, placement=placement)
+    plan = STRATEGIES["loongtrain"].plan(n, layout=layout, head_parallel_size=hp, placement=placement)
     assert sorted(plan.chunk_of(r) for r in range(n)) == list(range(n))
     for r in range(n):
         group, context = plan.grid.along(r, "heads"), plan.grid.along(r, "context")
@@ -376,7 +376,8 @@ def test_exact_between_processes(ranks, name, options):
          "--cp-inner-ring-size 3: does not divide 8 context ranks; give one of 1, 2, 4, 8"),
         ("loongtrain", 8, {"inner_ring_size": 8, "head_parallel_size": 2},
          "--cp-inner-ring-size 8: does not divide 4 context ranks; give one of 1, 2, 4"),
-        ("loongtrain", 1, {"inner_ring_size": 2}, "--cp-inner-ring-size 2: does not divide 1 context ranks; give one of 1"),
+        ("loongtrain", 1, {"inner_ring_size": 2},
+         "--cp-inner-ring-size 2: does not divide 1 context ranks; give one of 1"),
         ("usp", 4, {"head_parallel_size": 2, "inner_ring_size": 2},
          "--cp-inner-ring-size 2: usp has no use for it; give --cp-strategy loongtrain"),
     ],

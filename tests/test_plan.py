@@ -301,7 +301,7 @@ def test_timeline_overlaps_communication_with_blocks():
 
 
 def test_options_are_those_the_strategy_has():
-    with pytest.raises(UsageError, match="--cp-grid 2x2: ring has no use for it; give .* attention2d or mesh"):
+    with pytest.raises(UsageError, match=r"--cp-grid 2x2: ring has no use for it; give .* attention2d or mesh"):
         STRATEGIES["ring"].plan(4, grid=(2, 2))
     with pytest.raises(UsageError, match="--cp-strategy ring: no option hops; it has none"):
         STRATEGIES["ring"].plan(4, hops=2)

@@ -8,7 +8,7 @@ from typing import Literal
 from ..errors import UsageError
 from ..layout import LAYOUTS, Chunks
 from ..mask import Mask, Pairs
-from ..plan.ir import PLACEMENTS, Plan, Step, Steps, T
+from ..plan.ir import PLACEMENTS, Attend, Plan, Step, Steps, T
 from .options import Option, options_of, show
 
 
@@ -122,15 +122,15 @@ class Strategy:
         An emptied block stays where it is what a received chunk was for: a strategy may send without asking the mask.
         """
         steps, at = [], Pass(rank, n, sees, backward, kv_ratio)
-        there, came = {(at.query, rank), (T.KV, rank)}, set()
+        own, came = {(at.query, rank), (T.KV, rank)}, set()
+
+        def stays(block: Attend) -> bool:
+            reads = set(block.reads(backward))
+            return sees.any(block.q_chunks, block.kv_chunks) or (bool(reads & came) and reads <= own | came)
+
         for step in self.write(at, **options):
             came.update(key for op in step.comm for key in op.brings(rank))
-            blocks = tuple(
-                block
-                for block in step.attend
-                if sees.any(block.q_chunks, block.kv_chunks)
-                or (reads := set(block.reads(backward))) & came and reads <= there | came
-            )
+            blocks = tuple(block for block in step.attend if stays(block))
             if step.comm or blocks:
                 steps.append(Step(step.comm, blocks))
         return tuple(steps)
