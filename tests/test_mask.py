@@ -105,9 +105,8 @@ def test_every_strategy_and_layout(mask):
 def test_error_is_that_of_the_kernel(mask):
     mask, wide = MASKS[mask], problem(torch.float64)
     for name in STRATEGIES:
-        check(
-            on_all_ranks(mask, AllRanks(4, name, **HP.get(name, {})), wide, Reference()), exact(mask, wide), 1e-13, name
-        )
+        ranks = AllRanks(4, name, **HP.get(name, {}))
+        check(on_all_ranks(mask, ranks, wide, Reference()), exact(mask, wide), 1e-13, name)
     low = problem(torch.bfloat16)
     for name in ("ring", "attention2d", "lightseq"):
         check(on_all_ranks(mask, AllRanks(4, name), low), exact(mask, low), 4e-3, f"bfloat16 {name}")

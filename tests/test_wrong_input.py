@@ -120,7 +120,8 @@ MISTAKES = [
      6, ["--num-query-groups 4", "--tensor-model-parallel-size 6"], None),
     # context parallelism
     ("--cp-strategy circle", 1, ["--cp-strategy circle", "allgather", "ring"], "--cp-strategy ring"),
-    ("--cp-layout striped", 1, ["--cp-layout: invalid choice: 'striped'", "zigzag"], "--cp-layout cyclic"),
+    ("--cp-layout striped", 1, ["--cp-layout: invalid choice: 'striped'", "zigzag", "cyclic", "contiguous"],
+     "--cp-layout cyclic"),
     ("--cp-grid 2x2 --context-parallel-size 4", 4, ["--cp-grid", "ring has no use", "attention2d or mesh"], None),
     ("--cp-strategy mesh --context-parallel-size 4 --cp-grid 2x3", 4, ["--cp-grid 2x3", "2x2"], "--cp-grid 2x2"),
     ("--cp-strategy mesh --cp-grid square", 1, ["--cp-grid", "square", "2x4"], None),

@@ -111,6 +111,8 @@ def _parse(spec: str) -> tuple[Strategy, str, dict[str, str]]:
     if len(parts) > 2 or not all(parts):
         raise UsageError(f"--cp-strategy {spec}: give NAME, MODULE:NAME or FILE.py:NAME, then :OPTION=VALUE,...")
     source = parts[0] if len(parts) == 2 else ""
+    if source in STRATEGIES:
+        raise UsageError(f"--cp-strategy {spec}: {parts[1]} has no value; give {source}:OPTION=VALUE,...")
     if source:
         _load(source, spec)
     name = parts[-1]
