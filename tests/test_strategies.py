@@ -203,7 +203,7 @@ def test_a_rank_writes_only_its_own_steps():
 
     plan = own.plan(8)
     assert asked == [0], "the check of the options"
-    assert plan.steps[5] is plan.steps[-3]
+    assert plan.steps[-3] is plan.steps[5]
     assert asked == [0, 5]
     assert [attend.q_chunks for step in plan.steps[5] for attend in step.attend] == [(5,)]
     assert plan.steps[4:6] == (plan.steps[4], plan.steps[5]) and asked == [0, 5, 4]
