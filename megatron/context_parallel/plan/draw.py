@@ -6,6 +6,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Patch, Rectangle
@@ -24,6 +25,7 @@ COLOURS = {
     T.DQ: "#74c69a",
     T.DKV: "#ee9ab0",
 }
+RANKS = [to_hex(colour) for colour in matplotlib.colormaps["tab20"].colors]
 _NUMBERED = 16  # with more ranks the cells are too small for text
 _WIDTH, _MATRIX, _LEFT, _TIMELINE, _RIGHT, _TOP, _BOTTOM = 12.0, 3.3, 0.55, 5.0, 0.15, 0.65, 0.5  # inches
 _LANE, _TALLEST = 0.17, 12.0  # inches: a lane, and all lanes at most
@@ -42,20 +44,21 @@ def draw(plan: Plan, path: Path | str, transfer_time: float = MESSAGE) -> None:
     message `transfer_time` units. The file's `Description` is the `digest` of the picture.
     """
     shown = picture(plan, transfer_time)
-    figure_of(plan, shown).savefig(path, dpi=120, metadata={"Title": shown.title, "Description": shown.digest})
+    figure_of(shown).savefig(path, dpi=120, metadata={"Title": shown.title, "Description": shown.digest})
 
 
-def figure_of(plan: Plan, shown: Picture) -> Figure:
+def figure_of(shown: Picture) -> Figure:
     """The figure that `draw` writes."""
-    lane = min(_LANE, _TALLEST / (plan.n * (len(shown.lanes) + _GAP)))
-    height = max(lane * plan.n * (len(shown.lanes) + _GAP), _MATRIX + 2) + _TOP + _BOTTOM
+    lanes = shown.ranks * (len(shown.lanes) + _GAP)
+    lanes_high = max(min(_LANE * lanes, _TALLEST), _MATRIX + 2)
+    height = _TOP + lanes_high + _BOTTOM
     figure = Figure(figsize=(_WIDTH, height))
     FigureCanvasAgg(figure)
     matrix = figure.add_axes(_box(height, _LEFT, height - _TOP - _MATRIX, _MATRIX, _MATRIX))
-    timeline = figure.add_axes(_box(height, _TIMELINE, _BOTTOM, _WIDTH - _TIMELINE - _RIGHT, height - _TOP - _BOTTOM))
-    _assignment(matrix, plan.n, shown)
-    _timeline(timeline, plan.n, shown, (height - _TOP - _BOTTOM) / (plan.n * (len(shown.lanes) + _GAP)))
-    _legend(figure, plan.n, shown, (_LEFT / _WIDTH, (height - _TOP - _MATRIX - 0.55) / height))
+    timeline = figure.add_axes(_box(height, _TIMELINE, _BOTTOM, _WIDTH - _TIMELINE - _RIGHT, lanes_high))
+    _assignment(matrix, shown)
+    _timeline(timeline, shown, lanes_high / lanes)
+    _legend(figure, shown, (_LEFT / _WIDTH, (height - _TOP - _MATRIX - 0.55) / height))
     figure.suptitle(shown.title, x=_LEFT / _WIDTH, y=1 - 0.12 / height, ha="left", va="top", fontsize=13)
     return figure
 
@@ -64,13 +67,15 @@ def _box(height: float, left: float, bottom: float, wide: float, high: float) ->
     return left / _WIDTH, bottom / height, wide / _WIDTH, high / height
 
 
-def _assignment(axes: Axes, n: int, shown: Picture) -> None:
-    colours = [matplotlib.colormaps["tab20"](r % 20) for r in range(n)]
+def _assignment(axes: Axes, shown: Picture) -> None:
+    n = shown.ranks
     size = min(9, 0.45 * _MATRIX * 72 / n)
     for bar in shown.bars:
         for q, kv in bar.pairs:
             cell = (kv - 0.5, q - 0.5), 1, 1
-            axes.add_patch(Rectangle(*cell, facecolor=colours[bar.rank], edgecolor="white", linewidth=min(1, 16 / n)))
+            axes.add_patch(
+                Rectangle(*cell, facecolor=RANKS[bar.rank % len(RANKS)], edgecolor="white", linewidth=min(1, 16 / n))
+            )
             if n <= _NUMBERED:
                 axes.text(kv, q - 0.05, f"{bar.rank}", ha="center", va="center", fontsize=size)
             if n <= _NUMBERED // 2 + 1:
@@ -84,9 +89,9 @@ def _assignment(axes: Axes, n: int, shown: Picture) -> None:
     axes.set_facecolor("0.94")
 
 
-def _timeline(axes: Axes, n: int, shown: Picture, lane: float) -> None:
+def _timeline(axes: Axes, shown: Picture, lane: float) -> None:
     """`lane`: inches from one lane to the next."""
-    lanes = len(shown.lanes)
+    n, lanes = shown.ranks, len(shown.lanes)
     pitch, inches = lanes + _GAP, _WIDTH - _TIMELINE - _RIGHT
     size = min(7.0, 0.66 * 72 * lane)
     for rank in range(n):
@@ -128,12 +133,12 @@ def _lane_width(shown: Picture, size: float) -> float:
     return max(_text_width(lane, size) for lane in shown.lanes)
 
 
-def _legend(figure: Figure, n: int, shown: Picture, corner: tuple[float, float]) -> None:
+def _legend(figure: Figure, shown: Picture, corner: tuple[float, float]) -> None:
     colours = {BLOCK: f"{BLOCKS}: query chunk, key/value chunk"}
     colours |= {COLOURS[t]: f"{t}: {MEANING[t]}" for t in shown.tensors}
     handles = [Patch(facecolor=colour, label=label) for colour, label in colours.items()]
     message = next((bar for bar in shown.bars if len(bar.texts) == 3 and bar.sent), None)
-    if message and n <= _NUMBERED:
+    if message and shown.ranks <= _NUMBERED:
         (sent,) = message.sent
         long, short, _ = message.texts
         how = f"{long}, {short} or {sent.chunk}: chunk {sent.chunk} to rank {sent.receiver}"

@@ -48,6 +48,7 @@ class Bar:
 @dataclass(frozen=True)
 class Picture:
     title: str
+    ranks: int
     lanes: tuple[str, ...]
     bars: tuple[Bar, ...]
     finish: float
@@ -79,7 +80,7 @@ def picture(plan: Plan, transfer_time: float = MESSAGE) -> Picture:
     if plan.heads > 1:
         ranks = f"{plan.n} of {plan.size} ranks, for 1/{plan.heads} of the heads"
     title = f"{plan.name}, {ranks}, {plan.layout} layout, {'backward' if plan.backward else 'forward'}"
-    return Picture(title, lanes, bars, round(run.finish, 6), transfer_time)
+    return Picture(title, plan.n, lanes, bars, round(run.finish, 6), transfer_time)
 
 
 def _bars(plan: Plan, span: Span, lanes: tuple[str, ...]) -> Iterator[Bar]:
