@@ -9,10 +9,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
-from rich.console import Console
 from rich.table import Table
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.tables import show
 
 PARTS = ("kernel", "wait", "other", "idle")
 COLUMNS = (
@@ -157,7 +157,7 @@ def publish(run: dict, folder: Path) -> None:
     summaries = {entry["case"]: summarize(entry) for entry in run["entries"]}
     (folder / "run.json").write_text(json.dumps(run | {"summaries": summaries}, indent=1) + "\n")
     _plot(summaries, title(run), folder / "times.png")
-    Console().print(table(run))
+    show(table(run))
     for line in failures(run):
         print(line)
     print(f"wrote {folder}/rounds.csv, run.json and times.png")
