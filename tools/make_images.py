@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from megatron.context_parallel.plan.draw import draw, file_name
+from megatron.context_parallel.plan.ir import Plan
 from megatron.context_parallel.strategies import choose
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
@@ -19,15 +20,21 @@ IMAGES = (
 )
 
 
+def plans() -> dict[str, Plan]:
+    """The plan that each image shows, by the name of its file."""
+    return {
+        f"{file_name(spec, ranks, backward)}.png": choose(spec).plan(ranks, backward=backward)
+        for spec, ranks in IMAGES
+        for backward in (False, True)
+    }
+
+
 def main() -> None:
-    for spec, ranks in IMAGES:
-        for backward in (False, True):
-            path = FOLDER / f"{file_name(spec, ranks, backward)}.png"
-            draw(choose(spec).plan(ranks, backward=backward), path)
-            print(f"wrote {path}")
-    drawn = {f"{file_name(spec, ranks, backward)}.png" for spec, ranks in IMAGES for backward in (False, True)}
+    for name, plan in plans().items():
+        draw(plan, FOLDER / name)
+        print(f"wrote {FOLDER / name}")
     for path in FOLDER.iterdir():
-        if path.name not in drawn:
+        if path.name not in plans():
             path.unlink()
             print(f"removed {path}")
 

@@ -114,6 +114,7 @@ def _timeline(axes: Axes, shown: Picture, lane: float) -> None:
         axes.set_yticks([r * pitch + i for r in range(n) for i in range(lanes)], minor=True)
         axes.set_yticklabels(list(shown.lanes) * n, minor=True, fontsize=size, color="0.35")
         axes.tick_params(axis="y", which="minor", length=0, pad=3)
+    axes.set_xticks([t for t in axes.get_xticks() if t <= shown.finish])
     axes.tick_params(axis="x", labelsize=8, length=2)
     axes.spines[:].set_visible(False)
     axes.set_xlabel(f"time (block of a pair of chunks: 1, message: {shown.transfer_time:g})", fontsize=9)
