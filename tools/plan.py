@@ -61,12 +61,12 @@ def shape_of(args: argparse.Namespace) -> Shape | None:
 
 
 def row(spec: str, plan: Plan, report: Report, shape: Shape | None) -> list[str]:
-    size = max(received_bytes(plan, rank, shape) for rank in range(plan.size)) if shape else 0
+    size = max(received_bytes(plan, rank, shape) for rank in range(plan.size)) / 2**20 if shape else 0
     return [
         spec,
         way(plan),
         f"{report.received:g}",
-        *([f"{size / 2**20:.4g}"] if shape else []),
+        *([f"{size:.4g}" if size < 1000 else f"{size:.0f}"] if shape else []),
         f"{report.steps}",
         f"{report.idle:.2%}",
         f"{max(report.peak):g}",
@@ -77,10 +77,10 @@ def way(plan: Plan) -> str:
     return "backward" if plan.backward else "forward"
 
 
-def by_tensor(spec: str, plan: Plan, report: Report) -> str:
+def by_tensor(plan: Plan, report: Report) -> str:
     tensors = sorted({t for volume in report.volume for t in volume})
     received = " + ".join(f"{max(v[t] for v in report.volume):g} {t}" for t in tensors)
-    return f"  {spec}, {plan.layout}, {way(plan)}: {received or 'nothing'}"
+    return f"  {way(plan):8}  {received or '-'}"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
     mask = "full" if args.full_mask else "causal"
     table = Table(
         title=f"{args.ranks} ranks, {mask} mask, {args.num_attention_heads} heads, {args.num_query_groups} kv heads",
-        caption="received, peak buffers: in units, of the rank that has most.\n"
+        caption="received, peak (buffers alive): units, of the rank that has most.\n"
         "A unit is a chunk of one tensor of model width.\n"
         "idle: a pair of chunks takes one unit of time, communication none.",
     )
@@ -100,12 +100,13 @@ def main(argv: list[str] | None = None) -> None:
         table.add_column(heading, justify="right")
     for spec in args.strategy:
         choice = choose(spec, layout=args.layout)
+        volumes.append(f"{spec}, {choice.layout} layout")
         heads = {"heads": args.num_attention_heads, "kv_heads": args.num_query_groups}
         for backward in (False, True):
             plan = choice.plan(args.ranks, causal=not args.full_mask, backward=backward, **heads)
             report = verify(plan, plan.kv_ratio(args.num_attention_heads, args.num_query_groups))
-            table.add_row(*row(choice.spec, plan, report, shape))
-            volumes.append(by_tensor(choice.spec, plan, report))
+            table.add_row(*row(spec, plan, report, shape))
+            volumes.append(by_tensor(plan, report))
             pages.setdefault(choice.spec, []).append(plan)
             if args.draw:
                 path = args.draw.with_stem(f"{args.draw.stem}-{file_name(choice.spec, args.ranks, backward)}")
