@@ -101,13 +101,14 @@ def main(argv: list[str] | None = None) -> None:
     for spec in args.strategy:
         choice = choose(spec, layout=args.layout)
         volumes.append(f"{spec}, {choice.layout} layout")
+        passes = pages[choice.spec] = []
         heads = {"heads": args.num_attention_heads, "kv_heads": args.num_query_groups}
         for backward in (False, True):
             plan = choice.plan(args.ranks, causal=not args.full_mask, backward=backward, **heads)
             report = verify(plan, plan.kv_ratio(args.num_attention_heads, args.num_query_groups))
             table.add_row(*row(spec, plan, report, shape))
             volumes.append(by_tensor(plan, report))
-            pages.setdefault(choice.spec, []).append(plan)
+            passes.append(plan)
             if args.draw:
                 path = args.draw.with_stem(f"{args.draw.stem}-{file_name(choice.spec, args.ranks, backward)}")
                 draw(plan, path)
