@@ -12,7 +12,10 @@ setup(
     python_requires=">=3.11",
     # megatron/ is a namespace package: this one installs beside the released megatron-core.
     packages=find_namespace_packages(include=["megatron.context_parallel*"]),
-    package_data={"megatron.context_parallel.trainer": ["presets/*.yaml"]},
+    package_data={
+        "megatron.context_parallel.plan": ["page.html"],
+        "megatron.context_parallel.trainer": ["presets/*.yaml"],
+    },
     install_requires=[
         "torch>=2.6",
         "megatron-core==0.16.1",

@@ -4,15 +4,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from megatron.context_parallel import LAYOUTS, STRATEGIES, UsageError
-from megatron.context_parallel.plan.draw import draw
+from megatron.context_parallel.plan.draw import draw, file_name
 from megatron.context_parallel.plan.ir import Plan
+from megatron.context_parallel.plan.page import write_page
 from megatron.context_parallel.plan.verify import Report, verify
 from megatron.context_parallel.plan.volume import Shape, received_bytes
 from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.tables import show
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -27,6 +28,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq-length", type=int, help="tokens: volume in MiB too, batch 1, 16-bit model")
     parser.add_argument("--kv-channels", type=int, default=128, help="width of a head; default: %(default)s")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="write a .png or .svg of each strategy and pass")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write an interactive page of all strategies")
     args = parser.parse_args(argv)
     args.num_attention_heads = args.num_attention_heads or args.ranks
     args.num_query_groups = args.num_query_groups or args.num_attention_heads
@@ -43,31 +45,42 @@ def check(args: argparse.Namespace) -> None:
         )
     if args.seq_length is not None and (args.seq_length < 1 or args.seq_length % args.ranks):
         raise UsageError(f"--seq-length {args.seq_length}: must be a multiple of --ranks {args.ranks}")
-    if args.draw and args.draw.suffix not in (".png", ".svg"):
-        raise UsageError(f"--draw {args.draw}: must end in .png or .svg")
-    if args.draw and not args.draw.absolute().parent.is_dir():
-        raise UsageError(f"--draw {args.draw}: no folder {args.draw.parent}; make it first")
+    for flag, path, kinds in (("--draw", args.draw, (".png", ".svg")), ("--html", args.html, (".html",))):
+        if path and path.suffix not in kinds:
+            raise UsageError(f"{flag} {path}: must end in {' or '.join(kinds)}")
+        if path and not path.absolute().parent.is_dir():
+            raise UsageError(f"{flag} {path}: no folder {path.parent}; make it first")
 
 
-def row(args: argparse.Namespace, plan: Plan, report: Report) -> list[str]:
-    tensors = sorted({t for volume in report.volume for t in volume})
-    by_tensor = " + ".join(f"{max(v[t] for v in report.volume):g} {t}" for t in tensors)
-    size = "-"
-    if args.seq_length:
-        rows, heads, kv_heads = args.seq_length // plan.size, args.num_attention_heads, args.num_query_groups
-        shape = Shape(rows, heads, kv_heads, args.kv_channels, itemsize=2)
-        size = f"{max(received_bytes(plan, rank, shape) for rank in range(plan.size)) / 2**20:.4g} MiB"
+def shape_of(args: argparse.Namespace) -> Shape | None:
+    """Sizes on a rank, where the length of the sequence is given."""
+    if not args.seq_length:
+        return None
+    rows = args.seq_length // args.ranks
+    return Shape(rows, args.num_attention_heads, args.num_query_groups, args.kv_channels, itemsize=2)
+
+
+def row(spec: str, plan: Plan, report: Report, shape: Shape | None) -> list[str]:
+    size = max(received_bytes(plan, rank, shape) for rank in range(plan.size)) / 2**20 if shape else 0
     return [
-        plan.name,
-        plan.layout,
-        "backward" if plan.backward else "forward",
-        size,
+        spec,
+        way(plan),
         f"{report.received:g}",
-        by_tensor or "-",
+        *([f"{size:.4g}" if size < 1000 else f"{size:.0f}"] if shape else []),
         f"{report.steps}",
         f"{report.idle:.2%}",
         f"{max(report.peak):g}",
     ]
+
+
+def way(plan: Plan) -> str:
+    return "backward" if plan.backward else "forward"
+
+
+def by_tensor(plan: Plan, report: Report) -> str:
+    tensors = sorted({t for volume in report.volume for t in volume})
+    received = " + ".join(f"{max(v[t] for v in report.volume):g} {t}" for t in tensors)
+    return f"  {way(plan):8}  {received or '-'}"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -76,25 +89,35 @@ def main(argv: list[str] | None = None) -> None:
     mask = "full" if args.full_mask else "causal"
     table = Table(
         title=f"{args.ranks} ranks, {mask} mask, {args.num_attention_heads} heads, {args.num_query_groups} kv heads",
-        caption="Units: one chunk of one tensor of model width. Volume and peak are those of the rank that has most; "
+        caption="received, peak (buffers alive): units, of the rank that has most.\n"
+        "A unit is a chunk of one tensor of model width.\n"
         "idle: a pair of chunks takes one unit of time, communication none.",
     )
-    for heading in ("strategy", "layout", "pass", "bytes", "received", "by tensor", "steps", "idle", "peak buffers"):
-        table.add_column(heading)
+    table.add_column("strategy")
+    table.add_column("pass")
+    shape, pages, volumes = shape_of(args), {}, []
+    for heading in ("received", *(["MiB"] if shape else []), "steps", "idle", "peak"):
+        table.add_column(heading, justify="right")
     for spec in args.strategy:
         choice = choose(spec, layout=args.layout)
+        volumes.append(f"{spec}, {choice.layout} layout")
+        passes = pages[choice.spec] = []
         heads = {"heads": args.num_attention_heads, "kv_heads": args.num_query_groups}
         for backward in (False, True):
             plan = choice.plan(args.ranks, causal=not args.full_mask, backward=backward, **heads)
             report = verify(plan, plan.kv_ratio(args.num_attention_heads, args.num_query_groups))
-            table.add_row(*row(args, plan, report))
+            table.add_row(*row(spec, plan, report, shape))
+            volumes.append(by_tensor(plan, report))
+            passes.append(plan)
             if args.draw:
-                path = args.draw.with_stem(
-                    f"{args.draw.stem}-{choice.strategy.name}-{'backward' if backward else 'forward'}"
-                )
+                path = args.draw.with_stem(f"{args.draw.stem}-{file_name(choice.spec, args.ranks, backward)}")
                 draw(plan, path)
                 print(f"wrote {path}")
-    Console().print(table)
+    if args.html:
+        write_page(pages, args.html, (args.num_attention_heads, args.num_query_groups), shape)
+        print(f"wrote {args.html}")
+    show(table)
+    print("units received, by tensor:", *volumes, sep="\n")
 
 
 if __name__ == "__main__":

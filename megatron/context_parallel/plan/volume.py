@@ -40,7 +40,7 @@ class Shape:
 
 def received_bytes(plan: Plan, rank: int, shape: Shape) -> int:
     """Bytes that `rank`, of all ranks, receives: payload, log-sum-exp and delta included."""
-    return round(sum(_chunk_bytes(plan, t.tensor, shape, swap) * t.share for t, swap in _incoming(plan, rank)))
+    return round(sum(chunk_bytes(plan, t.tensor, shape, swap) * t.share for t, swap in _incoming(plan, rank)))
 
 
 def _incoming(plan: Plan, rank: int) -> Iterator[tuple[Transfer, bool]]:
@@ -52,7 +52,7 @@ def _incoming(plan: Plan, rank: int) -> Iterator[tuple[Transfer, bool]]:
         yield from ((t, False) for t in op.transfers(place) if t.receiver == place)
 
 
-def _chunk_bytes(plan: Plan, tensor: T, shape: Shape, swap: bool) -> int:
+def chunk_bytes(plan: Plan, tensor: T, shape: Shape, swap: bool) -> int:
     """Bytes of one chunk. What heads swap is whole, in the model's dtype, unless key/value heads were replicated."""
     value_dim = shape.head_dim if shape.value_dim is None else shape.value_dim
     statistic = 4 * shape.rows * shape.heads  # log-sum-exp or delta
