@@ -222,7 +222,7 @@ def _real_parameters(flags: str) -> int:
         "--preset tiny-llama",
         "--preset tiny-gpt3",
         "--preset tiny-llama --add-qkv-bias",
-        "--preset tiny-llama --qk-layernorm",
+        "--preset tiny-llama --qk-layernorm --softmax-type learnable",
         "--preset tiny-gpt3 --disable-bias-linear",
     ],
 )
