@@ -36,12 +36,11 @@ def test_bytes_of_a_sequence():
     assert done.returncode == 0, done.stderr
     sizes = [line.split("│")[4].strip() for line in done.stdout.splitlines() if line.startswith("│")]
     unit = 1024 * 8 * 64 * 2 / 2**20  # a chunk of queries in 16 bits, MiB
-    swaps = (2 + 2 / 4) / 2  # Q, KV and O, or their gradients, half of each
-    forward, backward = swaps + 2 / 4, swaps + 2 / 4 + 2 * 2 / 4
-    statistic = 1024 * 8 * 4 / 2**20  # log-sum-exp or delta of a chunk in float32, MiB
-    expected = [forward * unit + statistic / 2, backward * unit + statistic / 2]  # half of either is swapped
-    expected[1] += 2 / 4 * unit  # partial gradients of keys and values travel in float32
-    assert sizes == [f"{size:.4g} MiB" for size in expected * 2]
+    statistics = 4 / (64 * 2)  # a float32 for each row and head: log-sum-exp with O, delta with its gradient
+    swaps = (2 + 2 / 4 + statistics) / 2  # Q, KV and O, or their gradients, half of each
+    forward = swaps + 2 / 4
+    backward = forward + 2 * 2 / 4  # partial gradients travel in float32
+    assert sizes == [f"{units * unit:.4g} MiB" for units in (forward, backward)] * 2
 
 
 def test_drawing_shows_who_computes_what(tmp_path):

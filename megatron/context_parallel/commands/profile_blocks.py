@@ -14,6 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,13 +24,14 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron.context_parallel import STRATEGIES, UsageError
+from megatron.context_parallel.communicators import joined
 from megatron.context_parallel.kernels import BlockGrad, Scores
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL
 from megatron.context_parallel.plan.ir import T
 from megatron.context_parallel.strategies.mesh import best_grid, circles
 from megatron.context_parallel.strategies.mesh_schedule import TRAVELS
-from megatron.context_parallel.transport import TorchTransport
+from megatron.context_parallel.transport import TorchTransport, Work
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WARM_UP, RUNS = 2, 7
@@ -123,15 +125,20 @@ def measure(args: argparse.Namespace, grid: tuple[int, int], device: torch.devic
     queries, keys = circles(dist.get_rank(), *grid)
     if 1 in grid:  # a group of one rank: nothing of it travels, and its cost is that of the other group's links
         queries = keys = queries if keys.size == 1 else keys
-    transport = TorchTransport(dist.group.WORLD, f"profile of grid {grid}")
+    transport = TorchTransport(joined(None), f"profile of grid {grid}")
     transport.connect([("profile", tuple(range(dist.get_world_size())))])
     transfers = {}
     for tensor, sent in chunks.items():
         circle = keys if tensor in (T.KV, T.DKV) else queries
         sends = [(circle.rank(circle.place - 1), x) for x in sent]
         receives = [(circle.rank(circle.place + 1), torch.empty_like(x)) for x in sent]
-        transfers[tensor] = seconds(lambda s=sends, r=receives: transport.exchange("profile", s, r).wait(), device)
+        begin = partial(transport.exchange, "profile", sends, receives)
+        transfers[tensor] = seconds(partial(_complete, begin), device)
     return blocks, transfers
+
+
+def _complete(begin: Callable[[], Work]) -> None:
+    begin().wait()
 
 
 def report(args: argparse.Namespace, grid: tuple[int, int], device: torch.device) -> None:

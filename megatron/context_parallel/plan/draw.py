@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -63,7 +64,7 @@ def _assignment(axes: Axes, plan: Plan, spans: Sequence[Span], colours: list) ->
 def _timeline(axes: Axes, plan: Plan, spans: Sequence[Span]) -> None:
     for span, pairs in _blocks(plan, spans):
         if pairs:
-            box = {"facecolor": "tab:blue", "edgecolor": "white"}
+            box: dict[str, Any] = {"facecolor": "tab:blue", "edgecolor": "white"}
             axes.broken_barh([(span.start, span.end - span.start)], (span.rank - 0.4, 0.5), **box)
             if plan.n <= _NUMBERED:
                 label = f"{pairs[0][0]},{pairs[0][1]}" if len(pairs) == 1 else f"{len(pairs)} pairs"
