@@ -15,7 +15,7 @@ from random import Random
 import torch
 from fuzz_case import IN_PROCESS, MUTATION, ON_RANKS, Case, draw, from_json, to_json
 from fuzz_oracle import WHAT, answers, excess
-from fuzz_ranks import Failure, Pool, mutate, run
+from fuzz_ranks import Failure, Pool, run
 
 from megatron.context_parallel import UsageError
 
@@ -38,7 +38,7 @@ class Fuzz:
         random = Random(f"{seed} {i}")
         if self.ranks and i % 3 == 2:
             return draw(random, ON_RANKS, self.ranks)
-        return draw(random, MUTATION if mutate and i % 6 == 4 else IN_PROCESS, IN_PROCESS_RANKS)
+        return draw(random, MUTATION if i % 6 == 4 else IN_PROCESS, IN_PROCESS_RANKS)
 
     def check(self, case: Case) -> str | None:
         """What is wrong with a case, or None."""

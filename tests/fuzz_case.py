@@ -1,17 +1,12 @@
 """What a fuzzed case is, how it is drawn at random, and how it is written in one line."""
 
-import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cache
 from random import Random
-from types import UnionType
-from typing import get_args, get_origin, get_type_hints
+from typing import get_origin
 
-import torch
-
-from megatron.context_parallel import STRATEGIES, AllRanks, UsageError, context_parallel_attention
+from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.plan.ir import PLACEMENTS, T
 from megatron.context_parallel.strategies import Strategy
 
@@ -95,10 +90,11 @@ def draw(random: Random, kind: str, ranks: int) -> Case:
     strategy = STRATEGIES[random.choice(sorted(STRATEGIES))]
     layout, n = random.choice(strategy.layouts), random.randint(1, ranks)
     careless = random.random() < 1 / 30
-    size = n if strategy.all_heads else 1 if random.random() < 0.6 else random.choice(_divisors(n))
+    size = _head_parallel_size(random, strategy, n)
+    default = size if strategy.head_parallel == "all" else 1
     size = random.randint(1, n + 1) if careless else size
     options = _options(random, strategy, max(1, n // size))
-    if size != (n if strategy.all_heads else 1):
+    if size != default:
         options["head_parallel_size"] = size
     if random.random() < 0.3:
         options["placement"] = random.choice(PLACEMENTS)
@@ -112,21 +108,28 @@ def draw(random: Random, kind: str, ranks: int) -> Case:
     return Case(kind, strategy.name, layout, n, options, calls, groups)
 
 
+def _head_parallel_size(random: Random, strategy: Strategy, n: int) -> int:
+    match strategy.head_parallel:
+        case "all":
+            return n
+        case "required":
+            return random.choice(_divisors(n)[1:] or [1])
+    return 1 if random.random() < 0.6 else random.choice(_divisors(n))
+
+
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _options(random: Random, strategy: Strategy, n: int) -> dict:
     """Some of the strategy's own options for n context ranks, by their types."""
-    types = get_type_hints(strategy.rank_steps)
-    drawn = {name: _value(random, types[name], n) for name in strategy.options if random.random() < 0.6}
+    own = strategy.options.items()
+    drawn = {name: _value(random, option.kind, n) for name, option in own if random.random() < 0.6}
     return {name: value for name, value in drawn.items() if value is not None}
 
 
 def _value(random: Random, kind: object, n: int) -> object:
     """A value of a type that options have; None, for the default, of one not known here."""
-    if get_origin(kind) is UnionType:
-        kind = get_args(kind)[0]
     if kind is bool:
         return random.random() < 0.5
     if kind is int:
@@ -191,26 +194,11 @@ def _runs(random: Random, length: int, padding: bool) -> list[list[int]]:
 
 
 def _new_features(random: Random, call: Call, unit: int) -> None:
-    able = features()
-    if "value_dim" in able and random.random() < 0.15:
+    if random.random() < 0.15:
         call.value_dim = random.choice((1, 4, 8, 24))
-    if "kv_length" in able and call.documents is None and random.random() < 0.1:
+    if call.documents is None and random.random() < 0.1:
         call.kv_length = unit * random.randint(1, LONGEST // unit)
-    if "softcap" in able and random.random() < 0.15:
+    if random.random() < 0.15:
         call.softcap = random.choice((0.5, 5.0, 50.0))
-    if "sinks" in able and random.random() < 0.15:
+    if random.random() < 0.15:
         call.sinks = True
-
-
-@cache
-def features() -> frozenset[str]:
-    """What this version of the package can beyond the rest: the parameters it has, and the shapes it takes."""
-    able = {"softcap", "sinks"} & inspect.signature(context_parallel_attention).parameters.keys()
-    x, wide, long = torch.zeros(2, 1, 1, 8), torch.zeros(2, 1, 1, 16), torch.zeros(4, 1, 1, 8)
-    for name, k, v in (("value_dim", x, wide), ("kv_length", long, long)):
-        try:
-            context_parallel_attention(x, k, v, AllRanks(1))
-        except UsageError:
-            continue
-        able.add(name)
-    return frozenset(able)

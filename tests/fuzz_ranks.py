@@ -18,18 +18,14 @@ import torch
 import torch.distributed as dist
 from fuzz_case import MUTATION, ON_RANKS, Call, Case
 from fuzz_oracle import inputs, positions
+from mutations import mutate
 from torch import Tensor
 
 from megatron.context_parallel import AllRanks, ContextParallel, UsageError, context_parallel_attention
 from megatron.context_parallel.kernels.reference import Reference
-from megatron.context_parallel.mask import Documents, Mask
+from megatron.context_parallel.mask import Documents
 from megatron.context_parallel.plan.ir import Plan, PlanError
 from megatron.context_parallel.plan.verify import verify
-
-try:  # PLACE FOR MUTATIONS: mutate(plan, random) -> Plan
-    from mutations import mutate
-except ImportError:
-    mutate = None
 
 Results = list[list[Tensor]]  # by call: out, lse, dq, dk, dv and, with sinks, dsinks
 PATIENCE = 60.0  # seconds a case on ranks may take: some hundred times what it does
@@ -71,8 +67,8 @@ class _Mutated(AllRanks):
         super().__init__(*args, **options)
         self.random = Random(seed)
 
-    def plan(self, mask: Mask, length: int, *, backward: bool) -> Plan:
-        plan = mutate(super().plan(mask, length, backward=backward), self.random)
+    def plan(self, *args: object, backward: bool) -> Plan:
+        plan = mutate(super().plan(*args, backward=backward), self.random)
         try:
             verify(plan)
         except PlanError as error:
@@ -145,7 +141,7 @@ def _packed(call: Call, runs: list[list[int]]) -> Documents:
             ends.append(ends[-1] + (count if name >= 0 else 0))
         at += count
     padded = torch.tensor([*starts, at]) if any(name < 0 for name, _ in runs) else None
-    return Documents.packed(torch.tensor(ends), call.length, padded)
+    return Documents.packed(torch.tensor(ends), call.length, padded, samples=len(call.documents))
 
 
 def _join(case: Case, of_ranks: list[tuple[int, Results]]) -> Results:

@@ -164,7 +164,7 @@ def reorder(steps: Steps, draw: random.Random) -> str | None:
 
 
 def change_message(steps: Steps, draw: random.Random) -> str | None:
-    """Another chunk, peer, channel or tensor, or reduce turned."""
+    """Another chunk, peer, channel or tensor."""
     if not (spot := _spot(steps, draw, 0, Send | Recv)):
         return None
     r, s, i = spot
@@ -175,11 +175,8 @@ def change_message(steps: Steps, draw: random.Random) -> str | None:
             ("peer", draw.randrange(-1, n + 1)),
             ("channel", draw.choice(_channels(steps))),
             ("tensor", draw.choice(list(T))),
-            ("reduce", not getattr(op, "reduce", True)),
         ]
     )
-    if what == "reduce" and isinstance(op, Send):
-        return None
     steps[r][s][0][i] = replace(op, **{what: value})
     return f"rank {r}, step {s}: {what} {value} in {op}"
 
@@ -270,13 +267,13 @@ CHANGES = {
 
 
 def mutate(plan: Plan, draw: random.Random) -> Plan:
-    """`plan` with one to three changes, which its name tells."""
+    """`plan` with one to three changes, which its name tells. It declares every channel a change may choose."""
     steps: Steps = [[(list(step.comm), list(step.attend)) for step in rank] for rank in plan.steps]
     done: list[str] = []
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         done += filter(None, [draw.choice(list(CHANGES.values()))(steps, draw)])
     new = tuple(tuple(Step(tuple(comm), tuple(attend)) for comm, attend in rank) for rank in steps)
-    return replace(plan, name="; ".join((plan.name, *done)), steps=new)
+    return replace(plan, name="; ".join((plan.name, *done)), steps=new, channels=(*plan.channels, "another"))
 
 
 def run(count: int, seed: int) -> Counter:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer import dry_run
 from megatron.context_parallel.trainer.arguments import parse_args
@@ -69,7 +70,7 @@ def test_help_shows_groups_and_defaults():
     for part in (
         "context parallel:",
         "learning rate:",
-        "--cp-strategy NAME",
+        "--cp-strategy SPEC",
         "(default: 1e-05)",
         "Megatron's default is 0.1",
     ):
@@ -222,7 +223,7 @@ def _real_parameters(flags: str) -> int:
         "--preset tiny-llama",
         "--preset tiny-gpt3",
         "--preset tiny-llama --add-qkv-bias",
-        "--preset tiny-llama --qk-layernorm",
+        "--preset tiny-llama --qk-layernorm --softmax-type learnable",
         "--preset tiny-gpt3 --disable-bias-linear",
     ],
 )
@@ -346,14 +347,16 @@ def test_dry_run_prints_without_a_process_group():
             "--cp-strategy loongtrain --cp-head-parallel-size 2 --cp-inner-ring-size 2 --cp-placement context-first",
             {"head_parallel_size": 2, "inner_ring_size": 2, "placement": "context-first"},
         ),
-        ("--cp-strategy mesh --cp-grid 2x2", {"grid": (2, 2), "kv_ratio": 1.0}),
+        ("--cp-strategy mesh --cp-grid 2x2", {"grid": (2, 2)}),
     ],
 )
 def test_strategy_flags_reach_the_strategy(flags, options):
-    assert parsed(f"{SMALL} --context-parallel-size 4 {flags}").cp_options == options
+    choice = parsed(f"{SMALL} --context-parallel-size 4 {flags}").cp
+    assert choice.strategy is STRATEGIES[flags.split()[1]]
+    assert {**choice.common, **choice.options} == options
 
 
 def test_strategy_flags_in_a_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("cp-strategy: attention2d\ncp-overlap: false\ncontext-parallel-size: 4\n")
-    assert parsed(f"{SMALL} --config {file}").cp_options == {"overlap": False}
+    assert parsed(f"{SMALL} --config {file}").cp.options == {"overlap": False}

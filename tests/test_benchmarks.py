@@ -29,6 +29,7 @@ from megatron.context_parallel import UsageError
 from megatron.context_parallel import attention as attention_module
 from megatron.context_parallel.kernels.reference import attention
 from megatron.context_parallel.layout import positions
+from megatron.context_parallel.strategies import choose
 
 ROOT = Path(__file__).parents[1]
 PROBLEM = Problem(ranks=3, length=384, batch=1, heads=6, kv_heads=6, head_dim=32, dtype="fp32", causal=True)
@@ -207,19 +208,19 @@ def test_presets_are_cases_that_work(name, n):
 
 def test_options_of_a_case():
     text = "mesh:grid=4x2,layout=zigzag"
-    assert parse_case(text) == Case(text, "mesh", False, {"grid": (4, 2), "layout": "zigzag"})
-    assert parse_case("lightseq:balance=no,prefetch=yes").options == {"balance": False, "prefetch": True}
-    assert parse_case("peer:yunchang:ulysses=2") == Case("peer:yunchang:ulysses=2", "yunchang", True, {"ulysses": 2})
+    assert parse_case(text) == Case(text, "mesh", choose("mesh", layout="zigzag", grid=(4, 2)))
+    assert parse_case("lightseq:balance=no,prefetch=yes").choice.options == {"balance": False, "prefetch": True}
+    assert parse_case("peer:yunchang:ulysses=2") == Case("peer:yunchang:ulysses=2", "yunchang", None, {"ulysses": 2})
 
 
 @pytest.mark.parametrize(
     "argv,words",
     [
-        ("--ranks 4 --strategies spiral", ["--strategies spiral", "ring", "peer:torch"]),
+        ("--ranks 4 --strategies spiral", ["--cp-strategy spiral", "ring", "my_file.py:my_strategy"]),
         ("--ranks 4 --strategies peer:spiral", ["--strategies peer:spiral", "yunchang"]),
-        ("--ranks 4 --strategies mesh:grid", ["--strategies mesh:grid", "grid=4x4"]),
+        ("--ranks 4 --strategies mesh:grid", ["--cp-strategy mesh:grid", "grid has no value", "mesh:OPTION=VALUE"]),
         ("--ranks 4 --strategies mesh:grid=3x3", ["--cp-grid 3x3", "2x2"]),
-        ("--ranks 4 --strategies ring:grid=2x2", ["ring", "no option grid"]),
+        ("--ranks 4 --strategies ring:grid=2x2", ["--cp-grid 2x2", "ring has no use for it"]),
         ("--ranks 4 --strategies ring ring", ["--strategies ring", "once"]),
         ("--ranks 4 --preset everything", ["--preset everything", "balance"]),
         ("--ranks 4 --strategies ring --seq-length 100", ["--seq-length 100", "such as 96"]),

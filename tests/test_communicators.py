@@ -37,7 +37,8 @@ def own_options(name: str, n: int) -> list[dict]:
 def all_cases(n: int) -> list[tuple[str, dict]]:
     cases = []
     for name, strategy in STRATEGIES.items():
-        for size in [n] if strategy.head_parallel == "all" else divisors(n):
+        least = {"optional": 1, "required": 2, "all": n}[strategy.head_parallel]
+        for size in (d for d in divisors(n) if d >= least):
             for placement in PLACEMENTS if 1 < size < n else PLACEMENTS[:1]:
                 how = {"head_parallel_size": size, "placement": placement}
                 cases += [(name, {**how, **own}) for own in own_options(name, n // size)]
@@ -160,8 +161,8 @@ def _missing() -> list[str]:
 def test_a_missing_rank_is_named(ranks):
     (first,), (late,), (other,) = ranks(3, _missing)
     for line in (first, other):
-        assert "--cp-strategy ring, layout zigzag on ranks 0, 1, 2: rank 1 did not come within 1 s" in line
-    assert "ranks 0, 2: gave up waiting for rank 1; rank 1: --cp-strategy ring" in late
+        assert "--cp-strategy ring:layout=zigzag on ranks 0, 1, 2: rank 1 did not come within 1 s" in line
+    assert "ranks 0, 2: gave up waiting for rank 1; rank 1: --cp-strategy ring:layout=zigzag" in late
 
 
 def _different(calls: list[tuple]) -> str:
@@ -172,18 +173,18 @@ def _different(calls: list[tuple]) -> str:
 @pytest.mark.parametrize(
     "two,named",
     [
-        (("ulysses", None, {}), "rank 2: --cp-strategy ulysses, layout default"),
-        (("mesh", "cyclic", {"grid": (1, 3)}), "rank 2: --cp-strategy mesh, layout cyclic, grid=(1, 3)"),
-        (("mesh", None, {"grid": (3, 1)}), "rank 2: --cp-strategy mesh, layout default, grid=(3, 1)"),
-        (("mesh", None, {"grid": (2, 1)}), "rank 2: --cp-strategy mesh, layout default, grid=(2, 1)"),
+        (("ulysses", None, {}), "rank 2: --cp-strategy ulysses"),
+        (("mesh", "cyclic", {"grid": (1, 3)}), "rank 2: --cp-strategy mesh:grid=1x3,layout=cyclic"),
+        (("mesh", None, {"grid": (3, 1)}), "rank 2: --cp-strategy mesh:grid=3x1"),
+        (("mesh", None, {"grid": (2, 1)}), "rank 2: --cp-strategy mesh:grid=2x1"),
     ],
 )
 def test_a_rank_given_something_else_is_named(ranks, two, named):
     one = ("mesh", None, {"grid": (1, 3)})
     lines = ranks(3, _different, [one, one, two])
     assert len(set(lines)) == 1
-    assert "ranks 0, 1: --cp-strategy mesh, layout default, grid=(1, 3)" in lines[0]
-    assert named in lines[0]
+    assert "ranks 0, 1: --cp-strategy mesh:grid=1x3;" in lines[0]
+    assert lines[0].endswith(named)
 
 
 def _outside() -> str | None:
@@ -212,12 +213,13 @@ def test_no_mask_needs_other_communicators_than_causal_and_full_ones(n):
         for layout in strategy.layouts:
             how = {"layout": layout, **options}
             plans = [strategy.plan(n, causal=c, backward=b, **how) for c in (True, False) for b in (True, False)]
-            made = {needed for plan in plans for needed in plan.communicators}
+            made = {(r, needed) for plan in plans for r in range(n) for needed in plan.communicators(r)}
             for look_back in (True, False):
                 rows = [draw.getrandbits(m) & (2 << q) - 1 if look_back else draw.getrandbits(m) for q in range(m)]
                 sees = Pairs(tuple(row | 1 << q for q, row in enumerate(rows)))
                 for backward in (False, True):
-                    assert made.issuperset(strategy.plan(n, sees=sees, backward=backward, **how).communicators)
+                    plan = strategy.plan(n, sees=sees, backward=backward, **how)
+                    assert made.issuperset((r, needed) for r in range(n) for needed in plan.communicators(r))
 
 
 def _threads() -> int:

@@ -34,25 +34,25 @@ def train_alone(family: str) -> training_case.Recorder:
     return training_case.train(family, train_iters=5)
 
 
-def train_documented(family: str, changes: dict) -> training_case.Recorder:
-    exec(compile(code("docs/writing_a_strategy.md").split("import torch")[0], "example", "exec"), {})
-    try:
-        return training_case.train(family, train_iters=5, **changes)
-    finally:
-        del STRATEGIES["pairwise"]
+def train_from_a_file(family: str, path: Path) -> training_case.Recorder:
+    spread = {"context_parallel_size": 4, "cp_strategy": f"{path}:tokenring", "cp_layout": "cyclic"}
+    return training_case.train(family, train_iters=5, **spread)
 
 
-def test_documented_strategy_trains(ranks, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_documented_strategy_is_short_and_trains(ranks, tmp_path):
+    first = re.search(r"```python\n(.*?)```", (ROOT / "docs/writing_a_strategy.md").read_text(), re.DOTALL)[1]
+    logic = [line for line in first[first.index("def tokenring") :].splitlines() if line.strip()]
+    assert len(logic) <= 15
+    path = tmp_path / "tokenring.py"
+    path.write_text(first)
     (alone,) = ranks(1, train_alone, "gpt3")
-    spread = {"context_parallel_size": 4, "cp_strategy": "pairwise"}
-    for run in ranks(4, train_documented, "gpt3", spread):
+    for run in ranks(4, train_from_a_file, "gpt3", path):
         assert run.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
 def test_strategies_of_installed_packages_are_found(tmp_path):
     (tmp_path / "my_strategies.py").write_text(
-        code("docs/writing_a_strategy.md").split("from megatron.context_parallel.plan.draw")[0]
+        code("docs/writing_a_strategy.md").split("from megatron.context_parallel.plan.verify")[0]
     )
     description = tmp_path / "my_strategies-1.0.dist-info"
     description.mkdir()
@@ -66,7 +66,7 @@ def test_strategies_of_installed_packages_are_found(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": path}, check=True
     )
-    assert "pairwise" in done.stdout.split()
+    assert {"tokenring", "skipring"} <= {*done.stdout.split()}
 
 
 def test_links_lead_somewhere():

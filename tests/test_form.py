@@ -6,7 +6,7 @@ import pytest
 
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.mask import Pairs
-from megatron.context_parallel.plan.ir import AllGather, Attend, PlanError, ReduceScatter, Send, Step, T
+from megatron.context_parallel.plan.ir import AllGather, Attend, PlanError, Recv, ReduceScatter, Send, Step, T
 from megatron.context_parallel.plan.verify import verify
 
 MALFORMED = {
@@ -18,6 +18,15 @@ MALFORMED = {
     "itself for a peer": (Step((Send(T.KV, 0, 0),)), r"Send of KV chunk 0 has peer 0"),
     "a tensor of the other pass": (Step((Send(T.DQ, 0, 1),)), r"Send of DQ, which does not travel in this pass; need"),
     "a string for a tensor": (Step((Send("KV", 0, 1),)), r"Send of KV, which does not travel"),
+    "an undeclared channel": (
+        Step((Send(T.KV, 0, 1, "x"),)),
+        r"Send of KV chunk 0 on channel 'x', which is none of \('ring',\); declare it",
+    ),
+    "a receive on one": (Step((Recv(T.KV, 1, 1, "x"),)), r"Recv of KV chunk 1 on channel 'x', which is none of"),
+    "a reduction on one": (
+        Step((ReduceScatter(T.O, (0, 1), (0, 1)),)),
+        r"ReduceScatter of O chunks \(0, 1\) on channel 'gather', which is none of \('ring',\); declare it",
+    ),
     "no channel": (Step((Send(T.KV, 0, 1, ""),)), r"Send of KV on channel ''; need a name"),
     "a partial sent twice": (Step((Send(T.O, 1, 1), Send(T.O, 1, 2))), r"O chunk 1 is sent 2 times"),
     "a partial reduced and sent": (

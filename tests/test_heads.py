@@ -19,7 +19,7 @@ from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.layout import positions, rows_in, unshard
 from megatron.context_parallel.mask import Mask
 from megatron.context_parallel.plan.draw import draw
-from megatron.context_parallel.plan.ir import PLACEMENTS, Step, SwapHeads, T
+from megatron.context_parallel.plan.ir import PLACEMENTS, Step, T
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.plan.volume import units
@@ -84,8 +84,8 @@ def test_inner_and_outer_transfers_overlap(n, w, inner, outer):
     """A round takes as long as the slower of its inner ring and its outer transfer, never their sum."""
     plan = STRATEGIES["loongtrain"].plan(n, inner_ring_size=w)
 
-    def time(op) -> float:
-        return inner if op.channel == "inner" else outer
+    def time(transfer) -> float:
+        return inner if transfer.sender // w == transfer.receiver // w else outer
 
     micro_step, rounds = max(1, inner), n // w  # blocks take 1
     ring = micro_step * (w - 1) + 1
@@ -102,18 +102,18 @@ def test_on_one_channel_the_transfers_would_queue():
     def one_channel(step: Step) -> Step:
         return Step(tuple(replace(op, channel="inner") for op in step.comm), step.attend)
 
-    def time(op) -> float:
-        return 4.0 if op.peer // 4 != op.chunk // 4 else 0.9
+    def time(transfer) -> float:
+        return 4.0 if transfer.sender // 4 != transfer.receiver // 4 else 0.9
 
     queued = replace(plan, steps=tuple(tuple(one_channel(s) for s in steps) for steps in plan.steps))
-    assert trace(plan, transfer_time=lambda op: 4.0 if op.channel == "outer" else 0.9).finish == pytest.approx(8)
+    assert trace(plan, transfer_time=time).finish == pytest.approx(8)
     assert trace(queued, transfer_time=time).finish > 8 + 2
 
 
 def test_backward_hides_the_outer_ring_too():
     """Four rounds of two blocks, an outer message at most a block: gradients only add the way home of the last."""
     plan = STRATEGIES["loongtrain"].plan(8, inner_ring_size=2, backward=True)
-    finish = trace(plan, transfer_time=lambda op: 0.4 if op.channel == "inner" else 0.9).finish
+    finish = trace(plan, transfer_time=lambda t: 0.4 if t.sender // 2 == t.receiver // 2 else 0.9).finish
     assert 8 < finish <= 8 + 0.4 + 0.9 + 1e-9
 
 
@@ -137,7 +137,7 @@ def test_volume_is_the_papers(n):
         cp = n // hp
         if cp > 16:
             continue  # verified alone, above
-        for name in ("usp", "loongtrain") if cp <= 8 else ("loongtrain",):
+        for name in ("usp" if hp > 1 else "ring", "loongtrain") if cp <= 8 else ("loongtrain",):
             for backward in (False, True):
                 plan = STRATEGIES[name].plan(n, head_parallel_size=hp, backward=backward)
                 # MHA; GQA that splits; GQA and MQA that need replicas
@@ -164,16 +164,17 @@ def test_ends_of_the_range_are_ulysses_and_ring(backward):
             ring = verify(STRATEGIES["ring"].plan(n, backward=backward))
             case = {"head_parallel_size": 1, "backward": backward}
             assert verify(STRATEGIES["loongtrain"].plan(n, inner_ring_size=n, **case)) == ring
-            assert verify(STRATEGIES["usp"].plan(n, **case)) == ring
+            two = {"head_parallel_size": 2, "backward": backward}
+            assert verify(STRATEGIES["usp"].plan(2 * n, **two)) == verify(STRATEGIES["ring"].plan(2 * n, **two))
 
 
 @pytest.mark.parametrize("name", INNER)
 def test_any_strategy_is_wrapped_unchanged(name):
     strategy = STRATEGIES[name]
     for causal, backward in PASSES:
-        alone = strategy.plan(4, causal=causal, backward=backward)
+        alone = STRATEGIES["ring" if name == "usp" else name].plan(4, causal=causal, backward=backward)
         plan = strategy.plan(12, causal=causal, backward=backward, head_parallel_size=3)
-        assert plan.steps == alone.steps and (plan.n, plan.size) == (4, 12)
+        assert [*plan.steps] == [*alone.steps] and (plan.n, plan.size) == (4, 12)
         inside, whole = verify(alone), verify(plan)
         ours = sum(units(t) for t in (*plan.before[0].tensors, *plan.after[0].tensors)) * 2 / 3
         assert ours == pytest.approx(4 * 2 / 3)
@@ -190,8 +191,8 @@ def test_memory_of_ulysses():
 def test_swap_takes_its_time(tmp_path):
     plan = STRATEGIES["usp"].plan(6, head_parallel_size=2)
 
-    def time(op) -> float:
-        return {("heads", T.Q): 5.0, ("heads", T.O): 2.0}[op.channel, op.tensors[0]] if isinstance(op, SwapHeads) else 0
+    def time(transfer) -> float:  # half a chunk of each tensor travels in a swap, a whole one in the ring
+        return {T.Q: 3.0, T.KV: 2.0, T.O: 2.0}[transfer.tensor] if transfer.share == 1 / 2 else 0
 
     assert trace(plan, transfer_time=time).finish == 5 + 3 + 2
     draw(plan, tmp_path / "usp.svg")
@@ -208,7 +209,7 @@ def test_swap_takes_its_time(tmp_path):
 @pytest.mark.parametrize("hp,cp", [(1, 4), (4, 1), (2, 3), (3, 2), (4, 4)])
 def test_a_head_group_owns_a_chunk_of_the_steps(layout, placement, hp, cp):
     n, length = hp * cp, hp * cp * 4
-    plan = STRATEGIES["usp"].plan(n, layout=layout, head_parallel_size=hp, placement=placement)
+    plan = STRATEGIES["ring"].plan(n, layout=layout, head_parallel_size=hp, placement=placement)
     assert sorted(plan.chunk_of(r) for r in range(n)) == list(range(n))
     for r in range(n):
         group, context = plan.grid.along(r, "heads"), plan.grid.along(r, "context")
@@ -314,7 +315,8 @@ def test_the_volume_counted_is_the_volume_moved(monkeypatch, heads, kv_heads):
     ranks = AllRanks(n, "loongtrain", "cyclic", head_parallel_size=3, inner_ring_size=2)
     tensors = problem(n, heads, kv_heads, torch.float32)
     attend(ranks, causal, *tensors)
-    plans = [ranks.plan(Mask(causal), len(tensors[0]), backward=backward) for backward in (False, True)]
+    lengths = len(tensors[0]), len(tensors[1])
+    plans = [ranks.plan(Mask(causal), lengths, heads, kv_heads, backward=backward) for backward in (False, True)]
     counted = sum(verify(plan, plan.kv_ratio(heads, kv_heads)).received for plan in plans)
     unit = tensors[0].numel() / n
     assert [moved[r] / unit for r in range(n)] == pytest.approx([counted] * n)
@@ -367,15 +369,17 @@ def test_exact_between_processes(ranks, name, options):
         ("ring", 4, {"head_parallel_size": 0},
          "--cp-head-parallel-size 0: does not divide 4 context ranks; give one of 1, 2, 4"),
         ("ulysses", 4, {"head_parallel_size": 2},
-         "--cp-head-parallel-size 2: ulysses spreads heads over all 4 context ranks; give 4, or "
-         "--cp-strategy usp"),
+         "--cp-head-parallel-size 2: ulysses spreads heads over all 4 context ranks; give 4, or usp"),
+        ("usp", 4, {}, "--cp-strategy usp: needs --cp-head-parallel-size 2 or more; with 1 it is ring"),
         ("usp", 4, {"placement": "node"}, "--cp-placement node: unknown; choose head-first or context-first"),
         ("loongtrain", 8, {"inner_ring_size": 3},
-         "--cp-inner-ring-size 3: does not divide 8 context ranks; give 1, 2, 4 or 8"),
+         "--cp-inner-ring-size 3: does not divide 8 context ranks; give one of 1, 2, 4, 8"),
         ("loongtrain", 8, {"inner_ring_size": 8, "head_parallel_size": 2},
-         "--cp-inner-ring-size 8: does not divide 4 context ranks; give 1, 2 or 4"),
-        ("loongtrain", 1, {"inner_ring_size": 2}, "--cp-inner-ring-size 2: does not divide 1 context ranks; give 1"),
-        ("usp", 4, {"inner_ring_size": 2}, "--cp-strategy usp: no option inner_ring_size; it has none"),
+         "--cp-inner-ring-size 8: does not divide 4 context ranks; give one of 1, 2, 4"),
+        ("loongtrain", 1, {"inner_ring_size": 2},
+         "--cp-inner-ring-size 2: does not divide 1 context ranks; give one of 1"),
+        ("usp", 4, {"head_parallel_size": 2, "inner_ring_size": 2},
+         "--cp-inner-ring-size 2: usp has no use for it; give --cp-strategy loongtrain"),
     ],
 )  # fmt: skip
 def test_wrong_options(name, n, options, message):

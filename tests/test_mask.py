@@ -36,7 +36,8 @@ MASKS = {
     "documents, full": Mask(False, documents=documents(ODD, TINY)),
     "documents and window": Mask(True, (9, 0), documents(TINY, ODD)),
 }
-CASES = [(name, layout, 4, {}) for name, strategy in STRATEGIES.items() for layout in strategy.layouts]
+HP = {"usp": {"head_parallel_size": 2}}  # it needs two
+CASES = [(name, layout, 4, HP.get(name, {})) for name, strategy in STRATEGIES.items() for layout in strategy.layouts]
 CASES += [("attention2d", None, 6, {}), ("attention2d", None, 6, {"overlap": False}), ("mesh", None, 6, {})]
 CASES += [("loongtrain", None, 8, {"head_parallel_size": 2}), ("lightseq", None, 3, {"balance": False})]
 CASES += [("ring", "zigzag", 24, {}), ("ring", "contiguous", 1, {})]
@@ -104,7 +105,8 @@ def test_every_strategy_and_layout(mask):
 def test_error_is_that_of_the_kernel(mask):
     mask, wide = MASKS[mask], problem(torch.float64)
     for name in STRATEGIES:
-        check(on_all_ranks(mask, AllRanks(4, name), wide, Reference()), exact(mask, wide), 1e-13, name)
+        ranks = AllRanks(4, name, **HP.get(name, {}))
+        check(on_all_ranks(mask, ranks, wide, Reference()), exact(mask, wide), 1e-13, name)
     low = problem(torch.bfloat16)
     for name in ("ring", "attention2d", "lightseq"):
         check(on_all_ranks(mask, AllRanks(4, name), low), exact(mask, low), 4e-3, f"bfloat16 {name}")
@@ -115,11 +117,11 @@ def test_documents_do_not_touch_each_other(name):
     """Bit for bit: other documents, even of infinities, change nothing."""
     mask, tensors = MASKS["documents"], problem()
     inside = slice(49, 108)  # of the document of 59 tokens
-    before = on_all_ranks(mask, AllRanks(4, name), tensors)
+    before = on_all_ranks(mask, AllRanks(4, name, **HP.get(name, {})), tensors)
     for x in tensors:
         x[:49] = x[:49].flip(0) * 3
         x[108:] += 1.0
-    after = on_all_ranks(mask, AllRanks(4, name), tensors)
+    after = on_all_ranks(mask, AllRanks(4, name, **HP.get(name, {})), tensors)
     for what, a, b in zip(WHAT, before, after, strict=True):
         assert torch.equal(a[inside], b[inside]), what
 
@@ -145,7 +147,7 @@ def test_scores_of_ten_thousand(name):
     tensors, mask = problem(), MASKS["documents and window"]
     scores = torch.einsum("ibhd,jbhd->bhij", tensors[0][:, :, ::2], tensors[1]) * DIM**-0.5
     tensors = [tensors[0] * 1e4 / scores.abs().max(), *tensors[1:]]
-    check(on_all_ranks(mask, AllRanks(4, name), tensors), exact(mask, tensors), 2e-3, name)
+    check(on_all_ranks(mask, AllRanks(4, name, **HP.get(name, {})), tensors), exact(mask, tensors), 2e-3, name)
 
 
 # -- what the mask leaves of a plan -------------------------------------------------------------------------
@@ -167,15 +169,16 @@ def test_pairs_are_those_of_the_positions(layout):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_plans_of_any_pairs_are_proved(name):
-    draw = random.Random(1)
-    for n in (1,) if STRATEGIES[name].all_heads else (2, 3, 4, 6, 9):  # pairs are of the ranks that run the steps
+    draw, strategy = random.Random(1), STRATEGIES[name]
+    hp = {"optional": 1, "required": 2, "all": 5}[strategy.head_parallel]
+    for n in (2, 3, 4, 6, 9) if hp < 5 else (1,):
         for kind in range(6):
             if kind < 3:  # windows of contiguous chunks
                 rows = [sum(1 << kv for kv in range(n) if 0 <= q - kv <= kind) for q in range(n)]
             else:
                 rows = [draw.randrange(1 << n) | 1 << q for q in range(n)]
             for backward in (False, True):
-                verify(STRATEGIES[name].plan(n, sees=Pairs(tuple(rows)), backward=backward))
+                verify(strategy.plan(n * hp, sees=Pairs(tuple(rows)), backward=backward, head_parallel_size=hp))
 
 
 def test_a_window_spares_communication():

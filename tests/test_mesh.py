@@ -12,8 +12,8 @@ import torch
 from test_exact import HEADS, WHAT, errors, exact, gradients, problem
 
 from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError, context_parallel_attention
-from megatron.context_parallel.layout import shard, unshard
-from megatron.context_parallel.mask import Pairs
+from megatron.context_parallel.layout import Chunks, shard, unshard
+from megatron.context_parallel.mask import Mask, Pairs
 from megatron.context_parallel.plan.ir import Recv, Send, T
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.verify import verify
@@ -351,15 +351,18 @@ def test_profile_is_measured_and_scheduled_by(ranks, tmp_path, grid):
 
 def test_profile_sends_what_the_executor_sends(tmp_path):
     """Same shapes and dtypes as the buffers the executor receives into."""
+    from megatron.context_parallel.blocks import Blocks
     from megatron.context_parallel.executor import Executor, Problem
+    from megatron.context_parallel.kernels.reference import Reference
     from megatron.context_parallel.transport import LocalTransport
 
     module = tool()
     chunks = module.tensors(module.parse_args(arguments(tmp_path)), torch.device("cpu"))
     inputs = {T.Q: chunks[T.Q], T.KV: chunks[T.KV]}
-    executor = Executor(MESH.plan(2), 0, Problem(None, 1, None, None), LocalTransport(0, {}), inputs)
+    blocks = Blocks(Mask(), *Chunks.pair("zigzag", 2, 128), Reference())
+    executor = Executor(MESH.plan(2), 0, Problem(blocks, 2, None, None), LocalTransport(0, {}), inputs)
     for tensor, value in chunks.items():
-        empty = executor._empty(tensor)
+        empty = executor._empty(tensor, 0)
         assert [(x.shape, x.dtype) for x in value] == [(x.shape, x.dtype) for x in empty], tensor
         assert all(x.is_contiguous() for x in value)
 
@@ -368,7 +371,7 @@ def test_profile_sends_what_the_executor_sends(tmp_path):
     "more,n,message",
     [
         (["--cp-grid", "3x2"], 4, r"--cp-grid 3x2: .* 4 context ranks, such as"),
-        (["--cp-grid", "wide"], 4, r"--cp-grid wide: .* 4 context ranks, such as"),
+        (["--cp-grid", "wide"], 4, r"--cp-grid wide: need two whole numbers, such as 2x4"),
         (["--num-query-groups", "3"], 4, r"--num-query-groups 3: must divide --num-attention-heads 4"),
         (["--chunk-length", "0"], 4, r"--chunk-length 0: need at least 1"),
         (["--output", "nowhere/costs.json"], 4, r"--output nowhere/costs.json: no folder nowhere"),

@@ -14,6 +14,7 @@ from megatron.context_parallel.mask import Mask, Pairs
 from megatron.context_parallel.plan.ir import AllGather, Attend, Plan, PlanError, Recv, ReduceScatter, Send, Step, T
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.verify import verify
+from megatron.context_parallel.strategies import Pass
 
 # The baselines here; every other strategy has a test file of its own, with its paper's formulas.
 CASES = [(name, layout) for name in ("ring", "allgather") for layout in STRATEGIES[name].layouts]
@@ -152,7 +153,8 @@ def test_channels_keep_their_order():
         )
 
     def plan(channel: str) -> Plan:
-        return Plan("channels", "cyclic", Pairs.all(2), False, (rank(0, channel), rank(1, channel)))
+        steps = rank(0, channel), rank(1, channel)
+        return Plan("channels", "cyclic", Pairs.all(2), False, steps, channels=("ring", "second"))
 
     verify(plan("second"))
     with pytest.raises(PlanError, match="waits for ever"):
@@ -163,14 +165,24 @@ def test_unused_and_left_over_chunks_are_refused():
     unused = Plan(
         "unused",
         "contiguous",
-        Pairs((0b01, 0b11)),
+        Pairs.all(2),
         False,
-        (
-            (Step((Recv(T.KV, 1, 1), Send(T.KV, 0, 1)), (Attend((0,), (0,)),)),),
-            (Step((Send(T.KV, 1, 0), Recv(T.KV, 0, 0))), Step(attend=(Attend((1,), (0, 1)),))),
+        tuple(
+            (
+                Step(
+                    (
+                        Send(T.KV, me, 1 - me),
+                        Recv(T.KV, 1 - me, 1 - me),
+                        Send(T.Q, me, 1 - me),
+                        Recv(T.Q, 1 - me, 1 - me),
+                    )
+                ),
+                Step(attend=(Attend((me,), (0, 1)),)),
+            )
+            for me in (0, 1)
         ),
     )
-    with pytest.raises(PlanError, match="rank 0, step 0: KV chunk 1 is received but never used"):
+    with pytest.raises(PlanError, match="rank 0, step 0: Q chunk 1 is received but never used"):
         verify(unused)
     left = Plan("left", "cyclic", Pairs.all(1), False, ((Step(attend=(Attend((0,), (0,)),)),),))
     verify(left)
@@ -193,7 +205,7 @@ def hasty(sent: int) -> Plan:
     keys = [Step((Send(T.KV, chunk, 3, "keys"),)) for chunk in range(sent)]
     gathered = [Recv(T.KV, chunk, chunk, channel="in") for chunk in range(1, sent)]
     first = [Step(tuple(gathered), (Attend((0,), (0,)),)), *keys, Step((Send(T.Q, 0, 3, "queries"),))]
-    first.append(Step((Recv(T.O, 0, 3, True, "queries"),), (Attend((0,), tuple(range(1, sent))),)))
+    first.append(Step((Recv(T.O, 0, 3, "queries"),), (Attend((0,), tuple(range(1, sent))),)))
     last = [Step((Recv(T.Q, 0, 0, channel="queries"),)), Step(attend=(Attend((0,), (3,)),))]
     last.append(Step((Send(T.O, 0, 0, "queries"),)))
     last += [Step((Recv(T.KV, chunk, 0, channel="keys"),)) for chunk in range(sent)]
@@ -203,7 +215,8 @@ def hasty(sent: int) -> Plan:
         sends = (Send(T.KV, chunk, 0, "in"),) if chunk < sent else ()
         steps[chunk] = [Step(sends, (Attend((chunk,), (chunk,)),))]
     row = (1 << sent) - 1 | 0b1000
-    return Plan("hasty", "cyclic", Pairs((row, 0b0010, 0b0100, row)), False, tuple(map(tuple, steps)))
+    sees, channels = Pairs((row, 0b0010, 0b0100, row)), ("in", "keys", "queries")
+    return Plan("hasty", "cyclic", sees, False, tuple(map(tuple, steps)), channels)
 
 
 def test_a_rank_waits_at_the_third_batch_of_a_channel():
@@ -221,25 +234,25 @@ def test_a_rank_waits_at_the_third_batch_of_a_channel():
         subject.computed(hasty(3))
 
 
-def test_a_partial_that_replaces_comes_alone():
-    """Of two on different channels the executor may merge either first; the one that replaces would lose the other."""
-
-    def plan(reduce: bool) -> Plan:
+def test_partials_under_way_on_two_channels_are_both_merged():
+    def plan(keys: int) -> Plan:
+        """Ranks 1 and 2 compute for rank 0, whose queries see the chunks `keys` (bits)."""
         asks = tuple(Send(T.Q, 0, helper, f"{helper}") for helper in (1, 2))
-        answers = Recv(T.O, 0, 1, reduce, "1"), Recv(T.O, 0, 2, True, "2")
+        answers = tuple(Recv(T.O, 0, helper, f"{helper}") for helper in (1, 2))
         helpers = [
             (
-                Step((Recv(T.Q, 0, 0, channel=f"{helper}"),)),
+                Step((Recv(T.Q, 0, 0, f"{helper}"),)),
                 Step(attend=(Attend((0,), (helper,)),)),
                 Step((Send(T.O, 0, 0, f"{helper}"),)),
             )
             for helper in (1, 2)
         ]
-        return Plan("two", "cyclic", Pairs((0b110, 0, 0)), False, ((Step(asks), Step(answers)), *helpers))
+        steps = ((Step(asks), Step(answers)), *helpers)
+        return Plan("two", "cyclic", Pairs((keys, 0, 0)), False, steps, channels=("1", "2"))
 
-    verify(plan(True))
-    with pytest.raises(PlanError, match="rank 0, step 1: O chunk 0 received while one that replaces it is under way"):
-        verify(plan(False))
+    verify(plan(0b110))
+    with pytest.raises(PlanError, match="rank 0, step 2: O chunk 0 ends without the block of chunk 0"):
+        verify(plan(0b111))
 
 
 class Counting(Pairs):
@@ -260,7 +273,7 @@ def test_a_rank_asks_the_mask_a_few_questions_a_chunk(name, layout):
     for how in [{}, {"inner_ring_size": 1}, {"inner_ring_size": n}] if name == "loongtrain" else [{}]:
         for backward in (False, True):
             Counting.asked = 0
-            STRATEGIES[name].plan(n, layout=layouts[0], sees=sees, backward=backward, **how).steps[n // 2]
+            assert [*STRATEGIES[name].write(Pass(n // 2, n, sees, backward), **how)]
             assert Counting.asked <= 6 * n
 
 
@@ -281,8 +294,9 @@ def test_changed_plans_are_refused_or_right():
 
 
 def test_causal_contiguous_blocks_are_not_computed_for_nothing():
+    hp = {"usp": 2}
     for name in [name for name, strategy in STRATEGIES.items() if "contiguous" in strategy.layouts]:
-        plan = STRATEGIES[name].plan(6, layout="contiguous")
+        plan = STRATEGIES[name].plan(6, layout="contiguous", head_parallel_size=hp.get(name))
         for steps in plan.steps:
             for attend in (a for step in steps for a in step.attend):
                 assert all(kv <= q for q in attend.q_chunks for kv in attend.kv_chunks)
@@ -297,5 +311,7 @@ def test_timeline_overlaps_communication_with_blocks():
 
 
 def test_options_are_those_the_strategy_has():
-    with pytest.raises(UsageError, match="--cp-strategy ring: no option grid; it has none"):
+    with pytest.raises(UsageError, match=r"--cp-grid 2x2: ring has no use for it; give .* attention2d or mesh"):
         STRATEGIES["ring"].plan(4, grid=(2, 2))
+    with pytest.raises(UsageError, match="--cp-strategy ring: no option hops; it has none"):
+        STRATEGIES["ring"].plan(4, hops=2)

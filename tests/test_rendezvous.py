@@ -15,14 +15,15 @@ from megatron.context_parallel.plan.ir import Plan
 SIZES = (*range(2, 10), 12, 16)
 
 
-def options(name: str, n: int) -> Iterator[dict]:
-    """Every option of a strategy that changes who waits for whom, on n ranks of a part of the heads."""
+def options(name: str, n: int, parts: int) -> Iterator[dict]:
+    """Every option of a strategy that changes who waits for whom, on n ranks of one of the parts of the heads."""
     sizes = [d for d in range(1, n + 1) if n % d == 0]
     match name:
         case "attention2d":
             yield from ({"grid": (a, n // a), "overlap": overlap} for a in sizes for overlap in (True, False))
         case "mesh":
-            yield from ({"grid": (a, n // a), "heads": 8, "kv_heads": kv_heads} for a in sizes for kv_heads in (8, 1))
+            many, few = ({"heads": 8 * parts, "kv_heads": kv * parts} for kv in (8, 1))
+            yield from ({"grid": (a, n // a), **how} for a in sizes for how in (many, few))
         case "loongtrain":
             yield from ({"inner_ring_size": w} for w in sizes)
         case "lightseq":
@@ -45,11 +46,12 @@ def masks(layout: str, n: int) -> set[Pairs]:
 def shipped(name: str, sizes: tuple[int, ...]) -> Iterator[tuple[str, Plan]]:
     strategy = STRATEGIES[name]
     for n in sizes:
-        for heads in (d for d in range(1, n + 1) if n % d == 0 and (d == n or strategy.head_parallel != "all")):
+        least = {"optional": 1, "required": 2, "all": n}[strategy.head_parallel]
+        for heads in (d for d in range(least, n + 1) if n % d == 0):
             for layout in strategy.layouts:
                 if heads > 1 and layout != strategy.layouts[0]:
                     continue  # a layout changes the steps through the mask alone
-                for how in options(name, n // heads):
+                for how in options(name, n // heads, heads):
                     for sees in masks(layout, n // heads):
                         for backward in (False, True):
                             plan = strategy.plan(

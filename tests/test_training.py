@@ -38,7 +38,7 @@ SPREADS = {  # name: families, ranks, arguments
             ("usp", "zigzag", {"head_parallel_size": 2}),
         )
     },
-    "cp2 tp2": ("llama gpt3", 4, {CP: 2, TP: 2}),
+    "cp2 tp2": ("llama gpt3 sinks", 4, {CP: 2, TP: 2}),
     "cp2 tp2 sequence parallel": ("llama gpt3", 4, {CP: 2, TP: 2, "sequence_parallel": True}),
     "cp2 pp2": ("llama gpt3", 4, {CP: 2, PP: 2}),
     "cp2 pp2 interleaved": ("llama", 4, INTERLEAVED),
@@ -49,7 +49,7 @@ SPREADS = {  # name: families, ranks, arguments
     "cp2 attention kept": ("llama gpt3", 2, RECOMPUTED | KEPT),
     "cp2 pp2 attention kept": ("llama", 4, RECOMPUTED | KEPT | {PP: 2}),
     "cp4 heads, attention kept": (
-        "llama",
+        "llama sinks",
         4,
         RECOMPUTED | KEPT | {CP: 4, "cp_strategy": "usp", "cp_options": {"head_parallel_size": 2}},
     ),

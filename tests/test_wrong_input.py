@@ -120,7 +120,8 @@ MISTAKES = [
      6, ["--num-query-groups 4", "--tensor-model-parallel-size 6"], None),
     # context parallelism
     ("--cp-strategy circle", 1, ["--cp-strategy circle", "allgather", "ring"], "--cp-strategy ring"),
-    ("--cp-layout striped", 1, ["--cp-layout striped", "zigzag", "cyclic", "contiguous"], "--cp-layout cyclic"),
+    ("--cp-layout striped", 1, ["--cp-layout: invalid choice: 'striped'", "zigzag", "cyclic", "contiguous"],
+     "--cp-layout cyclic"),
     ("--cp-grid 2x2 --context-parallel-size 4", 4, ["--cp-grid", "ring has no use", "attention2d or mesh"], None),
     ("--cp-strategy mesh --context-parallel-size 4 --cp-grid 2x3", 4, ["--cp-grid 2x3", "2x2"], "--cp-grid 2x2"),
     ("--cp-strategy mesh --cp-grid square", 1, ["--cp-grid", "square", "2x4"], None),
@@ -128,7 +129,7 @@ MISTAKES = [
     ("--no-cp-overlap", 1, ["--cp-overlap False", "attention2d"], "--cp-strategy attention2d"),
     ("--no-cp-balance", 1, ["--cp-balance False", "lightseq"], "--cp-strategy lightseq"),
     ("--cp-strategy loongtrain --context-parallel-size 4 --cp-inner-ring-size 3", 4,
-     ["--cp-inner-ring-size 3", "1, 2 or 4"], "--cp-inner-ring-size 2"),
+     ["--cp-inner-ring-size 3", "one of 1, 2, 4"], "--cp-inner-ring-size 2"),
     ("--cp-strategy lightseq --cp-layout zigzag", 1, ["--cp-layout zigzag", "contiguous"], "--cp-layout contiguous"),
     ("--cp-head-parallel-size 3 --context-parallel-size 4", 4,
      ["--cp-head-parallel-size 3", "1, 2, 4"], "--cp-head-parallel-size 2"),

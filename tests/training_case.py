@@ -29,6 +29,16 @@ FAMILIES = {
         "num_query_groups": 2,
         "untie_embeddings_and_output_weights": True,
     },
+    "sinks": {
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "untie_embeddings_and_output_weights": True,
+        "softmax_type": "learnable",
+    },
     "gpt3": {
         "normalization": "LayerNorm",
         "swiglu": False,

@@ -79,12 +79,13 @@ class Subject:
 
 def subjects() -> list[Subject]:
     packed = Mask(documents=Documents(torch.arange(16) // 5))
-    cases = [Subject(name, n) for name in STRATEGIES if name != "ulysses" for n in (2, 3, 4, 5)]
+    alone = [name for name, strategy in STRATEGIES.items() if strategy.head_parallel == "optional"]
+    cases = [Subject(name, n) for name in alone for n in (2, 3, 4, 5)]
     cases += [Subject(name, 4, "contiguous", mask=packed) for name in ("ring", "lightseq", "loongtrain")]
     cases += [Subject("ring", 5, "contiguous", mask=Mask(True, (3, 0))), Subject("lightseq", 5, mask=Mask(False))]
     cases += [Subject("attention2d", 4, options={"overlap": False}), Subject("ring", 4, "contiguous")]
     cases += [Subject("mesh", 4, options={"grid": (2, 2)}, mask=packed)]
-    cases += [Subject("usp", 4, "zigzag", {"head_parallel_size": 2})]
+    cases += [Subject("usp", n, layout, {"head_parallel_size": 2}) for n, layout in ((4, "zigzag"), (6, "contiguous"))]
     cases += [Subject("loongtrain", 4, options={"inner_ring_size": 1})]
     cases += [Subject("lightseq", 5, options={"prefetch": False})]
     return cases

@@ -28,7 +28,7 @@ from megatron.context_parallel.kernels import BlockGrad, Scores
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL
 from megatron.context_parallel.plan.ir import T
-from megatron.context_parallel.strategies.mesh import best_grid, kv_chunk, query_chunk
+from megatron.context_parallel.strategies.mesh import best_grid, circles
 from megatron.context_parallel.strategies.mesh_schedule import TRAVELS
 from megatron.context_parallel.transport import TorchTransport
 
@@ -66,9 +66,9 @@ def check(args: argparse.Namespace, n: int) -> tuple[int, int]:
         raise UsageError(f"{n} process: transfers need at least 2, such as torchrun --nproc-per-node 2")
     if args.cp_grid is None:
         return best_grid(n, kv_heads / heads)
-    sizes = args.cp_grid.split("x")
-    grid = tuple(map(int, sizes)) if all(size.isdecimal() for size in sizes) else args.cp_grid
-    STRATEGIES["mesh"].plan(n, grid=grid)  # refuses a grid that is none
+    mesh = STRATEGIES["mesh"]
+    grid = mesh.options["grid"].from_text(args.cp_grid)
+    mesh.plan(n, grid=grid)  # refuses one that does not fit
     return grid
 
 
@@ -121,20 +121,16 @@ def measure(args: argparse.Namespace, grid: tuple[int, int], device: torch.devic
         "forward": seconds(lambda: kernel.forward(q, k, v, mask, scores), device),
         "backward": seconds(lambda: kernel.backward(block, scores), device),
     }
-    r, n, (a, b) = dist.get_rank(), dist.get_world_size(), grid
-    rings = {
-        "queries": tuple(query_chunk(r, i, a) for i in (-1, 1)),
-        "keys": tuple(kv_chunk(r, i, a, n) for i in (-1, 1)),
-    }
+    queries, keys = circles(dist.get_rank(), *grid)
     if 1 in grid:  # a group of one rank: nothing of it travels, and its cost is that of the other group's links
-        rings = dict.fromkeys(rings, rings["queries" if b == 1 else "keys"])
+        queries = keys = queries if keys.size == 1 else keys
     transport = TorchTransport(dist.group.WORLD, f"profile of grid {grid}")
-    transport.connect([("profile", tuple(range(n)))])
+    transport.connect([("profile", tuple(range(dist.get_world_size())))])
     transfers = {}
     for tensor, sent in chunks.items():
-        following, previous = rings["keys" if tensor in (T.KV, T.DKV) else "queries"]
-        sends = [(following, x) for x in sent]
-        receives = [(previous, torch.empty_like(x)) for x in sent]
+        circle = keys if tensor in (T.KV, T.DKV) else queries
+        sends = [(circle.rank(circle.place - 1), x) for x in sent]
+        receives = [(circle.rank(circle.place + 1), torch.empty_like(x)) for x in sent]
         transfers[tensor] = seconds(lambda s=sends, r=receives: transport.exchange("profile", s, r).wait(), device)
     return blocks, transfers
 

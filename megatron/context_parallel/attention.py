@@ -21,7 +21,7 @@ from .mask import Documents, Mask
 from .plan.ir import Plan, T
 from .plan.verify import verify
 from .sinks import add_sinks, sink_gradients
-from .strategies import Choice, choose
+from .strategies import Choice, asked, choose
 from .transport import LocalTransport, Program, TorchTransport, Transport, run_all, run_here
 
 ALL_RANKS_UP_TO = 64  # beyond, what goes through the steps of all ranks (verifying, plans by document) is left out
@@ -31,7 +31,7 @@ Lengths = tuple[int, int]  # queries and keys of the whole sequence
 
 
 class _Strategy:
-    """A strategy as chosen, and its plans for n ranks, each verified when first made."""
+    """A strategy as chosen, and its plans for n ranks. Each is made once, and verified unless documents shape it."""
 
     def __init__(self, strategy: str | Choice, layout: str | None, n: int, options: dict[str, object]) -> None:
         self.choice, self.n = choose(strategy, layout=layout, **options), n
@@ -64,7 +64,6 @@ class _Strategy:
 
     def blocks(self, mask: Mask, lengths: Lengths, kernel: Kernel) -> Blocks:
         """The blocks of `mask`, the same object for each layer of a model."""
-
         key = "blocks", mask, lengths, kernel
         return self._remember(key, lambda: Blocks(mask, *self._chunks(lengths), kernel))
 
@@ -104,10 +103,11 @@ class ContextParallel(_Strategy):
         **options: object,
     ) -> None:
         group = joined(group)
+        # All meet before one may refuse what it was given.
+        self._transport = TorchTransport(group, f"--cp-strategy {asked(strategy, layout=layout, **options)}")
         super().__init__(strategy, layout, dist.get_world_size(group), options)
         self.rank = dist.get_rank(group)
         self.chunk = self.chunks[self.rank]
-        self._transport = TorchTransport(group, f"--cp-strategy {self.choice.spec}")
         plans = [self.choice.plan(self.n, backward=backward) for backward in (False, True)]
         self._transport.connect({needed for plan in plans for needed in plan.communicators(self.rank)})
 

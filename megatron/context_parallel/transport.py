@@ -101,8 +101,8 @@ class TorchTransport:
     def _group(self, channel: str, members: tuple[int, ...]) -> dist.ProcessGroup:
         if (channel, members) not in self._groups:
             raise PlanError(
-                f"channel {channel!r} of ranks {list(members)}: no communicator; a strategy may use only the channels "
-                f"it uses for causal and full masks, here {sorted({c for c, _ in self._groups})}"
+                f"channel {channel!r} of ranks {list(members)}: no communicator; declare it where the strategy is "
+                f"registered; there are {sorted({c for c, _ in self._groups})}"
             )
         return self._groups[channel, members]
 

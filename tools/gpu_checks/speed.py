@@ -158,6 +158,6 @@ def launches(cp: AllRanks, kernel: Kernel, clock: GpuClock, q: Tensor, k: Tensor
     """Kernel calls of a causal forward pass, and the blocks (query chunks against gathered keys) of its plan."""
     watched = Watched(kernel, clock)
     context_parallel_attention(q, k, v, cp, kernel=watched)
-    plan = cp.plan(SequenceMask(), len(q), backward=False)
+    plan = cp.plan(SequenceMask(), (len(q), len(k)), q.shape[2], k.shape[2], backward=False)
     attends = [attend for steps in plan.steps for step in steps for attend in step.attend]
     return len(watched.calls), sum(len(attend.q_chunks) for attend in attends)

@@ -6,7 +6,7 @@ from .ir import PARTIAL, AllGather, Attend, Comm, Plan, PlanError, ReduceScatter
 
 
 def check_form(plan: Plan) -> None:
-    """Checks that every operation is one, and names ranks and chunks there are and tensors that travel in its pass.
+    """Checks that every operation is one, and names ranks, chunks and channels there are and tensors of its pass.
 
     Raises:
         PlanError: naming rank and step of the first that does not.
@@ -23,7 +23,7 @@ def check_form(plan: Plan) -> None:
         if not isinstance(steps, tuple):
             raise PlanError(f"rank {r}: steps {steps!r} are no tuple")
         for s, step in enumerate(steps):
-            if wrong := _wrong(step, r, plan.n, travels):
+            if wrong := _wrong(step, r, plan.n, travels) or _undeclared(step, plan.channels):
                 raise PlanError(f"rank {r}, step {s}: {wrong}")
 
 
@@ -43,6 +43,16 @@ def _wrong(step: object, r: int, n: int, travels: frozenset[T]) -> str:
             (f"{t} chunk {c} is sent {k} times, but leaves with the first" for (t, c), k in leaving.items() if k > 1),
             "",
         )
+    return ""
+
+
+def _undeclared(step: Step, channels: tuple[str, ...]) -> str:
+    """The first operation made of messages whose channel the plan does not declare."""
+    for op in step.comm:
+        if not isinstance(op, AllGather) and op.channel not in channels:
+            which = f"chunks {op.chunks}" if isinstance(op, ReduceScatter) else f"chunk {op.chunk}"
+            what = f"{type(op).__name__} of {op.tensor} {which} on channel {op.channel!r}"
+            return f"{what}, which is none of {channels!r}; declare it"
     return ""
 
 

@@ -202,7 +202,10 @@ class Steps(Sequence):
     def __len__(self) -> int:
         return len(self._written)
 
-    def __getitem__(self, rank: int) -> tuple[Step, ...]:
+    def __getitem__(self, rank: int | slice) -> tuple:
+        if isinstance(rank, slice):
+            return tuple(self[r] for r in range(len(self))[rank])
+        rank = range(len(self))[rank]
         if self._written[rank] is None:
             self._written[rank] = self._write(rank)
         return self._written[rank]

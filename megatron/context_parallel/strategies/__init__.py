@@ -15,7 +15,7 @@ from .messages import Ring, relay
 from .options import Grid, Option
 from .registry import STRATEGIES, Pass, Strategy, head_parallel_sizes, register
 from .ring import ring
-from .spec import COMMON, Choice, CPStrategy, choose
+from .spec import COMMON, Choice, CPStrategy, asked, choose
 from .ulysses import ulysses, usp
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Ring",
     "Strategy",
     "allgather",
+    "asked",
     "attention2d",
     "choose",
     "double_ring",

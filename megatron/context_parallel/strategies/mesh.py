@@ -33,8 +33,7 @@ def mesh(
     """Row u of a rank's tile is Q#u and O#u of Table 1, column v is KV#v; place 0 holds its own."""
     a, b = best_grid(at.n, at.kv_ratio) if grid is None else _checked(grid, at.n, at.kv_ratio)
     costs = default_costs(at.kv_ratio) if costs is None else check_costs(costs)
-    queries = Ring(at.rank % a, a, at.rank - at.rank % a, channel="queries")
-    keys = Ring(at.rank // a, b, at.rank % a, a, channel="keys")
+    queries, keys = circles(at.rank, a, b)
     way, moved = "backward" if at.backward else "forward", Counter()
     for tensor, blocks in schedule(a, b, at.backward, tuple((t, costs[way][t]) for t in TRAVELS[way])):
         comm = ()
@@ -45,6 +44,12 @@ def mesh(
             moved[tensor] += 1
         tile = ((queries.rank(queries.place + u), keys.rank(keys.place + v)) for u, v in blocks)
         yield Step(comm, tuple(Attend((q,), (kv,)) for q, kv in tile))
+
+
+def circles(rank: int, a: int, b: int) -> tuple[Ring, Ring]:
+    """The query group and the key/value group of a rank."""
+    queries = Ring(rank % a, a, rank - rank % a, channel="queries")
+    return queries, Ring(rank // a, b, rank % a, a, channel="keys")
 
 
 def _nth(circle: Ring, nth: int, place: int) -> int:

@@ -120,7 +120,7 @@ class Strategy:
         """One rank's steps without blocks that the mask empties, and without empty steps."""
         steps = []
         for step in self.write(Pass(rank, n, sees, backward, kv_ratio), **options):
-            blocks = tuple(a for a in step.attend if sees.any(a.q_chunks, a.kv_chunks))
+            blocks = tuple(block for block in step.attend if sees.any(block.q_chunks, block.kv_chunks))
             if step.comm or blocks:
                 steps.append(Step(step.comm, blocks))
         return tuple(steps)

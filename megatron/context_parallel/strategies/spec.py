@@ -75,6 +75,13 @@ class Choice:
         return self.strategy.plan(n, **{**self.common, **self.options, **how})
 
 
+def asked(spec: "str | Choice", **options: object) -> str:
+    """`spec` and `options` in one text, as given: nothing is checked."""
+    text = spec.spec if isinstance(spec, Choice) else str(spec)
+    given = ",".join(f"{name}={show(value)}" for name, value in sorted(options.items()) if value is not None)
+    return f"{text}{',' if '=' in text else ':'}{given}" if given else text
+
+
 def choose(spec: "str | Choice", **options: object) -> Choice:
     """The strategy that `spec` names, with the options it gives; `options` add to them, None for none.
 
@@ -104,6 +111,8 @@ def _parse(spec: str) -> tuple[Strategy, str, dict[str, str]]:
     if len(parts) > 2 or not all(parts):
         raise UsageError(f"--cp-strategy {spec}: give NAME, MODULE:NAME or FILE.py:NAME, then :OPTION=VALUE,...")
     source = parts[0] if len(parts) == 2 else ""
+    if source in STRATEGIES:
+        raise UsageError(f"--cp-strategy {spec}: {parts[1]} has no value; give {source}:OPTION=VALUE,...")
     if source:
         _load(source, spec)
     name = parts[-1]

@@ -45,6 +45,11 @@ class Model(Section, title="model"):
     window_size: tuple[int, int] | None = flag(
         "tokens seen before and after each; -1: all", derived="all before", unit="BEFORE,AFTER", example="4096,0"
     )
+    softmax_type: str = weights(
+        "one more score per head in the softmax: none, 0, or learned (a sink)",
+        "vanilla",
+        choices=("vanilla", "off-by-one", "learnable"),
+    )
     qk_layernorm: bool = weights("normalize queries and keys in each head", False)
     swiglu: bool = weights("gated linear units with SiLU instead of GELU", False)
     add_bias_linear: bool = weights("no biases in linear layers", True, option="--disable-bias-linear")

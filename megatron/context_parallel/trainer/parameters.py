@@ -30,6 +30,8 @@ def _layer(args: Arguments, tensor: int) -> int:
     qkv = queries + 2 * args.kv_channels * args.num_query_groups
     split = h * qkv + queries * h + h * ffn + args.ffn_hidden_size * h
     whole = 2 * _norm(args, h) + (2 * _norm(args, args.kv_channels) if args.qk_layernorm else 0)
+    if args.softmax_type == "learnable":
+        split += args.num_attention_heads
     if args.add_bias_linear or args.add_qkv_bias:
         split += qkv
     if args.add_bias_linear:
