@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.stopwatch import Stopwatch, TimedKernel
 from megatron.context_parallel import AllRanks, context_parallel_attention
+from megatron.context_parallel.commands.run import run_main
 from megatron.context_parallel.kernels.aten import AtenFlash
 from megatron.context_parallel.tables import show
 
@@ -70,4 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

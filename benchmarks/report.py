@@ -154,7 +154,7 @@ def publish(run: dict, folder: Path) -> None:
     """Prints the table, and writes `rounds.csv` (a row per case, round and rank), `run.json` (all there is) and
     `times.png` into `folder`.
 
-    `run` has a `title`, the `problem`, `cluster.surroundings`, and `entries` (see `attention_rank.measure`), each with
+    `run` has a `title`, the `problem`, `job.surroundings`, and `entries` (see `attention_rank.measure`), each with
     the `planned` bytes per rank or null.
     """
     with (folder / "rounds.csv").open("w", newline="") as file:

@@ -1,33 +1,56 @@
-"""The code in the documentation runs as it stands."""
+"""The code in the documentation runs as it stands, its commands have flags that exist, and its links lead somewhere."""
 
 import re
+import runpy
+import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import training_case
+import yaml
 
 from megatron.context_parallel.strategies import STRATEGIES
+from megatron.context_parallel.trainer.arguments import parse_args
+from megatron.context_parallel.trainer.dry_run import describe
 
 ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 
 
 def code(page: str) -> str:
     return "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/writing_a_strategy.md"])
-def test_examples_run(page, tmp_path, monkeypatch):
-    source = code(page)
-    assert source
+@pytest.fixture
+def run_page(tmp_path, monkeypatch):
+    """Runs the Python code of a page in an empty folder; strategies that it registers are forgotten."""
     monkeypatch.chdir(tmp_path)
     before = dict(STRATEGIES)
-    try:
+
+    def run(page: str) -> None:
+        source = code(page)
+        assert source
         exec(compile(source, page, "exec"), {"__name__": "example"})
-    finally:
-        STRATEGIES.clear()
-        STRATEGIES.update(before)
+
+    yield run
+    STRATEGIES.clear()
+    STRATEGIES.update(before)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/writing_a_strategy.md"])
+def test_examples_run(page, run_page):
+    run_page(page)
+
+
+def test_broken_plans_print_what_the_page_says(run_page, capsys, tmp_path):
+    run_page("docs/debugging.md")
+    said = re.findall(r"```text\n(.*?)```", (ROOT / "docs/debugging.md").read_text(), re.DOTALL)
+    assert len(said) == 5
+    assert capsys.readouterr().out == "".join(said)
+    assert (tmp_path / "short.png").exists()
 
 
 def train_alone(family: str) -> training_case.Recorder:
@@ -69,7 +92,112 @@ def test_strategies_of_installed_packages_are_found(tmp_path):
     assert {"tokenring", "skipring"} <= {*done.stdout.split()}
 
 
+def commands(page: Path) -> list[list[str]]:
+    """The words of each command in the fenced shell blocks of a page."""
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def script_of(words: list[str]) -> tuple[str, list[str]] | None:
+    """A script of this project that a command starts, and its arguments; of two, the first."""
+    for i, word in enumerate(words):
+        if re.fullmatch(r"(pretrain_gpt|(tools|benchmarks|tests)/\w+)\.py", word):
+            return word, words[i + 1 :]
+    return None
+
+
+def help_of(script: str, arguments: list[str], monkeypatch, capsys) -> str:
+    """`--help`, and that of the subcommand if there is one."""
+    said = ""
+    monkeypatch.syspath_prepend(str((ROOT / script).parent))
+    for chosen in ([], arguments[:1] if re.fullmatch("[a-z]+", arguments[0]) else []):
+        monkeypatch.setattr(sys, "argv", [script, *chosen, "--help"])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        said += capsys.readouterr().out
+    return said
+
+
+def test_commands_have_flags_that_exist(monkeypatch, capsys):
+    checked = 0
+    for page in PAGES:
+        for script, arguments in filter(None, map(script_of, commands(page))):
+            own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+            flags = {word.split("=")[0] for word in own if word.startswith("--")}
+            if flags:
+                known = {*re.findall(r"--[a-z0-9-]+", help_of(script, arguments, monkeypatch, capsys))}
+                assert flags <= known, f"{page}: {script} has no {flags - known}"
+                checked += 1
+    assert checked > 20
+
+
+def test_scripts_in_commands_exist():
+    for page in PAGES:
+        for words in commands(page):
+            for word in words:
+                if re.match(r"(tools|benchmarks|tests|examples|docs)/.*\.(py|sh|sbatch)$", word):
+                    assert (ROOT / word).exists(), f"{page}: {word}"
+
+
+def trainer_commands(page: Path) -> list[tuple[int, list[str]]]:
+    """(ranks, flags) of each complete command of the trainer; flags without data."""
+    found = []
+    for words in commands(page):
+        script, arguments = script_of(words) or ("", [])
+        if script != "pretrain_gpt.py" or "..." in words:
+            continue
+        if "--data-path" in arguments:
+            at = arguments.index("--data-path")
+            arguments = arguments[:at] + arguments[at + 2 :]
+        sizes = dict(pairwise(words))
+        ranks = int(sizes.get("--nproc-per-node", 1)) * int(sizes.get("--nnodes", 1))
+        given = [word for word in words if word.startswith("WORLD_SIZE=")]
+        found.append((int(given[0].split("=")[1]) if given else ranks, arguments))
+    return found
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+def test_training_commands_are_accepted(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = trainer_commands(ROOT / page)
+    assert found
+    for ranks, arguments in found:
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        parse_args([*arguments, *([] if "--dry-run" in arguments else ["--dry-run"])])
+
+
+def test_numbers_of_the_tutorial_are_those_of_its_dry_runs(monkeypatch, capsys):
+    page = ROOT / "docs/tutorial.md"
+    dry = [(ranks, arguments) for ranks, arguments in trainer_commands(page) if "--dry-run" in arguments]
+    assert len(dry) == 4
+    for ranks, arguments in dry:
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        describe(parse_args(arguments))
+        (total,) = re.findall(r"│ total +│ ([\d.]+ GiB)", capsys.readouterr().out)
+        assert total in page.read_text()
+
+
+def test_numbers_of_the_choice_were_measured():
+    table = (ROOT / "docs/choose.md").read_text().split("## Measured")[1].split("## What changes")[0]
+    measured = (ROOT / "docs/benchmarks/emulated_cluster.md").read_text()
+    numbers = re.findall(r"\d+\.\d{2,3}", table)
+    assert len(numbers) > 20
+    for number in numbers:
+        assert re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", measured), number
+
+
 def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]:
+    for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_the_site_has_every_page():
+    def pages(nav: object) -> set[str]:
+        if isinstance(nav, str):
+            return {nav}
+        return set().union(*map(pages, nav.values() if isinstance(nav, dict) else nav))
+
+    listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert listed == {str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")}

@@ -158,7 +158,9 @@ def batches(comm: tuple[Comm, ...]) -> list[tuple[str, list[Comm]]]:
 
     Each collective is a batch of its own, and they come first; then the messages of each channel are one batch.
     """
-    alone = [(op.channel, [op]) for op in comm if isinstance(op, AllGather | ReduceScatter)]
+    alone: list[tuple[str, list[Comm]]] = [
+        (op.channel, [op]) for op in comm if isinstance(op, AllGather | ReduceScatter)
+    ]
     messages: dict[str, list[Comm]] = {op.channel: [] for op in comm}
     for op in comm:
         if isinstance(op, Send | Recv):
@@ -197,7 +199,7 @@ class Steps(Sequence):
     """The steps of each rank, written when they are first asked for."""
 
     def __init__(self, n: int, write: Callable[[int], tuple[Step, ...]]) -> None:
-        self._write, self._written = write, [None] * n
+        self._write, self._written = write, list[tuple[Step, ...] | None]([None] * n)
 
     def __len__(self) -> int:
         return len(self._written)
@@ -206,9 +208,10 @@ class Steps(Sequence):
         if isinstance(rank, slice):
             return tuple(self[r] for r in range(len(self))[rank])
         rank = range(len(self))[rank]
-        if self._written[rank] is None:
-            self._written[rank] = self._write(rank)
-        return self._written[rank]
+        steps = self._written[rank]
+        if steps is None:
+            steps = self._written[rank] = self._write(rank)
+        return steps
 
 
 @dataclass(frozen=True)

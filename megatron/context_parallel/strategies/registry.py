@@ -1,4 +1,4 @@
-"""What a strategy is to everyone else: a name, layouts, options, and a function that writes one rank's steps."""
+"""What a strategy declares: a name, layouts, options, channels, and a function that yields the steps of one rank."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,12 +14,14 @@ from .options import Option, options_of, show
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of an attention, seen from one rank: what a strategy writes the steps for.
+    """One pass of an attention, seen from one rank. A strategy writes the steps of this rank.
 
     Attributes:
-        rank, n: the rank and how many there are; chunk i belongs to rank i.
+        rank: the rank. It owns chunk `rank`.
+        n: how many ranks there are.
         sees: `sees(q, kv)` says whether the mask leaves anything of query chunk q against key/value chunk kv.
-        kv_ratio: key/value heads a query head.
+        backward: whether it is the backward pass.
+        kv_ratio: key/value heads per query head.
     """
 
     rank: int
@@ -46,10 +48,10 @@ class Strategy:
     Attributes:
         name: its `--cp-strategy` value.
         layouts: the layouts it works with; the first is its default.
-        write: the steps of one rank, `write(at: Pass, **options)`.
+        write: `write(at: Pass, **options)` yields the steps of one rank.
         options: by name.
-        channels: of its messages; collectives may use others.
-        head_parallel: "optional" in any size, "required" (2 or more), or "all" heads are spread over all ranks.
+        channels: the channels of its messages. An all-gather may use others.
+        head_parallel: "optional": any size; "required": 2 or more; "all": all ranks share out the heads.
     """
 
     name: str
@@ -83,15 +85,21 @@ class Strategy:
         kv_heads: int | None = None,
         **options: object,
     ) -> Plan:
-        """The plan of one pass on n ranks, in `layout` (default: the strategy's own). Steps are written when asked for.
+        """The plan of one pass on n ranks. The steps of a rank are written when they are first asked for.
 
         Args:
-            sees: which pairs of chunks the mask leaves, of as many chunks as ranks run the steps together; default:
-                those of a causal or full mask.
+            n: the ranks of the context group.
+            layout: default: the strategy's own.
+            causal: for a causal mask; otherwise for a full one.
+            sees: the pairs of chunks that the mask leaves; default: by `causal`. It has a chunk for each rank of the
+                steps, n / head_parallel_size.
+            backward: for the backward pass.
             head_parallel_size: the strategy runs on n / head_parallel_size ranks for a part of the heads; default 1,
-                or n where the strategy spreads all heads.
+                or n for a strategy that spreads all heads.
             placement: which ranks are neighbours: those that share tokens ("head-first") or heads ("context-first").
-            heads, kv_heads: of the model (of a tensor-parallel rank); default: enough for any size, as many of both.
+            heads: of the model, or of a tensor-parallel rank; default: enough for any head-parallel size.
+            kv_heads: as `heads`; default: as many.
+            options: those that the strategy declares.
 
         Raises:
             UsageError: a layout, a size or an option this strategy does not work with.
@@ -159,7 +167,13 @@ def register(
     channels: tuple[str, ...] = ("ring",),
     head_parallel: Literal["optional", "required", "all"] = "optional",
 ) -> Callable[[Callable[..., Iterable[Step]]], Strategy]:
-    """Decorator: makes a function that writes one rank's steps the strategy `--cp-strategy name`.
+    """Decorator: makes a function that yields the steps of one rank the strategy `--cp-strategy name`.
+
+    Args:
+        name: the value of `--cp-strategy`.
+        layouts: the layouts it works with; the first is its default.
+        channels: the channels of its messages and reduce-scatters.
+        head_parallel: as in `Strategy`.
 
     Raises:
         UsageError: a name that is taken, an unknown layout, or a signature that declares no strategy.

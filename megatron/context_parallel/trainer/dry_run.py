@@ -130,6 +130,7 @@ def _activations(args: Arguments, stage: int) -> tuple[int, str]:
     values = layers * layer
     if args.recompute_granularity == "full":
         each = args.recompute_num_layers
+        assert each is not None  # full recomputation needs it
         kept = q / tensor if args.recompute_whitelist else 0
         if args.recompute_method == "uniform":
             values = layers / each * whole + each * layer + layers * kept

@@ -1,4 +1,4 @@
-"""Forks the ranks of a job from one process that has imported torch. Started by netlab.py, not by hand.
+"""Forks the ranks of a job from one process that has imported torch. Started by launch.py, not by hand.
 
 The job comes on stdin as JSON: `parent`, the process that started it; `command`, a Python script and its arguments;
 `ranks`, for each its environment and the file of its network namespace or null.

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from megatron.context_parallel import UsageError
@@ -42,14 +40,20 @@ class Report:
     def add(self, table: str, **row: object) -> None:
         self.numbers[table].append(row)
 
-    def show(self, console: Console) -> None:
-        for title, rows in self.numbers.items():
-            table = Table(title=title)
-            for heading in rows[0]:
-                table.add_column(heading, justify="right")
-            for row in rows:
-                table.add_row(*(f"{x:.3g}" if isinstance(x, float) else str(x) for x in row.values()))
-            console.print(table)
+
+def print_table(title: str, rows: list[dict]) -> None:
+    """Plain text, columns to the right; without rich, which a plain GPU image may lack."""
+    lines = [list(rows[0]), *([_cell(x) for x in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print(f"\n{title}")
+    for line in lines:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "not measured"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 class Block(NamedTuple):

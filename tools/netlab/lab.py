@@ -1,70 +1,32 @@
-"""A cluster in a box: network namespaces as nodes, joined by a switch, with links of a given rate. See docs/netlab.md.
+"""A cluster of network namespaces, joined by a switch, with links of a given rate. See docs/netlab.md."""
 
-python tools/netlab.py up --nodes 4 --ranks-per-node 4 --node-rate 100mbit
-python tools/netlab.py run -- my_script.py --its-flags
-python tools/netlab.py down
-"""
-
-import argparse
 import dataclasses
 import fcntl
 import json
 import os
-import platform
 import re
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 from megatron.context_parallel.errors import UsageError
 
-ENVIRONMENT = {  # of ranks, where the caller's has not these
-    "OMP_NUM_THREADS": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns that the addresses of a lab have no host names
-    "MALLOC_MMAP_THRESHOLD_": str(2**32),  # glibc keeps freed tensors: fresh pages cost as much as a copy
-    "MALLOC_TRIM_THRESHOLD_": str(2**32),
-}
-LAUNCHER = Path(__file__).with_name("launch_ranks.py")
+from .launch import MAX_RANKS, describe, exit_on_signals, launch, rank_environment
+from .traffic import INNER, SHAPED
+
 NAMESPACES = Path("/run/netns")  # where `ip netns` keeps them
 LABS = Path("/run/netlab")  # one file for each lab that is up
-SHAPED, INNER = "shaped", "inner"  # network interfaces inside a namespace
 MASTER_PORT = 29500
 MTU = 9000
 MIN_BURST = 16 * 1024  # bytes; a tenth of it would cost a third of the rate
 QUEUE_MS = 1000
 CONGESTION_CONTROL = "cubic"  # BBR retransmits behind a token bucket
-MAX_RANKS = 256
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-
-
-class Bytes(NamedTuple):
-    received: int
-    sent: int
-
-
-def interface_bytes() -> dict[str, Bytes]:
-    """Called in a rank: bytes that its network interfaces carried so far, with all headers.
-
-    `shaped` is the NIC; the ranks of a node that share it read the same counter. `inner`, with one NIC per rank, leads
-    to the other ranks of the node. Empty on plain loopback. Read it before a barrier, do the work, and read it after
-    another: a rank leaves a barrier while others are still in it. Source: /proc/self/net/dev.
-    """
-    lines = (line.split() for line in Path("/proc/self/net/dev").read_text().replace(":", " ").splitlines())
-    return {words[0]: Bytes(int(words[1]), int(words[9])) for words in lines if words[0] in (SHAPED, INNER)}
-
-
-def exit_on_signals() -> None:
-    """Makes SIGTERM and SIGHUP raise SystemExit, so that `with` and `finally` clean up. Handlers already set stay."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, lambda number, frame: sys.exit(128 + number))
 
 
 def check_root(command: str) -> None:
@@ -101,74 +63,6 @@ def processes_inside(namespaces: Iterable[str]) -> list[int]:
     return found
 
 
-def launch(ranks: list[dict], command: Sequence[str | Path]) -> None:
-    """Runs a Python script with its arguments in all ranks and waits for them.
-
-    Raises UsageError when there is no such script, subprocess.CalledProcessError when a rank fails: its error is then
-    on stderr and the other ranks are gone. Whatever ends this call, no rank is left.
-    """
-    command = [str(word) for word in command]
-    if not Path(command[0]).is_file():
-        raise UsageError(f"CMD {command[0]}: no such file; give a Python script and its arguments")
-    process = subprocess.Popen(
-        [sys.executable, str(LAUNCHER)],
-        stdin=subprocess.PIPE,
-        text=True,
-        env={**ENVIRONMENT, **os.environ},
-    )
-    try:
-        with process.stdin as pipe:
-            json.dump({"parent": os.getpid(), "command": command, "ranks": ranks}, pipe)
-        status = process.wait()
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
-    if status:
-        raise subprocess.CalledProcessError(status, command)
-
-
-def describe(nodes: int, ranks_per_node: int, **link: str | int | None) -> dict:
-    """A cluster as plain data, to be stored beside results. Rates in bit/s, sizes in bytes; None: no such limit."""
-    shape = {"nodes": nodes, "ranks_per_node": ranks_per_node}
-    no_link = dict.fromkeys(("nic", "rate_bits_per_second", "burst_bytes", "queue_ms", "mtu", "congestion_control"))
-    return shape | no_link | link | {"kernel": platform.release(), "cpus": len(os.sched_getaffinity(0))}
-
-
-def rank_environment(rank: int, nodes: int, ranks_per_node: int, address: str, port: int, interface: str) -> dict:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(nodes * ranks_per_node),
-        "LOCAL_RANK": str(rank % ranks_per_node),
-        "LOCAL_WORLD_SIZE": str(ranks_per_node),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": interface,
-    }
-
-
-@dataclass(frozen=True)
-class Loopback:
-    """Ranks on this host's loopback, without root, namespaces or rates. Raises UsageError for a size that cannot be."""
-
-    ranks: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.ranks <= MAX_RANKS:
-            raise UsageError(f"--ranks {self.ranks}: give 1 to {MAX_RANKS}")
-
-    def run(self, command: Sequence[str | Path]) -> None:
-        """See `launch`."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        environments = [rank_environment(rank, 1, self.ranks, "127.0.0.1", port, "lo") for rank in range(self.ranks)]
-        launch([{"namespace": None, "environment": environment} for environment in environments], command)
-
-    def describe(self) -> dict:
-        """See `describe`."""
-        return describe(1, self.ranks)
-
-
 @dataclass(frozen=True)
 class Lab:
     """An emulated cluster; `with Lab(...) as lab:` in the main thread makes it and always removes it.
@@ -189,9 +83,9 @@ class Lab:
         for flag, value in (("--nodes", self.nodes), ("--ranks-per-node", self.ranks_per_node)):
             if value < 1:
                 raise UsageError(f"{flag} {value}: give 1 or more")
-        if self.nodes * self.ranks_per_node > MAX_RANKS:
+        if self.ranks > MAX_RANKS:
             ranks = f"--nodes {self.nodes} --ranks-per-node {self.ranks_per_node}"
-            raise UsageError(f"{ranks}: {self.nodes * self.ranks_per_node} ranks; give at most {MAX_RANKS} in all")
+            raise UsageError(f"{ranks}: {self.ranks} ranks; give at most {MAX_RANKS} in all")
         if self.nic not in ("node", "rank"):
             raise UsageError(f"--nic {self.nic}: give node or rank")
         if not re.fullmatch(r"[A-Za-z0-9_]{1,40}", self.name):
@@ -200,6 +94,10 @@ class Lab:
             raise UsageError(
                 f"--node-rate {self.node_rate}: give a number above 0 and a unit, as in 100mbit or 2.5gbit"
             )
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
 
     @property
     def rate(self) -> int | None:
@@ -227,7 +125,7 @@ class Lab:
     @property
     def hosts(self) -> list[str]:
         """The namespaces that hold ranks, one for each NIC, in rank order."""
-        return [f"netlab-{self.name}-{i}" for i in range(self.nodes * self.ranks_per_node // self.ranks_per_nic)]
+        return [f"netlab-{self.name}-{i}" for i in range(self.ranks // self.ranks_per_nic)]
 
     @property
     def state(self) -> Path:
@@ -335,7 +233,7 @@ class Lab:
         if self.load(self.name) != self:
             raise UsageError(f"--name {self.name}: this lab is not up; start it with up")
         ranks = []
-        for rank in range(self.nodes * self.ranks_per_node):
+        for rank in range(self.ranks):
             environment = rank_environment(
                 rank, self.nodes, self.ranks_per_node, self.address(0), MASTER_PORT, interface=SHAPED
             )
@@ -359,60 +257,3 @@ class Lab:
     def __str__(self) -> str:
         rate = f"at {self.node_rate}" if self.rate else "not limited"
         return f"{self.name}: {self.nodes} nodes x {self.ranks_per_node} ranks, one NIC per {self.nic}, {rate}"
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    up = commands.add_parser("up", help="make a cluster (root)", allow_abbrev=False)
-    up.add_argument("--nodes", type=int, required=True)
-    up.add_argument("--ranks-per-node", type=int, required=True)
-    up.add_argument("--node-rate", metavar="RATE", help="of each NIC and direction, as 100mbit; default: not limited")
-    up.add_argument("--nic", choices=("node", "rank"), default="node", help="who has a NIC; default: %(default)s")
-    run = commands.add_parser("run", help="run a Python script in all ranks", allow_abbrev=False)
-    where = run.add_mutually_exclusive_group()
-    where.add_argument("--ranks", type=int, help="on plain loopback instead of a lab; needs no root")
-    run.add_argument("script", nargs="+", metavar="CMD", help="after --: the script and its arguments")
-    down = commands.add_parser("down", help="remove a cluster and what runs in it (root)", allow_abbrev=False)
-    for command in (up, where, down):
-        command.add_argument("--name", default="lab", help="of the lab; default: %(default)s")
-    commands.add_parser("status", help="list the clusters that are up")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
-    exit_on_signals()
-    if args.command == "up":
-        lab = Lab(args.nodes, args.ranks_per_node, args.node_rate, args.nic, args.name)
-        lab.up()
-        print(lab)
-    elif args.command == "run":
-        cluster = Loopback(args.ranks) if args.ranks is not None else Lab.load(args.name)
-        if cluster is None:
-            raise UsageError(f"--name {args.name}: no such lab is up; start it with up, or give --ranks 4")
-        cluster.run(args.script)
-    elif args.command == "down":
-        if lab := Lab.load(args.name):
-            lab.down()
-        else:
-            print(f"{args.name} is not up")
-    else:
-        for path in sorted(LABS.glob("*.json")):
-            lab = Lab.load(path.stem)
-            inside = processes_inside(host for host in lab.hosts if (NAMESPACES / host).exists())
-            print(f"{lab}, {len(inside)} processes")
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except UsageError as error:
-        print(f"netlab.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except subprocess.CalledProcessError as error:
-        sys.exit(error.returncode if error.returncode > 0 else 128 - error.returncode)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.context_parallel import AllRanks, context_parallel_attention
 from megatron.context_parallel.kernels import BlockGrad, Kernel, Scores
 from megatron.context_parallel.kernels.choose import kernel_for
-from megatron.context_parallel.kernels.masks import Piece, Runs, cut
+from megatron.context_parallel.kernels.masks import Mask, Piece, Runs, cut
 from megatron.context_parallel.kernels.merge import merge
 from megatron.context_parallel.mask import Mask as SequenceMask
 
@@ -73,8 +73,9 @@ def ways(kernel: Kernel, name: str, block: Block, mask: str) -> dict[str, Callab
                 merge(out[at], lse[at], *part)
 
     def backward() -> None:
+        lse, delta = stats
         for at, kv, mask, *_ in pieces:
-            kernel.backward(BlockGrad(dout[at], q[at], k[kv], v[kv], *(x[at] for x in stats), mask), scores)
+            kernel.backward(BlockGrad(dout[at], q[at], k[kv], v[kv], lse[at], delta[at], mask), scores)
 
     return {"forward": forward, "backward": backward}
 
@@ -93,7 +94,7 @@ def medians(calls: dict, repeats: int, clock: GpuClock) -> dict:
 
 def ratios(rows: list[dict], way: str) -> list[float]:
     """The position kernel's step TFLOP/s over the best library's causal ones, for each shape."""
-    shapes = defaultdict(dict)
+    shapes: dict[tuple, dict] = defaultdict(dict)
     for row in rows:
         shapes[row["head_dim"], row["heads"], row["length"]][row["backend"], row["mask"]] = row[way]
     found = []
@@ -114,15 +115,15 @@ class Watched:
     def pieces(self, block: Runs, keys: int) -> list:
         return self.kernel.pieces(block, keys)
 
-    def forward(self, *args, **how) -> tuple[Tensor, ...]:
-        return self._watch(self.kernel.forward, *args, **how)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
+        return self._watch(self.kernel.forward, q, k, v, mask, scores)
 
-    def backward(self, *args, **how) -> tuple[Tensor, ...]:
-        return self._watch(self.kernel.backward, *args, **how)
+    def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        return self._watch(self.kernel.backward, grad, scores)
 
-    def _watch(self, call: Callable, *args, **how) -> tuple[Tensor, ...]:
+    def _watch(self, call: Callable, *args: object) -> tuple:
         start = self.clock.mark()
-        result = call(*args, **how)
+        result = call(*args)
         self.calls.append((start, self.clock.mark()))
         return result
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,9 +82,8 @@ def block_errors(kernel: Kernel, block: Block, mask: Mask) -> list[float]:
     out, lse = reference.forward(q, k, v, mask, scores)
     delta = (dout.double() * out).sum(-1)
     expected = out, lse, *reference.backward(BlockGrad(dout, q, k, v, lse, delta, mask), scores)
-    got = kernel.forward(q, k, v, mask, scores)
-    got += kernel.backward(BlockGrad(dout, q, k, v, lse.float(), delta.float(), mask), scores)
-    return compare(got, expected)
+    grad = BlockGrad(dout, q, k, v, lse.float(), delta.float(), mask)
+    return compare((*kernel.forward(q, k, v, mask, scores), *kernel.backward(grad, scores)), expected)
 
 
 def check_strategies(report: Report, names: list[str], sizes: Sizes, device: torch.device) -> None:
@@ -95,7 +95,7 @@ def check_strategies(report: Report, names: list[str], sizes: Sizes, device: tor
         torch.manual_seed(n)
         q, k, v, dout = (torch.randn(length, 2, h, dim, device=device).to(dtype) for h in (8, 4, 4, 8))
         ids = torch.bucketize(torch.arange(length), torch.tensor([1, length // 3, length // 2 + 1]), right=True)
-        masks = {
+        masks: dict[str, dict[str, Any]] = {
             "causal": {},
             "full": {"causal": False},
             "window": {"window": (length // 3, 0)},
@@ -105,7 +105,7 @@ def check_strategies(report: Report, names: list[str], sizes: Sizes, device: tor
             expected = exact(q, k, v, dout, **mask)
             for name, kernel in [("auto", auto), *kernels(names, device, dtype, dim)]:
                 for strategy in STRATEGIES if name == "auto" else ["attention2d"]:
-                    options = {"head_parallel_size": 2} if strategy in ("usp", "loongtrain") else {}
+                    options: dict[str, Any] = {"head_parallel_size": 2} if strategy in ("usp", "loongtrain") else {}
                     try:
                         cp = AllRanks(n, strategy, **options)
                         got = distributed(cp, kernel, q, k, v, dout, **mask)
