@@ -179,6 +179,18 @@ def test_page_has_the_bytes_of_the_plan(spec, tmp_path):
         assert sum(bar["sent"] for bar in shown["bars"]) == received > 0
 
 
+def test_page_says_what_a_collective_moves(tmp_path):
+    text = page_of(tmp_path / "p.html", ["allgather"], 8, SHAPE).read_text()
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+    says = next(bar["says"] for bar in data["plans"][0]["passes"][0]["bars"] if bar["tensor"] and bar["rank"] == 5)
+    moved = 7 * SHAPE.rows * SHAPE.kv_heads * SHAPE.head_dim * 2 * SHAPE.itemsize
+    assert says[:3] == [
+        "Rank 5: KV, keys, values",
+        f"sends chunk 5 to ranks 0-4, 6, 7: {moved:,} bytes",
+        f"receives chunks 0-4, 6, 7 from ranks 0-4, 6, 7: {moved:,} bytes",
+    ]
+
+
 PROBE = """
 <pre id="probe"></pre>
 <script>

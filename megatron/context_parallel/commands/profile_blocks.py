@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -31,6 +30,7 @@ from megatron.context_parallel.kernels.masks import CAUSAL, FULL
 from megatron.context_parallel.plan.ir import T
 from megatron.context_parallel.strategies.mesh import best_grid, circles
 from megatron.context_parallel.strategies.mesh_schedule import TRAVELS
+from megatron.context_parallel.tables import show
 from megatron.context_parallel.transport import TorchTransport, Work
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -159,7 +159,7 @@ def report(args: argparse.Namespace, grid: tuple[int, int], device: torch.device
         for t in travels:
             times = (f"{1000 * x:.3f} ms" for x in (blocks[way], transfers[t]))
             table.add_row(way, next(times), t, next(times), f"{costs[way][t]:.3g}")
-    Console().print(table)
+    show(table)
     print(f"wrote {args.output}")
 
 

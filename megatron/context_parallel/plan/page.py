@@ -1,5 +1,6 @@
 """An interactive page of plans: one HTML file that needs nothing else."""
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,4 +102,9 @@ class _Pass:
 
 
 def _list(noun: str, numbers: set[int]) -> str:
-    return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"
+    """`chunks 0, 2-5`"""
+    parts = []
+    for _, run in itertools.groupby(enumerate(sorted(numbers)), key=lambda item: item[1] - item[0]):
+        run = [number for _, number in run]
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(parts)}"
