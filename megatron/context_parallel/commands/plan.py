@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     table.add_column("strategy")
     table.add_column("pass")
-    shape, pages, volumes = shape_of(args), {}, []
+    shape, pages, volumes = shape_of(args), dict[str, list[Plan]](), list[str]()
     for heading in ("received", *(["MiB"] if shape else []), "steps", "idle", "peak"):
         table.add_column(heading, justify="right")
     for spec in args.strategy:

@@ -25,7 +25,7 @@ COLOURS = {
     T.DQ: "#74c69a",
     T.DKV: "#ee9ab0",
 }
-RANKS = [to_hex(colour) for colour in matplotlib.colormaps["tab20"].colors]
+RANKS = [to_hex(colour) for colour in matplotlib.colormaps["tab20"](range(20))]
 _NUMBERED = 16  # with more ranks the cells are too small for text
 _WIDTH, _MATRIX, _LEFT, _TIMELINE, _RIGHT, _TOP, _BOTTOM = 12.0, 3.3, 0.55, 5.0, 0.15, 0.65, 0.5  # inches
 _LANE, _TALLEST = 0.17, 12.0  # inches: a lane, and all lanes at most
@@ -63,7 +63,7 @@ def figure_of(shown: Picture) -> Figure:
     return figure
 
 
-def _box(height: float, left: float, bottom: float, wide: float, high: float) -> tuple[float, ...]:
+def _box(height: float, left: float, bottom: float, wide: float, high: float) -> tuple[float, float, float, float]:
     return left / _WIDTH, bottom / height, wide / _WIDTH, high / height
 
 

@@ -100,6 +100,7 @@ def _bars(plan: Plan, span: Span, lanes: tuple[str, ...]) -> Iterator[Bar]:
 
 def _messages(plan: Plan, op: Comm | SwapHeads, rank: int) -> Iterator[tuple]:
     """(tensor, texts, sent, received) of each tensor that an operation moves."""
+    texts: dict[T, tuple[str, ...]]
     if isinstance(op, SwapHeads):
         rank = plan.grid.rank(context=rank)
         transfers, texts = plan.swapped(op, rank), {t: (f"swap {t}", f"{t}") for t in op.tensors}
