@@ -7,8 +7,8 @@ from rich.table import Table
 
 from ..layout import Chunks, positions
 from ..mask import Mask
-from ..mesh import ProcessMesh
 from ..plan.volume import Shape, received_bytes
+from ..process_mesh import ProcessMesh
 from ..tables import show
 from .flags import Arguments
 from .parameters import count_parameters, parameters_on_stage
