@@ -7,17 +7,17 @@ Each is checked against exact attention first; what is not exact is not timed. R
 """
 
 import argparse
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import cluster, report
+from benchmarks import job, report
 from benchmarks.cases import DTYPES, PRESETS, Case, Problem, parse_case, preset
 from benchmarks.peers import PEERS
 from benchmarks.volume import planned_bytes
 from megatron.context_parallel import STRATEGIES
+from megatron.context_parallel.commands.run import run_main
 from megatron.context_parallel.errors import UsageError
+from tools.netlab import add_flags, cluster_of, exits_as_ranks_did
 
 RANK = Path(__file__).with_name("attention_rank.py")
 
@@ -30,7 +30,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     what.add_argument("--strategies", nargs="+", metavar="NAME[:OPTION=VALUE,...]", help=f"of {names}")
     sets = "; ".join(f"{name}: {text}" for name, text in PRESETS.items())
     what.add_argument("--preset", metavar="NAME", help=f"a ready-made comparison: {sets}")
-    cluster.add_flags(parser)
+    add_flags(parser)
     parser.add_argument("--num-attention-heads", type=int, default=8, help="query heads; default: %(default)s")
     parser.add_argument("--num-query-groups", type=int, help="key/value heads; default: as query heads")
     parser.add_argument("--kv-channels", type=int, default=64, help="size of a head; default: %(default)s")
@@ -82,26 +82,21 @@ def cases_of(args: argparse.Namespace, problem: Problem) -> tuple[list[Case], li
     return cases, [None if case.peer else planned_bytes(case.plans(problem), problem) for case in cases]
 
 
+@exits_as_ranks_did
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    place = cluster.cluster_of(args)
-    problem = problem_of(args, cluster.size(place))
+    place = cluster_of(args)
+    problem = problem_of(args, place.ranks)
     cases, planned = cases_of(args, problem)
     report.make_folder(args.output)
     run = {"title": "attention, forward and backward", "problem": asdict(problem)}
-    run["surroundings"] = cluster.surroundings(place)
-    job = {"problem": run["problem"], "cases": [case.text for case in cases]}
-    entries = cluster.results_of(RANK, job | {"rounds": args.rounds, "warm_up": args.warm_up}, place)
+    run["surroundings"] = job.surroundings(place)
+    task = {"problem": run["problem"], "cases": [case.text for case in cases]}
+    entries = job.results_of(RANK, task | {"rounds": args.rounds, "warm_up": args.warm_up}, place)
     run["entries"] = [entry | {"planned": plan} for entry, plan in zip(entries, planned, strict=True)]
     report.publish(run, args.output)
     return int(any(entry["failure"] and not case.peer for entry, case in zip(entries, cases, strict=True)))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UsageError as error:
-        print(f"attention.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except subprocess.CalledProcessError as error:  # the rank has said why
-        sys.exit(error.returncode)
+    run_main(main)

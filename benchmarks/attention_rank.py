@@ -3,7 +3,8 @@
 import torch.distributed as dist
 
 from benchmarks.cases import Case, Problem, parse_case
-from benchmarks.rounds import interleave, run_job
+from benchmarks.job import run_job
+from benchmarks.rounds import interleave
 from benchmarks.stopwatch import Stopwatch
 from benchmarks.subjects import ExactAttention, build, local_tensors, step, whole_tensors
 

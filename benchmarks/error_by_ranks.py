@@ -8,6 +8,7 @@ import argparse
 import torch
 
 from megatron.context_parallel import STRATEGIES, AllRanks, context_parallel_attention
+from megatron.context_parallel.commands.run import run_main
 from megatron.context_parallel.kernels.reference import attention
 
 WHAT = ("out", "lse", "dq", "dk", "dv")
@@ -45,4 +46,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -11,13 +11,14 @@ import statistics
 import time
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.stopwatch import Stopwatch, TimedKernel
 from megatron.context_parallel import AllRanks, context_parallel_attention
+from megatron.context_parallel.commands.run import run_main
 from megatron.context_parallel.kernels.aten import AtenFlash
+from megatron.context_parallel.tables import show
 
 CASES = ["ring", "ring:layout=contiguous", "ring:layout=cyclic", "allgather", "ulysses", "lightseq", "attention2d"]
 CASES += ["attention2d:layout=cyclic", "mesh", "loongtrain:head_parallel_size=2"]
@@ -66,8 +67,8 @@ def main() -> None:
     for text, rounds in ratios.items():
         total, kernels = (statistics.median(column) for column in zip(*rounds, strict=True))
         table.add_row(text, f"{total:.3f}", f"{kernels:.3f}", f"{kernels / total:.3f}")
-    Console().print(table)
+    show(table)
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -9,10 +9,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
-from rich.console import Console
 from rich.table import Table
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.tables import show
 
 PARTS = ("kernel", "wait", "other", "idle")
 COLUMNS = (
@@ -80,21 +80,26 @@ def title(run: dict) -> str:
     return f"{run['title']}: {place}; {size}"
 
 
-def table(run: dict) -> Table:
+def tables(run: dict) -> list[Table]:
+    """Time, where it went, and bytes of all cases: three tables, each of which fits into 80 columns."""
     summaries = {entry["case"]: summarize(entry) for entry in run["entries"]}
     first = next((case for case, summary in summaries.items() if summary), None)
-    shown = Table(title=title(run), caption="Columns: docs/benchmarks/emulated_cluster.md")
-    columns = ("seconds", "spread", f"x {first}", "tokens/s", *PARTS, "MB", "plan", "off plan", "link MB", "error")
-    shown.add_column("case")
-    for name in columns:
-        shown.add_column(name, justify="right")
+    headings = {
+        f"{title(run)}\n\ntime": ("seconds", "spread", f"x {first}", "tokens/s", "error"),
+        "where the time went, seconds": PARTS,
+        "bytes received": ("MB", "plan", "off plan", "link MB"),
+    }
     tokens = run["problem"]["length"] * run["problem"]["batch"]
-    for entry in run["entries"]:
-        summary = summaries[entry["case"]]
-        if summary is None:
-            shown.add_row(entry["case"], "-", *[""] * (len(columns) - 1))
-        else:
-            shown.add_row(entry["case"], *_cells(summary, summaries[first], tokens), f"{entry['error']:.1e}")
+    shown = []
+    for i, (heading, names) in enumerate(headings.items()):
+        shown.append(Table("case", title=heading))
+        for name in names:
+            shown[-1].add_column(name, justify="right")
+        for entry in run["entries"]:
+            summary = summaries[entry["case"]]
+            cells = _cells(summary, summaries[first], tokens, entry["error"])[i] if summary else "-" * len(names)
+            shown[-1].add_row(entry["case"], *cells)
+    shown[-1].caption = "Columns: docs/benchmarks/emulated_cluster.md"
     return shown
 
 
@@ -103,21 +108,28 @@ def failures(run: dict) -> list[str]:
     return [f"{entry['case']}: not timed: {entry['failure']}" for entry in run["entries"] if entry["failure"]]
 
 
-def _cells(summary: dict, first: dict, tokens: int) -> list[str]:
+def _cells(summary: dict, first: dict, tokens: int, error: float) -> list[list[str]]:
+    """A case's cells of each table."""
+
     def megabytes(value: int | None) -> str:
         return "-" if value is None else f"{value / 1e6:.2f}"
 
     off = summary["off_plan"]
     return [
-        f"{summary['median']:.3f}",
-        f"{summary['spread']:.0%}",
-        f"{speed_up(first, summary):.2f}",
-        f"{tokens / summary['median']:.0f}",
-        *(f"{summary['parts'][part]:.3f}" for part in PARTS),
-        megabytes(summary["received"]),
-        megabytes(summary["planned"]),
-        "-" if off is None else f"{off:.2%}",
-        megabytes(summary["link_received"]),
+        [
+            f"{summary['median']:.3f}",
+            f"{summary['spread']:.0%}",
+            f"{speed_up(first, summary):.2f}",
+            f"{tokens / summary['median']:.0f}",
+            f"{error:.1e}",
+        ],
+        [f"{summary['parts'][part]:.3f}" for part in PARTS],
+        [
+            megabytes(summary["received"]),
+            megabytes(summary["planned"]),
+            "-" if off is None else f"{off:.2%}",
+            megabytes(summary["link_received"]),
+        ],
     ]
 
 
@@ -142,7 +154,7 @@ def publish(run: dict, folder: Path) -> None:
     """Prints the table, and writes `rounds.csv` (a row per case, round and rank), `run.json` (all there is) and
     `times.png` into `folder`.
 
-    `run` has a `title`, the `problem`, `cluster.surroundings`, and `entries` (see `attention_rank.measure`), each with
+    `run` has a `title`, the `problem`, `job.surroundings`, and `entries` (see `attention_rank.measure`), each with
     the `planned` bytes per rank or null.
     """
     with (folder / "rounds.csv").open("w", newline="") as file:
@@ -157,7 +169,7 @@ def publish(run: dict, folder: Path) -> None:
     summaries = {entry["case"]: summarize(entry) for entry in run["entries"]}
     (folder / "run.json").write_text(json.dumps(run | {"summaries": summaries}, indent=1) + "\n")
     _plot(summaries, title(run), folder / "times.png")
-    Console().print(table(run))
+    show(*tables(run))
     for line in failures(run):
         print(line)
     print(f"wrote {folder}/rounds.csv, run.json and times.png")

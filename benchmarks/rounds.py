@@ -1,11 +1,8 @@
 """How a rank times its cases: interleaved rounds, each begun at one instant on all ranks."""
 
-import json
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -71,16 +68,3 @@ def common_start() -> float:
     instant = torch.tensor([time.perf_counter() + LEAD], dtype=torch.float64)
     dist.broadcast(instant, 0)
     return instant.item()
-
-
-def run_job(measure: Callable[[dict], list[dict]]) -> None:
-    """The life of a rank: `measure` gets the job, a JSON file named by the first argument, in a world of all ranks;
-    rank 0 writes what it returns to the file named by the second."""
-    torch.set_num_threads(1)
-    job = json.loads(Path(sys.argv[1]).read_text())
-    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
-    entries = measure(job)
-    if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(entries))
-    dist.barrier()
-    dist.destroy_process_group()

@@ -10,7 +10,8 @@ import torch
 from megatron.core import parallel_state
 
 from benchmarks.cases import Case, parse_case
-from benchmarks.rounds import interleave, run_job
+from benchmarks.job import run_job
+from benchmarks.rounds import interleave
 from benchmarks.stopwatch import Stopwatch, TimedKernel
 from megatron.context_parallel.integration import spec
 from megatron.context_parallel.kernels.choose import kernel_for

@@ -8,16 +8,17 @@ Flags after -- are the trainer's and win over the defaults here. Run it from the
 
 import argparse
 import os
-import subprocess
 import sys
 import warnings
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import cluster, report
+from benchmarks import job, report
 from benchmarks.cases import Case, Problem, parse_case
 from megatron.context_parallel import STRATEGIES
+from megatron.context_parallel.commands.run import run_main
 from megatron.context_parallel.errors import UsageError
+from tools.netlab import add_flags, cluster_of, exits_as_ranks_did
 
 RANK = Path(__file__).with_name("training_rank.py")
 # The preset's two layers with the heads of attention.py, few enough weights for their reduction not to drown all else.
@@ -34,7 +35,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     names = ", ".join(STRATEGIES)
     parser.add_argument("--strategies", nargs="+", required=True, metavar="NAME[:OPTION=VALUE,...]", help=f"of {names}")
-    cluster.add_flags(parser)
+    add_flags(parser)
     text = "each strategy also with all layers recomputed, and with attention kept (Selective Checkpoint++)"
     parser.add_argument("--recompute", action="store_true", help=text)
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each; default: %(default)s")
@@ -67,10 +68,11 @@ def cases_of(texts: list[str], problem: Problem) -> list[Case]:
     return cases
 
 
-def main(argv: list[str] | None = None) -> None:
+@exits_as_ranks_did
+def main(argv: list[str] | None = None) -> int:
     args, given = parse_args(argv)
-    place = cluster.cluster_of(args)
-    ranks = cluster.size(place)
+    place = cluster_of(args)
+    ranks = place.ranks
     flags = [*LLAMA.split(), *given, "--context-parallel-size", str(ranks)]
     problem = problem_of(flags, ranks)
     if args.rounds < 1:
@@ -78,21 +80,14 @@ def main(argv: list[str] | None = None) -> None:
     cases = cases_of(args.strategies, problem)
     report.make_folder(args.output)
     run = {"title": "training step", "problem": asdict(problem), "trainer_flags": flags}
-    run["surroundings"] = cluster.surroundings(place)
-    job = {"problem": run["problem"], "cases": [case.text for case in cases], "flags": flags}
-    job["recompute"] = args.recompute
-    entries = cluster.results_of(RANK, job | {"rounds": args.rounds, "warm_up": 1}, place)
+    run["surroundings"] = job.surroundings(place)
+    task = {"problem": run["problem"], "cases": [case.text for case in cases], "flags": flags}
+    task["recompute"] = args.recompute
+    entries = job.results_of(RANK, task | {"rounds": args.rounds, "warm_up": 1}, place)
     run["entries"] = [entry | {"planned": None} for entry in entries]
     report.publish(run, args.output)
-    if any(entry["failure"] for entry in entries):
-        sys.exit(1)
+    return int(any(entry["failure"] for entry in entries))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UsageError as error:
-        print(f"training_step.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except subprocess.CalledProcessError as error:  # the rank has said why
-        sys.exit(error.returncode)
+    run_main(main)

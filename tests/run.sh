@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install what the tests need into .venv, lint, and run every test.
+# Install what the tests need into .venv, lint, check types, and run every test.
 #   bash tests/run.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -7,4 +7,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/venv.sh requirements-dev.txt
 .venv/bin/ruff check
 .venv/bin/ruff format --check
+.venv/bin/mypy megatron/context_parallel
 OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2 --dist loadfile "$@"

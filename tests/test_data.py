@@ -11,17 +11,17 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron.context_parallel.commands import preprocess_data
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.data import build_data_iterator, build_datasets
 from megatron.context_parallel.trainer.tokenizer import build_tokenizer
-from tools import preprocess_data
 
 EOD = 256
 SEQUENCE = 32
 
 
 def preprocess(tmp_path, *flags: str, prefix: str = "out") -> IndexedDataset:
-    assert preprocess_data.main(["--output-prefix", str(tmp_path / prefix), *map(str, flags)]) == 0
+    preprocess_data.main(["--output-prefix", str(tmp_path / prefix), *map(str, flags)])
     return IndexedDataset(str(tmp_path / f"{prefix}_text_document"))
 
 
@@ -86,7 +86,7 @@ def test_append_eod_ends_every_document(tmp_path):
 def test_json_keys_make_one_output_each(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"title": "T", "body": "long"}\n{"title": "U", "body": "er"}\n')
     flags = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out")]
-    assert preprocess_data.main([*flags, "--json-keys", "title", "body"]) == 0
+    preprocess_data.main([*flags, "--json-keys", "title", "body"])
     title, body = (IndexedDataset(str(tmp_path / f"out_{key}_document")) for key in ("title", "body"))
     assert [bytes(ids.tolist()) for ids in title] == [b"T", b"U"]
     assert [bytes(ids.tolist()) for ids in body] == [b"long", b"er"]
@@ -117,14 +117,14 @@ def test_workers_keep_the_order(tmp_path):
     assert [bytes(ids.tolist()) for ids in index] == [str(number).encode() for number in range(100)]
 
 
-def test_a_failed_run_leaves_the_earlier_result_alone(tmp_path, capsys):
+def test_a_failed_run_leaves_the_earlier_result_alone(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"text": "ab"}\n')
     preprocess(tmp_path, "--input", tmp_path / "in.jsonl")
     before = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
     (tmp_path / "in.jsonl").write_text('{"text": "other"}\n{"text": \n')
     flags = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out")]
-    assert preprocess_data.main(flags) == 2
-    assert "line 2 is not JSON" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="line 2 is not JSON"):
+        preprocess_data.main(flags)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
 
 
@@ -163,7 +163,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_one_line(tmp_path, capsys, name):
+def test_mistakes_are_one_line(tmp_path, name):
     (tmp_path / "good.txt").write_text("good")
     (tmp_path / "good.jsonl").write_text('{"text": "good"}')
     (tmp_path / "broken.jsonl").write_text("{text}")
@@ -173,11 +173,9 @@ def test_mistakes_are_one_line(tmp_path, capsys, name):
     flags = [flag.format(tmp=tmp_path) for flag in flags]
     if "--output-prefix" not in flags:
         flags += ["--output-prefix", str(tmp_path / "out")]
-    assert preprocess_data.main(flags) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1
-    assert captured.err.startswith("preprocess_data.py: error: ")
-    assert expected.format(tmp=tmp_path) in captured.err
+    with pytest.raises(UsageError) as caught:
+        preprocess_data.main(flags)
+    assert "\n" not in str(caught.value) and expected.format(tmp=tmp_path) in str(caught.value)
     assert not list(tmp_path.glob("out*"))
 
 

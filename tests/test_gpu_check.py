@@ -1,22 +1,20 @@
 """tools/gpu_check.py without a GPU: the whole of it at tiny sizes, with CPU kernels; its times mean nothing here."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
-from megatron.context_parallel import STRATEGIES, UsageError
+from megatron.context_parallel import STRATEGIES
+from megatron.context_parallel.commands import gpu_check
+from megatron.context_parallel.commands.gpu_checks import common, errors, speed
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Piece
 from megatron.context_parallel.kernels.reference import Reference
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-
-import gpu_check
-from gpu_checks import common, errors, speed
 
 CPU = torch.device("cpu")
 TINY = common.Sizes(
@@ -70,7 +68,7 @@ def kernels(monkeypatch):
     return use
 
 
-def test_everything_runs_and_agrees_with_float64(kernels, tmp_path):
+def test_everything_runs_and_agrees_with_float64(kernels, capsys):
     kernels(OneLaunch())
     report, bars = gpu_check.check_all(list(gpu_check.BACKENDS[1:]), TINY, CPU, HostClock())
     verdicts = {bar["bar"]: (bar["reached"], bar["verdict"]) for bar in bars}
@@ -88,7 +86,10 @@ def test_everything_runs_and_agrees_with_float64(kernels, tmp_path):
     assert {(r["backend"], r["mask"]) for r in report.numbers["TFLOP/s, bfloat16"]} == {
         (name, mask) for name in ("aten", "triton") for mask in ("full", "causal", "step")
     }
-    gpu_check.show(Console(file=(tmp_path / "tables").open("w")), report, bars)
+    gpu_check.show(report, bars)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["errors", "over", "their", "bound", "at", "most", "0", "0", "PASS"] in lines
+    assert sum("PASS" in line for line in lines) >= len(blocks) + len(strategies) + 1
     json.dumps(report.numbers)
 
 
@@ -155,8 +156,13 @@ def test_verdicts(reached, verdicts):
     assert [bar["verdict"] for bar in gpu_check.judge(reached)] == verdicts.split()
 
 
-def test_without_a_gpu_one_line_says_so():
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
-    with pytest.raises(UsageError, match="needs a CUDA GPU, and there is none here; run it on a host with one"):
-        gpu_check.main([])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_one_line_says_so(tmp_path):
+    """From a checkout that is not installed, on a host with little more than torch."""
+    for package in ("rich", "matplotlib", "yaml"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError")
+    tool = Path(__file__).parents[1] / "tools" / "gpu_check.py"
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, tool], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    expected = "gpu_check.py: error: needs a CUDA GPU, and there is none here; run it on a host with one\n"
+    assert (done.returncode, done.stderr) == (2, expected)

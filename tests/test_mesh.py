@@ -1,6 +1,5 @@
 """Mesh-Attention: tiles, greedy schedules, volumes, exactness, and the profile its costs come from."""
 
-import importlib.util
 import json
 import math
 from collections import Counter
@@ -12,6 +11,7 @@ import torch
 from test_exact import HEADS, WHAT, errors, exact, gradients, problem
 
 from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError, context_parallel_attention
+from megatron.context_parallel.commands import profile_blocks
 from megatron.context_parallel.layout import Chunks, shard, unshard
 from megatron.context_parallel.mask import Mask, Pairs
 from megatron.context_parallel.plan.ir import Recv, Send, T
@@ -314,15 +314,6 @@ def test_exact_between_processes(ranks, grid, layout):
 
 # -- the profile -----------------------------------------------------------------------------------------------------
 
-TOOL = Path(__file__).parents[1] / "tools" / "profile_blocks.py"
-
-
-def tool():
-    spec = importlib.util.spec_from_file_location("profile_blocks", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 def arguments(output: Path, *more: str) -> list[str]:
     sizes = ["--num-attention-heads", "4", "--num-query-groups", "2", "--kv-channels", "16", "--chunk-length", "64"]
@@ -330,9 +321,8 @@ def arguments(output: Path, *more: str) -> list[str]:
 
 
 def _profile(argv: list[str], n: int) -> None:
-    module = tool()
-    args = module.parse_args(argv)
-    module.report(args, module.check(args, n), torch.device("cpu"))
+    args = profile_blocks.parse_args(argv)
+    profile_blocks.report(args, profile_blocks.check(args, n), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("grid", ["2x2", "1x4"])
@@ -356,8 +346,7 @@ def test_profile_sends_what_the_executor_sends(tmp_path):
     from megatron.context_parallel.kernels.reference import Reference
     from megatron.context_parallel.transport import LocalTransport
 
-    module = tool()
-    chunks = module.tensors(module.parse_args(arguments(tmp_path)), torch.device("cpu"))
+    chunks = profile_blocks.tensors(profile_blocks.parse_args(arguments(tmp_path)), torch.device("cpu"))
     inputs = {T.Q: chunks[T.Q], T.KV: chunks[T.KV]}
     blocks = Blocks(Mask(), *Chunks.pair("zigzag", 2, 128), Reference())
     executor = Executor(MESH.plan(2), 0, Problem(blocks, 2, None, None), LocalTransport(0, {}), inputs)
@@ -379,9 +368,8 @@ def test_profile_sends_what_the_executor_sends(tmp_path):
     ],
 )
 def test_profile_refuses_what_cannot_work(tmp_path, more, n, message):
-    module = tool()
     with pytest.raises(UsageError, match=message):
-        module.check(module.parse_args(arguments(tmp_path / "costs.json", *more)), n)
+        profile_blocks.check(profile_blocks.parse_args(arguments(tmp_path / "costs.json", *more)), n)
 
 
 @pytest.mark.parametrize(

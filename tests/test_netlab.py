@@ -1,5 +1,6 @@
-"""tools/netlab.py: clusters that leave nothing behind, links that bind, jobs that end as a whole."""
+"""tools/netlab: clusters that leave nothing behind, links that bind, jobs that end as a whole."""
 
+import fcntl
 import json
 import os
 import re
@@ -12,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from megatron.context_parallel import UsageError
-from tools import launch_ranks, netlab
-from tools.netlab import Lab, Loopback
+from tools.netlab import Lab, Loopback, interface_bytes, launch_ranks
+from tools.netlab.__main__ import main
+from tools.netlab.lab import LABS, NAMESPACES, processes_inside
 
-TOOL = Path(netlab.__file__)
+ROOT = Path(__file__).parents[1]
+TOOL = [sys.executable, "-m", "tools.netlab"]
 NAME = f"test{os.getpid()}"
 
 try:
@@ -68,7 +71,7 @@ json.dump(results, open(f"{sys.argv[1]}/{rank}", "w"))
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """Writes a script, and a folder for its results; ranks find `tools` as the tests do."""
-    monkeypatch.setenv("PYTHONPATH", str(TOOL.parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "out").mkdir()
 
     def write(source: str) -> tuple[str, Path]:
@@ -101,9 +104,7 @@ def pids(out: Path, ranks: int) -> list[int]:
 
 def network() -> tuple[set[str], ...]:
     """Links of this host; namespaces and state files of these tests."""
-    links, *ours = (
-        {path.name for path in Path(f).glob("*")} for f in ("/sys/class/net", netlab.NAMESPACES, netlab.LABS)
-    )
+    links, *ours = ({path.name for path in Path(f).glob("*")} for f in ("/sys/class/net", NAMESPACES, LABS))
     return links, *({name for name in names if NAME in name} for names in ours)
 
 
@@ -129,18 +130,18 @@ def test_up_and_down_leave_what_is_not_theirs(script, capsys):
         lab = Lab(2, 2, "100mbit", "rank", NAME)
         lab.up()
         inside = subprocess.Popen(["nsenter", f"--net=/run/netns/{lab.hosts[1]}", "sleep", "600"])
-        until(lambda: netlab.processes_inside(lab.hosts) == [inside.pid], "the sleeper is inside")
+        until(lambda: processes_inside(lab.hosts) == [inside.pid], "the sleeper is inside")
         assert network()[1] - before[1] == {lab.switch, *lab.hosts} and len(lab.hosts) == 4
-        netlab.main(["status"])
+        main(["status"])
         assert f"{NAME}: 2 nodes x 2 ranks, one NIC per rank, at 100mbit, 1 processes" in capsys.readouterr().out
         with pytest.raises(UsageError, match="is up already"):
             Lab(1, 1, name=NAME).up()
         with pytest.raises(UsageError, match="is not up"):
             Lab(1, 1, name=NAME).run([path])
-        netlab.main(["down", "--name", NAME])
+        main(["down", "--name", NAME])
         assert inside.wait() == -signal.SIGKILL
         assert network() == before
-        netlab.main(["down", "--name", NAME])
+        main(["down", "--name", NAME])
         assert network() == before and stranger.poll() is None
         assert Lab.load(other.name) == other
     finally:
@@ -198,9 +199,9 @@ def test_a_job_in_a_lab(script, capfd):
     source = f"import os, sys\nprint(*[os.environ[k] for k in {keys}], sys.argv[1:])"
     path, _ = script(source)
     with Lab(2, 2, name=NAME) as lab:
-        netlab.main(["run", "--name", NAME, "--", path, "--flag", "-1"])
+        main(["run", "--name", NAME, "--", path, "--flag", "-1"])
         with lab.state.open() as lock:
-            netlab.fcntl.flock(lock, netlab.fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)
             with pytest.raises(UsageError, match="runs another job"):
                 lab.run([path])
     lines = sorted(capfd.readouterr().out.splitlines())
@@ -261,7 +262,7 @@ def test_a_signal_takes_down_ranks_and_lab(number, script, tmp_path):
 
 def test_ranks_do_not_outlive_a_killed_tool(script):
     path, out = script(PIDS)
-    tool = subprocess.Popen([sys.executable, TOOL, "run", "--ranks", "2", "--", path, out, "while 1: 0"])
+    tool = subprocess.Popen([*TOOL, "run", "--ranks", "2", "--", path, out, "while 1: 0"])
     started = pids(out, 2)
     tool.kill()
     until(lambda: not any(map(alive, started)), "all are gone")
@@ -276,7 +277,7 @@ def test_shape_of_a_link():
     assert described.items() >= {"nodes": 2, "ranks_per_node": 4, "nic": "rank", "rate_bits_per_second": 10**8}.items()
     assert described["burst_bytes"] == 16384 and described["mtu"] == 9000
     assert Loopback(4).describe().keys() == described.keys()
-    assert netlab.interface_bytes() == {}
+    assert interface_bytes() == {}
 
 
 @pytest.mark.parametrize(
@@ -295,7 +296,7 @@ def test_shape_of_a_link():
 )
 def test_wrong_arguments(argv, message):
     with pytest.raises(UsageError, match=f"^{message}"):
-        netlab.main(argv.split())
+        main(argv.split())
 
 
 def test_without_root_or_iproute2(monkeypatch):
@@ -309,5 +310,5 @@ def test_without_root_or_iproute2(monkeypatch):
 
 
 def test_errors_are_one_line():
-    done = subprocess.run([sys.executable, TOOL, "run", "--ranks", "0", "x.py"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "netlab.py: error: --ranks 0: give 1 to 256\n")
+    done = subprocess.run([*TOOL, "run", "--ranks", "0", "x.py"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "netlab: error: --ranks 0: give 1 to 256\n")

@@ -1,59 +1,69 @@
-"""tools/plan.py and the drawings."""
+"""tools/plan.py; what it draws is in test_pictures.py."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-import matplotlib.image
 import pytest
-
-from megatron.context_parallel import STRATEGIES
-from megatron.context_parallel.plan.draw import draw
 
 TOOL = Path(__file__).parents[1] / "tools" / "plan.py"
 
 
-def run(*argv: str) -> subprocess.CompletedProcess:
+def run(*argv: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, str(TOOL), *argv], capture_output=True, text=True, env={"COLUMNS": "200", "PYTHONPATH": "."}
+        [sys.executable, str(TOOL), *argv], capture_output=True, text=True, env={"PYTHONPATH": ".", **environment}
     )
 
 
-def test_table_and_drawings(tmp_path):
-    done = run("ring", "allgather", "--ranks", "4", "--layout", "contiguous", "--draw", str(tmp_path / "p.png"))
+def rows(done: subprocess.CompletedProcess) -> list[list[str]]:
     assert done.returncode == 0, done.stderr
-    cells = [[c.strip() for c in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
-    assert ["ring", "contiguous", "forward", "-", "6", "6 KV", "4", "37.50%", "8"] in cells
-    assert ["allgather", "contiguous", "backward", "-", "12", "6 DKV + 6 KV", "3", "37.50%", "21"] in cells
-    pictures = sorted(p.name for p in tmp_path.iterdir())
-    passes = ("backward", "forward")
-    assert pictures == [f"p-{name}-{way}.png" for name in ("allgather", "ring") for way in passes]
+    return [line.split() for line in done.stdout.splitlines()]
 
 
-def test_bytes_of_a_sequence():
+def test_table_drawings_and_page(tmp_path):
+    files = ["--draw", str(tmp_path / "p.png"), "--html", str(tmp_path / "p.html")]
+    table = rows(run("ring:layout=contiguous", "allgather", "--ranks", "4", *files))
+    assert ["ring:layout=contiguous", "forward", "6", "4", "37.50%", "8"] in table
+    by_tensor = [["allgather,", "zigzag", "layout"], ["forward", "6", "KV"], ["backward", "6", "DKV", "+", "6", "KV"]]
+    assert table[-3:] == by_tensor
+    assert ["allgather", "backward", "12", "3", "0.00%", "21"] in table
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "p-allgather-4-ranks-backward.png",
+        "p-allgather-4-ranks-forward.png",
+        "p-ring-layout-contiguous-4-ranks-backward.png",
+        "p-ring-layout-contiguous-4-ranks-forward.png",
+        "p.html",
+    ]
+    text = (tmp_path / "p.html").read_text()
+    assert '"measure":"units"' in text
+    assert re.findall(r'{"name":"(\w+[^"]*)","passes"', text) == ["ring:layout=contiguous", "allgather"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_table_fits_80_columns(terminal):
+    specs = ["ring", "mesh:grid=2x4", "loongtrain:inner_ring_size=2", "usp:head_parallel_size=4", "attention2d"]
+    screen = {"COLUMNS": "80", "FORCE_COLOR": "1"} if terminal else {"COLUMNS": "30"}
+    done = run(*specs, *["--ranks", "8", "--seq-length", "1048576", "--layout", "cyclic"], **screen)
+    assert done.returncode == 0, done.stderr
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).splitlines()
+    assert "…" not in done.stdout and max(map(len, lines)) <= 80, lines
+    assert ("│" in done.stdout) is terminal
+    assert "loongtrain:inner_ring_size=2, cyclic layout" in lines
+    assert terminal or any(line.startswith("loongtrain:inner_ring_size=2  ") for line in lines)
+
+
+def test_bytes_of_a_sequence(tmp_path):
     flags = ["--num-attention-heads", "8", "--num-query-groups", "2", "--kv-channels", "64", "--seq-length", "4096"]
-    done = run("ring:head_parallel_size=2", "mesh:head_parallel_size=2,grid=1x2", "--ranks", "4", *flags)
-    assert done.returncode == 0, done.stderr
-    sizes = [line.split("│")[4].strip() for line in done.stdout.splitlines() if line.startswith("│")]
+    specs = ["ring:head_parallel_size=2", "mesh:head_parallel_size=2"]
+    table = rows(run(*specs, "--ranks", "4", *flags, "--html", str(tmp_path / "p.html")))
+    sizes = {row[1]: row[3] for row in table if row[:1] == specs[:1] and row[1] in ("forward", "backward")}
     unit = 1024 * 8 * 64 * 2 / 2**20  # a chunk of queries in 16 bits, MiB
-    swaps = (2 + 2 / 4) / 2  # Q, KV and O, or their gradients, half of each
+    statistics = 4 / (64 * 2)  # a float32 per row and head: the log-sum-exp with O, delta with its gradient
+    swaps = (2 + 2 / 4 + statistics) / 2  # Q, KV and O, or their gradients, half of each
     forward, backward = swaps + 2 / 4, swaps + 2 / 4 + 2 * 2 / 4
-    statistic = 1024 * 8 * 4 / 2**20  # log-sum-exp or delta of a chunk in float32, MiB
-    expected = [forward * unit + statistic / 2, backward * unit + statistic / 2]  # half of either is swapped
-    assert sizes == [f"{size:.4g} MiB" for size in expected * 2]
-
-
-def test_drawing_shows_who_computes_what(tmp_path):
-    """The cell of a pair has its rank's colour: in a ring, rows of one colour; nothing above the diagonal."""
-    path = tmp_path / "ring.png"
-    draw(STRATEGIES["ring"].plan(20, layout="contiguous"), path)
-    image = matplotlib.image.imread(path)[:, :, :3]
-    colours = {tuple(c) for c in (matplotlib.colormaps["tab20"](range(20))[:, :3] * 255).round().astype(int)}
-    seen = {tuple(c) for c in (image.reshape(-1, 3) * 255).round().astype(int)}
-    assert colours <= seen
-    svg = tmp_path / "ring.svg"
-    draw(STRATEGIES["ring"].plan(4), svg)
-    assert "ring, 4 ranks, zigzag layout, forward" in svg.read_text().replace("<!-- ", "")
+    assert sizes == {"forward": f"{forward * unit:.4g}", "backward": f"{backward * unit:.4g}"}
+    assert '"measure":"bytes"' in (tmp_path / "p.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -64,6 +74,7 @@ def test_drawing_shows_who_computes_what(tmp_path):
         (["ring", "--ranks", "4", "--seq-length", "6"], ["--seq-length 6", "--ranks 4"]),
         (["ulysses", "--ranks", "4", "--num-attention-heads", "6"], ["--cp-head-parallel-size 4", "1, 2, 3, 6"]),
         (["ring", "--ranks", "4", "--draw", "p.gif"], ["--draw p.gif", ".png or .svg"]),
+        (["ring", "--ranks", "4", "--html", "p.htm"], ["--html p.htm", ".html"]),
         (["ring", "--ranks", "4", "--draw", "no/where.png"], ["--draw no/where.png", "make it first"]),
         (
             ["ring", "--ranks", "4", "--num-attention-heads", "8", "--num-query-groups", "3"],

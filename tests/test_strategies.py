@@ -216,7 +216,8 @@ def test_a_strategy_need_not_ask_the_mask_what_to_send(name):
     for backward in (False, True):
         plan = ranks.plan(window, (72, 72), 4, 4, backward=backward)
         full = ranks.plan(Mask(), (72, 72), 4, 4, backward=backward)
-        assert [step.comm for step in plan.steps[3]] == [step.comm for step in full.steps[3]]
+        sent, all_sent = ([step.comm for step in p.steps[3] if step.comm] for p in (plan, full))
+        assert sent == all_sent
 
 
 # -- messages -------------------------------------------------------------------------------------------------

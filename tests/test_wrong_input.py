@@ -12,7 +12,7 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-import pretrain_gpt
+from megatron.context_parallel.commands import programs, run
 from megatron.context_parallel.trainer import arguments
 from megatron.context_parallel.trainer.arguments import parse_args
 
@@ -220,8 +220,8 @@ def test_a_mistake_is_one_line_and_its_advice_works(flags, world, parts, advice,
     def argv(flags):
         return f"{RUN} {flags}".format(data=folder / "data", folder=folder).split()
 
-    def parse():
-        parse_args()
+    def parse(argv):
+        parse_args(argv)
         pytest.fail("accepted")
 
     monkeypatch.setenv("WORLD_SIZE", str(world))
@@ -229,7 +229,7 @@ def test_a_mistake_is_one_line_and_its_advice_works(flags, world, parts, advice,
     monkeypatch.setattr(arguments, "parse_args", parse)
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *argv(flags)])
     with pytest.raises(SystemExit) as leaving:
-        pretrain_gpt.main()
+        programs.pretrain()
     err = capsys.readouterr().err
     _check_one_line(leaving.value.code, err, [part.format(folder=folder) for part in parts])
     if advice:
@@ -252,7 +252,7 @@ def test_what_training_needs_is_asked_for(missing, folder, monkeypatch, capsys):
     at = words.index(missing)
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words[:at], *words[at + 2 :]])
     with pytest.raises(SystemExit) as leaving:
-        pretrain_gpt.main()
+        programs.pretrain()
     named = {"--preset": "--num-layers 24"}.get(missing, missing)
     _check_one_line(leaving.value.code, capsys.readouterr().err, [named, "missing"])
 
@@ -266,12 +266,12 @@ def test_a_right_checkpoint_is_accepted(folder):
 
 def test_other_ranks_let_rank_0_speak_first(folder, monkeypatch, capsys):
     waited = []
-    monkeypatch.setattr(pretrain_gpt.time, "sleep", waited.append)
+    monkeypatch.setattr(run.time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *RUN.format(data=folder / "none").split()])
     with pytest.raises(SystemExit) as leaving:
-        pretrain_gpt.main()
+        programs.pretrain()
     assert waited == [30]
     _check_one_line(leaving.value.code, capsys.readouterr().err, ["rank 1: --data-path", "none.idx"])
 

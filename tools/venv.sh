@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 requirements=${1:-requirements.txt}
 stamp=.venv/installed-$requirements
-if [[ -f $stamp ]] && cat requirements*.txt setup.py | cmp --silent - "$stamp"; then
+if [[ -f $stamp ]] && cat requirements*.txt pyproject.toml | cmp --silent - "$stamp"; then
     exit
 fi
 
@@ -28,4 +28,4 @@ fi
 [[ -x .venv/bin/python ]] || "$python" -m venv .venv
 .venv/bin/python -m pip install -qq --requirement "$requirements"
 .venv/bin/python -m pip install -qq --no-deps --editable .
-cat requirements*.txt setup.py >"$stamp"
+cat requirements*.txt pyproject.toml >"$stamp"

@@ -5,4 +5,5 @@ from .errors import UsageError
 from .layout import LAYOUTS
 from .strategies import STRATEGIES
 
+__version__ = "0.1.0"
 __all__ = ["LAYOUTS", "STRATEGIES", "AllRanks", "ContextParallel", "UsageError", "context_parallel_attention"]

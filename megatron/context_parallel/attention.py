@@ -4,6 +4,7 @@ import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from .transport import LocalTransport, Program, TorchTransport, Transport, run_a
 ALL_RANKS_UP_TO = 64  # beyond, what goes through the steps of all ranks (verifying, plans by document) is left out
 REMEMBERED = 32  # plans and blocks kept; those of packed documents change with each batch
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+Made = TypeVar("Made")
 Lengths = tuple[int, int]  # queries and keys of the whole sequence
 
 
@@ -36,7 +38,7 @@ class _Strategy:
     def __init__(self, strategy: str | Choice, layout: str | None, n: int, options: dict[str, object]) -> None:
         self.choice, self.n = choose(strategy, layout=layout, **options), n
         self.layout = self.choice.layout
-        self._recent: OrderedDict[tuple, object] = OrderedDict()
+        self._recent: OrderedDict[tuple, Any] = OrderedDict()
         plan = self.choice.plan(n)
         self.steps_on = plan.n  # ranks that run the steps of a plan together
         self.chunks = [plan.chunk_of(r) for r in range(n)]  # of each rank
@@ -67,7 +69,7 @@ class _Strategy:
         key = "blocks", mask, lengths, kernel
         return self._remember(key, lambda: Blocks(mask, *self._chunks(lengths), kernel))
 
-    def _remember(self, key: tuple, make: Callable[[], object]) -> object:
+    def _remember(self, key: tuple, make: Callable[[], Made]) -> Made:
         if key not in self._recent:
             self._recent[key] = make()
         self._recent.move_to_end(key)
@@ -390,6 +392,6 @@ def _backward(
     dkv = (x.view(len(x), b, -1, x.shape[-1]) for x in ends[T.DKV])
     if plan.heads <= problem.kv_heads:
         return dsinks, *(yield from group.to_chunks(dq, *(x.to(q.dtype) for x in dkv)))
-    dq, *dkv = yield from group.to_chunks(dq, *dkv)  # of replicas: each is a partial sum
-    dk, dv = (x.unflatten(2, (problem.kv_heads, -1)).sum(3).to(q.dtype) for x in dkv)
+    dq, *replicas = yield from group.to_chunks(dq, *dkv)  # each a partial sum
+    dk, dv = (x.unflatten(2, (problem.kv_heads, -1)).sum(3).to(q.dtype) for x in replicas)
     return dsinks, dq, dk, dv

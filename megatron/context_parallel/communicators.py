@@ -21,6 +21,7 @@ def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             "AllRanks(n) to have n ranks in this process"
         )
     group = group or dist.group.WORLD
+    assert group is not None  # there is a world
     if dist.get_rank(group) < 0:
         raise UsageError(
             f"ContextParallel: rank {dist.get_rank()} is not in the given group; give the group this rank is in"
@@ -79,6 +80,7 @@ def new_communicator(group: dist.ProcessGroup, ranks: list[int], meeting: str, c
     """
     name = hashlib.sha256(f"{meeting} {channel} {ranks}".encode()).hexdigest()
     world = dist.group.WORLD
+    assert world is not None
     device, world.bound_device_id = world.bound_device_id, None  # else NCCL splits the world, and needs all its ranks
     try:
         communicator, _ = distributed_c10d._new_process_group_helper(
@@ -87,7 +89,7 @@ def new_communicator(group: dist.ProcessGroup, ranks: list[int], meeting: str, c
             ranks,
             dist.get_backend(group),
             distributed_c10d._get_default_store(),
-            f"context_parallel/{name}",
+            f"context_parallel/{name}",  # type: ignore[arg-type]  # GroupName is a str that few releases have
             timeout=timeout_of(group),
             group_desc=f"context parallel {channel}",
         )

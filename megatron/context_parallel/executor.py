@@ -227,7 +227,9 @@ class Executor:
     def _heads(self, piece: Piece) -> slice:
         if piece.sample is None:
             return slice(None)
-        per_sample = self.q.shape[1] // self.problem.blocks.mask.documents.shape[0]
+        documents = self.problem.blocks.mask.documents
+        assert documents is not None  # only they give a piece to one sample
+        per_sample = self.q.shape[1] // documents.shape[0]
         return slice(piece.sample * per_sample, (piece.sample + 1) * per_sample)
 
     def _forward(self, chunk: int, queries: Value, keys: Value, cut: list[Piece]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .layout import rows_in
 from .plan.ir import Plan
-from .transport import Program, Subgroup, Transport
+from .transport import Messages, Program, Subgroup, Transport
 
 
 class HeadGroup:
@@ -73,7 +73,7 @@ class HeadGroup:
         """Sends sent[i] to member i and receives what member i sends into landing[i]."""
         for there, x in zip(landing[self.part], sent[self.part], strict=True):
             there.copy_(x)
-        sends, receives, staged = [], [], []
+        sends, receives, staged = list[Messages](), list[Messages](), list[tuple[Tensor, Tensor]]()
         for k in range(1, len(self.members)):
             after, before = (self.part + k) % len(self.members), (self.part - k) % len(self.members)
             sends.append([(self.members[after], x.contiguous()) for x in sent[after]])

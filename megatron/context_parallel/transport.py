@@ -157,6 +157,7 @@ class _Message:
     def deliver(self) -> None:
         if self.content is None:  # the other end was here
             return
+        assert self.into is not None  # only what is complete is delivered
         if _version(self.content) != self.version:
             raise PlanError("a tensor was overwritten while it was being sent")
         if self.content.shape != self.into.shape:
@@ -244,7 +245,7 @@ class Subgroup:
         return self.transport.all_gather(channel, tuple(self.ranks[r] for r in group), tensors)
 
 
-def run_here(program: Program) -> Result:
+def run_here(program: Program[Result]) -> Result:
     """Runs this process's rank of a plan to its end."""
     try:
         while True:
@@ -253,7 +254,7 @@ def run_here(program: Program) -> Result:
         return stop.value
 
 
-def run_all(programs: list[Program], plan: Plan) -> list[Result]:
+def run_all(programs: list[Program[Result]], plan: Plan) -> list[Result]:
     """Runs the programs of all ranks, which share one `LocalTransport` post, in this process.
 
     Raises:
@@ -269,12 +270,14 @@ def run_all(programs: list[Program], plan: Plan) -> list[Result]:
                     if work is not None:
                         work.wait()
                     progress = True
-                    work = next(programs[rank])
+                    begun = next(programs[rank])
+                    assert isinstance(begun, _Exchange)  # a `LocalTransport` makes no other
+                    work = begun
                 waiting[rank] = work
             except StopIteration as stop:
                 results[rank] = stop.value
                 del waiting[rank]
         if not progress:
-            stuck = "; ".join(f"rank {rank} {work.missing()}" for rank, work in waiting.items())
+            stuck = "; ".join(f"rank {rank} {work.missing()}" for rank, work in waiting.items() if work)
             raise PlanError(f"{plan.name}: ranks wait for each other for ever: {stuck}")
     return results

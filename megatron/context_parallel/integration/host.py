@@ -7,6 +7,7 @@ replaced, not intercepted by a TorchFunctionMode: a mode is suspended inside the
 
 import functools
 import logging
+from typing import Any
 
 import torch
 
@@ -48,19 +49,22 @@ def _create_on_cpu() -> None:
 
 def _answer_device_questions() -> None:
     # Weights and communication buffers are created on the current device.
-    torch.cuda.current_device = lambda: torch.device("cpu")
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
     # Pipeline communication and the checkpoint writer wait for the device; a CPU has finished already.
-    torch.cuda.synchronize = lambda device=None: None
+    cuda.synchronize = lambda device=None: None
 
 
 def _keep_tensors_in_place() -> None:
     # The first and last pipeline stages move the tied embedding to the device.
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *args, **kwargs: self
 
 
 def _name_types_as_cuda() -> None:
     # The optimizers sort parameters, and clipping accepts gradients, by these type strings.
-    of_tensor = torch.Tensor.type
+    tensor: Any = torch.Tensor
+    of_tensor = tensor.type
 
     @functools.wraps(of_tensor)
     def name_or_cast(self, dtype=None, **kwargs):
@@ -68,16 +72,17 @@ def _name_types_as_cuda() -> None:
             return _CUDA_TYPE[self.dtype]
         return of_tensor(self, dtype, **kwargs)
 
-    torch.Tensor.type = name_or_cast
+    tensor.type = name_or_cast
 
 
 def _share_cpu_generator() -> None:
     # The tensor-parallel RNG tracker and recomputation save, seed and restore the device's generator.
     from megatron.core.tensor_parallel import random
 
-    torch.cuda.manual_seed = torch.default_generator.manual_seed
-    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    cuda: Any = torch.cuda
+    cuda.manual_seed = torch.default_generator.manual_seed
+    cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # The tracker warns when the CPU generator moves inside its fork: here it is the one that must.

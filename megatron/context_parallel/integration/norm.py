@@ -21,7 +21,7 @@ class Norm(torch.nn.Module):
         if config.normalization == "LayerNorm":
             self.bias = torch.nn.Parameter(torch.zeros(hidden_size, **shape))
         for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's mark
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension of [..., hidden_size]; same shape and dtype."""

@@ -1,9 +1,10 @@
 """Packed documents on their way through megatron-core, which hands `packed_seq_params` from the model to each layer."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import UsageError
 from ..mask import Documents
@@ -47,5 +48,5 @@ def _take_over(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict
     given: PackedSeqParams | None = kwargs.get("packed_seq_params")
     if given is None or isinstance(given, PackedDocuments):
         return args, kwargs
-    bounds: dict[str, Tensor | None] = {name: value for name, value in vars(given).items() if "cu_seqlens" in name}
+    bounds: dict[str, Any] = {name: value for name, value in vars(given).items() if "cu_seqlens" in name}
     return args, {**kwargs, "packed_seq_params": PackedDocuments(**bounds)}

@@ -18,9 +18,9 @@ class LayoutRotaryEmbedding(torch.nn.Module):
     def __init__(self, table: RotaryEmbedding, cp: ContextParallel) -> None:
         super().__init__()
         self.table, self.cp = table, cp
-        self._rows = cache(self._rows)
+        self._rows = cache(self._make_rows)
 
-    def _rows(self, length: int) -> Tensor:
+    def _make_rows(self, length: int) -> Tensor:
         whole = self.table.get_emb(length)
         return whole.index_select(0, self.cp.positions(length).to(whole.device))
 

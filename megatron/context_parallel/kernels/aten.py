@@ -190,14 +190,14 @@ def _backward_runs(
     dq, dk, dv = torch.zeros_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
     lse = lse.masked_fill(lse.isneginf(), 0.0)  # of rows that see nothing anywhere
     for heads, rows, keys, seen in _tiles(mask, len(q)):
-        queries, keys = (heads, slice(None), rows), (heads, slice(None), keys)
+        queries, columns = (heads, slice(None), rows), (heads, slice(None), keys)
         tile_dout, tile_q, tile_out = _used(seen.any(1), dout[queries], q[queries], out[queries])
-        tile_k, tile_v = _used(seen.any(0), k[keys], v[keys])
+        tile_k, tile_v = _used(seen.any(0), k[columns], v[columns])
         grads = _backward(
             *(tile_dout, tile_q, tile_k, tile_v, tile_out, lse[queries], 0.0, False),
             attn_mask=_added(seen, q),
             scale=scale,
         )
-        for into, grad in zip((dq[queries], dk[keys], dv[keys]), grads, strict=True):
+        for into, grad in zip((dq[queries], dk[columns], dv[columns]), grads, strict=True):
             into.add_(grad)
     return dq, dk, dv

@@ -4,7 +4,7 @@ import importlib.util
 import logging
 import os
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,11 +33,15 @@ FASTEST: dict[int, tuple[str, ...]] = {
 OTHERS = ("aten", "cudnn")  # on GPUs not in the table
 
 
+class _Named(Kernel, Protocol):
+    name: str
+
+
 class LibraryAndPosition:
     """`kernels.Kernel`: full and causal pieces by a library; a block that does not come apart into a few by the
     position kernel, in one launch."""
 
-    def __init__(self, library: Kernel, position: Kernel) -> None:
+    def __init__(self, library: _Named, position: _Named) -> None:
         self.library, self.position = library, position
         self.name = f"{library.name}+{position.name}"
 
@@ -128,7 +132,7 @@ def _chosen(device: torch.device, need: Need, backend: str) -> tuple[Kernel, str
     return _position(device), f"the position kernel for all blocks{passed}"
 
 
-def _position(device: torch.device) -> Kernel:
+def _position(device: torch.device) -> _Named:
     return PositionKernel(device, deterministic=torch.are_deterministic_algorithms_enabled())
 
 

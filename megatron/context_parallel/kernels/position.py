@@ -85,7 +85,7 @@ class PositionKernel:
         common |= {"dout": dout, "lse2": lse2, "delta": delta, "dq": dq}
         common |= _strides(q=q, k=k, v=v, dq=dq) | ({"at_dout": None} if alike else _strides(dout=dout))
         one_launch = alike and not (self.deterministic or scores.softcap)
-        joint = self._tiles("dqkv", q, v, scores) if one_launch else None
+        joint = self._tiles_if_any("dqkv", q, v, scores) if one_launch else None
         if joint:
             dq.zero_()  # added to
         else:
@@ -99,7 +99,12 @@ class PositionKernel:
         )
         return dq, dk, dv
 
-    def _tiles(self, kernel: str, q: Tensor, v: Tensor, scores: Scores) -> Tiles | None:
+    def _tiles(self, kernel: str, q: Tensor, v: Tensor, scores: Scores) -> Tiles:
+        found = self._tiles_if_any(kernel, q, v, scores)
+        assert found  # of all kernels but dqkv
+        return found
+
+    def _tiles_if_any(self, kernel: str, q: Tensor, v: Tensor, scores: Scores) -> Tiles | None:
         if q.dtype is torch.float32 or self.device.type == "cpu":
             return FLOAT32
         found, size = TILES[self.architecture], max(q.shape[-1], v.shape[-1])
@@ -154,8 +159,8 @@ def _common(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> dict
     """The arguments all kernels share."""
     _check(q, k, v, mask)
     (s, batch, group, d), dv = q.shape, v.shape[-1]
-    with_runs = isinstance(mask, Runs)
-    first, end = (x.contiguous() for x in mask) if with_runs else (None, None)
+    runs = mask if isinstance(mask, Runs) else None
+    first, end = (runs.first.contiguous(), runs.end.contiguous()) if runs else (None, None)
     tf32 = q.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
     return {
         "q": q,
@@ -163,13 +168,13 @@ def _common(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> dict
         "v": v,
         "first": first,
         "end": end,
-        "seen_keys": _seen_keys(mask, len(k)) if with_runs else None,
+        "seen_keys": _seen_keys(runs, len(k)) if runs else None,
         "s": s,
         "t": len(k),
         "group": group,
-        "heads_a_sample": batch // len(first) if with_runs else batch,
+        "heads_a_sample": batch // len(runs.first) if runs else batch,
         "scale": scores.scale,
-        "MASK": "runs" if with_runs else mask,
+        "MASK": "runs" if runs else mask,
         "D": PARTS[d][0],
         "E": PARTS[d][1],
         "DV": PARTS[dv][0],

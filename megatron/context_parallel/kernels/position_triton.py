@@ -123,7 +123,7 @@ def _add_outer(into, weights, x, E: tl.constexpr, PRECISION: tl.constexpr):
             tl.dot(weights, x[1], into[1], input_precision=PRECISION),
         )
     else:
-        parts = (tl.dot(weights, x[0], into[0], input_precision=PRECISION),)
+        parts = (tl.dot(weights, x[0], into[0], input_precision=PRECISION),)  # type: ignore[assignment]  # of E
     return parts
 
 

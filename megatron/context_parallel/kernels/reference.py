@@ -80,6 +80,7 @@ class Reference:
         if mask == CAUSAL:
             seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         else:
+            assert isinstance(mask, Runs)
             keys = torch.arange(len(k), device=q.device)
             seen = (keys >= mask.first.unsqueeze(2)) & (keys < mask.end.unsqueeze(2))
             seen = seen.repeat_interleave(len(scores) // len(seen), 0).unsqueeze(1)

@@ -157,7 +157,9 @@ def batches(comm: tuple[Comm, ...]) -> list[tuple[str, list[Comm]]]:
 
     First comes each collective, as a batch of its own. Then the messages of each channel form one batch.
     """
-    alone = [(op.channel, [op]) for op in comm if isinstance(op, AllGather | ReduceScatter)]
+    alone: list[tuple[str, list[Comm]]] = [
+        (op.channel, [op]) for op in comm if isinstance(op, AllGather | ReduceScatter)
+    ]
     messages: dict[str, list[Comm]] = {op.channel: [] for op in comm}
     for op in comm:
         if isinstance(op, Send | Recv):
@@ -198,7 +200,7 @@ class Steps(Sequence):
     """The steps of all ranks. Those of a rank are written when they are first asked for."""
 
     def __init__(self, n: int, write: Callable[[int], tuple[Step, ...]]) -> None:
-        self._write, self._written = write, [None] * n
+        self._write, self._written = write, list[tuple[Step, ...] | None]([None] * n)
 
     def __len__(self) -> int:
         return len(self._written)
@@ -207,9 +209,10 @@ class Steps(Sequence):
         if isinstance(rank, slice):
             return tuple(self[r] for r in range(len(self))[rank])
         rank = range(len(self))[rank]
-        if self._written[rank] is None:
-            self._written[rank] = self._write(rank)
-        return self._written[rank]
+        steps = self._written[rank]
+        if steps is None:
+            steps = self._written[rank] = self._write(rank)
+        return steps
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def peak(plan: Plan, r: int, kv_ratio: float = 1.0) -> float:
     for tensor, first, final in alive:
         change[first][tensor] += 1
         change[final + 1][tensor] -= 1
-    now, peaks = Counter(), []
+    now, peaks = Counter[T](), list[float]()
     for changed in change:
         now.update(changed)
         peaks.append(sum(units(t, kv_ratio) * count for t, count in now.items()))

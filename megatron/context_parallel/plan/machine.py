@@ -166,6 +166,7 @@ class Machine:
 
     def _meet(self, r: int, s: int, op: Comm) -> _Transfer:
         """The transfer of this operation: the next of its kind on the channel between its ranks."""
+        where: tuple
         if isinstance(op, AllGather | ReduceScatter):
             where, label = (op.group, op.channel), (type(op).__name__, op.tensor, op.chunks)
             count, mine = len(op.group), self.joined[op.group, op.channel, r]
@@ -203,11 +204,13 @@ class Machine:
         ready = [first]
         while ready:
             batch = ready.pop()
-            batch.start = max(batch.launched, batch.previous.done if batch.previous else 0.0)
-            batch.previous = None
+            before = batch.previous.done if batch.previous else 0.0
+            assert before is not None  # it is complete
+            start = max(batch.launched, before)
+            batch.start, batch.previous = start, None
             for transfer in batch.transfers:
                 transfer.started += 1
-                transfer.begin = max(transfer.begin, batch.start)
+                transfer.begin = max(transfer.begin, start)
                 if transfer.started == transfer.parties_needed:
                     ready += self._met(transfer)
 
@@ -222,8 +225,8 @@ class Machine:
             moved = [transfer for op in batch.ops for transfer in op.transfers(batch.rank)]
             outward = sum(self.transfer_time(t) for t in moved if t.sender == batch.rank)
             inward = sum(self.transfer_time(t) for t in moved if t.receiver == batch.rank)
-            batch.done = begin + max(outward, inward)
-            self.spans.append(Span(batch.rank, batch.step, batch.channel, tuple(batch.ops), begin, batch.done))
+            end = batch.done = begin + max(outward, inward)
+            self.spans.append(Span(batch.rank, batch.step, batch.channel, tuple(batch.ops), begin, end))
         return [batch.following for batch in complete if batch.following]
 
 

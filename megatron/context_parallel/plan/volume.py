@@ -16,7 +16,8 @@ def received(plan: Plan, rank: int, kv_ratio: float = 1.0) -> Counter:
     """Units that `rank` (of all ranks) receives, by tensor."""
     volume: Counter = Counter()
     for transfer, _ in _incoming(plan, rank):
-        volume[transfer.tensor] += units(transfer.tensor, kv_ratio) * transfer.share
+        moved = units(transfer.tensor, kv_ratio) * transfer.share
+        volume[transfer.tensor] += moved  # type: ignore[assignment]  # units may be fractions
     return volume
 
 
@@ -43,19 +44,19 @@ class Shape:
 
 def received_bytes(plan: Plan, rank: int, shape: Shape) -> int:
     """Bytes that `rank` (of all ranks) receives, with log-sum-exp and delta, without headers."""
-    return round(sum(_chunk_bytes(plan, t.tensor, shape, swap) * t.share for t, swap in _incoming(plan, rank)))
+    return round(sum(chunk_bytes(plan, t.tensor, shape, swap) * t.share for t, swap in _incoming(plan, rank)))
 
 
 def _incoming(plan: Plan, rank: int) -> Iterator[tuple[Transfer, bool]]:
     """What a rank receives, and whether in a swap of heads."""
     place = plan.grid.coordinates(rank)["context"]
-    for op in (*plan.before, *plan.after):
-        yield from ((t, True) for t in plan.swapped(op, rank) if t.receiver == rank)
+    for swap in (*plan.before, *plan.after):
+        yield from ((t, True) for t in plan.swapped(swap, rank) if t.receiver == rank)
     for op in (op for step in plan.steps[place] for op in step.comm):
         yield from ((t, False) for t in op.transfers(place) if t.receiver == place)
 
 
-def _chunk_bytes(plan: Plan, tensor: T, shape: Shape, swap: bool) -> int:
+def chunk_bytes(plan: Plan, tensor: T, shape: Shape, swap: bool) -> int:
     """Bytes of one chunk. Swapped tensors have the model's dtype, except gradients of replicated key/value heads."""
     value_dim = shape.head_dim if shape.value_dim is None else shape.value_dim
     statistic = 4 * shape.rows * shape.heads  # log-sum-exp or delta

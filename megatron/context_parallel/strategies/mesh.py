@@ -13,7 +13,7 @@ from functools import cache, partial
 from typing import Annotated
 
 from ..errors import UsageError
-from ..plan.ir import PARTIAL, Attend, Step, T
+from ..plan.ir import PARTIAL, Attend, Comm, Step, T
 from .mesh_schedule import TRAVELS, Costs, check_costs, default_costs, load_costs, schedule
 from .messages import Ring
 from .options import Grid, Option
@@ -34,9 +34,9 @@ def mesh(
     a, b = best_grid(at.n, at.kv_ratio) if grid is None else _checked(grid, at.n, at.kv_ratio)
     costs = default_costs(at.kv_ratio) if costs is None else check_costs(costs)
     queries, keys = circles(at.rank, a, b)
-    way, moved = "backward" if at.backward else "forward", Counter()
+    way, moved = "backward" if at.backward else "forward", Counter[T]()
     for tensor, blocks in schedule(a, b, at.backward, tuple((t, costs[way][t]) for t in TRAVELS[way])):
-        comm = ()
+        comm: tuple[Comm, ...] = ()
         if tensor:
             circle = keys if tensor in (T.KV, T.DKV) else queries
             nth = moved[tensor] + (tensor in PARTIAL)  # own inputs leave first; own partials never leave

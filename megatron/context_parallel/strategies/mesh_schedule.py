@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ..errors import UsageError
 from ..plan.ir import T
@@ -37,7 +38,8 @@ class _Tile:
 
     def __init__(self, a: int, b: int, backward: bool, costs: dict[T, float]) -> None:
         self.a, self.b, self.backward, self.costs = a, b, backward, costs
-        self.query, self.results = (T.QDO, (T.DQ, T.DKV)) if backward else (T.Q, (T.O,))
+        self.query = T.QDO if backward else T.Q
+        self.results: tuple[T, ...] = (T.DQ, T.DKV) if backward else (T.O,)
         self.rows, self.columns = [(1 << b) - 1] * a, [(1 << a) - 1] * b
         self.moved: Counter[T] = Counter()  # communication done, by tensor
 
@@ -107,12 +109,12 @@ def _first(lines: list[int], here: int, across: int) -> Block | None:
 
 def default_costs(kv_ratio: float) -> Costs:
     """Costs in proportion to bytes in a 16-bit model, whose partials are float32; a forward block hides one Q."""
-    forward = {T.Q: 1, T.KV: 2 * kv_ratio, T.O: 2}
-    backward = {T.QDO: 2, T.KV: 2 * kv_ratio, T.DQ: 2, T.DKV: 4 * kv_ratio}
+    forward: dict[str, float] = {T.Q: 1, T.KV: 2 * kv_ratio, T.O: 2}
+    backward: dict[str, float] = {T.QDO: 2, T.KV: 2 * kv_ratio, T.DQ: 2, T.DKV: 4 * kv_ratio}
     return {"forward": forward, "backward": {t: units / BACKWARD_BLOCK for t, units in backward.items()}}
 
 
-def check_costs(costs: object, source: str = "given") -> Costs:
+def check_costs(costs: Any, source: str = "given") -> Costs:
     """`costs` if it has a positive number for each tensor of each pass; raises UsageError otherwise."""
     for way, tensors in TRAVELS.items():
         of_pass = costs.get(way) if isinstance(costs, Mapping) else None

@@ -35,7 +35,7 @@ class Option:
     def flag(self) -> str:
         return "--cp-" + self.name.replace("_", "-")
 
-    def from_text(self, text: str) -> object:
+    def from_text(self, text: str) -> Any:
         """The value that `text` gives. Raises UsageError if it gives none."""
         if self.read:
             return self.read(text)
@@ -44,7 +44,7 @@ class Option:
         except (ValueError, KeyError):
             raise self.refusal(text) from None
 
-    def checked(self, value: object) -> object:
+    def checked(self, value: object) -> Any:
         """`value`, if it is of the option's type; numbers must be 1 or more. Raises UsageError otherwise."""
         if self.read or (value is None and self.default is None) or _KINDS[self.kind].good(value):
             return value
@@ -91,7 +91,7 @@ def options_of(function: Callable) -> dict[str, Option]:
     Raises:
         UsageError: a signature other than `(at: Pass, *, name: Annotated[type, Option(...)] = default, ...)`.
     """
-    name, found = f"strategy {function.__name__}", {}
+    name, found = f"strategy {function.__name__}", dict[str, Option]()
     hints = get_type_hints(function, include_extras=True)
     first, *others = inspect.signature(function).parameters.values() or (None,)
     if first is None or first.kind is not first.POSITIONAL_OR_KEYWORD:
@@ -100,8 +100,8 @@ def options_of(function: Callable) -> dict[str, Option]:
         kind, *notes = get_args(hints.get(parameter.name)) or (None,)
         declared = next((note for note in notes if isinstance(note, Option)), None)
         kind = next((x for x in get_args(kind) if x is not NoneType), kind) if NoneType in get_args(kind) else kind
-        good = parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty and declared
-        if not good or not (declared.read or kind in _KINDS):
+        good = parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty
+        if not good or not declared or not (declared.read or kind in _KINDS):
             raise UsageError(
                 f"{name}: declare the option {parameter.name} after a `*`, with a type and a default, such as "
                 f'{parameter.name}: Annotated[int, Option("what it means")] = 1'

@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from ..errors import UsageError
 from ..plan.ir import PLACEMENTS, Plan
@@ -53,8 +54,8 @@ class Choice:
     """
 
     strategy: Strategy
-    common: dict[str, object] = field(default_factory=dict)
-    options: dict[str, object] = field(default_factory=dict)
+    common: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     source: str = ""
 
     @property
@@ -70,7 +71,7 @@ class Choice:
         given = ",".join(f"{name}={show(value)}" for name, value in sorted(options.items()))
         return ":".join(part for part in (self.source, self.strategy.name, given) if part)
 
-    def plan(self, n: int, **how: object) -> Plan:
+    def plan(self, n: int, **how: Any) -> Plan:
         """`Strategy.plan` of this choice."""
         return self.strategy.plan(n, **{**self.common, **self.options, **how})
 
@@ -90,7 +91,7 @@ def choose(spec: "str | Choice", **options: object) -> Choice:
     """
     given = {name: value for name, value in options.items() if value is not None}
     if isinstance(spec, Choice):
-        strategy, source, texts = spec.strategy, spec.source, {}
+        strategy, source, texts = spec.strategy, spec.source, dict[str, str]()
         given = {**spec.common, **spec.options, **given}
     else:
         strategy, source, texts = _parse(str(spec))
@@ -107,7 +108,7 @@ def _parse(spec: str) -> tuple[Strategy, str, dict[str, str]]:
     """Strategy, the module or file it comes from, and the options as text."""
     *parts, last = spec.split(":")
     parts, given = (parts, last) if "=" in last and parts else ([*parts, last], "")
-    texts = dict(part.split("=", 1) if "=" in part else (part, "") for part in given.split(",") if part)
+    texts = {name: text for name, _, text in (part.partition("=") for part in given.split(",") if part)}
     if len(parts) > 2 or not all(parts):
         raise UsageError(f"--cp-strategy {spec}: give NAME, MODULE:NAME or FILE.py:NAME, then :OPTION=VALUE,...")
     source = parts[0] if len(parts) == 2 else ""
@@ -134,6 +135,7 @@ def _load(source: str, spec: str) -> None:
         name = f"cp_strategy_{path.stem}_{abs(hash(str(path)))}"
         if name not in sys.modules:
             module_spec = importlib.util.spec_from_file_location(name, path)
+            assert module_spec and module_spec.loader  # for a name that ends in .py there are both
             module = importlib.util.module_from_spec(module_spec)
             sys.modules[name] = module
             module_spec.loader.exec_module(module)

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -84,6 +85,7 @@ def save_checkpoint(args: Arguments, state: TrainState) -> None:
 
     Written under a temporary name, flushed to the disk, renamed, and only then named by the tracker.
     """
+    assert args.save is not None
     final = iteration_directory(args.save, state.progress.iteration)
     temporary = final.with_name(final.name + ".incomplete")
     _on_first_rank(lambda: _start_save(temporary))
@@ -146,6 +148,7 @@ def load_checkpoint(args: Arguments, state: TrainState) -> bool:
     `--finetune` restores the weights alone; `--no-load-optim` and `--no-load-rng` leave those parts out. The parallel
     layout may have changed since; then the random generators keep their fresh seeds.
     """
+    assert args.load is not None
     iteration = latest_iteration(args.load)
     if iteration is None:
         return False
@@ -232,7 +235,7 @@ def _torch_adams(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [part for part in parts if isinstance(part.optimizer, torch.optim.Adam)]
 
 
-def _generators() -> dict[str, object]:
+def _generators() -> dict[str, Any]:
     return {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
@@ -242,7 +245,7 @@ def _generators() -> dict[str, object]:
     }
 
 
-def _set_generators(states: dict[str, object]) -> None:
+def _set_generators(states: dict[str, Any]) -> None:
     random.setstate(states["python"])
     numpy.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

@@ -50,12 +50,18 @@ def _type(name: str) -> Any:
 
 
 _FIELDS: dict[str, Any] = {f"cp_{name}": _declare(name) for name in _OPTIONS}
-ContextParallel = type(
-    "ContextParallel",
-    (_Group,),
-    {"__annotations__": {f"cp_{name}": _type(name) for name in _OPTIONS}, "__module__": __name__, **_FIELDS},
-    title="context parallel",
-)
+if TYPE_CHECKING:
+
+    class ContextParallel(_Group):
+        cp_layout: str | None = flag("")
+
+else:
+    ContextParallel = type(
+        "ContextParallel",
+        (_Group,),
+        {"__annotations__": {f"cp_{name}": _type(name) for name in _OPTIONS}, "__module__": __name__, **_FIELDS},
+        title="context parallel",
+    )
 
 
 def chosen(args: "Flags") -> Choice:

@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
+from typing import Any
 
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -42,7 +43,7 @@ def build_datasets(
 def _dataset_config(args: Arguments, tokenizer) -> GPTDatasetConfig:
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
     if any(per_split):
-        source = {"blend_per_split": [get_blend_from_list(paths) for paths in per_split]}
+        source: dict[str, Any] = {"blend_per_split": [get_blend_from_list(paths) for paths in per_split]}
         prefixes = [prefix for blend in source["blend_per_split"] if blend for prefix in blend[0]]
     elif args.data_path:
         source = {"blend": get_blend_from_list(args.data_path), "split": args.split}
@@ -124,9 +125,11 @@ def build_data_iterator(
     The iterator ends where the dataset cannot fill a micro batch of every rank. No global random number
     is drawn.
     """
+    assert isinstance(dataset, Sized)
+    batches = MicroBatches(len(dataset), consumed_samples, args.micro_batch_size, dp_rank, dp_size)
     loader = DataLoader(
         dataset,
-        batch_sampler=MicroBatches(len(dataset), consumed_samples, args.micro_batch_size, dp_rank, dp_size),
+        batch_sampler=batches,  # type: ignore[arg-type]  # ranges serve as lists of numbers do
         num_workers=args.num_workers,
         collate_fn=_collate,
         pin_memory=torch.cuda.is_available(),

@@ -3,13 +3,13 @@
 import os
 from collections.abc import Iterator
 
-from rich.console import Console
 from rich.table import Table
 
 from ..layout import Chunks, positions
 from ..mask import Mask
 from ..mesh import ProcessMesh
 from ..plan.volume import Shape, received_bytes
+from ..tables import show
 from .flags import Arguments
 from .parameters import count_parameters, parameters_on_stage
 
@@ -19,17 +19,14 @@ _GROUPS_SHOWN = 8
 
 def describe(args: Arguments) -> None:
     """Print the tables of `--dry-run` for checked `args`. Makes no process group and no model."""
-    console = Console(width=None if os.isatty(1) else 120, highlight=False)
     if "WORLD_SIZE" not in os.environ:
-        console.print(
+        print(
             f"WORLD_SIZE is not set: assuming {args.world_size} ranks (tensor x pipeline x context), "
-            "data-parallel size 1",
-            soft_wrap=True,
+            "data-parallel size 1"
         )
-    for table in (_layout(args), _work(args), _memory(args)):
-        console.print(table)
+    show(_layout(args), _work(args), _memory(args))
     if not any((args.data_path, args.train_data_path)):
-        console.print("No data given, so none was checked.")
+        print("No data given, so none was checked.")
 
 
 # ------------------------------------------------------------------------------------------- parallel layout
@@ -133,6 +130,7 @@ def _activations(args: Arguments, stage: int) -> tuple[int, str]:
     values = layers * layer
     if args.recompute_granularity == "full":
         each = args.recompute_num_layers
+        assert each is not None  # full recomputation needs it
         kept = q / tensor if args.recompute_whitelist else 0
         if args.recompute_method == "uniform":
             values = layers / each * whole + each * layer + layers * kept

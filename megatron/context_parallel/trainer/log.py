@@ -6,6 +6,7 @@ import resource
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from ..errors import UsageError
 from .checkpoint import Progress as RunProgress
 from .flags import Arguments
 from .flops import flops_per_sequence
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 # Dense bf16 peak in TFLOP/s by the name the driver reports; other devices need --peak-tflops.
 _PEAK_TFLOPS = {
@@ -49,7 +53,10 @@ class RunLog:
         self.peak = args.peak_tflops or _device_peak()
         self.losses: list[float] = []
         self.seconds = 0.0
-        self.metrics = self.tensorboard = self.wandb = self.bar = None
+        self.metrics: IO[str] | None = None
+        self.tensorboard: SummaryWriter | None = None
+        self.wandb: Any = None
+        self.bar: Progress | None = None
         if self.speaks:
             self._open(iteration)
             self.say(_explain(args, self.peak))

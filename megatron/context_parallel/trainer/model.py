@@ -114,7 +114,7 @@ def build_optimizer(
     if args.fp16:
         model[0].config.grad_scale_func = optimizer.scale_loss
     decay_iters = args.lr_decay_iters or args.train_iters
-    warmup = args.lr_warmup_iters * args.global_batch_size
+    warmup: float = args.lr_warmup_iters * args.global_batch_size
     if args.lr_warmup_fraction is not None:
         warmup = args.lr_warmup_fraction * decay_iters * args.global_batch_size
     scheduler = OptimizerParamScheduler(

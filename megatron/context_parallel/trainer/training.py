@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,8 +56,10 @@ def pretrain(args: Arguments) -> None:
         )
         if state.progress.iteration >= args.train_iters:
             log.say(f"nothing to do: --train-iters {args.train_iters} are done")
-        elif train_loop(args, state, log, train, valid, started) and test:
-            log.evaluation_done(state.progress.iteration, "test", evaluate(args, state.model, test))
+        else:
+            assert train is not None  # there are iterations to train
+            if train_loop(args, state, log, train, valid, started) and test:
+                log.evaluation_done(state.progress.iteration, "test", evaluate(args, state.model, test))
         log.close()
 
 
@@ -165,11 +168,13 @@ def run_micro_batches(
 
 
 def _forward_step(args: Arguments, batches: Batches, model: DistributedDataParallel):
-    batch, packed = dict.fromkeys(("tokens", "position_ids", "labels", "loss_mask")), None
+    batch: dict[str, Any] = dict.fromkeys(("tokens", "position_ids", "labels", "loss_mask"))
+    packed = None
     at_an_end = get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process")
     if at_an_end or args.reset_attention_mask:
         whole = next(batches)
         if args.reset_attention_mask:
+            assert args.eod_token is not None
             packed = PackedDocuments(documents=Documents.after(whole["tokens"] == args.eod_token))
         local = shard_batch(whole, get_attr_wrapped_model(model, "context_parallel"))
         device = torch.cuda.current_device()

@@ -1,0 +1,80 @@
+"""What the GPU checks share: sizes, the tables they fill, random blocks, and the backends there are."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel import UsageError
+from megatron.context_parallel.kernels import Kernel
+from megatron.context_parallel.kernels.choose import kernel_for
+
+STEP = 4  # keys more that each row of a step mask sees: chunks of a cyclic layout gathered from four ranks
+
+
+@dataclass
+class Sizes:
+    """What is measured; the defaults are the published ones."""
+
+    block_rows: int = 384
+    head_dims: tuple[int, ...] = (64, 80, 96, 128, 192, 256)
+    ranks: tuple[int, ...] = (2, 4, 6, 8)
+    rows_per_rank: int = 96
+    lengths: tuple[int, ...] = (4096, 16384, 65536)
+    speed_head_dims: tuple[int, ...] = (64, 128)
+    heads: tuple[tuple[int, int], ...] = ((16, 1), (2, 8))  # key/value heads, query heads of each: MHA, 8:1 GQA
+    repeats: int = 5
+    overhead_rows_per_rank: int = 8192
+    overhead_heads: tuple[int, int] = (32, 8)
+
+
+@dataclass
+class Report:
+    """Tables to print and the same numbers for the JSON file."""
+
+    numbers: dict[str, list[dict]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, table: str, **row: object) -> None:
+        self.numbers[table].append(row)
+
+
+def print_table(title: str, rows: list[dict]) -> None:
+    """Plain text, columns to the right; without rich, which a plain GPU image may lack."""
+    lines = [list(rows[0]), *([_cell(x) for x in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print(f"\n{title}")
+    for line in lines:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "not measured"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+class Block(NamedTuple):
+    """q, dout [s, B, G, d]; k, v [t, B, d]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+    @classmethod
+    def random(cls, rows: int, keys: int, heads: int, group: int, dim: int, dtype: torch.dtype, device) -> "Block":
+        torch.manual_seed(rows + dim)
+        shapes = ((rows, heads, group, dim), (keys, heads, dim), (keys, heads, dim), (rows, heads, group, dim))
+        return cls(*(torch.randn(shape, device=device).to(dtype) for shape in shapes))
+
+
+def kernels(names: list[str], device: torch.device, dtype: torch.dtype, dim: int) -> Iterator[tuple[str, Kernel]]:
+    """The backends that do this here."""
+    for name in names:
+        try:
+            yield name, kernel_for(device, dtype, dim, name)
+        except UsageError:
+            continue

@@ -1,0 +1,164 @@
+"""TFLOP/s of the backends, and what the executor adds to its kernels."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel import AllRanks, context_parallel_attention
+from megatron.context_parallel.kernels import BlockGrad, Kernel, Scores
+from megatron.context_parallel.kernels.choose import kernel_for
+from megatron.context_parallel.kernels.masks import Mask, Piece, Runs, cut
+from megatron.context_parallel.kernels.merge import merge
+from megatron.context_parallel.mask import Mask as SequenceMask
+
+from .common import STEP, Block, Report, Sizes, kernels
+
+
+class GpuClock:
+    """Instants on the GPU's own time line; marking one does not wait for the work before it."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+
+def measure_speed(report: Report, names: list[str], sizes: Sizes, device: torch.device, clock: GpuClock) -> None:
+    """TFLOP/s of each backend for masks of as many pairs, in turns, medians."""
+    for dim in sizes.speed_head_dims:
+        for heads, group in sizes.heads:
+            for length in sizes.lengths:
+                for mask in ("full", "causal", "step"):
+                    rows, keys = (length // 2, length // 2 * STEP) if mask == "step" else (length, length)
+                    block = Block.random(rows, keys, heads, group, dim, torch.bfloat16, device)
+                    calls = {
+                        (name, way): call
+                        for name, kernel in kernels(names, device, torch.bfloat16, dim)
+                        for way, call in ways(kernel, name, block, mask).items()
+                    }
+                    times = medians(calls, sizes.repeats, clock)
+                    pairs = rows * keys if mask == "full" else keys // rows * rows * (rows + 1) // 2
+                    flops = {"forward": 4 * pairs * heads * group * dim, "backward": 10 * pairs * heads * group * dim}
+                    row = {"head_dim": dim, "heads": f"{heads * group}:{heads}", "length": length, "mask": mask}
+                    for name in dict.fromkeys(name for name, _ in calls):
+                        speed = {way: flops[way] / times[name, way] / 1e12 for way in flops}
+                        report.add("TFLOP/s, bfloat16", **row, backend=name, **speed)
+
+
+def ways(kernel: Kernel, name: str, block: Block, mask: str) -> dict[str, Callable[[], None]]:
+    """Forward and backward of a block; a step mask in pieces where the backend has none."""
+    q, k, v, dout = block
+    pieces = [Piece(slice(None), slice(None), mask)]
+    if mask == "step":
+        rows = torch.arange(1, len(q) + 1, dtype=torch.int32).unsqueeze(0)
+        step = Runs(torch.zeros_like(rows), STEP * rows)
+        one = Piece(slice(None), slice(None), Runs(*(x.to(q.device) for x in step)))
+        pieces = [one] if name == "triton" else cut(step)
+    scores = Scores(q.shape[-1] ** -0.5)
+    stats = torch.full(q.shape[:3], math.log(len(k)), device=q.device), torch.zeros(q.shape[:3], device=q.device)
+
+    def forward() -> None:
+        parts = [(at, kernel.forward(q[at], k[kv], v[kv], mask, scores)) for at, kv, mask, *_ in pieces]
+        if len(parts) > 1:
+            out, lse = torch.zeros_like(q, dtype=torch.float32), torch.full_like(stats[0], -math.inf)
+            for at, part in parts:
+                merge(out[at], lse[at], *part)
+
+    def backward() -> None:
+        lse, delta = stats
+        for at, kv, mask, *_ in pieces:
+            kernel.backward(BlockGrad(dout[at], q[at], k[kv], v[kv], lse[at], delta[at], mask), scores)
+
+    return {"forward": forward, "backward": backward}
+
+
+def medians(calls: dict, repeats: int, clock: GpuClock) -> dict:
+    times = defaultdict(list)
+    for turn in range(repeats + 1):
+        for name, call in calls.items():
+            start = clock.mark()
+            call()
+            took = clock.between(start, clock.mark())
+            if turn:  # the first compiles and warms up
+                times[name].append(took)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def ratios(rows: list[dict], way: str) -> list[float]:
+    """The position kernel's step TFLOP/s over the best library's causal ones, for each shape."""
+    shapes: dict[tuple, dict] = defaultdict(dict)
+    for row in rows:
+        shapes[row["head_dim"], row["heads"], row["length"]][row["backend"], row["mask"]] = row[way]
+    found = []
+    for of in shapes.values():
+        best = max((speed for (name, mask), speed in of.items() if name != "triton" and mask == "causal"), default=None)
+        if best and ("triton", "step") in of:
+            found.append(of["triton", "step"] / best)
+    return found
+
+
+class Watched:
+    """A kernel whose calls are counted and timed."""
+
+    def __init__(self, kernel: Kernel, clock: GpuClock) -> None:
+        self.kernel, self.clock = kernel, clock
+        self.calls: list[tuple] = []
+
+    def pieces(self, block: Runs, keys: int) -> list:
+        return self.kernel.pieces(block, keys)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
+        return self._watch(self.kernel.forward, q, k, v, mask, scores)
+
+    def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        return self._watch(self.kernel.backward, grad, scores)
+
+    def _watch(self, call: Callable, *args: object) -> tuple:
+        start = self.clock.mark()
+        result = call(*args)
+        self.calls.append((start, self.clock.mark()))
+        return result
+
+
+def measure_overhead(report: Report, names: list[str], sizes: Sizes, device: torch.device, clock: GpuClock) -> None:
+    """What the executor adds to its kernels, forward and backward of four ranks one after the other."""
+    n, dim, (heads, kv_heads) = 4, 128, sizes.overhead_heads
+    torch.manual_seed(0)
+    length = n * sizes.overhead_rows_per_rank
+    shapes = [(length, 1, h, dim) for h in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, dout = (torch.randn(shape, device=device).to(torch.bfloat16) for shape in shapes)
+    for x in (q, k, v):
+        x.requires_grad_()
+    ours = [name for name in names if name == "triton"]
+    for name, kernel in [("auto", kernel_for(device, q.dtype, dim)), *kernels(ours, device, q.dtype, dim)]:
+        for strategy, layout in (("ring", None), ("attention2d", "cyclic")):
+            cp, shares, watched = AllRanks(n, strategy, layout), [], Watched(kernel, clock)
+            for turn in range(sizes.repeats + 1):
+                watched.calls.clear()
+                start = clock.mark()
+                out = context_parallel_attention(q, k, v, cp, kernel=watched)
+                torch.autograd.grad(out, (q, k, v), dout)
+                total = clock.between(start, clock.mark())
+                if turn:
+                    shares.append(1 - sum(clock.between(*call) for call in watched.calls) / total)
+            row = {"strategy": strategy, "layout": cp.layout, "ranks": n, "rows per rank": sizes.overhead_rows_per_rank}
+            forward, blocks = launches(cp, kernel, clock, q, k, v)
+            row |= {"backend": name, "heads": f"{heads}:{kv_heads}", "launches": forward, "blocks": blocks}
+            report.add("executor", **row, overhead=statistics.median(shares))
+
+
+def launches(cp: AllRanks, kernel: Kernel, clock: GpuClock, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
+    """Kernel calls of a causal forward pass, and the blocks (query chunks against gathered keys) of its plan."""
+    watched = Watched(kernel, clock)
+    context_parallel_attention(q, k, v, cp, kernel=watched)
+    plan = cp.plan(SequenceMask(), (len(q), len(k)), q.shape[2], k.shape[2], backward=False)
+    attends = [attend for steps in plan.steps for step in steps for attend in step.attend]
+    return len(watched.calls), sum(len(attend.q_chunks) for attend in attends)

@@ -1,0 +1,119 @@
+"""Shows what a strategy does: volume, steps, idle time and peak memory of its plans, and a drawing of them."""
+
+import argparse
+from pathlib import Path
+
+from rich.table import Table
+
+from megatron.context_parallel import LAYOUTS, STRATEGIES, UsageError
+from megatron.context_parallel.plan.draw import draw, file_name
+from megatron.context_parallel.plan.ir import Plan
+from megatron.context_parallel.plan.page import write_page
+from megatron.context_parallel.plan.verify import Report, verify
+from megatron.context_parallel.plan.volume import Shape, received_bytes
+from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.tables import show
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    names = f"one or more of {', '.join(STRATEGIES)}, with options as in usp:head_parallel_size=2 or mesh:grid=2x4"
+    parser.add_argument("strategy", nargs="+", metavar="SPEC", help=names)
+    parser.add_argument("--ranks", type=int, required=True, help="size of the context group")
+    parser.add_argument("--layout", choices=LAYOUTS, help="default: the strategy's own")
+    parser.add_argument("--full-mask", action="store_true", help="every token sees every token; default: causal")
+    parser.add_argument("--num-attention-heads", type=int, help="default: one per rank")
+    parser.add_argument("--num-query-groups", type=int, help="key/value heads; default: one per attention head")
+    parser.add_argument("--seq-length", type=int, help="tokens: volume in MiB too, batch 1, 16-bit model")
+    parser.add_argument("--kv-channels", type=int, default=128, help="width of a head; default: %(default)s")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="write a .png or .svg of each strategy and pass")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write an interactive page of all strategies")
+    args = parser.parse_args(argv)
+    args.num_attention_heads = args.num_attention_heads or args.ranks
+    args.num_query_groups = args.num_query_groups or args.num_attention_heads
+    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises UsageError for what argparse cannot see."""
+    if args.ranks < 1:
+        raise UsageError(f"--ranks {args.ranks}: need at least 1")
+    if args.num_query_groups < 1 or args.num_attention_heads % args.num_query_groups:
+        raise UsageError(
+            f"--num-query-groups {args.num_query_groups}: must divide --num-attention-heads {args.num_attention_heads}"
+        )
+    if args.seq_length is not None and (args.seq_length < 1 or args.seq_length % args.ranks):
+        raise UsageError(f"--seq-length {args.seq_length}: must be a multiple of --ranks {args.ranks}")
+    for flag, path, kinds in (("--draw", args.draw, (".png", ".svg")), ("--html", args.html, (".html",))):
+        if path and path.suffix not in kinds:
+            raise UsageError(f"{flag} {path}: must end in {' or '.join(kinds)}")
+        if path and not path.absolute().parent.is_dir():
+            raise UsageError(f"{flag} {path}: no folder {path.parent}; make it first")
+
+
+def shape_of(args: argparse.Namespace) -> Shape | None:
+    """Sizes on a rank, where the length of the sequence is given."""
+    if not args.seq_length:
+        return None
+    rows = args.seq_length // args.ranks
+    return Shape(rows, args.num_attention_heads, args.num_query_groups, args.kv_channels, itemsize=2)
+
+
+def row(spec: str, plan: Plan, report: Report, shape: Shape | None) -> list[str]:
+    size = max(received_bytes(plan, rank, shape) for rank in range(plan.size)) / 2**20 if shape else 0
+    return [
+        spec,
+        way(plan),
+        f"{report.received:g}",
+        *([f"{size:.4g}" if size < 1000 else f"{size:.0f}"] if shape else []),
+        f"{report.steps}",
+        f"{report.idle:.2%}",
+        f"{max(report.peak):g}",
+    ]
+
+
+def way(plan: Plan) -> str:
+    return "backward" if plan.backward else "forward"
+
+
+def by_tensor(plan: Plan, report: Report) -> str:
+    tensors = sorted({t for volume in report.volume for t in volume})
+    received = " + ".join(f"{max(v[t] for v in report.volume):g} {t}" for t in tensors)
+    return f"  {way(plan):8}  {received or '-'}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    check(args)
+    mask = "full" if args.full_mask else "causal"
+    table = Table(
+        title=f"{args.ranks} ranks, {mask} mask, {args.num_attention_heads} heads, {args.num_query_groups} kv heads",
+        caption="received, peak (buffers alive): units, of the rank that has most.\n"
+        "A unit is a chunk of one tensor of model width.\n"
+        "idle: a pair of chunks takes one unit of time, communication none.",
+    )
+    table.add_column("strategy")
+    table.add_column("pass")
+    shape, pages, volumes = shape_of(args), dict[str, list[Plan]](), list[str]()
+    for heading in ("received", *(["MiB"] if shape else []), "steps", "idle", "peak"):
+        table.add_column(heading, justify="right")
+    for spec in args.strategy:
+        choice = choose(spec, layout=args.layout)
+        volumes.append(f"{spec}, {choice.layout} layout")
+        passes = pages[choice.spec] = []
+        heads = {"heads": args.num_attention_heads, "kv_heads": args.num_query_groups}
+        for backward in (False, True):
+            plan = choice.plan(args.ranks, causal=not args.full_mask, backward=backward, **heads)
+            report = verify(plan, plan.kv_ratio(args.num_attention_heads, args.num_query_groups))
+            table.add_row(*row(spec, plan, report, shape))
+            volumes.append(by_tensor(plan, report))
+            passes.append(plan)
+            if args.draw:
+                path = args.draw.with_stem(f"{args.draw.stem}-{file_name(choice.spec, args.ranks, backward)}")
+                draw(plan, path)
+                print(f"wrote {path}")
+    if args.html:
+        write_page(pages, args.html, (args.num_attention_heads, args.num_query_groups), shape)
+        print(f"wrote {args.html}")
+    show(table)
+    print("units received, by tensor:", *volumes, sep="\n")

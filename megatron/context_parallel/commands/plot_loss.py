@@ -1,0 +1,74 @@
+"""Draw the loss curve of a run and tell how it went.
+
+    cp-plot-loss RUN_DIR
+
+RUN_DIR is the folder given to training as `--save`. Writes `RUN_DIR/loss.png` from `RUN_DIR/metrics.jsonl`.
+"""
+
+import json
+import statistics
+from argparse import ArgumentParser
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+from megatron.context_parallel.errors import UsageError
+
+
+def read_metrics(run: Path) -> tuple[list[dict], list[dict]]:
+    """The training lines and the validation lines of `metrics.jsonl`, in their order.
+
+    Raises UsageError when the file is missing, broken or has no training line.
+    """
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise UsageError(f"RUN_DIR {run} has no metrics.jsonl; give the folder that training had as --save")
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+    except json.JSONDecodeError as error:
+        raise UsageError(f"RUN_DIR {run}: metrics.jsonl is damaged ({error}); remove the broken line") from None
+    training = [line for line in lines if "lm_loss" in line]
+    if not training:
+        raise UsageError(f"RUN_DIR {run} has no loss yet; train for at least one --log-interval")
+    return training, [line for line in lines if "valid_loss" in line]
+
+
+def draw(training: list[dict], validation: list[dict], path: Path) -> None:
+    """Write the curve of `lm_loss`, and of `valid_loss` where there is any, to a PNG."""
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot([m["iteration"] for m in training], [m["lm_loss"] for m in training], label="training")
+    if validation:
+        losses = [m["valid_loss"] for m in validation]
+        axes.plot([m["iteration"] for m in validation], losses, "o-", label="validation")
+    axes.set(xlabel="iteration", ylabel="loss (nats per token)", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def summary(training: list[dict], validation: list[dict]) -> str:
+    first, last = training[0], training[-1]
+    # The first line holds the start-up costs.
+    speed = statistics.median(m["tokens_per_second_per_rank"] for m in training[1:] or training)
+    lines = [
+        f"loss         {first['lm_loss']:.3f} at iteration {first['iteration']}, "
+        f"{last['lm_loss']:.3f} at iteration {last['iteration']}"
+    ]
+    if validation:
+        lines.append(f"validation   {validation[-1]['valid_loss']:.3f} at iteration {validation[-1]['iteration']}")
+    lines.append(f"speed        {speed:.0f} tokens/s per rank, {last['step_time']:.2f} s per iteration")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(description="Draw the loss curve of a run and tell how it went.")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder given to training as --save")
+    run = parser.parse_args(argv).run_dir
+    training, validation = read_metrics(run)
+    draw(training, validation, run / "loss.png")
+    print(summary(training, validation))
+    print(f"loss curve   {run / 'loss.png'}")

@@ -1,0 +1,256 @@
+"""Turn text into the `.bin/.idx` files that training reads.
+
+    cp-preprocess-data --input my_folder notes.jsonl --output-prefix data/mine --append-eod
+
+Each text file is one document, and so is each line of a JSON-lines file. The result is
+`<prefix>_<key>_document.bin` and `.idx`, and a `.json` beside them that tells which tokenizer made them.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import numpy
+
+warnings.filterwarnings("ignore", message="Transformer Engine and Apex")  # neither has a part in this
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # noqa: E402
+
+from megatron.context_parallel.errors import UsageError  # noqa: E402
+from megatron.context_parallel.trainer.tokenizer import TOKENIZERS, build_tokenizer  # noqa: E402
+
+TEXT_KEY = "text"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text still to be read: a whole file, or one line of a JSON-lines file (number from 1)."""
+
+    path: Path
+    line: bytes | None = None
+    number: int = 0
+
+
+@dataclass
+class Output:
+    """The `.bin/.idx/.json` of one JSON key, under temporary names until `finish`."""
+
+    prefix: str
+    dtype: type
+    tokens: int = 0
+    documents: int = 0
+    builder: IndexedDatasetBuilder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.builder = IndexedDatasetBuilder(f"{self.prefix}.bin.tmp", dtype=self.dtype)
+
+    def add(self, ids: numpy.ndarray) -> None:
+        self.builder.add_document(ids, [len(ids)])
+        self.tokens += len(ids)
+        self.documents += 1
+
+    def finish(self, tokenizer: dict) -> None:
+        self.builder.finalize(f"{self.prefix}.idx.tmp")
+        summary = tokenizer | {"documents": self.documents, "tokens": self.tokens}
+        Path(f"{self.prefix}.json.tmp").write_text(json.dumps(summary, indent=2) + "\n")
+        # The index goes first and comes back last: data without an index is refused, a wrong pair is not.
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+        for suffix in ("bin", "json", "idx"):
+            os.replace(f"{self.prefix}.{suffix}.tmp", f"{self.prefix}.{suffix}")
+
+    def discard(self) -> None:
+        self.builder.data_file.close()
+        for suffix in ("bin", "json", "idx"):
+            Path(f"{self.prefix}.{suffix}.tmp").unlink(missing_ok=True)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; try --help")
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        description="Turn text into the .bin/.idx files that training reads.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        action="extend",
+        required=True,
+        help="files and folders; .jsonl and .json files hold one JSON object a line, every other file is one "
+        "document; in a folder, hidden files and .json files are left out",
+    )
+    parser.add_argument("--json-keys", nargs="+", default=[TEXT_KEY], help="keys of the JSON objects to take")
+    parser.add_argument("--output-prefix", required=True, help="path of the result, without _<key>_document")
+    parser.add_argument(
+        "--tokenizer-type",
+        default="ByteLevelTokenizer",
+        metavar="TYPE",
+        help=f"one of {', '.join(sorted(set(TOKENIZERS) - {'NullTokenizer'}))}",
+    )
+    parser.add_argument("--tokenizer-model", help="SentencePiece file or HuggingFace folder")
+    parser.add_argument("--append-eod", action="store_true", help="end every document with the end token")
+    parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
+    parser.add_argument("--log-interval", type=int, default=1000, help="documents between two progress lines")
+    args = parser.parse_args(argv)
+    for flag in ("workers", "log_interval"):
+        if getattr(args, flag) < 1:
+            raise UsageError(f"--{flag.replace('_', '-')} {getattr(args, flag)} is too small; give 1 or more")
+    if args.tokenizer_type == "NullTokenizer":
+        raise UsageError("--tokenizer-type NullTokenizer cannot read text; use ByteLevelTokenizer")
+    return args
+
+
+def find_files(inputs: list[str]) -> list[Path]:
+    """The files named, and those in the folders named, sorted inside each folder."""
+    files = []
+    for name in inputs:
+        path = Path(name)
+        if path.is_dir():
+            inside = (p for p in path.rglob("*") if p.is_file() and p.suffix != ".json")
+            files += sorted(p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts))
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise UsageError(f"--input {name} does not exist; give a file or a folder of text or .jsonl files")
+    return files
+
+
+def read_documents(files: list[Path], keys: list[str]) -> Iterator[Document]:
+    for path in files:
+        if path.suffix in (".jsonl", ".json"):
+            with open(path, "rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    yield Document(path, line, number)
+        elif keys == [TEXT_KEY]:
+            yield Document(path)
+        else:
+            raise UsageError(
+                f"--json-keys {' '.join(keys)} does not fit the plain text file {path}; use --json-keys text"
+            )
+
+
+class Encoder:
+    """Texts of a document, by key, and their token ids; picklable, one per worker process."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.tokenizer = build_tokenizer(args)
+        self.dtype = DType.optimal_dtype(self.tokenizer.vocab_size)
+        if args.append_eod and self.tokenizer.eod is None:
+            raise UsageError(
+                f"--append-eod needs an end token, which --tokenizer-model {args.tokenizer_model} lacks; "
+                "leave the flag out or give a tokenizer with an eos_token"
+            )
+
+    def encode(self, document: Document) -> tuple[dict[str, numpy.ndarray], str | None]:
+        """(ids by key, None), or ({}, why the document is skipped)."""
+        data = document.path.read_bytes() if document.line is None else document.line
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError:
+            return {}, "not UTF-8"
+        texts = {TEXT_KEY: text} if document.line is None else self._parse(document, text)
+        if not all(texts.values()):
+            return {}, "empty"
+        end = [self.tokenizer.eod] if self.args.append_eod else []
+        return {
+            key: numpy.array(self.tokenizer.tokenize(text) + end, dtype=self.dtype) for key, text in texts.items()
+        }, None
+
+    def _parse(self, document: Document, line: str) -> dict[str, str]:
+        keys = self.args.json_keys
+        if not line.strip():
+            return dict.fromkeys(keys, "")
+        place = f"--input {document.path} line {document.number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UsageError(f'{place} is not JSON ({error.msg}); write one object a line, {{"text": "..."}}') from None
+        for key in keys:
+            if not isinstance(record, dict) or not isinstance(record.get(key), str):
+                found = f"it has {', '.join(record)}" if isinstance(record, dict) else "it is not an object"
+                raise UsageError(
+                    f"{place} has no text under the key {key} ({found}); name a key of its with --json-keys"
+                )
+        return {key: record[key] for key in keys}
+
+
+_encoder: Encoder
+
+
+def _start_worker(encoder_args: argparse.Namespace) -> None:
+    global _encoder
+    _encoder = Encoder(encoder_args)
+
+
+def _encode(document: Document):
+    return _encoder.encode(document)
+
+
+def encode_all(args: argparse.Namespace, encoder: Encoder, documents: Iterator[Document]) -> Iterator:
+    """Encoded documents in their order, by `args.workers` processes."""
+    if args.workers == 1:
+        yield from map(encoder.encode, documents)
+        return
+    with multiprocessing.get_context("spawn").Pool(args.workers, _start_worker, (args,)) as pool:
+        yield from pool.imap(_encode, documents, chunksize=16)
+
+
+def write(args: argparse.Namespace, encoder: Encoder, outputs: dict[str, Output]) -> dict[str, int]:
+    """Add every document to its output; the number of documents skipped, by reason."""
+    skipped: dict[str, int] = {}
+    started = time.monotonic()
+    documents = read_documents(find_files(args.input), args.json_keys)
+    for count, (ids, reason) in enumerate(encode_all(args, encoder, documents), 1):
+        if reason:
+            skipped[reason] = skipped.get(reason, 0) + 1
+        for key, array in ids.items():
+            outputs[key].add(array)
+        if count % args.log_interval == 0:
+            tokens = sum(output.tokens for output in outputs.values())
+            rate = tokens / (time.monotonic() - started)
+            print(f"{count} documents, {tokens} tokens, {rate:.0f} tokens/s", flush=True)
+    if not any(output.tokens for output in outputs.values()):
+        raise UsageError(f"--input {' '.join(args.input)} holds no text in UTF-8; give a file that has some")
+    return skipped
+
+
+def run(args: argparse.Namespace) -> None:
+    encoder = Encoder(args)
+    Path(args.output_prefix).parent.mkdir(parents=True, exist_ok=True)
+    outputs = {key: Output(f"{args.output_prefix}_{key}_document", encoder.dtype) for key in args.json_keys}
+    try:
+        skipped = write(args, encoder, outputs)
+        source = {
+            "tokenizer_type": args.tokenizer_type,
+            "tokenizer_model": args.tokenizer_model,
+            "vocab_size": encoder.tokenizer.vocab_size,
+        }
+        for output in outputs.values():
+            output.finish(source)
+            print(f"{output.prefix}: {output.documents} documents, {output.tokens} tokens")
+    finally:
+        for output in outputs.values():
+            output.discard()
+    if skipped:
+        print("skipped " + ", ".join(f"{number} {reason}" for reason, number in sorted(skipped.items())))
+
+
+def main(argv: list[str] | None = None) -> None:
+    try:
+        run(parse_arguments(argv))
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename}: {error.strerror}; give --input files you can read and an "
+            "--output-prefix in a folder you can write to"
+        ) from None

@@ -1,0 +1,19 @@
+"""The console scripts. A command is imported when its program runs, so that a missing extra is told in one line."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import NoReturn
+
+from .run import run_main
+
+
+def _program(name: str) -> Callable[[], NoReturn]:
+    return lambda: run_main(lambda: import_module(f"{__package__}.{name}").main())
+
+
+gpu_check = _program("gpu_check")
+plan = _program("plan")
+plot_loss = _program("plot_loss")
+preprocess_data = _program("preprocess_data")
+pretrain = _program("pretrain")
+profile_blocks = _program("profile_blocks")

@@ -1,0 +1,51 @@
+"""How every program of this project starts and ends."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from megatron.context_parallel.errors import UsageError
+
+NEEDS = {  # what is imported: (the package that has it, the extra that installs it)
+    "megatron.core": ("megatron-core", "train"),
+    "psutil": ("psutil", "train"),
+    "yaml": ("pyyaml", "train"),
+    "matplotlib": ("matplotlib", "train"),
+    "rich": ("rich", "train"),
+    "tensorboard": ("tensorboard", "train"),
+    "transformers": ("transformers", "tokenizers"),
+    "sentencepiece": ("sentencepiece", "tokenizers"),
+    "wandb": ("wandb", "wandb"),
+}
+
+
+def run_main(main: Callable[[], int | None], program: str | None = None) -> NoReturn:
+    """Exits with the status that `main` returns (None: 0).
+
+    A UsageError is one line with the name of the program (default: of its file), and status 2. So is a package of an
+    extra that is not installed.
+    """
+    try:
+        sys.exit(main())
+    except UsageError as error:
+        message = str(error)
+    except ModuleNotFoundError as error:
+        message = _how_to_install(error)
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        # Rank 0 says it for all, and its exit ends the job. A rank still here then found a mistake of its node alone.
+        time.sleep(30)
+        message = f"rank {rank}: {message}"
+    print(f"{program or os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def _how_to_install(error: ModuleNotFoundError) -> str:
+    """Raises the error again if no extra has the module: then this project is broken."""
+    missing = error.name or ""
+    for module, (package, extra) in NEEDS.items():
+        if missing == module or missing.startswith(f"{module}."):
+            return f"needs {package}: pip install 'megatron-context-parallel[{extra}]'"
+    raise error

@@ -1,0 +1,29 @@
+"""How the programs print tables."""
+
+from typing import IO
+
+from rich.console import Console
+from rich.table import Table
+
+_NO_END = 1000  # columns, where lines are not wrapped
+
+
+def show(*tables: Table, file: IO[str] | None = None) -> None:
+    """Prints tables to `file` (default: standard output), as wide as the terminal; nothing is cut, long cells fold.
+
+    What is no terminal gets plain columns: no lines around them, and a line for each row.
+    """
+    console = Console(file=file, highlight=False)
+    terminal = console.is_terminal
+    if not terminal:
+        console = Console(file=file, highlight=False, width=_NO_END)
+    for table in tables:
+        for column in table.columns:
+            column.overflow = "fold"
+        if not terminal:
+            table.box, table.pad_edge = None, False
+        title, table.title, caption, table.caption = table.title, None, table.caption, None
+        for text in filter(None, (title, table, caption)):
+            console.print(text, markup=False)
+        if table is not tables[-1]:
+            console.print()

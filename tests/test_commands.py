@@ -1,0 +1,98 @@
+"""What is installed: commands that end in one line, a core that needs torch and numpy alone, one home for versions."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from megatron.context_parallel import UsageError
+from megatron.context_parallel.commands import programs, run
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def ending(monkeypatch, capsys, main) -> tuple[int | None, str]:
+    """Exit status and stderr of a program named cp-try."""
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/cp-try"])
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as leaving:
+        run.run_main(main)
+    return leaving.value.code, capsys.readouterr().err
+
+
+def failing(error: Exception):
+    def main():
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("main", "status", "told"),
+    [
+        (lambda: None, None, ""),
+        (lambda: 3, 3, ""),
+        (failing(UsageError("--ranks 0: need at least 1")), 2, "cp-try: error: --ranks 0: need at least 1\n"),
+        (
+            failing(ModuleNotFoundError(name="megatron.core.models")),
+            2,
+            "cp-try: error: needs megatron-core: pip install 'megatron-context-parallel[train]'\n",
+        ),
+        (
+            failing(ModuleNotFoundError(name="wandb")),
+            2,
+            "cp-try: error: needs wandb: pip install 'megatron-context-parallel[wandb]'\n",
+        ),
+    ],
+)
+def test_how_a_program_ends(main, status, told, monkeypatch, capsys):
+    assert ending(monkeypatch, capsys, main) == (status, told)
+
+
+@pytest.mark.parametrize("name", ["megatron.context_parallel.plans", "richer"])
+def test_what_no_extra_brings_is_a_fault_of_ours(name):
+    with pytest.raises(ModuleNotFoundError):
+        run.run_main(failing(ModuleNotFoundError(name=name)))
+
+
+def test_every_console_script_is_a_command():
+    for script, target in PROJECT["scripts"].items():
+        module, name = target.split(":")
+        assert (module, script) == (programs.__name__, "cp-" + name.replace("_", "-"))
+        assert callable(getattr(programs, name)) and callable(import_module(f"{programs.__package__}.{name}").main)
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.match(r"[A-Za-z0-9-]+", line)[0].lower() for line in requirements}
+
+
+def test_extras_bring_what_commands_import_and_pins_are_complete():
+    extras = {extra: names(lines) for extra, lines in PROJECT["optional-dependencies"].items()}
+    extras["train"] |= extras["megatron"]
+    for package, extra in run.NEEDS.values():
+        assert package in extras[extra], package
+    pinned = names((ROOT / "requirements.txt").read_text().split())
+    assert pinned == names(PROJECT["dependencies"]) | extras["train"] - {PROJECT["name"]}
+    assert "megatron-core==0.16.1" in PROJECT["optional-dependencies"]["megatron"]
+
+
+CORE = f"""
+import sys
+for name in {sorted({name.split(".")[0] for name in run.NEEDS} - {"megatron"})} + ["megatron.core", "scipy", "triton"]:
+    sys.modules[name] = None  # importing it is an error
+import torch
+from megatron.context_parallel import AllRanks, context_parallel_attention
+q = torch.randn(16, 1, 2, 8, requires_grad=True)
+context_parallel_attention(q, q, q, AllRanks(2, "mesh")).sum().backward()
+print(q.grad.shape)
+"""
+
+
+def test_the_core_needs_torch_and_numpy_alone():
+    done = subprocess.run([sys.executable, "-c", CORE], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "torch.Size([16, 1, 2, 8])\n", done.stderr

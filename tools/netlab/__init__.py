@@ -1,0 +1,8 @@
+"""A cluster in a box; see docs/netlab.md."""
+
+from .flags import Cluster, add_flags, cluster_of
+from .lab import Lab
+from .launch import Loopback, exits_as_ranks_did
+from .traffic import interface_bytes
+
+__all__ = ["Cluster", "Lab", "Loopback", "add_flags", "cluster_of", "exits_as_ranks_did", "interface_bytes"]
