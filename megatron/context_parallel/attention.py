@@ -44,7 +44,7 @@ class _Strategy:
         self.chunks = [plan.chunk_of(r) for r in range(n)]  # of each rank
 
     def plan(self, mask: Mask, lengths: Lengths, heads: int, kv_heads: int, *, backward: bool) -> Plan:
-        """The plan of one pass. What the mask empties does not travel if the strategy can tell.
+        """The plan of one pass. A strategy may leave out what the mask empties.
 
         Raises:
             UsageError: heads that the head-parallel size does not split.
@@ -79,22 +79,24 @@ class _Strategy:
 
 
 class ContextParallel(_Strategy):
-    """A context group and how it computes attention. Make one per group and keep it: it holds communicators.
+    """A context group and how it computes attention. Make one per group and keep it, because it has communicators.
 
-    All ranks of the group make it together, as a collective; other ranks take no part.
+    All ranks of the group make it together, as in a collective. Other ranks take no part.
 
     Args:
         strategy: `--cp-strategy`, a name or a spec such as "mesh:grid=2x4" (`strategies.spec`).
         layout: `--cp-layout`; default: the strategy's own.
         group: the ranks that share a sequence; default: the world.
-        options: `head_parallel_size`, `placement`, and those of the strategy.
+        options: `head_parallel_size`, `placement`, and the options of the strategy.
 
     Attributes:
-        chunk: the chunk of the sequence this rank owns; its rank in the group unless a placement moves the data.
+        chunk: the chunk of the sequence that this rank owns. It is the rank in the group, unless a placement moves the
+            data.
 
     Raises:
-        UsageError: an unknown strategy, or a layout or option it does not work with; no process group, or this rank is
-            not in it; a rank of the group that was given something else, or did not come within the group's timeout.
+        UsageError: the strategy is unknown, or does not work with the layout or an option; there is no process group,
+            or this rank is not in it; a rank of the group was given something else, or did not come within the timeout
+            of the group.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class ContextParallel(_Strategy):
         return positions(self.layout, self.chunk, self.n, length)
 
     def length(self, x: Tensor) -> int:
-        """Tokens of the whole sequence of which this rank has `x`."""
+        """Tokens of the whole sequence, of which `x` is this rank's part."""
         return len(x) * self.n
 
     def split(self, x: Tensor) -> list[Tensor]:
@@ -138,7 +140,7 @@ class ContextParallel(_Strategy):
 class AllRanks(_Strategy):
     """All n ranks of a strategy in this process, on whole sequences: for checks, examples and a single GPU.
 
-    Takes the place of a `ContextParallel`; arguments and errors as there.
+    Use it in place of a `ContextParallel`. Arguments and errors are the same.
     """
 
     def __init__(self, n: int, strategy: str | Choice = "ring", layout: str | None = None, **options: object) -> None:
@@ -183,27 +185,28 @@ def context_parallel_attention(
         k: [t, b, kv_heads, d] of q's dtype; kv_heads divides heads. t differs from s in cross attention.
         v: [t, b, kv_heads, dv] of q's dtype.
         cp: the context group.
-        causal: each token sees itself and those before it; otherwise all. The last query stands at the last key, also
-            where there are more keys than queries.
-        window: how many tokens before and after itself it sees at most; -1 for all.
-        documents: of all tokens of the sequence, the same object for each layer; a token sees only its own, and one of
-            none gets 0 and a log-sum-exp of -inf.
-        scale: default 1 / sqrt(d).
+        causal: a token sees itself and the tokens before it; otherwise it sees all. The last query has the position of
+            the last key, also with more keys than queries.
+        window: how many tokens before and after itself a token sees at most; -1 for all.
+        documents: the documents of the whole sequence, the same object for each layer. A token sees only its own
+            document. A token of no document gets output 0 and log-sum-exp -inf.
+        scale: factor of the scores; default 1 / sqrt(d).
         softcap: scores x become softcap · tanh(x / softcap); 0 for none.
-        sinks: [heads], one more score per head that takes weight but has no value: 0 is softmax "off by one", a
-            parameter the learnable sink of GPT-OSS. The log-sum-exp counts it. Each rank gets a part of its gradient;
-            their sum over the context group is the gradient.
-        return_lse: also return the log-sum-exp of the scaled scores, [s, b, heads] in float32 (not differentiable).
-        kernel: block attention to use; default: what serves the device and dtype.
-        kept: for recomputation. A call without gradients adds what it computed; one with gradients takes the oldest,
-            which must be that of the same q, k and v, computes nothing, and sends at most what swaps heads.
+        sinks: [heads], one more score per head that takes weight and has no value. 0 is softmax "off by one"; a
+            parameter is the learnable sink of GPT-OSS. The log-sum-exp includes it. Each rank gets a part of its
+            gradient; the sum over the context group is the gradient.
+        return_lse: also return the log-sum-exp of the scores.
+        kernel: computes the blocks; default: the one that `kernel_for` chooses.
+        kept: a queue for recomputation. A call without gradients adds its results. A call with gradients takes the
+            oldest ones, computes no block, and sends nothing but swapped heads. They must be of the same q, k and v.
 
     Returns:
-        [s, b, heads, dv] in q's dtype, or that and the log-sum-exp.
+        The output [s, b, heads, dv] in q's dtype. With `return_lse` also the log-sum-exp [s, b, heads], in float32
+            (float64 for float64) and without gradients.
 
     Raises:
-        UsageError: shapes, dtypes, heads or a sequence length that do not go together; a scale that is not positive; a
-            softcap that is negative; second derivatives.
+        UsageError: shapes, dtypes, heads or a sequence length that do not fit; a scale that is not positive and finite;
+            a negative softcap; second derivatives.
     """
     _check(q, k, v, sinks)
     mask, lengths = Mask(causal, window, documents), (cp.length(q), cp.length(k))

@@ -1,4 +1,4 @@
-"""The blocks of a distributed attention: in which order key rows are gathered, and the pieces a kernel computes."""
+"""The blocks of a distributed attention: the order of gathered key rows, and the pieces that a kernel computes."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ Rows = tuple[int, slice, slice]  # chunk, rows of the chunk, and where they are 
 
 
 class Blocks:
-    """What a mask makes of the blocks of a sequence; found out once and then used by all layers and passes.
+    """The blocks of a sequence under a mask. Each is cut into pieces once, for all layers and both passes.
 
     Args:
         q, kv: the chunks of queries and of keys.
@@ -26,7 +26,7 @@ class Blocks:
         self._order: dict[tuple, tuple[Tensor, list[Rows]]] = {}
 
     def order(self, chunks: tuple[int, ...]) -> tuple[Tensor, list[Rows]]:
-        """Positions of the key chunks' rows, ascending, and which rows of which chunk stand where."""
+        """Positions of the rows of the key chunks, ascending, and where the rows of each chunk are among them."""
         if chunks not in self._order:
             all_positions = torch.cat([self.kv.positions(c) for c in chunks]).sort().values
             rows = []
@@ -43,7 +43,7 @@ class Blocks:
         return self._order[chunks]
 
     def runs(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> Runs:
-        """The keys each query of a chunk sees of gathered chunks, by row."""
+        """The rows of the gathered key chunks that each query of a chunk sees."""
         if q_chunk not in self._seen:
             self._seen[q_chunk] = self.mask.seen(self.q.positions(q_chunk))
         return runs(self._seen[q_chunk], self.order(kv_chunks)[0])

@@ -35,12 +35,13 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def meet(group: dist.ProcessGroup, given: str) -> str:
-    """Waits for all ranks of `group`, all `given` the same, and returns a name that only this meeting has.
+    """Waits for all ranks of `group` and checks that all were `given` the same.
 
-    The name is the same on all ranks, whatever groups each of them has already.
+    Returns:
+        A name that no other meeting has. It is the same on all ranks, whatever other groups they have.
 
     Raises:
-        UsageError: a rank does not come within the timeout of the group, gave up, or was given something else.
+        UsageError: a rank did not come within the timeout of the group, gave up, or was given something else.
     """
     ranks, rank, timeout = dist.get_process_group_ranks(group), dist.get_rank(), timeout_of(group)
     members = "_".join(map(str, ranks))
@@ -74,8 +75,8 @@ def _named(ranks: list[int]) -> str:
 def new_communicator(group: dist.ProcessGroup, ranks: list[int], meeting: str, channel: str) -> dist.ProcessGroup:
     """A communicator of `ranks` (of the world, all in `group`), with the backend and the timeout of `group`.
 
-    All of them make it, and nobody else. `dist.new_group` would name it by how many groups this process has; ranks that
-    have different numbers of groups would wait for each other for ever.
+    Exactly these ranks make it. `dist.new_group` names a group by how many groups the process has, so ranks with
+    different numbers of groups would wait for each other for ever.
     """
     name = hashlib.sha256(f"{meeting} {channel} {ranks}".encode()).hexdigest()
     world = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""Executes a plan on one rank: launches what travels, computes blocks meanwhile, merges partials, frees at last use.
+"""Executes a plan on one rank: launches communication, computes blocks meanwhile, merges partials, frees chunks.
 
 Inside, tensors are folded: queries [s, B, G, d], keys and values [s, B, d], with B = batch × kv_heads and G = heads /
 kv_heads. These are views of Megatron's [s, b, heads, d], and rows stay contiguous for sending.
@@ -24,7 +24,7 @@ Value = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Problem:
-    """What all ranks agree on: the masked blocks, key/value heads of the model, the kernel, and how it makes scores."""
+    """What is the same on all ranks: the blocks, the key/value heads of the model, the kernel and the scores."""
 
     blocks: Blocks
     kv_heads: int
@@ -45,7 +45,7 @@ class Executor:
         self.wide = torch.promote_types(self.q.dtype, torch.float32)
 
     def run(self) -> Program[dict[T, Value]]:
-        """Yields each communication it must wait for; returns the tensors the plan ends with."""
+        """Yields each communication that it must wait for; returns the tensors that the plan ends with."""
         for s, step in enumerate(self.plan.steps[self.rank]):
             yield from self._launch(step.comm)
             for attend in step.attend:
@@ -97,7 +97,7 @@ class Executor:
                 self.arriving[op.tensor, chunk].append((work, tuple(x[i] for x in everyone)))
 
     def _reduce_scatter(self, op: ReduceScatter) -> Program[None]:
-        """Everyone gets the others' partials of its chunk, and sums them: gloo's own moves twice the bytes."""
+        """Each rank receives all partials of its chunk and adds them up: gloo's own moves twice the bytes."""
         place, size = op.group.index(self.rank), len(op.group)
         sends, receives, values = [], [], []
         for k in range(1, size):
@@ -118,7 +118,7 @@ class Executor:
             self._settle(done)
 
     def _settle(self, done: Work) -> None:
-        """Merges the partials that a complete batch brought, so that they do not pile up until they are read."""
+        """Merges the partials that a complete batch brought. Otherwise they would fill memory until they are read."""
         for key in [key for key in self.arriving if key[0] in PARTIAL]:
             waiting = self.arriving.pop(key)
             for work, value in waiting:
@@ -128,7 +128,7 @@ class Executor:
                 self.arriving[key] = rest
 
     def _need(self, key: Key) -> Program[Value]:
-        """The value of `key`, once everything sent towards it has arrived and been reduced."""
+        """The value of `key`, after everything that was sent for it has arrived and been merged."""
         for work, value in self.arriving.pop(key, ()):
             yield work
             self._put(key, value)
@@ -143,7 +143,7 @@ class Executor:
             self.held[key] = value
 
     def _take(self, tensor: T, chunk: int) -> Program[Value]:
-        """The value to send or to end with; a partial leaves this rank, and one that nothing was added to is zero."""
+        """The value to send or to end with. A partial leaves this rank; it is zero if nothing was added to it."""
         if tensor not in PARTIAL:
             return (yield from self._need((tensor, chunk)))
         if (tensor, chunk) not in self.held and (tensor, chunk) not in self.arriving:

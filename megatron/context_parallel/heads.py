@@ -12,7 +12,7 @@ from .transport import Messages, Program, Subgroup, Transport
 
 
 class HeadGroup:
-    """One rank's place among the heads: whom it swaps with, and its rank in and transport to those with its part."""
+    """The head group of one rank, its part of the heads, and the ranks with the same part."""
 
     def __init__(self, plan: Plan, rank: int, transport: Transport) -> None:
         self.plan, grid = plan, plan.grid
@@ -27,14 +27,14 @@ class HeadGroup:
         return _heads(self.part, len(self.members), heads)
 
     def _rows(self, length: int) -> list[tuple[tuple[slice, slice], ...]]:
-        """For each member where its tokens are stored: (rows of its chunk, rows of the group's chunk)."""
+        """Where the tokens of each member are: (rows of its own chunk, rows of the group's chunk)."""
         plan = self.plan
         return [rows_in(plan.layout, c, self.context_rank, plan.n, plan.heads, length) for c in self.chunks]
 
     def to_heads(self, *tensors: Tensor) -> Program[list[Tensor]]:
-        """[s, b, h, ...] of this rank's chunk to [s * size, b, h / size, ...] of the group's.
+        """Swaps [s, b, h, ...] of this rank's chunk for [s * size, b, h / size, ...] of the group's chunk.
 
-        Of fewer heads than ranks, each rank gets the one its queries read.
+        With fewer heads than ranks, each rank gets the head that its queries read.
         """
         size = len(self.members)
         if size == 1:
@@ -54,7 +54,7 @@ class HeadGroup:
         return wholes
 
     def to_chunks(self, *tensors: Tensor) -> Program[list[Tensor]]:
-        """Inverse of `to_heads`; of replicated heads, all replicas, side by side."""
+        """The inverse of `to_heads`. Replicated heads come back as all their replicas, side by side."""
         size = len(self.members)
         if size == 1:
             return list(tensors)
@@ -70,7 +70,7 @@ class HeadGroup:
         return wholes
 
     def _swap(self, sent: list[list[Tensor]], landing: list[list[Tensor]]) -> Program[None]:
-        """Sends sent[i] to member i, and puts what member i sends here into landing[i]."""
+        """Sends sent[i] to member i and receives what member i sends into landing[i]."""
         for there, x in zip(landing[self.part], sent[self.part], strict=True):
             there.copy_(x)
         sends, receives, staged = list[Messages](), list[Messages](), list[tuple[Tensor, Tensor]]()

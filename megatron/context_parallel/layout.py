@@ -1,8 +1,8 @@
 """Which token positions each chunk of a sequence holds.
 
-A sequence of `length` tokens is cut into `n` chunks, one per rank of the context group. A chunk is a union of
-arithmetic progressions of positions; everything that depends on positions (data, RoPE, masks, gathering) asks
-here, and nothing else knows a layout by name.
+A sequence of `length` tokens is cut into `n` chunks, one for each rank of the context group. A chunk is a union of
+arithmetic progressions of positions. Everything that depends on positions (data, RoPE, masks, gathering) asks here. No
+other module knows what the name of a layout means.
 """
 
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ class Chunks:
 
     @classmethod
     def pair(cls, layout: str, n: int, length: int, kv_length: int | None = None) -> tuple["Chunks", "Chunks"]:
-        """The chunks of `length` queries and of as many, or `kv_length`, keys; the last of both share a position."""
+        """The chunks of `length` queries and `kv_length` (default: as many) keys. The last of both share a position."""
         if kv_length in (None, length):
             return (cls.of(layout, n, length),) * 2
         return cls.of(layout, n, length)._shifted(kv_length - length), cls.of(layout, n, kv_length)
@@ -132,7 +132,7 @@ def _rows(p: Progression, dim: int) -> tuple[slice, ...]:
 
 
 def parts(layout: str, chunk: int, n: int, count: int) -> tuple[int, ...]:
-    """The `count` chunks, of n * count in all, whose union is `chunk` of n."""
+    """The `count` small chunks (of n * count) whose union is `chunk` (of n)."""
     return tuple(range(chunk, n * count, n)) if layout == "cyclic" else tuple(range(chunk * count, (chunk + 1) * count))
 
 

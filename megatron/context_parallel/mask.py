@@ -1,8 +1,8 @@
 """Which keys a query sees: causality, sliding windows and packed documents, all as intervals of positions.
 
-Every mask here lets a query see one interval of positions, neither end of which ever moves back from one query to the
-next. So a block of rows in ascending order of position has, for any layout, one run of keys for each query
-(`kernels/masks.py`).
+Under each of these masks a query sees one interval of positions. From one query to the next, neither end of the
+interval moves back. So if the rows of a block are in ascending order of position, each query sees one run of keys, in
+any layout (`kernels/masks.py`).
 """
 
 from collections.abc import Iterable
@@ -19,15 +19,22 @@ from .layout import Chunks
 
 
 class Documents:
-    """Packed documents: a token sees only tokens of its own. Make one per batch and pass it to every layer.
+    """Packed documents: a token sees only tokens of its document. Make one per batch and pass it to every layer.
 
     Attributes:
-        starts, ends: int64 [samples, length] on CPU; where each token's document starts and, exclusively, ends. Both
-            are the token's own position if it belongs to none.
+        starts: int64 [samples, length] on CPU, where the document of each token starts.
+        ends: the same, where it ends (exclusive). For a token of no document both are its own position.
     """
 
     def __init__(self, ids: Tensor) -> None:
-        """`ids`: integers [length] or [samples, length]; equal neighbours share a document, negative is no document."""
+        """Makes documents from a number for each token.
+
+        Args:
+            ids: integers [length] or [samples, length]. Equal neighbours share a document; negative is no document.
+
+        Raises:
+            UsageError: another shape or dtype.
+        """
         if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.is_complex() or not ids.numel():
             raise UsageError(
                 f"documents {list(ids.shape)} of {ids.dtype}: need integers [length] or [samples, length], such as "
@@ -57,7 +64,7 @@ class Documents:
     def packed(
         cls, cu_seqlens: Tensor, length: int, cu_seqlens_padded: Tensor | None = None, samples: int = 1
     ) -> "Documents":
-        """Documents of Megatron's `PackedSeqParams` over `samples` samples of `length` tokens, one after the other.
+        """Documents of Megatron's `PackedSeqParams`, which counts through all samples.
 
         Args:
             cu_seqlens: int [documents + 1], ascending from 0; tokens beyond the last belong to no document.
@@ -97,9 +104,9 @@ class Mask:
     """Which keys a query sees.
 
     Attributes:
-        causal: itself and those before it; otherwise those after it too.
-        window: how many tokens before and after itself at most, -1 for no limit (Megatron's `--window-size`).
-        documents: only those of its document.
+        causal: it sees itself and the tokens before it; otherwise the tokens after it too.
+        window: how many tokens before and after itself it sees at most; -1 for no limit (Megatron's `--window-size`).
+        documents: it sees only the tokens of its document.
 
     Raises:
         UsageError: a window that is not two such numbers.
@@ -120,9 +127,9 @@ class Mask:
         return self.window == (-1, -1) and self.documents is None
 
     def seen(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """First and, exclusively, last position seen from each of `positions` int64 [s]: two int64 [samples, s].
+        """The first position seen from each of `positions` int64 [s], and the end (exclusive): two int64 [samples, s].
 
-        Where nothing is seen both are the same. Bounds may lie outside the sequence.
+        If nothing is seen, the end is not beyond the first. Bounds may lie outside the sequence.
         """
         before, after = self.window
         first = positions - before if before >= 0 else torch.zeros_like(positions)
@@ -139,7 +146,7 @@ class Mask:
     def pairs(self, q: Chunks, kv: Chunks) -> "Pairs":
         """The pairs of query and key/value chunks that the mask does not empty.
 
-        Exact but for strided chunks, of which it may name more.
+        For strided chunks it may contain more pairs; otherwise it is exact.
         """
         n = q.n
         if not self.causal and self.plain:
@@ -156,10 +163,10 @@ class Mask:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Which of n query chunks sees which of n key/value chunks; `pairs(q, kv)` asks.
+    """Which of n query chunks sees which of n key/value chunks: `pairs(q, kv)` is True or False.
 
     Attributes:
-        rows: for each query chunk the key/value chunks it sees, as bits.
+        rows: for each query chunk an integer. Its bits are the key/value chunks that the query chunk sees.
     """
 
     rows: tuple[int, ...]
@@ -197,15 +204,15 @@ class Pairs:
         return tuple(int("".join(column), 2) for column in zip(*rows, strict=True))[::-1]
 
     def seen_from(self, first: int, kv_chunk: int) -> int:
-        """The query chunks that see `kv_chunk`, as bits: `first` is bit 0, and after the last comes chunk 0."""
+        """The query chunks that see `kv_chunk`, as bits. Bit i is chunk first + i, modulo n."""
         return rotated(self.columns[kv_chunk], first, self.n)
 
     @cached_property
     def stops(self) -> tuple[int, ...]:
-        """For each key/value chunk, how many ranks it visits round a ring: from its owner to the last that sees it."""
+        """For each key/value chunk, how many ranks it visits in a ring, from its owner to the last one that sees it."""
         return tuple(max(1, self.seen_from(chunk, chunk).bit_length()) for chunk in range(self.n))
 
 
 def rotated(bits: int, first: int, size: int) -> int:
-    """`bits`, `size` of them, begun at bit `first` and round."""
+    """`bits`, `size` of them, rotated so that bit `first` becomes bit 0."""
     return bits >> first | (bits & (1 << first) - 1) << (size - first)

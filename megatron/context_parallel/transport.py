@@ -1,4 +1,4 @@
-"""How chunks travel: through torch.distributed, or between ranks that all live in this process."""
+"""How chunks travel: through torch.distributed, or between ranks that are all in this process."""
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class Work(Protocol):
-    """Communication under way. `wait` returns when what was received is there and what was sent may change."""
+    """Communication under way. After `wait`, received data is there and sent data may change."""
 
     def wait(self) -> None: ...
 
@@ -30,12 +30,15 @@ class Transport(Protocol):
     """One rank's side. Peers and groups are ranks of the context group (of a `Subgroup`, its own)."""
 
     def exchange(self, channel: str, sends: Messages, receives: Messages) -> Work:
-        """Starts one batch of messages; between two ranks they match in order."""
+        """Starts one batch of messages. Between two ranks, messages match in order."""
         ...
 
     def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> Work:
-        """Starts an exchange of everyone with everyone in a group: `sends` to the ranks after this one, in turn, and
-        `receives` from those before it. To be waited for at once: it goes on only while somebody waits."""
+        """Starts an exchange of each rank with each other rank of a group.
+
+        `sends` are for the ranks after this one, in turn; `receives` are from the ranks before it. Wait for it at once:
+        it continues only while this rank waits.
+        """
         ...
 
     def all_gather(self, channel: str, group: tuple[int, ...], tensors: list[tuple[Tensor, Tensor]]) -> Work:
@@ -60,7 +63,7 @@ class _Batch:
 
 
 class _Rounds:
-    """Batches of which each starts when the one before is complete; after the first, when somebody waits."""
+    """Batches one after the other. The first starts at once, each other one while `wait` is called."""
 
     def __init__(self, start: Callable[[Messages, Messages], Work], rounds: list[tuple[Messages, Messages]]) -> None:
         self.start, self.rounds = start, rounds[1:]
@@ -135,9 +138,9 @@ def _version(x: Tensor) -> int:
 
 
 class _Message:
-    """A tensor on its way inside the process: complete when both ends have named theirs, as on a network.
+    """A tensor on its way inside the process. As on a network, it is complete when both ends have named their tensor.
 
-    Whoever waits first moves it. Overwriting it before is an error.
+    The end that waits first copies it. To overwrite it before that is an error.
     """
 
     def __init__(self) -> None:
@@ -164,7 +167,7 @@ class _Message:
 
 
 class _Exchange:
-    """A rank's batch of messages, each with what to say of it."""
+    """A batch of messages of one rank, each with a description."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[_Message, str]] = []
@@ -202,7 +205,7 @@ class LocalTransport:
         return batch
 
     def _next(self, line: tuple[str, int, int]) -> _Message:
-        """The next message of a line, which the other end may have named."""
+        """The next message on a line. The other end may have named it already."""
         queue, place = self.post[line], self._named[line]
         self._named[line] += 1
         if place == len(queue):
@@ -255,7 +258,7 @@ def run_all(programs: list[Program[Result]], plan: Plan) -> list[Result]:
     """Runs the programs of all ranks, which share one `LocalTransport` post, in this process.
 
     Raises:
-        PlanError: ranks wait for each other for ever; the message says for what.
+        PlanError: ranks wait for each other for ever. The message says what each waits for.
     """
     results: list = [None] * len(programs)
     waiting: dict[int, _Exchange | None] = dict.fromkeys(range(len(programs)))

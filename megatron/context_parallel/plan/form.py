@@ -1,4 +1,4 @@
-"""Checks the form of a plan: what its readers may take for granted before they run it."""
+"""Checks the form of a plan. Readers of a plan rely on it."""
 
 from collections import Counter
 
@@ -6,10 +6,12 @@ from .ir import PARTIAL, AllGather, Attend, Comm, Plan, PlanError, ReduceScatter
 
 
 def check_form(plan: Plan) -> None:
-    """Checks that every operation is one, and names ranks, chunks and channels there are and tensors of its pass.
+    """Checks that each step has valid operations and blocks.
+
+    Ranks and chunks exist, channels are declared, tensors belong to the pass, and no partial is sent twice in a step.
 
     Raises:
-        PlanError: naming rank and step of the first that does not.
+        PlanError: names rank and step of the first that is wrong.
     """
     if plan.n != plan.sees.n or plan.n < 1:
         raise PlanError(

@@ -1,12 +1,11 @@
 """The language of plans: which rank computes which (query chunk, key/value chunk) pair, and what travels when.
 
-A plan is plain data. Strategies write it; the executor, the verifier, the timeline and the drawings read it.
+A plan is plain data. Strategies write it. The executor, the verifier, the trace and the drawings read it.
 
-Each rank starts with the tensors it owns and runs its steps in order. At the start of a step its communication is
-launched asynchronously (after anything it sends has arrived and been reduced); then its blocks are computed while
-the communication flies. A received chunk is waited for where it is first used. Operations on one channel of one
-rank complete in the order of their steps (`batches`), at most `IN_FLIGHT` batches at once; operations on different
-channels overlap.
+Each rank starts with the tensors that it owns and runs its steps in order. A step first waits until all data that it
+sends has arrived and is merged. Then it launches its communication, and computes its blocks meanwhile. The rank waits
+for a received chunk where it first uses it. The batches of one channel (`batches`) complete in order, and at most
+`IN_FLIGHT` of them are under way at once. Different channels overlap.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from ..process_mesh import ProcessMesh
 
 
 class T(StrEnum):
-    """A tensor that travels, by chunk. The comment gives its content for a chunk of s tokens."""
+    """A tensor that travels in chunks. The comments give the content of a chunk of s tokens."""
 
     Q = "Q"  # queries [s, b, heads, d]
     KV = "KV"  # keys and values [s, b, kv_heads, d]
@@ -51,7 +50,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a chunk to `peer`. A partial leaves this rank with it."""
+    """Send a chunk to `peer`. After it has sent a partial, this rank no longer has it."""
 
     tensor: T
     chunk: int
@@ -73,7 +72,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Receive a chunk from `peer`. A partial is merged into the local one of that chunk."""
+    """Receive a chunk from `peer`. A partial is merged into the local partial of that chunk."""
 
     tensor: T
     chunk: int
@@ -92,7 +91,7 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    """Every rank of `group` contributes chunk `chunks[i]` (i its place in the group) and gets all of them."""
+    """Each rank of `group` gives one chunk and gets all of them. Rank i of the group gives `chunks[i]`."""
 
     tensor: T
     group: tuple[int, ...]
@@ -116,7 +115,7 @@ class AllGather:
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter:
-    """Every rank of `group` contributes partials of all `chunks`; rank i of the group ends with chunk `chunks[i]`."""
+    """Each rank of `group` gives partials of all `chunks`. Rank i of the group gets the sum of `chunks[i]`."""
 
     tensor: T
     group: tuple[int, ...]
@@ -140,9 +139,9 @@ class ReduceScatter:
 
 @dataclass(frozen=True, slots=True)
 class SwapHeads:
-    """Every rank of a head group trades: its chunk with all heads for the group's chunks with its part of the heads.
+    """Each rank of a head group swaps its chunk of all heads for the group's chunks of a part of the heads, or back.
 
-    Or back. It is no step's: the plan of a head-parallel attention begins and ends with one.
+    It is in no step. The plan of a head-parallel attention begins and ends with one.
     """
 
     tensors: tuple[T, ...]
@@ -154,9 +153,9 @@ Comm = Send | Recv | AllGather | ReduceScatter
 
 
 def batches(comm: tuple[Comm, ...]) -> list[tuple[str, list[Comm]]]:
-    """(channel, operations) of a step's batches in the order of launch.
+    """The batches of a step in the order of launch, each as (channel, operations).
 
-    Each collective is a batch of its own, and they come first; then the messages of each channel are one batch.
+    First comes each collective, as a batch of its own. Then the messages of each channel form one batch.
     """
     alone: list[tuple[str, list[Comm]]] = [
         (op.channel, [op]) for op in comm if isinstance(op, AllGather | ReduceScatter)
@@ -170,13 +169,13 @@ def batches(comm: tuple[Comm, ...]) -> list[tuple[str, list[Comm]]]:
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """One block: these query chunks against these key/value chunks, merged into the local partials."""
+    """One block: query chunks against key/value chunks. Its results are merged into the local partials."""
 
     q_chunks: tuple[int, ...]
     kv_chunks: tuple[int, ...]
 
     def reads(self, backward: bool) -> tuple[Key, ...]:
-        """What it computes with."""
+        """The chunks that it needs."""
         query = T.QDO if backward else T.Q
         return (*((query, c) for c in self.q_chunks), *((T.KV, c) for c in self.kv_chunks))
 
@@ -191,12 +190,14 @@ class Attend:
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """Some communication, and blocks that are computed while it runs."""
+
     comm: tuple[Comm, ...] = ()
     attend: tuple[Attend, ...] = ()
 
 
 class Steps(Sequence):
-    """The steps of each rank, written when they are first asked for."""
+    """The steps of all ranks. Those of a rank are written when they are first asked for."""
 
     def __init__(self, n: int, write: Callable[[int], tuple[Step, ...]]) -> None:
         self._write, self._written = write, list[tuple[Step, ...] | None]([None] * n)
@@ -218,11 +219,11 @@ class Steps(Sequence):
 class Plan:
     """One pass (forward or backward) of one distributed attention on `n` ranks.
 
-    Chunk i belongs to rank i: it starts there (`starts`) and its result must end there (`ends`).
+    Chunk i belongs to rank i. Its tensors start there (`starts`) and its results must end there (`ends`).
 
-    With `heads` > 1 there are `heads` groups of n ranks, each of which runs the steps for its part of the heads; before
-    and after, ranks with the same place in their groups swap heads. Of chunk i, a union of `heads` smaller chunks,
-    each of them owns one.
+    With `heads` > 1 there are `heads` groups of n ranks. Each group runs the steps for its part of the heads. Before
+    and after the steps, the ranks with the same place in their groups swap heads. Chunk i is then a union of `heads`
+    smaller chunks, and each of these ranks owns one of them.
     """
 
     name: str
@@ -246,39 +247,39 @@ class Plan:
 
     @property
     def grid(self) -> ProcessMesh:
-        """All ranks by their part of the `heads` and their rank in the steps (`context`)."""
+        """All ranks as a grid: their part of the heads (`heads`), and their rank in the steps (`context`)."""
         if self.placement == "head-first":
             return ProcessMesh(("heads", "context"), (self.heads, self.n))
         return ProcessMesh(("context", "heads"), (self.n, self.heads))
 
     def chunk_of(self, rank: int) -> int:
-        """Which chunk, of `size`, a rank owns: the placement moves the data, so that a swap stays in its group."""
+        """The chunk (of `size`) that a rank owns. The placement moves data, so that a swap stays in its head group."""
         place = self.grid.coordinates(rank)
         return parts(self.layout, place["context"], self.n, self.heads)[place["heads"]]
 
     def kv_ratio(self, heads: int, kv_heads: int) -> float:
-        """Key/value heads that travel per head: those of the model, replicated where there are fewer than parts."""
+        """Key/value heads that travel per query head. With fewer heads than parts, replicas count too."""
         return max(kv_heads, self.heads) / heads
 
     @property
     def before(self) -> tuple[SwapHeads, ...]:
-        """What all ranks do before the steps. Backward, swapped queries, keys and values are kept from forward."""
+        """The swap before the steps. Swapped queries, keys and values are kept for the backward pass."""
         tensors = (T.DO,) if self.backward else (T.Q, T.KV)
         return (SwapHeads(tensors, self.heads),) if self.heads > 1 else ()
 
     @property
     def after(self) -> tuple[SwapHeads, ...]:
-        """What all ranks do after the steps."""
+        """The swap after the steps."""
         return (SwapHeads(self.ends, self.heads),) if self.heads > 1 else ()
 
     def swapped(self, op: SwapHeads, rank: int) -> tuple[Transfer, ...]:
-        """What `rank`, of all ranks, sends and receives in a swap of heads: shares of chunks of the steps."""
+        """What `rank` (of all ranks) sends and receives in a swap of heads, as shares of chunks of the steps."""
         chunk, peers = self.grid.coordinates(rank)["context"], self.grid.along(rank, "heads")
         pairs = [(rank, peer) for peer in peers if peer != rank] + [(peer, rank) for peer in peers if peer != rank]
         return tuple(Transfer(t, chunk, *pair, 1 / op.size) for pair in pairs for t in op.tensors)
 
     def communicators(self, rank: int) -> list[tuple[str, tuple[int, ...]]]:
-        """(channel, ranks) of the communicators that `rank`, of all ranks, belongs to, sorted."""
+        """The communicators of `rank` (of all ranks), each as (channel, ranks), sorted."""
         place, in_steps = self.grid.coordinates(rank)["context"], self.grid.along(rank, "context")
         needed = {
             (channel, tuple(range(self.size))) for channel in (*self.channels, *(op.channel for op in self.before))
@@ -298,4 +299,4 @@ class Plan:
 
 
 class PlanError(ValueError):
-    """A plan that would compute a wrong result or hang; the message names rank, step and chunk."""
+    """A plan that would compute a wrong result or hang. The message names rank, step and chunk."""

@@ -1,4 +1,4 @@
-"""How long what a rank holds is alive: until its last read, and how much that is at most."""
+"""How long a rank needs each chunk, and how much it holds at most."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ from .volume import units
 
 
 def last_reads(plan: Plan, r: int) -> dict[Key, int]:
-    """The last step in which rank r reads each travelling chunk: after it, a received copy can be freed."""
+    """The last step in which rank r reads each chunk. After it, a received copy can be freed."""
     return {
         key: s
         for s, step in enumerate(plan.steps[r])
@@ -17,7 +17,7 @@ def last_reads(plan: Plan, r: int) -> dict[Key, int]:
 
 
 def peak(plan: Plan, r: int, kv_ratio: float = 1.0) -> float:
-    """Most units alive in any step: own inputs always, copies until their last read, partials until they leave."""
+    """The most units alive in a step: own inputs always, copies until their last read, partials until they leave."""
     last, end = last_reads(plan, r), max(0, len(plan.steps[r]) - 1)
     alive: list[tuple[T, int, int]] = [(t, 0, end) for t in plan.starts]
     partial: dict[Key, int] = {}

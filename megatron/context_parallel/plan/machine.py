@@ -1,11 +1,13 @@
 """Runs a plan symbolically: what each rank holds, when it waits for whom, and when everything happens.
 
-The machine is stricter than the executor, whose batches and limits it has: a rank launches a step's batches when all
-it sends is there, each when the batch of its channel `IN_FLIGHT` before is complete; a batch starts when the one before
-it on its channel is complete; and it completes as a whole when each of its operations has met its counterpart. A plan
-that passes here hangs on neither NCCL nor gloo.
+The machine has the batches and the limit of the executor, and stricter rules:
 
-Partials are sets of contributions (bit masks of chunks), so a block counted twice or lost is seen where it happens.
+- A rank launches the batches of a step when it has all data that the step sends.
+- A batch starts when the batch before it on its channel is complete.
+- A batch completes as a whole, when each of its operations has met its counterpart.
+
+So a plan that passes here hangs on neither NCCL nor gloo. A partial is represented by the set of its contributions
+(bits of chunks). So a block that is counted twice or lost is seen where it happens.
 """
 
 from collections import defaultdict, deque
@@ -43,7 +45,7 @@ class Span:
 
 @dataclass(eq=False)
 class _Transfer:
-    """One operation with all its parties; for a reduction, `values` collects what each contributed."""
+    """One operation with all ranks that take part. For a reduction, `values` collects what each rank gave."""
 
     label: tuple
     parties_needed: int
@@ -69,7 +71,7 @@ class _Batch:
 
 
 class Machine:
-    """All ranks of a plan; `rank` gives the program of one, which yields (rank, step, what, batch) it must wait for."""
+    """All ranks of a plan. `rank` is the program of one. It yields each (rank, step, what, batch) that it waits for."""
 
     def __init__(self, plan: Plan, block_time: Callable, transfer_time: Callable) -> None:
         self.plan, self.block_time, self.transfer_time = plan, block_time, transfer_time
@@ -102,7 +104,7 @@ class Machine:
         self._swap(r, end, self.plan.after)
 
     def _swap(self, r: int, s: int, swaps: tuple[SwapHeads, ...]) -> None:
-        """Its parties run the same steps with the same times, so nobody waits for anybody."""
+        """All ranks of a swap run the same steps in the same time, so no rank waits for another."""
         for op in swaps:
             start, rank = self.clock[r], self.plan.grid.rank(context=r)
             received = (t for t in self.plan.swapped(op, rank) if t.receiver == rank)  # as much as it sends
@@ -163,7 +165,7 @@ class Machine:
             self._start(batch)
 
     def _meet(self, r: int, s: int, op: Comm) -> _Transfer:
-        """The transfer this operation takes part in: the next of its kind on the channel between its parties."""
+        """The transfer of this operation: the next of its kind on the channel between its ranks."""
         where: tuple
         if isinstance(op, AllGather | ReduceScatter):
             where, label = (op.group, op.channel), (type(op).__name__, op.tensor, op.chunks)
@@ -213,7 +215,7 @@ class Machine:
                     ready += self._met(transfer)
 
     def _met(self, transfer: _Transfer) -> list[_Batch]:
-        """Completes the batches that waited for this transfer alone; returns those that now may start."""
+        """Completes the batches that waited only for this transfer. Returns the batches that may start now."""
         for batch in transfer.parties:
             batch.unmet -= 1
         complete = [batch for batch in transfer.parties if batch.unmet == 0]

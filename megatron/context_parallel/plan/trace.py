@@ -10,7 +10,13 @@ from .machine import Machine, Span, say_transfer
 
 @dataclass
 class Trace:
-    """What happened. `held[rank]` maps (tensor, chunk) to the contributions left there at the end."""
+    """What happened.
+
+    Attributes:
+        spans: each block and each batch, with its time.
+        finish: when the last of them ends.
+        held: for each rank, the contributions that it has at the end, by (tensor, chunk).
+    """
 
     spans: list[Span]
     finish: float
@@ -32,12 +38,14 @@ def trace(
 ) -> Trace:
     """Runs `plan` on the symbolic machine.
 
-    `block_time` gives a block's time (default: one per unmasked pair of chunks) and `transfer_time` the time
-    a chunk takes from its sender to its receiver (default: none), in any one unit.
+    Args:
+        plan: the plan.
+        block_time: the time of a block; default: 1 for each pair of chunks that the mask leaves.
+        transfer_time: the time of a chunk from sender to receiver, in the same unit; default: 0.
 
     Raises:
-        PlanError: what has no form (`check_form`), an operation without counterpart or out of order, a circular wait, a
-            missing or doubled chunk.
+        PlanError: a wrong form (`check_form`), an operation without counterpart or out of order, a deadlock, a chunk
+            that is missing or counted twice.
     """
     check_form(plan)
     machine = Machine(plan, block_time, transfer_time)

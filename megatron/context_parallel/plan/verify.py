@@ -11,14 +11,14 @@ from .volume import received
 
 @dataclass(frozen=True)
 class Report:
-    """What a verified plan costs. Units: one chunk of one tensor of model width; K, V, Q, dO count one each.
+    """What a verified plan costs. One unit is one chunk of one tensor of model width: Q, K, V and dO are one each.
 
     Attributes:
-        volume: per rank of the steps, units received, by tensor; the swap of heads counts too.
-        steps: the longest rank's number of steps.
-        idle: fraction of rank time not spent in blocks if a pair of chunks takes one unit of time and
+        volume: for each rank of the steps, the units received, by tensor. It includes the swaps of heads.
+        steps: the largest number of steps of a rank.
+        idle: the fraction of time in which ranks compute no block, if a pair of chunks takes one unit of time and
             communication none.
-        peak: per rank, the most units alive at once, the rank's own included.
+        peak: for each rank, the most units alive at once. It includes the rank's own chunks.
     """
 
     volume: tuple[Counter, ...]
@@ -28,21 +28,23 @@ class Report:
 
     @property
     def received(self) -> float:
-        """Units received by the rank that receives most."""
+        """Units that the busiest rank receives."""
         return max(sum(v.values()) for v in self.volume)
 
 
 def verify(plan: Plan, kv_ratio: float = 1.0) -> Report:
-    """Proves that `plan` computes exact attention and terminates, and counts its costs.
+    """Proves that `plan` computes exact attention and ends, and counts its costs.
 
-    `kv_ratio` is `plan.kv_ratio(heads, kv_heads)`.
+    Each pair of chunks that the mask leaves is computed exactly once, and its result reaches its owner. Each send meets
+    its receive in order. There is no deadlock. No partial is left behind. Under a full mask each received chunk is
+    used; under other masks a strategy may send chunks that some ranks do not need.
 
-    Every unmasked pair of chunks is computed exactly once and reaches the owner of its result, every send meets its
-    receive in order, nobody waits in a circle, no partial is left behind. Under a full mask nothing received goes
-    unused; under others a strategy may move what some ranks do not need.
+    Args:
+        plan: the plan.
+        kv_ratio: for the costs, `plan.kv_ratio(heads, kv_heads)`.
 
     Raises:
-        PlanError: naming rank, step and chunk of the first violation found.
+        PlanError: names rank, step and chunk of the first thing that is wrong.
     """
     run = trace(plan)
     for r, held in enumerate(run.held):

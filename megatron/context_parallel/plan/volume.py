@@ -1,4 +1,4 @@
-"""How much a plan moves: in units of the papers' formulas, and in bytes."""
+"""How much each rank of a plan receives: in the units of the papers' formulas, and in bytes."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ from .ir import PARTIAL, Plan, T, Transfer
 
 
 def units(tensor: T, kv_ratio: float = 1.0) -> float:
-    """Units of one chunk of `tensor`; log-sum-exp and delta are not counted. `kv_ratio`: key/value heads a head."""
+    """Units of one chunk of `tensor`, without log-sum-exp and delta. `kv_ratio`: key/value heads per query head."""
     return {T.Q: 1, T.KV: 2 * kv_ratio, T.O: 1, T.QDO: 2, T.DO: 1, T.DQ: 1, T.DKV: 2 * kv_ratio}[tensor]
 
 
 def received(plan: Plan, rank: int, kv_ratio: float = 1.0) -> Counter:
-    """Units that `rank`, of all ranks, receives, by tensor."""
+    """Units that `rank` (of all ranks) receives, by tensor."""
     volume: Counter = Counter()
     for transfer, _ in _incoming(plan, rank):
         moved = units(transfer.tensor, kv_ratio) * transfer.share
@@ -23,12 +23,15 @@ def received(plan: Plan, rank: int, kv_ratio: float = 1.0) -> Counter:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one attention on one rank, of those that tensor parallelism leaves it.
+    """Sizes of one attention on one rank. Heads are those that tensor parallelism leaves to the rank.
 
     Attributes:
-        rows: tokens of a rank times batch size; heads and kv_heads: of the model.
-        itemsize: bytes of a number in the model's dtype; partial results and statistics are float32.
-        value_dim: default head_dim.
+        rows: tokens of a rank times batch size.
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: of queries and keys.
+        itemsize: bytes of a number in the model's dtype. Partials, log-sum-exp and delta are float32.
+        value_dim: head_dim of values; default: that of keys.
     """
 
     rows: int
@@ -40,7 +43,7 @@ class Shape:
 
 
 def received_bytes(plan: Plan, rank: int, shape: Shape) -> int:
-    """Bytes that `rank`, of all ranks, receives: payload, log-sum-exp and delta included."""
+    """Bytes that `rank` (of all ranks) receives, with log-sum-exp and delta, without headers."""
     return round(sum(chunk_bytes(plan, t.tensor, shape, swap) * t.share for t, swap in _incoming(plan, rank)))
 
 
@@ -54,7 +57,7 @@ def _incoming(plan: Plan, rank: int) -> Iterator[tuple[Transfer, bool]]:
 
 
 def chunk_bytes(plan: Plan, tensor: T, shape: Shape, swap: bool) -> int:
-    """Bytes of one chunk. What heads swap is whole, in the model's dtype, unless key/value heads were replicated."""
+    """Bytes of one chunk. Swapped tensors have the model's dtype, except gradients of replicated key/value heads."""
     value_dim = shape.head_dim if shape.value_dim is None else shape.value_dim
     statistic = 4 * shape.rows * shape.heads  # log-sum-exp or delta
     query, out = shape.rows * shape.heads * shape.head_dim, shape.rows * shape.heads * value_dim

@@ -1,7 +1,7 @@
-"""The strategies by name. Each is a function that writes the steps of one rank.
+"""The strategies by name. Each is a function that yields the steps of one rank.
 
-Installed packages add theirs by the entry point group `megatron.context_parallel.strategies`, which names a module
-that registers them.
+An installed package adds its strategies with an entry point of the group `megatron.context_parallel.strategies`. The
+entry point names a module that registers them.
 """
 
 from importlib.metadata import entry_points

@@ -1,7 +1,6 @@
 """All-gather attention (Llama 3, section 3.3.2): gather all keys and values, attend, reduce-scatter their gradients.
 
-The rank's own block is computed while the gather flies. Volume received per rank: forward 2(n-1) units, backward
-4(n-1).
+The rank computes its own block during the gather. Units received per rank: forward 2(n-1), backward 4(n-1).
 """
 
 from collections.abc import Iterator

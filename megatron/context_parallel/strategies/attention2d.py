@@ -1,18 +1,20 @@
 """Attention2D (Elango 2025): ranks form a grid; rows share queries, columns share keys and values.
 
-Rank p of a grid of `rows` × `cols` = n is in row p % rows and column p // rows. A row's own chunks are the queries
-congruent to it modulo `rows`; a column takes the keys congruent to it modulo `cols`, which first move there
-(`transposed`). Each rank computes its row's queries against its column's keys; outputs are reduced along the row.
+Rank p of a grid of `rows` × `cols` = n is in row p % rows and column p // rows. The queries of a row are the chunks
+congruent to it modulo `rows`. The keys of a column are the chunks congruent to it modulo `cols`; they first move there
+(`transposed`). Each rank computes the queries of its row against the keys of its column. Outputs are reduced along the
+row.
 
-Overlapping (algorithms 4-6): queries go round the row to the left, keys and values up the column. The first query chunk
-is computed against each key chunk as it comes (GTHRCMPT), each other against all of them in one block, while the next
-arrives and the last partial output moves on (GTHRCMPTSCTR): two travelling query chunks alive at most. Backward (8-11)
-the last one is computed by key chunks again, while their gradients go up the column (CMPTSCTRBWD). Not overlapping (1
-and 3): the same by collectives and one block.
+With overlap (algorithms 4-6), queries move round the row to the left, and keys and values up the column. The first
+query chunk is computed against each key chunk when it arrives (GTHRCMPT). Each other query chunk is computed against
+all of them in one block. Meanwhile the next one arrives and the last partial output moves on (GTHRCMPTSCTR). So at most
+two travelling query chunks are alive. In the backward pass (8-11) the last query chunk is computed by key chunks again,
+while their gradients move up the column (CMPTSCTRBWD). Without overlap (1 and 3), collectives and one block do the
+same.
 
-Volume received per rank, t = 1 if its keys and values move, else 0: forward 2(cols-1) + 2(rows-1) + 2t units, backward
-3(cols-1) + 4(rows-1) + 4t. In the cyclic layout causal work of two ranks differs by at most
-2(rows + cols - 1)/N of their mean; in the zigzag one all chunk pairs are equal but for the diagonal.
+Units received per rank, with t = 1 if its keys and values move and 0 otherwise: forward 2(cols-1) + 2(rows-1) + 2t,
+backward 3(cols-1) + 4(rows-1) + 4t. In the cyclic layout, causal work of two ranks differs by at most
+2(rows + cols - 1)/N of their mean. In the zigzag layout all chunk pairs are equal, except on the diagonal.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,10 +58,10 @@ def grid_of(n: int, grid: Grid | None = None) -> Grid:
 
 @cache
 def transposed(rows: int, cols: int) -> tuple[int, ...]:
-    """The key/value chunk of each rank once every column holds the chunks congruent to it modulo `cols`.
+    """The key/value chunk of each rank after the transposition: a column has the chunks congruent to it modulo `cols`.
 
-    A rank whose column wants the chunk it has keeps it; the others take, in order, what their column still lacks. So
-    each rank gives and takes at most one chunk. In a square grid that is the paper's transposition.
+    A rank keeps its chunk if its column needs it. The other ranks take, in order, the chunks that their column still
+    needs. So each rank gives and takes at most one chunk. In a square grid this is the paper's transposition.
     """
     held: list[int] = []
     for col in range(cols):

@@ -1,12 +1,12 @@
 """Double-Ring-Attention (LoongTrain, section 4.3 and Algorithm 2), the context part of `loongtrain`.
 
-The n ranks are n/w inner rings of w neighbours; rank i·w + j is the paper's W_ij. In round o inner ring i works on
-the keys and values of inner ring i-o, which circle among its w ranks, while each rank already passes the chunk it
-began the round with to the next inner ring: on a channel of its own, so that both transfers really are concurrent.
+The n ranks form n/w inner rings of w neighbours. Rank i·w + j is the paper's W_ij. In round o, inner ring i works on
+the keys and values of inner ring i-o, which move round its w ranks. Meanwhile each rank passes the chunk with which it
+began the round to the next inner ring. This uses a channel of its own, so both transfers are concurrent.
 
-Backward, gradients are summed along the same ways, one step (inner) and one round (outer) behind: first inside an
-inner ring, to where the chunk entered it, then from ring to ring and home. The paper leaves this to its readers.
-Volume received per rank is that of a ring for every w: forward 2(n-1) units, backward 4(n-1).
+The paper gives no backward pass. Here gradients are summed along the same ways, one step (inner) and one round (outer)
+later: first inside an inner ring, to the rank where the chunk entered it, then from ring to ring to the owner.
+Units received per rank are those of a ring for every w: forward 2(n-1), backward 4(n-1).
 """
 
 import math

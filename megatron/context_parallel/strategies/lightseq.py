@@ -1,18 +1,18 @@
 """DistAttn of LightSeq (Li et al. 2023): contiguous chunks, each fetched from its owner; early ranks help late ones.
 
 In slot t rank r works with a chunk of rank r-t (mod n). If that rank is earlier, r fetches its keys and values and
-attends to them with its own queries (section 3.1, algorithm 1). Otherwise r has no such pair left under a causal mask
-and helps that late rank (section 3.2): it fetches its queries, attends with its own keys and values, and returns the
-partial output, which the late rank merges. So n//2 + 1 slots do the work of n; only if n is even, n/2 ranks idle in
-the last of them. A full mask keeps everyone busy without help, in n slots.
+computes them with its own queries (section 3.1, algorithm 1). Otherwise r has no such pair left under a causal mask and
+helps that late rank (section 3.2): it fetches the rank's queries, computes them with its own keys and values, and
+returns the partial output, which the late rank merges. So n//2 + 1 slots do the work of n. Only if n is even, n/2 ranks
+idle in the last slot. With a full mask all ranks are busy without help, in n slots.
 
-What is fetched for a slot flies during the slot before, and what it produces for others during the slot after: a
-helper's output forward; backward the gradient of whatever was fetched, straight to its owner. Backward the local pair
-comes last and covers the last gradients, which take longer to send than the first fetch that then nothing covers.
+What a slot needs travels during the slot before. What it produces for other ranks travels during the slot after: in the
+forward pass the output of a helper, in the backward pass the gradient of what was fetched, straight to its owner. In
+the backward pass the local pair comes last. It hides the last gradients, which take longer to send than the first
+fetch. The first fetch is then not hidden.
 
-Volume received, rank average: forward n-1 units; backward 2(n-1) - h/n, where h = m(m+1)/2 with m = (n-1)//2 is the
-number of pairs computed by helpers, to which delta travels instead of the output. A full mask takes twice n-1 and
-2(n-1).
+Units received, as an average of the ranks: forward n-1, backward 2(n-1) - h/n. Helpers compute h = m(m+1)/2 pairs, with
+m = (n-1)//2, and get delta instead of the output. With a full mask both n-1 and 2(n-1) double.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
 """Mesh-Attention (Chen et al. 2025): every rank computes a tile of a query chunks × b key/value chunks, a·b = n.
 
-Ranks of a query group (a consecutive ranks) pass queries round and partial outputs on; ranks of a key/value group
-(those equal modulo a) pass keys and values round. Chunk numbers are rotated (Table 1) so that each tile holds its
-rank's own pair. What moves when, and which blocks hide it, is `mesh_schedule`'s greedy choice, the same on all ranks.
-Volume received per rank, with r = kv_heads / heads: forward (a-1) Q + 2r(b-1) KV + (a-1) O; backward 2(a-1) QDO +
+Queries and partial outputs move round a query group (a consecutive ranks). Keys and values move round a key/value group
+(the ranks equal modulo a). Chunk numbers are rotated (Table 1), so that each tile contains the pair of its own rank.
+`mesh_schedule` chooses by a greedy rule what moves when, and which blocks hide it. All ranks have the same schedule.
+Units received per rank, with r = kv_heads / heads: forward (a-1) Q + 2r(b-1) KV + (a-1) O; backward 2(a-1) QDO +
 2r(b-1) KV + (a-1) DQ + 2r(b-1) DKV. With a = 1 it is a ring.
 """
 

@@ -1,11 +1,11 @@
 """When a rank of Mesh-Attention communicates and computes inside its tile (Chen et al. 2025, sections 3.5 and 3.6).
 
-A tile has `a` query chunks (rows) and `b` key/value chunks (columns) in the local numbering of the paper's Table 1:
-row u is the query chunk that the u-th receive along the query group brings, column v that of the v-th along the
-key/value group; row 0 and column 0 are the rank's own. All ranks follow the same schedule.
+A tile has `a` query chunks (rows) and `b` key/value chunks (columns), numbered as in Table 1 of the paper. Row u is the
+query chunk of the u-th receive in the query group. Column v is the key/value chunk of the v-th receive in the key/value
+group. Row 0 and column 0 are the rank's own. All ranks follow the same schedule.
 
-The cost of a tensor (c_Q, c_KV, ... in the paper) is the time of one transfer in blocks of that pass; rounded up, the
-number of blocks that hide it.
+The cost of a tensor (c_Q, c_KV, ... in the paper) is the time of one transfer, in blocks of that pass. Rounded up, it
+is the number of blocks that hide the transfer.
 """
 
 import json
@@ -34,7 +34,7 @@ def schedule(a: int, b: int, backward: bool, costs: tuple[tuple[T, float], ...])
 
 
 class _Tile:
-    """Blocks not computed yet are bits: columns of each row (`rows`), and rows of each column (`columns`)."""
+    """The blocks not computed yet, as bits: columns of each row (`rows`), and rows of each column (`columns`)."""
 
     def __init__(self, a: int, b: int, backward: bool, costs: dict[T, float]) -> None:
         self.a, self.b, self.backward, self.costs = a, b, backward, costs
@@ -82,8 +82,11 @@ class _Tile:
         return tensor, tuple(blocks)
 
     def _next(self) -> Block | None:
-        """Of the blocks that can be computed: by rows, the own row last, for nobody waits for it; backward alternately
-        by rows and by columns."""
+        """The next block that can be computed.
+
+        Rows go first to last, but the own row comes last, because no rank waits for it. In the backward pass rows and
+        columns compete by their profit.
+        """
         queries, keys = self.moved[self.query] + 1, self.moved[T.KV] + 1
         if self.backward and self._profit(T.DQ, self.rows) < self._profit(T.DKV, self.columns):
             found = _first(self.columns, keys, queries)
@@ -91,7 +94,7 @@ class _Tile:
         return _first(self.rows, queries, keys)
 
     def _profit(self, gradient: T, lines: list[int]) -> float:
-        """Cost of the next gradient to leave over the number of blocks it still lacks; the own one never leaves."""
+        """Cost of the next gradient to leave, divided by its missing blocks. The rank's own gradient never leaves."""
         lacking = next((line for line in lines[1:] if line), 0)
         return self.costs[gradient] / lacking.bit_count() if lacking else 0.0
 

@@ -1,4 +1,4 @@
-"""Messages between ranks, both ends written once: the rule of what a rank sends tells its peer what it receives."""
+"""Messages between ranks. One rule says what a rank sends, and so what its peer receives."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,16 @@ Rule = Callable[[int], int | None]  # the chunk that a sender sends, if any
 
 
 def relay(tensor: T, rank: int, to: int, source: int, chunk: Rule, channel: str) -> tuple[Comm, ...]:
-    """What `rank` does where every rank x sends chunk(x) to one rank; `source` is the one whose peer is `rank`."""
+    """The operations of `rank` where each rank x sends chunk(x), if any, to one other rank.
+
+    Args:
+        tensor: what travels.
+        rank: the rank whose operations these are.
+        to: the rank to which it sends. If it is `rank`, there is nothing to do.
+        source: the rank that sends to it.
+        chunk: the rule.
+        channel: of the messages.
+    """
     if to == rank:
         return ()
     sent, taken = chunk(rank), chunk(source)
@@ -19,12 +28,14 @@ def relay(tensor: T, rank: int, to: int, source: int, chunk: Rule, channel: str)
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Ranks start, start + stride, ... in a circle, seen from one of them.
+    """A ring of the ranks start, start + stride, ..., seen from one of them.
 
     Attributes:
-        place: of the rank that looks, from 0.
-        size: how many ranks.
-        channel: of the messages between them.
+        place: the place of this rank in the ring, from 0.
+        size: how many ranks the ring has.
+        start: the rank at place 0.
+        stride: the distance of neighbours.
+        channel: of the messages.
     """
 
     place: int
@@ -34,11 +45,11 @@ class Ring:
     channel: str = "ring"
 
     def rank(self, place: int) -> int:
-        """The rank at a place; places go round."""
+        """The rank at a place, modulo the size."""
         return self.start + place % self.size * self.stride
 
     def shift(self, tensor: T, chunk: Rule, by: int = 1) -> tuple[Comm, ...]:
-        """Each place p sends chunk(p), if any, to place p + by; so this place receives chunk(place - by)."""
+        """This rank's operations where each place p sends chunk(p), if any, to place p + by."""
         to, source = self.rank(self.place + by), self.rank(self.place - by)
         by_rank = lambda rank: chunk((rank - self.start) // self.stride)  # noqa: E731
         return relay(tensor, self.rank(self.place), to, source, by_rank, self.channel)

@@ -13,13 +13,15 @@ Grid = tuple[int, int]
 
 @dataclass(frozen=True)
 class Option:
-    """What is declared of an option: `grid: Annotated[Grid | None, Option("rows x columns", example="3x4")] = None`.
+    """The declaration of an option: `grid: Annotated[Grid | None, Option("rows x columns", example="3x4")] = None`.
 
     Attributes:
         help: what it means, for `--help`.
         example: a value that works, as text.
-        read: from text to the value, for a type other than int, bool, str or Grid; raises UsageError.
-        name, kind, default: the parameter's; the kind is its type without "| None".
+        read: makes the value from text, for a type other than int, bool, str or Grid. It may raise UsageError.
+        name: of the parameter. You need not give it, nor what follows.
+        kind: the type of the parameter without "| None".
+        default: of the parameter.
     """
 
     help: str

@@ -1,10 +1,11 @@
-"""Ring attention: queries stay, keys and values circle (Liu et al. 2023; the baseline of all five papers).
+"""Ring attention: queries stay, keys and values move round a ring (Liu et al. 2023; the baseline of all five papers).
 
-Chunk c starts on rank c and visits ranks c, c+1, ..., so at step s rank r holds chunk r-s. It stops at the last rank
-whose queries see it: with a causal mask in the contiguous layout rank n-1, with a window of a chunk's tokens rank c+1.
+Chunk c starts on rank c and visits ranks c, c+1, ... So in step s rank r has chunk r-s. The chunk stops at the last
+rank whose queries see it. In the contiguous layout this is rank n-1 with a causal mask, and rank c+1 with a window as
+long as a chunk.
 
-Backward, the gradient of chunk c is summed along the same way, one step behind, and goes home from the last stop.
-Volume received per rank: forward 2(n-1) units, backward 4(n-1).
+In the backward pass, the gradient of chunk c is summed along the same way, one step later, and the last rank sends it
+to the owner. Units received per rank: forward 2(n-1), backward 4(n-1).
 """
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,8 @@
 """Head parallelism: DeepSpeed Ulysses, and USP, which puts a ring inside it.
 
-The exchange of heads itself is not written here: every strategy has it through `--cp-head-parallel-size`
-(`Strategy.plan`). In a `ulysses` group each rank computes the whole sequence for its heads and nothing more travels.
-Volume received per rank, MHA: forward 4(n-1)/n units, backward the same.
+The swap of heads is not written here: every strategy has it with `--cp-head-parallel-size` (`Strategy.plan`). With
+`ulysses` each rank computes the whole sequence for its heads, and nothing else travels. Units received per rank (MHA):
+forward 4(n-1)/n, backward the same.
 """
 
 from collections.abc import Iterator
