@@ -50,7 +50,7 @@ class Kernel(Protocol):
     """Attention of one block.
 
     Shapes: queries [s, B, G, d], keys [t, B, d], values [t, B, dv], log-sum-exp and delta [s, B, G] in float32
-    (float64 for float64); B is batch × key/value heads, G the query heads that share one. Strided views are welcome.
+    or wider; B is batch × key/value heads, G the query heads that share one. Strided views are welcome.
     """
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
