@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import job, report
-from benchmarks.cases import DTYPES, PRESETS, Case, Problem, parse_case, preset
+from benchmarks.cases import DTYPES, PRESETS, Case, Workload, parse_case, preset
 from benchmarks.peers import PEERS
 from benchmarks.volume import planned_bytes
 from megatron.context_parallel import STRATEGIES
@@ -44,7 +44,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def problem_of(args: argparse.Namespace, ranks: int) -> Problem:
+def problem_of(args: argparse.Namespace, ranks: int) -> Workload:
     """Raises UsageError for sizes that cannot be."""
     for flag, least in (
         ("num_attention_heads", 1),
@@ -66,10 +66,10 @@ def problem_of(args: argparse.Namespace, ranks: int) -> Problem:
             f"--seq-length {args.seq_length}: {ranks} ranks need a multiple of {2 * ranks}, such as {near}"
         )
     sizes = (args.seq_length, args.micro_batch_size, heads, kv_heads, args.kv_channels)
-    return Problem(ranks, *sizes, args.dtype, not args.full_mask)
+    return Workload(ranks, *sizes, args.dtype, not args.full_mask)
 
 
-def cases_of(args: argparse.Namespace, problem: Problem) -> tuple[list[Case], list[list[int] | None]]:
+def cases_of(args: argparse.Namespace, problem: Workload) -> tuple[list[Case], list[list[int] | None]]:
     """The cases, and for each the bytes per rank of its plans (None for a peer).
 
     Raises:

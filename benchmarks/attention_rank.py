@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from benchmarks.cases import Case, Problem, parse_case
+from benchmarks.cases import Case, Workload, parse_case
 from benchmarks.job import run_job
 from benchmarks.rounds import interleave
 from benchmarks.stopwatch import Stopwatch
@@ -16,7 +16,7 @@ def measure(job: dict) -> list[dict]:
     `case`, `error` (relative, on the worst rank) or null, `failure` (why it was not timed) or null, and `rounds`, each
     a list over ranks of what `rounds.timed` returns.
     """
-    problem, watch = Problem(**job["problem"]), Stopwatch()
+    problem, watch = Workload(**job["problem"]), Stopwatch()
     watch.watch_waits()
     exact = ExactAttention(problem)
     entries, runs = [], []
@@ -30,7 +30,7 @@ def measure(job: dict) -> list[dict]:
     return entries
 
 
-def prepare(case: Case, problem: Problem, watch: Stopwatch, exact: ExactAttention) -> tuple:
+def prepare(case: Case, problem: Workload, watch: Stopwatch, exact: ExactAttention) -> tuple:
     """(subject, error, None) of a case that is exact on all ranks, or (None, None, why it is not timed)."""
     group = dist.new_group(list(range(problem.ranks)))  # its own, so that a case that fails leaves the others' alone
     subject, error, failure = None, 0.0, None

@@ -16,7 +16,7 @@ SWITCH = {"yes": True, "no": False}
 
 
 @dataclass(frozen=True)
-class Problem:
+class Workload:
     """One attention, forward and backward, shared by `ranks` ranks. `dtype` is a key of DTYPES."""
 
     ranks: int
@@ -42,7 +42,7 @@ class Case:
     def peer(self) -> bool:
         return self.choice is None
 
-    def plans(self, problem: Problem) -> tuple[Plan, Plan]:
+    def plans(self, problem: Workload) -> tuple[Plan, Plan]:
         """Forward and backward plan of a strategy.
 
         Raises:
@@ -90,7 +90,7 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def preset(name: str, problem: Problem) -> list[str]:
+def preset(name: str, problem: Workload) -> list[str]:
     """The cases of a named comparison on these ranks and heads; see PRESETS."""
     n, sizes = problem.ranks, head_parallel_sizes(problem.heads, problem.kv_heads)
     match name:

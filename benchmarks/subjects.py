@@ -11,7 +11,7 @@ from megatron.context_parallel import ContextParallel, context_parallel_attentio
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.reference import attention
 
-from .cases import DTYPES, Case, Problem
+from .cases import DTYPES, Case, Workload
 from .peers import PEERS
 from .stopwatch import Stopwatch, TimedKernel
 
@@ -23,7 +23,7 @@ class Ours:
 
     order = "sbhd"
 
-    def __init__(self, case: Case, problem: Problem, group: dist.ProcessGroup, watch: Stopwatch) -> None:
+    def __init__(self, case: Case, problem: Workload, group: dist.ProcessGroup, watch: Stopwatch) -> None:
         self.cp = ContextParallel(case.choice, group=group)
         self.kernel = TimedKernel(kernel_for(torch.device("cpu"), DTYPES[problem.dtype], problem.head_dim), watch)
         self.positions, self.causal = self.cp.positions, problem.causal
@@ -32,7 +32,7 @@ class Ours:
         return context_parallel_attention(q, k, v, self.cp, causal=self.causal, kernel=self.kernel)
 
 
-def build(case: Case, problem: Problem, group: dist.ProcessGroup, watch: Stopwatch) -> object:
+def build(case: Case, problem: Workload, group: dist.ProcessGroup, watch: Stopwatch) -> object:
     """The strategy or peer on the ranks of `group`; any exception says why there is none."""
     if not case.peer:
         return Ours(case, problem, group, watch)
@@ -47,7 +47,7 @@ def step(subject: object, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def whole_tensors(problem: Problem, length: int) -> list[Tensor]:
+def whole_tensors(problem: Workload, length: int) -> list[Tensor]:
     """q, k, v and output gradient [length, batch, heads, head_dim], the same on every rank."""
     generator = torch.Generator().manual_seed(length)
     heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
@@ -68,7 +68,7 @@ def _ordered(subject: object, x: Tensor) -> Tensor:
 class ExactAttention:
     """Output and gradients by definition, in float64, of a sequence short enough for that."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Workload) -> None:
         self.problem = problem
         self.whole = whole_tensors(problem, min(problem.length, 16 * problem.ranks))
         *leaves, dout = (x.double() for x in self.whole)

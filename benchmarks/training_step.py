@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import job, report
-from benchmarks.cases import Case, Problem, parse_case
+from benchmarks.cases import Case, Workload, parse_case
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.commands.run import run_main
 from megatron.context_parallel.errors import UsageError
@@ -43,7 +43,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[
     return parser.parse_args(own), trainer
 
 
-def problem_of(flags: list[str], ranks: int) -> Problem:
+def problem_of(flags: list[str], ranks: int) -> Workload:
     """What the trainer makes of its flags on these ranks."""
     # What the libraries say about each other's versions when imported is not the user's to mend.
     warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
@@ -55,10 +55,10 @@ def problem_of(flags: list[str], ranks: int) -> Problem:
         raise UsageError("--context-parallel-size, --global-batch-size: are set here; leave them out after --")
     dtype = "bf16" if args.bf16 else "fp32"
     sizes = (args.seq_length, args.micro_batch_size, args.num_attention_heads, args.num_query_groups)
-    return Problem(ranks, *sizes, args.kv_channels, dtype, causal=True)
+    return Workload(ranks, *sizes, args.kv_channels, dtype, causal=True)
 
 
-def cases_of(texts: list[str], problem: Problem) -> list[Case]:
+def cases_of(texts: list[str], problem: Workload) -> list[Case]:
     """Raises UsageError for a case that cannot train on these ranks and heads."""
     cases = [parse_case(text) for text in texts]
     for case in cases:

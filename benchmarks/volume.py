@@ -3,10 +3,10 @@
 from megatron.context_parallel.plan.ir import Plan
 from megatron.context_parallel.plan.volume import Shape, received_bytes
 
-from .cases import DTYPES, Problem
+from .cases import DTYPES, Workload
 
 
-def planned_bytes(plans: tuple[Plan, ...], problem: Problem) -> list[int]:
+def planned_bytes(plans: tuple[Plan, ...], problem: Workload) -> list[int]:
     """Bytes each rank receives in all `plans` of one attention."""
     rows = problem.length // problem.ranks * problem.batch
     shape = Shape(rows, problem.heads, problem.kv_heads, problem.head_dim, DTYPES[problem.dtype].itemsize)

@@ -9,9 +9,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from megatron.context_parallel.kernels import BlockGrad, Scores, position
+from megatron.context_parallel.kernels import BlockGrad, Scores
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs
-from megatron.context_parallel.kernels.position_tiles import TILES
+from megatron.context_parallel.kernels.position import kernel as position
+from megatron.context_parallel.kernels.position.tiles import TILES
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes of a block, by architecture (CUDA guide, table 30)
 

@@ -1,5 +1,6 @@
 """Attention libraries for CUDA behind fakes with their signatures and layouts; which one is chosen, and why."""
 
+import importlib.metadata
 import logging
 import sys
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from megatron.context_parallel import UsageError
-from megatron.context_parallel.kernels import BlockGrad, Scores, choose, libraries
+from megatron.context_parallel.kernels import BlockGrad, Scores, choose
 from megatron.context_parallel.kernels.choose import LibraryAndPosition, check_backend, kernel_for
 from megatron.context_parallel.kernels.delta import output_with
 from megatron.context_parallel.kernels.libraries import LIBRARIES
@@ -173,7 +174,7 @@ def fake(name, monkeypatch, stats_dims=3):
     """The backend over a fake of its library."""
     library = LIBRARIES[name]
     if name in ("aten", "cudnn"):
-        monkeypatch.setattr(libraries, "_aten", Aten(stats_dims))
+        monkeypatch.setattr(sys.modules[library.__module__], "_aten", Aten(stats_dims))
         return library()
     monkeypatch.setitem(sys.modules, library.module, SimpleNamespace())
     backend = library()
@@ -238,7 +239,9 @@ def test_plain_blocks_reach_the_library_without_copies(monkeypatch):
         seen.extend((q, k, v))
         return attend(q, k, v, False, 1.0)
 
-    monkeypatch.setattr(libraries, "_aten", SimpleNamespace(_flash_attention_forward=record))
+    monkeypatch.setattr(
+        sys.modules[LIBRARIES["aten"].__module__], "_aten", SimpleNamespace(_flash_attention_forward=record)
+    )
     q, k, v, _ = strided(*block(5, 9, 3, 2, 8))
     LIBRARIES["aten"]().forward(q, k, v, FULL, Scores(1.0))
     assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in (q, k, v)]
@@ -441,7 +444,7 @@ def test_on_a_cpu(monkeypatch):
 @pytest.mark.parametrize("version,reason", [("2.6.3", "flash-attn 2.6.3 is older than 2.7"), ("2.10.0.post1", None)])
 def test_old_versions_of_a_library(version, reason, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", SimpleNamespace())
-    monkeypatch.setattr(libraries.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     assert LIBRARIES["flash2"].missing() == reason
 
 

@@ -20,7 +20,7 @@ from torch.distributed import Work
 
 from benchmarks import attention_rank, training_rank, training_step
 from benchmarks.attention import main
-from benchmarks.cases import PRESETS, Case, Problem, parse_case, preset
+from benchmarks.cases import PRESETS, Case, Workload, parse_case, preset
 from benchmarks.peers import PEERS, cpu_flash
 from benchmarks.report import COLUMNS, speed_up, summarize
 from benchmarks.stopwatch import Stopwatch
@@ -32,7 +32,7 @@ from megatron.context_parallel.layout import positions
 from megatron.context_parallel.strategies import choose
 
 ROOT = Path(__file__).parents[1]
-PROBLEM = Problem(ranks=3, length=384, batch=1, heads=6, kv_heads=6, head_dim=32, dtype="fp32", causal=True)
+PROBLEM = Workload(ranks=3, length=384, batch=1, heads=6, kv_heads=6, head_dim=32, dtype="fp32", causal=True)
 STRATEGIES = ["ring", "attention2d:grid=3x1", "lightseq", "mesh:grid=3x1", "ulysses", "allgather"]
 
 
@@ -77,11 +77,11 @@ def check_rows(rows: list[dict]) -> None:
 
 
 def test_volume_by_hand():
-    def planned(text: str, problem: Problem) -> list[int]:
+    def planned(text: str, problem: Workload) -> list[int]:
         return planned_bytes(parse_case(text).plans(problem), problem)
 
     tokens = 2 * 256 // 4  # of a rank, both samples
-    problem = Problem(4, 256, 2, 8, 2, 16, "bf16", True)
+    problem = Workload(4, 256, 2, 8, 2, 16, "bf16", True)
     q, kv, rows = tokens * 8 * 16 * 2, 2 * tokens * 2 * 16 * 2, tokens * 8 * 4
     assert planned("ring", problem) == [3 * kv + 3 * kv + 3 * 2 * kv] * 4  # KV, KV again, float32 DKV
     o, qdo, dq = 2 * q + rows, 2 * q + 2 * rows, 2 * q
@@ -141,7 +141,7 @@ def quietly(measure, job: dict) -> list[dict]:
 
 def test_what_is_not_exact_or_not_there_is_not_timed(ranks):
     cases = ["ring", "peer:wrong", "peer:absent", "peer:torch", "peer:torch:rotate=allgather"]
-    problem = Problem(2, 128, 2, 2, 2, 16, "fp32", True)
+    problem = Workload(2, 128, 2, 2, 2, 16, "fp32", True)
     job = {"problem": asdict(problem), "cases": cases, "rounds": 2, "warm_up": 0}
     both = ranks(2, quietly, attention_rank.measure, job)
     assert both[0] == both[1]
@@ -185,7 +185,7 @@ def test_peers_compute_with_an_exact_kernel(kv_heads, causal):
 def test_training_steps_train_alike(ranks):
     flags = [*training_step.LLAMA.split(), "--seq-length", "64", "--hidden-size", "32", "--num-attention-heads", "4"]
     flags += ["--num-query-groups", "2", "--kv-channels", "16", "--context-parallel-size", "2"]
-    problem = Problem(2, 64, 1, 4, 2, 16, "fp32", True)
+    problem = Workload(2, 64, 1, 4, 2, 16, "fp32", True)
     cases = ["ring", "mesh:grid=2x1"]
     job = {"problem": asdict(problem), "cases": cases, "flags": flags, "recompute": True, "rounds": 2, "warm_up": 1}
     entries = ranks(2, quietly, training_rank.measure, job)[0]
@@ -201,7 +201,7 @@ def test_training_steps_train_alike(ranks):
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("n", [4, 16])
 def test_presets_are_cases_that_work(name, n):
-    problem = Problem(n, 32 * n, 1, 8, 8, 8, "fp32", True)
+    problem = Workload(n, 32 * n, 1, 8, 8, 8, "fp32", True)
     cases = [parse_case(text) for text in preset(name, problem)]
     assert len(cases) > 1 and all(planned_bytes(case.plans(problem), problem) for case in cases)
 

@@ -115,7 +115,7 @@ def largest_error(kernel, q, k, v, dout, mask, scores) -> float:
     got += kernel.backward(BlockGrad(dout, q, k, v, lse_all.to(wide), delta.to(wide), mask), scores)
     errors = []
     for a, b in zip(got, expected, strict=True):
-        assert a.shape == b.shape and a.dtype == wide
+        assert a.shape == b.shape and a.dtype in (wide, torch.float64)  # a log-sum-exp may be wider
         assert torch.equal(a.isneginf(), b.isneginf())
         a, b = (x.double().masked_fill(x.isneginf(), 0) for x in (a, b))
         errors.append(float((a - b).norm() / b.norm()))

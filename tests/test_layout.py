@@ -5,7 +5,7 @@ import torch
 
 from megatron.context_parallel import LAYOUTS, UsageError
 from megatron.context_parallel.layout import positions, shard, unshard
-from megatron.context_parallel.mesh import ProcessMesh
+from megatron.context_parallel.process_mesh import ProcessMesh
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from ..errors import UsageError
-from .masks import Mask, Piece, Runs
+from .masks import Piece, PieceMask, Runs
 
 
 @dataclass(frozen=True)
@@ -43,21 +43,21 @@ class BlockGrad(NamedTuple):
     v: Tensor
     lse: Tensor
     delta: Tensor
-    mask: Mask
+    mask: PieceMask
 
 
 class Kernel(Protocol):
     """Attention of one block.
 
     Shapes: queries [s, B, G, d], keys [t, B, d], values [t, B, dv], log-sum-exp and delta [s, B, G] in float32
-    (float64 for float64); B is batch × key/value heads, G the query heads that share one. Strided views are welcome.
+    or wider; B is batch × key/value heads, G the query heads that share one. Strided views are welcome.
     """
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
         """How this kernel wants a masked block of `keys` key rows cut; not called for one that is all masked."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
         """Returns the output [s, B, G, dv] in q's dtype or wider and its log-sum-exp; 0 and -inf if nothing is seen."""
         ...
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import UsageError
 from . import BlockGrad, Scores
 from .delta import output_with
-from .masks import CAUSAL, Mask, Piece, Runs, cut
+from .masks import CAUSAL, Piece, PieceMask, Runs, cut
 from .merge import merge
 
 LEAF = 128  # rows of the smallest causal squares, unless they are 16 already
@@ -49,7 +49,7 @@ class AtenFlash:
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
         return cut(block)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
         group, scale, value_dim = q.shape[2], _uncapped(scores), v.shape[-1]
         q, k, v = _same_width(*_widen(q, k, v))
         q, k, v = _heads_first(q), _shared(k, group), _shared(v, group)

@@ -13,9 +13,9 @@ from ..errors import UsageError
 from . import BlockGrad, Kernel, Scores
 from .aten import AtenFlash
 from .libraries import LIBRARIES, Capability
-from .masks import Mask, Piece, Runs, cut
+from .masks import Piece, PieceMask, Runs, cut
 from .position import PARTS, PositionKernel, architecture
-from .position_tiles import TILES
+from .position.tiles import TILES
 from .softcap import SoftcapCpu
 
 BACKENDS = ("auto", *LIBRARIES, "triton")
@@ -51,10 +51,10 @@ class LibraryAndPosition:
             return self.position.pieces(block, keys)
         return found
 
-    def _for(self, mask: Mask) -> Kernel:
+    def _for(self, mask: PieceMask) -> Kernel:
         return self.position if isinstance(mask, Runs) else self.library
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
         return self._for(mask).forward(q, k, v, mask, scores)
 
     def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,7 +30,7 @@ class Runs(NamedTuple):
         return Runs(*bounds)
 
 
-Mask = str | Runs  # FULL, CAUSAL (square: row i sees key rows 0..i), or runs
+PieceMask = str | Runs  # FULL, CAUSAL (square: row i sees key rows 0..i), or runs
 
 
 class Piece(NamedTuple):
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
     q: slice
     kv: slice
-    mask: Mask
+    mask: PieceMask
     sample: int | None = None
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import BlockGrad, Scores
-from .masks import CAUSAL, FULL, Mask, Piece, Runs, cut
+from .masks import CAUSAL, FULL, Piece, PieceMask, Runs, cut
 
 
 def attention(
@@ -53,7 +53,7 @@ class Reference:
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
         return cut(block)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
         s, _ = self._scores(q, k, mask, scores)
         lse = s.logsumexp(-1)
         out = torch.einsum("bgij,jbd->ibgd", self._weights(s, lse), v.double())
@@ -72,7 +72,7 @@ class Reference:
             dv,
         )
 
-    def _scores(self, q: Tensor, k: Tensor, mask: Mask, how: Scores) -> tuple[Tensor, Tensor | float]:
+    def _scores(self, q: Tensor, k: Tensor, mask: PieceMask, how: Scores) -> tuple[Tensor, Tensor | float]:
         """Scores [B, G, s, t], -inf where nothing is seen, and the slope of their cap."""
         scores, slope = _capped(torch.einsum("ibgd,jbd->bgij", q.double(), k.double()) * how.scale, how.softcap)
         if mask == FULL:

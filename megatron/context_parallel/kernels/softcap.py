@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from . import BlockGrad, Scores
-from .masks import CAUSAL, Mask, Piece, Runs
+from .masks import CAUSAL, Piece, PieceMask, Runs
 
 ROWS = 256  # most query rows of a tile
 SCORES = 2**20  # most scores of a tile of more than one row, of all heads: bounds memory, and stays in the cache
@@ -45,7 +45,7 @@ class SoftcapCpu:
         """The whole block in one piece: its tiles leave out what no query of theirs sees."""
         return [Piece(slice(0, block.first.shape[1]), slice(0, keys), block)]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=wide)
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
@@ -72,7 +72,7 @@ class SoftcapCpu:
         return dq, dk, dv
 
 
-def _tiles(q: Tensor, k: Tensor, mask: Mask, scores: Scores) -> Iterator[_Tile]:
+def _tiles(q: Tensor, k: Tensor, mask: PieceMask, scores: Scores) -> Iterator[_Tile]:
     """The tiles of a block in which anything is seen."""
     if not scores.softcap:
         raise UsageError("softcap 0: this kernel is for capped scores only; give a softcap such as 50.0, or AtenFlash")
@@ -98,7 +98,7 @@ def _used(x: Tensor, rows: Tensor) -> Tensor:
     return x if rows.all() else x.masked_fill(~rows.view(-1, *[1] * (x.dim() - 1)), 0.0)
 
 
-def _runs(mask: Mask, rows: int, keys: int) -> Runs:
+def _runs(mask: PieceMask, rows: int, keys: int) -> Runs:
     if isinstance(mask, Runs):
         return mask
     end = torch.arange(1, rows + 1) if mask == CAUSAL else torch.full((rows,), keys)

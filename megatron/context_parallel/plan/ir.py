@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..layout import parts
 from ..mask import Pairs
-from ..mesh import ProcessMesh
+from ..process_mesh import ProcessMesh
 
 
 class T(StrEnum):

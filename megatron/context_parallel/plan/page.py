@@ -103,8 +103,8 @@ class _Pass:
 
 def _list(noun: str, numbers: set[int]) -> str:
     """`chunks 0, 2-5`"""
-    parts = []
-    for _, run in itertools.groupby(enumerate(sorted(numbers)), key=lambda item: item[1] - item[0]):
-        run = [number for _, number in run]
+    parts: list[str] = []
+    for _, items in itertools.groupby(enumerate(sorted(numbers)), key=lambda item: item[1] - item[0]):
+        run = [number for _, number in items]
         parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
     return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(parts)}"

@@ -10,10 +10,9 @@ from torch import Tensor
 from megatron.context_parallel import STRATEGIES, AllRanks, UsageError, context_parallel_attention
 from megatron.context_parallel.kernels import BlockGrad, Kernel, Scores
 from megatron.context_parallel.kernels.choose import kernel_for
-from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Mask, Runs
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL, PieceMask, Runs
 from megatron.context_parallel.kernels.reference import Reference, attention
-from megatron.context_parallel.mask import Documents
-from megatron.context_parallel.mask import Mask as SequenceMask
+from megatron.context_parallel.mask import Documents, Mask
 
 from .common import STEP, Block, Report, Sizes, kernels
 
@@ -62,7 +61,10 @@ def add_errors(report: Report, table: str, errors: list[float], dtype: torch.dty
 
 def check_blocks(report: Report, names: list[str], sizes: Sizes, device: torch.device) -> None:
     """Every backend, every mask it has, against attention by definition in float64."""
-    masks: dict[str, tuple[Mask, int]] = {"full": (FULL, sizes.block_rows + 40), "causal": (CAUSAL, sizes.block_rows)}
+    masks: dict[str, tuple[PieceMask, int]] = {
+        "full": (FULL, sizes.block_rows + 40),
+        "causal": (CAUSAL, sizes.block_rows),
+    }
     irregular = run_masks(sizes.block_rows, device)
     for dtype in BOUNDS:
         for dim in sizes.head_dims if dtype is torch.bfloat16 else sizes.head_dims[:1]:
@@ -76,7 +78,7 @@ def check_blocks(report: Report, names: list[str], sizes: Sizes, device: torch.d
                         add_errors(report, "blocks against float64", errors, dtype, **row)
 
 
-def block_errors(kernel: Kernel, block: Block, mask: Mask) -> list[float]:
+def block_errors(kernel: Kernel, block: Block, mask: PieceMask) -> list[float]:
     q, k, v, dout = block
     scores, reference = Scores(q.shape[-1] ** -0.5), Reference()
     out, lse = reference.forward(q, k, v, mask, scores)
@@ -129,7 +131,7 @@ def distributed(cp: AllRanks, kernel: Kernel, q, k, v, dout, **mask) -> tuple[Te
 
 
 def exact(q, k, v, dout, *, causal=True, window=(-1, -1), documents=None) -> tuple[Tensor, ...]:
-    starts, ends = SequenceMask(causal, window, documents).seen(torch.arange(len(q)))
+    starts, ends = Mask(causal, window, documents).seen(torch.arange(len(q)))
     at = torch.arange(len(q))
     seen = ((at >= starts.unsqueeze(2)) & (at < ends.unsqueeze(2))).to(q.device)
     wide = [x.double() for x in (q, k, v, dout)]

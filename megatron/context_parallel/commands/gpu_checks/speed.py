@@ -11,9 +11,9 @@ from torch import Tensor
 from megatron.context_parallel import AllRanks, context_parallel_attention
 from megatron.context_parallel.kernels import BlockGrad, Kernel, Scores
 from megatron.context_parallel.kernels.choose import kernel_for
-from megatron.context_parallel.kernels.masks import Mask, Piece, Runs, cut
+from megatron.context_parallel.kernels.masks import Piece, PieceMask, Runs, cut
 from megatron.context_parallel.kernels.merge import merge
-from megatron.context_parallel.mask import Mask as SequenceMask
+from megatron.context_parallel.mask import Mask
 
 from .common import STEP, Block, Report, Sizes, kernels
 
@@ -115,7 +115,7 @@ class Watched:
     def pieces(self, block: Runs, keys: int) -> list:
         return self.kernel.pieces(block, keys)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
         return self._watch(self.kernel.forward, q, k, v, mask, scores)
 
     def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,6 +159,6 @@ def launches(cp: AllRanks, kernel: Kernel, clock: GpuClock, q: Tensor, k: Tensor
     """Kernel calls of a causal forward pass, and the blocks (query chunks against gathered keys) of its plan."""
     watched = Watched(kernel, clock)
     context_parallel_attention(q, k, v, cp, kernel=watched)
-    plan = cp.plan(SequenceMask(), (len(q), len(k)), q.shape[2], k.shape[2], backward=False)
+    plan = cp.plan(Mask(), (len(q), len(k)), q.shape[2], k.shape[2], backward=False)
     attends = [attend for steps in plan.steps for step in steps for attend in step.attend]
     return len(watched.calls), sum(len(attend.q_chunks) for attend in attends)

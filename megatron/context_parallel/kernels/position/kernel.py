@@ -6,10 +6,10 @@ import math
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
-from . import BlockGrad, Scores
-from .masks import CAUSAL, Mask, Piece, Runs
-from .position_tiles import FLOAT32, TILES, Tiles
+from ...errors import UsageError
+from .. import BlockGrad, Scores
+from ..masks import CAUSAL, Piece, PieceMask, Runs
+from .tiles import FLOAT32, TILES, Tiles
 
 PARTS = {64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}  # powers of two
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -47,7 +47,7 @@ class PositionKernel:
         rows = slice(0, block.first.shape[1])
         return [Piece(rows, slice(0, keys), Runs(*(x.to(self.device) for x in block)))]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
         """Returns the output [s, B, G, dv] in q's dtype and its log-sum-exp [s, B, G] in float32.
 
         A row that sees nothing gives 0 and -inf.
@@ -55,7 +55,7 @@ class PositionKernel:
         Raises:
             UsageError: shapes, dtypes or strides other than the class takes.
         """
-        from .position_triton import forward_kernel
+        from .programs import forward_kernel
 
         common = _common(q, k, v, mask, scores)
         tiles = self._tiles("forward", q, v, scores)
@@ -71,7 +71,7 @@ class PositionKernel:
         Raises:
             UsageError: as `forward`.
         """
-        from .position_triton import key_grad_kernel, query_grad_kernel
+        from .programs import key_grad_kernel, query_grad_kernel
 
         dout, q, k, v, lse, delta, mask = grad
         if dout.shape != (*q.shape[:3], v.shape[-1]) or dout.dtype != q.dtype:
@@ -137,7 +137,7 @@ def architecture(capability: tuple[int, int]) -> int:
     return 100 if major == 10 else 10 * major + minor
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: PieceMask) -> None:
     (s, batch, _, d), dv = q.shape, v.shape[-1]
     if d not in PARTS or dv not in PARTS or q.dtype not in DTYPES:
         sizes = f"head_dim {d}" if d == dv else f"head_dim {d} and value head_dim {dv}"
@@ -155,7 +155,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
         raise UsageError(f"runs of {list(mask.first.shape)} for q {list(q.shape)}: need [1 or batch, {s}]")
 
 
-def _common(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> dict[str, object]:
+def _common(q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> dict[str, object]:
     """The arguments all kernels share."""
     _check(q, k, v, mask)
     (s, batch, group, d), dv = q.shape, v.shape[-1]

@@ -1,0 +1,34 @@
+"""PyTorch's own flash attention for CUDA."""
+
+import torch
+
+from .library import Capability, Library
+
+_aten = torch.ops.aten
+
+
+class AtenFlashCuda(Library):
+    """ATen's copy of flash-attn 2, present in every CUDA build of PyTorch."""
+
+    name, title = "aten", "PyTorch's flash attention"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return None if torch.backends.cuda.is_flash_attention_available() else "this PyTorch has no flash attention"
+
+    @classmethod
+    def largest_head(cls, capability: Capability) -> int:
+        # Backward of more than 192 needs the shared memory of data-center GPUs (sdp_utils.cpp).
+        small = (8, 0) < capability < (9, 0) or capability[0] == 12
+        return 0 if capability < (8, 0) else 192 if small else 256
+
+    def _forward(self, q, k, v, causal, scale):
+        sizes = q.shape[1], k.shape[1]
+        return _aten._flash_attention_forward(q, k, v, None, None, *sizes, 0.0, causal, False, scale=scale)[:2]
+
+    def _backward(self, dout, q, k, v, out, lse, causal, scale):
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout's random numbers
+        sizes = q.shape[1], k.shape[1]
+        return _aten._flash_attention_backward(
+            *(dout, q, k, v, out, lse, None, None, *sizes, 0.0, causal, unused, unused), scale=scale
+        )

@@ -1,0 +1,32 @@
+"""flash-attn 3, for Hopper."""
+
+import torch
+
+from .library import Capability, Library, deterministic
+
+
+class FlashAttention3(Library):
+    """flash-attn 3 by its operators: the signatures of its Python functions differ between builds, these do not."""
+
+    name, title, module = "flash3", "flash-attn 3", "flash_attn_3._C"
+
+    def __init__(self) -> None:
+        super().__init__()  # registers the operators
+        self.calls = torch.ops.flash_attn_3
+
+    @classmethod
+    def largest_head(cls, capability: Capability) -> int:
+        return 256 if capability == (9, 0) else 0
+
+    def _forward(self, q, k, v, causal, scale):
+        return self.calls.fwd(q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1)[:2]
+
+    def _backward(self, dout, q, k, v, out, lse, causal, scale):
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        self.calls.bwd(
+            *(dout, q, k, v, out, lse, *grads),
+            softmax_scale=scale,
+            is_causal=causal,
+            deterministic=deterministic(),
+        )
+        return grads

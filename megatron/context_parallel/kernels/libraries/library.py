@@ -1,0 +1,126 @@
+"""What the attention libraries for CUDA have in common: full and causal blocks.
+
+A library sees the folded tensors as one sample of B x G query heads and B key/value heads: views, rows before heads as
+they are stored, and grouped-query attention is its own (query head h reads key/value head h // G in all of them).
+
+All return the natural log-sum-exp of the scaled scores in float32. All backward passes ask for the output of the whole
+sequence but read it only in rowsum(dout * out) = delta, so they get a stand-in with the same row sums. Where that is to
+be seen: flash-attn 2 and ATen, `compute_dot_do_o` in flash_bwd_preprocess_kernel.h; flash-attn 3, hopper/
+flash_bwd_preprocess_kernel.h; flash-attn 4, `_bwd_preprocess` in cute/interface.py; cuDNN (through ATen and through
+Transformer Engine), the chain "dO * o => softmax_sum" of sdpa_backward in cudnn-frontend, the graph cuDNN is given.
+"""
+
+import importlib
+import importlib.metadata
+import re
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from ...errors import UsageError
+from .. import BlockGrad, Scores
+from ..delta import output_with
+from ..masks import CAUSAL, Piece, PieceMask, Runs, cut
+
+Capability = tuple[int, int]  # of a GPU; (9, 0) is sm_90
+
+
+class Library(ABC):
+    """`kernels.Kernel` of full and causal blocks, float16 and bfloat16, one head_dim, a multiple of 8; no softcap.
+
+    Attributes:
+        name: of `--cp-attention-backend`.
+        title: what computes.
+        module: what is called.
+        distribution, oldest: the package whose version matters and its first one with the signatures called here.
+    """
+
+    name: str
+    title: str
+    module: str = "torch"
+    distribution: str = ""
+    oldest: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.calls = importlib.import_module(self.module)
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Why the library cannot be used on this host, whatever the GPU; None if it can."""
+        try:
+            importlib.import_module(cls.module)
+            version = importlib.metadata.version(cls.distribution) if cls.distribution else ""
+        except ImportError as error:
+            return f"{cls.title} cannot be imported ({error})"
+        if numbers(version) < cls.oldest:
+            return f"{cls.distribution} {version} is older than {'.'.join(map(str, cls.oldest))}"
+        return None
+
+    @classmethod
+    def lacks(cls, head_dim: int, value_dim: int, softcap: float) -> str | None:
+        """Why no GPU computes this with the library; None if some do."""
+        if value_dim != head_dim:
+            return f"{cls.title} is called with one head_dim, not {head_dim} for keys and {value_dim} for values"
+        return f"{cls.title} is called without a softcap, not with {softcap}" if softcap else None
+
+    @classmethod
+    @abstractmethod
+    def largest_head(cls, capability: Capability) -> int:
+        """Largest head_dim, forward and backward, on a GPU of that compute capability; 0: does not run there."""
+
+    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+        """As `Kernel.pieces`.
+
+        Raises:
+            UsageError: a mask that does not come apart into full and causal blocks.
+        """
+        found = cut(block, short=0)
+        if any(isinstance(piece.mask, Runs) for piece in found):
+            raise UsageError(
+                f"--cp-attention-backend {self.name}: {self.title} has no mask for blocks that are neither full nor "
+                "causal; give --cp-attention-backend triton"
+            )
+        return found
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
+        self._check(q, v, scores)
+        s, b, group, _ = q.shape
+        out, lse = self._forward(_one(q.flatten(1, 2)), _one(k), _one(v), mask == CAUSAL, scores.scale)
+        return out.squeeze(0).unflatten(1, (b, group)), lse.reshape(b, group, s).permute(2, 0, 1)
+
+    def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, lse, delta, mask = grad
+        self._check(q, v, scores)
+        b, group = q.shape[1:3]
+        by_row = [_one(x.flatten(1, 2)) for x in (dout, q, output_with(delta, dout))]
+        stats = _one(lse.permute(1, 2, 0).flatten(0, 1)).contiguous()
+        dout, q, out = by_row
+        dq, dk, dv = self._backward(dout, q, _one(k), _one(v), out, stats, mask == CAUSAL, scores.scale)
+        return dq.squeeze(0).unflatten(1, (b, group)), dk.squeeze(0), dv.squeeze(0)
+
+    def _check(self, q: Tensor, v: Tensor, scores: Scores) -> None:
+        if why := self.lacks(q.shape[-1], v.shape[-1], scores.softcap):
+            raise UsageError(f"--cp-attention-backend {self.name}: {why}; give --cp-attention-backend triton")
+
+    @abstractmethod
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """q [1, s, heads, d], k and v [1, t, kv_heads, d] to out like q and the log-sum-exp of heads x s numbers."""
+
+    @abstractmethod
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tensors as in `_forward`, lse [1, heads, s] contiguous, to dq, dk, dv."""
+
+
+def _one(x: Tensor) -> Tensor:
+    return x.unsqueeze(0)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled()
