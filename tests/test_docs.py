@@ -50,7 +50,7 @@ def test_broken_plans_print_what_the_page_says(run_page, capsys, tmp_path):
     said = re.findall(r"```text\n(.*?)```", (ROOT / "docs/debugging.md").read_text(), re.DOTALL)
     assert len(said) == 5
     assert capsys.readouterr().out == "".join(said)
-    assert (tmp_path / "short.png").exists()
+    assert (tmp_path / "short.png").exists() and (tmp_path / "short.html").exists()
 
 
 def train_alone(family: str) -> training_case.Recorder:

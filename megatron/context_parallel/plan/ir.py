@@ -19,15 +19,25 @@ from ..process_mesh import ProcessMesh
 
 
 class T(StrEnum):
-    """A tensor that travels in chunks. The comments give the content of a chunk of s tokens."""
+    """A tensor that travels in chunks. A chunk of s tokens has these contents.
 
-    Q = "Q"  # queries [s, b, heads, d]
-    KV = "KV"  # keys and values [s, b, kv_heads, d]
-    O = "O"  # partial output, float32 [s, b, heads, d], and its log-sum-exp [s, b, heads]
-    QDO = "QDO"  # queries, output gradient [s, b, heads, d]; log-sum-exp, delta = rowsum(dO * O) [s, b, heads]
-    DO = "DO"  # output gradient [s, b, heads, d] and delta [s, b, heads]; travels only between heads
-    DQ = "DQ"  # partial query gradient, float32 [s, b, heads, d]
-    DKV = "DKV"  # partial key and value gradients, float32 [s, b, kv_heads, d] each
+    Attributes:
+        Q: queries [s, b, heads, d].
+        KV: keys and values [s, b, kv_heads, d].
+        O: partial output, float32 [s, b, heads, d], and its log-sum-exp [s, b, heads].
+        QDO: queries, output gradient [s, b, heads, d]; log-sum-exp, delta = rowsum(dO * O) [s, b, heads].
+        DO: output gradient [s, b, heads, d] and delta [s, b, heads]; travels only between heads.
+        DQ: partial query gradient, float32 [s, b, heads, d].
+        DKV: partial key and value gradients, float32 [s, b, kv_heads, d] each.
+    """
+
+    Q = "Q"
+    KV = "KV"
+    O = "O"
+    QDO = "QDO"
+    DO = "DO"
+    DQ = "DQ"
+    DKV = "DKV"
 
 
 PLACEMENTS = ("head-first", "context-first")  # which of the ranks that share tokens, or heads, are neighbours
