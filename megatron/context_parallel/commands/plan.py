@@ -7,7 +7,7 @@ from rich.table import Table
 
 from megatron.context_parallel import LAYOUTS, STRATEGIES, UsageError
 from megatron.context_parallel.plan.draw import draw, file_name
-from megatron.context_parallel.plan.ir import Plan
+from megatron.context_parallel.plan.ir import Plan, PlanError
 from megatron.context_parallel.plan.page import write_page
 from megatron.context_parallel.plan.verify import Report, verify
 from megatron.context_parallel.plan.volume import Shape, received_bytes
@@ -104,7 +104,10 @@ def main(argv: list[str] | None = None) -> None:
         heads = {"heads": args.num_attention_heads, "kv_heads": args.num_query_groups}
         for backward in (False, True):
             plan = choice.plan(args.ranks, causal=not args.full_mask, backward=backward, **heads)
-            report = verify(plan, plan.kv_ratio(args.num_attention_heads, args.num_query_groups))
+            try:
+                report = verify(plan, plan.kv_ratio(args.num_attention_heads, args.num_query_groups))
+            except PlanError as error:
+                raise UsageError(f"{spec}, {way(plan)}: {error}") from None
             table.add_row(*row(spec, plan, report, shape))
             volumes.append(by_tensor(plan, report))
             passes.append(plan)
