@@ -29,16 +29,6 @@ FAMILIES = {
         "num_query_groups": 2,
         "untie_embeddings_and_output_weights": True,
     },
-    "sinks": {
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "add_bias_linear": False,
-        "position_embedding_type": "rope",
-        "group_query_attention": True,
-        "num_query_groups": 2,
-        "untie_embeddings_and_output_weights": True,
-        "softmax_type": "learnable",
-    },
     "gpt3": {
         "normalization": "LayerNorm",
         "swiglu": False,
@@ -49,6 +39,7 @@ FAMILIES = {
         "untie_embeddings_and_output_weights": False,
     },
 }
+FAMILIES["sinks"] = FAMILIES["llama"] | {"softmax_type": "learnable"}
 
 
 def case_args(family: str, **changes) -> Namespace:
