@@ -106,7 +106,7 @@ def inputs(dtype, s=S, t=T, batch=2, group=1, d=64, dv=None, size=1.0):
 
 def errors(mask, dtype, strided=False, tiles=(32, 32), softcap=0.0, **shape) -> dict[str, float]:
     """Runs in the interpreter: the largest error of each result, relative to its largest value."""
-    from megatron.context_parallel.kernels import position
+    from megatron.context_parallel.kernels.position import kernel as position
 
     position.FLOAT32 = position.FLOAT32._replace(rows=tiles[0], keys=tiles[1])
     q, k, v, dout = inputs(dtype, **shape)
