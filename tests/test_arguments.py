@@ -1,5 +1,6 @@
 """Flags, files of flags, presets, derived values, the parameter count and what --dry-run says."""
 
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer import dry_run
 from megatron.context_parallel.trainer.arguments import parse_args
 from megatron.context_parallel.trainer.command_line import build_parser
+from megatron.context_parallel.trainer.flags import FLAGS
 from megatron.context_parallel.trainer.parameters import count_parameters, parameters_on_stage
 from megatron.context_parallel.trainer.presets import PRESETS
 
@@ -75,6 +77,36 @@ def test_help_shows_groups_and_defaults():
     ):
         assert part in text
     assert "None)" not in text
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_the_value_an_error_recommends_works(name):
+    flag = FLAGS[name]
+    value = getattr(build_parser().parse_args(flag.works.split()), name)
+    assert value is not None
+    assert flag.kind not in (int, float) or flag.fits(value)
+
+
+def test_bounds_are_those_in_the_words():
+    for name, low, high, outside in (
+        ("num_layers", 1, 9, 0),
+        ("lr", 1e-9, 1e9, 0.0),
+        ("rotary_percent", 0.1, 1.0, 1.1),
+    ):
+        assert [FLAGS[name].fits(value) for value in (low, high, outside, math.nan)] == [True, True, False, False]
+    assert FLAGS["num_layers"].bounds == "1 or more"
+    assert FLAGS["adam_beta1"].bounds == "0 or more, below 1"
+    assert FLAGS["rotary_percent"].bounds == "above 0, 1 at most"
+
+
+def test_unknown_flags_are_told_at_once_and_none_is_taken_for_one_of_another_kind():
+    with pytest.raises(UsageError) as refusal:
+        parsed("ring --num-layer=4 --vocab-file a.json --tensor-parallel-size 2")
+    assert str(refusal.value) == (
+        "ring: unknown word; --num-layer: unknown flag (did you mean --num-layers?); --vocab-file: unknown flag; "
+        "--tensor-parallel-size: unknown flag (did you mean --tensor-model-parallel-size?); "
+        "--help lists the flags, such as --num-layers"
+    )
 
 
 SMALL = "--num-layers 4 --hidden-size 96 --num-attention-heads 6 --seq-length 64"

@@ -4,6 +4,7 @@ import argparse
 import re
 from argparse import ArgumentParser, Namespace
 from difflib import SequenceMatcher
+from itertools import takewhile
 from typing import Any
 
 from ..errors import UsageError
@@ -124,13 +125,18 @@ def _as_words(values: dict[str, object]) -> list[str]:
 
 
 def _explain_unknown(words: list[str]) -> str:
-    # A word after an unknown flag may be its value; without such a flag, the words are what nobody knows.
-    flags = [word.split("=")[0] for word in words if re.match("--?[A-Za-z]", word)]
-    closest = {word: _closest(word) for word in flags}
-    unknown = [f"{word}: unknown flag" + f" (did you mean {meant}?)" * bool(meant) for word, meant in closest.items()]
-    unknown = unknown or [f"{word}: unknown word" for word in words]
-    help = "" if all(closest.values()) and flags else "; --help lists the flags, such as --num-layers"
-    return "; ".join(unknown) + help
+    # What follows an unknown flag may be its value; what stands before the first of them is nobody's.
+    stray = [f"{word}: unknown word" for word in takewhile(lambda word: not _is_flag(word), words)]
+    flags = {word: _closest(word) for word in (word.split("=")[0] for word in words if _is_flag(word))}
+    unknown = [
+        f"{word}: unknown flag" + (f" (did you mean {meant}?)" if meant else "") for word, meant in flags.items()
+    ]
+    advice = [] if flags and all(flags.values()) else ["--help lists the flags, such as --num-layers"]
+    return "; ".join(stray + unknown + advice)
+
+
+def _is_flag(word: str) -> bool:
+    return re.match("--?[A-Za-z]", word) is not None
 
 
 def _closest(word: str) -> str | None:

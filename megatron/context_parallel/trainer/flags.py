@@ -96,7 +96,9 @@ class LearningRate(Section, title="learning rate"):
     lr_warmup_iters: int = flag(
         "updates of linear warm-up from 0", 0, at_least=0, excludes="train_samples", instead="lr_warmup_samples"
     )
-    lr_warmup_samples: int = flag("in sequences", 0, at_least=0, needs="train_samples", instead="lr_warmup_iters")
+    lr_warmup_samples: int = flag(
+        "in sequences", 0, at_least=0, example=10000, needs="train_samples", instead="lr_warmup_iters"
+    )
     lr_warmup_fraction: float | None = flag(
         "part of the decay to warm up", at_least=0, below=1, example=0.01, excludes="lr_warmup_iters lr_warmup_samples"
     )
