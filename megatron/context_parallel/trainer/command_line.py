@@ -128,9 +128,7 @@ def _explain_unknown(words: list[str]) -> str:
     # What follows an unknown flag may be its value; what stands before the first of them is nobody's.
     stray = [f"{word}: unknown word" for word in takewhile(lambda word: not _is_flag(word), words)]
     flags = {word: _closest(word) for word in (word.split("=")[0] for word in words if _is_flag(word))}
-    unknown = [
-        f"{word}: unknown flag" + (f" (did you mean {meant}?)" if meant else "") for word, meant in flags.items()
-    ]
+    unknown = [f"{word}: unknown flag" + (f" (did you mean {near}?)" if near else "") for word, near in flags.items()]
     advice = [] if flags and all(flags.values()) else ["--help lists the flags, such as --num-layers"]
     return "; ".join(stray + unknown + advice)
 

@@ -57,7 +57,7 @@ def _null_vocabulary(args: "Flags | Namespace") -> int:
     return args.vocab_size
 
 
-def _check_files(args: "Flags | Namespace", library: str, package: str) -> None:
+def _check_files(args: "Flags | Namespace", library: str, package: str | None) -> None:
     model, given = args.tokenizer_model, f"--tokenizer-type {args.tokenizer_type}"
     if library == "huggingface":
         found, wanted = Path(model or "").is_dir() and model, "folder with tokenizer.json in it"
@@ -65,7 +65,7 @@ def _check_files(args: "Flags | Namespace", library: str, package: str) -> None:
         found, wanted = Path(model or "").is_file(), "file such as path/to/tokenizer.model"
     if not found:
         raise UsageError(f"--tokenizer-model {model} does not exist here as {given} needs it: give a {wanted}")
-    if importlib.util.find_spec(package) is None:
+    if package and importlib.util.find_spec(package) is None:
         raise UsageError(f"{given} needs a package: pip install {package}, or use --tokenizer-type ByteLevelTokenizer")
 
 
