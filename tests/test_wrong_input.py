@@ -57,7 +57,7 @@ def folder(tmp_path_factory):
     _checkpoint(folder / "incomplete", {}, tracker="9")
     (folder / "file").write_text("in the way of a directory")
     (folder / "empty").mkdir()
-    (folder / "unknown_key.yaml").write_text("num_layer: 4\n")
+    (folder / "unknown_key.yaml").write_text("num_layer: 4\ntrain-iter: null\n")
     (folder / "wrong_type.yaml").write_text("num-layers: many\n")
     (folder / "switch_value.yaml").write_text("swiglu: 3\n")
     (folder / "no_switch.yaml").write_text("num-layers: false\n")
@@ -90,7 +90,7 @@ MISTAKES = [
     ("--config {folder}/none.yaml", 1, ["--config", "none.yaml", "cannot be read", "num-layers: 24"], None),
     ("--config {folder}/broken.yaml", 1, ["--config", "broken.yaml", "line 2", "num-layers: 24"], None),
     ("--config {folder}/list.yaml", 1, ["--config", "list.yaml", "num-layers: 24"], None),
-    ("--config {folder}/unknown_key.yaml", 1, ["unknown_key.yaml", "--num-layer:", "--num-layers"], None),
+    ("--config {folder}/unknown_key.yaml", 1, ["unknown_key.yaml", "--num-layer:", "--train-iters"], None),
     ("--config {folder}/wrong_type.yaml", 1, ["wrong_type.yaml", "--num-layers:", "'many'", "--num-layers 24"], None),
     ("--config {folder}/switch_value.yaml", 1, ["switch_value.yaml", "--swiglu", "'3'", "alone"], None),
     ("--config {folder}/no_switch.yaml", 1, ["no_switch.yaml", "give --num-layers 24"], None),

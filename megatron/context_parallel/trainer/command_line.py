@@ -108,15 +108,16 @@ def _checked(parser: ArgumentParser, source: str, values: dict[str, object]) -> 
 
 def _as_words(values: dict[str, object]) -> list[str]:
     """As a command line; `false` leaves a switch out, and turns off what has a --no-... of its own."""
-    switches = {flag.option: flag for flag in FLAGS.values() if flag.kind is bool}
+    known = {flag.option: flag for flag in FLAGS.values()}
     words = []
     for name, value in values.items():
         option = f"--{name}"
-        if value is False and option in switches:
-            words += [f"--no-{name}"] * switches[option].optional
+        flag = known.get(option)
+        if value is False and flag and flag.kind is bool:
+            words += [f"--no-{name}"] * flag.optional
         elif isinstance(value, bool | list):
             words += [option, *map(str, value if isinstance(value, list) else ())]
-        elif value is not None:
+        elif value is not None or flag is None:
             words.append(f"{option}={value}")
     return words
 

@@ -54,7 +54,7 @@ class Model(Section, title="model"):
 
 class Regularization(Section, title="regularization"):
     attention_dropout: float = flag(
-        "must be 0, attention has none; Megatron's default is 0.1", 0.0, at_least=0, below=1
+        "attention has no dropout here, so only 0 is accepted; Megatron's default is 0.1", 0.0, at_least=0, below=1
     )
     hidden_dropout: float = flag("dropout of the residual stream; Megatron's default is 0.1", 0.0, at_least=0, below=1)
     weight_decay: float = flag("decoupled (AdamW) weight decay", 0.01, at_least=0)
