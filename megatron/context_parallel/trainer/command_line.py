@@ -34,7 +34,7 @@ def build_parser() -> ArgumentParser:
     """The parser of every flag, in groups by section."""
     parser = ArgumentParser(
         prog="pretrain_gpt.py",
-        usage="torchrun --nproc-per-node N pretrain_gpt.py [--preset NAME] [--config FILE] [flags]",
+        usage="torchrun --nproc-per-node N pretrain_gpt.py [--preset NAME] [flags]",
         description="Pretrain a GPT or Llama with tensor, pipeline, data and context parallelism. "
         "Flags have Megatron's names and meanings.",
         allow_abbrev=False,
