@@ -1,5 +1,6 @@
 """Flags, files of flags, presets, derived values, the parameter count and what --dry-run says."""
 
+import math
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer import dry_run
 from megatron.context_parallel.trainer.arguments import parse_args
 from megatron.context_parallel.trainer.command_line import build_parser
+from megatron.context_parallel.trainer.flags import FLAGS
 from megatron.context_parallel.trainer.parameters import count_parameters, parameters_on_stage
 from megatron.context_parallel.trainer.presets import PRESETS
 
@@ -76,6 +78,38 @@ def test_help_shows_groups_and_defaults():
     ):
         assert part in text
     assert "None)" not in text
+
+
+def test_every_value_that_an_error_recommends_works():
+    parser = build_parser()
+    for name, flag in FLAGS.items():
+        value = getattr(parser.parse_args(flag.works.split()), name)
+        assert value is not None, name
+        assert flag.kind not in (int, float) or flag.fits(value), name
+
+
+def test_bounds_are_those_in_the_words():
+    for name, inside, outside in (
+        ("num_layers", 1, 0),
+        ("lr", 1e9, 0.0),
+        ("lr", 1e-9, math.inf),
+        ("min_lr", 0.0, -1.0),
+    ):
+        assert [FLAGS[name].fits(value) for value in (inside, outside, math.nan)] == [True, False, False]
+    assert FLAGS["rotary_percent"].fits(1.0) and not FLAGS["adam_beta1"].fits(1.0)
+    assert FLAGS["num_layers"].bounds == "1 or more"
+    assert FLAGS["adam_beta1"].bounds == "0 or more, below 1"
+    assert FLAGS["rotary_percent"].bounds == "above 0, 1 at most"
+
+
+def test_unknown_flags_are_told_at_once_and_none_is_taken_for_one_of_another_kind():
+    with pytest.raises(UsageError) as refusal:
+        parsed("ring --num-layer=4 --vocab-file a.json --tensor-parallel-size 2")
+    assert str(refusal.value) == (
+        "ring: unknown word; --num-layer: unknown flag (did you mean --num-layers?); --vocab-file: unknown flag; "
+        "--tensor-parallel-size: unknown flag (did you mean --tensor-model-parallel-size?); "
+        "--help lists the flags, such as --num-layers"
+    )
 
 
 SMALL = "--num-layers 4 --hidden-size 96 --num-attention-heads 6 --seq-length 64"

@@ -51,12 +51,13 @@ def folder(tmp_path_factory):
     _checkpoint(folder / "deeper", {"num_layers": 7})
     _checkpoint(folder / "gelu", {"swiglu": False})
     _checkpoint(folder / "biased", {"add_bias_linear": True})
+    _checkpoint(folder / "longer", {"max_position_embeddings": 256})
     _checkpoint(folder / "sharded", {"use_distributed_optimizer": True})
     _checkpoint(folder / "unreadable", {}, tracker="soon")
     _checkpoint(folder / "incomplete", {}, tracker="9")
     (folder / "file").write_text("in the way of a directory")
     (folder / "empty").mkdir()
-    (folder / "unknown_key.yaml").write_text("num_layer: 4\n")
+    (folder / "unknown_key.yaml").write_text("num_layer: 4\ntrain-iter: null\n")
     (folder / "wrong_type.yaml").write_text("num-layers: many\n")
     (folder / "switch_value.yaml").write_text("swiglu: 3\n")
     (folder / "no_switch.yaml").write_text("num-layers: false\n")
@@ -89,7 +90,7 @@ MISTAKES = [
     ("--config {folder}/none.yaml", 1, ["--config", "none.yaml", "cannot be read", "num-layers: 24"], None),
     ("--config {folder}/broken.yaml", 1, ["--config", "broken.yaml", "line 2", "num-layers: 24"], None),
     ("--config {folder}/list.yaml", 1, ["--config", "list.yaml", "num-layers: 24"], None),
-    ("--config {folder}/unknown_key.yaml", 1, ["unknown_key.yaml", "--num-layer:", "--num-layers"], None),
+    ("--config {folder}/unknown_key.yaml", 1, ["unknown_key.yaml", "--num-layer:", "--train-iters"], None),
     ("--config {folder}/wrong_type.yaml", 1, ["wrong_type.yaml", "--num-layers:", "'many'", "--num-layers 24"], None),
     ("--config {folder}/switch_value.yaml", 1, ["switch_value.yaml", "--swiglu", "'3'", "alone"], None),
     ("--config {folder}/no_switch.yaml", 1, ["no_switch.yaml", "give --num-layers 24"], None),
@@ -158,6 +159,10 @@ MISTAKES = [
     ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", 1, ["--lr-warmup-iters 2", "--lr-warmup-fraction"], None),
     ("--train-samples 100", 1, ["--train-iters 10", "--train-samples"], None),
     ("--lr-decay-samples 100", 1, ["--lr-decay-samples 100", "--lr-decay-iters"], None),
+    ("--recompute-method block", 1, ["--recompute-method block", "needs --recompute-granularity full"], None),
+    ("--recompute-activations --recompute-granularity full", 1,
+     ["--recompute-activations: does not go with --recompute-granularity full"], None),
+    ("--valid-data-path {folder}/data", 1, ["--valid-data-path", "--train-data-path PREFIX"], None),
     # precision and devices
     ("--bf16 --fp16", 1, ["--bf16", "--fp16", "only one"], None),
     pytest.param("--fp16", 1, ["--fp16", "GPU", "--bf16"], None, marks=without_gpu),
@@ -205,6 +210,8 @@ MISTAKES = [
     ("--load {folder}/deeper", 1, ["--num-layers 2", "{folder}/deeper", "with 7"], "--num-layers 7"),
     ("--load {folder}/gelu", 1, ["--swiglu: given", "{folder}/gelu", "leave out --swiglu"], None),
     ("--load {folder}/biased", 1, ["--disable-bias-linear: given", "leave out --disable-bias-linear"], None),
+    ("--load {folder}/longer --position-embedding-type learned_absolute", 1,
+     ["--max-position-embeddings 128", "with 256"], "--max-position-embeddings 256"),
     ("--load {folder}/sharded", 1, ["--use-distributed-optimizer: not given"], "--use-distributed-optimizer"),
     ("--load {folder}/unreadable", 1, ["--load {folder}/unreadable", "'soon'", "100"], None),
     ("--load {folder}/incomplete", 1, ["--load {folder}/incomplete", "iteration 9", "args.json"], None),

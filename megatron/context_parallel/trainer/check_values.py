@@ -49,8 +49,8 @@ def check_world(args: Flags, world_size: int, needed: int) -> None:
         fits = FLAGS[name].given(math.gcd(sizes[name], max(1, world_size * sizes[name] // needed)))
         start = f"start {max(needed, world_size // needed * needed)} ranks (torchrun --nproc-per-node)"
         refuse(args, name, f"does not divide the {world_size} ranks started{product}; {start}, or give {fits}")
-    local, gpus = ranks_in("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
-    if gpus and local > gpus and not args.dry_run:
+    gpus = torch.cuda.device_count()
+    if gpus and not args.dry_run and (local := ranks_in("LOCAL_WORLD_SIZE", 1)) > gpus:
         why = f"this host has {gpus} GPUs; give torchrun --nproc-per-node {gpus}"
         raise UsageError(f"LOCAL_WORLD_SIZE={local}: {why}")
 

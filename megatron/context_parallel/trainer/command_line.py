@@ -4,6 +4,7 @@ import argparse
 import re
 from argparse import ArgumentParser, Namespace
 from difflib import SequenceMatcher
+from itertools import takewhile
 from typing import Any
 
 from ..errors import UsageError
@@ -33,7 +34,7 @@ def build_parser() -> ArgumentParser:
     """The parser of every flag, in groups by section."""
     parser = ArgumentParser(
         prog="pretrain_gpt.py",
-        usage="torchrun --nproc-per-node N pretrain_gpt.py [--preset NAME] [--config FILE] [flags]",
+        usage="torchrun --nproc-per-node N pretrain_gpt.py [--preset NAME] [flags]",
         description="Pretrain a GPT or Llama with tensor, pipeline, data and context parallelism. "
         "Flags have Megatron's names and meanings.",
         allow_abbrev=False,
@@ -107,15 +108,16 @@ def _checked(parser: ArgumentParser, source: str, values: dict[str, object]) -> 
 
 def _as_words(values: dict[str, object]) -> list[str]:
     """As a command line; `false` leaves a switch out, and turns off what has a --no-... of its own."""
-    switches = {flag.option: flag for flag in FLAGS.values() if flag.kind is bool}
+    known = {flag.option: flag for flag in FLAGS.values()}
     words = []
     for name, value in values.items():
         option = f"--{name}"
-        if value is False and option in switches:
-            words += [f"--no-{name}"] * switches[option].optional
+        flag = known.get(option)
+        if value is False and flag and flag.kind is bool:
+            words += [f"--no-{name}"] * flag.optional
         elif isinstance(value, bool | list):
             words += [option, *map(str, value if isinstance(value, list) else ())]
-        elif value is not None:
+        elif value is not None or flag is None:
             words.append(f"{option}={value}")
     return words
 
@@ -124,13 +126,16 @@ def _as_words(values: dict[str, object]) -> list[str]:
 
 
 def _explain_unknown(words: list[str]) -> str:
-    # A word after an unknown flag may be its value; without such a flag, the words are what nobody knows.
-    flags = [word.split("=")[0] for word in words if re.match("--?[A-Za-z]", word)]
-    closest = {word: _closest(word) for word in flags}
-    unknown = [f"{word}: unknown flag" + f" (did you mean {meant}?)" * bool(meant) for word, meant in closest.items()]
-    unknown = unknown or [f"{word}: unknown word" for word in words]
-    help = "" if all(closest.values()) and flags else "; --help lists the flags, such as --num-layers"
-    return "; ".join(unknown) + help
+    # What follows an unknown flag may be its value; what stands before the first of them is nobody's.
+    stray = [f"{word}: unknown word" for word in takewhile(lambda word: not _is_flag(word), words)]
+    flags = {word: _closest(word) for word in (word.split("=")[0] for word in words if _is_flag(word))}
+    unknown = [f"{word}: unknown flag" + (f" (did you mean {near}?)" if near else "") for word, near in flags.items()]
+    advice = [] if flags and all(flags.values()) else ["--help lists the flags, such as --num-layers"]
+    return "; ".join(stray + unknown + advice)
+
+
+def _is_flag(word: str) -> bool:
+    return re.match("--?[A-Za-z]", word) is not None
 
 
 def _closest(word: str) -> str | None:

@@ -46,7 +46,7 @@ class Flag:
     def works(self) -> str:
         """As a command line gives it a value that works."""
         known = (self.example, self.default, *self.choices, 1 if self.kind is int else self.unit)
-        return self.given(next(value for value in known if value is not None))
+        return self.option if self.kind is bool else self.given(next(value for value in known if value is not None))
 
     @property
     def bounds(self) -> str:

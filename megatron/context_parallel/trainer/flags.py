@@ -60,7 +60,9 @@ class Model(Section, title="model"):
 
 
 class Regularization(Section, title="regularization"):
-    attention_dropout: float = flag("only 0 is accepted; Megatron's default is 0.1", 0.0, at_least=0, below=1)
+    attention_dropout: float = flag(
+        "attention has no dropout here, so only 0 is accepted; Megatron's default is 0.1", 0.0, at_least=0, below=1
+    )
     hidden_dropout: float = flag("dropout of the residual stream; Megatron's default is 0.1", 0.0, at_least=0, below=1)
     weight_decay: float = flag("decoupled (AdamW) weight decay", 0.01, at_least=0)
     clip_grad: float = flag("largest norm of the gradient; 0: no limit", 1.0, at_least=0)
@@ -82,7 +84,9 @@ class Training(Section, title="training"):
     exit_duration_in_mins: int | None = flag("save and leave after this time", unit="MINUTES", example=230)
     exit_signal_handler: bool = flag("save and leave on SIGTERM", False)
     seed: int = data_order("seed of weights, data order and dropout", 1234)
-    recompute_granularity: str | None = flag("recompute attention or layers", choices=("selective", "full"))
+    recompute_granularity: str | None = flag(
+        "recompute attention alone, or whole layers, in the backward pass", choices=("selective", "full")
+    )
     recompute_method: str | None = flag("groups of layers, or the first", choices=("uniform", "block"), needs=FULL)
     recompute_num_layers: int | None = flag("layers per group, or how many come first", needs=FULL)
     recompute_whitelist: list[str] | None = flag(
@@ -99,13 +103,17 @@ class LearningRate(Section, title="learning rate"):
     lr_decay_iters: int | None = flag(
         "updates until --min-lr", derived="all", example=1000, excludes="train_samples", instead="lr_decay_samples"
     )
-    lr_decay_samples: int | None = flag("in sequences", example=100000, needs="train_samples", instead="lr_decay_iters")
+    lr_decay_samples: int | None = flag(
+        "the same in sequences", example=100000, needs="train_samples", instead="lr_decay_iters"
+    )
     lr_warmup_iters: int = flag(
         "updates of linear warm-up from 0", 0, at_least=0, excludes="train_samples", instead="lr_warmup_samples"
     )
-    lr_warmup_samples: int = flag("in sequences", 0, at_least=0, needs="train_samples", instead="lr_warmup_iters")
+    lr_warmup_samples: int = flag(
+        "the same in sequences", 0, at_least=0, example=10000, needs="train_samples", instead="lr_warmup_iters"
+    )
     lr_warmup_fraction: float | None = flag(
-        "part of the decay to warm up", at_least=0, below=1, example=0.01, excludes="lr_warmup_iters lr_warmup_samples"
+        "warm-up as part of the decay", at_least=0, below=1, example=0.01, excludes="lr_warmup_iters lr_warmup_samples"
     )
     min_lr: float = flag("smallest learning rate", 0.0, at_least=0)
 
@@ -126,7 +134,7 @@ class Checkpointing(Section, title="checkpointing"):
 class MixedPrecision(Section, title="mixed precision"):
     bf16: bool = flag("bfloat16 weights and activations; gradients and optimizer in float32", False)
     fp16: bool = flag("like --bf16 in float16, on GPUs", False, excludes="bf16")
-    loss_scale: float | None = flag("fp16: a constant loss scale", derived="dynamic", example=65536, needs="fp16")
+    loss_scale: float | None = flag("a constant loss scale", derived="dynamic", example=65536, needs="fp16")
     initial_loss_scale: float = flag("fp16: first dynamic loss scale", 2**32)
     min_loss_scale: float = flag("fp16: smallest dynamic loss scale", 1.0)
     loss_scale_window: float = flag("fp16: iterations before the loss scale is raised", 1000)
@@ -156,9 +164,11 @@ class Data(Section, title="data"):
     split: str | None = data_order(
         "shares for training, validation and test", derived="969,30,1", example="969,30,1", needs="data_path"
     )
-    train_data_path: list[str] | None = data_order("the same for training alone", unit="PREFIX", excludes="data_path")
-    valid_data_path: list[str] | None = flag("the same for validation", unit="PREFIX", needs="train_data_path")
-    test_data_path: list[str] | None = flag("the same for testing", unit="PREFIX", needs="train_data_path")
+    train_data_path: list[str] | None = data_order(
+        "like --data-path, for training", unit="PREFIX", excludes="data_path"
+    )
+    valid_data_path: list[str] | None = flag("like --data-path, for validation", unit="PREFIX", needs="train_data_path")
+    test_data_path: list[str] | None = flag("like --data-path, for testing", unit="PREFIX", needs="train_data_path")
     data_cache_path: str | None = flag("where sample indices are kept", derived="cache/ beside the data", unit="DIR")
     seq_length: int = data_order("tokens per sequence, over all context-parallel ranks", example=2048)
     tokenizer_type: str = flag(f"one of {', '.join(TOKENIZERS)}", "ByteLevelTokenizer", unit="NAME")
