@@ -271,7 +271,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, call, again, keep):
         cp = call.cp
         parts = [(sinks, *part) for part in zip(cp.split(q), cp.split(k), cp.split(v), strict=True)]
-        ctx.call, ctx.sinks = call, sinks is not None
+        ctx.call = call
         if again:
             parts = [(*part, *results) for part, results in zip(parts, again, strict=True)]
         ranks = cp.run(_recall if again else _forward, call.plan, call.problem, parts)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import UsageError
 from . import BlockGrad, Scores
 from .delta import output_with
-from .masks import CAUSAL, Piece, PieceMask, Runs, cut
+from .masks import CAUSAL, Piece, PieceMask, Runs, cut, tiles
 from .merge import merge
 
 LEAF = 128  # rows of the smallest causal squares, unless they are 16 already
@@ -150,20 +150,6 @@ def _backward_causal(
     return grads
 
 
-def _tiles(mask: Runs, batch: int) -> Iterator[tuple[slice, slice, slice, Tensor]]:
-    """(heads, rows, keys, which of the keys each row sees [rows, keys]) of the tiles in which anything is seen."""
-    samples, count = mask.first.shape
-    for sample in range(samples):
-        heads = slice(sample * batch // samples, (sample + 1) * batch // samples)
-        for start in range(0, count, TILE):
-            rows = slice(start, min(start + TILE, count))
-            first, end = (x[sample, rows].unsqueeze(1) for x in mask)
-            keys = slice(int(first[0]), int(end[-1]))
-            if keys.stop > keys.start:
-                at = torch.arange(keys.start, keys.stop)
-                yield heads, rows, keys, (at >= first) & (at < end)
-
-
 def _added(seen: Tensor, like: Tensor) -> Tensor:
     """What to add to the scores of a tile."""
     return torch.where(seen, 0.0, float("-inf")).to(like.dtype)
@@ -176,7 +162,7 @@ def _used(rows: Tensor, *tensors: Tensor) -> list[Tensor]:
 
 def _forward_runs(q: Tensor, k: Tensor, v: Tensor, mask: Runs, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], float("-inf"))
-    for heads, rows, keys, seen in _tiles(mask, len(q)):
+    for heads, rows, keys, seen in tiles(mask, len(q), TILE):
         inputs = q[heads, :, rows], *_used(seen.any(0), k[heads, :, keys], v[heads, :, keys]), 0.0, False
         out[heads, :, rows], lse[heads, :, rows] = _forward(*inputs, attn_mask=_added(seen, q), scale=scale)
         blind = slice(None), slice(None), ~seen.any(1)
@@ -189,7 +175,7 @@ def _backward_runs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.zeros_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
     lse = lse.masked_fill(lse.isneginf(), 0.0)  # of rows that see nothing anywhere
-    for heads, rows, keys, seen in _tiles(mask, len(q)):
+    for heads, rows, keys, seen in tiles(mask, len(q), TILE):
         queries, columns = (heads, slice(None), rows), (heads, slice(None), keys)
         tile_dout, tile_q, tile_out = _used(seen.any(1), dout[queries], q[queries], out[queries])
         tile_k, tile_v = _used(seen.any(0), k[columns], v[columns])

@@ -42,7 +42,7 @@ class LibraryAndPosition:
     position kernel, in one launch."""
 
     def __init__(self, library: _Named, position: _Named) -> None:
-        self.library, self.position = library, position
+        self.plain, self.position = library, position
         self.name = f"{library.name}+{position.name}"
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
@@ -52,7 +52,7 @@ class LibraryAndPosition:
         return found
 
     def _for(self, mask: PieceMask) -> Kernel:
-        return self.position if isinstance(mask, Runs) else self.library
+        return self.position if isinstance(mask, Runs) else self.plain
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
         return self._for(mask).forward(q, k, v, mask, scores)

@@ -47,6 +47,24 @@ def runs(seen: tuple[Tensor, Tensor], keys: Tensor) -> Runs:
     return Runs(*(torch.searchsorted(keys, bound.contiguous(), out_int32=True) for bound in seen))
 
 
+def tiles(block: Runs, batch: int, step: int) -> Iterator[tuple[slice, slice, slice, Tensor]]:
+    """Tiles of at most `step` query rows in which anything is seen, for kernels on a CPU.
+
+    Each is (heads, rows, keys, which of the keys each row sees, bool [rows, keys]); heads are those of a sample, out of
+    `batch`.
+    """
+    samples, count = block.first.shape
+    for sample in range(samples):
+        heads = slice(sample * batch // samples, (sample + 1) * batch // samples)
+        for start in range(0, count, step):
+            rows = slice(start, min(start + step, count))
+            first, end = (x[sample, rows].unsqueeze(1) for x in block)
+            keys = slice(int(first[0]), int(end[-1]))
+            if keys.stop > keys.start:
+                at = torch.arange(keys.start, keys.stop)
+                yield heads, rows, keys, (at >= first) & (at < end)
+
+
 def cut(block: Runs, short: int = SHORT) -> list[Piece]:
     """FULL and CAUSAL pieces, and pieces with runs for what is irregular (windows, runs of rows below `short`).
 

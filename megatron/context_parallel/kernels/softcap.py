@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from . import BlockGrad, Scores
-from .masks import CAUSAL, Piece, PieceMask, Runs
+from .masks import CAUSAL, Piece, PieceMask, Runs, tiles
 
 ROWS = 256  # most query rows of a tile
 SCORES = 2**20  # most scores of a tile of more than one row, of all heads: bounds memory, and stays in the cache
@@ -77,19 +77,10 @@ def _tiles(q: Tensor, k: Tensor, mask: PieceMask, scores: Scores) -> Iterator[_T
     if not scores.softcap:
         raise UsageError("softcap 0: this kernel is for capped scores only; give a softcap such as 50.0, or AtenFlash")
     bounds = _runs(mask, len(q), len(k))
-    samples, (count, batch, group, _) = len(bounds.first), q.shape
-    per_sample = batch // samples
-    step = min(max(SCORES // (per_sample * group * len(k)), 1), ROWS)
-    for sample in range(samples):
-        heads = slice(sample * per_sample, (sample + 1) * per_sample)
-        for start in range(0, count, step):
-            rows = slice(start, min(start + step, count))
-            first, end = (x[sample, rows].unsqueeze(1) for x in bounds)
-            keys = slice(int(first[0]), int(end[-1]))
-            if keys.stop <= keys.start:
-                continue
-            at = torch.arange(keys.start, keys.stop)
-            yield _Tile((rows, heads), (keys, heads), (at >= first) & (at < end))
+    batch, group = q.shape[1:3]
+    step = min(max(SCORES // (batch // len(bounds.first) * group * len(k)), 1), ROWS)
+    for heads, rows, keys, visible in tiles(bounds, batch, step):
+        yield _Tile((rows, heads), (keys, heads), visible)
 
 
 def _used(x: Tensor, rows: Tensor) -> Tensor:

@@ -65,7 +65,6 @@ class _Batch:
     previous: "_Batch | None"
     transfers: list[_Transfer] = field(default_factory=list)
     following: "_Batch | None" = None
-    start: float | None = None
     unmet: int = 0  # transfers of which not all parties have started
     done: float | None = None
 
@@ -207,7 +206,7 @@ class Machine:
             before = batch.previous.done if batch.previous else 0.0
             assert before is not None  # it is complete
             start = max(batch.launched, before)
-            batch.start, batch.previous = start, None
+            batch.previous = None
             for transfer in batch.transfers:
                 transfer.started += 1
                 transfer.begin = max(transfer.begin, start)

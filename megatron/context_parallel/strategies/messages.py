@@ -51,5 +51,8 @@ class Ring:
     def shift(self, tensor: T, chunk: Rule, by: int = 1) -> tuple[Comm, ...]:
         """This rank's operations where each place p sends chunk(p), if any, to place p + by."""
         to, source = self.rank(self.place + by), self.rank(self.place - by)
-        by_rank = lambda rank: chunk((rank - self.start) // self.stride)  # noqa: E731
+
+        def by_rank(rank: int) -> int | None:
+            return chunk((rank - self.start) // self.stride)
+
         return relay(tensor, self.rank(self.place), to, source, by_rank, self.channel)

@@ -65,9 +65,9 @@ class Strategy:
         """`options`, if the strategy has them with these values. Raises UsageError otherwise."""
         if unknown := options.keys() - self.options.keys():
             name, own = min(unknown), ", ".join(self.options) or "none"
-            if others := [other.name for other in STRATEGIES.values() if name in other.options]:
-                shown = f"--cp-{name.replace('_', '-')} {show(options[name])}"
-                raise UsageError(f"{shown}: {self.name} has no use for it; give --cp-strategy {' or '.join(others)}")
+            if others := [other for other in STRATEGIES.values() if name in other.options]:
+                shown, fits = f"{others[0].options[name].flag} {show(options[name])}", [other.name for other in others]
+                raise UsageError(f"{shown}: {self.name} has no use for it; give --cp-strategy {' or '.join(fits)}")
             raise UsageError(f"--cp-strategy {self.name}: no option {name}; it has {own}")
         return {name: self.options[name].checked(value) for name, value in options.items()}
 

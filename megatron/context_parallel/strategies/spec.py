@@ -68,7 +68,7 @@ class Choice:
         options = {**self.common, **self.options}
         if self.layout == self.strategy.layouts[0]:
             options.pop("layout", None)
-        given = ",".join(f"{name}={show(value)}" for name, value in sorted(options.items()))
+        given = _written(options)
         return ":".join(part for part in (self.source, self.strategy.name, given) if part)
 
     def plan(self, n: int, **how: Any) -> Plan:
@@ -79,8 +79,12 @@ class Choice:
 def asked(spec: "str | Choice", **options: object) -> str:
     """`spec` and `options` in one text, as given: nothing is checked."""
     text = spec.spec if isinstance(spec, Choice) else str(spec)
-    given = ",".join(f"{name}={show(value)}" for name, value in sorted(options.items()) if value is not None)
+    given = _written({name: value for name, value in options.items() if value is not None})
     return f"{text}{',' if '=' in text else ':'}{given}" if given else text
+
+
+def _written(options: dict[str, object]) -> str:
+    return ",".join(f"{name}={show(value)}" for name, value in sorted(options.items()))
 
 
 def choose(spec: "str | Choice", **options: object) -> Choice:

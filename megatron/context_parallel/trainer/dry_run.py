@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from ..attention import ALL_RANKS_UP_TO
 from ..layout import Chunks, positions
 from ..mask import Mask
 from ..plan.volume import Shape, received_bytes
@@ -85,7 +86,7 @@ def _work(args: Arguments) -> Table:
 def attention_bytes(args: Arguments, backward: bool) -> int:
     """Bytes the busiest context rank receives for one layer's attention of one micro batch, counted from the plan.
 
-    Of more than 64 ranks it looks at the first, the middle and the last.
+    Of too many ranks it looks at the first, the middle and the last.
     """
     n, mask = args.context_parallel_size, Mask(True, args.window_size or (-1, -1))
     heads = args.num_attention_heads // args.tensor_model_parallel_size
@@ -95,7 +96,7 @@ def attention_bytes(args: Arguments, backward: bool) -> int:
     plan = args.cp.plan(n, sees=sees, backward=backward, heads=heads, kv_heads=kv_heads)
     rows = args.seq_length // n * args.micro_batch_size
     shape = Shape(rows, heads, kv_heads, args.kv_channels, args.params_dtype.itemsize)
-    ranks = range(n) if n <= 64 else (0, n // 2, n - 1)
+    ranks = range(n) if n <= ALL_RANKS_UP_TO else (0, n // 2, n - 1)
     return max(received_bytes(plan, rank, shape) for rank in ranks)
 
 

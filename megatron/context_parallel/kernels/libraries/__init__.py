@@ -1,11 +1,11 @@
 """Full and causal blocks by the attention libraries for CUDA, a file each."""
 
 from .aten import AtenFlashCuda
+from .base import Capability, Library
 from .cudnn import Cudnn
 from .flash2 import FlashAttention2
 from .flash3 import FlashAttention3
 from .flash4 import FlashAttention4
-from .library import Capability, Library
 from .te import TransformerEngine
 
 __all__ = ["LIBRARIES", "Capability", "Library"]

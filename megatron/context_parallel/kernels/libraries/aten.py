@@ -2,7 +2,7 @@
 
 import torch
 
-from .library import Capability, Library
+from .base import Capability, Library
 
 _aten = torch.ops.aten
 

@@ -3,7 +3,7 @@
 import torch
 
 from .aten import AtenFlashCuda
-from .library import Capability, Library, deterministic
+from .base import Capability, Library, deterministic
 
 
 class FlashAttention2(Library):
@@ -14,32 +14,16 @@ class FlashAttention2(Library):
     def largest_head(cls, capability: Capability) -> int:
         return AtenFlashCuda.largest_head(capability)
 
+    def _how(self, causal: bool, scale: float) -> dict[str, object]:
+        """The arguments by name that forward and backward share."""
+        how: dict[str, object] = {"dropout_p": 0.0, "softmax_scale": scale, "causal": causal, "softcap": 0.0}
+        return how | {"window_size_left": -1, "window_size_right": -1, "alibi_slopes": None}
+
     def _forward(self, q, k, v, causal, scale):
-        return self.calls._flash_attn_forward(
-            q,
-            k,
-            v,
-            dropout_p=0.0,
-            softmax_scale=scale,
-            causal=causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
-            return_softmax=False,
-        )[:2]
+        return self.calls._flash_attn_forward(q, k, v, return_softmax=False, **self._how(causal, scale))[:2]
 
     def _backward(self, dout, q, k, v, out, lse, causal, scale):
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        self.calls._flash_attn_backward(
-            *(dout, q, k, v, out, lse, *grads),
-            dropout_p=0.0,
-            softmax_scale=scale,
-            causal=causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
-            deterministic=deterministic(),
-        )
+        how = self._how(causal, scale) | {"deterministic": deterministic()}
+        self.calls._flash_attn_backward(dout, q, k, v, out, lse, *grads, **how)
         return grads

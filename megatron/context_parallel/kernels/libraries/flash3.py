@@ -2,7 +2,7 @@
 
 import torch
 
-from .library import Capability, Library, deterministic
+from .base import Capability, Library, deterministic
 
 
 class FlashAttention3(Library):

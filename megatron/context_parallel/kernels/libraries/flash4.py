@@ -1,6 +1,6 @@
 """flash-attn 4, in CuTe DSL."""
 
-from .library import Capability, Library, deterministic
+from .base import Capability, Library, deterministic
 
 
 class FlashAttention4(Library):

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from .base import Capability, Library, deterministic
 from .cudnn import Cudnn
-from .library import Capability, Library, deterministic
 
 
 class TransformerEngine(Library):
