@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.context_parallel import STRATEGIES, AllRanks, context_parallel_attention
-from megatron.context_parallel.attention import REMEMBERED
+from megatron.context_parallel.context import REMEMBERED
 from megatron.context_parallel.executor import Executor
 from megatron.context_parallel.mask import Documents, Mask
 from megatron.context_parallel.plan.ir import PlanError

@@ -8,7 +8,7 @@ from mutations import run as run_changed
 from verdict import Subject
 from waiting import stuck
 
-from megatron.context_parallel import STRATEGIES, AllRanks, UsageError, attention
+from megatron.context_parallel import STRATEGIES, AllRanks, UsageError, context
 from megatron.context_parallel.layout import Chunks
 from megatron.context_parallel.mask import Mask, Pairs
 from megatron.context_parallel.plan.ir import AllGather, Attend, Plan, PlanError, Recv, ReduceScatter, Send, Step, T
@@ -279,7 +279,7 @@ def test_a_rank_asks_the_mask_a_few_questions_a_chunk(name, layout):
 
 def test_a_strategy_makes_and_verifies_each_plan_once(monkeypatch):
     made = []
-    monkeypatch.setattr(attention, "verify", lambda plan: made.append(plan))
+    monkeypatch.setattr(context, "verify", lambda plan: made.append(plan))
     ranks = AllRanks(4, "ring", "zigzag")
     mask = Mask()
     for _ in range(2):

@@ -1,6 +1,7 @@
 """Context-parallel attention for Megatron: strategies as plans, one executor for all of them."""
 
-from .attention import AllRanks, ContextParallel, context_parallel_attention
+from .attention import context_parallel_attention
+from .context import AllRanks, ContextParallel
 from .errors import UsageError
 from .layout import LAYOUTS
 from .strategies import STRATEGIES

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..attention import ContextParallel
+from ..context import ContextParallel
 
 
 def shard_batch(batch: dict[str, Tensor], cp: ContextParallel) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from ..attention import ContextParallel
+from ..context import ContextParallel
 from ..errors import UsageError
 from .packed import accept_thd
 

@@ -15,7 +15,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from ..attention import ContextParallel, context_parallel_attention
+from ..attention import context_parallel_attention
+from ..context import ContextParallel
 from ..errors import UsageError
 from ..kernels.choose import kernel_for
 from .norm import Norm

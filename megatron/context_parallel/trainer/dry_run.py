@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from ..attention import ALL_RANKS_UP_TO
+from ..context import ALL_RANKS_UP_TO
 from ..layout import Chunks, positions
 from ..mask import Mask
 from ..plan.volume import Shape, received_bytes

@@ -17,7 +17,7 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-from ..attention import ContextParallel
+from ..context import ContextParallel
 from ..integration.norm import Norm
 from ..integration.rope import use_layout
 from ..integration.spec import layer_spec
