@@ -1,0 +1,60 @@
+"""The harness itself: faults strike when and where they are told to, and what happens is told."""
+
+import os
+import signal
+import time
+
+from . import actions
+from .bench import Bench, losses
+from .job import run_job, wait_for_go
+from .moments import Fault, Moment
+
+
+def test_a_killed_rank_and_the_resumed_run(bench: Bench):
+    undisturbed = bench.reference("cp2")
+    save = bench.fresh("killed")
+    outcome = bench.run("cp2", save, fault=Fault(Moment("forward", 3, 1), 1, actions.kill))
+    assert outcome.statuses[1] == -signal.SIGKILL
+    assert outcome.fired and outcome.statuses[0] != 0 and not outcome.late and not outcome.left
+    assert [record["iteration"] for record in losses(save)] == [1, 2]
+    resumed = bench.run("cp2", save)
+    assert set(resumed.statuses.values()) == {0}
+    assert any("going on after iteration 2" in line.text for line in resumed.lines)
+    assert losses(save) == undisturbed.losses
+
+
+def test_all_phases_have_events(bench: Bench):
+    phases = {phase for phase, _ in bench.reference("cp2").events[0]}
+    assert phases >= {"start-up", "load", "data", "forward", "backward", "optimizer", "evaluation", "save"}
+
+
+def test_a_stopped_rank_is_told_from_one_that_died(bench: Bench):
+    outcome = bench.run("cp2", fault=Fault(Moment("backward", 2), 0, actions.stop), timeout=2)
+    assert outcome.stopped == {0} and outcome.statuses[0] == -signal.SIGKILL
+
+
+def test_meanwhile_runs_while_the_victim_waits(bench: Bench):
+    came = []
+    fault = Fault(Moment("optimizer", 2), 0, wait_for_go)
+    outcome = bench.run("cp2", fault=fault, meanwhile=lambda: came.append(time.monotonic()))
+    assert set(outcome.statuses.values()) == {0}, outcome.text
+    assert outcome.fired < came[0] < outcome.ends[0]
+
+
+def test_what_outlives_its_rank_is_found_and_killed():
+    outcome = run_job(["--save", "/nowhere"], 1, main=_leave_a_child_behind)
+    assert outcome.statuses == {0: 3}
+    assert len(outcome.left) == 1 and "child" in outcome.left[0]
+    assert [line.text for line in outcome.lines] == ["started"]
+
+
+def _leave_a_child_behind(argv: list[str]) -> int:
+    if not os.fork():
+        time.sleep(1000)
+    print("started", flush=True)
+    return 3
+
+
+def test_a_job_that_hangs_is_ended():
+    outcome = run_job([], 2, main=lambda argv: time.sleep(1000), limit=1)
+    assert outcome.late == {0, 1}
