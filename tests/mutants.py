@@ -42,6 +42,7 @@ TESTS = {  # of each module, the most telling first; those that need other proce
     "plan/liveness.py": PLANS,
     "plan/volume.py": (*PLANS, "test_heads.py"),
     "executor.py": ATTENTION,
+    "pairs.py": ("test_mask.py", "test_strategies.py", "test_corners.py"),
     "mask.py": ("test_mask.py", "test_strategies.py", "test_corners.py"),
     "layout.py": ("test_layout.py", "test_mask.py", "test_corners.py"),
     "heads.py": ("test_corners.py", "test_heads.py"),

@@ -1,10 +1,29 @@
 """Context-parallel attention for Megatron: strategies as plans, one executor for all of them."""
 
-from .attention import context_parallel_attention
-from .context import AllRanks, ContextParallel
-from .errors import UsageError
-from .layout import LAYOUTS
-from .strategies import STRATEGIES
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attention import context_parallel_attention
+    from .context import AllRanks, ContextParallel
+    from .errors import UsageError
+    from .layout import LAYOUTS
+    from .strategies import STRATEGIES
 
 __version__ = "0.1.0"
 __all__ = ["LAYOUTS", "STRATEGIES", "AllRanks", "ContextParallel", "UsageError", "context_parallel_attention"]
+_MODULES = {
+    "AllRanks": "context",
+    "ContextParallel": "context",
+    "LAYOUTS": "layout",
+    "STRATEGIES": "strategies",
+    "UsageError": "errors",
+    "context_parallel_attention": "attention",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what is asked for, so that `--help` and wrong flags do not wait for torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)

@@ -7,12 +7,12 @@ other module knows what the name of a layout means.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import UsageError
+
+if TYPE_CHECKING:  # flags ask for the names of the layouts, and need no torch
+    from torch import Tensor
 
 
 class Progression(NamedTuple):
@@ -96,26 +96,30 @@ class Chunks:
         """Tokens of `chunk`."""
         return sum(p.length for p in self.progressions[chunk])
 
-    def positions(self, chunk: int) -> Tensor:
+    def positions(self, chunk: int) -> "Tensor":
         """The positions of `chunk`, int64 [rows], in the order its rank stores its tokens."""
+        import torch
+
         return torch.cat([torch.arange(p.start, p.last + 1, p.stride) for p in self.progressions[chunk]])
 
 
-def positions(layout: str, chunk: int, n: int, length: int) -> Tensor:
+def positions(layout: str, chunk: int, n: int, length: int) -> "Tensor":
     """The positions of `chunk` as int64 [length / n], in the order its rank stores its tokens."""
     return Chunks((progressions(layout, chunk, n, length),)).positions(0)
 
 
-def shard(x: Tensor, layout: str, chunk: int, n: int, dim: int = 0) -> Tensor:
+def shard(x: "Tensor", layout: str, chunk: int, n: int, dim: int = 0) -> "Tensor":
     """The tokens of `chunk` out of a full sequence: [..., length, ...] to [..., length / n, ...] along `dim`.
 
     A view where the layout allows.
     """
+    import torch
+
     rows = [x[_rows(p, dim)] for p in progressions(layout, chunk, n, x.shape[dim])]
     return rows[0] if len(rows) == 1 else torch.cat(rows, dim)
 
 
-def unshard(chunks: list[Tensor], layout: str, dim: int = 0) -> Tensor:
+def unshard(chunks: "list[Tensor]", layout: str, dim: int = 0) -> "Tensor":
     """Inverse of `shard`: the full sequence from the chunks of all ranks, in chunk order."""
     n, shape = len(chunks), list(chunks[0].shape)
     shape[dim] *= n

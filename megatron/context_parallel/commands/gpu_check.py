@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from megatron.context_parallel import UsageError
-from megatron.context_parallel.kernels.choose import BACKENDS
+from megatron.context_parallel.backends import BACKENDS
 
 from .gpu_checks.common import Report, Sizes, print_table
 from .gpu_checks.errors import check_blocks, check_strategies

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..backends import BACKENDS
 from ..errors import UsageError
 from . import BlockGrad, Kernel, Scores
 from .aten import AtenFlash
@@ -18,7 +19,6 @@ from .position import PARTS, PositionKernel, architecture
 from .position.tiles import TILES
 from .softcap import SoftcapCpu
 
-BACKENDS = ("auto", *LIBRARIES, "triton")
 MOST_PIECES = 3  # of a block that is still cut for a library: a zigzag block against its own chunk
 SHORTEST = 16  # rows or keys of a piece that is worth a library's launch
 

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from ..layout import parts
-from ..mask import Pairs
+from ..pairs import Pairs
 from ..process_mesh import ProcessMesh
 
 

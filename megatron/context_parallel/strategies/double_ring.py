@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Annotated
 
 from ..errors import UsageError
-from ..mask import rotated
+from ..pairs import rotated
 from ..plan.ir import Attend, Comm, Step
 from .messages import Ring
 from .options import Option

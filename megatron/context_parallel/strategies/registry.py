@@ -7,7 +7,7 @@ from typing import Literal
 
 from ..errors import UsageError
 from ..layout import LAYOUTS, Chunks
-from ..mask import Mask, Pairs
+from ..pairs import Pairs
 from ..plan.ir import PLACEMENTS, Plan, Step, Steps, T
 from .options import Option, options_of, show
 
@@ -115,6 +115,8 @@ class Strategy:
             raise UsageError(f"{n!r} ranks: need a whole number, 1 or more, such as 4")
         size = self._head_parallel_size(n, head_parallel_size, heads, kv_heads)
         if sees is None:
+            from ..mask import Mask  # of torch, which only plans need
+
             sees = Mask(causal).pairs(*Chunks.pair(layout, n // size, 4 * n // size))
         ratio = kv_heads / heads if heads and kv_heads else 1.0
         options = self.checked(options)

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from ..kernels.choose import BACKENDS
+from ..backends import BACKENDS
 from ..layout import LAYOUTS
 from ..plan.ir import PLACEMENTS
 from ..strategies import COMMON, STRATEGIES, Choice, Grid, Option, choose
