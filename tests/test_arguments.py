@@ -13,10 +13,9 @@ from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer import dry_run
 from megatron.context_parallel.trainer.arguments import parse_args
-from megatron.context_parallel.trainer.command_line import build_parser
-from megatron.context_parallel.trainer.flags import FLAGS
+from megatron.context_parallel.trainer.command_line import build_parser, read_flags
+from megatron.context_parallel.trainer.flags import FLAGS, PRESETS
 from megatron.context_parallel.trainer.parameters import count_parameters, parameters_on_stage
-from megatron.context_parallel.trainer.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,7 +36,7 @@ MEGATRON_DEFAULTS = {
     "normalization": "LayerNorm",
     "norm_epsilon": 1e-5,
     "swiglu": False,
-    "add_bias_linear": True,
+    "disable_bias_linear": False,
     "make_vocab_size_divisible_by": 128,
     "init_method_std": 0.02,
     "weight_decay": 0.01,
@@ -62,7 +61,7 @@ MEGATRON_DEFAULTS = {
 
 
 def test_defaults_are_megatrons():
-    args = build_parser().parse_args([])
+    args = read_flags([])
     assert {name: getattr(args, name) for name in MEGATRON_DEFAULTS} == MEGATRON_DEFAULTS
     assert args.attention_dropout == args.hidden_dropout == 0.0
 
@@ -81,11 +80,10 @@ def test_help_shows_groups_and_defaults():
 
 
 def test_every_value_that_an_error_recommends_works():
-    parser = build_parser()
     for name, flag in FLAGS.items():
-        value = getattr(parser.parse_args(flag.works.split()), name)
-        assert value is not None, name
-        assert flag.kind not in (int, float) or flag.fits(value), name
+        if name != "config":
+            value = getattr(read_flags(flag.works.split()), name)
+            assert value is not None and value is not False, name
 
 
 def test_bounds_are_those_in_the_words():

@@ -65,7 +65,7 @@ def no_option(at: Pass, *, hops: int = 1):
     yield Step()
 
 
-def unknown_type(at: Pass, *, hops: Annotated[float, Option("how far")] = 1.0):
+def unknown_type(at: Pass, *, hops: Annotated[bytes, Option("how far")] = b"1"):
     yield Step()
 
 
@@ -137,11 +137,17 @@ def test_specs_of_modules_and_files(tmp_path, monkeypatch):
         ("mesh:grid", "--cp-strategy mesh:grid: grid has no value; give mesh:OPTION=VALUE,..."),
         ("mesh:tile=2x2", "--cp-strategy mesh: no option tile; it has grid, costs"),
         ("ring:grid=2x2", "--cp-grid 2x2: ring has no use for it; give --cp-strategy attention2d or mesh"),
-        ("mesh:grid=2", "--cp-grid 2: need two whole numbers, such as 2x4"),
-        ("mesh:grid=0x4", "--cp-grid 0x4: need two whole numbers, such as 2x4"),
+        ("mesh:grid=2", "--cp-grid 2: need two whole numbers; give --cp-grid 2x4"),
+        ("mesh:grid=0x4", "--cp-grid 0x4: need two whole numbers; give --cp-grid 2x4"),
         ("lightseq:balance=maybe", "--cp-balance maybe: give true or false"),
-        ("loongtrain:inner_ring_size=0", "--cp-inner-ring-size 0: need a whole number, 1 or more, such as 4"),
-        ("usp:head_parallel_size=two", "--cp-head-parallel-size two: need a whole number, 1 or more, such as 2"),
+        (
+            "loongtrain:inner_ring_size=0",
+            "--cp-inner-ring-size 0: need a whole number, 1 or more; give --cp-inner-ring-size 4",
+        ),
+        (
+            "usp:head_parallel_size=two",
+            "--cp-head-parallel-size two: need a whole number, 1 or more; give --cp-head-parallel-size 2",
+        ),
         ("mesh:costs=nowhere.json", "--cp-costs nowhere.json: cannot be read"),
         ("no_such_module:own", "no_such_module cannot be loaded (ModuleNotFoundError: No module named"),
         ("{folder}/absent.py:own", "absent.py cannot be loaded (FileNotFoundError:"),

@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
     _checkpoint(folder / "trained", {"num_layers": 2, "swiglu": True, "vocab_size": 257})
     _checkpoint(folder / "deeper", {"num_layers": 7})
     _checkpoint(folder / "gelu", {"swiglu": False})
-    _checkpoint(folder / "biased", {"add_bias_linear": True})
+    _checkpoint(folder / "biased", {"disable_bias_linear": False})
     _checkpoint(folder / "longer", {"max_position_embeddings": 256})
     _checkpoint(folder / "sharded", {"use_distributed_optimizer": True})
     _checkpoint(folder / "unreadable", {}, tracker="soon")
@@ -80,10 +80,10 @@ MISTAKES = [
     ("--num-layer 4", 1, ["--num-layer:", "--num-layers"], None),
     ("--cp-stategy ring", 1, ["--cp-stategy", "--cp-strategy"], None),
     ("--bf16 ring", 1, ["ring: unknown word", "--help"], None),
-    ("--num-layers four", 1, ["--num-layers:", "'four'"], "--num-layers 24"),
-    ("--lr fast", 1, ["--lr:", "'fast'"], "--lr 0.0003"),
+    ("--num-layers four", 1, ["--num-layers four", "a whole number, 1 or more"], "--num-layers 24"),
+    ("--lr fast", 1, ["--lr fast", "a number, above 0"], "--lr 0.0003"),
     ("--normalization BatchNorm", 1, ["--normalization", "BatchNorm", "RMSNorm"], "--normalization RMSNorm"),
-    ("--swiglu=yes", 1, ["--swiglu", "'yes'", "write --swiglu alone"], "--swiglu"),
+    ("--swiglu=yes", 1, ["--swiglu:", "'yes'", "give --swiglu"], "--swiglu"),
     ("--hidden-size", 1, ["--hidden-size:", "expected one argument", "give --hidden-size 1024"], None),
     # presets and files of flags
     ("--preset llama2-70b", 1, ["--preset llama2-70b", "llama2-7b"], "--preset llama2-7b"),
@@ -91,17 +91,17 @@ MISTAKES = [
     ("--config {folder}/broken.yaml", 1, ["--config", "broken.yaml", "line 2", "num-layers: 24"], None),
     ("--config {folder}/list.yaml", 1, ["--config", "list.yaml", "num-layers: 24"], None),
     ("--config {folder}/unknown_key.yaml", 1, ["unknown_key.yaml", "--num-layer:", "--train-iters"], None),
-    ("--config {folder}/wrong_type.yaml", 1, ["wrong_type.yaml", "--num-layers:", "'many'", "--num-layers 24"], None),
-    ("--config {folder}/switch_value.yaml", 1, ["switch_value.yaml", "--swiglu", "'3'", "alone"], None),
+    ("--config {folder}/wrong_type.yaml", 1, ["wrong_type.yaml: --num-layers many", "--num-layers 24"], None),
+    ("--config {folder}/switch_value.yaml", 1, ["switch_value.yaml: --swiglu 3", "true or false"], None),
     ("--config {folder}/no_switch.yaml", 1, ["no_switch.yaml", "give --num-layers 24"], None),
-    ("--config {folder}/nested.yaml", 1, ["nested.yaml", "config", "command line"], None),
+    ("--config {folder}/nested.yaml", 1, ["nested.yaml", "not --config", "num-layers: 24"], None),
     # single values
     ("--train-iters 0", 1, ["--train-iters 0", "1 or more"], "--train-iters 1000"),
     ("--seq-length -128", 1, ["--seq-length -128", "1 or more"], "--seq-length 2048"),
     ("--micro-batch-size 0", 1, ["--micro-batch-size 0", "1 or more"], "--micro-batch-size 1"),
     ("--lr 0", 1, ["--lr 0.0", "above 0"], "--lr 0.0003"),
     ("--lr nan", 1, ["--lr nan", "above 0"], "--lr 0.0003"),
-    ("--adam-beta2 1", 1, ["--adam-beta2 1.0", "below 1"], "--adam-beta2 0.95"),
+    ("--adam-beta2 1", 1, ["--adam-beta2 1:", "below 1"], "--adam-beta2 0.95"),
     ("--log-interval 0", 1, ["--log-interval 0", "1 or more"], "--log-interval 100"),
     ("--context-parallel-size 0", 1, ["--context-parallel-size 0", "1 or more"], "--context-parallel-size 1"),
     # ranks
@@ -112,7 +112,7 @@ MISTAKES = [
     ("", "many", ["WORLD_SIZE=many", "torchrun"], None),
     # model
     ("--hidden-size 66", 1, ["--hidden-size 66", "--num-attention-heads 4"], "--hidden-size 64"),
-    ("--num-query-groups 3", 1, ["--num-query-groups 3", "--num-attention-heads 4"], "--num-query-groups 2"),
+    ("--num-query-groups 3", 1, ["--num-query-groups 3", "--num-attention-heads 4"], "--num-query-groups 1"),
     ("--max-position-embeddings 64", 1, ["--seq-length 128", "64"], "--max-position-embeddings 128"),
     ("--kv-channels 15", 1, ["--kv-channels 15", "even"], "--kv-channels 16"),
     ("--num-attention-heads 6 --kv-channels 16 --tensor-model-parallel-size 4", 4,
@@ -121,11 +121,13 @@ MISTAKES = [
      6, ["--num-query-groups 4", "--tensor-model-parallel-size 6"], None),
     # context parallelism
     ("--cp-strategy circle", 1, ["--cp-strategy circle", "allgather", "ring"], "--cp-strategy ring"),
-    ("--cp-layout striped", 1, ["--cp-layout: invalid choice: 'striped'", "zigzag", "cyclic", "contiguous"],
+    ("--cp-layout striped", 1, ["--cp-layout striped: unknown", "zigzag", "cyclic", "contiguous"],
      "--cp-layout cyclic"),
     ("--cp-grid 2x2 --context-parallel-size 4", 4, ["--cp-grid", "ring has no use", "attention2d or mesh"], None),
     ("--cp-strategy mesh --context-parallel-size 4 --cp-grid 2x3", 4, ["--cp-grid 2x3", "2x2"], "--cp-grid 2x2"),
-    ("--cp-strategy mesh --cp-grid square", 1, ["--cp-grid", "square", "2x4"], None),
+    ("--cp-strategy mesh --context-parallel-size 6 --cp-grid square --seq-length 132", 6,
+     ["--cp-grid square", "two whole numbers"], "--cp-grid 2x3"),
+    ("--cp-strategy attention2d:grid=4x --context-parallel-size 4", 4, ["--cp-grid 4x", "give --cp-grid 2x2"], None),
     ("--cp-strategy mesh --context-parallel-size 2 --cp-costs {data}", 2, ["--cp-costs", "profile_blocks.py"], None),
     ("--no-cp-overlap", 1, ["--cp-overlap False", "attention2d"], "--cp-strategy attention2d"),
     ("--no-cp-balance", 1, ["--cp-balance False", "lightseq"], "--cp-strategy lightseq"),
@@ -149,16 +151,17 @@ MISTAKES = [
     ("--num-layers-per-virtual-pipeline-stage 1", 1,
      ["--num-layers-per-virtual-pipeline-stage 1", "--pipeline-model-parallel-size 2"], None),
     ("--num-layers 12 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 --global-batch-size 2",
-     2, ["--num-layers-per-virtual-pipeline-stage 4", "6 layers"], "--num-layers-per-virtual-pipeline-stage 3"),
+     2, ["--num-layers-per-virtual-pipeline-stage 4", "layers of a stage 6"],
+     "--num-layers-per-virtual-pipeline-stage 2"),
     ("--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 3",
-     2, ["--global-batch-size 3", "multiple of its 2 stages"], "--global-batch-size 4"),
-    ("--global-batch-size 5 --micro-batch-size 2", 2, ["--global-batch-size 5", "= 4"], "--global-batch-size 8"),
+     2, ["--global-batch-size 3", "multiple of interleaved stages 2"], "--global-batch-size 2"),
+    ("--global-batch-size 5 --micro-batch-size 2", 2, ["--global-batch-size 5", "= 4"], "--global-batch-size 4"),
     # schedule
-    ("--min-lr 0.01", 1, ["--min-lr 0.01", "--lr 0.001"], "--min-lr 0.0001"),
+    ("--min-lr 0.01", 1, ["--min-lr 0.01", "--lr 0.001"], "--min-lr 0.001"),
     ("--lr-warmup-iters 10", 1, ["--lr-warmup-iters 10", "after 10 iters"], "--lr-warmup-iters 1"),
     ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", 1, ["--lr-warmup-iters 2", "--lr-warmup-fraction"], None),
     ("--train-samples 100", 1, ["--train-iters 10", "--train-samples"], None),
-    ("--lr-decay-samples 100", 1, ["--lr-decay-samples 100", "--lr-decay-iters"], None),
+    ("--lr-decay-samples 100", 1, ["--lr-decay-samples 100", "needs --train-samples"], None),
     ("--recompute-method block", 1, ["--recompute-method block", "needs --recompute-granularity full"], None),
     ("--recompute-activations --recompute-granularity full", 1,
      ["--recompute-activations: does not go with --recompute-granularity full"], None),

@@ -68,7 +68,7 @@ def check(args: argparse.Namespace, n: int) -> tuple[int, int]:
     if args.cp_grid is None:
         return best_grid(n, kv_heads / heads)
     mesh = STRATEGIES["mesh"]
-    grid = mesh.options["grid"].from_text(args.cp_grid)
+    grid = mesh.options["grid"].value(args.cp_grid, n)
     mesh.plan(n, grid=grid)  # refuses one that does not fit
     return grid
 

@@ -32,7 +32,7 @@ from .registry import Pass, register
 def attention2d(
     at: Pass,
     *,
-    grid: Annotated[Grid | None, Option("rows x columns of the ranks; default: the most square", "2x4")] = None,
+    grid: Annotated[Grid | None, Option("rows x columns of the ranks; default: the most square", (2, 4))] = None,
     overlap: Annotated[bool, Option("rings that overlap blocks; if not, collectives")] = True,
 ) -> Iterator[Step]:
     rows, cols = grid_of(at.n, grid)

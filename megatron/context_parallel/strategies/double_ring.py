@@ -28,7 +28,7 @@ Hops = Callable[..., tuple[Comm, ...]]  # `keys` or `gradients`
 def double_ring(
     at: Pass,
     *,
-    inner_ring_size: Annotated[int | None, Option("ranks of an inner ring; default: the most square", "4")] = None,
+    inner_ring_size: Annotated[int | None, Option("ranks of an inner ring; default: the most square", 4)] = None,
 ) -> Iterator[Step]:
     w, sees = _inner(at.n, inner_ring_size), at.sees
     rings, (i, j) = at.n // w, divmod(at.rank, w)

@@ -24,7 +24,7 @@ from .registry import Pass, register
 def mesh(
     at: Pass,
     *,
-    grid: Annotated[Grid | None, Option("query x key/value chunks of a tile; default: the least volume", "2x4")] = None,
+    grid: Annotated[Grid | None, Option("query x key/value chunks of a tile; default: least volume", (2, 4))] = None,
     costs: Annotated[
         Costs | None,
         Option("file of transfer costs by tools/profile_blocks.py; default: by bytes", "costs.json", read=load_costs),

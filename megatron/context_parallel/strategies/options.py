@@ -1,8 +1,10 @@
-"""The options of a strategy: keyword-only parameters of its function, each with a type, a default and an `Option`."""
+"""What a person gives as text: the options of strategies, and the flags of the trainer, which are options too."""
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -17,16 +19,22 @@ class Option:
 
     Attributes:
         help: what it means, for `--help`.
-        example: a value that works, as text.
-        read: makes the value from text, for a type other than int, bool, str or Grid. It may raise UsageError.
+        example: a value that works.
+        choices: all values that work.
+        read: makes the value from text, for a type other than int, float, bool, str or Grid. It may raise ValueError.
+        at_least, at_most, below: bounds of its numbers; without `at_least` they are above 0.
         name: of the parameter. You need not give it, nor what follows.
         kind: the type of the parameter without "| None".
         default: of the parameter.
     """
 
     help: str
-    example: str = ""
+    example: Any = None
+    choices: tuple[str, ...] = ()
     read: Callable[[str], Any] | None = None
+    at_least: float | None = None
+    at_most: float = math.inf
+    below: float = math.inf
     name: str = ""
     kind: Any = str
     default: Any = None
@@ -35,53 +43,80 @@ class Option:
     def flag(self) -> str:
         return "--cp-" + self.name.replace("_", "-")
 
-    def from_text(self, text: str) -> Any:
-        """The value that `text` gives. Raises UsageError if it gives none."""
-        if self.read:
-            return self.read(text)
+    def value(self, given: Any, n: int | None = None) -> Any:
+        """What `given` stands for, a text or a value; with n ranks, advice on a grid fits them. Raises UsageError."""
+        if given is None and self.default is None:
+            return None
         try:
-            return self.checked(_KINDS[self.kind].read(text))
+            found = (self.read or _READ[self.kind])(given) if isinstance(given, str) else given
+        except UsageError:
+            raise
         except (ValueError, KeyError):
-            raise self.refusal(text) from None
+            raise self._refusal(given, n) from None
+        if not self.fits(found):
+            raise self._refusal(given, n)
+        return found
 
-    def checked(self, value: object) -> Any:
-        """`value`, if it is of the option's type; numbers must be 1 or more. Raises UsageError otherwise."""
-        if self.read or (value is None and self.default is None) or _KINDS[self.kind].good(value):
-            return value
-        raise self.refusal(value)
+    def fits(self, value: Any) -> bool:
+        """Whether a value has the type, is one of the choices and keeps the bounds; what `read` made does."""
+        if self.choices or self.read:
+            return value in self.choices or self.read is not None
+        if self.kind in (int, float):
+            return type(value) in (int, self.kind) and self._bounds_hold(value)
+        if self.kind == Grid:
+            pair = isinstance(value, tuple) and len(value) == 2
+            return pair and all(type(x) is int and self._bounds_hold(x) for x in value)
+        return type(value) is self.kind
 
-    def refusal(self, value: object) -> UsageError:
-        example = f", such as {self.example}" if self.example else ""
-        return UsageError(f"{self.flag} {show(value)}: {_KINDS[self.kind].needs}{example}")
+    def _bounds_hold(self, number: float) -> bool:
+        low = number > 0 if self.at_least is None else number >= self.at_least
+        return low and number <= self.at_most and number < self.below
+
+    @property
+    def bounds(self) -> str:
+        """The bounds of its numbers in words."""
+        whole = self.kind is int and self.at_least is None
+        low = "1 or more" if whole else "above 0" if self.at_least is None else f"{self.at_least} or more"
+        high = f", {self.at_most} at most" if self.at_most < math.inf else ""
+        return low + high + (f", below {self.below}" if self.below < math.inf else "")
+
+    def given(self, value: object) -> str:
+        """As a command line gives it `value`."""
+        if self.kind is bool:
+            return self.flag if value else self.flag.replace("--", "--no-", 1)
+        return f"{self.flag} {show(value)}"
+
+    def _refusal(self, value: object, n: int | None) -> UsageError:
+        refused = f"{self.flag} {show(value)}"
+        if self.choices:
+            closest = get_close_matches(str(value), self.choices, 8, cutoff=0)
+            return UsageError(f"{refused}: unknown; choose {' or '.join(closest)}")
+        if self.kind is bool:
+            return UsageError(f"{refused}: give true or false")
+        needs = {int: f"a whole number, {self.bounds}", float: f"a number, {self.bounds}", Grid: "two whole numbers"}
+        rows = max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0) if n else 0
+        example = (rows, n // rows) if n and self.kind == Grid else self.example
+        give = "" if example is None else f"; give {self.given(example)}"
+        return UsageError(f"{refused}: need {needs.get(self.kind, 'a text')}{give}")
 
 
 def show(value: object) -> str:
     """A value as a flag or a spec gives it."""
-    return "x".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-@dataclass(frozen=True)
-class _Kind:
-    read: Callable[[str], Any]
-    good: Callable[[Any], bool]
-    needs: str
-
-
-def _read_grid(text: str) -> Grid:
-    rows, columns = map(int, text.split("x"))
-    return rows, columns
-
-
-def _is_grid(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(type(x) is int and x > 0 for x in value)
+def _pair(text: str) -> Grid:
+    first, second = map(int, text.strip("()").replace("x", ",").split(","))
+    return first, second
 
 
 _SWITCH = {"true": True, "yes": True, "false": False, "no": False}
-_KINDS: dict[Any, _Kind] = {
-    int: _Kind(int, lambda x: type(x) is int and x > 0, "need a whole number, 1 or more"),
-    bool: _Kind(lambda text: _SWITCH[text.lower()], lambda x: type(x) is bool, "give true or false"),
-    str: _Kind(str, lambda x: isinstance(x, str), "need a text"),
-    Grid: _Kind(_read_grid, _is_grid, "need two whole numbers"),
+_READ: dict[Any, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    str: str,
+    bool: lambda text: _SWITCH[text.lower()],
+    Grid: _pair,
 }
 
 
@@ -99,12 +134,17 @@ def options_of(function: Callable) -> dict[str, Option]:
     for parameter in others:
         kind, *notes = get_args(hints.get(parameter.name)) or (None,)
         declared = next((note for note in notes if isinstance(note, Option)), None)
-        kind = next((x for x in get_args(kind) if x is not NoneType), kind) if NoneType in get_args(kind) else kind
+        kind = kind_of(kind)
         good = parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty
-        if not good or not declared or not (declared.read or kind in _KINDS):
+        if not good or not declared or not (declared.read or kind in _READ):
             raise UsageError(
                 f"{name}: declare the option {parameter.name} after a `*`, with a type and a default, such as "
                 f'{parameter.name}: Annotated[int, Option("what it means")] = 1'
             )
         found[parameter.name] = replace(declared, name=parameter.name, kind=kind, default=parameter.default)
     return found
+
+
+def kind_of(hint: Any) -> Any:
+    """A type without "| None"."""
+    return next((x for x in get_args(hint) if x is not NoneType), hint) if NoneType in get_args(hint) else hint

@@ -61,15 +61,15 @@ class Strategy:
     channels: tuple[str, ...]
     head_parallel: Literal["optional", "required", "all"] = "optional"
 
-    def checked(self, options: dict[str, object]) -> dict[str, object]:
-        """`options`, if the strategy has them with these values. Raises UsageError otherwise."""
+    def read(self, options: dict[str, object], n: int | None = None) -> dict[str, object]:
+        """The values of `options`, each a text or a value. Raises UsageError for one that the strategy has not."""
         if unknown := options.keys() - self.options.keys():
             name, own = min(unknown), ", ".join(self.options) or "none"
             if others := [other for other in STRATEGIES.values() if name in other.options]:
                 shown, fits = f"{others[0].options[name].flag} {show(options[name])}", [other.name for other in others]
                 raise UsageError(f"{shown}: {self.name} has no use for it; give --cp-strategy {' or '.join(fits)}")
             raise UsageError(f"--cp-strategy {self.name}: no option {name}; it has {own}")
-        return {name: self.options[name].checked(value) for name, value in options.items()}
+        return {name: self.options[name].value(given, n) for name, given in options.items()}
 
     def plan(
         self,
@@ -119,7 +119,7 @@ class Strategy:
 
             sees = Mask(causal).pairs(*Chunks.pair(layout, n // size, 4 * n // size))
         ratio = kv_heads / heads if heads and kv_heads else 1.0
-        options = self.checked(options)
+        options = self.read(options, n)
         next(iter(self.write(Pass(0, n // size, sees, backward, ratio), **options)), None)  # checks come before steps
         write = partial(self._write, n // size, sees, backward, ratio, options)
         return Plan(self.name, layout, sees, backward, Steps(n // size, write), self.channels, size, placement)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..layout import LAYOUTS
 from ..plan.ir import PLACEMENTS, Plan
 from .options import Option, show
 from .registry import STRATEGIES, Strategy
@@ -37,9 +38,9 @@ class CPStrategy(StrEnum):
 COMMON = {
     option.name: option
     for option in (
-        Option("which tokens a rank holds; default: the strategy's own", "zigzag", name="layout"),
-        Option("ranks that split the heads; the strategy runs on the others", "2", name="head_parallel_size", kind=int),
-        Option("which ranks are neighbours: those that share tokens, or heads", PLACEMENTS[0], name="placement"),
+        Option("which tokens a rank holds; default: the strategy's own", choices=LAYOUTS, name="layout"),
+        Option("ranks that split the heads; the strategy runs on the others", 2, name="head_parallel_size", kind=int),
+        Option("which ranks are neighbours: those that share tokens, or heads", choices=PLACEMENTS, name="placement"),
     )
 }
 
@@ -87,28 +88,30 @@ def _written(options: dict[str, object]) -> str:
     return ",".join(f"{name}={show(value)}" for name, value in sorted(options.items()))
 
 
-def choose(spec: "str | Choice", **options: object) -> Choice:
+def choose(spec: "str | Choice", n: int | None = None, /, **options: object) -> Choice:
     """The strategy that `spec` names, with the options it gives; `options` add to them, None for none.
+
+    Args:
+        spec: as above.
+        n: the ranks it is for, if known. Advice on a grid then fits them.
+        options: by name, as values or text.
 
     Raises:
         UsageError: no such strategy, or an option it does not have or with another value.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if isinstance(spec, Choice):
-        strategy, source, texts = spec.strategy, spec.source, dict[str, str]()
-        given = {**spec.common, **spec.options, **given}
+        strategy, source, own = spec.strategy, spec.source, spec.common | spec.options
     else:
-        strategy, source, texts = _parse(str(spec))
-    if both := texts.keys() & given.keys():
-        raise UsageError(f"--cp-strategy {spec}: {min(both)} is given twice; leave one out")
-    for name, text in texts.items():
-        option = COMMON.get(name) or strategy.options.get(name)
-        given[name] = option.from_text(text) if option else text
-    common = {name: COMMON[name].checked(given.pop(name)) for name in COMMON if name in given}
-    return Choice(strategy, common, strategy.checked(given), source)
+        strategy, source, own = _parse(str(spec))
+        if both := own.keys() & given.keys():
+            raise UsageError(f"--cp-strategy {spec}: {min(both)} is given twice; leave one out")
+    given = {**own, **given}
+    common = {name: option.value(given.pop(name)) for name, option in COMMON.items() if name in given}
+    return Choice(strategy, common, strategy.read(given, n), source)
 
 
-def _parse(spec: str) -> tuple[Strategy, str, dict[str, str]]:
+def _parse(spec: str) -> tuple[Strategy, str, dict[str, Any]]:
     """Strategy, the module or file it comes from, and the options as text."""
     *parts, last = spec.split(":")
     parts, given = (parts, last) if "=" in last and parts else ([*parts, last], "")

@@ -4,15 +4,12 @@ import math
 import os
 from dataclasses import replace
 
-import torch
-
-from .check_files import check_files
-from .check_flags import check_each, refuse
-from .check_values import check_together, check_world, quotient, ranks_in
+from .check_flags import check_each, check_multiple, check_relations, refuse
+from .check_values import check_together, check_world, ranks_in
 from .command_line import read_flags
 from .context_parallel_flags import chosen
-from .flags import Arguments, Flags
-from .tokenizer import build_tokenizer
+from .flags import SPLIT, Arguments, Flags
+from .tokenizer import vocabulary
 
 
 def parse_args(argv: list[str] | None = None) -> Arguments:
@@ -25,36 +22,45 @@ def parse_args(argv: list[str] | None = None) -> Arguments:
     """
     given = read_flags(argv)
     check_each(given)
+    choice = chosen(given)
     needed = given.tensor_model_parallel_size * given.pipeline_model_parallel_size * given.context_parallel_size
     world_size = ranks_in("WORLD_SIZE", needed if given.dry_run else 1)
     check_world(given, world_size, needed)
-    choice = chosen(given)
+    import torch  # takes a second, for which a mistake in a flag need not wait
+
     given = replace(_fill_in_batch(_fill_in_model(given), world_size // needed), cp_layout=choice.layout)
-    tokenizer = build_tokenizer(given)
-    given, rows = _fill_in_vocabulary(given, tokenizer.vocab_size)
+    tokens, eod = vocabulary(given)
+    given, rows = _fill_in_vocabulary(given, tokens)
+    layers, each = given.num_layers // given.pipeline_model_parallel_size, given.num_layers_per_virtual_pipeline_stage
     args = Arguments(
         **vars(given),
         world_size=world_size,
         rank=ranks_in("RANK", 0),
         data_parallel_size=world_size // needed,
-        virtual_pipeline_model_parallel_size=_virtual_stages(given),
+        virtual_pipeline_model_parallel_size=layers // each if each and layers > each else None,
         params_dtype=torch.bfloat16 if given.bf16 else torch.float16 if given.fp16 else torch.float32,
         cp=choice,
-        eod_token=tokenizer.eod,
+        add_bias_linear=not given.disable_bias_linear,
+        eod_token=eod,
         padded_vocab_size=rows,
     )
+    check_relations(args)
     check_together(args)
-    check_files(args, tokenizer.vocab_size)
+    from .check_files import check_files
+
+    check_files(args, tokens)
     return args
 
 
 def _fill_in_model(given: Flags) -> Flags:
+    if not given.kv_channels:
+        check_multiple(given, "hidden_size", "num_attention_heads")
     wide = 4 * given.hidden_size
     groups = (given.num_query_groups or 1) if given.group_query_attention else given.num_attention_heads
     selective = "selective" if given.recompute_activations else None
     return replace(
         given,
-        kv_channels=given.kv_channels or quotient(given, "hidden_size", "num_attention_heads"),
+        kv_channels=given.kv_channels or given.hidden_size // given.num_attention_heads,
         ffn_hidden_size=given.ffn_hidden_size or (wide * 2 // 3 // 64 * 64 if given.swiglu else wide),
         num_query_groups=groups,
         max_position_embeddings=given.max_position_embeddings or given.seq_length,
@@ -75,7 +81,7 @@ def _fill_in_batch(given: Flags, data_parallel_size: int) -> Flags:
         lr=given.lr or 0.0,
         lr_decay_iters=decay,
         lr_warmup_iters=warmup,
-        split="969,30,1" if given.data_path and given.split is None else given.split,
+        split=given.split or (SPLIT if given.data_path else None),
         tensorboard_dir=given.tensorboard_dir or (given.save and os.path.join(given.save, "tensorboard")),
     )
 
@@ -89,8 +95,3 @@ def _fill_in_vocabulary(given: Flags, size: int) -> tuple[Flags, int]:
         given = replace(given, vocab_size=size)
     multiple = given.make_vocab_size_divisible_by * given.tensor_model_parallel_size
     return given, math.ceil(size / multiple) * multiple
-
-
-def _virtual_stages(given: Flags) -> int | None:
-    layers, each = given.num_layers // given.pipeline_model_parallel_size, given.num_layers_per_virtual_pipeline_stage
-    return layers // each if each and layers > each else None

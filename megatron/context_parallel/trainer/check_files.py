@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy
-from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
-from megatron.core.datasets.utils import get_blend_from_list
 
 from ..errors import UsageError
 from .check_flags import refuse
-from .checkpoint import TRACKER, iteration_directory, latest_iteration
 from .declare import Flag
 from .flags import FLAGS, Arguments
 
@@ -43,6 +40,8 @@ def check_files(args: Arguments, vocabulary: int) -> None:
 
 
 def _prefixes(args: Arguments, name: str) -> list[str]:
+    from megatron.core.datasets.utils import get_blend_from_list
+
     prefixes, weights = get_blend_from_list(getattr(args, name))
     numbers = [prefix for prefix in prefixes if prefix.replace(".", "", 1).isdecimal()]
     if numbers or (weights and min(weights) <= 0):
@@ -78,6 +77,8 @@ def _tokens(index: Path, data: Path) -> numpy.ndarray:
     Raises:
         ValueError: the index is not one, or the two do not belong together.
     """
+    from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
+
     size = index.stat().st_size
     with open(index, "rb") as stream:
         head = stream.read(_INDEX_START)
@@ -144,6 +145,8 @@ def _check_writable(args: Arguments, directory: Path) -> None:
 
 
 def _check_checkpoint(args: Arguments, directory: str) -> None:
+    from .checkpoint import TRACKER, iteration_directory, latest_iteration
+
     iteration = latest_iteration(directory)
     if iteration is None:
         if args.exit_on_missing_checkpoint:
@@ -173,4 +176,4 @@ def _refuse_other_model(args: Arguments, flag: Flag, saved: object) -> NoReturn:
     here, there, advice = ("given", "without", "leave out")
     if saved != flag.default:
         here, there, advice = ("not given", "with", "give")
-    raise UsageError(f"{flag.option}: {here}, but {checkpoint} {there} it; {advice} {flag.option}, or another --load")
+    raise UsageError(f"{flag.flag}: {here}, but {checkpoint} {there} it; {advice} {flag.flag}, or another --load")

@@ -1,16 +1,17 @@
-"""From the command line and files of flags to `Flags`; what is no flag, or no value of its type, is refused here."""
+"""From the command line and files of flags to `Flags`; what is no flag, or no value of it, is refused here."""
 
 import argparse
 import re
-from argparse import ArgumentParser, Namespace
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from ..errors import UsageError
 from .declare import Flag, flags_of
-from .flags import FLAGS, SECTIONS, Flags
-from .presets import read_config, read_preset
+from .flags import FLAGS, PRESETS, SECTIONS, Flags
 
 
 def read_flags(argv: list[str] | None = None) -> Flags:
@@ -19,107 +20,87 @@ def read_flags(argv: list[str] | None = None) -> Flags:
     Raises:
         UsageError: one line that names every unknown flag, or the flag whose value is none, and a value that works.
     """
-    parser = build_parser()
-    given = _parse(parser, argv)
-    config = _checked(parser, f"--config {given.config}", read_config(given.config)) if given.config else {}
-    preset = given.preset or config.get("preset")
-    values = _checked(parser, f"--preset {preset}", read_preset(str(preset))) if preset else {}
-    return Flags(**vars(_parse(parser, argv, _parse(parser, _as_words(values | config)))))
+    given = _parsed(argv)
+    config = _of_file(Path(given["config"]), f"--config {given['config']}") if "config" in given else {}
+    preset = (config | given).get("preset")
+    values = _of_file(PRESETS[preset], f"--preset {preset}") if preset else {}
+    return Flags(**(values | config | given))
 
 
-# ----------------------------------------------------------------------------------------------------- parser
+def _parsed(argv: list[str] | None) -> dict[str, Any]:
+    """The values that a command line gives, by field."""
+    try:
+        given, unknown = build_parser().parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        flag = next(f for f in FLAGS.values() if f.flag == str(error.argument_name).split("/")[0])
+        raise UsageError(f"{flag.flag}: {error.message}; give {flag.works}") from None
+    if unknown:
+        raise UsageError(_explain_unknown(unknown))
+    return {name: FLAGS[name].value(text) for name, text in vars(given).items()}
 
 
-def build_parser() -> ArgumentParser:
-    """The parser of every flag, in groups by section."""
-    parser = ArgumentParser(
-        prog="pretrain_gpt.py",
-        usage="torchrun --nproc-per-node N pretrain_gpt.py [--preset NAME] [flags]",
+def _of_file(path: Path, source: str) -> dict[str, Any]:
+    """The values that a YAML file gives, by field; null is as good as nothing."""
+    try:
+        values = yaml.safe_load(path.read_text())
+        if not isinstance(values, dict) or "config" in values:
+            raise ValueError("it must have flags, and not --config")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        raise UsageError(f"{source}: cannot be read ({why}); write lines such as num-layers: 24") from None
+    given = {str(name).replace("-", "_"): value for name, value in values.items()}
+    try:
+        if unknown := [f"--{name.replace('_', '-')}" for name in given if name not in FLAGS]:
+            raise UsageError(_explain_unknown(unknown))
+        return {name: FLAGS[name].value(_as_text(value)) for name, value in given.items() if value is not None}
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}") from None
+
+
+def _as_text(value: object) -> object:
+    """A value of YAML as a command line gives it, but for true and false, which are no texts."""
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return value if isinstance(value, bool) else str(value)
+
+
+# ------------------------------------------------------------------------------------------------------- help
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """A parser of every flag, in groups by section. What it finds are texts, for `Flag.value` to read."""
+    parser = argparse.ArgumentParser(
         description="Pretrain a GPT or Llama with tensor, pipeline, data and context parallelism. "
         "Flags have Megatron's names and meanings.",
         allow_abbrev=False,
         exit_on_error=False,
+        argument_default=argparse.SUPPRESS,
     )
+    start = parser.prog if parser.prog.endswith(".py") else f"--no-python {parser.prog}"
+    parser.usage = f"torchrun --nproc-per-node N {start} [--preset NAME] [flags]"
     for section in SECTIONS:
         group = parser.add_argument_group(section.title)
         for flag in flags_of(section).values():
-            group.add_argument(flag.option, dest=flag.name, default=flag.default, help=_help(flag), **_value(flag))
+            words: dict[str, Any] = {"nargs": "+" if flag.many else None, "metavar": flag.unit}
+            if flag.kind is bool:
+                words = {"action": argparse.BooleanOptionalAction if flag.optional else "store_true"}
+            group.add_argument(flag.flag, help=_help(flag), **words)
     return parser
 
 
 def _help(flag: Flag) -> str:
-    text = flag.help + "".join(f"; with {_named(need)}" for need in flag.needs.split())
-    text += "".join(f"; not with {_named(other)}" for other in flag.excludes.split())
+    text = flag.help + "".join(f"; with {named(need)}" for need in flag.needs.split())
+    text += "".join(f"; not with {named(other)}" for other in flag.excludes.split())
     if flag.required:
-        text += f"; this or {FLAGS[flag.instead].option} is required" if flag.instead else "; required"
+        text += "; required without it" if flag.excludes else "; required"
     default = flag.derived or (None if flag.kind is bool else flag.default)
     return (text if default is None else f"{text} (default: {default})").replace("%", "%%")
 
 
-def _named(condition: str) -> str:
+def named(condition: str) -> str:
+    """A flag as a declaration names it, in words: "recompute_granularity=full" as `--recompute-granularity full`."""
     name, _, value = condition.partition("=")
-    return FLAGS[name].given(value) if value else FLAGS[name].option
-
-
-def _value(flag: Flag) -> dict[str, Any]:
-    """What argparse is to do with the words after a flag."""
-    if flag.kind is bool:
-        turns_on = flag.option.endswith(flag.name.replace("_", "-"))
-        switch = {"action": "store_const", "const": turns_on}
-        return {"action": argparse.BooleanOptionalAction} if flag.optional else switch
-    words = {"choices": flag.choices or None, "metavar": flag.unit or None}
-    if flag.kind is list:
-        return {"nargs": "+", **words}
-    return {"type": pair if flag.kind is tuple else flag.kind, **words}
-
-
-def pair(text: str) -> tuple[int, int]:
-    """`3x4`, `3,4` or `(3,4)` as (3, 4)."""
-    first, second = map(int, text.strip("()").replace("x", ",").split(","))
-    return first, second
-
-
-def _parse(parser: ArgumentParser, words: list[str] | None, onto: Namespace | None = None) -> Namespace:
-    """Parse `words` over the values in `onto`."""
-    try:
-        values, unknown = parser.parse_known_args(words, onto)
-    except argparse.ArgumentError as error:
-        flag = next(f for f in FLAGS.values() if f.option == str(error.argument_name).split("/")[0])
-        advice = f"write {flag.option} alone" if flag.kind is bool else f"give {flag.works}"
-        raise UsageError(f"{flag.option}: {error.message}; {advice}") from None
-    if unknown:
-        raise UsageError(_explain_unknown(unknown))
-    return values
-
-
-# ------------------------------------------------------------------------------------------------------ files
-
-
-def _checked(parser: ArgumentParser, source: str, values: dict[str, object]) -> dict[str, object]:
-    """`values`, if each is a flag with a value of its type; UsageErrors name the `source`."""
-    if alone := values.keys() & {"config", "help"}:
-        raise UsageError(f"{source}: {min(alone)} cannot be in a file; give it on the command line")
-    try:
-        _parse(parser, _as_words(values))
-    except UsageError as error:
-        raise UsageError(f"{source}: {error}") from None
-    return values
-
-
-def _as_words(values: dict[str, object]) -> list[str]:
-    """As a command line; `false` leaves a switch out, and turns off what has a --no-... of its own."""
-    known = {flag.option: flag for flag in FLAGS.values()}
-    words = []
-    for name, value in values.items():
-        option = f"--{name}"
-        flag = known.get(option)
-        if value is False and flag and flag.kind is bool:
-            words += [f"--no-{name}"] * flag.optional
-        elif isinstance(value, bool | list):
-            words += [option, *map(str, value if isinstance(value, list) else ())]
-        elif value is not None or flag is None:
-            words.append(f"{option}={value}")
-    return words
+    return FLAGS[name].given(value) if value else FLAGS[name].flag
 
 
 # ---------------------------------------------------------------------------------------------- unknown flags
@@ -141,14 +122,9 @@ def _is_flag(word: str) -> bool:
 def _closest(word: str) -> str | None:
     """The flag that `word` is nearly spelled like and that has all its words: a --vocab-file is no --vocab-size."""
     given = word.strip("-").replace("_", "-").lower()
-    likeness = {
-        option: _likeness(given, option[2:])
-        for option in (flag.option for flag in FLAGS.values())
-        if all(max(_likeness(part, own) for own in option[2:].split("-")) > 0.7 for part in given.split("-"))
-    }
-    best = max(likeness, key=lambda option: likeness[option], default="")
-    return best if likeness.get(best, 0) > 0.7 else None
-
-
-def _likeness(a: str, b: str) -> float:
-    return SequenceMatcher(None, a, b).ratio()
+    alike = [
+        name
+        for name in (flag.flag[2:] for flag in FLAGS.values())
+        if all(get_close_matches(part, name.split("-"), 1, 0.7) for part in given.split("-"))
+    ]
+    return next((f"--{name}" for name in get_close_matches(given, alike, 1, 0.7)), None)

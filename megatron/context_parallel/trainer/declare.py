@@ -1,71 +1,56 @@
 """How a flag is declared: the `flag(...)` of a dataclass field says all there is to say about it."""
 
-import math
 from dataclasses import dataclass, field, fields, replace
 from types import NoneType
 from typing import Any, ClassVar, Literal, dataclass_transform, get_args, get_origin, get_type_hints
 
+from ..strategies.options import Option, kind_of, show
+
 
 @dataclass(frozen=True)
-class Flag:
+class Flag(Option):
     """What is declared of a flag; it is required if it has neither a default, written or derived, nor None in its type.
 
-    `needs` and `excludes` name flags by their fields, with a value or without: "save load", "lr_decay_style=linear".
+    Several flags are named by their fields, with a value or without: "save load", "lr_decay_style=linear".
     """
 
-    help: str  # without default and requirements, which follow
-    default: object = None
     derived: str = ""  # the default in words, where other flags decide it
     unit: str = ""  # what the value counts or names, in capitals for --help
-    example: object = None  # a value that works; without one the default, the first choice, 1 or the unit
-    at_least: float | None = None  # None: a number is above 0
-    at_most: float = math.inf
-    below: float = math.inf
-    choices: tuple[str, ...] = ()
     needs: str = ""  # what must be given with it
     excludes: str = ""  # what must not
-    instead: str = ""  # the flag that takes its place
+    divides: str = ""  # fields whose values are multiples of its own
+    multiple_of: str = ""  # fields whose product divides its value
+    not_above: str = ""  # the field that limits it
     to_train: bool = False  # not required by a dry run
     decides: Literal["", "weights", "position table", "optimizer", "data order"] = ""  # which a checkpoint must share
-    option: str = ""  # its name on the command line; a switch that turns its field off has a name of its own
-    name: str = ""  # of the field
-    kind: type = str  # the type of the field, without "| None"
-    optional: bool = False  # whether that was in it
+    optional: bool = False  # None is a value: not given
+    many: bool = False  # it takes several values
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
 
     @property
     def required(self) -> bool:
         return not (self.optional or self.derived or self.default is not None)
 
+    def value(self, given: Any, n: int | None = None) -> Any:
+        if not self.many:
+            return super().value(given, n)
+        return list(map(super().value, given if isinstance(given, list) else [given]))
+
     def given(self, value: object) -> str:
-        """As a command line gives it `value`."""
-        if self.kind is bool and not self.optional:
-            return self.option
-        return f"{self.option} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        return f"{self.flag} {' '.join(map(show, value))}" if isinstance(value, list) else super().given(value)
 
     @property
     def works(self) -> str:
         """As a command line gives it a value that works."""
-        known = (self.example, self.default, *self.choices, 1 if self.kind is int else self.unit)
-        return self.option if self.kind is bool else self.given(next(value for value in known if value is not None))
-
-    @property
-    def bounds(self) -> str:
-        """The bounds of a number in words."""
-        low = (
-            f"{self.at_least} or more" if self.at_least is not None else "1 or more" if self.kind is int else "above 0"
-        )
-        high = f", {self.at_most} at most" if self.at_most < math.inf else ""
-        return low + high + (f", below {self.below}" if self.below < math.inf else "")
-
-    def fits(self, number: float) -> bool:
-        """Whether a number is within the bounds."""
-        low = number > 0 if self.at_least is None else number >= self.at_least
-        return low and number <= self.at_most and number < self.below
+        return self.given(True if self.kind is bool else self.example)
 
 
 def flag(help: str, default: object = None, **declared: Any) -> Any:
     """The field of a flag; `declared` are attributes of `Flag`."""
-    return field(default=default, metadata={"flag": Flag(help, default, **declared)})
+    return field(default=default, metadata={"flag": Flag(help, default=default, **declared)})
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(flag,))
@@ -85,9 +70,12 @@ def flags_of(section: type) -> dict[str, Flag]:
     return {entry.name: _named(entry.metadata["flag"], entry.name, types[entry.name]) for entry in fields(section)}
 
 
-def _named(declared: Flag, name: str, type_: Any) -> Flag:
-    optional = NoneType in get_args(type_)
-    kind = get_args(type_)[0] if optional else type_
-    option = declared.option or "--" + name.replace("_", "-")
-    unit = declared.unit or ("" if declared.choices else {int: "N", float: "X"}.get(kind, "TEXT"))
-    return replace(declared, name=name, kind=get_origin(kind) or kind, optional=optional, option=option, unit=unit)
+def _named(declared: Flag, name: str, hint: Any) -> Flag:
+    kind, optional = kind_of(hint), NoneType in get_args(hint)
+    if many := get_origin(kind) is list:
+        kind = get_args(kind)[0]
+    unit = declared.unit or f"{{{','.join(declared.choices)}}}" * bool(declared.choices)
+    unit = unit or {int: "N", float: "X"}.get(kind, "TEXT")
+    known = (declared.example, declared.default, *declared.choices, 1 if kind is int else unit)
+    example = next(value for value in known if value is not None)
+    return replace(declared, name=name, kind=kind, unit=unit, example=example, optional=optional, many=many)

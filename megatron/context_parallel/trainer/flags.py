@@ -1,11 +1,12 @@
 """The flags of the trainer, each declared once: Megatron's names, meanings and defaults."""
 
+import math
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .context_parallel_flags import ContextParallel
 from .declare import Section, flag, flags_of
-from .presets import PRESETS
 from .tokenizer import TOKENIZERS
 
 if TYPE_CHECKING:
@@ -13,13 +14,25 @@ if TYPE_CHECKING:
 
     from ..strategies import Choice
 
+PRESETS = {path.stem: path for path in sorted((Path(__file__).parent / "presets").glob("*.yaml"))}
+FULL = "recompute_granularity=full"
+SPLIT = "969,30,1"
+POSITIONS = ("learned_absolute", "rope")
+DECAYS = ("constant", "linear", "cosine", "inverse-square-root")
 weights = partial(flag, decides="weights")
 data_order = partial(flag, decides="data order")
-FULL = "recompute_granularity=full"
+
+
+def _shares(text: str) -> str:
+    """`text`, if it gives up to three shares, the first above 0."""
+    first, *others = map(float, text.split(","))
+    if not (0 < first < math.inf and len(others) < 3 and all(0 <= share < math.inf for share in others)):
+        raise ValueError
+    return text
 
 
 class Run(Section, title="run"):
-    preset: str | None = flag(f"shape of a published model: {', '.join(PRESETS)}", unit="NAME")
+    preset: str | None = flag(f"shape of a published model: {', '.join(PRESETS)}", unit="NAME", choices=(*PRESETS,))
     config: str | None = flag("YAML file of flags, which win over --preset and lose to the command line", unit="FILE")
     dry_run: bool = flag("check everything, print parallel layout, parameters and memory, and stop", False)
 
@@ -31,19 +44,19 @@ class Model(Section, title="model"):
     num_attention_heads: int = weights("query heads", example=16)
     kv_channels: int = weights("width of a head", derived="hidden-size / num-attention-heads", example=128)
     group_query_attention: bool = flag("query heads share key/value heads", False)
-    num_query_groups: int = weights("key/value heads", derived="1", example=8, needs="group_query_attention")
+    num_query_groups: int = weights(
+        "key/value heads", derived="1", example=8, needs="group_query_attention", divides="num_attention_heads"
+    )
     max_position_embeddings: int = flag(
         "rows of the position table", derived="seq-length", example=2048, decides="position table"
     )
-    position_embedding_type: str = weights(
-        "how positions enter", "learned_absolute", choices=("learned_absolute", "rope")
-    )
+    position_embedding_type: str = weights("how positions enter", "learned_absolute", choices=POSITIONS)
     rotary_base: int = weights("base of the rotary frequencies", 10000)
     rotary_percent: float = weights("part of each head that rotates", 1.0, at_most=1)
     normalization: str = weights("normalization layers", "LayerNorm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = weights("epsilon of the normalization layers", 1e-5)
     window_size: tuple[int, int] | None = flag(
-        "tokens seen before and after each; -1: all", derived="all before", unit="BEFORE,AFTER", example="4096,0"
+        "tokens seen before and after each; -1: all", at_least=-1, derived="all", unit="BEFORE,AFTER", example=(4096, 0)
     )
     softmax_type: str = weights(
         "one more score per head in the softmax: none, 0, or learned (a sink)",
@@ -52,17 +65,15 @@ class Model(Section, title="model"):
     )
     qk_layernorm: bool = weights("normalize queries and keys in each head", False)
     swiglu: bool = weights("gated linear units with SiLU instead of GELU", False)
-    add_bias_linear: bool = weights("no biases in linear layers", True, option="--disable-bias-linear")
+    disable_bias_linear: bool = weights("no biases in linear layers", False)
     add_qkv_bias: bool = weights("biases in the query/key/value projection even with --disable-bias-linear", False)
     untie_embeddings_and_output_weights: bool = weights("an output layer of its own", False)
     make_vocab_size_divisible_by: int = flag("pad the vocabulary to a multiple of this times tensor ranks", 128)
     init_method_std: float = flag("standard deviation of the initial weights", 0.02)
 
 
-class Regularization(Section, title="regularization"):
-    attention_dropout: float = flag(
-        "attention has no dropout here, so only 0 is accepted; Megatron's default is 0.1", 0.0, at_least=0, below=1
-    )
+class Optimizer(Section, title="regularization"):
+    attention_dropout: float = flag("only 0 is accepted; Megatron's default is 0.1", 0.0, at_least=0, below=1)
     hidden_dropout: float = flag("dropout of the residual stream; Megatron's default is 0.1", 0.0, at_least=0, below=1)
     weight_decay: float = flag("decoupled (AdamW) weight decay", 0.01, at_least=0)
     clip_grad: float = flag("largest norm of the gradient; 0: no limit", 1.0, at_least=0)
@@ -74,12 +85,15 @@ class Regularization(Section, title="regularization"):
 class Training(Section, title="training"):
     micro_batch_size: int = flag("sequences per forward pass and data-parallel rank")
     global_batch_size: int = data_order(
-        "sequences per update", derived="a micro batch per data-parallel rank", example=8
+        "sequences per update",
+        derived="a micro batch per data-parallel rank",
+        example=8,
+        multiple_of="micro_batch_size data_parallel_size interleaved_stages",
     )
-    train_iters: int = data_order(
-        "updates", to_train=True, example=1000, excludes="train_samples", instead="train_samples"
+    train_iters: int = data_order("updates", to_train=True, example=1000, excludes="train_samples")
+    train_samples: int | None = data_order(
+        "sequences to train on, in whole global batches", example=100000, multiple_of="global_batch_size"
     )
-    train_samples: int | None = data_order("sequences to train on, in whole global batches", example=100000)
     exit_interval: int | None = flag("save and leave after an iteration that is a multiple of this", example=100)
     exit_duration_in_mins: int | None = flag("save and leave after this time", unit="MINUTES", example=230)
     exit_signal_handler: bool = flag("save and leave on SIGTERM", False)
@@ -88,37 +102,33 @@ class Training(Section, title="training"):
         "recompute attention alone, or whole layers, in the backward pass", choices=("selective", "full")
     )
     recompute_method: str | None = flag("groups of layers, or the first", choices=("uniform", "block"), needs=FULL)
-    recompute_num_layers: int | None = flag("layers per group, or how many come first", needs=FULL)
+    recompute_num_layers: int | None = flag(
+        "layers per group, or how many come first", needs=FULL, not_above="layers_of_a_turn"
+    )
     recompute_whitelist: list[str] | None = flag(
         "kept instead, output and all (Selective Checkpoint++)", unit="NAME", choices=("core_attention",), needs=FULL
     )
     recompute_activations: bool = flag("the same as --recompute-granularity selective", False, excludes=FULL)
 
 
-class LearningRate(Section, title="learning rate"):
+class Schedule(Section, title="learning rate"):
     lr: float = flag("largest learning rate", example=3e-4, to_train=True)
-    lr_decay_style: str = flag(
-        "shape of the decay", "linear", choices=("constant", "linear", "cosine", "inverse-square-root")
-    )
-    lr_decay_iters: int | None = flag(
-        "updates until --min-lr", derived="all", example=1000, excludes="train_samples", instead="lr_decay_samples"
-    )
+    lr_decay_style: str = flag("shape of the decay", "linear", choices=DECAYS)
+    lr_decay_iters: int | None = flag("updates until --min-lr", derived="all", example=1000, excludes="train_samples")
     lr_decay_samples: int | None = flag(
-        "the same in sequences", example=100000, needs="train_samples", instead="lr_decay_iters"
+        "the same in sequences", example=100000, needs="train_samples", multiple_of="global_batch_size"
     )
-    lr_warmup_iters: int = flag(
-        "updates of linear warm-up from 0", 0, at_least=0, excludes="train_samples", instead="lr_warmup_samples"
-    )
+    lr_warmup_iters: int = flag("updates of linear warm-up from 0", 0, at_least=0, excludes="train_samples")
     lr_warmup_samples: int = flag(
-        "the same in sequences", 0, at_least=0, example=10000, needs="train_samples", instead="lr_warmup_iters"
+        "the same in sequences", 0, at_least=0, example=10000, needs="train_samples", multiple_of="global_batch_size"
     )
     lr_warmup_fraction: float | None = flag(
         "warm-up as part of the decay", at_least=0, below=1, example=0.01, excludes="lr_warmup_iters lr_warmup_samples"
     )
-    min_lr: float = flag("smallest learning rate", 0.0, at_least=0)
+    min_lr: float = flag("smallest learning rate", 0.0, at_least=0, not_above="lr")
 
 
-class Checkpointing(Section, title="checkpointing"):
+class Checkpoints(Section, title="checkpointing"):
     save: str | None = flag("directory of the checkpoints to write", unit="DIR")
     save_interval: int | None = flag("updates between checkpoints; the last is saved too", example=100, needs="save")
     no_save_optim: bool = flag("leave the optimizer out of checkpoints", False)
@@ -131,7 +141,7 @@ class Checkpointing(Section, title="checkpointing"):
     ckpt_format: str = flag("format of checkpoints", "torch_dist", choices=("torch_dist",))
 
 
-class MixedPrecision(Section, title="mixed precision"):
+class Precision(Section, title="mixed precision"):
     bf16: bool = flag("bfloat16 weights and activations; gradients and optimizer in float32", False)
     fp16: bool = flag("like --bf16 in float16, on GPUs", False, excludes="bf16")
     loss_scale: float | None = flag("a constant loss scale", derived="dynamic", example=65536, needs="fp16")
@@ -141,11 +151,17 @@ class MixedPrecision(Section, title="mixed precision"):
     hysteresis: int = flag("fp16: overflows before the loss scale is lowered", 2)
 
 
-class Distributed(Section, title="distributed"):
-    tensor_model_parallel_size: int = flag("ranks that split every layer", 1)
-    pipeline_model_parallel_size: int = flag("ranks that split the layers into stages", 1)
-    num_layers_per_virtual_pipeline_stage: int | None = flag("layers per turn of an interleaved pipeline")
-    sequence_parallel: bool = flag("split norms and residuals over the tensor-parallel ranks too", False)
+class Parallel(Section, title="distributed"):
+    tensor_model_parallel_size: int = flag(
+        "ranks that split every layer", 1, example=2, divides="num_attention_heads ffn_hidden_size"
+    )
+    pipeline_model_parallel_size: int = flag("ranks that split the layers", 1, example=2, divides="num_layers")
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        "layers per turn of an interleaved pipeline", needs="pipeline_model_parallel_size", divides="layers_of_a_stage"
+    )
+    sequence_parallel: bool = flag(
+        "split norms and residuals over the tensor-parallel ranks too", False, needs="tensor_model_parallel_size"
+    )
     use_distributed_optimizer: bool = flag(
         "shard the optimizer over data- and context-parallel ranks", False, decides="optimizer"
     )
@@ -162,7 +178,7 @@ class Data(Section, title="data"):
         "prefixes of .bin/.idx files from tools/preprocess_data.py, each with a weight before it or none", unit="PREFIX"
     )
     split: str | None = data_order(
-        "shares for training, validation and test", derived="969,30,1", example="969,30,1", needs="data_path"
+        "for training, validation, test", derived=SPLIT, example=SPLIT, read=_shares, unit="SHARES", needs="data_path"
     )
     train_data_path: list[str] | None = data_order(
         "like --data-path, for training", unit="PREFIX", excludes="data_path"
@@ -170,8 +186,10 @@ class Data(Section, title="data"):
     valid_data_path: list[str] | None = flag("like --data-path, for validation", unit="PREFIX", needs="train_data_path")
     test_data_path: list[str] | None = flag("like --data-path, for testing", unit="PREFIX", needs="train_data_path")
     data_cache_path: str | None = flag("where sample indices are kept", derived="cache/ beside the data", unit="DIR")
-    seq_length: int = data_order("tokens per sequence, over all context-parallel ranks", example=2048)
-    tokenizer_type: str = flag(f"one of {', '.join(TOKENIZERS)}", "ByteLevelTokenizer", unit="NAME")
+    seq_length: int = data_order(
+        "tokens per sequence, over all context-parallel ranks", example=2048, not_above="max_position_embeddings"
+    )
+    tokenizer_type: str = flag("what makes tokens of text", "ByteLevelTokenizer", choices=(*TOKENIZERS,))
     tokenizer_model: str | None = flag("SentencePiece file or HuggingFace folder", unit="PATH")
     vocab_size: int = weights("vocabulary before padding", derived="the tokenizer's", example=32000)
     num_workers: int = flag("processes per rank that read data; 0: the rank itself", 2, at_least=0)
@@ -180,12 +198,9 @@ class Data(Section, title="data"):
     reset_position_ids: bool = flag("positions of the position table start anew with each document", False)
 
 
-class Validation(Section, title="validation"):
+class Logging(Section, title="validation and logging"):
     eval_iters: int = flag("global batches per evaluation; 0: none", 100, at_least=0)
     eval_interval: int = flag("iterations between evaluations", 1000)
-
-
-class Logging(Section, title="logging"):
     log_interval: int = flag("iterations between log lines", 100)
     tensorboard_dir: str | None = flag("TensorBoard files", derived="SAVE/tensorboard with --save", unit="DIR")
     wandb_project: str | None = flag("Weights & Biases project; needs the package wandb")
@@ -194,7 +209,7 @@ class Logging(Section, title="logging"):
     peak_tflops: float | None = flag("peak TFLOP/s of a device, for MFU", derived="known GPUs", example=989)
 
 
-class AlwaysOn(Section, title="always on (accepted so that Megatron command lines run unchanged)"):
+class Always(Section, title="always on (accepted so that Megatron command lines run unchanged)"):
     use_mcore_models: bool = flag("models are megatron-core's, with or without this flag", True)
     use_flash_attn: bool = flag("attention never stores its score matrix, with or without this flag", True)
     calculate_per_token_loss: bool = flag("the loss is a mean over the tokens of all ranks, anyway", True)
@@ -203,19 +218,7 @@ class AlwaysOn(Section, title="always on (accepted so that Megatron command line
 
 
 class Flags(
-    Run,
-    Model,
-    Regularization,
-    Training,
-    LearningRate,
-    Checkpointing,
-    MixedPrecision,
-    Distributed,
-    ContextParallel,
-    Data,
-    Validation,
-    Logging,
-    AlwaysOn,
+    Run, Model, Optimizer, Training, Schedule, Checkpoints, Precision, Parallel, ContextParallel, Data, Logging, Always
 ):
     """The flags of a run. Those with a derived default are None as given and have their types once it is filled in."""
 
@@ -232,8 +235,21 @@ class Arguments(Flags):
     virtual_pipeline_model_parallel_size: int | None  # None: the pipeline is not interleaved
     params_dtype: "torch.dtype"
     cp: "Choice"
+    add_bias_linear: bool
     eod_token: int | None  # None: the tokenizer has none
     padded_vocab_size: int
+
+    @property
+    def layers_of_a_stage(self) -> int:
+        return self.num_layers // self.pipeline_model_parallel_size
+
+    @property
+    def layers_of_a_turn(self) -> int:
+        return self.layers_of_a_stage // (self.virtual_pipeline_model_parallel_size or 1)
+
+    @property
+    def interleaved_stages(self) -> int:
+        return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size else 1
 
 
 SECTIONS: tuple[type[Section], ...] = Flags.__bases__

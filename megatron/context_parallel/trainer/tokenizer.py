@@ -48,6 +48,21 @@ def build_tokenizer(args: "Flags | Namespace"):
     return _load(args, library, options)
 
 
+def vocabulary(args: "Flags | Namespace") -> tuple[int, int | None]:
+    """The size of the vocabulary of that tokenizer and its `eod`; its files are read only if it has some.
+
+    Raises:
+        UsageError: as `build_tokenizer` does.
+    """
+    library, _ = TOKENIZERS[args.tokenizer_type]
+    if library == "byte-level":
+        return BYTES + 1, BYTES
+    if library == "null":
+        return _null_vocabulary(args) + 1, _null_vocabulary(args)
+    tokenizer = build_tokenizer(args)
+    return tokenizer.vocab_size, tokenizer.eod
+
+
 def _null_vocabulary(args: "Flags | Namespace") -> int:
     if not args.vocab_size or args.vocab_size < 1:
         raise UsageError(
