@@ -4,18 +4,22 @@ import math
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.context_parallel import STRATEGIES
+from megatron.context_parallel.backends import BACKENDS
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.kernels.libraries import LIBRARIES
 from megatron.context_parallel.trainer import dry_run
 from megatron.context_parallel.trainer.arguments import parse_args
 from megatron.context_parallel.trainer.command_line import build_parser, read_flags
 from megatron.context_parallel.trainer.flags import FLAGS, PRESETS
 from megatron.context_parallel.trainer.parameters import count_parameters, parameters_on_stage
+from megatron.context_parallel.trainer.tokenizer import build_tokenizer, vocabulary
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,7 +40,7 @@ MEGATRON_DEFAULTS = {
     "normalization": "LayerNorm",
     "norm_epsilon": 1e-5,
     "swiglu": False,
-    "disable_bias_linear": False,
+    "add_bias_linear": True,
     "make_vocab_size_divisible_by": 128,
     "init_method_std": 0.02,
     "weight_decay": 0.01,
@@ -274,6 +278,24 @@ def test_count_per_rank_is_that_of_the_real_stages(ranks, preset):
 
 
 # ------------------------------------------------------------------------------------------------- dry run
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_run_on_gpus_is_planned_on_a_host_without_one(backend):
+    flags = f"{SMALL} --kv-channels 64 --fp16 --distributed-backend nccl --context-parallel-size 4"
+    args = parsed(f"{flags} --cp-attention-backend {backend}")
+    assert (args.params_dtype, args.distributed_backend) == (torch.float16, "nccl")
+
+
+def test_the_attention_backends_are_those_that_can_be_chosen():
+    assert ("auto", *LIBRARIES, "triton") == BACKENDS
+
+
+def test_the_vocabulary_is_that_of_the_tokenizer():
+    for kind in ("ByteLevelTokenizer", "NullTokenizer"):
+        given = Namespace(tokenizer_type=kind, tokenizer_model=None, vocab_size=99)
+        built = build_tokenizer(given)
+        assert vocabulary(given) == (built.vocab_size, built.eod)
 
 
 def test_groups_of_the_dry_run(monkeypatch):

@@ -1,5 +1,6 @@
 """What is installed: commands that end in one line, a core that needs torch and numpy alone, one home for versions."""
 
+import os
 import re
 import subprocess
 import sys
@@ -79,6 +80,58 @@ def test_extras_bring_what_commands_import_and_pins_are_complete():
     pinned = names((ROOT / "requirements.txt").read_text().split())
     assert pinned == names(PROJECT["dependencies"]) | extras["train"] - {PROJECT["name"]}
     assert "megatron-core==0.16.1" in PROJECT["optional-dependencies"]["megatron"]
+
+
+LIGHT = """
+import sys
+from megatron.context_parallel.commands import programs
+for words in {runs!r}:
+    sys.argv = ["/usr/bin/cp-pretrain", *words.split()]
+    try:
+        programs.pretrain()
+    except SystemExit as leaving:
+        print(leaving.code)
+print(sorted({heavy!r} & set(sys.modules)))
+"""
+
+
+def started(runs: list[str], heavy: set[str]) -> subprocess.CompletedProcess:
+    """cp-pretrain with each of these flags in one process, which then prints what it imported of `heavy`."""
+    program = [sys.executable, "-c", LIGHT.format(runs=runs, heavy=heavy)]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(program, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+def test_help_and_wrong_flags_do_not_wait_for_torch(tmp_path):
+    (tmp_path / "run.yaml").write_text("num-layers: many")
+    tiny = "--preset tiny-llama --micro-batch-size 1 --dry-run"
+    wrong = {
+        "--num-layer 4": "--num-layer: unknown flag",
+        "--num-layers four": "--num-layers four: need a whole number",
+        "--lr -1": "--lr -1: need a number, above 0",
+        "--preset llama": "--preset llama: unknown",
+        f"--config {tmp_path}/run.yaml": "run.yaml: --num-layers many",
+        "--dry-run": "--num-layers: missing",
+        f"{tiny} --save-interval 5": "needs --save DIR",
+        f"{tiny} --bf16 --fp16": "does not go with --bf16",
+        f"{tiny} --cp-strategy circle": "--cp-strategy circle: unknown",
+        f"{tiny} --cp-strategy ring:tile=2": "no option tile",
+        f"{tiny} --cp-strategy mesh --cp-grid square": "--cp-grid square: need two whole numbers",
+        f"{tiny} --cp-overlap": "ring has no use for it",
+    }
+    done = started(["--help", *wrong], {"torch", "numpy", "megatron.core", "rich"})
+    assert "usage: torchrun --nproc-per-node N --no-python cp-pretrain [--preset NAME]" in done.stdout
+    assert "pretrain_gpt" not in done.stdout
+    assert done.stdout.splitlines()[-len(wrong) - 2 :] == ["0", *["2"] * len(wrong), "[]"], done.stderr
+    for line, part in zip(done.stderr.splitlines(), wrong.values(), strict=True):
+        assert line.startswith("cp-pretrain: error: ") and part in line
+
+
+def test_a_dry_run_imports_nothing_of_training():
+    heavy = {"megatron.core", "transformers", "tensorboard", "matplotlib", "triton", "torch.utils.tensorboard"}
+    done = started(["--preset llama2-7b --context-parallel-size 8 --micro-batch-size 1 --bf16 --dry-run"], heavy)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "6,738,415,616 parameters" in done.stdout and done.stdout.endswith("\n[]\n")
 
 
 CORE = f"""

@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
     _checkpoint(folder / "trained", {"num_layers": 2, "swiglu": True, "vocab_size": 257})
     _checkpoint(folder / "deeper", {"num_layers": 7})
     _checkpoint(folder / "gelu", {"swiglu": False})
-    _checkpoint(folder / "biased", {"disable_bias_linear": False})
+    _checkpoint(folder / "biased", {"add_bias_linear": True})
     _checkpoint(folder / "longer", {"max_position_embeddings": 256})
     _checkpoint(folder / "sharded", {"use_distributed_optimizer": True})
     _checkpoint(folder / "unreadable", {}, tracker="soon")

@@ -40,7 +40,7 @@ class Option:
     default: Any = None
 
     @property
-    def flag(self) -> str:
+    def option(self) -> str:
         return "--cp-" + self.name.replace("_", "-")
 
     def value(self, given: Any, n: int | None = None) -> Any:
@@ -83,11 +83,11 @@ class Option:
     def given(self, value: object) -> str:
         """As a command line gives it `value`."""
         if self.kind is bool:
-            return self.flag if value else self.flag.replace("--", "--no-", 1)
-        return f"{self.flag} {show(value)}"
+            return self.option if value else self.option.replace("--", "--no-", 1)
+        return f"{self.option} {show(value)}"
 
     def _refusal(self, value: object, n: int | None) -> UsageError:
-        refused = f"{self.flag} {show(value)}"
+        refused = f"{self.option} {show(value)}"
         if self.choices:
             closest = get_close_matches(str(value), self.choices, 8, cutoff=0)
             return UsageError(f"{refused}: unknown; choose {' or '.join(closest)}")

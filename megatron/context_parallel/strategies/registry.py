@@ -9,7 +9,7 @@ from ..errors import UsageError
 from ..layout import LAYOUTS, Chunks
 from ..pairs import Pairs
 from ..plan.ir import PLACEMENTS, Plan, Step, Steps, T
-from .options import Option, options_of, show
+from .options import Option, options_of
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Strategy:
         if unknown := options.keys() - self.options.keys():
             name, own = min(unknown), ", ".join(self.options) or "none"
             if others := [other for other in STRATEGIES.values() if name in other.options]:
-                shown, fits = f"{others[0].options[name].flag} {show(options[name])}", [other.name for other in others]
+                shown, fits = others[0].options[name].given(options[name]), [other.name for other in others]
                 raise UsageError(f"{shown}: {self.name} has no use for it; give --cp-strategy {' or '.join(fits)}")
             raise UsageError(f"--cp-strategy {self.name}: no option {name}; it has {own}")
         return {name: self.options[name].value(given, n) for name, given in options.items()}

@@ -40,7 +40,6 @@ def parse_args(argv: list[str] | None = None) -> Arguments:
         virtual_pipeline_model_parallel_size=layers // each if each and layers > each else None,
         params_dtype=torch.bfloat16 if given.bf16 else torch.float16 if given.fp16 else torch.float32,
         cp=choice,
-        add_bias_linear=not given.disable_bias_linear,
         eod_token=eod,
         padded_vocab_size=rows,
     )

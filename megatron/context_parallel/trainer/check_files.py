@@ -176,4 +176,4 @@ def _refuse_other_model(args: Arguments, flag: Flag, saved: object) -> NoReturn:
     here, there, advice = ("given", "without", "leave out")
     if saved != flag.default:
         here, there, advice = ("not given", "with", "give")
-    raise UsageError(f"{flag.flag}: {here}, but {checkpoint} {there} it; {advice} {flag.flag}, or another --load")
+    raise UsageError(f"{flag.option}: {here}, but {checkpoint} {there} it; {advice} {flag.option}, or another --load")

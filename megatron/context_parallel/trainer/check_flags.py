@@ -30,7 +30,7 @@ def check_each(args: Flags) -> None:
     for name, flag in FLAGS.items():
         value, others = getattr(args, name), [other for other in flag.excludes.split() if holds(args, other)]
         if value is None and flag.required and not others and not (flag.to_train and args.dry_run):
-            raise UsageError(f"{flag.flag}: missing; give {flag.works}, or a --preset or --config that has it")
+            raise UsageError(f"{flag.option}: missing; give {flag.works}, or a --preset or --config that has it")
         if value == flag.default:
             continue
         if missing := [_in_words(need) for need in flag.needs.split() if not holds(args, need)]:

@@ -99,7 +99,7 @@ def _check_devices(args: Arguments) -> None:
         refuse(args, "distributed_backend", "needs GPUs, and there is none here", distributed_backend="gloo")
     elsewhere = args.dry_run and not gpus and backend not in ("auto", "aten")
     device = "cuda" if gpus or elsewhere else "cpu"
-    irregular = next((FLAGS[n].flag for n in ("window_size", "reset_attention_mask") if getattr(args, n)), None)
+    irregular = next((FLAGS[n].option for n in ("window_size", "reset_attention_mask") if getattr(args, n)), None)
     check_backend(backend, args.params_dtype, args.kv_channels, device=device, irregular=irregular, here=not elsewhere)
 
 

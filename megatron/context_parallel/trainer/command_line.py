@@ -13,6 +13,8 @@ from ..errors import UsageError
 from .declare import Flag, flags_of
 from .flags import FLAGS, PRESETS, SECTIONS, Flags
 
+_BY_OPTION = {flag.option: flag for flag in FLAGS.values()}
+
 
 def read_flags(argv: list[str] | None = None) -> Flags:
     """The flags of `argv` (default: the program's), which win over those in `--config`, and these over `--preset`.
@@ -32,8 +34,8 @@ def _parsed(argv: list[str] | None) -> dict[str, Any]:
     try:
         given, unknown = build_parser().parse_known_args(argv)
     except argparse.ArgumentError as error:
-        flag = next(f for f in FLAGS.values() if f.flag == str(error.argument_name).split("/")[0])
-        raise UsageError(f"{flag.flag}: {error.message}; give {flag.works}") from None
+        flag = _BY_OPTION[str(error.argument_name).split("/")[0]]
+        raise UsageError(f"{flag.option}: {error.message}; give {flag.works}") from None
     if unknown:
         raise UsageError(_explain_unknown(unknown))
     return {name: FLAGS[name].value(text) for name, text in vars(given).items()}
@@ -48,11 +50,12 @@ def _of_file(path: Path, source: str) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())
         raise UsageError(f"{source}: cannot be read ({why}); write lines such as num-layers: 24") from None
-    given = {str(name).replace("-", "_"): value for name, value in values.items()}
+    options = {"--" + str(name).replace("_", "-"): value for name, value in values.items()}
     try:
-        if unknown := [f"--{name.replace('_', '-')}" for name in given if name not in FLAGS]:
+        if unknown := [option for option in options if option not in _BY_OPTION]:
             raise UsageError(_explain_unknown(unknown))
-        return {name: FLAGS[name].value(_as_text(value)) for name, value in given.items() if value is not None}
+        given = [(_BY_OPTION[option], value) for option, value in options.items() if value is not None]
+        return {flag.name: flag.value(_as_text(value)) for flag, value in given}
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
 
@@ -84,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
             words: dict[str, Any] = {"nargs": "+" if flag.many else None, "metavar": flag.unit}
             if flag.kind is bool:
                 words = {"action": argparse.BooleanOptionalAction if flag.optional else "store_true"}
-            group.add_argument(flag.flag, help=_help(flag), **words)
+            group.add_argument(flag.option, dest=flag.name, help=_help(flag), **words)
     return parser
 
 
@@ -100,7 +103,7 @@ def _help(flag: Flag) -> str:
 def named(condition: str) -> str:
     """A flag as a declaration names it, in words: "recompute_granularity=full" as `--recompute-granularity full`."""
     name, _, value = condition.partition("=")
-    return FLAGS[name].given(value) if value else FLAGS[name].flag
+    return FLAGS[name].given(value) if value else FLAGS[name].option
 
 
 # ---------------------------------------------------------------------------------------------- unknown flags
@@ -124,7 +127,7 @@ def _closest(word: str) -> str | None:
     given = word.strip("-").replace("_", "-").lower()
     alike = [
         name
-        for name in (flag.flag[2:] for flag in FLAGS.values())
+        for name in (option[2:] for option in _BY_OPTION)
         if all(get_close_matches(part, name.split("-"), 1, 0.7) for part in given.split("-"))
     ]
     return next((f"--{name}" for name in get_close_matches(given, alike, 1, 0.7)), None)

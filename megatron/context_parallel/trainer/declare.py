@@ -15,6 +15,7 @@ class Flag(Option):
     """
 
     derived: str = ""  # the default in words, where other flags decide it
+    option: str = ""  # its name on the command line; a switch that turns its field off has a name of its own
     unit: str = ""  # what the value counts or names, in capitals for --help
     needs: str = ""  # what must be given with it
     excludes: str = ""  # what must not
@@ -27,20 +28,19 @@ class Flag(Option):
     many: bool = False  # it takes several values
 
     @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-    @property
     def required(self) -> bool:
         return not (self.optional or self.derived or self.default is not None)
 
     def value(self, given: Any, n: int | None = None) -> Any:
-        if not self.many:
-            return super().value(given, n)
-        return list(map(super().value, given if isinstance(given, list) else [given]))
+        if self.many:
+            return list(map(super().value, given if isinstance(given, list) else [given]))
+        found = super().value(given, n)
+        return found if self.kind is not bool or self.option.endswith(self.name.replace("_", "-")) else not found
 
     def given(self, value: object) -> str:
-        return f"{self.flag} {' '.join(map(show, value))}" if isinstance(value, list) else super().given(value)
+        if self.kind is bool and not self.optional:
+            return self.option
+        return f"{self.option} {' '.join(map(show, value))}" if isinstance(value, list) else super().given(value)
 
     @property
     def works(self) -> str:
@@ -78,4 +78,6 @@ def _named(declared: Flag, name: str, hint: Any) -> Flag:
     unit = unit or {int: "N", float: "X"}.get(kind, "TEXT")
     known = (declared.example, declared.default, *declared.choices, 1 if kind is int else unit)
     example = next(value for value in known if value is not None)
-    return replace(declared, name=name, kind=kind, unit=unit, example=example, optional=optional, many=many)
+    option = declared.option or "--" + name.replace("_", "-")
+    found = replace(declared, name=name, kind=kind, optional=optional, many=many)
+    return replace(found, option=option, unit=unit, example=example)

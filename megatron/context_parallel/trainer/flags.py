@@ -65,14 +65,14 @@ class Model(Section, title="model"):
     )
     qk_layernorm: bool = weights("normalize queries and keys in each head", False)
     swiglu: bool = weights("gated linear units with SiLU instead of GELU", False)
-    disable_bias_linear: bool = weights("no biases in linear layers", False)
+    add_bias_linear: bool = weights("no biases in linear layers", True, option="--disable-bias-linear")
     add_qkv_bias: bool = weights("biases in the query/key/value projection even with --disable-bias-linear", False)
     untie_embeddings_and_output_weights: bool = weights("an output layer of its own", False)
     make_vocab_size_divisible_by: int = flag("pad the vocabulary to a multiple of this times tensor ranks", 128)
     init_method_std: float = flag("standard deviation of the initial weights", 0.02)
 
 
-class Optimizer(Section, title="regularization"):
+class Regularization(Section, title="regularization"):
     attention_dropout: float = flag("only 0 is accepted; Megatron's default is 0.1", 0.0, at_least=0, below=1)
     hidden_dropout: float = flag("dropout of the residual stream; Megatron's default is 0.1", 0.0, at_least=0, below=1)
     weight_decay: float = flag("decoupled (AdamW) weight decay", 0.01, at_least=0)
@@ -111,7 +111,7 @@ class Training(Section, title="training"):
     recompute_activations: bool = flag("the same as --recompute-granularity selective", False, excludes=FULL)
 
 
-class Schedule(Section, title="learning rate"):
+class LearningRate(Section, title="learning rate"):
     lr: float = flag("largest learning rate", example=3e-4, to_train=True)
     lr_decay_style: str = flag("shape of the decay", "linear", choices=DECAYS)
     lr_decay_iters: int | None = flag("updates until --min-lr", derived="all", example=1000, excludes="train_samples")
@@ -128,7 +128,7 @@ class Schedule(Section, title="learning rate"):
     min_lr: float = flag("smallest learning rate", 0.0, at_least=0, not_above="lr")
 
 
-class Checkpoints(Section, title="checkpointing"):
+class Checkpointing(Section, title="checkpointing"):
     save: str | None = flag("directory of the checkpoints to write", unit="DIR")
     save_interval: int | None = flag("updates between checkpoints; the last is saved too", example=100, needs="save")
     no_save_optim: bool = flag("leave the optimizer out of checkpoints", False)
@@ -141,7 +141,7 @@ class Checkpoints(Section, title="checkpointing"):
     ckpt_format: str = flag("format of checkpoints", "torch_dist", choices=("torch_dist",))
 
 
-class Precision(Section, title="mixed precision"):
+class MixedPrecision(Section, title="mixed precision"):
     bf16: bool = flag("bfloat16 weights and activations; gradients and optimizer in float32", False)
     fp16: bool = flag("like --bf16 in float16, on GPUs", False, excludes="bf16")
     loss_scale: float | None = flag("a constant loss scale", derived="dynamic", example=65536, needs="fp16")
@@ -151,7 +151,7 @@ class Precision(Section, title="mixed precision"):
     hysteresis: int = flag("fp16: overflows before the loss scale is lowered", 2)
 
 
-class Parallel(Section, title="distributed"):
+class Distributed(Section, title="distributed"):
     tensor_model_parallel_size: int = flag(
         "ranks that split every layer", 1, example=2, divides="num_attention_heads ffn_hidden_size"
     )
@@ -209,7 +209,7 @@ class Logging(Section, title="validation and logging"):
     peak_tflops: float | None = flag("peak TFLOP/s of a device, for MFU", derived="known GPUs", example=989)
 
 
-class Always(Section, title="always on (accepted so that Megatron command lines run unchanged)"):
+class AlwaysOn(Section, title="always on (accepted so that Megatron command lines run unchanged)"):
     use_mcore_models: bool = flag("models are megatron-core's, with or without this flag", True)
     use_flash_attn: bool = flag("attention never stores its score matrix, with or without this flag", True)
     calculate_per_token_loss: bool = flag("the loss is a mean over the tokens of all ranks, anyway", True)
@@ -218,7 +218,18 @@ class Always(Section, title="always on (accepted so that Megatron command lines 
 
 
 class Flags(
-    Run, Model, Optimizer, Training, Schedule, Checkpoints, Precision, Parallel, ContextParallel, Data, Logging, Always
+    Run,
+    Model,
+    Regularization,
+    Training,
+    LearningRate,
+    Checkpointing,
+    MixedPrecision,
+    Distributed,
+    ContextParallel,
+    Data,
+    Logging,
+    AlwaysOn,
 ):
     """The flags of a run. Those with a derived default are None as given and have their types once it is filled in."""
 
@@ -235,7 +246,6 @@ class Arguments(Flags):
     virtual_pipeline_model_parallel_size: int | None  # None: the pipeline is not interleaved
     params_dtype: "torch.dtype"
     cp: "Choice"
-    add_bias_linear: bool
     eod_token: int | None  # None: the tokenizer has none
     padded_vocab_size: int
 
