@@ -230,7 +230,7 @@ def test_exact_between_processes(ranks, balance, prefetch):
     "asked,message",
     [
         ({"layout": "zigzag"}, "--cp-layout zigzag: lightseq does not work with it; choose contiguous"),
-        ({"balance": "no"}, "--cp-balance no: give true or false"),
+        ({"balance": "maybe"}, "--cp-balance maybe: give true or false"),
         ({"prefetch": 2}, "--cp-prefetch 2: give true or false"),
         ({"helpers": 1}, "--cp-strategy lightseq: no option helpers; it has balance, prefetch"),
     ],

@@ -249,9 +249,9 @@ def test_default_costs_are_bytes():
     "options,message",
     [
         ({"grid": (3, 4)}, r"--cp-grid 3x4: .* product is the 9 context ranks, such as 3x3"),
-        ({"grid": (-3, -3)}, r"--cp-grid -3x-3: need two whole numbers, such as 2x4"),
-        ({"grid": (9,)}, r"--cp-grid 9: need two whole numbers, such as 2x4"),
-        ({"grid": "3x3"}, r"--cp-grid 3x3: need two whole numbers, such as 2x4"),
+        ({"grid": (-3, -3)}, r"--cp-grid -3x-3: need two whole numbers, such as 3x3"),
+        ({"grid": (9,)}, r"--cp-grid 9: need two whole numbers, such as 3x3"),
+        ({"grid": "3x"}, r"--cp-grid 3x: need two whole numbers, such as 3x3"),
         ({"costs": {}}, r"--cp-costs given: forward cost Q is None; need a positive number, such as 1"),
         ({"costs": 3}, r"--cp-costs given: forward cost Q is None"),
         ({"costs": {**BY_SIZE, "backward": {"QDO": 1, "KV": 0}}}, r"--cp-costs given: backward cost KV is 0; need"),
@@ -360,7 +360,7 @@ def test_profile_sends_what_the_executor_sends(tmp_path):
     "more,n,message",
     [
         (["--cp-grid", "3x2"], 4, r"--cp-grid 3x2: .* 4 context ranks, such as"),
-        (["--cp-grid", "wide"], 4, r"--cp-grid wide: need two whole numbers, such as 2x4"),
+        (["--cp-grid", "wide"], 4, r"--cp-grid wide: need two whole numbers, such as 2x2"),
         (["--num-query-groups", "3"], 4, r"--num-query-groups 3: must divide --num-attention-heads 4"),
         (["--chunk-length", "0"], 4, r"--chunk-length 0: need at least 1"),
         (["--output", "nowhere/costs.json"], 4, r"--output nowhere/costs.json: no folder nowhere"),

@@ -60,6 +60,7 @@ def folder(tmp_path_factory):
     (folder / "unknown_key.yaml").write_text("num_layer: 4\ntrain-iter: null\n")
     (folder / "wrong_type.yaml").write_text("num-layers: many\n")
     (folder / "switch_value.yaml").write_text("swiglu: 3\n")
+    (folder / "list_value.yaml").write_text("split: [90, 10]\n")
     (folder / "no_switch.yaml").write_text("num-layers: false\n")
     (folder / "broken.yaml").write_text("num-layers: 4\n  hidden-size: [\n")
     (folder / "list.yaml").write_text("- num-layers\n")
@@ -91,15 +92,16 @@ MISTAKES = [
     ("--config {folder}/broken.yaml", 1, ["--config", "broken.yaml", "line 2", "num-layers: 24"], None),
     ("--config {folder}/list.yaml", 1, ["--config", "list.yaml", "num-layers: 24"], None),
     ("--config {folder}/unknown_key.yaml", 1, ["unknown_key.yaml", "--num-layer:", "--train-iters"], None),
-    ("--config {folder}/wrong_type.yaml", 1, ["wrong_type.yaml: --num-layers many", "--num-layers 24"], None),
+    ("--config {folder}/wrong_type.yaml", 1, ["wrong_type.yaml: --num-layers many", "such as 24"], None),
     ("--config {folder}/switch_value.yaml", 1, ["switch_value.yaml: --swiglu 3", "true or false"], None),
-    ("--config {folder}/no_switch.yaml", 1, ["no_switch.yaml", "give --num-layers 24"], None),
+    ("--config {folder}/no_switch.yaml", 1, ["no_switch.yaml: --num-layers False", "such as 24"], None),
+    ("--config {folder}/list_value.yaml", 1, ["list_value.yaml: --split [", "such as 969,30,1"], None),
     ("--config {folder}/nested.yaml", 1, ["nested.yaml", "not --config", "num-layers: 24"], None),
     # single values
     ("--train-iters 0", 1, ["--train-iters 0", "1 or more"], "--train-iters 1000"),
     ("--seq-length -128", 1, ["--seq-length -128", "1 or more"], "--seq-length 2048"),
     ("--micro-batch-size 0", 1, ["--micro-batch-size 0", "1 or more"], "--micro-batch-size 1"),
-    ("--lr 0", 1, ["--lr 0.0", "above 0"], "--lr 0.0003"),
+    ("--lr 0", 1, ["--lr 0:", "above 0"], "--lr 0.0003"),
     ("--lr nan", 1, ["--lr nan", "above 0"], "--lr 0.0003"),
     ("--adam-beta2 1", 1, ["--adam-beta2 1:", "below 1"], "--adam-beta2 0.95"),
     ("--log-interval 0", 1, ["--log-interval 0", "1 or more"], "--log-interval 100"),
@@ -126,11 +128,11 @@ MISTAKES = [
     ("--cp-grid 2x2 --context-parallel-size 4", 4, ["--cp-grid", "ring has no use", "attention2d or mesh"], None),
     ("--cp-strategy mesh --context-parallel-size 4 --cp-grid 2x3", 4, ["--cp-grid 2x3", "2x2"], "--cp-grid 2x2"),
     ("--cp-strategy mesh --context-parallel-size 6 --cp-grid square --seq-length 132", 6,
-     ["--cp-grid square", "two whole numbers"], "--cp-grid 2x3"),
-    ("--cp-strategy attention2d:grid=4x --context-parallel-size 4", 4, ["--cp-grid 4x", "give --cp-grid 2x2"], None),
+     ["--cp-grid square", "such as 2x3"], "--cp-grid 2x3"),
+    ("--cp-strategy attention2d:grid=4x --context-parallel-size 4", 4, ["--cp-grid 4x", "such as 2x2"], None),
     ("--cp-strategy mesh --context-parallel-size 2 --cp-costs {data}", 2, ["--cp-costs", "profile_blocks.py"], None),
-    ("--no-cp-overlap", 1, ["--cp-overlap False", "attention2d"], "--cp-strategy attention2d"),
-    ("--no-cp-balance", 1, ["--cp-balance False", "lightseq"], "--cp-strategy lightseq"),
+    ("--no-cp-overlap", 1, ["--no-cp-overlap", "attention2d"], "--cp-strategy attention2d"),
+    ("--no-cp-balance", 1, ["--no-cp-balance", "lightseq"], "--cp-strategy lightseq"),
     ("--cp-strategy loongtrain --context-parallel-size 4 --cp-inner-ring-size 3", 4,
      ["--cp-inner-ring-size 3", "one of 1, 2, 4"], "--cp-inner-ring-size 2"),
     ("--cp-strategy lightseq --cp-layout zigzag", 1, ["--cp-layout zigzag", "contiguous"], "--cp-layout contiguous"),

@@ -59,6 +59,8 @@ class Option:
 
     def fits(self, value: Any) -> bool:
         """Whether a value has the type, is one of the choices and keeps the bounds; what `read` made does."""
+        if isinstance(value, bool | list):
+            return self.kind is bool and value in (True, False)
         if self.choices or self.read:
             return value in self.choices or self.read is not None
         if self.kind in (int, float):
@@ -66,7 +68,7 @@ class Option:
         if self.kind == Grid:
             pair = isinstance(value, tuple) and len(value) == 2
             return pair and all(type(x) is int and self._bounds_hold(x) for x in value)
-        return type(value) is self.kind
+        return isinstance(value, self.kind)
 
     def _bounds_hold(self, number: float) -> bool:
         low = number > 0 if self.at_least is None else number >= self.at_least
@@ -96,8 +98,8 @@ class Option:
         needs = {int: f"a whole number, {self.bounds}", float: f"a number, {self.bounds}", Grid: "two whole numbers"}
         rows = max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0) if n else 0
         example = (rows, n // rows) if n and self.kind == Grid else self.example
-        give = "" if example is None else f"; give {self.given(example)}"
-        return UsageError(f"{refused}: need {needs.get(self.kind, 'a text')}{give}")
+        such = "" if example is None else f", such as {show(example)}"
+        return UsageError(f"{refused}: need {needs.get(self.kind, 'a text')}{such}")
 
 
 def show(value: object) -> str:

@@ -32,7 +32,7 @@ class Flag(Option):
         return not (self.optional or self.derived or self.default is not None)
 
     def value(self, given: Any, n: int | None = None) -> Any:
-        if self.many:
+        if self.many and given != []:
             return list(map(super().value, given if isinstance(given, list) else [given]))
         found = super().value(given, n)
         return found if self.kind is not bool or self.option.endswith(self.name.replace("_", "-")) else not found

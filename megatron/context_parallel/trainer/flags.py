@@ -18,6 +18,7 @@ PRESETS = {path.stem: path for path in sorted((Path(__file__).parent / "presets"
 FULL = "recompute_granularity=full"
 SPLIT = "969,30,1"
 POSITIONS = ("learned_absolute", "rope")
+SOFTMAX = ("vanilla", "off-by-one", "learnable")
 DECAYS = ("constant", "linear", "cosine", "inverse-square-root")
 weights = partial(flag, decides="weights")
 data_order = partial(flag, decides="data order")
@@ -48,7 +49,7 @@ class Model(Section, title="model"):
         "key/value heads", derived="1", example=8, needs="group_query_attention", divides="num_attention_heads"
     )
     max_position_embeddings: int = flag(
-        "rows of the position table", derived="seq-length", example=2048, decides="position table"
+        "rows for positions", derived="seq-length", example=2048, decides="position table"
     )
     position_embedding_type: str = weights("how positions enter", "learned_absolute", choices=POSITIONS)
     rotary_base: int = weights("base of the rotary frequencies", 10000)
@@ -58,11 +59,7 @@ class Model(Section, title="model"):
     window_size: tuple[int, int] | None = flag(
         "tokens seen before and after each; -1: all", at_least=-1, derived="all", unit="BEFORE,AFTER", example=(4096, 0)
     )
-    softmax_type: str = weights(
-        "one more score per head in the softmax: none, 0, or learned (a sink)",
-        "vanilla",
-        choices=("vanilla", "off-by-one", "learnable"),
-    )
+    softmax_type: str = weights("one more score per head: none, 0, or learned (a sink)", "vanilla", choices=SOFTMAX)
     qk_layernorm: bool = weights("normalize queries and keys in each head", False)
     swiglu: bool = weights("gated linear units with SiLU instead of GELU", False)
     add_bias_linear: bool = weights("no biases in linear layers", True, option="--disable-bias-linear")
@@ -98,13 +95,9 @@ class Training(Section, title="training"):
     exit_duration_in_mins: int | None = flag("save and leave after this time", unit="MINUTES", example=230)
     exit_signal_handler: bool = flag("save and leave on SIGTERM", False)
     seed: int = data_order("seed of weights, data order and dropout", 1234)
-    recompute_granularity: str | None = flag(
-        "recompute attention alone, or whole layers, in the backward pass", choices=("selective", "full")
-    )
+    recompute_granularity: str | None = flag("recompute attention, or whole layers", choices=("selective", "full"))
     recompute_method: str | None = flag("groups of layers, or the first", choices=("uniform", "block"), needs=FULL)
-    recompute_num_layers: int | None = flag(
-        "layers per group, or how many come first", needs=FULL, not_above="layers_of_a_turn"
-    )
+    recompute_num_layers: int | None = flag("layers per group, or the first", needs=FULL, not_above="layers_of_a_turn")
     recompute_whitelist: list[str] | None = flag(
         "kept instead, output and all (Selective Checkpoint++)", unit="NAME", choices=("core_attention",), needs=FULL
     )
@@ -159,12 +152,8 @@ class Distributed(Section, title="distributed"):
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         "layers per turn of an interleaved pipeline", needs="pipeline_model_parallel_size", divides="layers_of_a_stage"
     )
-    sequence_parallel: bool = flag(
-        "split norms and residuals over the tensor-parallel ranks too", False, needs="tensor_model_parallel_size"
-    )
-    use_distributed_optimizer: bool = flag(
-        "shard the optimizer over data- and context-parallel ranks", False, decides="optimizer"
-    )
+    sequence_parallel: bool = flag("split norms and residuals too", False, needs="tensor_model_parallel_size")
+    use_distributed_optimizer: bool = flag("shard it over data and context ranks", False, decides="optimizer")
     overlap_grad_reduce: bool = flag("reduce gradients during the backward pass", False)
     overlap_param_gather: bool = flag(
         "gather sharded weights during the forward pass", False, needs="use_distributed_optimizer overlap_grad_reduce"
@@ -180,11 +169,9 @@ class Data(Section, title="data"):
     split: str | None = data_order(
         "for training, validation, test", derived=SPLIT, example=SPLIT, read=_shares, unit="SHARES", needs="data_path"
     )
-    train_data_path: list[str] | None = data_order(
-        "like --data-path, for training", unit="PREFIX", excludes="data_path"
-    )
-    valid_data_path: list[str] | None = flag("like --data-path, for validation", unit="PREFIX", needs="train_data_path")
-    test_data_path: list[str] | None = flag("like --data-path, for testing", unit="PREFIX", needs="train_data_path")
+    train_data_path: list[str] | None = data_order("--data-path of training", unit="PREFIX", excludes="data_path")
+    valid_data_path: list[str] | None = flag("--data-path of validation", unit="PREFIX", needs="train_data_path")
+    test_data_path: list[str] | None = flag("--data-path of testing", unit="PREFIX", needs="train_data_path")
     data_cache_path: str | None = flag("where sample indices are kept", derived="cache/ beside the data", unit="DIR")
     seq_length: int = data_order(
         "tokens per sequence, over all context-parallel ranks", example=2048, not_above="max_position_embeddings"
