@@ -73,7 +73,7 @@ def random_batches(args: Arguments) -> Iterator[dict[str, torch.Tensor]]:
     shape = (args.micro_batch_size, args.seq_length + 1)
     positions = torch.arange(args.seq_length).expand(args.micro_batch_size, -1)
     while True:
-        text = torch.randint(args.padded_vocab_size, shape, generator=generator)
+        text = torch.randint(args.vocabulary, shape, generator=generator)
         batch = {"tokens": text[:, :-1], "labels": text[:, 1:], "position_ids": positions}
         yield batch | {"loss_mask": torch.ones(positions.shape)}
 

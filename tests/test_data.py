@@ -1,6 +1,7 @@
 """Text to `.bin/.idx` to micro batches: no byte lost, no sample twice, the same order on every layout."""
 
 import json
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -9,10 +10,11 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from megatron.context_parallel.commands import preprocess_data
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.trainer import index_file
 from megatron.context_parallel.trainer.data import build_data_iterator, build_datasets
 from megatron.context_parallel.trainer.tokenizer import build_tokenizer
 
@@ -38,6 +40,7 @@ def arguments(tmp_path, **changes) -> Namespace:
         "tokenizer_type": "ByteLevelTokenizer",
         "tokenizer_model": None,
         "vocab_size": None,
+        "vocabulary": 257,
         "data_path": None,
         "train_data_path": None,
         "valid_data_path": None,
@@ -58,9 +61,11 @@ def datasets(args: Namespace, *sizes: int):
     return build_datasets(args, build_tokenizer(args), sizes)
 
 
-def iterate(args: Namespace, consumed: int, dp_rank: int, dp_size: int) -> list[dict[str, torch.Tensor]]:
-    train = datasets(args, 64, 0, 0)[0]
-    return list(build_data_iterator(train, args, consumed, dp_rank, dp_size))
+def iterate(args: Namespace, consumed: int, dp_rank: int, dp_size: int, notes=None) -> list[dict[str, torch.Tensor]]:
+    train, notes = datasets(args, 64, 0, 0)[0], [] if notes is None else notes
+    batches = list(build_data_iterator(train, args, consumed, dp_rank, dp_size, notes.append))
+    assert all(0 <= batch[name].min() <= batch[name].max() < 257 for batch in batches for name in ("tokens", "labels"))
+    return batches
 
 
 # ---- preprocess_data ----------------------------------------------------------------------------
@@ -330,6 +335,131 @@ def test_replaced_data_does_not_meet_the_old_cache(tmp_path):
 def test_missing_data_is_refused(tmp_path):
     with pytest.raises(UsageError, match="--data-path is missing"):
         datasets(arguments(tmp_path), 8, 0, 0)
+
+
+def with_wrong_token(tmp_path, token: int, place: int) -> str:
+    """A prefix of int32 tokens that holds `token` at `place`."""
+    tokens = numpy.arange(4000, dtype=numpy.int32) % 257
+    tokens[place] = token
+    builder = IndexedDatasetBuilder(str(tmp_path / "wrong.bin"), dtype=numpy.int32)
+    for part in numpy.split(tokens, 10):
+        builder.add_document(part, [len(part)])
+    builder.finalize(str(tmp_path / "wrong.idx"))
+    return str(tmp_path / "wrong")
+
+
+def _notes(args: Namespace) -> list[str]:
+    notes: list[str] = []
+    iterate(args, 0, 0, 1, notes)
+    return notes
+
+
+@pytest.mark.parametrize("token", [257, -5, 2**31 - 1])
+def test_a_token_beyond_the_vocabulary_is_named_with_file_and_sample(tmp_path, token):
+    prefix = with_wrong_token(tmp_path, token, 2345)
+    args = arguments(tmp_path, data_path=[prefix], split="100,0,0")
+    note = _notes(args)[0]
+    number = int(note.split("sample ")[1].split()[0])
+    assert note.startswith(f"{prefix}: sample {number} has token {token}, and the vocabulary has 257; ")
+    sample = datasets(args, 64, 0, 0)[0][number]
+    assert token in sample["tokens"].tolist() + sample["labels"].tolist()
+
+
+def test_a_token_beyond_the_vocabulary_in_a_blend(tmp_path, ranks):
+    prefix = with_wrong_token(tmp_path, 300, 2345)
+    blend = arguments(tmp_path, data_path=["1", corpus(tmp_path), "3", prefix], split="100,0,0")
+    notes = ranks(1, _notes, blend)[0]
+    assert notes[0].startswith(f"{prefix}: sample ") and "has token 300, and the vocabulary has 257" in notes[0]
+
+
+def test_check_looks_at_every_token(tmp_path, capsys):
+    good = corpus(tmp_path)
+    preprocess_data.main(["--check", good])
+    assert capsys.readouterr().out.endswith(
+        f"{good}: 40 sequences, 1560 tokens, all of them among the 257 of ByteLevelTokenizer\n"
+    )
+    wrong = with_wrong_token(tmp_path, 257, 2345)
+    with pytest.raises(UsageError) as caught:
+        preprocess_data.main(["--check", wrong, good, str(tmp_path / "missing")])
+    assert f"{wrong}: token 257 at place 2345, in sequence 5, is none of the 257 of Byte" in str(caught.value)
+    assert f"{tmp_path}/missing: No such file" in str(caught.value) and "\n" not in str(caught.value)
+    assert capsys.readouterr().out.startswith(good)
+
+
+def _overwrite(path: Path, offset: int, value: int, size: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset : offset + size] = value.to_bytes(size, "little", signed=True)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "size", "says"),
+    [
+        (34 + 4 * 3, -7, 4, "says that sequence 3 has -7 tokens: damaged"),
+        (
+            34 + 4 * 10 + 8 * 4,
+            6404,
+            8,
+            "says that sequence 4 begins at byte 6404, and those before it end at 6400: damaged",
+        ),
+        (34 + 4 * 10, -1600, 8, "says that sequence 0 begins at byte -1600, and those before it end at 0: damaged"),
+        (34 + 12 * 10, 1, 8, "the bounds of its documents go from 1 to 10; they must rise from 0 to its 10 sequences"),
+        (34 + 12 * 10 + 8 * 10, 11, 8, "the bounds of its documents go from 0 to 11; they"),
+        (34 + 12 * 10 + 8 * 5, 9, 8, "the bounds of its documents go from 0 to 10, and fall between; they"),
+        (17, 7, 1, "tells of float32 numbers, which are no token ids"),
+    ],
+)
+def test_an_index_that_contradicts_itself(tmp_path, monkeypatch, offset, value, size, says):
+    prefix = with_wrong_token(tmp_path, 5, 0)
+    monkeypatch.setattr(index_file, "_AT_ONCE", 3)
+    assert len(index_file.open_tokens(prefix).tokens) == 4000
+    _overwrite(tmp_path / "wrong.idx", offset, value, size)
+    with pytest.raises(ValueError, match=re.escape(f"wrong.idx{':' if says.startswith('the') else ''} {says}")):
+        index_file.open_tokens(prefix)
+
+
+# ---- the cache of sample indices ----------------------------------------------------------------
+
+
+DAMAGE = {
+    "cut short": lambda data: data[:-8],
+    "empty": lambda data: b"",
+    "garbage": lambda data: b"garbage" * 50,
+    "one bit": lambda data: data[:-3] + bytes([data[-3] ^ 4]) + data[-2:],
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_cache_is_made_again(tmp_path, capsys, kind):
+    args = arguments(tmp_path, data_path=[corpus(tmp_path)], split="100,0,0")
+    before = iterate(args, 0, 0, 1)
+    files = {path: path.read_bytes() for path in (tmp_path / "cache").glob("*/*.npy")}
+    assert len(files) == 3
+    iterate(args, 0, 0, 1)
+    assert "made again" not in capsys.readouterr().out
+    for path, data in files.items():
+        path.write_bytes(DAMAGE[kind](data))
+        after = iterate(args, 0, 0, 1)
+        assert capsys.readouterr().out == f"{path} is cut short or damaged; it is made again\n"
+        assert path.read_bytes() == data
+        assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(before, after, strict=True))
+
+
+def test_a_cache_whose_writer_was_killed_is_made_again(tmp_path):
+    args = arguments(tmp_path, data_path=[corpus(tmp_path)], split="100,0,0")
+    before = iterate(args, 0, 0, 1)
+    (folder,) = (tmp_path / "cache").iterdir()
+    (folder / "sha256.json").unlink()  # it is written last
+    path = next(folder.glob("*sample_index.npy"))
+    path.write_bytes(path.read_bytes()[:-8])
+    assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(before, iterate(args, 0, 0, 1), strict=True))
+
+
+def test_a_cache_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    args = arguments(tmp_path, data_path=[corpus(tmp_path)], data_cache_path=str(tmp_path / "file"))
+    with pytest.raises(UsageError, match=r"/file.*give --data-cache-path"):
+        datasets(args, 8, 0, 0)
 
 
 def _blend(args: Namespace) -> list[torch.Tensor]:

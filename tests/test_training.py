@@ -144,7 +144,10 @@ def test_batches_have_uneven_masks():
 
 def run_into_nan() -> list[float]:
     recorder = training_case.Recorder()
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(FloatingPointError, match="loss is nan at iteration 1"):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(FloatingPointError, match="iteration 1: loss of micro batch 1 of 2 is nan on rank 0"),
+    ):
         patch.setattr(training_case, "Recorder", lambda: recorder)
         training_case.train("llama", init_method_std=float("inf"))
     return recorder.losses

@@ -148,6 +148,10 @@ MISTAKES = [
     ("--context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 132", 8,
      ["--seq-length 132", "multiple of 8"], "--seq-length 136"),
     ("--attention-dropout 0.1", 1, ["--attention-dropout 0.1", "no dropout"], "--attention-dropout 0"),
+    # numbers
+    ("--rerun-mode report_stats", 1, ["--rerun-mode report_stats", "0.16.1"], "--rerun-mode validate_results"),
+    ("--rerun-mode validate_results --no-check-for-nan-in-loss-and-grad", 1,
+     ["--rerun-mode validate_results", "nothing to validate"], "--check-for-spiky-loss"),
     # pipelines and batches
     ("--num-layers 3 --pipeline-model-parallel-size 2", 2, ["--num-layers 3", "size 2"], "--num-layers 2"),
     ("--num-layers-per-virtual-pipeline-stage 1", 1,
@@ -208,9 +212,9 @@ MISTAKES = [
     ("--data-path {folder}/other_tokenizer", 1,
      ["--tokenizer-type ByteLevelTokenizer", "give --tokenizer-type SentencePieceTokenizer"], None),
     ("--data-path {folder}/other_vocabulary", 1, ["--tokenizer-model None", "257 tokens", "with 300"], None),
-    ("--data-path {folder}/large_ids", 1, ["--tokenizer-type ByteLevelTokenizer", "token 40000", "257"], None),
+    ("--data-path {folder}/large_ids", 1, ["--tokenizer-type ByteLevelTokenizer", "token 320 at place 4", "257"], None),
     ("--data-path {folder}/large_ids --tokenizer-type NullTokenizer --vocab-size 99", 1,
-     ["--vocab-size 99", "40000"], "--vocab-size 40001"),
+     ["--vocab-size 99", "has 100"], "--vocab-size 40001"),
     # checkpoints
     ("--load {folder}/deeper", 1, ["--num-layers 2", "{folder}/deeper", "with 7"], "--num-layers 7"),
     ("--load {folder}/gelu", 1, ["--swiglu: given", "{folder}/gelu", "leave out --swiglu"], None),

@@ -47,7 +47,9 @@ def case_args(family: str, **changes) -> Namespace:
     values = {
         **FAMILIES[family],
         **{"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "kv_channels": 8},
-        **{"seq_length": SEQUENCE, "max_position_embeddings": SEQUENCE, "padded_vocab_size": VOCABULARY},
+        **{"seq_length": SEQUENCE, "max_position_embeddings": SEQUENCE},
+        **{"check_for_nan_in_loss_and_grad": True, "check_for_spiky_loss": False, "rerun_mode": "disabled"},
+        **{"loss_scale": None, "vocabulary": VOCABULARY, "padded_vocab_size": VOCABULARY},
         **{"rotary_base": 10000, "rotary_percent": 1.0, "add_qkv_bias": False, "norm_epsilon": 1e-5},
         **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "init_method_std": 0.1, "params_dtype": torch.float32},
         **{

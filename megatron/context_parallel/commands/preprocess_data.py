@@ -1,6 +1,7 @@
-"""Turn text into the `.bin/.idx` files that training reads.
+"""Turn text into the `.bin/.idx` files that training reads, or check such files.
 
     cp-preprocess-data --input my_folder notes.jsonl --output-prefix data/mine --append-eod
+    cp-preprocess-data --check data/mine_text_document
 
 Each text file is one document, and so is each line of a JSON-lines file. The result is
 `<prefix>_<key>_document.bin` and `.idx`, and a `.json` beside them that tells which tokenizer made them.
@@ -23,6 +24,7 @@ warnings.filterwarnings("ignore", message="Transformer Engine and Apex")  # neit
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # noqa: E402
 
 from megatron.context_parallel.errors import UsageError  # noqa: E402
+from megatron.context_parallel.trainer.index_file import open_tokens, tokenizer_of  # noqa: E402
 from megatron.context_parallel.trainer.tokenizer import TOKENIZERS, build_tokenizer  # noqa: E402
 
 TEXT_KEY = "text"
@@ -77,20 +79,21 @@ class Parser(argparse.ArgumentParser):
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(
-        description="Turn text into the .bin/.idx files that training reads.",
+        description="Turn text into the .bin/.idx files that training reads, or check such files.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
+    work = parser.add_mutually_exclusive_group(required=True)
+    work.add_argument("--check", nargs="+", metavar="PREFIX", help="check these .bin/.idx files, every token of them")
+    work.add_argument(
         "--input",
         nargs="+",
         action="extend",
-        required=True,
         help="files and folders; .jsonl and .json files hold one JSON object a line, every other file is one "
         "document; in a folder, hidden files and .json files are left out",
     )
     parser.add_argument("--json-keys", nargs="+", default=[TEXT_KEY], help="keys of the JSON objects to take")
-    parser.add_argument("--output-prefix", required=True, help="path of the result, without _<key>_document")
+    parser.add_argument("--output-prefix", help="path of the result, without _<key>_document")
     parser.add_argument(
         "--tokenizer-type",
         default="ByteLevelTokenizer",
@@ -102,6 +105,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     parser.add_argument("--log-interval", type=int, default=1000, help="documents between two progress lines")
     args = parser.parse_args(argv)
+    if args.input and not args.output_prefix:
+        raise UsageError("--output-prefix is missing; give --output-prefix data/mine")
     for flag in ("workers", "log_interval"):
         if getattr(args, flag) < 1:
             raise UsageError(f"--{flag.replace('_', '-')} {getattr(args, flag)} is too small; give 1 or more")
@@ -246,9 +251,43 @@ def run(args: argparse.Namespace) -> None:
         print("skipped " + ", ".join(f"{number} {reason}" for reason, number in sorted(skipped.items())))
 
 
+def check(args: argparse.Namespace) -> None:
+    """Print a line for each prefix of `--check`.
+
+    Raises:
+        UsageError: some of them cannot be trained on.
+    """
+    bad = []
+    for prefix in args.check:
+        try:
+            print(f"{prefix}: {_check_prefix(args, prefix)}", flush=True)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            bad.append(f"{prefix}: {reason}")
+    if bad:
+        raise UsageError(f"--check {'; '.join(bad)}; make such files again with --input")
+
+
+def _check_prefix(args: argparse.Namespace, prefix: str) -> str:
+    """What is there; a ValueError if it cannot be trained on."""
+    data = open_tokens(prefix)
+    made_by = tokenizer_of(prefix)
+    kind = made_by.get("tokenizer_type", args.tokenizer_type)
+    vocabulary = made_by["vocab_size"] if made_by else build_tokenizer(args).vocab_size
+    if wrong := data.wrong_token(vocabulary):
+        place, token = wrong
+        where = f"at place {place}, in sequence {data.sequence_at(place)}"
+        raise ValueError(f"token {token} {where}, is none of the {vocabulary} of {kind}")
+    return f"{len(data.lengths)} sequences, {len(data.tokens)} tokens, all of them among the {vocabulary} of {kind}"
+
+
 def main(argv: list[str] | None = None) -> None:
     try:
-        run(parse_arguments(argv))
+        args = parse_arguments(argv)
+        if args.check:
+            check(args)
+        else:
+            run(args)
     except OSError as error:
         raise UsageError(
             f"{error.filename}: {error.strerror}; give --input files you can read and an "

@@ -30,7 +30,8 @@ def parse_args(argv: list[str] | None = None) -> Arguments:
 
     given = replace(_fill_in_batch(_fill_in_model(given), world_size // needed), cp_layout=choice.layout)
     tokens, eod = vocabulary(given)
-    given, rows = _fill_in_vocabulary(given, tokens)
+    given, size = _fill_in_vocabulary(given, tokens)
+    multiple = given.make_vocab_size_divisible_by * given.tensor_model_parallel_size
     layers, each = given.num_layers // given.pipeline_model_parallel_size, given.num_layers_per_virtual_pipeline_stage
     args = Arguments(
         **vars(given),
@@ -41,7 +42,8 @@ def parse_args(argv: list[str] | None = None) -> Arguments:
         params_dtype=torch.bfloat16 if given.bf16 else torch.float16 if given.fp16 else torch.float32,
         cp=choice,
         eod_token=eod,
-        padded_vocab_size=rows,
+        vocabulary=size,
+        padded_vocab_size=math.ceil(size / multiple) * multiple,
     )
     check_relations(args)
     check_together(args)
@@ -86,11 +88,10 @@ def _fill_in_batch(given: Flags, data_parallel_size: int) -> Flags:
 
 
 def _fill_in_vocabulary(given: Flags, size: int) -> tuple[Flags, int]:
-    """The flags with `vocab_size`, unless the tokenizer, of `size` tokens, has its size from there; the padded size."""
+    """The flags with `vocab_size`, unless the tokenizer, of `size` tokens, has its size from there; the vocabulary."""
     if given.tokenizer_type != "NullTokenizer":
         if (given.vocab_size or size) < size:
             refuse(given, "vocab_size", f"the tokenizer has {size} tokens", vocab_size=size)
         size = given.vocab_size or size
         given = replace(given, vocab_size=size)
-    multiple = given.make_vocab_size_divisible_by * given.tensor_model_parallel_size
-    return given, math.ceil(size / multiple) * multiple
+    return given, size

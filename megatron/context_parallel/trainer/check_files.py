@@ -3,19 +3,17 @@
 import json
 import tempfile
 from pathlib import Path
-from typing import NoReturn
-
-import numpy
+from typing import Any, NoReturn
 
 from ..errors import UsageError
 from .check_flags import refuse
 from .declare import Flag
 from .flags import FLAGS, Arguments
+from .index_file import open_tokens, tokenizer_of
 
 _DATA_FLAGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _MAKE_DATA = "make it with: python tools/preprocess_data.py --input FILES --output-prefix PREFIX --append-eod"
-_INDEX_START = 34  # bytes: magic 9, version 8, dtype code 1, sequence count 8, document count 8
-_TOKENS_CHECKED = 1 << 20
+_TOKENS_CHECKED = 1 << 20  # here; each batch is checked when it is made
 
 
 def check_files(args: Arguments, vocabulary: int) -> None:
@@ -55,72 +53,22 @@ def _check_data(args: Arguments, given: str, prefix: str, vocabulary: int) -> No
             remedy = f"leave out the suffix, {given[:-4]}" if prefix.endswith((".idx", ".bin")) else _MAKE_DATA
             raise UsageError(f"{given}: there is no {path.name} in {path.parent}; {remedy}")
     try:
-        tokens = _tokens(Path(prefix + ".idx"), Path(prefix + ".bin"))
-        made_by = _tokenizer_of(Path(prefix + ".json"))
+        data = open_tokens(prefix)
+        made_by = tokenizer_of(prefix)
     except ValueError as error:
         raise UsageError(f"{given}: {error}; {_MAKE_DATA}") from None
     _check_tokenizer(args, given, made_by, vocabulary)
-    if args.reset_attention_mask and not (tokens[:_TOKENS_CHECKED] == args.eod_token).any():
+    if args.reset_attention_mask and not (data.tokens[:_TOKENS_CHECKED] == args.eod_token).any():
         why = f"{given} has no end-of-document token {args.eod_token} that would tell documents apart"
         refuse(args, "reset_attention_mask", f"{why}; {_MAKE_DATA}")
-    largest = int(tokens[:_TOKENS_CHECKED].max())
-    if largest >= vocabulary:
-        why = f"{given} holds token {largest}, and this tokenizer has {vocabulary}"
-        if args.tokenizer_type == "NullTokenizer":
-            refuse(args, "vocab_size", why, vocab_size=largest + 1)
+    if wrong := data.wrong_token(vocabulary, most=_TOKENS_CHECKED):
+        why = f"{given} holds token {wrong[1]} at place {wrong[0]}, and this tokenizer has {vocabulary}"
+        if args.tokenizer_type == "NullTokenizer" and wrong[1] >= 0:
+            refuse(args, "vocab_size", why, vocab_size=int(data.tokens[:_TOKENS_CHECKED].max()) + 1)
         refuse(args, "tokenizer_type", f"{why}; give the tokenizer that made the data")
 
 
-def _tokens(index: Path, data: Path) -> numpy.ndarray:
-    """The token ids of a pair of files, mapped into memory.
-
-    Raises:
-        ValueError: the index is not one, or the two do not belong together.
-    """
-    from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
-
-    size = index.stat().st_size
-    with open(index, "rb") as stream:
-        head = stream.read(_INDEX_START)
-    if len(head) < _INDEX_START or not head.startswith(_INDEX_HEADER):
-        raise ValueError(f"{index.name} is not an index of tokens ({size} bytes)")
-    version, code = int.from_bytes(head[9:17], "little"), head[17]
-    sequences, documents = (int.from_bytes(head[at : at + 8], "little") for at in (18, 26))
-    if version != 1 or code not in {kind.value for kind in DType}:
-        raise ValueError(f"{index.name} has version {version} and token type {code}, not 1 and 1 to 8")
-    wanted = _INDEX_START + 12 * sequences + 8 * documents
-    if size != wanted:
-        raise ValueError(
-            f"{index.name} has {size} bytes where its {sequences} sequences need {wanted}: cut short or damaged"
-        )
-    if sequences == 0:
-        raise ValueError(f"{index.name} holds no sequences")
-    lengths = numpy.memmap(index, numpy.int32, "r", _INDEX_START, (sequences,))
-    dtype = numpy.dtype(DType.dtype_from_code(code))
-    wanted = int(lengths.sum(dtype=numpy.int64)) * dtype.itemsize
-    if data.stat().st_size != wanted:
-        raise ValueError(f"{data.name} has {data.stat().st_size} bytes where {index.name} tells of {wanted}")
-    if wanted == 0:
-        raise ValueError(f"{data.name} holds no tokens")
-    return numpy.memmap(data, dtype, "r")
-
-
-def _tokenizer_of(description: Path) -> dict[str, object]:
-    """What the .json beside the data tells of its tokenizer; nothing without one.
-
-    Raises:
-        ValueError: it is not the .json that tools/preprocess_data.py writes.
-    """
-    if not description.is_file():
-        return {}
-    try:
-        made_by = json.loads(description.read_text())
-        return {key: made_by[key] for key in ("tokenizer_type", "tokenizer_model", "vocab_size")}
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{description.name} does not tell of a tokenizer") from None
-
-
-def _check_tokenizer(args: Arguments, data: str, made_by: dict[str, object], vocabulary: int) -> None:
+def _check_tokenizer(args: Arguments, data: str, made_by: dict[str, Any], vocabulary: int) -> None:
     """Refuse `data` made by another tokenizer; ids without text (NullTokenizer) may come from any."""
     if not made_by or args.tokenizer_type == "NullTokenizer":
         return

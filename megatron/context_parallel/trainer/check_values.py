@@ -46,6 +46,7 @@ def check_together(args: Arguments) -> None:
     _check_schedule(args)
     _check_devices(args)
     _check_data(args)
+    _check_rerun(args)
 
 
 def _check_model(args: Arguments) -> None:
@@ -101,6 +102,15 @@ def _check_devices(args: Arguments) -> None:
     device = "cuda" if gpus or elsewhere else "cpu"
     irregular = next((FLAGS[n].option for n in ("window_size", "reset_attention_mask") if getattr(args, n)), None)
     check_backend(backend, args.params_dtype, args.kv_channels, device=device, irregular=irregular, here=not elsewhere)
+
+
+def _check_rerun(args: Arguments) -> None:
+    if args.rerun_mode == "report_stats":
+        why = "megatron-core 0.16.1 fails where it prints its statistics"
+        refuse(args, "rerun_mode", why, rerun_mode="validate_results")
+    if args.rerun_mode != "disabled" and not (args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss):
+        why = "there is nothing to validate with --no-check-for-nan-in-loss-and-grad"
+        refuse(args, "rerun_mode", why, check_for_spiky_loss=True)
 
 
 def _check_data(args: Arguments) -> None:

@@ -23,8 +23,10 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.rerun_state_machine import RerunState
 
 from ..errors import UsageError
+from .findings import Findings
 from .flags import Arguments
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -49,12 +51,13 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """Everything that a checkpoint saves and restores."""
+    """Everything that a checkpoint saves and restores; of the findings, whether a step is to be computed again."""
 
     model: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     progress: Progress
+    findings: Findings
 
 
 def latest_iteration(directory: str | Path) -> int | None:
@@ -160,6 +163,9 @@ def load_checkpoint(args: Arguments, state: TrainState) -> bool:
     saved = json.loads((directory / "args.json").read_text())
     optimizer, generators = _parts_to_load(args, saved)
     wanted = _sharded_state(state, optimizer=optimizer, generators=generators, loading=True)
+    again = _is_to_compute_again(args, saved, directory)
+    if again:
+        wanted["rerun"] = state.findings.machine.state_dict(None, "torch_dist", force=True)
     loaded = dist_checkpointing.load(wanted, str(directory))
     for index, chunk in enumerate(state.model):
         chunk.module.load_state_dict(loaded[f"model{index}"])
@@ -172,6 +178,8 @@ def load_checkpoint(args: Arguments, state: TrainState) -> bool:
     if not args.finetune:
         state.progress.__dict__.update(loaded["progress"])
         state.scheduler.load_state_dict(loaded["scheduler"])
+    if again:
+        state.findings.machine.load_state_dict(loaded["rerun"])
     return True
 
 
@@ -180,6 +188,18 @@ def _parts_to_load(args: Arguments, saved: dict) -> tuple[bool, bool]:
     optimizer = not (args.finetune or args.no_load_optim or saved["no_save_optim"])
     same_ranks = all(saved[size] == getattr(args, size) for size in _RANK_LAYOUT)
     return optimizer, same_ranks and not (args.finetune or args.no_load_rng or saved["no_save_rng"])
+
+
+def _is_to_compute_again(args: Arguments, saved: dict, directory: Path) -> bool:
+    """Whether `--rerun-mode` saved the checkpoint to compute its next step on other devices, and this run does so."""
+    if args.finetune or "rerun" not in dist_checkpointing.load_common_state_dict(str(directory)):
+        return False
+    reason = "" if args.rerun_mode == "validate_results" else "without --rerun-mode validate_results"
+    if not all(saved[size] == getattr(args, size) for size in _RANK_LAYOUT):
+        reason = "on another layout of ranks"
+    if reason and dist.get_rank() == 0:
+        print(f"--load {args.load}: its next step is not compared with the suspicious one, {reason}", flush=True)
+    return not reason
 
 
 # ------------------------------------------------------------------------------------------ what is in one
@@ -197,6 +217,8 @@ def _sharded_state(state: TrainState, *, optimizer: bool, generators: bool, load
     if not loading:
         sharded["progress"] = asdict(state.progress)
         sharded["scheduler"] = state.scheduler.state_dict()
+        if state.findings.machine.state is RerunState.WILL_RERUN_FROM_CHECKPOINT:
+            sharded["rerun"] = state.findings.machine.state_dict(None, "torch_dist")
     return sharded
 
 

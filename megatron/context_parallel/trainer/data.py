@@ -2,10 +2,13 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Sized
-from typing import Any
+from collections.abc import Callable, Iterator, Sized
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_idx_path
@@ -14,13 +17,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..errors import UsageError
 from .flags import Arguments
+from .index_cache import drop_damaged, record
 
+Splits: TypeAlias = tuple[Dataset | None, Dataset | None, Dataset | None]
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
-def build_datasets(
-    args: Arguments, tokenizer, train_val_test_num_samples: tuple[int, int, int]
-) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+def build_datasets(args: Arguments, tokenizer, train_val_test_num_samples: tuple[int, int, int]) -> Splits:
     """The train, valid and test datasets, each at least as long as asked; None where 0 samples are asked.
 
     Every rank must call this: rank 0 writes the sample indices to the cache while the others wait, and the
@@ -28,7 +31,7 @@ def build_datasets(
     system that all nodes share. A sample is a dict of tensors of length `args.seq_length`: `tokens`,
     `labels` and `position_ids` int64, `loss_mask` float32.
 
-    Raises UsageError when a wanted split holds no token, or when no data is named.
+    Raises UsageError when a wanted split holds no token, when no data is named, or when the cache cannot be written.
     """
     config = _dataset_config(args, tokenizer)
     for split in Split:
@@ -37,7 +40,26 @@ def build_datasets(
             (config.blend_per_split or config.split_matrix)[split.value] = None
     _check_splits(args, config)
     builder = BlendedMegatronDatasetBuilder(GPTDataset, train_val_test_num_samples, lambda: True, config)
-    return tuple(builder.build())
+    return _build(builder, Path(config.path_to_cache))
+
+
+def _build(
+    builder: BlendedMegatronDatasetBuilder, cache: Path
+) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    try:
+        for path in drop_damaged(cache) if first else ():
+            print(f"{path} is cut short or damaged; it is made again", flush=True)
+        datasets = tuple(builder.build())
+        if first:
+            record(cache)
+    except Exception as error:
+        reason = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(reason, OSError):
+            raise
+        why = f"{reason.filename or cache}: {reason.strerror or reason}"
+        raise UsageError(f"{why}; give --data-cache-path DIR that can be written to, with room in it") from error
+    return datasets
 
 
 def _dataset_config(args: Arguments, tokenizer) -> GPTDatasetConfig:
@@ -116,7 +138,7 @@ class MicroBatches(Sampler[range]):
 
 
 def build_data_iterator(
-    dataset: Dataset, args: Arguments, consumed_samples: int, dp_rank: int, dp_size: int
+    dataset: Dataset, args: Arguments, consumed_samples: int, dp_rank: int, dp_size: int, note: Callable[[str], None]
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Micro batches of `dp_rank`, starting `consumed_samples` samples (of all ranks) into the dataset.
 
@@ -124,6 +146,9 @@ def build_data_iterator(
     int64, `loss_mask` float32. Tensor, pipeline and context-parallel ranks of one `dp_rank` get the same.
     The iterator ends where the dataset cannot fill a micro batch of every rank. No global random number
     is drawn.
+
+    A token that is not in the vocabulary goes to `note` in a line that names it and its file. The batch then has
+    another in its place and must not be trained on.
     """
     assert isinstance(dataset, Sized)
     batches = MicroBatches(len(dataset), consumed_samples, args.micro_batch_size, dp_rank, dp_size)
@@ -135,7 +160,28 @@ def build_data_iterator(
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # the loader seeds its workers from the global generator otherwise
     )
-    return iter(loader)
+    # A generator: loader workers start at the first batch asked for, which on some ranks is never.
+    for samples, batch in zip(batches, loader, strict=True):
+        for name in ("tokens", "labels"):
+            smallest, largest = torch.aminmax(batch[name])
+            if smallest < 0 or largest >= args.vocabulary:
+                note(_wrong_token(dataset, samples, batch[name], args.vocabulary))
+                batch[name].clamp_(0, args.vocabulary - 1)
+        yield batch
+
+
+def _wrong_token(dataset: Dataset, samples: range, tokens: torch.Tensor, vocabulary: int) -> str:
+    row, column = torch.nonzero((tokens < 0) | (tokens >= vocabulary))[0].tolist()
+    sample = samples[row]
+    own: Any = dataset
+    number = sample
+    if isinstance(dataset, BlendedDataset):
+        own, number = dataset.datasets[dataset.dataset_index[sample]], dataset.dataset_sample_index[sample]
+    prefix = own.dataset.path_prefix
+    return (
+        f"{prefix}: sample {number} has token {tokens[row, column]}, and the vocabulary has {vocabulary}; "
+        f"tools/preprocess_data.py --check {prefix} says where"
+    )
 
 
 def _collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

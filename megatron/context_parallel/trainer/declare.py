@@ -35,7 +35,7 @@ class Flag(Option):
         if self.many and given != []:
             return list(map(super().value, given if isinstance(given, list) else [given]))
         found = super().value(given, n)
-        return found if self.kind is not bool or self.option.endswith(self.name.replace("_", "-")) else not found
+        return found if self.kind is not bool or self.option == "--" + self.name.replace("_", "-") else not found
 
     def given(self, value: object) -> str:
         if self.kind is bool and not self.optional:

@@ -65,7 +65,9 @@ class Model(Section, title="model"):
     add_bias_linear: bool = weights("no biases in linear layers", True, option="--disable-bias-linear")
     add_qkv_bias: bool = weights("biases in the query/key/value projection even with --disable-bias-linear", False)
     untie_embeddings_and_output_weights: bool = weights("an output layer of its own", False)
-    make_vocab_size_divisible_by: int = flag("pad the vocabulary to a multiple of this times tensor ranks", 128)
+    make_vocab_size_divisible_by: int = flag(
+        "pad the vocabulary to a multiple of this times tensor ranks; the loss does not depend on it", 128
+    )
     init_method_std: float = flag("standard deviation of the initial weights", 0.02)
 
 
@@ -94,6 +96,15 @@ class Training(Section, title="training"):
     exit_interval: int | None = flag("save and leave after an iteration that is a multiple of this", example=100)
     exit_duration_in_mins: int | None = flag("save and leave after this time", unit="MINUTES", example=230)
     exit_signal_handler: bool = flag("save and leave on SIGTERM", False)
+    check_for_nan_in_loss_and_grad: bool = flag(
+        "go on when a loss or gradient is not finite", True, option="--no-check-for-nan-in-loss-and-grad"
+    )
+    check_for_spiky_loss: bool = flag("a line when a loss is 10 times the largest of the first 100 or more", False)
+    rerun_mode: str = flag(
+        "validate_results: compute a step again whose loss or gradient is not finite or spiky, to find faulty devices",
+        "disabled",
+        choices=("disabled", "validate_results", "report_stats"),
+    )
     seed: int = data_order("seed of weights, data order and dropout", 1234)
     recompute_granularity: str | None = flag("recompute attention, or whole layers", choices=("selective", "full"))
     recompute_method: str | None = flag("groups of layers, or the first", choices=("uniform", "block"), needs=FULL)
@@ -234,7 +245,8 @@ class Arguments(Flags):
     params_dtype: "torch.dtype"
     cp: "Choice"
     eod_token: int | None  # None: the tokenizer has none
-    padded_vocab_size: int
+    vocabulary: int  # token ids that the model knows: vocab_size, with NullTokenizer one more
+    padded_vocab_size: int  # rows of the embedding; those beyond the vocabulary have no part in the loss
 
     @property
     def layers_of_a_stage(self) -> int:

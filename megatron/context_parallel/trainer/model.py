@@ -1,6 +1,7 @@
 """From the arguments to megatron-core's objects: model chunks, optimizer, learning-rate schedule."""
 
 import dataclasses
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
@@ -16,11 +17,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor
 
 from ..context import ContextParallel
 from ..integration.norm import Norm
 from ..integration.rope import use_layout
 from ..integration.spec import layer_spec
+from ..integration.vocabulary import draw_rows, leave_out_padding
 from .flags import Arguments
 
 
@@ -56,7 +59,23 @@ def build_gpt(args: Arguments, config: TransformerConfig, cp: ContextParallel, v
         vp_stage=vp_stage,
     )
     use_layout(model, cp)
+    leave_out_padding(model, args.vocabulary)
+    if model.post_process and args.untie_embeddings_and_output_weights:
+        _draw_vocabulary(args, "output layer", model.output_layer.weight)
     return model
+
+
+def _draw_embedding(args: Arguments, weight: Tensor) -> None:
+    # megatron-core draws the table of positions by this too, which is whole on every tensor-parallel rank.
+    if getattr(weight, "tensor_model_parallel", False):
+        _draw_vocabulary(args, "embedding", weight)
+    else:
+        torch.nn.init.normal_(weight, 0.0, args.init_method_std)
+
+
+def _draw_vocabulary(args: Arguments, table: str, weight: Tensor) -> None:
+    first = parallel_state.get_tensor_model_parallel_rank() * len(weight)
+    draw_rows(weight, first, args.vocabulary, args.init_method_std, seed=f"{args.seed} {table}")
 
 
 def transformer_config(args: Arguments) -> TransformerConfig:
@@ -67,6 +86,7 @@ def transformer_config(args: Arguments) -> TransformerConfig:
         given.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
     given.update(
         layernorm_epsilon=args.norm_epsilon,
+        embedding_init_method=partial(_draw_embedding, args),
         # The loss is exact for any loss mask in any layout only if it is divided by the token count of all ranks.
         calculate_per_token_loss=True,
         pipeline_dtype=args.params_dtype,

@@ -21,15 +21,17 @@ from ..errors import UsageError
 from ..integration.batch import shard_batch
 from ..integration.packed import PackedDocuments
 from ..mask import Documents
+from . import rerun
 from .checkpoint import Progress, TrainState, load_checkpoint, save_checkpoint
 from .data import build_data_iterator, build_datasets
+from .findings import Findings
 from .flags import Arguments
 from .log import RunLog, check_trackers
 from .model import build_model, build_optimizer
+from .rerun import Batches, StepRejectedError, replayable
 from .setup import distributed_job, sigterm_came
 from .tokenizer import build_tokenizer
 
-Batches = Iterator[dict[str, Tensor]]
 # Each model chunk of an interleaved pipeline reads the same micro batches from an iterator of its own.
 ChunkBatches = list[Batches]
 
@@ -47,7 +49,7 @@ def pretrain(args: Arguments) -> None:
         state = build_state(args)
         log = RunLog(args, state.progress.iteration)
         train, valid, test = (
-            None if dataset is None else [_batches(args, dataset, consumed) for _ in state.model]
+            None if dataset is None else [_batches(args, state, dataset, consumed) for _ in state.model]
             for dataset, consumed in zip(
                 datasets,
                 (state.progress.consumed_train_samples, state.progress.consumed_valid_samples, 0),
@@ -59,14 +61,15 @@ def pretrain(args: Arguments) -> None:
         else:
             assert train is not None  # there are iterations to train
             if train_loop(args, state, log, train, valid, started) and test:
-                log.evaluation_done(state.progress.iteration, "test", evaluate(args, state.model, test))
+                log.evaluation_done(state.progress.iteration, "test", evaluate(args, state, test))
         log.close()
 
 
 def build_state(args: Arguments) -> TrainState:
     """Model, optimizer and schedule, restored from `--load` where it holds a checkpoint."""
     model = build_model(args)
-    state = TrainState(model, *build_optimizer(args, model), Progress())
+    findings = Findings(args, model, rerun.start_machine(args))
+    state = TrainState(model, *build_optimizer(args, model), Progress(), findings)
     if not args.load:
         return state
     if load_checkpoint(args, state):
@@ -87,10 +90,9 @@ def samples_needed(args: Arguments) -> tuple[int, int, int]:
     return args.train_iters * args.global_batch_size, evaluations * per_evaluation, per_evaluation
 
 
-def _batches(args: Arguments, dataset: Dataset, consumed: int) -> Batches:
-    # A generator: loader workers start at the first batch asked for, which on some ranks is never.
-    rank = parallel_state.get_data_parallel_rank()
-    yield from build_data_iterator(dataset, args, consumed, rank, args.data_parallel_size)
+def _batches(args: Arguments, state: TrainState, dataset: Dataset, consumed: int) -> Batches:
+    rank, note = parallel_state.get_data_parallel_rank(), state.findings.note_data
+    return build_data_iterator(dataset, args, consumed, rank, args.data_parallel_size, note)
 
 
 def _say(line: str) -> None:
@@ -110,13 +112,22 @@ def train_loop(
     done is always saved.
     """
     progress, saved = state.progress, state.progress.iteration
+    train = [replayable(args, batches) for batches in train]
     leave = False
     while progress.iteration < args.train_iters and not leave:
         before = time.perf_counter()
-        loss, grad_norm, leave = train_step(args, state, train, started)
+        try:
+            loss, grad_norm, leave, warnings = train_step(args, state, train, started)
+        except StepRejectedError as rejected:
+            log.say(str(rejected))
+            if args.save and rejected.save:
+                _save(args, state, log)
+            raise SystemExit(rejected.status) from None
+        for line in warnings:
+            log.say(line)
         log.iteration_done(progress, loss, _learning_rate(state), grad_norm, time.perf_counter() - before)
         if valid and progress.iteration % args.eval_interval == 0:
-            log.evaluation_done(progress.iteration, "validation", evaluate(args, state.model, valid))
+            log.evaluation_done(progress.iteration, "validation", evaluate(args, state, valid))
             progress.consumed_valid_samples += args.eval_iters * args.global_batch_size
         if args.save and args.save_interval and progress.iteration % args.save_interval == 0:
             saved = _save(args, state, log)
@@ -127,29 +138,36 @@ def train_loop(
 
 def train_step(
     args: Arguments, state: TrainState, train: ChunkBatches, started: float
-) -> tuple[float, float | None, bool]:
-    """One iteration on every rank: (loss, gradient norm, whether to leave).
+) -> tuple[float, float | None, bool, list[str]]:
+    """One iteration on every rank: (loss, gradient norm, whether to leave, lines of warning).
 
     The loss is the mean over the unmasked tokens of the global batch; the norm is None if fp16 loss scaling skipped the
     update.
 
     Raises:
-        FloatingPointError: loss or gradient norm is not finite.
+        UsageError: a token is not in the vocabulary.
+        FloatingPointError: a loss, a gradient or the gradient norm is not finite.
+        StepRejectedError: `--rerun-mode` ends the run before this iteration changes the weights.
     """
-    for chunk in state.model:
-        chunk.zero_grad_buffer()
-    state.optimizer.zero_grad()
-    data = run_micro_batches(args, state.model, train, forward_only=False)
-    progress = state.progress
+    progress, findings = state.progress, state.findings
+    for _ in rerun.passes(findings, train):
+        for chunk in state.model:
+            chunk.zero_grad_buffer()
+        state.optimizer.zero_grad()
+        data = run_micro_batches(args, state.model, train, forward_only=False)
+        findings.look(data)
+    warnings = rerun.settle(findings, progress.iteration + 1)
+    loss, votes, found = _mean_loss(data, findings, vote=_wants_to_leave(args, progress.iteration + 1, started))
+    if found:
+        warnings = findings.settle(progress.iteration + 1) + warnings
     progress.iteration += 1
     progress.consumed_train_samples += args.global_batch_size
-    loss, votes = _mean_loss(data, vote=_wants_to_leave(args, progress.iteration, started))
-    _require_finite("loss", loss, progress)
     updated, grad_norm, _ = state.optimizer.step()
     if updated:
-        _require_finite("gradient norm", grad_norm, progress)
+        if args.check_for_nan_in_loss_and_grad and not math.isfinite(grad_norm):
+            raise FloatingPointError(f"iteration {progress.iteration}: the gradient norm of all ranks is {grad_norm}")
         state.scheduler.step(increment=args.global_batch_size)
-    return loss, grad_norm if updated else None, votes > 0
+    return loss, grad_norm if updated else None, votes > 0, warnings
 
 
 def run_micro_batches(
@@ -190,15 +208,15 @@ def _loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return total, tokens.int(), torch.stack([total.detach(), tokens]).double()
 
 
-def _mean_loss(data: list[Tensor], vote: bool = False) -> tuple[float, int]:
-    """Mean loss over all ranks' unmasked tokens, and how many ranks voted; one reduction over the world."""
-    sums = torch.zeros(3, dtype=torch.float64, device=torch.cuda.current_device())
+def _mean_loss(data: list[Tensor], findings: Findings, vote: bool = False) -> tuple[float, int, int]:
+    """Mean loss over all ranks' unmasked tokens, votes and findings of all ranks; one reduction over the world."""
+    sums = torch.zeros(4, dtype=torch.float64, device=torch.cuda.current_device())
     if data and parallel_state.get_tensor_model_parallel_rank() == 0:  # only the last stage has losses
         sums[:2] = torch.stack(data).sum(0)
-    sums[2] = vote
+    sums[2], sums[3] = vote, len(findings.found)
     dist.all_reduce(sums)
-    total, tokens, votes = sums.tolist()
-    return total / max(tokens, 1.0), int(votes)
+    total, tokens, votes, found = sums.tolist()
+    return total / max(tokens, 1.0), int(votes), int(found)
 
 
 def _wants_to_leave(args: Arguments, iteration: int, started: float) -> bool:
@@ -210,25 +228,25 @@ def _wants_to_leave(args: Arguments, iteration: int, started: float) -> bool:
     )
 
 
-def _require_finite(name: str, value: float, progress: Progress) -> None:
-    if not math.isfinite(value):
-        raise FloatingPointError(
-            f"{name} is {value} at iteration {progress.iteration} (sample {progress.consumed_train_samples})"
-        )
-
-
 @torch.no_grad()
-def evaluate(args: Arguments, model: list[DistributedDataParallel], batches: ChunkBatches) -> float:
-    """Mean loss per unmasked token over `--eval-iters` global batches."""
-    with _weights_gathered(args, model):
-        for chunk in model:
+def evaluate(args: Arguments, state: TrainState, batches: ChunkBatches) -> float:
+    """Mean loss per unmasked token over `--eval-iters` global batches.
+
+    Raises:
+        UsageError: a token is not in the vocabulary.
+    """
+    with _weights_gathered(args, state.model):
+        for chunk in state.model:
             chunk.eval()
         data = []
         for _ in range(args.eval_iters):
-            data += run_micro_batches(args, model, batches, forward_only=True)
-        for chunk in model:
+            data += run_micro_batches(args, state.model, batches, forward_only=True)
+        for chunk in state.model:
             chunk.train()
-    return _mean_loss(data)[0]
+    loss, _, found = _mean_loss(data, state.findings)
+    if found:
+        state.findings.settle(state.progress.iteration)
+    return loss
 
 
 def _save(args: Arguments, state: TrainState, log: RunLog) -> int:
