@@ -42,6 +42,7 @@ def test_a_job_outlives_its_time_limit_and_a_dead_node(slurm, flags):
     job.wait(lambda: job.text().count(f"going on after iteration {in_time}\n") == 2)
     job.wait(lambda: max(job.losses()) > in_time + 10)
     job.cancel()
+    assert job.show("JobState") == "CANCELLED"
     last = job.saved()
     assert last == max(job.losses()) > in_time + 10
 
@@ -97,11 +98,12 @@ def test_a_dry_run_needs_one_process(slurm, flags):
 def test_ranks_use_the_interface_that_is_named(slurm, flags):
     job = Job(slurm, "fast").submit(*flags("fast")[:-4], options="--no-requeue", GLOO_SOCKET_IFNAME="fast0")
     job.wait(lambda: "iteration " in job.text())
-    port = 20000 + int(job.number)
-    for node in ("n1", "n2"):
+    store = f"*:{20000 + int(job.number)}"  # PyTorch's, on the first node: it can listen on all interfaces only
+    for node, address, everywhere in (("n1", "10.78.0.1", {store}), ("n2", "10.78.0.2", set())):
         sockets = slurm.on_node(node, "ss", "--tcp", "--all", "--numeric", "--no-header", "--processes").splitlines()
         ours = [line.split() for line in sockets if '"pt_' in line or '"python' in line]
-        between = {address.rsplit(":", 1)[0] for state, _, _, address, *_ in ours if state == "ESTAB"}
-        bound = {address for state, _, _, address, *_ in ours if state == "LISTEN"}
-        print(node, between, bound)
+        connected = {end.rpartition(":")[0] for state, _, _, end, *_ in ours if state == "ESTAB"}
+        listening = {end for state, _, _, end, *_ in ours if state == "LISTEN"} - everywhere
+        assert {host.strip("[]").removeprefix("::ffff:") for host in connected} == {address}
+        assert {end.rpartition(":")[0] for end in listening} == {address}
     job.cancel()
