@@ -99,15 +99,20 @@ class Job:
         """Until Slurm gives the job this state."""
         self.wait(lambda: self.show("JobState") == state)
 
+    def wait_for_launchers(self) -> None:
+        """Until both launchers run. For seconds they import torch, and no rank has started."""
+        self.wait(lambda: self.slurm.run("ps", "-eo", "args").count("-m torch.distributed.run --node-rank=") == 2)
+
     def cancel(self) -> None:
         """`scancel`, and wait until all of the job is gone."""
         self.slurm.run("scancel", self.number)
         self.wait(lambda: not self.slurm.run("squeue", "--noheader", "--job", self.number))
 
     def go_on(self) -> None:
-        """Start a requeued job now: Slurm would wait for two minutes."""
+        """Start a requeued job as soon as nothing of its last start is left: Slurm would wait for two minutes."""
         self.wait_for("PENDING")
-        self.update("StartTime=now")
+        self.wait(lambda: f"slurmstepd: [{self.number}." not in self.slurm.run("ps", "-eo", "args"))
+        self.slurm.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
     def text(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
