@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 240  # seconds until a test gives up; nothing takes half of it
+PATIENCE = 600  # seconds until a test gives up: only against hanging
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "FAILED", "PREEMPTED", "TIMEOUT"}
 INSIDE = ["--mount", "--pid", "--net", "--uts"]
 
@@ -101,7 +102,7 @@ class Job:
 
     def wait_for_launchers(self) -> None:
         """Until both launchers run. For seconds they import torch, and no rank has started."""
-        self.wait(lambda: self.slurm.run("ps", "-eo", "args").count("-m torch.distributed.run --node-rank=") == 2)
+        self.wait(lambda: {*re.findall(r" --node-rank=(\d) ", self.slurm.run("ps", "-eo", "args"))} == {"0", "1"})
 
     def cancel(self) -> None:
         """`scancel`, and wait until all of the job is gone."""
