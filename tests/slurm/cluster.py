@@ -11,7 +11,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 600  # seconds until a test gives up: only against hanging
-ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "FAILED", "PREEMPTED", "TIMEOUT"}
 INSIDE = ["--mount", "--pid", "--net", "--uts"]
 
 
@@ -88,13 +87,16 @@ class Job:
         self.slurm.run("scontrol", "update", f"JobId={self.number}", change)
 
     def wait(self, met: Callable[[], object]) -> None:
-        """Until `met()` is true; fails once the job has ended."""
+        """Until `met()` is true; fails once the job has left the queue."""
         deadline = time.monotonic() + PATIENCE
         while not met():
-            state = self.show("JobState")
-            assert state not in ENDED or met(), f"{state}\n{self.text()}"
-            assert time.monotonic() < deadline, f"{state}\n{self.text()}"
+            queued = self.queued()  # the state of a job that is being requeued may look like an end for a moment
+            assert (queued or met()) and time.monotonic() < deadline, f"{self.show('JobState')}\n{self.text()}"
             time.sleep(0.2)
+
+    def queued(self) -> bool:
+        """Whether the job waits, runs, or still completes."""
+        return bool(self.slurm.run("squeue", "--noheader", "--jobs", self.number))
 
     def wait_for(self, state: str) -> None:
         """Until Slurm gives the job this state."""
@@ -107,7 +109,7 @@ class Job:
     def cancel(self) -> None:
         """`scancel`, and wait until all of the job is gone."""
         self.slurm.run("scancel", self.number)
-        self.wait(lambda: not self.slurm.run("squeue", "--noheader", "--job", self.number))
+        self.wait(lambda: not self.queued())
 
     def go_on(self) -> None:
         """Start a requeued job as soon as nothing of its last start is left: Slurm would wait for two minutes."""
