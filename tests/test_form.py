@@ -40,6 +40,19 @@ MALFORMED = {
     "no tuple": (Step([Send(T.KV, 0, 1)]), r"is no step of a tuple of operations"),
     "no operation": (Step((Attend((0,), (0,)),)), r"Attend\(.*\) is no operation"),
     "no step": (None, r"None is no step"),
+    "no tuple of blocks": (Step((), [Attend((0,), (0,))]), r"no step of a tuple of operations and a tuple of blocks"),
+    "no block": (Step(attend=(Send(T.KV, 0, 1),)), r"Send\(.*\) is no block$"),
+    "a chunk that is no number": (Step((Send(T.KV, True, 1),)), r"Send of KV chunk True; need a chunk below 4"),
+    "a chunk below 0": (Step((Recv(T.KV, -1, 1),)), r"Recv of KV chunk -1; need a chunk below 4"),
+    "a peer below 0": (Step((Recv(T.KV, 1, -1),)), r"Recv of KV chunk 1 has peer -1; need another rank below 4"),
+    "a peer beyond": (Step((Recv(T.KV, 1, 4),)), r"Recv of KV chunk 1 has peer 4; need another rank below 4"),
+    "a channel that is no name": (Step((Send(T.KV, 0, 1, None),)), r"Send of KV on channel None; need a name"),
+    "a list of chunks": (Step(attend=(Attend((0,), [0]),)), r"key/value chunks \[0\] of a block"),
+    "a partial gathered": (Step((AllGather(T.O, (0, 1), (0, 1)),)), r"AllGather of O .*: partials are reduce-"),
+    "a rank twice": (Step((AllGather(T.KV, (0, 0, 1), (0, 1, 2)),)), r"over ranks \(0, 0, 1\): need a tuple of two or"),
+    "a rank beyond": (Step((AllGather(T.KV, (0, 4), (0, 1)),)), r"over ranks \(0, 4\): need a tuple .* below 4 in asc"),
+    "too few chunks": (Step((AllGather(T.KV, (0, 1), (0,)),)), r"chunks \(0,\); need a tuple of as many distinct"),
+    "a chunk beyond": (Step((AllGather(T.KV, (0, 1), (0, 4)),)), r"chunks \(0, 4\); need .* each below 4"),
 }  # fmt: skip
 
 
@@ -65,7 +78,8 @@ def test_ranks_without_steps_and_plans_without_blocks():
     ]:
         with pytest.raises(PlanError, match=message):
             verify(replace(plan, steps=steps))
-    with pytest.raises(PlanError, match=r"query chunk 1 sees chunks 0b111; need bits of 2 chunks"):
-        verify(replace(plan, sees=Pairs((0b01, 0b111))))
+    for row in (0b111, 0b100, -1):
+        with pytest.raises(PlanError, match=rf"ring: query chunk 1 sees chunks {row:#b}; need bits of 2 chunks$"):
+            verify(replace(plan, sees=Pairs((0b01, row))))
     nothing = verify(STRATEGIES["ring"].plan(2, sees=Pairs((0, 0))))  # padding alone: right, and nothing to do
     assert nothing.steps == 0 and nothing.idle == 0 and nothing.peak == (3, 3)

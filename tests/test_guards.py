@@ -6,10 +6,15 @@ import pytest
 import torch
 
 from megatron.context_parallel import STRATEGIES, AllRanks, context_parallel_attention
+from megatron.context_parallel.blocks import Blocks
 from megatron.context_parallel.context import REMEMBERED
-from megatron.context_parallel.executor import Executor
+from megatron.context_parallel.executor import Executor, Problem
+from megatron.context_parallel.kernels import Scores
+from megatron.context_parallel.kernels.reference import Reference
+from megatron.context_parallel.layout import Chunks
 from megatron.context_parallel.mask import Documents, Mask
-from megatron.context_parallel.plan.ir import PlanError
+from megatron.context_parallel.pairs import Pairs
+from megatron.context_parallel.plan.ir import AllGather, Plan, PlanError, Recv, ReduceScatter, Send, Step, T
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.plan.volume import units
 from megatron.context_parallel.transport import LocalTransport
@@ -37,6 +42,38 @@ def test_a_rank_holds_no_more_than_the_verifier_says(name, monkeypatch):
         peaks = verify(plan).peak
         for rank in range(plan.n):
             assert 0 < held[backward, rank] <= peaks[rank], f"{name}, backward {backward}, rank {rank}"
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        [Recv(T.KV, chunk, 1) for chunk in (1, 2, 3)],
+        [Send(T.KV, 0, chunk) for chunk in (1, 2, 3)],
+        [AllGather(T.KV, (0, chunk), (0, chunk), "ring") for chunk in (1, 2, 3)],
+        [ReduceScatter(T.O, (0, chunk), (0, chunk), "ring") for chunk in (1, 2, 3)],
+    ],
+    ids=["receives", "sends", "gathers", "reductions"],
+)
+def test_a_rank_has_two_batches_of_a_channel_under_way(ops):
+    log: list[str] = []
+
+    class Noted:
+        """A transport whose communication is complete when it is waited for."""
+
+        def exchange(self, *_):
+            log.append("start")
+            return f"end {log.count('start')}"
+
+        all_gather = exchange
+
+    steps = tuple(Step((op,)) for op in ops)
+    plan = Plan("own", "cyclic", Pairs.all(4), False, (steps, (), (), ()))
+    q, kv = torch.zeros(2, 1, 1, 4), torch.zeros(2, 1, 4)
+    problem = Problem(Blocks(Mask(False), *Chunks.pair("cyclic", 4, 8), Reference()), 1, Reference(), Scores(1.0))
+    for work in Executor(plan, 0, problem, Noted(), {T.Q: (q,), T.KV: (kv, kv)}).run():
+        log.append(work)
+    assert log[:4] == ["start", "start", "end 1", "start"]
+    assert {*log[4:]} == {"end 2", "end 3"}
 
 
 def test_what_is_being_sent_must_not_change():

@@ -1,6 +1,7 @@
 """Head parallelism around any strategy, and the double ring: ulysses, usp, loongtrain."""
 
 import math
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -15,10 +16,12 @@ from megatron.context_parallel import (
     UsageError,
     context_parallel_attention,
 )
+from megatron.context_parallel.heads import HeadGroup
 from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.layout import positions, rows_in, unshard
 from megatron.context_parallel.mask import Mask
-from megatron.context_parallel.plan.ir import PLACEMENTS, Step, T
+from megatron.context_parallel.pairs import Pairs
+from megatron.context_parallel.plan.ir import PLACEMENTS, Plan, Step, T
 from megatron.context_parallel.plan.lanes import picture
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.verify import verify
@@ -233,8 +236,38 @@ def test_examples_of_placement():
     )
     assert first.grid.along(0, "heads") == (0, 1) and first.grid.along(0, "context") == (0, 2, 4, 6)
     assert second.grid.along(0, "heads") == (0, 4) and second.grid.along(0, "context") == (0, 1, 2, 3)
+    assert Plan("own", "cyclic", Pairs.all(4), False, ((),) * 4, heads=2).grid == first.grid  # the default
     assert [first.chunk_of(r) for r in range(8)] == list(range(8))
     assert [second.chunk_of(r) for r in range(8)] == [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def test_turns_of_a_swap_meet():
+    """Over gloo a rank waits for each turn, so it must be a turn of both."""
+    plan, turns = STRATEGIES["ulysses"].plan(4), {}
+
+    class Noted(LocalTransport):
+        def trade(self, channel, sends, receives):
+            turns[self.rank] = [[{peer for peer, _ in turn} for turn in of] for of in (sends, receives)]
+            assert all(x.is_contiguous() for turn in (*sends, *receives) for _, x in turn)
+            return super().trade(channel, sends, receives)
+
+    post = defaultdict(list)
+    for swap in (HeadGroup.to_heads, HeadGroup.to_chunks):
+        for rank in range(4):
+            next(swap(HeadGroup(plan, rank, Noted(rank, post)), torch.zeros(16, 1, 8, 2)))
+        for rank, (sends, _) in turns.items():
+            assert sorted(map(min, sends)) == [peer for peer in range(4) if peer != rank]
+            for k, (peer,) in enumerate(sends):
+                assert turns[peer][1][k] == {rank}
+
+
+def test_communicators_of_a_rank():
+    """Rank 1 of 4 computes the second half of the heads with rank 3; a plan names the ranks of its steps 0 and 1."""
+    plan = STRATEGIES["allgather"].plan(4, head_parallel_size=2)
+    everyone = (0, 1, 2, 3)
+    assert plan.communicators(1) == sorted(
+        [("gather", (1, 3)), ("heads", everyone), *((c, everyone) for c in plan.channels)]
+    )
 
 
 # -- exactness ------------------------------------------------------------------------------------------------

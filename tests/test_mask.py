@@ -10,7 +10,8 @@ from megatron.context_parallel import LAYOUTS, STRATEGIES, AllRanks, ContextPara
 from megatron.context_parallel.attention import context_parallel_attention
 from megatron.context_parallel.kernels.reference import Reference, attention
 from megatron.context_parallel.layout import Chunks, positions, unshard
-from megatron.context_parallel.mask import Documents, Mask, Pairs
+from megatron.context_parallel.mask import Documents, Mask
+from megatron.context_parallel.pairs import Pairs
 from megatron.context_parallel.plan.verify import verify
 
 LENGTH, DIM = 192, 8
@@ -151,6 +152,42 @@ def test_scores_of_ten_thousand(name):
 
 
 # -- what the mask leaves of a plan -------------------------------------------------------------------------
+
+
+def test_questions_to_pairs():
+    """Chunk 0 sees 0 and 2, chunk 1 nothing, chunk 2 sees 0 and 1."""
+    pairs, causal = Pairs((0b101, 0, 0b011)), Pairs((0b001, 0b011, 0b111))
+    assert [(q, kv) for q in range(3) for kv in range(3) if pairs(q, kv)] == [(0, 0), (0, 2), (2, 0), (2, 1)]
+    assert pairs.n == 3 and pairs.columns == (0b101, 0b100, 0b001)
+    assert [pairs.full, causal.full, Pairs((0b111, 0b111, 0b110)).full, Pairs.all(3).full] == [False] * 3 + [True]
+    assert [pairs.look_back, causal.look_back, Pairs((0, 0b01, 0)).look_back] == [False, True, True]
+    assert pairs.any((0, 1), (1, 2)) and not pairs.any((0, 1), (1,)) and not pairs.any((1,), (0, 1, 2))
+    assert pairs.any((1, 2), (2, 1)) and not pairs.any((), (0,)) and not pairs.any((0,), ())
+    assert [pairs.seen_from(first, 0) for first in range(3)] == [0b101, 0b110, 0b011]
+    assert pairs.seen_from(2, 2) == 0b010
+    assert pairs.stops == (3, 2, 2) and causal.stops == (3, 2, 1) and Pairs((0, 0)).stops == (1, 1)
+    assert Pairs((0b10, 0b11)).stops == (2, 2) and Pairs.all(5).stops == (5,) * 5
+
+
+def test_which_positions_are_seen():
+    at = torch.tensor([0, 3, 7])
+    far = torch.iinfo(torch.int32).max
+    for mask, first, end in [
+        (Mask(), [0, 0, 0], [1, 4, 8]),
+        (Mask(False), [0, 0, 0], [far] * 3),
+        (Mask(True, (2, -1)), [-2, 1, 5], [1, 4, 8]),
+        (Mask(True, (0, 5)), [0, 3, 7], [1, 4, 8]),
+        (Mask(False, (-1, 0)), [0, 0, 0], [1, 4, 8]),
+        (Mask(False, (1, 2)), [-1, 2, 6], [3, 6, 10]),
+        (Mask(False, documents=Documents(torch.tensor([0, 0, 0, 1, 1, 1, 1, -1]))), [0, 3, 7], [3, 7, 7]),
+        (Mask(True, (2, 0), Documents(torch.tensor([0, 0, 0, 1, 1, 1, 1, 1]))), [0, 3, 5], [1, 4, 8]),
+    ]:
+        assert [x.tolist() for x in mask.seen(at)] == [[first], [end]], mask
+    assert [Mask().plain, Mask(False).plain, Mask(True, (-1, 0)).plain] == [True, True, False]
+    assert not Mask(documents=Documents(torch.zeros(2, dtype=torch.int))).plain
+    assert Mask(False).pairs(*Chunks.pair("zigzag", 3, 12)) == Pairs.all(3)
+    assert Mask(False, (0, 0)).pairs(*Chunks.pair("contiguous", 3, 12)) == Pairs((0b001, 0b010, 0b100))
+    assert Mask(True, (1, 0)).pairs(*Chunks.pair("cyclic", 4, 4)) == Pairs((0b0001, 0b0011, 0b0110, 0b1100))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
