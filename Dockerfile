@@ -19,7 +19,7 @@ RUN pip install --no-cache-dir --no-build-isolation "flash-attn==${FLASH_ATTN}"
 RUN pip install --no-cache-dir --no-build-isolation \
     --config-settings "--build-option=--cpp_ext" --config-settings "--build-option=--cuda_ext" \
     "apex @ git+https://github.com/NVIDIA/apex.git@${APEX}"
-RUN pip install --no-cache-dir "megatron-core==${MEGATRON_CORE}" psutil pyyaml matplotlib rich tensorboard \
+RUN pip install --no-cache-dir "megatron-core==${MEGATRON_CORE}" psutil pyyaml matplotlib rich tensorboard xxhash \
     transformers sentencepiece wandb
 
 WORKDIR /workspace/megatron-context-parallel

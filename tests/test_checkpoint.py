@@ -8,6 +8,7 @@ import training_case
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer import checkpoint
+from megatron.context_parallel.trainer.checkpoint_store import iteration_directory, latest_iteration
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 STOP, END = 4, 8
@@ -58,7 +59,7 @@ def interrupt(directory: str, how: str) -> list[float]:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="disk full"):
         patch.setattr(part, name, _disk_full)
         training_case.train("llama", train_iters=STOP + 1, save=directory, load=directory)
-    assert checkpoint.latest_iteration(directory) == STOP
+    assert latest_iteration(directory) == STOP
     return training_case.train("llama", train_iters=END, save=directory, load=directory).losses
 
 
@@ -70,7 +71,7 @@ def _disk_full(*args, **kwargs):
 def test_interrupted_save_leaves_the_one_before(ranks, tmp_path, how):
     whole = ranks(1, training_case.train, "llama")[0].losses
     assert ranks(1, interrupt, str(tmp_path), how)[0] == whole[STOP:END]
-    assert checkpoint.latest_iteration(tmp_path) == END
+    assert latest_iteration(tmp_path) == END
     assert not list(tmp_path.glob("iter_*.incomplete"))
 
 
@@ -80,7 +81,7 @@ def save_at(directory: str, iteration: int) -> None:
 
 def test_contents(ranks, tmp_path):
     ranks(1, save_at, str(tmp_path), 2)
-    saved = json.loads((checkpoint.iteration_directory(tmp_path, 2) / "args.json").read_text())
+    saved = json.loads((iteration_directory(tmp_path, 2) / "args.json").read_text())
     assert saved["hidden_size"] == 32
     assert saved["params_dtype"] == "torch.float32"
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
@@ -89,9 +90,9 @@ def test_contents(ranks, tmp_path):
 
 def test_saving_an_iteration_again_replaces_it(ranks, tmp_path):
     ranks(1, save_at, str(tmp_path), 2)
-    (checkpoint.iteration_directory(tmp_path, 2) / "stale").touch()
+    (iteration_directory(tmp_path, 2) / "stale").touch()
     ranks(1, save_at, str(tmp_path), 2)
-    assert not (checkpoint.iteration_directory(tmp_path, 2) / "stale").exists()
+    assert not (iteration_directory(tmp_path, 2) / "stale").exists()
     assert {p.name for p in tmp_path.iterdir()} == {"iter_0000002", "latest_checkpointed_iteration.txt"}
 
 

@@ -55,6 +55,12 @@ def folder(tmp_path_factory):
     _checkpoint(folder / "sharded", {"use_distributed_optimizer": True})
     _checkpoint(folder / "unreadable", {}, tracker="soon")
     _checkpoint(folder / "incomplete", {}, tracker="9")
+    _checkpoint(folder / "windowed", {"window_size": [64, 0]})
+    _checkpoint(folder / "documents", {"reset_attention_mask": True})
+    _checkpoint(folder / "other_seed", {"seed": 7})
+    _checkpoint(folder / "other_data", {"data_path": ["elsewhere"]})
+    _checkpoint(folder / "long_sequences", {"seq_length": 256})
+    _checkpoint(folder / "larger_batch", {"global_batch_size": 4, "train_samples": 40, "train_iters": 10})
     (folder / "file").write_text("in the way of a directory")
     (folder / "empty").mkdir()
     (folder / "unknown_key.yaml").write_text("num_layer: 4\ntrain-iter: null\n")
@@ -71,6 +77,8 @@ def folder(tmp_path_factory):
 def _checkpoint(directory: Path, args: dict, tracker: str = "3") -> None:
     (directory / "iter_0000003").mkdir(parents=True)
     (directory / "iter_0000003" / "args.json").write_text(json.dumps(args))
+    for part in (".metadata", "metadata.json", "common.pt"):
+        (directory / "iter_0000003" / part).write_text("{}")
     (directory / "latest_checkpointed_iteration.txt").write_text(tracker)
 
 
@@ -223,7 +231,17 @@ MISTAKES = [
      ["--max-position-embeddings 128", "with 256"], "--max-position-embeddings 256"),
     ("--load {folder}/sharded", 1, ["--use-distributed-optimizer: not given"], "--use-distributed-optimizer"),
     ("--load {folder}/unreadable", 1, ["--load {folder}/unreadable", "'soon'", "100"], None),
-    ("--load {folder}/incomplete", 1, ["--load {folder}/incomplete", "iteration 9", "args.json"], None),
+    ("--load {folder}/incomplete", 1, ["--load {folder}/incomplete", "iter_0000009 is not there"], "--ckpt-step 3"),
+    ("--load {folder}/trained --ckpt-step 2", 1, ["iter_0000002 is not there", "or --load-fallback"], "--ckpt-step 3"),
+    ("--load {folder}/windowed", 1, ["--window-size: not given, but", "with 64,0", "--finetune"], "--window-size 64,0"),
+    ("--load {folder}/windowed --window-size 32,0", 1, ["--window-size 32,0"], "--window-size 64,0"),
+    ("--load {folder}/documents", 1, ["--reset-attention-mask: not given", "with it; give"], None),
+    ("--load {folder}/other_seed", 1, ["--seed 1234", "{folder}/other_seed", "with 7"], "--seed 7"),
+    ("--load {folder}/other_seed --seed 8", 1, ["--seed 8", "--override-data-order"], "--override-data-order"),
+    ("--load {folder}/other_data", 1, ["{folder}/data: the checkpoint", "with elsewhere"], "--override-data-order"),
+    ("--load {folder}/long_sequences", 1, ["--seq-length 128", "with 256"], "--seq-length 256"),
+    ("--ckpt-step 3", 1, ["--ckpt-step 3", "--load DIR"], None),
+    ("--keep-last 2", 1, ["--keep-last 2", "--save DIR"], None),
     ("--load {folder}/empty --exit-on-missing-checkpoint", 1,
      ["--load {folder}/empty", "latest_checkpointed"], None),
     ("--save {folder}/file/run", 1, ["--save {folder}/file/run", "cannot be written", "--save runs/first"], None),

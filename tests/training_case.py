@@ -13,7 +13,8 @@ from megatron.core import parallel_state
 from megatron.context_parallel.integration.host import support_cpu_host
 from megatron.context_parallel.strategies import choose
 from megatron.context_parallel.trainer import setup, training
-from megatron.context_parallel.trainer.checkpoint import TrainState, save_checkpoint
+from megatron.context_parallel.trainer.checkpoint import save_checkpoint
+from megatron.context_parallel.trainer.train_state import TrainState
 
 support_cpu_host()
 
@@ -72,6 +73,8 @@ def case_args(family: str, **changes) -> Namespace:
         **{"use_distributed_optimizer": True, "overlap_grad_reduce": False, "overlap_param_gather": False},
         **{"save": None, "load": None, "save_interval": None, "finetune": False, "exit_on_missing_checkpoint": False},
         **{"no_save_optim": False, "no_save_rng": False, "no_load_optim": False, "no_load_rng": False},
+        **{"async_save": False, "keep_last": None, "save_retain_interval": None, "ckpt_step": None},
+        **{"load_fallback": False, "no_verify_checkpoint": False, "override_data_order": False},
         **{"exit_interval": None, "exit_duration_in_mins": None, "exit_signal_handler": False, "log_interval": 1},
         **changes,
     }

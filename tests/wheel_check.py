@@ -26,7 +26,7 @@ def check(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 def main() -> None:
-    for other in ("megatron.core", "rich", "matplotlib", "yaml", "tensorboard", "psutil"):
+    for other in ("megatron.core", "rich", "matplotlib", "yaml", "tensorboard", "psutil", "xxhash"):
         assert find_spec(other) is None, f"{other} is installed"
     installed = Path(package.__file__).parent
     assert "site-packages" in installed.parts and (installed / "py.typed").exists()

@@ -11,6 +11,7 @@ def _program(name: str) -> Callable[[], NoReturn]:
     return lambda: run_main(lambda: import_module(f"{__package__}.{name}").main())
 
 
+checkpoint = _program("checkpoint")
 gpu_check = _program("gpu_check")
 plan = _program("plan")
 plot_loss = _program("plot_loss")

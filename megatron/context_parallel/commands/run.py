@@ -11,6 +11,7 @@ from megatron.context_parallel.errors import UsageError
 NEEDS = {  # what is imported: (the package that has it, the extra that installs it)
     "megatron.core": ("megatron-core", "train"),
     "psutil": ("psutil", "train"),
+    "xxhash": ("xxhash", "train"),
     "yaml": ("pyyaml", "train"),
     "matplotlib": ("matplotlib", "train"),
     "rich": ("rich", "train"),

@@ -1,15 +1,15 @@
 """Checks on what the arguments name on disk: data, checkpoints and the directory to save in. Nothing is written."""
 
-import json
 import tempfile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ..errors import UsageError
 from .check_flags import refuse
-from .declare import Flag
+from .checkpoint_store import TRACKER, candidates, choose, quick_fault, read_saved_args
 from .flags import FLAGS, Arguments
 from .index_file import open_tokens, tokenizer_of
+from .resume import check_resume
 
 _DATA_FLAGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _MAKE_DATA = "make it with: python tools/preprocess_data.py --input FILES --output-prefix PREFIX --append-eod"
@@ -93,35 +93,9 @@ def _check_writable(args: Arguments, directory: Path) -> None:
 
 
 def _check_checkpoint(args: Arguments, directory: str) -> None:
-    from .checkpoint import TRACKER, iteration_directory, latest_iteration
-
-    iteration = latest_iteration(directory)
-    if iteration is None:
-        if args.exit_on_missing_checkpoint:
-            why = f"no {TRACKER} there, so no checkpoint"
-            refuse(args, "load", f"{why}; give --load DIR of a run, or leave out --exit-on-missing-checkpoint")
-        return
-    path = iteration_directory(directory, iteration) / "args.json"
-    try:
-        saved = json.loads(path.read_text())
-    except (OSError, ValueError):
-        why = f"{TRACKER} names iteration {iteration}, but {path.parent.name}/args.json is missing or damaged"
-        refuse(args, "load", f"{why}; write an iteration that is complete in {TRACKER}")
-    decided = {"weights"}
-    if args.position_embedding_type == "learned_absolute":
-        decided.add("position table")
-    if not (args.finetune or args.no_load_optim or saved.get("no_save_optim")):
-        decided.add("optimizer")
-    for name, flag in FLAGS.items():
-        if flag.decides in decided and name in saved and saved[name] != getattr(args, name):
-            _refuse_other_model(args, flag, saved[name])
-
-
-def _refuse_other_model(args: Arguments, flag: Flag, saved: object) -> NoReturn:
-    checkpoint = f"the checkpoint in --load {args.load} was saved"
-    if flag.kind is not bool:
-        refuse(args, flag.name, f"{checkpoint} with {saved}; give {flag.given(saved)}, or another --load")
-    here, there, advice = ("given", "without", "leave out")
-    if saved != flag.default:
-        here, there, advice = ("not given", "with", "give")
-    raise UsageError(f"{flag.option}: {here}, but {checkpoint} {there} it; {advice} {flag.option}, or another --load")
+    paths, fault = candidates(args)
+    if not paths and not fault and args.exit_on_missing_checkpoint:
+        why = f"no {TRACKER} there, so no checkpoint"
+        refuse(args, "load", f"{why}; give --load DIR of a run, or leave out --exit-on-missing-checkpoint")
+    if checkpoint := choose(args, paths, fault, quick_fault, say=lambda line: None):  # the load tells
+        check_resume(args, read_saved_args(checkpoint))

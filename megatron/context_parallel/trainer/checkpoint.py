@@ -1,36 +1,52 @@
-"""Checkpoints: what is in one, how it is written so that an interrupted save harms nothing, how a run resumes.
+"""Saves and loads checkpoints: an interrupted save harms nothing, and damage is found before anything is loaded."""
 
-A directory of checkpoints holds `iter_0000100/` per save and `latest_checkpointed_iteration.txt`, the tracker,
-which names the last complete one.
-"""
-
+import gc
 import json
 import os
 import queue
-import random
-import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
-import numpy
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.rerun_state_machine import RerunState
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from torch.distributed.checkpoint import FileSystemReader
 
 from ..errors import UsageError
-from .findings import Findings
+from .checkpoint_store import (
+    ARGUMENTS,
+    TRACKER,
+    candidates,
+    choose,
+    clear_leftovers,
+    delete,
+    faults_of,
+    iteration_directory,
+    plain_args,
+    quick_fault,
+    read_saved_args,
+    replaced,
+    superseded,
+)
 from .flags import Arguments
+from .manifest import (
+    MANIFEST,
+    Manifest,
+    content_faults,
+    file_record,
+    make_manifest,
+    read_manifest,
+    share_of,
+    write_manifest,
+)
+from .resume import check_resume, check_samples
+from .train_state import METADATA, Progress, TrainState, load_optimizer, set_generators, sharded_state
 
-TRACKER = "latest_checkpointed_iteration.txt"
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 _RANK_LAYOUT = (
     "tensor_model_parallel_size",
     "context_parallel_size",
@@ -38,94 +54,152 @@ _RANK_LAYOUT = (
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
 )
+T = TypeVar("T")
 
 
-@dataclass
-class Progress:
-    """How far a run has come; a checkpoint carries it."""
-
-    iteration: int = 0
-    consumed_train_samples: int = 0
-    consumed_valid_samples: int = 0
+def say(line: str) -> None:
+    """Print a line, on rank 0 only."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
 
 
-@dataclass
-class TrainState:
-    """Everything that a checkpoint saves and restores; of the findings, whether a step is to be computed again."""
-
-    model: list[DistributedDataParallel]
-    optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
-    progress: Progress
-    findings: Findings
-
-
-def latest_iteration(directory: str | Path) -> int | None:
-    """The iteration the tracker names, or None if there is no tracker.
+def on_first_rank(action: Callable[[], T]) -> T:
+    """What `action` returns on rank 0, on every rank.
 
     Raises:
-        UsageError: the tracker does not hold a number.
+        UsageError, OSError: `action` raised it; every rank raises the same.
     """
-    tracker = Path(directory) / TRACKER
-    if not tracker.is_file():
-        return None
-    text = tracker.read_text().strip()
-    if not text.isdecimal():
-        raise UsageError(f"--load {directory}: {TRACKER} holds {text!r}; it should hold an iteration, such as 100")
-    return int(text)
-
-
-def iteration_directory(directory: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of `iteration` is, or will be."""
-    return Path(directory) / f"iter_{iteration:07d}"
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except (UsageError, OSError) as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 # ---------------------------------------------------------------------------------------------------- saving
 
 
 def save_checkpoint(args: Arguments, state: TrainState) -> None:
-    """Write `--save`/iter_NNNNNNN and make it the latest. Every rank calls it; all return when it is complete.
+    """Write `--save`/iter_NNNNNNN and make it the latest. Every rank calls it; all return when it is complete."""
+    Save(args, state).finish()
 
-    Written under a temporary name, flushed to the disk, renamed, and only then named by the tracker.
+
+class Save:
+    """A checkpoint that is being written. Every rank makes one, and calls the same methods in the same order.
+
+    Threads of each rank write its shards under a temporary name. `finish` then adds the manifest, flushes everything to
+    the disk, renames it, and only then names it in the tracker. With `--async-save` the state is copied first, so that
+    training may go on until `finish`.
     """
-    assert args.save is not None
-    final = iteration_directory(args.save, state.progress.iteration)
-    temporary = final.with_name(final.name + ".incomplete")
-    _on_first_rank(lambda: _start_save(temporary))
-    # The writer would start a server process per rank for this queue, which outlives a rank that is killed.
-    filesystem_async._results_queue = queue.Queue()
-    sharded = _sharded_state(state, optimizer=not args.no_save_optim, generators=not args.no_save_rng)
-    dist_checkpointing.save(sharded, str(temporary), content_metadata=_METADATA)
-    _on_first_rank(lambda: _publish(args, temporary, final, state.progress.iteration))
+
+    def __init__(self, args: Arguments, state: TrainState) -> None:
+        assert args.save is not None
+        self.args, self.iteration = args, state.progress.iteration
+        self.final = iteration_directory(args.save, self.iteration)
+        self.temporary = self.final.with_name(self.final.name + ".incomplete")
+        on_first_rank(self._make_room)
+        # Where the writer leaves its results; for its own queue it would start a process, which outlives a killed rank.
+        filesystem_async._results_queue = queue.Queue()
+        sharded = sharded_state(state, optimizer=not args.no_save_optim, generators=not args.no_save_rng)
+        self.request = dist_checkpointing.save(
+            sharded, str(self.temporary), content_metadata=METADATA, async_sharded_save=True
+        )
+        self.records: Manifest = {}
+        self.failure: Exception | None = None
+        buckets = _on_host(self.request, copy=args.async_save) if self.request.async_fn else []
+        self.thread = Thread(target=self._write, args=(buckets,), daemon=True)
+        self.thread.start()
+
+    def _make_room(self) -> None:
+        self.temporary.parent.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(self.temporary.parent)
+        self.temporary.mkdir()
+
+    def _write(self, buckets: list) -> None:
+        if not buckets:
+            return
+        results = self.request.async_fn_args[2]
+        try:
+            with ThreadPoolExecutor(len(buckets)) as pool:
+                written = list(pool.map(self._write_shard, range(len(buckets)), buckets))
+            results.put(dict(enumerate(written)))
+        except Exception as error:
+            self.failure = error
+
+    def _write_shard(self, index: int, bucket: tuple) -> list:
+        """Write one file with megatron-core's writer; returns what it says of the tensors in it."""
+        path, name, _ = bucket
+        transforms, _ = self.request.async_fn.args
+        outcome: queue.Queue = queue.Queue()
+        others: queue.Queue = queue.Queue()
+        others.put(index)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, outcome, others, True)
+        _, written = outcome.get()
+        if isinstance(written, Exception):
+            raise written
+        self.records[name] = file_record(Path(path))
+        return written
+
+    def is_written(self) -> bool:
+        """Whether every rank has written its shards, so that `finish` does not wait."""
+        writing = torch.tensor([self.thread.is_alive()], dtype=torch.int, device=torch.cuda.current_device())
+        dist.all_reduce(writing)
+        return not writing.item()
+
+    def finish(self) -> None:
+        """Wait for the writers, and make the checkpoint the latest.
+
+        Raises:
+            OSError: writing failed on some rank; every rank raises the same.
+        """
+        self.thread.join()
+        gc.enable()  # the writers turn it off, and one of two that overlap may leave it so
+        outcomes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, (self.failure, self.records))
+        for failure, _ in outcomes:
+            if failure:
+                raise failure
+        for finalize in self.request.finalize_fns:
+            finalize()
+        records = {name: record for _, written in outcomes for name, record in written.items()}
+        on_first_rank(lambda: self._publish(records))
+
+    def _publish(self, records: Manifest) -> None:
+        (self.temporary / ARGUMENTS).write_text(json.dumps(plain_args(self.args), indent=1, sort_keys=True))
+        write_manifest(self.temporary, make_manifest(self.temporary, records))
+        for path in [*self.temporary.rglob("*"), self.temporary]:
+            _flush(path)
+        if self.final.exists():
+            self.final.rename(replaced(self.final))
+        self.temporary.rename(self.final)
+        _flush(self.final.parent)
+        tracker = self.final.parent / TRACKER
+        draft = tracker.with_suffix(".incomplete")
+        draft.write_text(str(self.iteration))
+        _flush(draft)
+        draft.replace(tracker)
+        _flush(self.final.parent)
+        if replaced(self.final).exists():
+            delete(replaced(self.final))
+        if self.args.keep_last or self.args.save_retain_interval:
+            for old in superseded(self.final.parent, self.args.keep_last or 1, self.args.save_retain_interval):
+                delete(old)
 
 
-def _publish(args: Arguments, temporary: Path, final: Path, iteration: int) -> None:
-    (temporary / "args.json").write_text(json.dumps(plain_args(args), indent=1, sort_keys=True))
-    for path in [*temporary.rglob("*"), temporary]:
-        _flush(path)
-    replaced = final.with_name(final.name + ".replaced")
-    if final.exists():
-        final.rename(replaced)
-    temporary.rename(final)
-    shutil.rmtree(replaced, ignore_errors=True)
-    _flush(final.parent)
-    tracker = final.parent / TRACKER
-    draft = tracker.with_suffix(".incomplete")
-    draft.write_text(str(iteration))
-    _flush(draft)
-    draft.replace(tracker)
-    _flush(final.parent)
-
-
-def plain_args(args: Arguments) -> dict[str, object]:
-    """The arguments as JSON can hold them; what it cannot is written as text."""
-    return json.loads(json.dumps(vars(args), default=str))
-
-
-def _start_save(temporary: Path) -> None:
-    for interrupted in temporary.parent.glob("iter_*.incomplete"):
-        shutil.rmtree(interrupted)
-    temporary.mkdir(parents=True)
+def _on_host(request: AsyncRequest, copy: bool) -> list:
+    """The tensors of this rank's shards in host memory; with `copy` training may change its own."""
+    buckets = request.preload_fn()
+    if not copy or torch.cuda.is_available():  # on a GPU's host no weights or optimizer states live on the host
+        return buckets
+    return [
+        (path, name, (values, [(item, tensor.clone()) for item, tensor in tensors]))
+        for path, name, (values, tensors) in buckets
+    ]
 
 
 def _flush(path: Path) -> None:
@@ -136,51 +210,65 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _on_first_rank(action: Callable[[], None]) -> None:
-    if dist.get_rank() == 0:
-        action()
-    dist.barrier()
-
-
 # --------------------------------------------------------------------------------------------------- loading
 
 
 def load_checkpoint(args: Arguments, state: TrainState) -> bool:
-    """Restore the latest checkpoint of `--load` into `state`; whether there was one. Every rank calls it.
+    """Restore a checkpoint of `--load` into `state`; whether there was one. Every rank calls it.
 
-    `--finetune` restores the weights alone; `--no-load-optim` and `--no-load-rng` leave those parts out. The parallel
-    layout may have changed since; then the random generators keep their fresh seeds.
+    It is that of `--ckpt-step`, or the latest. All of its files are checked before anything is loaded, unless
+    `--no-verify-checkpoint` is given. `--finetune` restores the weights alone; `--no-load-optim` and `--no-load-rng`
+    leave those parts out. In another parallel layout the random generators keep their fresh seeds.
+
+    Raises:
+        UsageError: it is damaged or was saved with arguments that do not go with `args`; every rank raises the same.
     """
-    assert args.load is not None
-    iteration = latest_iteration(args.load)
-    if iteration is None:
+    paths, fault = on_first_rank(lambda: candidates(args))
+    checkpoint = choose(args, paths, fault, lambda path: _fault(args, path), say)
+    if checkpoint is None:
         return False
-    directory = iteration_directory(args.load, iteration)
-    if not directory.is_dir():
-        raise UsageError(
-            f"--load {args.load}: {TRACKER} names {directory.name}, which is not there; write another in it"
-        )
-    saved = json.loads((directory / "args.json").read_text())
+    saved = on_first_rank(lambda: read_saved_args(checkpoint))
+    differences = check_resume(args, saved)
     optimizer, generators = _parts_to_load(args, saved)
-    wanted = _sharded_state(state, optimizer=optimizer, generators=generators, loading=True)
-    again = _is_to_compute_again(args, saved, directory)
+    wanted = sharded_state(state, optimizer=optimizer, generators=generators, loading=True)
+    again = _is_to_compute_again(args, saved, checkpoint)
     if again:
         wanted["rerun"] = state.findings.machine.state_dict(None, "torch_dist", force=True)
-    loaded = dist_checkpointing.load(wanted, str(directory))
+    loaded = _read(args, wanted, checkpoint)
+    if not args.finetune:
+        progress = Progress(**loaded["progress"])
+        check_samples(args, saved, progress.iteration, progress.consumed_train_samples)
+        state.progress.__dict__.update(loaded["progress"])
     for index, chunk in enumerate(state.model):
         chunk.module.load_state_dict(loaded[f"model{index}"])
     if optimizer:
-        _load_optimizer(state.optimizer, loaded["optimizer"])
+        load_optimizer(state.optimizer, loaded["optimizer"])
     else:
         state.optimizer.reload_model_params()
     if generators:
-        _set_generators(loaded["rng"])
+        set_generators(loaded["rng"])
     if not args.finetune:
-        state.progress.__dict__.update(loaded["progress"])
         state.scheduler.load_state_dict(loaded["scheduler"])
     if again:
         state.findings.machine.load_state_dict(loaded["rerun"])
+    if differences:
+        say(differences)
     return True
+
+
+def _fault(args: Arguments, checkpoint: Path) -> str | None:
+    """Why a checkpoint is not to be loaded, the same on every rank; each file is read once, by one of them."""
+    quick = on_first_rank(lambda: quick_fault(checkpoint))
+    if quick or args.no_verify_checkpoint:
+        return quick
+    manifest = on_first_rank(lambda: read_manifest(checkpoint))
+    if manifest is None:
+        say(f"warning: --load {args.load}: {checkpoint.name} was saved without a manifest and is not verified")
+        return None
+    mine = content_faults(checkpoint, manifest, share_of(manifest, dist.get_rank(), dist.get_world_size()))
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return faults_of(checkpoint, sorted(fault for faults in everyones for fault in faults))
 
 
 def _parts_to_load(args: Arguments, saved: dict) -> tuple[bool, bool]:
@@ -190,86 +278,33 @@ def _parts_to_load(args: Arguments, saved: dict) -> tuple[bool, bool]:
     return optimizer, same_ranks and not (args.finetune or args.no_load_rng or saved["no_save_rng"])
 
 
-def _is_to_compute_again(args: Arguments, saved: dict, directory: Path) -> bool:
+def _is_to_compute_again(args: Arguments, saved: dict, checkpoint: Path) -> bool:
     """Whether `--rerun-mode` saved the checkpoint to compute its next step on other devices, and this run does so."""
-    if args.finetune or "rerun" not in dist_checkpointing.load_common_state_dict(str(directory)):
+    if args.finetune or "rerun" not in _read(args, None, checkpoint):
         return False
     reason = "" if args.rerun_mode == "validate_results" else "without --rerun-mode validate_results"
     if not all(saved[size] == getattr(args, size) for size in _RANK_LAYOUT):
         reason = "on another layout of ranks"
-    if reason and dist.get_rank() == 0:
-        print(f"--load {args.load}: its next step is not compared with the suspicious one, {reason}", flush=True)
+    if reason:
+        say(f"--load {args.load}: its next step is not compared with the suspicious one, {reason}")
     return not reason
 
 
-# ------------------------------------------------------------------------------------------ what is in one
+def _read(args: Arguments, wanted: dict | None, checkpoint: Path) -> dict:
+    """What is `wanted` of a checkpoint and what all ranks share; None: the latter alone."""
 
+    def read() -> dict:
+        if wanted is None:
+            return dist_checkpointing.load_common_state_dict(str(checkpoint))
+        return dist_checkpointing.load(wanted, str(checkpoint))
 
-def _sharded_state(state: TrainState, *, optimizer: bool, generators: bool, loading: bool = False) -> dict:
-    sharded = {f"model{i}": chunk.module.sharded_state_dict() for i, chunk in enumerate(state.model)}
-    if optimizer:
-        _count_bucket_padding(state.model)
-        _prime_adam(state.optimizer)
-        sharded["optimizer"] = state.optimizer.sharded_state_dict(sharded, is_loading=loading, metadata=_METADATA)
-    if generators:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        sharded["rng"] = ShardedObject("rng", _generators(), (world,), (rank,))
-    if not loading:
-        sharded["progress"] = asdict(state.progress)
-        sharded["scheduler"] = state.scheduler.state_dict()
-        if state.findings.machine.state is RerunState.WILL_RERUN_FROM_CHECKPOINT:
-            sharded["rerun"] = state.findings.machine.state_dict(None, "torch_dist")
-    return sharded
-
-
-def _count_bucket_padding(model: list[DistributedDataParallel]) -> None:
-    # megatron-core gathers the optimizer's buckets without the padding between them, then cuts parameters out at
-    # offsets that count it: wrong values after a padded bucket. With the padding gathered too they are right.
-    for buffer in (buffer for chunk in model for buffer in chunk.buffers):
-        for bucket in buffer.buckets:
-            bucket.numel_unpadded = bucket.grad_data.numel()
-        buffer.numel_unpadded = buffer.numel
-
-
-def _prime_adam(optimizer: MegatronOptimizer) -> None:
-    # PyTorch's Adam counts steps per parameter from its first step on; megatron-core reads the count before that.
-    for part in _torch_adams(optimizer):
-        part.init_state_fn(part.optimizer, part.config)
-        for parameter_state in part.optimizer.state.values():
-            parameter_state.setdefault("step", torch.tensor(0.0))
-
-
-def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict) -> None:
-    adams = _torch_adams(optimizer)
-    per_parameter = loaded.pop("param_state", None) if adams else None
-    optimizer.load_state_dict(loaded)
-    for part in adams:
-        states = part.optimizer.state.values()
-        steps = [state.pop("step") for state in states]
-        if per_parameter is not None:  # megatron-core fills in all that a state has, and has no step for each parameter
-            part.load_parameter_state_from_fully_reshardable(per_parameter)
-        for state, step in zip(states, steps, strict=True):
-            state["step"] = step.clone()  # it restored one tensor for all parameters, which each would advance
-
-
-def _torch_adams(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    parts = optimizer.chained_optimizers
-    return [part for part in parts if isinstance(part.optimizer, torch.optim.Adam)]
-
-
-def _generators() -> dict[str, Any]:
-    return {
-        "python": random.getstate(),
-        "numpy": numpy.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _set_generators(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    numpy.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    torch.cuda.set_rng_state(states["device"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+    if (checkpoint / MANIFEST).exists() and not args.no_verify_checkpoint:
+        return read()
+    try:
+        FileSystemReader(checkpoint).read_metadata()  # where it is damaged, load would print a traceback first
+        return read()
+    except Exception as error:  # nobody knows whether the files are whole, and damage breaks any of their parsers
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UsageError(
+            f"--load {args.load}: {checkpoint.name} cannot be read ({why}); give another --load"
+        ) from error

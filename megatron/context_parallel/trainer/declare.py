@@ -23,7 +23,8 @@ class Flag(Option):
     multiple_of: str = ""  # fields whose product divides its value
     not_above: str = ""  # the field that limits it
     to_train: bool = False  # not required by a dry run
-    decides: Literal["", "weights", "position table", "optimizer", "data order"] = ""  # which a checkpoint must share
+    # What it decides that a checkpoint must share.
+    decides: Literal["", "weights", "model", "position table", "optimizer", "data order"] = ""
     optional: bool = False  # None is a value: not given
     many: bool = False  # it takes several values
 

@@ -21,6 +21,7 @@ POSITIONS = ("learned_absolute", "rope")
 SOFTMAX = ("vanilla", "off-by-one", "learnable")
 DECAYS = ("constant", "linear", "cosine", "inverse-square-root")
 weights = partial(flag, decides="weights")
+model = partial(flag, decides="model")
 data_order = partial(flag, decides="data order")
 
 
@@ -52,11 +53,11 @@ class Model(Section, title="model"):
         "rows for positions", derived="seq-length", example=2048, decides="position table"
     )
     position_embedding_type: str = weights("how positions enter", "learned_absolute", choices=POSITIONS)
-    rotary_base: int = weights("base of the rotary frequencies", 10000)
+    rotary_base: int = model("base of the rotary frequencies", 10000)
     rotary_percent: float = weights("part of each head that rotates", 1.0, at_most=1)
     normalization: str = weights("normalization layers", "LayerNorm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = weights("epsilon of the normalization layers", 1e-5)
-    window_size: tuple[int, int] | None = flag(
+    window_size: tuple[int, int] | None = model(
         "tokens seen before and after each; -1: all", at_least=-1, derived="all", unit="BEFORE,AFTER", example=(4096, 0)
     )
     softmax_type: str = weights("one more score per head: none, 0, or learned (a sink)", "vanilla", choices=SOFTMAX)
@@ -83,14 +84,14 @@ class Regularization(Section, title="regularization"):
 
 class Training(Section, title="training"):
     micro_batch_size: int = flag("sequences per forward pass and data-parallel rank")
-    global_batch_size: int = data_order(
+    global_batch_size: int = flag(
         "sequences per update",
         derived="a micro batch per data-parallel rank",
         example=8,
         multiple_of="micro_batch_size data_parallel_size interleaved_stages",
     )
-    train_iters: int = data_order("updates", to_train=True, example=1000, excludes="train_samples")
-    train_samples: int | None = data_order(
+    train_iters: int = flag("updates", to_train=True, example=1000, excludes="train_samples")
+    train_samples: int | None = flag(
         "sequences to train on, in whole global batches", example=100000, multiple_of="global_batch_size"
     )
     exit_interval: int | None = flag("save and leave after an iteration that is a multiple of this", example=100)
@@ -135,12 +136,23 @@ class LearningRate(Section, title="learning rate"):
 class Checkpointing(Section, title="checkpointing"):
     save: str | None = flag("directory of the checkpoints to write", unit="DIR")
     save_interval: int | None = flag("updates between checkpoints; the last is saved too", example=100, needs="save")
+    async_save: bool = flag("train on while checkpoints are written", False, needs="save")
+    keep_last: int | None = flag(
+        "delete all but this many checkpoints once a newer one is complete", derived="all", example=3, needs="save"
+    )
+    save_retain_interval: int | None = flag(
+        "keep those of multiples of this; delete others but the last, or --keep-last", example=1000, needs="save"
+    )
     no_save_optim: bool = flag("leave the optimizer out of checkpoints", False)
     no_save_rng: bool = flag("leave the random generators out of checkpoints", False)
     load: str | None = flag("directory of checkpoints to go on from; none there: start from scratch", unit="DIR")
     no_load_optim: bool = flag("do not restore the optimizer", False)
     no_load_rng: bool = flag("do not restore the random generators", False)
     finetune: bool = flag("restore the weights alone and start at iteration 0", False)
+    ckpt_step: int | None = flag("iteration to load", derived="the latest", at_least=0, example=100, needs="load")
+    load_fallback: bool = flag("load the newest complete checkpoint where the one to load is not", False, needs="load")
+    no_verify_checkpoint: bool = flag("load without checking the contents of the files", False, needs="load")
+    override_data_order: bool = flag("go on from --load with other data, order or sequence length", False, needs="load")
     exit_on_missing_checkpoint: bool = flag("an error if --load holds no checkpoint", False, needs="load")
     ckpt_format: str = flag("format of checkpoints", "torch_dist", choices=("torch_dist",))
 
@@ -187,13 +199,13 @@ class Data(Section, title="data"):
     seq_length: int = data_order(
         "tokens per sequence, over all context-parallel ranks", example=2048, not_above="max_position_embeddings"
     )
-    tokenizer_type: str = flag("what makes tokens of text", "ByteLevelTokenizer", choices=(*TOKENIZERS,))
+    tokenizer_type: str = model("what makes tokens of text", "ByteLevelTokenizer", choices=(*TOKENIZERS,))
     tokenizer_model: str | None = flag("SentencePiece file or HuggingFace folder", unit="PATH")
     vocab_size: int = weights("vocabulary before padding", derived="the tokenizer's", example=32000)
     num_workers: int = flag("processes per rank that read data; 0: the rank itself", 2, at_least=0)
-    eod_mask_loss: bool = flag("no loss on end-of-document tokens", False)
-    reset_attention_mask: bool = flag("tokens see only their own document, up to its end-of-document token", False)
-    reset_position_ids: bool = flag("positions of the position table start anew with each document", False)
+    eod_mask_loss: bool = model("no loss on end-of-document tokens", False)
+    reset_attention_mask: bool = model("tokens see only their own document, up to its end-of-document token", False)
+    reset_position_ids: bool = model("positions of the position table start anew with each document", False)
 
 
 class Logging(Section, title="validation and logging"):

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from ..errors import UsageError
-from .checkpoint import Progress as RunProgress
 from .flags import Arguments
 from .flops import flops_per_sequence
+from .train_state import Progress as RunProgress
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -22,15 +22,17 @@ from ..integration.batch import shard_batch
 from ..integration.packed import PackedDocuments
 from ..mask import Documents
 from . import rerun
-from .checkpoint import Progress, TrainState, load_checkpoint, save_checkpoint
+from .checkpoint import Save, load_checkpoint, say
 from .data import build_data_iterator, build_datasets
 from .findings import Findings
 from .flags import Arguments
 from .log import RunLog, check_trackers
 from .model import build_model, build_optimizer
 from .rerun import Batches, StepRejectedError, replayable
+from .resume import check_shuffle
 from .setup import distributed_job, sigterm_came
 from .tokenizer import build_tokenizer
+from .train_state import Progress, TrainState
 
 # Each model chunk of an interleaved pipeline reads the same micro batches from an iterator of its own.
 ChunkBatches = list[Batches]
@@ -45,8 +47,12 @@ def pretrain(args: Arguments) -> None:
     check_trackers(args)
     started = time.monotonic()
     with distributed_job(args):
-        datasets = build_datasets(args, build_tokenizer(args), samples_needed(args))
+        tokenizer, samples = build_tokenizer(args), samples_needed(args)
+        datasets = build_datasets(args, tokenizer, samples)
         state = build_state(args)
+        if datasets[0]:
+            check_shuffle(args, state.progress, datasets[0], lambda n: build_datasets(args, tokenizer, (n, 0, 0))[0])
+        state.progress.planned_train_samples = samples[0]
         log = RunLog(args, state.progress.iteration)
         train, valid, test = (
             None if dataset is None else [_batches(args, state, dataset, consumed) for _ in state.model]
@@ -73,13 +79,13 @@ def build_state(args: Arguments) -> TrainState:
     if not args.load:
         return state
     if load_checkpoint(args, state):
-        _say(f"loaded {args.load}, going on after iteration {state.progress.iteration}")
+        say(f"loaded {args.load}, going on after iteration {state.progress.iteration}")
     elif args.exit_on_missing_checkpoint:
         raise UsageError(
             f"--load {args.load}: no checkpoint there; leave out --exit-on-missing-checkpoint to start anew"
         )
     else:
-        _say(f"no checkpoint in {args.load}, starting from scratch")
+        say(f"no checkpoint in {args.load}, starting from scratch")
     return state
 
 
@@ -95,11 +101,6 @@ def _batches(args: Arguments, state: TrainState, dataset: Dataset, consumed: int
     return build_data_iterator(dataset, args, consumed, rank, args.data_parallel_size, note)
 
 
-def _say(line: str) -> None:
-    if dist.get_rank() == 0:
-        print(line, flush=True)
-
-
 # ------------------------------------------------------------------------------------------------- the loop
 
 
@@ -111,17 +112,21 @@ def train_loop(
     `started` is the `time.monotonic()` from which `--exit-duration-in-mins` counts. With `--save` the last iteration
     done is always saved.
     """
-    progress, saved = state.progress, state.progress.iteration
+    progress, saved, save = state.progress, state.progress.iteration, None
     train = [replayable(args, batches) for batches in train]
     leave = False
     while progress.iteration < args.train_iters and not leave:
         before = time.perf_counter()
         try:
             loss, grad_norm, leave, warnings = train_step(args, state, train, started)
+        except (FloatingPointError, UsageError):  # on every rank alike, and after this checkpoint
+            _finish(save, log)
+            raise
         except StepRejectedError as rejected:
+            _finish(save, log)
             log.say(str(rejected))
             if args.save and rejected.save:
-                _save(args, state, log)
+                _finish(_start_save(args, state), log)
             raise SystemExit(rejected.status) from None
         for line in warnings:
             log.say(line)
@@ -130,9 +135,14 @@ def train_loop(
             log.evaluation_done(progress.iteration, "validation", evaluate(args, state, valid))
             progress.consumed_valid_samples += args.eval_iters * args.global_batch_size
         if args.save and args.save_interval and progress.iteration % args.save_interval == 0:
-            saved = _save(args, state, log)
+            _finish(save, log)
+            save, saved = _start_save(args, state), progress.iteration
+        if save and (not args.async_save or save.is_written()):
+            _finish(save, log)
+            save = None
+    _finish(save, log)
     if args.save and saved != progress.iteration:
-        _save(args, state, log)
+        _finish(_start_save(args, state), log)
     return not leave
 
 
@@ -249,11 +259,15 @@ def evaluate(args: Arguments, state: TrainState, batches: ChunkBatches) -> float
     return loss
 
 
-def _save(args: Arguments, state: TrainState, log: RunLog) -> int:
+def _start_save(args: Arguments, state: TrainState) -> Save:
     with _weights_gathered(args, state.model):
-        save_checkpoint(args, state)
-    log.say(f"saved iteration {state.progress.iteration} to {args.save}")
-    return state.progress.iteration
+        return Save(args, state)
+
+
+def _finish(save: Save | None, log: RunLog) -> None:
+    if save:
+        save.finish()
+        log.say(f"saved iteration {save.iteration} to {save.args.save}")
 
 
 @contextmanager

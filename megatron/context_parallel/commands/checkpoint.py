@@ -1,0 +1,152 @@
+"""Look after a directory of checkpoints.
+
+    cp-checkpoint list DIR
+    cp-checkpoint verify DIR
+    cp-checkpoint prune DIR --keep-last 3 [--save-retain-interval 1000] [--dry-run]
+
+DIR is the folder given to training as `--save`.
+"""
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from pathlib import Path
+
+from rich.filesize import decimal
+from rich.table import Table
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.tables import show
+from megatron.context_parallel.trainer.checkpoint_store import (
+    TRACKER,
+    delete,
+    existing,
+    iteration_of,
+    iterations,
+    latest_iteration,
+    quick_fault,
+    read_saved_args,
+    superseded,
+)
+from megatron.context_parallel.trainer.manifest import MANIFEST, content_faults, read_manifest
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first.
+
+    Raises UsageError when there is none.
+    """
+    found = [existing(directory, iteration) for iteration in iterations(directory)]
+    if not found:
+        raise UsageError(f"DIR {directory}: no checkpoint there; give the folder that training had as --save")
+    return found
+
+
+def size_of(checkpoint: Path) -> int:
+    """Bytes of all files in a checkpoint."""
+    return sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+
+
+def list_checkpoints(run: Path) -> int:
+    """Print a table of the checkpoints."""
+    try:
+        latest = latest_iteration(run)
+    except UsageError as error:
+        latest = None
+        print(f"{run}: {error}")
+    table = Table("iteration", "size", "ranks", "strategy", "complete")
+    for checkpoint in checkpoints(run):
+        number = iteration_of(checkpoint)
+        mark = " (latest)" if number == latest else ""
+        fault = quick_fault(checkpoint)
+        complete = f"no: {fault.removeprefix(f'{checkpoint.name}/')}" if fault else "yes"
+        table.add_row(f"{number}{mark}", decimal(size_of(checkpoint)), *_made(checkpoint), complete)
+    show(table)
+    return 0
+
+
+def _made(checkpoint: Path) -> tuple[str, str]:
+    """The parallel layout and the strategy it was made with."""
+    try:
+        saved = read_saved_args(checkpoint)
+    except ValueError:
+        return "?", "?"
+    kinds = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "dp": "data"}
+    sizes = {short: saved.get(f"{kind}_parallel_size", "?") for short, kind in kinds.items()}
+    layout = " ".join(f"{short}{size}" for short, size in sizes.items() if size != 1)
+    return layout or "1", str(saved.get("cp_strategy", "?"))
+
+
+def verify(run: Path) -> int:
+    """Read every file of every checkpoint; print what is wrong with which; 1 if anything is."""
+    bad = 0
+    for checkpoint in checkpoints(run):
+        faults = _faults(checkpoint)
+        bad += bool(faults)
+        verdict = "is complete" if (checkpoint / MANIFEST).exists() else "has no manifest and cannot be verified"
+        print("\n".join(faults or [f"{checkpoint.name} {verdict}, {decimal(size_of(checkpoint))}"]), flush=True)
+    return int(bad > 0)
+
+
+def _faults(checkpoint: Path) -> list[str]:
+    try:
+        manifest = read_manifest(checkpoint) or {}
+    except ValueError as error:
+        return [f"{checkpoint.name}/{error}"]
+    faults = [f"{checkpoint.name}/{fault}" for fault in content_faults(checkpoint, manifest, manifest)]
+    return faults or [fault for fault in [quick_fault(checkpoint)] if fault]
+
+
+def prune(run: Path, keep_last: int | None, retain_interval: int | None, dry_run: bool) -> int:
+    """Delete checkpoints, oldest first, as training does with these flags."""
+    if not (keep_last or retain_interval):
+        raise UsageError(f"DIR {run}: nothing says what to keep; give --keep-last 3, or --save-retain-interval 1000")
+    checkpoints(run)
+    latest = latest_iteration(run)
+    if latest is None:
+        raise UsageError(
+            f"DIR {run}: there is no {TRACKER}, so none is known to be the latest; write an iteration in it"
+        )
+    if fault := quick_fault(existing(run, latest)):
+        raise UsageError(f"DIR {run}: the latest is not complete: {fault}; write an iteration that is in {TRACKER}")
+    gone = superseded(run, keep_last or 1, retain_interval)
+    for checkpoint in gone:
+        print(
+            f"{'would delete' if dry_run else 'deleting'} {checkpoint.name}, {decimal(size_of(checkpoint))}", flush=True
+        )
+        if not dry_run:
+            delete(checkpoint)
+    if not gone:
+        print("nothing to delete")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parse(argv)
+    if args.action == "list":
+        return list_checkpoints(args.run)
+    if args.action == "verify":
+        return verify(args.run)
+    return prune(args.run, args.keep_last, args.save_retain_interval, args.dry_run)
+
+
+def _parse(argv: list[str] | None) -> Namespace:
+    parser = ArgumentParser(description="Look after a directory of checkpoints.")
+    actions = parser.add_subparsers(dest="action", required=True)
+    for name, what in (
+        ("list", "a table: iteration, size, whether complete, layout, strategy"),
+        ("verify", "read every file, name those that are damaged, and exit with 1 if any is"),
+        ("prune", "delete old checkpoints, never the latest"),
+    ):
+        action = actions.add_parser(name, help=what, description=what)
+        action.add_argument("run", metavar="DIR", type=Path, help="the folder given to training as --save")
+    action.add_argument("--keep-last", type=_count, metavar="N", help="keep the last N")
+    action.add_argument(
+        "--save-retain-interval", type=_count, metavar="N", help="keep iterations that are multiples of N"
+    )
+    action.add_argument("--dry-run", action="store_true", help="only tell what would be deleted")
+    return parser.parse_args(argv)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text} is not a number of 1 or more")
+    return int(text)

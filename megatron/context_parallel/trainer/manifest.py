@@ -1,0 +1,130 @@
+"""The manifest of a checkpoint: size and checksum of every file in it, to find what storage has damaged.
+
+The checksum is XXH3, 64 bits: it finds accidents and is no protection against an attacker.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from xxhash import xxh3_64
+
+MANIFEST = "manifest.json"
+_THREADS = 4  # files that one process reads at a time
+_BLOCK = 1 << 22  # bytes
+
+
+class File(NamedTuple):
+    """What a manifest has of a file."""
+
+    bytes: int
+    checksum: str
+
+
+Manifest = dict[str, File]
+"""By the path of a file in its checkpoint."""
+
+
+def file_record(path: Path) -> File:
+    """Size and checksum of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest, size = xxh3_64(), 0
+    buffer = memoryview(bytearray(_BLOCK))
+    with open(path, "rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+    return File(size, digest.hexdigest())
+
+
+def make_manifest(directory: Path, known: Manifest) -> Manifest:
+    """The records of all files in a checkpoint; those in `known` are not read again."""
+    names = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
+    return {name: known.get(name) or file_record(directory / name) for name in sorted(names)}
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest, with a checksum of itself, and flush it to the disk."""
+    files = {name: list(record) for name, record in manifest.items()}
+    with open(directory / MANIFEST, "w") as stream:
+        json.dump({"checksums": "xxh3_64", "of files": _own_checksum(files), "files": files}, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The manifest of a checkpoint; None if it has none.
+
+    Raises:
+        ValueError: it is damaged, in words.
+    """
+    try:
+        text = (directory / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{MANIFEST} cannot be read ({error.strerror})") from None
+    try:
+        content = json.loads(text)
+        if content["of files"] != _own_checksum(content["files"]):
+            raise ValueError
+        return {name: File(*record) for name, record in content["files"].items()}
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{MANIFEST} is damaged") from None
+
+
+def _own_checksum(files: dict[str, list]) -> str:
+    return xxh3_64(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def size_faults(directory: Path, manifest: Manifest) -> list[str]:
+    """Which files are missing or have another size, in words; contents are not read."""
+    return [fault for name, record in manifest.items() if (fault := _size_fault(directory / name, name, record))]
+
+
+def _size_fault(path: Path, name: str, record: File) -> str | None:
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    if not path.is_file():
+        return f"{name} is no file"
+    if size != record.bytes:
+        return f"{name} has {size} bytes, not the {record.bytes} that were written"
+    return None
+
+
+def content_faults(directory: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """Which of the files `names` cannot be read or have other contents than were written, in words."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        faults = pool.map(lambda name: _content_fault(directory / name, name, manifest[name]), names)
+        return [fault for fault in faults if fault]
+
+
+def _content_fault(path: Path, name: str, record: File) -> str | None:
+    if fault := _size_fault(path, name, record):
+        return fault
+    try:
+        same = file_record(path) == record
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    return None if same else f"{name} is damaged: its contents are not those that were written"
+
+
+def share_of(manifest: Manifest, rank: int, ranks: int) -> list[str]:
+    """The files that one of `ranks` reads when all of them check a checkpoint: each file once, bytes about even."""
+    shares: list[list[str]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for name in sorted(manifest, key=lambda name: (-manifest[name].bytes, name)):
+        least = load.index(min(load))
+        shares[least].append(name)
+        load[least] += manifest[name].bytes + 1
+    return shares[rank]
