@@ -18,6 +18,7 @@ from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.trainer import setup, training
 from megatron.context_parallel.trainer.arguments import parse_args
 from megatron.context_parallel.trainer.flags import Arguments
+from megatron.context_parallel.trainer.train_state import Progress
 
 ALL_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RECOMPUTATION = {  # suffix of a case's name, and what it changes in the trainer's arguments
@@ -59,7 +60,7 @@ def training_step(args: Arguments, case: Case, losses: list[float]) -> Callable[
     """One step of the trainer with this strategy, from the same weights and data as any other; appends the loss."""
     own = replace(args, cp=case.choice, cp_layout=case.choice.layout)
     setup.seed_all(args.seed)
-    state, data = training.build_state(own), [random_batches(own)]
+    state, data = training.build_state(own, Progress()), [random_batches(own)]
 
     def step() -> None:
         losses.append(training.train_step(own, state, data, time.monotonic())[0])

@@ -61,7 +61,8 @@ iterations=$(sed -n 's/^train-iters: //p' megatron/context_parallel/trainer/pres
 if [[ -f $tracker && $(<"$tracker") == "$iterations" ]]; then
     echo "already finished: remove $run to train anew"
 else
-    OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore .venv/bin/torchrun --standalone --nproc-per-node "$ranks" pretrain_gpt.py \
+    OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore .venv/bin/python tools/torchrun.py \
+        --standalone --nproc-per-node "$ranks" pretrain_gpt.py \
         --preset quickstart --context-parallel-size "$ranks" --cp-strategy ring "${precision[@]}" \
         --data-path "${prefix}_text_document" --save "$run" --load "$run" \
         "${validation[@]}"

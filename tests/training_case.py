@@ -14,7 +14,7 @@ from megatron.context_parallel.integration.host import support_cpu_host
 from megatron.context_parallel.strategies import choose
 from megatron.context_parallel.trainer import setup, training
 from megatron.context_parallel.trainer.checkpoint import save_checkpoint
-from megatron.context_parallel.trainer.train_state import TrainState
+from megatron.context_parallel.trainer.train_state import Progress, TrainState
 
 support_cpu_host()
 
@@ -46,6 +46,7 @@ FAMILIES["sinks"] = FAMILIES["llama"] | {"softmax_type": "learnable"}
 def case_args(family: str, **changes) -> Namespace:
     """Arguments of a tiny run, as `parse_args` derives them, on the world this rank is in."""
     values = {
+        **{"softmax_type": "vanilla", "qk_layernorm": False},
         **FAMILIES[family],
         **{"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "kv_channels": 8},
         **{"seq_length": SEQUENCE, "max_position_embeddings": SEQUENCE},
@@ -72,6 +73,7 @@ def case_args(family: str, **changes) -> Namespace:
         **{"lr_warmup_fraction": None, "weight_decay": 0.01, "clip_grad": 1.0},
         **{"use_distributed_optimizer": True, "overlap_grad_reduce": False, "overlap_param_gather": False},
         **{"save": None, "load": None, "save_interval": None, "finetune": False, "exit_on_missing_checkpoint": False},
+        **{"save_on_error": "stop"},
         **{"no_save_optim": False, "no_save_rng": False, "no_load_optim": False, "no_load_rng": False},
         **{"async_save": False, "keep_last": None, "save_retain_interval": None, "ckpt_step": None},
         **{"load_fallback": False, "no_verify_checkpoint": False, "override_data_order": False},
@@ -155,4 +157,4 @@ def groups(args: Namespace) -> Iterator[None]:
 def build(args: Namespace) -> TrainState:
     """`training.build_state` without what it prints."""
     with mock.patch("builtins.print"):
-        return training.build_state(args)
+        return training.build_state(args, Progress())

@@ -28,7 +28,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 
 from megatron.context_parallel import transport
 from megatron.context_parallel.trainer import arguments, training
-from megatron.context_parallel.trainer.checkpoint import Save
+from megatron.context_parallel.trainer.saver import Saver
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def install(watch: Watch, save: str | None, timeout: float | None) -> None:
     training.run_micro_batches = _unless("evaluation", watch, "backward", training.run_micro_batches)
     training._forward_step = _unless("evaluation", watch, "forward", training._forward_step)
     training.load_checkpoint = watch.within("load", training.load_checkpoint)
-    for name in ("__init__", "finish"):
-        setattr(Save, name, watch.within("save", getattr(Save, name)))
+    for name in ("start", "finish"):
+        setattr(Saver, name, watch.within("save", getattr(Saver, name)))
     dist_checkpointing.load = watch.before(("load",), dist_checkpointing.load)
     GPTDataset.__getitem__ = watch.within("data", GPTDataset.__getitem__)
     moving = ("forward", "backward", "evaluation")

@@ -26,7 +26,7 @@ def run_main(main: Callable[[], int | None], program: str | None = None) -> NoRe
     """Exits with the status that `main` returns (None: 0).
 
     A UsageError is one line with the name of the program (default: of its file), and status 2. So is a package of an
-    extra that is not installed.
+    extra that is not installed. Ctrl-C is one line, and status 130.
     """
     try:
         sys.exit(main())
@@ -34,6 +34,10 @@ def run_main(main: Callable[[], int | None], program: str | None = None) -> NoRe
         message = str(error)
     except ModuleNotFoundError as error:
         message = _how_to_install(error)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(130)
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         # Rank 0 says it for all, and its exit ends the job. A rank still here then found a mistake of its node alone.

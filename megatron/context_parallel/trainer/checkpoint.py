@@ -45,6 +45,7 @@ from .manifest import (
     write_manifest,
 )
 from .resume import check_resume, check_samples
+from .storage import begin_save, cause_of, raise_alike, raise_kept
 from .train_state import METADATA, Progress, TrainState, load_optimizer, set_generators, sharded_state
 
 _RANK_LAYOUT = (
@@ -67,7 +68,7 @@ def on_first_rank(action: Callable[[], T]) -> T:
     """What `action` returns on rank 0, on every rank.
 
     Raises:
-        UsageError, OSError: `action` raised it; every rank raises the same.
+        UsageError, DiskError: `action` raised it, or another OSError; every rank raises the same.
     """
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -77,7 +78,7 @@ def on_first_rank(action: Callable[[], T]) -> T:
             outcome[1] = error
     dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
-        raise outcome[1]
+        raise_alike(outcome[1])
     return outcome[0]
 
 
@@ -116,6 +117,7 @@ class Save:
         self.thread.start()
 
     def _make_room(self) -> None:
+        begin_save(self.args)
         self.temporary.parent.mkdir(parents=True, exist_ok=True)
         clear_leftovers(self.temporary.parent)
         self.temporary.mkdir()
@@ -129,7 +131,7 @@ class Save:
                 written = list(pool.map(self._write_shard, range(len(buckets)), buckets))
             results.put(dict(enumerate(written)))
         except Exception as error:
-            self.failure = error
+            self.failure = cause_of(error, self.temporary)
 
     def _write_shard(self, index: int, bucket: tuple) -> list:
         """Write one file with megatron-core's writer; returns what it says of the tensors in it."""
@@ -155,7 +157,7 @@ class Save:
         """Wait for the writers, and make the checkpoint the latest.
 
         Raises:
-            OSError: writing failed on some rank; every rank raises the same.
+            DiskError: writing failed on some rank; every rank raises the same.
         """
         self.thread.join()
         gc.enable()  # the writers turn it off, and one of two that overlap may leave it so
@@ -163,13 +165,14 @@ class Save:
         dist.all_gather_object(outcomes, (self.failure, self.records))
         for failure, _ in outcomes:
             if failure:
-                raise failure
+                raise_alike(failure)
         for finalize in self.request.finalize_fns:
             finalize()
         records = {name: record for _, written in outcomes for name, record in written.items()}
         on_first_rank(lambda: self._publish(records))
 
     def _publish(self, records: Manifest) -> None:
+        raise_kept()
         (self.temporary / ARGUMENTS).write_text(json.dumps(plain_args(self.args), indent=1, sort_keys=True))
         write_manifest(self.temporary, make_manifest(self.temporary, records))
         for path in [*self.temporary.rglob("*"), self.temporary]:

@@ -143,6 +143,9 @@ class Checkpointing(Section, title="checkpointing"):
     save_retain_interval: int | None = flag(
         "keep those of multiples of this; delete others but the last, or --keep-last", example=1000, needs="save"
     )
+    save_on_error: str = flag(
+        "after a save that failed: stop, or train on until the next", "stop", choices=("stop", "continue"), needs="save"
+    )
     no_save_optim: bool = flag("leave the optimizer out of checkpoints", False)
     no_save_rng: bool = flag("leave the random generators out of checkpoints", False)
     load: str | None = flag("directory of checkpoints to go on from; none there: start from scratch", unit="DIR")

@@ -2,8 +2,12 @@
 
 import importlib.util
 import json
+import math
 import resource
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -57,6 +61,7 @@ class RunLog:
         self.tensorboard: SummaryWriter | None = None
         self.wandb: Any = None
         self.bar: Progress | None = None
+        self.warned = False
         if self.speaks:
             self._open(iteration)
             self.say(_explain(args, self.peak))
@@ -68,6 +73,7 @@ class RunLog:
         if args.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
+            threading.excepthook = _quiet_about_tensorboard
             self.tensorboard = SummaryWriter(args.tensorboard_dir, purge_step=iteration + 1)
         if args.wandb_project:
             self.wandb = _start_wandb(args)
@@ -78,11 +84,22 @@ class RunLog:
             self.bar.start()
 
     def say(self, line: str) -> None:
-        """Print a line, on rank 0 only."""
-        if self.bar:
-            self.bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
-        elif self.speaks:
-            print(line, flush=True)
+        """Print a line, on rank 0 only. A full disk behind the standard output is no reason to stop."""
+        with suppress(OSError):
+            if self.bar:
+                self.bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            elif self.speaks:
+                print(line, flush=True)
+
+    @contextmanager
+    def _tolerant(self) -> Iterator[None]:
+        """Training goes on without metrics where they cannot be written; the first time it says so."""
+        try:
+            yield
+        except OSError as error:
+            if not self.warned:
+                self.say(f"warning: metrics cannot be written ({error}); training goes on")
+            self.warned = True
 
     def iteration_done(
         self, progress: RunProgress, loss: float, lr: float, grad_norm: float | None, seconds: float
@@ -127,11 +144,13 @@ class RunLog:
     def _publish(self, numbers: dict[str, float]) -> None:
         iteration = numbers["iteration"]
         if self.metrics:
-            self.metrics.write(json.dumps(numbers) + "\n")
-            self.metrics.flush()
+            with self._tolerant():
+                self.metrics.write(json.dumps(numbers) + "\n")
+                self.metrics.flush()
         if self.tensorboard:
-            for name, value in numbers.items() - {("grad_norm", None)}:
-                self.tensorboard.add_scalar(name, value, iteration)
+            with self._tolerant():
+                for name, value in numbers.items() - {("grad_norm", None)}:
+                    self.tensorboard.add_scalar(name, value, iteration)
         if self.wandb:
             self.wandb.log(numbers, step=iteration)
 
@@ -139,12 +158,18 @@ class RunLog:
         """Flush and close every output."""
         if self.bar:
             self.bar.stop()
-        if self.metrics:
-            self.metrics.close()
-        if self.tensorboard:
-            self.tensorboard.close()
+        for output in (self.metrics, self.tensorboard):
+            if output:
+                with self._tolerant():
+                    output.close()
         if self.wandb:
             self.wandb.finish()
+
+
+def _quiet_about_tensorboard(thread: threading.ExceptHookArgs) -> None:
+    # Its writer prints a traceback when the disk is full, and then tells the thread that logs.
+    if not (issubclass(thread.exc_type, OSError) and type(thread.thread).__name__ == "_AsyncWriterThread"):
+        threading.__excepthook__(thread)
 
 
 def _line(record: Record, train_iters: int, peak: float | None) -> str:
@@ -188,9 +213,19 @@ def _resume_metrics(path: Path, iteration: int):
     """The file open for appending, without the lines of iterations that the resumed run will do again."""
     path.parent.mkdir(parents=True, exist_ok=True)
     old = path.read_text().splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in old if line.endswith("\n") and json.loads(line)["iteration"] <= iteration]
-    path.write_text("".join(kept))
+    kept = [line for line in old if line.endswith("\n") and _iteration_of(line) <= iteration]
+    if kept != old:
+        draft = path.with_suffix(".incomplete")  # on a full disk the old file stays
+        draft.write_text("".join(kept))
+        draft.replace(path)
     return path.open("a")
+
+
+def _iteration_of(line: str) -> float:
+    try:
+        return json.loads(line)["iteration"]
+    except (ValueError, TypeError, KeyError):  # cut short by a full disk
+        return math.inf
 
 
 def check_trackers(args: Arguments) -> None:

@@ -1,6 +1,8 @@
 """From the arguments to megatron-core's objects: model chunks, optimizer, learning-rate schedule."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -157,3 +159,15 @@ def build_optimizer(
 
 def _fields_given(args: Arguments, config: type) -> dict[str, object]:
     return {f.name: getattr(args, f.name) for f in dataclasses.fields(config) if hasattr(args, f.name)}
+
+
+@contextmanager
+def weights_gathered(args: Arguments, model: list[DistributedDataParallel]) -> Iterator[None]:
+    """All weights up to date on every rank; with `--overlap-param-gather` the last arrive in the next forward pass."""
+    for chunk in model if args.overlap_param_gather else ():
+        chunk.disable_forward_pre_hook()
+    try:
+        yield
+    finally:
+        for chunk in model if args.overlap_param_gather else ():
+            chunk.enable_forward_pre_hook()

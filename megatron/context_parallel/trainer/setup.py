@@ -1,11 +1,8 @@
 """Starts and ends a distributed job: process groups, seeds, and the death of a rank."""
 
-import multiprocessing
 import os
 import random
 import signal
-import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,33 +14,40 @@ from megatron.core import parallel_state, tensor_parallel
 
 from ..errors import UsageError
 from ..integration.host import support_cpu_host
+from .checkpoint_store import latest_iteration
+from .crash import leave_after
 from .flags import Arguments
+from .lifetime import end_at_interrupt
+from .train_state import Progress
 
 
 @contextmanager
-def distributed_job(args: Arguments) -> Iterator[None]:
-    """The process groups of one job, destroyed when the block ends.
+def distributed_job(args: Arguments, progress: Progress) -> Iterator[None]:
+    """The process groups of one job, destroyed when the block ends. `progress` tells how far an interrupted run came.
 
-    A rank that fails prints its own traceback, marked with its rank, and leaves at once, so that the launcher
-    stops the others while its error is still the first one in the log.
+    A rank that fails leaves at once, so that the launcher stops the others while its error is the first one in the log.
     """
     if args.exit_signal_handler:
         _hold_back_sigterm()
-    join_world(args)
-    initialize_model_parallel(args)
+    end_at_interrupt(args.rank, lambda: _last_words(args, progress))
     try:
+        join_world(args)
+        initialize_model_parallel(args)
         yield
     except (UsageError, SystemExit):
         raise
-    except BaseException:
-        trace = "".join(f"[rank {args.rank}] {line}\n" for line in traceback.format_exc().splitlines())
-        sys.stderr.write(trace)
-        sys.stderr.flush()
-        for child in multiprocessing.active_children():
-            child.kill()
-        os._exit(1)
+    except BaseException as error:
+        leave_after(args, error)
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def _last_words(args: Arguments, progress: Progress) -> str:
+    words = f"interrupted at iteration {progress.iteration}"
+    if not args.save:
+        return words
+    saved = latest_iteration(args.save)
+    return f"{words}; {'no checkpoint was saved' if saved is None else f'the last checkpoint is iteration {saved}'}"
 
 
 _sigterm: list[int] = []

@@ -2,8 +2,6 @@
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,14 +20,16 @@ from ..integration.batch import shard_batch
 from ..integration.packed import PackedDocuments
 from ..mask import Documents
 from . import rerun
-from .checkpoint import Save, load_checkpoint, say
+from .checkpoint import load_checkpoint, say
 from .data import build_data_iterator, build_datasets
 from .findings import Findings
 from .flags import Arguments
 from .log import RunLog, check_trackers
-from .model import build_model, build_optimizer
+from .model import build_model, build_optimizer, weights_gathered
 from .rerun import Batches, StepRejectedError, replayable
 from .resume import check_shuffle
+from .save_lock import save_lock
+from .saver import Saver
 from .setup import distributed_job, sigterm_came
 from .tokenizer import build_tokenizer
 from .train_state import Progress, TrainState
@@ -45,11 +45,11 @@ def pretrain(args: Arguments) -> None:
         UsageError: something named in `args` is missing or does not fit; every rank raises the same.
     """
     check_trackers(args)
-    started = time.monotonic()
-    with distributed_job(args):
+    started, progress = time.monotonic(), Progress()
+    with distributed_job(args, progress), save_lock(args):
         tokenizer, samples = build_tokenizer(args), samples_needed(args)
         datasets = build_datasets(args, tokenizer, samples)
-        state = build_state(args)
+        state = build_state(args, progress)
         if datasets[0]:
             check_shuffle(args, state.progress, datasets[0], lambda n: build_datasets(args, tokenizer, (n, 0, 0))[0])
         state.progress.planned_train_samples = samples[0]
@@ -71,11 +71,11 @@ def pretrain(args: Arguments) -> None:
         log.close()
 
 
-def build_state(args: Arguments) -> TrainState:
-    """Model, optimizer and schedule, restored from `--load` where it holds a checkpoint."""
+def build_state(args: Arguments, progress: Progress) -> TrainState:
+    """Model, optimizer, schedule and `progress`, restored from `--load` where it holds a checkpoint."""
     model = build_model(args)
     findings = Findings(args, model, rerun.start_machine(args))
-    state = TrainState(model, *build_optimizer(args, model), Progress(), findings)
+    state = TrainState(model, *build_optimizer(args, model), progress, findings)
     if not args.load:
         return state
     if load_checkpoint(args, state):
@@ -112,21 +112,21 @@ def train_loop(
     `started` is the `time.monotonic()` from which `--exit-duration-in-mins` counts. With `--save` the last iteration
     done is always saved.
     """
-    progress, saved, save = state.progress, state.progress.iteration, None
+    progress, saver, leave = state.progress, Saver(args, state, log), False
     train = [replayable(args, batches) for batches in train]
-    leave = False
     while progress.iteration < args.train_iters and not leave:
         before = time.perf_counter()
         try:
             loss, grad_norm, leave, warnings = train_step(args, state, train, started)
         except (FloatingPointError, UsageError):  # on every rank alike, and after this checkpoint
-            _finish(save, log)
+            saver.finish()
             raise
         except StepRejectedError as rejected:
-            _finish(save, log)
+            saver.finish()
             log.say(str(rejected))
             if args.save and rejected.save:
-                _finish(_start_save(args, state), log)
+                saver.start()
+                saver.finish()
             raise SystemExit(rejected.status) from None
         for line in warnings:
             log.say(line)
@@ -135,14 +135,9 @@ def train_loop(
             log.evaluation_done(progress.iteration, "validation", evaluate(args, state, valid))
             progress.consumed_valid_samples += args.eval_iters * args.global_batch_size
         if args.save and args.save_interval and progress.iteration % args.save_interval == 0:
-            _finish(save, log)
-            save, saved = _start_save(args, state), progress.iteration
-        if save and (not args.async_save or save.is_written()):
-            _finish(save, log)
-            save = None
-    _finish(save, log)
-    if args.save and saved != progress.iteration:
-        _finish(_start_save(args, state), log)
+            saver.start()
+        saver.finish_if_written()
+    saver.end()
     return not leave
 
 
@@ -245,7 +240,7 @@ def evaluate(args: Arguments, state: TrainState, batches: ChunkBatches) -> float
     Raises:
         UsageError: a token is not in the vocabulary.
     """
-    with _weights_gathered(args, state.model):
+    with weights_gathered(args, state.model):
         for chunk in state.model:
             chunk.eval()
         data = []
@@ -257,27 +252,6 @@ def evaluate(args: Arguments, state: TrainState, batches: ChunkBatches) -> float
     if found:
         state.findings.settle(state.progress.iteration)
     return loss
-
-
-def _start_save(args: Arguments, state: TrainState) -> Save:
-    with _weights_gathered(args, state.model):
-        return Save(args, state)
-
-
-def _finish(save: Save | None, log: RunLog) -> None:
-    if save:
-        save.finish()
-        log.say(f"saved iteration {save.iteration} to {save.args.save}")
-
-
-@contextmanager
-def _weights_gathered(args: Arguments, model: list[DistributedDataParallel]) -> Iterator[None]:
-    # With --overlap-param-gather the weights of the last step arrive during the next forward pass.
-    for chunk in model if args.overlap_param_gather else ():
-        chunk.disable_forward_pre_hook()
-    yield
-    for chunk in model if args.overlap_param_gather else ():
-        chunk.enable_forward_pre_hook()
 
 
 def _learning_rate(state: TrainState) -> float:
