@@ -15,6 +15,7 @@ from .kernels import Kernel, Scores
 from .kernels.choose import kernel_for
 from .mask import Documents, Mask
 from .plan.ir import Plan, T
+from .recorder import recorder
 from .sinks import add_sinks, sink_gradients
 from .transport import Program, Transport
 
@@ -74,7 +75,7 @@ def context_parallel_attention(
     scores = Scores(1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap)
     kernel = kernel or kernel_for(q.device, q.dtype, q.shape[-1], value_dim=v.shape[-1], softcap=softcap)
     problem = Problem(cp.blocks(mask, lengths, kernel), k.shape[2], kernel, scores)
-    call = _Call(cp, mask, lengths, q.shape[2], plan, problem)
+    call = _Call(cp, mask, lengths, q.shape[2], plan, problem, recorder.position.layer)
     again = kept.popleft() if kept and torch.is_grad_enabled() else None
     out, lse = _Attention.apply(q, k, v, sinks, call, again, None if torch.is_grad_enabled() else kept)
     return (out, lse) if return_lse else out
@@ -123,6 +124,7 @@ class _Call:
     heads: int
     plan: Plan
     problem: Problem
+    layer: int  # as recorded
 
 
 class _Attention(torch.autograd.Function):
@@ -146,6 +148,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, _):
         call, (sinks, *saved) = ctx.call, ctx.saved_tensors
         cp = call.cp
+        recorder.at_layer(call.layer)
         with torch.no_grad():
             douts = cp.split(dout)
             ranks = len(douts)

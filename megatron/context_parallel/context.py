@@ -15,6 +15,7 @@ from .layout import Chunks, positions, shard, unshard
 from .mask import Mask
 from .plan.ir import Plan
 from .plan.verify import verify
+from .recorder import recorder
 from .strategies import Choice, asked, choose
 from .transport import LocalTransport, Program, TorchTransport, run_all, run_here
 
@@ -126,7 +127,10 @@ class ContextParallel(_Strategy):
         return parts[0]
 
     def run(self, program: Callable[..., Program], plan: Plan, problem: Problem, parts: list[tuple]) -> list:
-        return [run_here(program(plan, problem, self.rank, self._transport, *parts[0]))]
+        recorder.begin(plan.name, plan.backward)
+        results = [run_here(program(plan, problem, self.rank, self._transport, *parts[0]))]
+        recorder.end()
+        return results
 
 
 class AllRanks(_Strategy):

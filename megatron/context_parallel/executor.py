@@ -17,6 +17,7 @@ from .kernels.masks import Piece
 from .kernels.merge import merge
 from .plan.ir import IN_FLIGHT, PARTIAL, AllGather, Attend, Key, Plan, Recv, ReduceScatter, Send, T
 from .plan.liveness import last_reads
+from .recorder import recorder
 from .transport import Program, Transport, Work
 
 Value = tuple[Tensor, ...]
@@ -38,7 +39,7 @@ class Executor:
     def __init__(self, plan: Plan, rank: int, problem: Problem, transport: Transport, inputs: dict[T, Value]) -> None:
         self.plan, self.rank, self.problem, self.transport = plan, rank, problem, transport
         self.held: dict[Key, Value] = {(t, rank): value for t, value in inputs.items()}
-        self.arriving: dict[Key, list[tuple[Work, Value]]] = defaultdict(list)
+        self.arriving: dict[Key, list[tuple[Work, int, Value]]] = defaultdict(list)  # with the peer that sends it
         self.launched: dict[str, deque[Work]] = defaultdict(deque)
         self.last_reads = last_reads(plan, rank)
         self.q, (self.k, self.v) = inputs[plan.starts[0]][0], inputs[T.KV]
@@ -46,11 +47,14 @@ class Executor:
 
     def run(self) -> Program[dict[T, Value]]:
         """Yields each communication that it must wait for; returns the tensors that the plan ends with."""
-        for s, step in enumerate(self.plan.steps[self.rank]):
+        steps = self.plan.steps[self.rank]
+        for s, step in enumerate(steps):
+            recorder.at_step(s)
             yield from self._launch(step.comm)
             for attend in step.attend:
                 yield from self._attend(attend)
             self._free(s)
+        recorder.at_step(len(steps))
         ends = {}
         for t in self.plan.ends:
             ends[t] = yield from self._take(t, self.rank)
@@ -71,7 +75,7 @@ class Executor:
                 case Recv():
                     value = self._empty(op.tensor, op.chunk)
                     receives += [(op.peer, x) for x in value]
-                    received[op.channel].append(((op.tensor, op.chunk), value))
+                    received[op.channel].append((op, value))
                 case AllGather():
                     yield from self._all_gather(op)
                 case ReduceScatter():
@@ -82,8 +86,8 @@ class Executor:
             yield from self._make_room(channel)
             work = self.transport.exchange(channel, sends, receives)
             self.launched[channel].append(work)
-            for key, value in received[channel]:
-                self.arriving[key].append((work, value))
+            for op, value in received[channel]:
+                self.arriving[op.tensor, op.chunk].append((work, op.peer, value))
 
     def _all_gather(self, op: AllGather) -> Program[None]:
         """Gathers into one buffer, of which each chunk becomes a view."""
@@ -94,7 +98,7 @@ class Executor:
         self.launched[op.channel].append(work)
         for i, chunk in enumerate(op.chunks):
             if op.group[i] != self.rank:
-                self.arriving[op.tensor, chunk].append((work, tuple(x[i] for x in everyone)))
+                self.arriving[op.tensor, chunk].append((work, op.group[i], tuple(x[i] for x in everyone)))
 
     def _reduce_scatter(self, op: ReduceScatter) -> Program[None]:
         """Each rank receives all partials of its chunk and adds them up: gloo's own moves twice the bytes."""
@@ -103,12 +107,12 @@ class Executor:
         for k in range(1, size):
             after, before = (place + k) % size, (place - k) % size
             sends += [(op.group[after], x) for x in (yield from self._take(op.tensor, op.chunks[after]))]
-            values.append(self._empty(op.tensor, op.chunks[place]))
-            receives += [(op.group[before], x) for x in values[-1]]
+            values.append((op.group[before], self._empty(op.tensor, op.chunks[place])))
+            receives += [(op.group[before], x) for x in values[-1][1]]
         yield from self._make_room(op.channel)
         work = self.transport.exchange(op.channel, sends, receives)
         self.launched[op.channel].append(work)
-        self.arriving[op.tensor, op.chunks[place]] += [(work, value) for value in values]
+        self.arriving[op.tensor, op.chunks[place]] += [(work, *value) for value in values]
 
     def _make_room(self, channel: str) -> Program[None]:
         works = self.launched[channel]
@@ -121,7 +125,7 @@ class Executor:
         """Merges the partials that a complete batch brought. Otherwise they would fill memory until they are read."""
         for key in [key for key in self.arriving if key[0] in PARTIAL]:
             waiting = self.arriving.pop(key)
-            for work, value in waiting:
+            for work, _, value in waiting:
                 if work is done:
                     self._put(key, value)
             if rest := [entry for entry in waiting if entry[0] is not done]:
@@ -129,7 +133,8 @@ class Executor:
 
     def _need(self, key: Key) -> Program[Value]:
         """The value of `key`, after everything that was sent for it has arrived and been merged."""
-        for work, value in self.arriving.pop(key, ()):
+        for work, peer, value in self.arriving.pop(key, ()):
+            recorder.need(*key, self.transport.world(peer))
             yield work
             self._put(key, value)
         return self.held[key]

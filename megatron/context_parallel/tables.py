@@ -8,15 +8,15 @@ from rich.table import Table
 _NO_END = 1000  # columns, where lines are not wrapped
 
 
-def show(*tables: Table, file: IO[str] | None = None) -> None:
+def show(*tables: Table, file: IO[str] | None = None, width: int = _NO_END) -> None:
     """Prints tables to `file` (default: standard output), as wide as the terminal; nothing is cut, long cells fold.
 
-    What is no terminal gets plain columns: no lines around them, and a line for each row.
+    What is no terminal gets plain columns, `width` in all: no lines around them, and a line for each row if they fit.
     """
     console = Console(file=file, highlight=False)
     terminal = console.is_terminal
     if not terminal:
-        console = Console(file=file, highlight=False, width=_NO_END)
+        console = Console(file=file, highlight=False, width=width)
     for table in tables:
         for column in table.columns:
             column.overflow = "fold"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .communicators import meet, new_communicator
 from .plan.ir import Plan, PlanError
+from .recorder import Ends, recorder
 
 Result = TypeVar("Result")
 
@@ -28,6 +29,10 @@ Program = Generator[Work, None, Result]  # a rank's execution of a plan: yields 
 
 class Transport(Protocol):
     """One rank's side. Peers and groups are ranks of the context group (of a `Subgroup`, its own)."""
+
+    def world(self, peer: int) -> int:
+        """The rank in the world of a peer."""
+        ...
 
     def exchange(self, channel: str, sends: Messages, receives: Messages) -> Work:
         """Starts one batch of messages. Between two ranks, messages match in order."""
@@ -50,15 +55,23 @@ class Transport(Protocol):
 
 
 class _Batch:
-    def __init__(self, works: list[dist.Work], label: str) -> None:
-        self.works, self.label = works, label
+    """Works of torch.distributed. Each has an end of its own, or all have all of them."""
+
+    def __init__(self, works: list[dist.Work], channel: str, ends: Ends) -> None:
+        self.works, self.channel, self.ends = works, channel, ends
+        recorder.launch(channel, ends)
 
     def wait(self) -> None:
+        if not self.works:
+            return
+        apart = len(self.works) == len(self.ends)
         try:
-            for work in self.works:
+            for i, work in enumerate(self.works):
+                recorder.wait(self.channel, self.ends[i : i + 1] if apart else self.ends)
                 work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(f"context parallel communication failed: {self.label}: {error}") from error
+        except RuntimeError as error:  # the recorder's position stays: it says what failed
+            raise RuntimeError(f"context parallel communication failed: {recorder.position}: {error}") from error
+        recorder.waited(self.channel, self.ends)
         self.works = []
 
 
@@ -101,6 +114,9 @@ class TorchTransport:
                 dist.barrier(group, device_ids=[torch.cuda.current_device()])
             self._groups[channel, members] = group
 
+    def world(self, peer: int) -> int:
+        return self.ranks[peer]
+
     def _group(self, channel: str, members: tuple[int, ...]) -> dist.ProcessGroup:
         if (channel, members) not in self._groups:
             raise PlanError(
@@ -114,8 +130,9 @@ class TorchTransport:
         # Receives first: with two sends that cross, gloo moves one after the other, not both at once.
         ops = [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
         ops += [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sends]
-        label = f"rank {self.rank} on channel {channel}, sending to {[p for p, _ in sends]}, "
-        return _Batch(dist.batch_isend_irecv(ops), label + f"receiving from {[p for p, _ in receives]}")
+        ends = [("receive", self.ranks[peer]) for peer, _ in receives]
+        ends += [("send", self.ranks[peer]) for peer, _ in sends]
+        return _Batch(dist.batch_isend_irecv(ops), channel, ends)
 
     def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> Work:
         if self._nccl:
@@ -129,7 +146,7 @@ class TorchTransport:
             dist.all_gather_into_tensor(everyone.flatten(0, 1), mine, group=communicator, async_op=True)
             for mine, everyone in tensors
         ]
-        return _Batch(works, f"rank {self.rank} on channel {channel}, gathering from {list(group)}")
+        return _Batch(works, channel, [("gather", self.ranks[rank]) for rank in group if rank != self.rank])
 
 
 def _version(x: Tensor) -> int:
@@ -192,6 +209,9 @@ class LocalTransport:
         self.rank, self.post = rank, post
         self._named: dict[tuple, int] = defaultdict(int)  # messages of a line from this rank or to it
 
+    def world(self, peer: int) -> int:
+        return peer
+
     def exchange(self, channel: str, sends: Messages, receives: Messages) -> _Exchange:
         batch = _Exchange()
         for peer, x in sends:
@@ -230,6 +250,9 @@ class Subgroup:
 
     def __init__(self, transport: Transport, ranks: tuple[int, ...]) -> None:
         self.transport, self.ranks = transport, ranks
+
+    def world(self, peer: int) -> int:
+        return self.transport.world(self.ranks[peer])
 
     def exchange(self, channel: str, sends: Messages, receives: Messages) -> Work:
         return self.transport.exchange(channel, self._outside(sends), self._outside(receives))

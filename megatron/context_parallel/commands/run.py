@@ -14,6 +14,7 @@ NEEDS = {  # what is imported: (the package that has it, the extra that installs
     "xxhash": ("xxhash", "train"),
     "yaml": ("pyyaml", "train"),
     "matplotlib": ("matplotlib", "train"),
+    "networkx": ("networkx", "train"),
     "rich": ("rich", "train"),
     "tensorboard": ("tensorboard", "train"),
     "transformers": ("transformers", "tokenizers"),

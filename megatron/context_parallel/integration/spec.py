@@ -19,6 +19,7 @@ from ..attention import context_parallel_attention
 from ..context import ContextParallel
 from ..errors import UsageError
 from ..kernels.choose import kernel_for
+from ..recorder import recorder
 from .norm import Norm
 from .packed import PackedDocuments
 
@@ -57,7 +58,7 @@ class ContextParallelAttention(MegatronModule):
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = tuple(config.window_size) if windowed else (-1, -1)
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
-        self.cp, self.backend = cp, backend
+        self.cp, self.backend, self.layer_number = cp, backend, layer_number
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
         self.softmax_offset = self._softmax_offset()
         # Recomputations follow their forward passes in order, so those of a layer can wait in a line.
@@ -116,6 +117,7 @@ class ContextParallelAttention(MegatronModule):
             if not isinstance(packed_seq_params, PackedDocuments):
                 raise UsageError("packed_seq_params: call use_layout(model, cp) first, or pass PackedDocuments")
             documents = packed_seq_params.over(query.shape[1], self.cp.length(query))
+        recorder.at_layer(self.layer_number)
         out = context_parallel_attention(
             query,
             key,

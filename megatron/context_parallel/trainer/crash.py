@@ -9,64 +9,102 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from torch.distributed import distributed_c10d
 
+from ..errors import UsageError
+from ..recorder import recorder
 from .flags import Arguments
+
+if TYPE_CHECKING:
+    from .watch import Watch
 
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 _SECONDS_TO_BE_ENDED = 5
 
 
-def crash_log(args: Arguments, error: BaseException) -> Path:
+def crash_log(args: Arguments, error: BaseException | str, rank: int | None = None) -> Path:
     """Write what this rank was doing to `--save`/crash/rank-N.log, and return its path.
 
     Without `--save`, or if it cannot be written to, the log is in a new folder for temporary files.
+
+    Args:
+        args: of the run.
+        error: that of this rank, or why it is ended.
+        rank: another rank, which cannot write; then only `error` is written.
 
     Raises:
         OSError: it cannot be written there either.
     """
     if args.save:
         try:
-            return _write(Path(args.save) / "crash", args.rank, error)
+            return _write(Path(args.save) / "crash", args.rank, error, rank)
         except OSError:
             pass
-    return _write(Path(tempfile.mkdtemp(prefix="crash-")), args.rank, error)
+    return _write(Path(tempfile.mkdtemp(prefix="crash-")), args.rank, error, rank)
 
 
-def _write(directory: Path, rank: int, error: BaseException) -> Path:
+def _write(directory: Path, me: int, error: BaseException | str, rank: int | None) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"rank-{rank}.log"
+    path = directory / f"rank-{me if rank is None else rank}.log"
     with path.open("w") as log:
-        log.write(f"rank {rank}, process {os.getpid()} on {socket.gethostname()}, {time.strftime('%F %T')}\n\n")
-        traceback.print_exception(error, file=log)
-        log.write("\n")
+        when = time.strftime("%F %T")
+        if rank is not None:
+            log.write(f"written by rank {me} on {socket.gethostname()}, {when}\n\n{error}\n")
+            return path
+        log.write(f"rank {me}, process {os.getpid()} on {socket.gethostname()}, {when}\n")
+        log.write(f"at {recorder.position}\n\n")
+        if isinstance(error, str):
+            log.write(f"{error}\n")
+        else:
+            traceback.print_exception(error, file=log)
+        log.write("\nlast transport operations:\n")
+        log.writelines(f"{line}\n" for line in recorder.operations() or ["none"])
+        log.write("\nthreads:\n")
         log.flush()
         faulthandler.dump_traceback(log, all_threads=True)
     return path
 
 
-def leave_after(args: Arguments, error: BaseException) -> NoReturn:
-    """End this process with status 1 because of `error`.
+def leave_after(args: Arguments, error: BaseException, watch: "Watch | None") -> NoReturn:
+    """End this process with status 1 (2 for a UsageError) because of `error`.
 
-    Of the ranks that fail by themselves the first says why. One that only lost a peer says nothing.
+    The rank that broke the job says why. One that only lost a peer says nothing.
     """
+    if isinstance(error, UsageError):
+        if watch:
+            watch.fail("usage")
+            if args.rank and watch.may_speak():
+                print(f"rank {args.rank}: error: {error}", file=sys.stderr, flush=True)
+                os._exit(2)
+        raise error
+    kind = _kind(error)
+    if watch:
+        watch.fail(kind)
     try:
         details = f"details in {crash_log(args, error)}"
     except OSError as full:
         details = f"its details could not be written: {full}"
-    if not lost_a_peer(error) and _is_first():
+    if watch.may_speak() if watch else kind == "failed" and _is_first():
         print(f"rank {args.rank}: {one_line(error)}; {details}", file=sys.stderr, flush=True)
     else:
-        # The launcher reports the rank that ended first, and ends the others.
-        signal.sigtimedwait({signal.SIGTERM}, _SECONDS_TO_BE_ENDED)
+        linger()
     os._exit(1)
 
 
-def lost_a_peer(error: BaseException) -> bool:
-    """Whether `error` says only that another rank is gone."""
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER)
+def linger() -> None:
+    """Let the launcher see first which rank ended first: it reports that one, and ends the others."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal.sigtimedwait({signal.SIGTERM}, _SECONDS_TO_BE_ENDED)
+
+
+def _kind(error: BaseException) -> str:
+    """How a rank ends that raises `error`, as `Heard.ended` says it."""
+    text = str(error)
+    if isinstance(error, RuntimeError) and any(words in text for words in _LOST_PEER):
+        return "lost"
+    return "timeout" if isinstance(error, RuntimeError) and "timed out" in text.lower() else "failed"
 
 
 def one_line(error: BaseException) -> str:

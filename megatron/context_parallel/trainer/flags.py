@@ -186,6 +186,13 @@ class Distributed(Section, title="distributed"):
     )
     distributed_backend: str | None = flag("communication", derived="nccl on GPUs, else gloo", choices=("gloo", "nccl"))
     distributed_timeout_minutes: int = flag("a rank that waits longer fails", 10, unit="MINUTES")
+    distributed_timeout_seconds_after_init: int | None = flag(
+        "a rank that does not respond so long ends the job, after the first iteration",
+        derived="distributed-timeout-minutes",
+        unit="SECONDS",
+        example=60,
+        at_least=2,
+    )
 
 
 class Data(Section, title="data"):

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import cache
 
 _PR_SET_PDEATHSIG = 1
-_INTERRUPTED = 128 + signal.SIGINT
 _SECONDS_TO_SPEAK = 1
 _libc = ctypes.CDLL(None)
 _forking = (0, False)  # the process that forks, and whether its main thread does
@@ -39,6 +38,8 @@ def _about_to_fork() -> None:
 
 def _forked() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if signal.getsignal(signal.SIGTERM) is _ignore:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent, by_main_thread = _forking
     if by_main_thread:  # the kernel counts the end of another thread as the parent's
         _die_with(parent)
@@ -52,27 +53,46 @@ def _die_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_at_interrupt(rank: int, last_words: Callable[[], str]) -> None:
-    """At SIGINT end this process with status 130, also while it waits for other ranks; rank 0 prints `last_words()`.
+def end_at_signals(
+    rank: int, numbers: set[signal.Signals], tell: Callable[[str], None], last_words: Callable[[], str]
+) -> None:
+    """At SIGINT or SIGTERM end this process, also while it waits for other ranks.
 
     Call it in the main thread.
+
+    Args:
+        rank: this one.
+        numbers: which of the two signals.
+        tell: gets the name of the signal, before this process ends.
+        last_words: what rank 0 prints at SIGINT. The status is then 130; at SIGTERM the signal ends the process.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    signal.signal(
-        signal.SIGINT, lambda number, frame: None
-    )  # the main thread may be in a collective: do not rely on it
+    for number in numbers:
+        signal.signal(number, _ignore)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=_end_at_interrupt, args=(reader, rank, last_words), name="interrupt", daemon=True).start()
+    arguments = reader, rank, numbers, tell, last_words
+    threading.Thread(target=_end_at_signals, args=arguments, name="signals", daemon=True).start()
 
 
-def _end_at_interrupt(signals: int, rank: int, last_words: Callable[[], str]) -> None:
-    while signal.SIGINT not in os.read(signals, 64):
+def _ignore(number: int, frame: object) -> None:
+    """The main thread may be in a collective: the thread of the pipe acts."""
+
+
+def _end_at_signals(
+    pipe: int, rank: int, numbers: set[signal.Signals], tell: Callable[[str], None], last_words: Callable[[], str]
+) -> None:
+    while not (came := numbers.intersection(os.read(pipe, 64))):
         pass
+    number = signal.Signals(min(came))
     try:
+        tell(number.name)
+        if number == signal.SIGTERM:
+            _libc.signal(number, None)  # its default; Python sets it in the main thread only
+            os.kill(os.getpid(), number)
         if rank == 0:
             print(last_words(), file=sys.stderr, flush=True)
         else:
             time.sleep(_SECONDS_TO_SPEAK)  # rank 0 would lose a peer
     finally:
-        os._exit(_INTERRUPTED)
+        os._exit(128 + number)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..errors import UsageError
+from ..recorder import recorder
 from .checkpoint import Save
 from .flags import Arguments
 from .log import RunLog
@@ -27,6 +28,7 @@ class Saver:
 
     def start(self) -> None:
         """Save this iteration; with `--async-save` only begin to."""
+        recorder.enter("save")
         self.finish()
         with self._errors(self.state.progress.iteration), weights_gathered(self.args, self.state.model):
             self.writing = Save(self.args, self.state)
@@ -43,6 +45,7 @@ class Saver:
         save, self.writing = self.writing, None
         if not save:
             return
+        recorder.enter("save")
         with self._errors(save.iteration):
             save.finish()
             self.saved = save.iteration

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from ..errors import UsageError
 from ..integration.host import support_cpu_host
 from .checkpoint_store import latest_iteration
 from .crash import leave_after
 from .flags import Arguments
-from .lifetime import end_at_interrupt
+from .lifetime import end_at_signals
 from .train_state import Progress
+from .watch import Watch
 
 
 @contextmanager
@@ -27,17 +27,25 @@ def distributed_job(args: Arguments, progress: Progress) -> Iterator[None]:
 
     A rank that fails leaves at once, so that the launcher stops the others while its error is the first one in the log.
     """
+    watch: Watch | None = None
+    signals = {signal.SIGINT} if args.exit_signal_handler else {signal.SIGINT, signal.SIGTERM}
     if args.exit_signal_handler:
         _hold_back_sigterm()
-    end_at_interrupt(args.rank, lambda: _last_words(args, progress))
+    end_at_signals(
+        args.rank, signals, lambda name: watch.fail(name) if watch else None, lambda: _last_words(args, progress)
+    )
     try:
         join_world(args)
+        watch = Watch(args)
         initialize_model_parallel(args)
         yield
-    except (UsageError, SystemExit):
+    except SystemExit:
+        if watch:
+            watch.leave()
         raise
     except BaseException as error:
-        leave_after(args, error)
+        leave_after(args, error, watch)
+    watch.leave()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 

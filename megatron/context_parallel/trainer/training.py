@@ -19,6 +19,7 @@ from ..errors import UsageError
 from ..integration.batch import shard_batch
 from ..integration.packed import PackedDocuments
 from ..mask import Documents
+from ..recorder import recorder
 from . import rerun
 from .checkpoint import load_checkpoint, say
 from .data import build_data_iterator, build_datasets
@@ -155,12 +156,14 @@ def train_step(
         StepRejectedError: `--rerun-mode` ends the run before this iteration changes the weights.
     """
     progress, findings = state.progress, state.findings
+    recorder.enter("forward", progress.iteration + 1)
     for _ in rerun.passes(findings, train):
         for chunk in state.model:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
         data = run_micro_batches(args, state.model, train, forward_only=False)
         findings.look(data)
+    recorder.enter("optimizer")
     warnings = rerun.settle(findings, progress.iteration + 1)
     loss, votes, found = _mean_loss(data, findings, vote=_wants_to_leave(args, progress.iteration + 1, started))
     if found:
@@ -195,6 +198,7 @@ def _forward_step(args: Arguments, batches: Batches, model: DistributedDataParal
     packed = None
     at_an_end = get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process")
     if at_an_end or args.reset_attention_mask:
+        recorder.enter("data" if torch.is_grad_enabled() else "evaluation data")
         whole = next(batches)
         if args.reset_attention_mask:
             assert args.eod_token is not None
@@ -202,7 +206,10 @@ def _forward_step(args: Arguments, batches: Batches, model: DistributedDataParal
         local = shard_batch(whole, get_attr_wrapped_model(model, "context_parallel"))
         device = torch.cuda.current_device()
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in local.items()}
+    recorder.enter("forward" if torch.is_grad_enabled() else "evaluation")
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=packed)
+    if losses.requires_grad:
+        losses.register_hook(lambda gradient: recorder.enter("backward"))
     return losses, partial(_loss, batch["loss_mask"])
 
 
@@ -240,6 +247,7 @@ def evaluate(args: Arguments, state: TrainState, batches: ChunkBatches) -> float
     Raises:
         UsageError: a token is not in the vocabulary.
     """
+    recorder.enter("evaluation")
     with weights_gathered(args, state.model):
         for chunk in state.model:
             chunk.eval()

@@ -1,0 +1,163 @@
+"""The flight recorder: what this process does now, and its last transport operations.
+
+The executor and the transport note what they do. A trainer adds iteration, phase and layer. A crash log, another thread
+or, through `memory`, another process reads it. A process has one recorder, because it is one rank.
+"""
+
+from ast import literal_eval
+from collections import deque
+from collections.abc import Iterable
+from time import localtime, strftime, time
+from typing import NamedTuple, Protocol
+
+KEPT = 50  # operations
+Ends = list[tuple[str, int]]  # "receive", "send" or "gather", and the rank at the other end
+
+
+class Position(NamedTuple):
+    """Where a rank is. Its ranks are those of the world."""
+
+    notes: int = 0  # so far; if the number does not change, the rank makes no progress
+    done: int = 0  # iterations, by this process
+    iteration: int = 0  # 0: before the first
+    phase: str = ""
+    layer: int = 0  # 0: in none
+    plan: str = ""  # that runs; "": none
+    backward: bool = False
+    step: int = -1  # -1: before the first
+    needs: tuple[str, int, int] | None = None  # a tensor, its chunk, and the rank that sends it
+    waits: tuple[str, str, tuple[int, ...]] | None = None  # what kind of operation, its channel, the ranks it waits for
+    code: str = ""  # the place in the source, if it was looked up
+
+    @classmethod
+    def read(cls, text: str) -> "Position":
+        """A position from the `repr` of its fields.
+
+        Raises:
+            ValueError, SyntaxError, TypeError: another text.
+        """
+        return cls(*literal_eval(text))
+
+    def __str__(self) -> str:
+        """For people: "iteration 118, layer 7, forward of mesh, step 3, waiting for KV chunk 5 from rank 1"."""
+        way = "backward" if self.backward else "forward"
+        words = [f"iteration {self.iteration}"] if self.iteration else []
+        words += [self.phase] if self.phase and not (self.plan and self.phase == way) else []
+        words += [f"layer {self.layer}"] if self.layer else []
+        words += [f"{way} of {self.plan}"] if self.plan else []
+        words += [f"step {self.step}"] if self.plan and self.step >= 0 else []
+        words += [f"waiting {self.awaited}"] if self.waits else [f"in {self.code}"] if self.code else []
+        return ", ".join(words)
+
+    @property
+    def awaited(self) -> str:
+        """What it waits for, as words after "waiting"."""
+        if not self.waits:
+            return ""
+        kind, channel, ranks = self.waits
+        if kind == "receive" and self.needs and ranks == self.needs[2:]:
+            return "for {} chunk {} from rank {}".format(*self.needs)
+        words = {"receive": "for", "send": "to send to", "gather": "to gather with"}.get(kind, f"in {kind} for")
+        return f"{words} {named(ranks)}" + (f" on channel {channel}" if channel else "")
+
+
+def named(ranks: Iterable[int]) -> str:
+    """As words: "rank 3", "ranks 0, 1"."""
+    ranks = list(ranks)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+class Memory(Protocol):
+    """Bytes that outlive the process: a file mapped into memory."""
+
+    def __setitem__(self, where: slice, content: bytes) -> None: ...
+
+
+class Recorder:
+    """The notes of this process. A note takes a few microseconds and no lock.
+
+    Attributes:
+        now: where this process is, the fields of a `Position` but the last.
+        memory: where each note is written too, so that it outlives the process.
+        size: of `memory`, in bytes.
+    """
+
+    def __init__(self) -> None:
+        self.now: tuple = tuple(Position()[:-1])
+        self.memory: Memory | None = None
+        self.size = 0
+        self._operations: deque[tuple[float, tuple, str, str, Ends]] = deque(maxlen=KEPT)
+
+    @property
+    def position(self) -> Position:
+        return Position(*self.now)
+
+    def _note(self, now: tuple) -> None:
+        self.now = now
+        if self.memory is not None:
+            self.memory[: self.size] = repr(now).encode()[: self.size].ljust(self.size)
+
+    def enter(self, phase: str, iteration: int | None = None) -> None:
+        """A phase of training begins, of the same iteration if none is given."""
+        notes, done, before = self.now[:3]
+        iteration = before if iteration is None else iteration
+        done += bool(before and iteration != before)
+        self._note((notes + 1, done, iteration, phase, 0, "", False, -1, None, None))
+
+    def at_layer(self, layer: int) -> None:
+        """What follows is of `layer`, counted from 1."""
+        notes, done, iteration, phase, _, *rest = self.now
+        self._note((notes + 1, done, iteration, phase, layer, *rest))
+
+    def begin(self, plan: str, backward: bool) -> None:
+        """A plan begins to run."""
+        notes, *where = self.now[:5]
+        self._note((notes + 1, *where, plan, backward, -1, None, None))
+
+    def at_step(self, step: int) -> None:
+        notes, *where = self.now[:7]
+        self._note((notes + 1, *where, step, None, None))
+
+    def end(self) -> None:
+        """The plan has run. One that fails does not end: its position stays."""
+        self.begin("", False)
+
+    def need(self, tensor: str, chunk: int, rank: int) -> None:
+        """The plan needs a chunk that `rank` sends."""
+        notes, *where = self.now[:8]
+        self._note((notes + 1, *where, (str(tensor), chunk, rank), None))
+
+    def launch(self, channel: str, ends: Ends) -> None:
+        """An operation starts."""
+        self._operations.append((time(), self.now, "launch", channel, ends))
+
+    def wait(self, channel: str, ends: Ends) -> None:
+        """The wait for an operation, or for a part of it, begins."""
+        self._operations.append((time(), self.now, "wait", channel, ends))
+        notes, *where = self.now[:9]
+        self._note((notes + 1, *where, (ends[0][0], channel, tuple([rank for _, rank in ends]))))
+
+    def waited(self, channel: str, ends: Ends) -> None:
+        """All of an operation is complete."""
+        notes, *where = self.now[:8]
+        self._note((notes + 1, *where, None, None))
+        self._operations.append((time(), self.now, "done", channel, ends))
+
+    def operations(self) -> list[str]:
+        """The last transport operations, one a line, the oldest first."""
+        return [
+            f"{strftime('%H:%M:%S', localtime(at))}.{int(at % 1 * 1000):03} {what:6} {channel}: {_told(ends)} "
+            f"({Position(*now)._replace(waits=None)})"
+            for at, now, what, channel, ends in list(self._operations)
+        ]
+
+
+def _told(ends: Ends) -> str:
+    ranks: dict[str, dict[int, None]] = {}
+    for kind, rank in ends:
+        ranks.setdefault(kind, {})[rank] = None
+    words = {"receive": "receive from", "send": "send to", "gather": "gather with"}
+    return ", ".join(f"{words[kind]} {named(of)}" for kind, of in ranks.items())
+
+
+recorder = Recorder()

@@ -1,0 +1,136 @@
+"""Who broke a job, by what is known of its ranks: pure data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..recorder import Position
+from .rank_file import RankProcess
+
+BEAT = 0.5  # seconds between two messages of a rank
+SILENT = 6 * BEAT  # without a message: of a rank whose peers lost it
+GRACE = 1.0  # seconds in which the cause of a failure may show itself
+SIGNAL_GRACE = 0.2  # seconds in which a signal that ends all ranks comes to each
+_ANY_TIME = ("", "save")  # phases that may take any time: only the collectives in them have a limit
+
+
+@dataclass
+class Heard:
+    """What is known of a rank; times are those of `time.monotonic`.
+
+    Attributes:
+        heard: when it last sent a message.
+        moved: when its position last changed.
+        ended: how it ended; "" if it did not. "left" in order; "died" without a word; "cut off" but alive; "failed" by
+            an error of its own; "usage" by a UsageError, which other ranks may raise too; "lost" a peer; "timeout" of a
+            collective; the name of the signal that ends it.
+        at: when it ended.
+    """
+
+    process: RankProcess
+    heard: float
+    moved: float
+    position: Position = field(default_factory=Position)
+    ended: str = ""
+    at: float = 0.0
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has done an iteration."""
+        return self.position.done > 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who broke the job."""
+
+    ranks: list[int]
+    line: str  # to print; "": the first of the ranks says it by itself
+    silent: list[int] = field(default_factory=list)  # ranks that can say nothing: dead or stopped
+    stopped: list[int] = field(default_factory=list)  # those of them that are alive
+
+
+def judge(ranks: Mapping[int, Heard], now: float, limits: tuple[float, float]) -> Verdict | None:
+    """Who broke the job, or None if nobody did, or if that is not clear yet.
+
+    Args:
+        ranks: all ranks that were ever heard.
+        now: the time.
+        limits: seconds without a message, or without progress of any rank, before the first iteration is done and
+            after.
+    """
+    for rank in sorted(ranks, key=lambda rank: ranks[rank].at):
+        heard = ranks[rank]
+        if heard.ended == "died":
+            return Verdict([rank], f"rank {rank} died at {heard.position}", [rank])
+        if heard.ended == "failed":
+            return Verdict([rank], "")
+        if heard.ended.startswith("SIG") and now - heard.at > SIGNAL_GRACE:
+            return Verdict([rank], f"rank {rank} was ended by {heard.ended} at {heard.position}", [rank])
+        if heard.ended == "cut off" and now - heard.at > GRACE:
+            return _cut_off([r for r in sorted(ranks) if ranks[r].ended == "cut off"], ranks)
+        if heard.ended == "usage" and now - heard.at > GRACE:
+            return Verdict([0 if 0 in ranks and ranks[0].ended == "usage" else rank], "")
+    return _silent(ranks, now, limits) or _lost(ranks, now) or _hang(ranks, now, limits[1])
+
+
+def judge_first(ranks: Mapping[int, Heard], now: float, limits: tuple[float, float]) -> Verdict | None:
+    """Whether rank 0, which judges the others, died or stopped."""
+    if 0 not in ranks:
+        return None
+    if ranks[0].ended.startswith("SIG"):
+        return judge({0: ranks[0]}, now, limits)
+    if ranks[0].ended not in ("", "died", "cut off"):
+        return None
+    if ranks[0].ended == "cut off":
+        return _cut_off([0], ranks)
+    if ranks[0].ended == "died":
+        return Verdict([0], f"rank 0 died at {ranks[0].position}", [0])
+    verdict = _silent(ranks, now, limits)
+    return verdict if verdict and verdict.ranks == [0] else None
+
+
+def _cut_off(ranks: list[int], heard: Mapping[int, Heard]) -> Verdict:
+    """The first of them is to blame: rank 0 loses the connections of all others with its own."""
+    return Verdict(ranks[:1], f"rank {ranks[0]} lost its connections at {heard[ranks[0]].position}", [], ranks)
+
+
+def _silent(ranks: Mapping[int, Heard], now: float, limits: tuple[float, float]) -> Verdict | None:
+    suspicion = any(_for_long(heard, now, "lost", "timeout") for heard in ranks.values())
+    silent = {
+        rank: heard
+        for rank, heard in ranks.items()
+        if heard.ended in ("", "lost", "timeout")
+        and now - heard.heard > (SILENT if suspicion else limits[heard.settled])
+    }
+    if not silent:
+        return None
+    rank = min(silent, key=lambda rank: silent[rank].heard)
+    return Verdict([rank], f"rank {rank} stopped responding at {ranks[rank].position}", [*silent], [*silent])
+
+
+def _lost(ranks: Mapping[int, Heard], now: float) -> Verdict | None:
+    """A connection broke, but both ends live: the rank that noticed it first says so."""
+    lost = [rank for rank, heard in ranks.items() if _for_long(heard, now, "lost")]
+    if not lost or any(heard.ended == "timeout" for heard in ranks.values()):
+        return None
+    return Verdict([min(lost, key=lambda rank: ranks[rank].at)], "")
+
+
+def _hang(ranks: Mapping[int, Heard], now: float, limit: float) -> Verdict | None:
+    there = {rank: heard for rank, heard in ranks.items() if heard.ended != "left"}
+    waited = any(_for_long(heard, now, "timeout") for heard in there.values())
+    still = all(
+        heard.settled and now - heard.moved > limit and heard.position.phase not in _ANY_TIME
+        for heard in there.values()
+    )
+    if not there or not (waited or still):
+        return None
+    from .wait_graph import culprits, told  # takes a third of a second to import
+
+    positions = {rank: heard.position for rank, heard in there.items()}
+    blamed = culprits(positions)
+    return Verdict(blamed, told(blamed, positions))
+
+
+def _for_long(heard: Heard, now: float, *ended: str) -> bool:
+    return heard.ended in ended and now - heard.at > GRACE

@@ -1,0 +1,192 @@
+"""The monitor: a thread that hears from every rank and says which one broke the job.
+
+Rank 0 has one, and so has a deputy, which speaks only if rank 0 is what broke. Each rank sends lines of JSON to both:
+who it is, every half second where it is, and how it ends. The kernel closes the connections of a process that dies.
+"""
+
+import contextlib
+import json
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from ..recorder import Position
+from .judge import BEAT, Heard, Verdict, judge, judge_first
+from .rank_file import RankProcess, file_of, read_rank_file, this_host
+
+_TICK = 0.1  # seconds
+_LONGEST_LINE = 16384
+_SECONDS_TO_BE_HEARD = 3
+_SECONDS_TO_DIE = 0.3
+
+
+class Connection:
+    """Lines of JSON over TCP. Sending may fail: a reader learns that the other end is gone."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket, self.rank = connected, -1
+        self._rest, self._sending = b"", threading.Lock()
+        connected.settimeout(1)
+
+    def send(self, message: dict[str, Any]) -> None:
+        with self._sending, contextlib.suppress(OSError):
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """The messages that came; None when the other end is gone.
+
+        Raises:
+            ValueError: something else than messages came.
+        """
+        try:
+            received = self.socket.recv(_LONGEST_LINE)
+        except OSError:
+            return None
+        if not received:
+            return None
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        if len(self._rest) > _LONGEST_LINE:
+            raise ValueError("too long a line")
+        return [json.loads(line) for line in lines]
+
+
+class Monitor:
+    """Judges the ranks and calls `act` with the first verdict, and whether this process is a rank of it."""
+
+    def __init__(self, address: str, job: str, rank: int, limits: tuple[float, float], say: Callable) -> None:
+        self.job, self.rank, self.limits, self.say = job, rank, limits, say
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.listener = socket.create_server((address, 0), family=family, backlog=4096)
+        self.ranks: dict[int, Heard] = {}
+        self.connections: list[Connection] = []
+        self.verdict: Verdict | None = None
+        self.closed = threading.Event()
+        self.silent = False  # whether it has nothing more to say
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self.listener, selectors.EVENT_READ)
+        self.thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+
+    @property
+    def port(self) -> int:
+        return self.listener.getsockname()[1]
+
+    def _run(self) -> None:
+        before = time.monotonic()
+        while not self.closed.is_set():
+            events = self._selector.select(_TICK)
+            now = time.monotonic()
+            if now - before > 20 * _TICK:  # this process did not run either
+                self._forgive(now - before)
+            before = now
+            for key, _ in events:
+                if key.fileobj is self.listener:
+                    self._accept()
+                else:
+                    self._hear(key.data, now)
+            for heard in self.ranks.values():
+                if now - heard.heard > 2 * BEAT:
+                    self._look_at_file(heard, now)
+            if not self.verdict and not self.silent:
+                decide = judge if self.rank == 0 else judge_first
+                if decide(self.ranks, now, self.limits):
+                    for heard in self.ranks.values():  # what they sent may be half a second old
+                        self._look_at_file(heard, now)
+                    self.verdict = decide(self.ranks, now, self.limits)
+                if self.verdict:
+                    self._announce(self.verdict)
+
+    def _forgive(self, seconds: float) -> None:
+        for heard in self.ranks.values():
+            heard.heard += seconds
+            heard.moved += seconds
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection = Connection(self.listener.accept()[0])
+            self.connections.append(connection)
+            self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+
+    def _hear(self, connection: Connection, now: float) -> None:
+        try:
+            messages = connection.read()
+            for message in messages or ():
+                self._take(connection, message, now)
+        except (ValueError, SyntaxError, TypeError, KeyError):  # no rank of this job
+            messages = None
+        if messages is None:
+            self._selector.unregister(connection.socket)
+            self.connections.remove(connection)
+            connection.socket.close()
+            self._gone(connection.rank, now)
+
+    def _take(self, connection: Connection, message: dict[str, Any], now: float) -> None:
+        if connection.rank < 0:
+            process = RankProcess(**message)
+            if process.job != self.job:
+                raise ValueError("of another job")
+            connection.rank = process.rank
+            self.ranks[process.rank] = Heard(process, now, now)
+            return
+        heard = self.ranks[connection.rank]
+        heard.heard = now
+        if "at" in message:
+            self._move(heard, Position.read(message["at"]), now)
+        if "ended" in message and not heard.ended:
+            heard.ended, heard.at = message["ended"], now
+
+    def _move(self, heard: Heard, position: Position, now: float) -> None:
+        if position.notes != heard.position.notes:
+            heard.moved = now
+        heard.position = position
+
+    def _gone(self, rank: int, now: float) -> None:
+        if rank < 0 or self.ranks[rank].ended:
+            return
+        process = self.ranks[rank].process
+        self.ranks[rank].ended, self.ranks[rank].at = "cut off" if _lives(process) else "died", now
+
+    def _look_at_file(self, heard: Heard, now: float) -> None:
+        """The position of a rank on this host, newer than what it sent."""
+        if heard.ended == "left" or heard.process.host != this_host():
+            return
+        with contextlib.suppress(OSError, ValueError):
+            process, position = read_rank_file(file_of(heard.process.pid))
+            if process == heard.process:
+                self._move(heard, position, now)
+
+    def _announce(self, verdict: Verdict) -> None:
+        self.say(verdict)
+        pids = [[self.ranks[rank].process.host, self.ranks[rank].process.pid] for rank in verdict.stopped]
+        for connection in self.connections:
+            speaks = not verdict.line and connection.rank == verdict.ranks[0]
+            connection.send({"end": verdict.line, "speak": speaks, "kill": pids})
+
+    def close(self) -> None:
+        """Leave. After a verdict wait until the ranks have heard it; without one tell them that nobody judges now."""
+        self.silent = True
+        deadline = time.monotonic() + _SECONDS_TO_BE_HEARD
+        while self.verdict and time.monotonic() < deadline and any(c.rank != self.rank for c in self.connections):
+            time.sleep(0.01)
+        for connection in [] if self.verdict else list(self.connections):
+            connection.send({"bye": True})
+        self.closed.set()
+
+
+def _lives(process: RankProcess) -> bool:
+    """Whether a process of this host lives on. One that dies closes its connections a little before it is dead."""
+    if process.host != this_host():
+        return False
+    deadline = time.monotonic() + _SECONDS_TO_DIE
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(process.pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                return False
+        except psutil.NoSuchProcess:
+            return False
+        time.sleep(0.005)
+    return True
