@@ -31,7 +31,7 @@ def resume_with(directory: str, **changes) -> tuple[list[dict], str]:
     """The optimizer's groups after loading with other arguments, and what is printed."""
     args = training_case.case_args("llama", load=directory, **changes)
     with training_case.groups(args), mock.patch("builtins.print") as printed:
-        state = training_case.training.build_state(args)
+        state = training_case.training.build_state(args, Progress())
         groups = [{name: group[name] for name in group if name != "params"} for group in state.optimizer.param_groups]
         return groups, "\n".join(str(call.args[0]) for call in printed.call_args_list)
 
