@@ -25,6 +25,7 @@ from .ir import (
     Key,
     Plan,
     PlanError,
+    Recv,
     ReduceScatter,
     Send,
     SwapHeads,
@@ -34,14 +35,13 @@ from .ir import (
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """One operation with all ranks that take part. For a reduction, `values` collects what each rank gave."""
+    """One operation with all ranks that take part, and what each gives."""
 
     label: tuple
     parties_needed: int
-    parties: list["Batch"] = field(default_factory=list)
+    parties: list[tuple["Batch", Comm]] = field(default_factory=list)
     started: int = 0  # parties whose batch has started
-    values: dict[Key, int] = field(default_factory=dict)
-    comm: Comm | None = None  # of the party that started last
+    given: dict[int, dict[Key, int]] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
@@ -76,17 +76,22 @@ class Work(NamedTuple):
 
 
 class Machine:
-    """All ranks of a plan. `program` is that of one: it yields what the rank must wait for.
+    """The ranks of a plan. `program` is that of one: it yields what the rank must wait for.
+
+    Where rank r + `period` does what rank r does, with all ranks and chunks `period` further, only the ranks below
+    `period` run. Each stands for those that are a multiple of `period` further.
 
     Attributes:
         started: operations that all parties have started, for the clock to run. It tells `complete` when they are done.
         completed: batches that are complete, for the clock to look at.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.held = [{(t, r): 1 << r for t in plan.starts} for r in range(plan.n)]
-        self.arriving: list[dict[Key, list[tuple[Operation, Batch]]]] = [defaultdict(list) for _ in range(plan.n)]
+    def __init__(self, plan: Plan, period: int | None = None) -> None:
+        self.plan, self.period = plan, period or plan.n
+        ranks = range(self.period)
+        self.held = [{(t, r): 1 << r for t in plan.starts} for r in ranks]
+        self.arriving: list[dict[Key, list[tuple[Operation, Batch, Comm]]]] = [defaultdict(list) for _ in ranks]
+        self.groups: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
         self.launched: dict[tuple[int, str], deque[Batch]] = defaultdict(partial(deque, maxlen=IN_FLIGHT))
         self.unmatched: dict[tuple, list[Operation]] = defaultdict(list)
         self.joined: dict[tuple, int] = defaultdict(int)
@@ -116,10 +121,10 @@ class Machine:
 
     def _need(self, r: int, s: int, key: Key, why: str) -> Iterator[Wait | Work]:
         held, waiting = self.held[r], self.arriving[r].pop(key, [])
-        for operation, batch in waiting:
+        for operation, batch, op in waiting:
             if not batch.done:
                 yield Wait(s, say(key), batch)
-            value = operation.values[key]
+            value = self._given(r, s, operation, op, key)
             if key in held and held[key] & value and key[0] in PARTIAL:
                 raise PlanError(f"rank {r}, step {s}: {say(key)} received with blocks it already counts")
             if key in held and key[0] not in PARTIAL:
@@ -154,7 +159,7 @@ class Machine:
         running.append(batch)
         for op in comm:
             operation = self._meet(r, s, op)
-            operation.parties.append(batch)
+            operation.parties.append((batch, op))
             batch.operations.append(operation)
             self._move(r, op, operation, batch)
         batch.open = len(comm)
@@ -163,48 +168,73 @@ class Machine:
 
     def _meet(self, r: int, s: int, op: Comm) -> Operation:
         """This operation with its parties: the next of its kind on the channel between its ranks."""
+        n, period = self.plan.n, self.period
         where: tuple
+        me: tuple
         if isinstance(op, AllGather | ReduceScatter):
-            where, label = (op.group, op.channel), (type(op).__name__, op.tensor, op.chunks)
-            count, me = len(op.group), (op.group, op.channel, r)
+            group, turn = self._first(op.group)
+            where, me, count = (group, op.channel), (group, op.channel, r), len({member % period for member in group})
+            label = type(op).__name__, op.tensor, tuple((chunk + turn) % n for chunk in op.chunks)
         else:
-            where = (r, op.peer, op.channel) if isinstance(op, Send) else (op.peer, r, op.channel)
-            label, count, me = ("p2p", op.tensor, (op.chunk,)), 2, (*where, type(op))
+            sender, receiver = (r, op.peer) if isinstance(op, Send) else (op.peer, r)
+            where, count = (sender % period, (receiver - sender) % n, op.channel), 2
+            me, label = (where, type(op)), ("p2p", op.tensor, ((op.chunk - sender + sender % period) % n,))
         queue, mine = self.unmatched[where], self.joined[me]
         self.joined[me] += 1
         if mine == len(queue):
             queue.append(Operation(label, count))
         operation = queue[mine]
         if operation.label != label:
-            first = operation.parties[0]
+            first, _ = operation.parties[0]
             raise PlanError(
                 f"rank {r}, step {s}: {say_operation(label)} on channel {op.channel} meets "
                 f"{say_operation(operation.label)} of rank {first.rank}, step {first.step}"
             )
         return operation
 
+    def _first(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+        """Of the groups that are multiples of the period further, the first one, and how much further that is."""
+        if group not in self.groups:
+            turns = range(0, self.plan.n, self.period)
+            turned = [(tuple(sorted((member + turn) % self.plan.n for member in group)), turn) for turn in turns]
+            self.groups[group] = min(turned)
+        return self.groups[group]
+
     def _move(self, r: int, op: Comm, operation: Operation, batch: Batch) -> None:
         held = self.held[r]
         for key in op.reads(r):
-            if operation.values.get(key, 0) & held[key] and key[0] in PARTIAL:
-                raise PlanError(f"rank {r}, step {batch.step}: {say(key)} reduced with blocks counted twice")
-            operation.values[key] = operation.values.get(key, 0) | held[key]
-            if key[0] in PARTIAL:
-                del held[key]
+            operation.given.setdefault(r, {})[key] = held.pop(key) if key[0] in PARTIAL else held[key]
         for key in op.brings(r):
-            self.arriving[r][key].append((operation, batch))
+            self.arriving[r][key].append((operation, batch, op))
+
+    def _given(self, r: int, s: int, operation: Operation, op: Comm, key: Key) -> int:
+        """The contributions to a chunk that rank `r` receives."""
+        total, n, (tensor, chunk) = 0, self.plan.n, key
+        if isinstance(op, Send | Recv):
+            givers: tuple[int, ...] = (op.peer,)
+        else:
+            givers = op.group if isinstance(op, ReduceScatter) else (op.group[op.chunks.index(chunk)],)
+        for giver in givers:
+            like = giver % self.period
+            turn = giver - like
+            value = operation.given[like][tensor, (chunk - turn) % n]
+            if turn:
+                value = (value << turn | value >> (n - turn)) & ((1 << n) - 1)
+            if total & value:
+                raise PlanError(f"rank {r}, step {s}: {say(key)} reduced with blocks counted twice")
+            total |= value
+        return total
 
     def _start(self, batch: Batch) -> None:
         batch.previous = None
-        for op, operation in zip(batch.comm, batch.operations, strict=True):
+        for operation in batch.operations:
             operation.started += 1
             if operation.started == operation.parties_needed:
-                operation.comm = op
                 self.started.append(operation)
 
     def complete(self, operation: Operation) -> None:
         """Completes the batches of which this operation was the last, and starts those behind them."""
-        for batch in operation.parties:
+        for batch, _ in operation.parties:
             batch.open -= 1
             if batch.open == 0:
                 batch.done = True
@@ -217,7 +247,7 @@ class Machine:
         for queue in self.unmatched.values():
             for operation in queue:
                 if len(operation.parties) < operation.parties_needed:
-                    batch = operation.parties[0]
+                    batch, _ = operation.parties[0]
                     raise PlanError(
                         f"rank {batch.rank}, step {batch.step}: {say_operation(operation.label)} has no counterpart"
                     )

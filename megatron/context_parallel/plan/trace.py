@@ -58,20 +58,25 @@ class _Alone:
     """Each channel of each rank has a line of its own in each direction."""
 
     def __init__(self, plan: Plan, block_time: Callable, transfer_time: Callable[[Transfer], float] | None) -> None:
-        self.plan, self.block_time, self.transfer_time = plan, block_time, transfer_time
+        self.plan, self.block_time, self.transfer_time = plan, block_time, transfer_time or _no_time
         self.flows = Flows()
 
     def block(self, group: int, rank: int, attend: Attend) -> Task:
         return Task(None, self.block_time(attend, self.plan))
 
     def messages(self, group: int, op: Comm | SwapHeads, transfers: list[Transfer]) -> Iterator[tuple[Task, float]]:
-        for transfer in transfers if self.transfer_time else ():
-            lines = (op.channel, transfer.sender, "out"), (op.channel, transfer.receiver, "in")
-            yield Task(None, self.transfer_time(transfer), [self.flows.resource(line, 1.0) for line in lines]), 0.0
+        for transfer in transfers:
+            if time := self.transfer_time(transfer):
+                lines = (op.channel, transfer.sender, "out"), (op.channel, transfer.receiver, "in")
+                yield Task(None, time, [self.flows.resource(line, 1.0) for line in lines]), 0.0
 
 
 def _pair_cost(attend: Attend, plan: Plan) -> float:
     return sum(1 for _ in attend.pairs(plan.sees))
+
+
+def _no_time(transfer: Transfer) -> float:
+    return 0.0
 
 
 def trace(
@@ -103,13 +108,15 @@ class Clock:
         plan: the plan.
         costs: what its blocks and messages take.
         groups: how many of its `heads` groups run. The others are as far as these.
+        period: as in `Machine`.
     """
 
-    def __init__(self, plan: Plan, costs: Costs, groups: int = 1) -> None:
+    def __init__(self, plan: Plan, costs: Costs, groups: int = 1, period: int | None = None) -> None:
         self.plan, self.costs, self.flows = plan, costs, costs.flows
         self.spans: list[Span] = []
-        self.machines = [Machine(plan) for _ in range(groups)]
-        self.programs = {(g, r): machine.program(r) for g, machine in enumerate(self.machines) for r in range(plan.n)}
+        self.machines = [Machine(plan, period) for _ in range(groups)]
+        ranks = range(period or plan.n)
+        self.programs = {(g, r): machine.program(r) for g, machine in enumerate(self.machines) for r in ranks}
         self.ready = deque(self.programs)
         self.waiting: dict[Rank, Wait] = {}
         self.swapping: dict[tuple[int, int], int] = Counter()  # ranks that have come to a swap, by place and step
@@ -159,15 +166,15 @@ class Clock:
         """Starts the messages of operations that all parties have started, and completes those that take no time."""
         machine = self.machines[group]
         while machine.started:
-            operation = machine.started.pop(0)
-            for batch in operation.parties:
-                batch.begin = self.flows.now
-            op = operation.comm
-            assert op is not None
+            operation = machine.started.pop()
+            batch, op = operation.parties[-1]
             if isinstance(op, Send | Recv):
-                transfers = list(op.transfers(operation.parties[-1].rank))
+                transfers = list(op.transfers(batch.rank))
             else:
-                transfers = [t for r in op.group for t in op.transfers(r) if t.receiver == r]
+                own = ((batch.rank, op.transfers(batch.rank)) for batch, op in operation.parties)
+                transfers = [t for rank, moved in own for t in moved if t.receiver == rank]
+            for batch, _ in operation.parties:
+                batch.begin = self.flows.now
             self._send(self.costs.messages(group, op, transfers), partial(self._complete, group, operation))
 
     def _send(self, messages: Iterable[tuple[Task, float]], then: Callable[[], None]) -> None:

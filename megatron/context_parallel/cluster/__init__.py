@@ -1,0 +1,5 @@
+"""Clusters as data, and how long plans take on them."""
+
+from .description import Cluster, load_cluster
+
+__all__ = ["Cluster", "load_cluster"]
