@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron.context_parallel import LAYOUTS, STRATEGIES, UsageError
-from megatron.context_parallel.cluster import load_cluster
+from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.simulate import Forecast, simulate
 from megatron.context_parallel.cluster.timeline import write_timeline
 from megatron.context_parallel.mask import Mask
