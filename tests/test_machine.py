@@ -57,11 +57,11 @@ def test_a_message_begins_with_its_last_end_and_behind_the_one_before_it():
     ]  # fmt: skip
 
 
-def test_each_direction_carries_its_messages_one_after_the_other():
+def test_messages_of_a_direction_share_its_line():
     out = Step((Send(T.KV, 0, 1), Send(T.KV, 0, 2), Recv(T.KV, 1, 1))), Step()
     one = (Step((Recv(T.KV, 0, 0), Send(T.KV, 1, 0))),)
     assert times(plan(out, one, (Step((Recv(T.KV, 0, 0),)),))) == [
-        (0, 0, "ring", 0, 4), (1, 0, "ring", 0, 2), (2, 0, "ring", 0, 2),
+        (0, 0, "ring", 0, 4), (1, 0, "ring", 0, 4), (2, 0, "ring", 0, 4),
     ]  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def test_what_cannot_be_right_is_named(what):
 
 
 def test_a_block_reduced_twice():
-    with pytest.raises(PlanError, match=r"^rank 1, step 2: DQ chunk 0 reduced with blocks counted twice$"):
+    with pytest.raises(PlanError, match=r"^rank 0, step 3: DQ chunk 0 reduced with blocks counted twice$"):
         trace(
             plan(
                 (Step(tuple(Send(*key, 1) for key in GIVEN)), *REDUCED),

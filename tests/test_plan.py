@@ -87,7 +87,7 @@ BROKEN = {
     ),
     "missing send": (
         "ring", False, 0, 1, without(Send),
-        r"rank 1, step 1: message KV chunk 3 on channel ring meets message KV chunk 2 of rank 0, step 2",
+        r"rank 0, step 2: message KV chunk 2 on channel ring meets message KV chunk 3 of rank 1, step 1",
     ),
     "wrong chunk": (
         "ring", False, 3, 0, other_chunk, r"message KV chunk [02] on channel ring meets message KV chunk [02] of rank",

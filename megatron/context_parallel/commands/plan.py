@@ -6,6 +6,10 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron.context_parallel import LAYOUTS, STRATEGIES, UsageError
+from megatron.context_parallel.cluster.description import load_cluster
+from megatron.context_parallel.cluster.simulate import Forecast, simulate
+from megatron.context_parallel.cluster.timeline import write_timeline
+from megatron.context_parallel.mask import Mask
 from megatron.context_parallel.plan.draw import draw, file_name
 from megatron.context_parallel.plan.ir import Plan, PlanError
 from megatron.context_parallel.plan.page import write_page
@@ -26,6 +30,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-query-groups", type=int, help="key/value heads; default: one per attention head")
     parser.add_argument("--seq-length", type=int, help="tokens: volume in MiB too, batch 1, 16-bit model")
     parser.add_argument("--kv-channels", type=int, default=128, help="width of a head; default: %(default)s")
+    parser.add_argument("--cluster", metavar="NAME", help="predict times on a cluster: a preset, or a .yaml file")
+    parser.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="write the predicted times of one strategy (.json)"
+    )
     parser.add_argument("--draw", type=Path, metavar="FILE", help="write a .png or .svg of each strategy and pass")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write an interactive page of all strategies")
     args = parser.parse_args(argv)
@@ -44,7 +52,12 @@ def check(args: argparse.Namespace) -> None:
         )
     if args.seq_length is not None and (args.seq_length < 1 or args.seq_length % args.ranks):
         raise UsageError(f"--seq-length {args.seq_length}: must be a multiple of --ranks {args.ranks}")
-    for flag, path, kinds in (("--draw", args.draw, (".png", ".svg")), ("--html", args.html, (".html",))):
+    if args.cluster and not args.seq_length:
+        raise UsageError(f"--cluster {args.cluster}: needs --seq-length, such as 131072")
+    if args.timeline and not (args.cluster and len(args.strategy) == 1):
+        raise UsageError(f"--timeline {args.timeline}: needs --cluster and one strategy")
+    files = ("--timeline", args.timeline, (".json",)), ("--draw", args.draw, (".png", ".svg"))
+    for flag, path, kinds in (*files, ("--html", args.html, (".html",))):
         if path and path.suffix not in kinds:
             raise UsageError(f"{flag} {path}: must end in {' or '.join(kinds)}")
         if path and not path.absolute().parent.is_dir():
@@ -59,7 +72,7 @@ def shape_of(args: argparse.Namespace) -> Shape | None:
     return Shape(rows, args.num_attention_heads, args.num_query_groups, args.kv_channels, itemsize=2)
 
 
-def row(spec: str, plan: Plan, report: Report, shape: Shape | None) -> list[str]:
+def row(spec: str, plan: Plan, report: Report, shape: Shape | None, forecast: Forecast | None) -> list[str]:
     size = max(received_bytes(plan, rank, shape) for rank in range(plan.size)) / 2**20 if shape else 0
     return [
         spec,
@@ -69,6 +82,7 @@ def row(spec: str, plan: Plan, report: Report, shape: Shape | None) -> list[str]
         f"{report.steps}",
         f"{report.idle:.2%}",
         f"{max(report.peak):g}",
+        *([f"{forecast.seconds * 1e3:.4g}", f"{forecast.exposed * 1e3:.4g}"] if forecast else []),
     ]
 
 
@@ -90,12 +104,15 @@ def main(argv: list[str] | None = None) -> None:
         title=f"{args.ranks} ranks, {mask} mask, {args.num_attention_heads} heads, {args.num_query_groups} kv heads",
         caption="received, peak (buffers alive): units, of the rank that has most.\n"
         "A unit is a chunk of one tensor of model width.\n"
-        "idle: a pair of chunks takes one unit of time, communication none.",
+        "idle: a pair of chunks takes one unit of time, communication none."
+        + ("\nms: predicted, and how much of it no block hides." if args.cluster else ""),
     )
     table.add_column("strategy")
     table.add_column("pass")
-    shape, pages, volumes = shape_of(args), dict[str, list[Plan]](), list[str]()
-    for heading in ("received", *(["MiB"] if shape else []), "steps", "idle", "peak"):
+    shape, pages, volumes, forecasts = shape_of(args), dict[str, list[Plan]](), list[str](), dict[str, Forecast]()
+    cluster = load_cluster(args.cluster).part(args.ranks) if args.cluster else None
+    times = ["ms", "exposed"] if cluster else []
+    for heading in ("received", *(["MiB"] if shape else []), "steps", "idle", "peak", *times):
         table.add_column(heading, justify="right")
     for spec in args.strategy:
         choice = choose(spec, layout=args.layout)
@@ -108,13 +125,19 @@ def main(argv: list[str] | None = None) -> None:
                 report = verify(plan, plan.kv_ratio(args.num_attention_heads, args.num_query_groups))
             except PlanError as error:
                 raise UsageError(f"{spec}, {way(plan)}: {error}") from None
-            table.add_row(*row(spec, plan, report, shape))
+            forecast = simulate(plan, cluster, shape, Mask(not args.full_mask)) if cluster and shape else None
+            if forecast:
+                forecasts[way(plan)] = forecast
+            table.add_row(*row(spec, plan, report, shape, forecast))
             volumes.append(by_tensor(plan, report))
             passes.append(plan)
             if args.draw:
                 path = args.draw.with_stem(f"{args.draw.stem}-{file_name(choice.spec, args.ranks, backward)}")
                 draw(plan, path)
                 print(f"wrote {path}")
+    if args.timeline:
+        write_timeline(forecasts, args.timeline)
+        print(f"wrote {args.timeline}")
     if args.html:
         write_page(pages, args.html, (args.num_attention_heads, args.num_query_groups), shape)
         print(f"wrote {args.html}")

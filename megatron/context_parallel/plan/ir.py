@@ -210,7 +210,7 @@ class Steps(Sequence):
     """The steps of all ranks. Those of a rank are written when they are first asked for."""
 
     def __init__(self, n: int, write: Callable[[int], tuple[Step, ...]]) -> None:
-        self._write, self._written = write, list[tuple[Step, ...] | None]([None] * n)
+        self.write, self._written = write, list[tuple[Step, ...] | None]([None] * n)
 
     def __len__(self) -> int:
         return len(self._written)
@@ -221,7 +221,7 @@ class Steps(Sequence):
         rank = range(len(self))[rank]
         steps = self._written[rank]
         if steps is None:
-            steps = self._written[rank] = self._write(rank)
+            steps = self._written[rank] = self.write(rank)
         return steps
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from .ir import AllGather, Comm, Plan, Recv, ReduceScatter, Send, SwapHeads, T, Transfer
-from .machine import Span
-from .trace import trace
+from .trace import Span, trace
 
 BLOCKS = "blocks"  # the first lane; the others are channels
 MESSAGE = 0.5  # the time of a message where none is given; a pair of chunks takes 1

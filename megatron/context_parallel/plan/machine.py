@@ -1,19 +1,20 @@
-"""Runs a plan symbolically: what each rank holds, when it waits for whom, and when everything happens.
+"""Runs a plan symbolically: what each rank holds, and when it waits for whom. A clock tells when that happens.
 
 The machine has the batches and the limit of the executor, and stricter rules:
 
 - A rank launches the batches of a step when it has all data that the step sends.
 - A batch starts when the batch before it on its channel is complete.
-- A batch completes as a whole, when each of its operations has met its counterpart.
+- A batch completes as a whole, when each of its operations is complete on all ranks that take part.
 
 So a plan that passes here hangs on neither NCCL nor gloo. A partial is represented by the set of its contributions
 (bits of chunks). So a block that is counted twice or lost is seen where it happens.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from .ir import (
     IN_FLIGHT,
@@ -24,6 +25,7 @@ from .ir import (
     Key,
     Plan,
     PlanError,
+    Recv,
     ReduceScatter,
     Send,
     SwapHeads,
@@ -31,61 +33,76 @@ from .ir import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Something that took time on a rank: a block (`channel` empty) or the batch of a channel."""
-
-    rank: int
-    step: int
-    channel: str
-    what: tuple
-    start: float
-    end: float
-
-
-@dataclass(eq=False)
-class _Transfer:
-    """One operation with all ranks that take part. For a reduction, `values` collects what each rank gave."""
+@dataclass(eq=False, slots=True)
+class Operation:
+    """One operation with all ranks that take part, and what each gives."""
 
     label: tuple
     parties_needed: int
-    parties: list["_Batch"] = field(default_factory=list)
-    started: int = 0
-    begin: float = 0.0  # when the last party of those started did
-    values: dict[Key, int] = field(default_factory=dict)
+    parties: list[tuple["Batch", Comm]] = field(default_factory=list)
+    started: int = 0  # parties whose batch has started
+    given: dict[int, dict[Key, int]] = field(default_factory=dict)
 
 
-@dataclass(eq=False)
-class _Batch:
+@dataclass(eq=False, slots=True)
+class Batch:
+    """The operations that a rank launches together on a channel."""
+
     rank: int
     step: int
     channel: str
-    ops: list[Comm]
-    launched: float
-    previous: "_Batch | None"
-    transfers: list[_Transfer] = field(default_factory=list)
-    following: "_Batch | None" = None
-    unmet: int = 0  # transfers of which not all parties have started
-    done: float | None = None
+    comm: list[Comm]
+    previous: "Batch | None"
+    operations: list[Operation] = field(default_factory=list)
+    following: "Batch | None" = None
+    open: int = 0  # operations that are not complete
+    begin: float = 0.0  # when the last of them started
+    done: bool = False
+
+
+class Wait(NamedTuple):
+    """A rank goes on when a batch is complete."""
+
+    step: int
+    what: str
+    batch: Batch
+
+
+class Work(NamedTuple):
+    """A rank goes on when it has computed a block, or swapped heads with its peers."""
+
+    step: int
+    work: Attend | SwapHeads
 
 
 class Machine:
-    """All ranks of a plan. `rank` is the program of one. It yields each (rank, step, what, batch) that it waits for."""
+    """The ranks of a plan. `program` is that of one: it yields what the rank must wait for.
 
-    def __init__(self, plan: Plan, block_time: Callable, transfer_time: Callable) -> None:
-        self.plan, self.block_time, self.transfer_time = plan, block_time, transfer_time
-        self.held = [{(t, r): 1 << r for t in plan.starts} for r in range(plan.n)]
-        self.arriving: list[dict[Key, list[tuple[_Transfer, _Batch]]]] = [defaultdict(list) for _ in range(plan.n)]
-        self.clock = [0.0] * plan.n
-        self.launched: dict[tuple[int, str], deque[_Batch]] = defaultdict(partial(deque, maxlen=IN_FLIGHT))
-        self.unmatched: dict[tuple, list[_Transfer]] = defaultdict(list)
+    Where rank r + `period` does what rank r does, with all ranks and chunks `period` further, only the ranks below
+    `period` run. Each stands for those that are a multiple of `period` further.
+
+    Attributes:
+        started: operations that all parties have started, for the clock to run. It tells `complete` when they are done.
+        completed: batches that are complete, for the clock to look at.
+    """
+
+    def __init__(self, plan: Plan, period: int | None = None) -> None:
+        self.plan, self.period = plan, period or plan.n
+        ranks = range(self.period)
+        self.held = [{(t, r): 1 << r for t in plan.starts} for r in ranks]
+        self.arriving: list[dict[Key, list[tuple[Operation, Batch, Comm]]]] = [defaultdict(list) for _ in ranks]
+        self.groups: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
+        self.launched: dict[tuple[int, str], deque[Batch]] = defaultdict(partial(deque, maxlen=IN_FLIGHT))
+        self.unmatched: dict[tuple, list[Operation]] = defaultdict(list)
         self.joined: dict[tuple, int] = defaultdict(int)
-        self.spans: list[Span] = []
+        self.started: list[Operation] = []
+        self.completed: list[Batch] = []
 
     # -- one rank's program ------------------------------------------------------------------------------------
 
-    def rank(self, r: int) -> Iterator[tuple]:
-        self._swap(r, 0, self.plan.before)
+    def program(self, r: int) -> Iterator[Wait | Work]:
+        """What rank `r` waits for, in order."""
+        yield from (Work(0, swap) for swap in self.plan.before)
         for s, step in enumerate(self.plan.steps[r]):
             for op in step.comm:
                 for key in op.reads(r):
@@ -100,21 +117,14 @@ class Machine:
         end = len(self.plan.steps[r])
         for key in [key for key, waiting in self.arriving[r].items() if waiting]:
             yield from self._need(r, end, key, "the end of the plan, which needs")
-        self._swap(r, end, self.plan.after)
+        yield from (Work(end, swap) for swap in self.plan.after)
 
-    def _swap(self, r: int, s: int, swaps: tuple[SwapHeads, ...]) -> None:
-        """All ranks of a swap run the same steps in the same time, so no rank waits for another."""
-        for op in swaps:
-            start, rank = self.clock[r], self.plan.grid.rank(context=r)
-            received = (t for t in self.plan.swapped(op, rank) if t.receiver == rank)  # as much as it sends
-            self.clock[r] += sum(map(self.transfer_time, received))
-            self.spans.append(Span(r, s, op.channel, (op,), start, self.clock[r]))
-
-    def _need(self, r: int, s: int, key: Key, why: str) -> Iterator[tuple]:
+    def _need(self, r: int, s: int, key: Key, why: str) -> Iterator[Wait | Work]:
         held, waiting = self.held[r], self.arriving[r].pop(key, [])
-        for transfer, batch in waiting:
-            yield from self._wait(r, s, say(key), batch)
-            value = transfer.values[key]
+        for operation, batch, op in waiting:
+            if not batch.done:
+                yield Wait(s, say(key), batch)
+            value = self._given(r, s, operation, op, key)
             if key in held and held[key] & value and key[0] in PARTIAL:
                 raise PlanError(f"rank {r}, step {s}: {say(key)} received with blocks it already counts")
             if key in held and key[0] not in PARTIAL:
@@ -123,17 +133,12 @@ class Machine:
         if key not in held:
             raise PlanError(f"rank {r}, step {s}: {why} {say(key)}, which is not there")
 
-    def _make_room(self, r: int, s: int, channel: str) -> Iterator[tuple]:
+    def _make_room(self, r: int, s: int, channel: str) -> Iterator[Wait | Work]:
         running = self.launched[r, channel]
-        if len(running) == IN_FLIGHT:
-            yield from self._wait(r, s, f"the oldest of the {IN_FLIGHT} batches under way", running[0])
+        if len(running) == IN_FLIGHT and not running[0].done:
+            yield Wait(s, f"the oldest of the {IN_FLIGHT} batches under way", running[0])
 
-    def _wait(self, r: int, s: int, what: str, batch: _Batch) -> Iterator[tuple]:
-        while batch.done is None:
-            yield r, s, what, batch
-        self.clock[r] = max(self.clock[r], batch.done)
-
-    def _attend(self, r: int, s: int, attend: Attend) -> Iterator[tuple]:
+    def _attend(self, r: int, s: int, attend: Attend) -> Iterator[Wait | Work]:
         plan, held = self.plan, self.held[r]
         for key in attend.reads(plan.backward):
             yield from self._need(r, s, key, "block needs")
@@ -142,98 +147,117 @@ class Machine:
                 if held.get((tensor, chunk), 0) >> other & 1:
                     raise PlanError(f"rank {r}, step {s}: block (query chunk {q}, key chunk {kv}) computed twice")
                 held[tensor, chunk] = held.get((tensor, chunk), 0) | 1 << other
-        start = self.clock[r]
-        self.clock[r] += self.block_time(attend, plan)
-        self.spans.append(Span(r, s, "", (attend,), start, self.clock[r]))
+        yield Work(s, attend)
 
     # -- channels ----------------------------------------------------------------------------------------------
 
-    def _launch(self, r: int, s: int, channel: str, ops: list[Comm]) -> None:
+    def _launch(self, r: int, s: int, channel: str, comm: list[Comm]) -> None:
         running = self.launched[r, channel]
-        batch = _Batch(r, s, channel, ops, self.clock[r], running[-1] if running else None)
+        batch = Batch(r, s, channel, comm, running[-1] if running else None)
         if batch.previous:
             batch.previous.following = batch
         running.append(batch)
-        for op in ops:
-            transfer = self._meet(r, s, op)
-            transfer.parties.append(batch)
-            batch.transfers.append(transfer)
-            self._move(r, op, transfer, batch)
-        batch.unmet = len(batch.transfers)
-        if batch.previous is None or batch.previous.done is not None:
+        for op in comm:
+            operation = self._meet(r, s, op)
+            operation.parties.append((batch, op))
+            batch.operations.append(operation)
+            self._move(r, op, operation, batch)
+        batch.open = len(comm)
+        if batch.previous is None or batch.previous.done:
             self._start(batch)
 
-    def _meet(self, r: int, s: int, op: Comm) -> _Transfer:
-        """The transfer of this operation: the next of its kind on the channel between its ranks."""
+    def _meet(self, r: int, s: int, op: Comm) -> Operation:
+        """This operation with its parties: the next of its kind on the channel between its ranks."""
+        n, period = self.plan.n, self.period
         where: tuple
+        me: tuple
         if isinstance(op, AllGather | ReduceScatter):
-            where, label = (op.group, op.channel), (type(op).__name__, op.tensor, op.chunks)
-            count, mine = len(op.group), self.joined[op.group, op.channel, r]
-            self.joined[op.group, op.channel, r] += 1
+            group, turn = self._first(op.group)
+            where, me, count = (group, op.channel), (group, op.channel, r), len({member % period for member in group})
+            label = type(op).__name__, op.tensor, tuple((chunk + turn) % n for chunk in op.chunks)
         else:
-            ends = (r, op.peer) if isinstance(op, Send) else (op.peer, r)
-            where, label = (*ends, op.channel), ("p2p", op.tensor, (op.chunk,))
-            count, mine = 2, self.joined[ends, op.channel, type(op)]
-            self.joined[ends, op.channel, type(op)] += 1
-        queue = self.unmatched[where]
+            sender, receiver = (r, op.peer) if isinstance(op, Send) else (op.peer, r)
+            where, count = (sender % period, (receiver - sender) % n, op.channel), 2
+            me, label = (where, type(op)), ("p2p", op.tensor, ((op.chunk - sender + sender % period) % n,))
+        queue, mine = self.unmatched[where], self.joined[me]
+        self.joined[me] += 1
         if mine == len(queue):
-            queue.append(_Transfer(label, count))
-        transfer = queue[mine]
-        if transfer.label != label:
-            first = transfer.parties[0]
+            queue.append(Operation(label, count))
+        operation = queue[mine]
+        if operation.label != label:
+            first, _ = operation.parties[0]
             raise PlanError(
-                f"rank {r}, step {s}: {say_transfer(label)} on channel {op.channel} meets "
-                f"{say_transfer(transfer.label)} of rank {first.rank}, step {first.step}"
+                f"rank {r}, step {s}: {say_operation(label)} on channel {op.channel} meets "
+                f"{say_operation(operation.label)} of rank {first.rank}, step {first.step}"
             )
-        return transfer
+        return operation
 
-    def _move(self, r: int, op: Comm, transfer: _Transfer, batch: _Batch) -> None:
+    def _first(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+        """Of the groups that are multiples of the period further, the first one, and how much further that is."""
+        if group not in self.groups:
+            turns = range(0, self.plan.n, self.period)
+            turned = [(tuple(sorted((member + turn) % self.plan.n for member in group)), turn) for turn in turns]
+            self.groups[group] = min(turned)
+        return self.groups[group]
+
+    def _move(self, r: int, op: Comm, operation: Operation, batch: Batch) -> None:
         held = self.held[r]
         for key in op.reads(r):
-            if transfer.values.get(key, 0) & held[key] and key[0] in PARTIAL:
-                raise PlanError(f"rank {r}, step {batch.step}: {say(key)} reduced with blocks counted twice")
-            transfer.values[key] = transfer.values.get(key, 0) | held[key]
-            if key[0] in PARTIAL:
-                del held[key]
+            operation.given.setdefault(r, {})[key] = held.pop(key) if key[0] in PARTIAL else held[key]
         for key in op.brings(r):
-            self.arriving[r][key].append((transfer, batch))
+            self.arriving[r][key].append((operation, batch, op))
 
-    def _start(self, first: _Batch) -> None:
-        """Starts a batch, completes those that it was the last to meet, and starts those behind them."""
-        ready = [first]
-        while ready:
-            batch = ready.pop()
-            before = batch.previous.done if batch.previous else 0.0
-            assert before is not None  # it is complete
-            start = max(batch.launched, before)
-            batch.previous = None
-            for transfer in batch.transfers:
-                transfer.started += 1
-                transfer.begin = max(transfer.begin, start)
-                if transfer.started == transfer.parties_needed:
-                    ready += self._met(transfer)
+    def _given(self, r: int, s: int, operation: Operation, op: Comm, key: Key) -> int:
+        """The contributions to a chunk that rank `r` receives."""
+        total, n, (tensor, chunk) = 0, self.plan.n, key
+        if isinstance(op, Send | Recv):
+            givers: tuple[int, ...] = (op.peer,)
+        else:
+            givers = op.group if isinstance(op, ReduceScatter) else (op.group[op.chunks.index(chunk)],)
+        for giver in givers:
+            like = giver % self.period
+            turn = giver - like
+            value = operation.given[like][tensor, (chunk - turn) % n]
+            if turn:
+                value = (value << turn | value >> (n - turn)) & ((1 << n) - 1)
+            if total & value:
+                raise PlanError(f"rank {r}, step {s}: {say(key)} reduced with blocks counted twice")
+            total |= value
+        return total
 
-    def _met(self, transfer: _Transfer) -> list[_Batch]:
-        """Completes the batches that waited only for this transfer. Returns the batches that may start now."""
-        for batch in transfer.parties:
-            batch.unmet -= 1
-        complete = [batch for batch in transfer.parties if batch.unmet == 0]
-        for batch in complete:
-            # It begins when its last party does; each direction carries its operations one after the other.
-            begin = max(t.begin for t in batch.transfers)
-            moved = [transfer for op in batch.ops for transfer in op.transfers(batch.rank)]
-            outward = sum(self.transfer_time(t) for t in moved if t.sender == batch.rank)
-            inward = sum(self.transfer_time(t) for t in moved if t.receiver == batch.rank)
-            end = batch.done = begin + max(outward, inward)
-            self.spans.append(Span(batch.rank, batch.step, batch.channel, tuple(batch.ops), begin, end))
-        return [batch.following for batch in complete if batch.following]
+    def _start(self, batch: Batch) -> None:
+        batch.previous = None
+        for operation in batch.operations:
+            operation.started += 1
+            if operation.started == operation.parties_needed:
+                self.started.append(operation)
+
+    def complete(self, operation: Operation) -> None:
+        """Completes the batches of which this operation was the last, and starts those behind them."""
+        for batch, _ in operation.parties:
+            batch.open -= 1
+            if batch.open == 0:
+                batch.done = True
+                self.completed.append(batch)
+                if batch.following:
+                    self._start(batch.following)
+
+    def check_matched(self) -> None:
+        """Raises PlanError if an operation has no counterpart."""
+        for queue in self.unmatched.values():
+            for operation in queue:
+                if len(operation.parties) < operation.parties_needed:
+                    batch, _ = operation.parties[0]
+                    raise PlanError(
+                        f"rank {batch.rank}, step {batch.step}: {say_operation(operation.label)} has no counterpart"
+                    )
 
 
 def say(key: Key) -> str:
     return f"{key[0]} chunk {key[1]}"
 
 
-def say_transfer(label: tuple) -> str:
+def say_operation(label: tuple) -> str:
     kind, tensor, chunks = label
     named = f"chunk {chunks[0]}" if kind == "p2p" else f"chunks {chunks}"
     return f"{'message' if kind == 'p2p' else kind} {tensor} {named}"

@@ -1,11 +1,28 @@
-"""When everything in a plan happens, on the symbolic machine."""
+"""When everything in a plan happens: the symbolic machine with a clock."""
 
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
 
+from .flows import Flows, Task
 from .form import check_form
-from .ir import Attend, Key, Plan, PlanError, Transfer
-from .machine import Machine, Span, say_transfer
+from .ir import Attend, Comm, Key, Plan, PlanError, Recv, Send, SwapHeads, Transfer
+from .machine import Machine, Operation, Wait, Work
+
+Rank = tuple[int, int]  # group, and rank in the steps
+
+
+class Span(NamedTuple):
+    """Something that took time on a rank: a block (`channel` empty), the batch of a channel, or a swap of heads."""
+
+    rank: int
+    step: int
+    channel: str
+    what: tuple
+    start: float
+    end: float
 
 
 @dataclass
@@ -13,7 +30,7 @@ class Trace:
     """What happened.
 
     Attributes:
-        spans: each block and each batch, with its time.
+        spans: each block, batch and swap, with its time.
         finish: when the last of them ends.
         held: for each rank, the contributions that it has at the end, by (tensor, chunk).
     """
@@ -23,62 +40,195 @@ class Trace:
     held: list[dict[Key, int]]
 
 
+class Costs(Protocol):
+    """What blocks and messages take."""
+
+    flows: Flows
+
+    def block(self, group: int, rank: int, attend: Attend) -> Task:
+        """The task of a block; its `what` is None."""
+        ...
+
+    def messages(self, group: int, op: Comm | SwapHeads, transfers: list[Transfer]) -> Iterable[tuple[Task, float]]:
+        """The tasks of an operation that moves `transfers`, `what` None, and the seconds before each starts."""
+        ...
+
+
+class _Alone:
+    """Each channel of each rank has a line of its own in each direction."""
+
+    def __init__(self, plan: Plan, block_time: Callable, transfer_time: Callable[[Transfer], float] | None) -> None:
+        self.plan, self.block_time, self.transfer_time = plan, block_time, transfer_time or _no_time
+        self.flows = Flows()
+
+    def block(self, group: int, rank: int, attend: Attend) -> Task:
+        return Task(None, self.block_time(attend, self.plan))
+
+    def messages(self, group: int, op: Comm | SwapHeads, transfers: list[Transfer]) -> Iterator[tuple[Task, float]]:
+        for transfer in transfers:
+            if time := self.transfer_time(transfer):
+                lines = (op.channel, transfer.sender, "out"), (op.channel, transfer.receiver, "in")
+                yield Task(None, time, [self.flows.resource(line, 1.0) for line in lines]), 0.0
+
+
 def _pair_cost(attend: Attend, plan: Plan) -> float:
     return sum(1 for _ in attend.pairs(plan.sees))
 
 
-def _no_cost(transfer: Transfer) -> float:
+def _no_time(transfer: Transfer) -> float:
     return 0.0
 
 
 def trace(
     plan: Plan,
     block_time: Callable[[Attend, Plan], float] = _pair_cost,
-    transfer_time: Callable[[Transfer], float] = _no_cost,
+    transfer_time: Callable[[Transfer], float] | None = None,
 ) -> Trace:
     """Runs `plan` on the symbolic machine.
 
     Args:
         plan: the plan.
         block_time: the time of a block; default: 1 for each pair of chunks that the mask leaves.
-        transfer_time: the time of a chunk from sender to receiver, in the same unit; default: 0.
+        transfer_time: the time of a chunk, or share of one, from sender to receiver, in the same unit; default: 0.
 
     Raises:
         PlanError: a wrong form (`check_form`), an operation without counterpart or out of order, a deadlock, a chunk
             that is missing or counted twice.
     """
     check_form(plan)
-    machine = Machine(plan, block_time, transfer_time)
-    running = {r: machine.rank(r) for r in range(plan.n)}
-    stuck: dict[int, tuple] = {}
-    while running:
-        progress = False
-        for r, program in list(running.items()):
-            if r in stuck and stuck[r][3].done is None:
-                continue
-            progress = True
-            try:
-                stuck[r] = next(program)
-            except StopIteration:
-                del running[r]
-                stuck.pop(r, None)
-        if not progress:
-            raise PlanError(_deadlock(stuck))
-    for queue in machine.unmatched.values():
-        for transfer in queue:
-            if len(transfer.parties) < transfer.parties_needed:
-                batch = transfer.parties[0]
-                raise PlanError(
-                    f"rank {batch.rank}, step {batch.step}: {say_transfer(transfer.label)} has no counterpart"
-                )
-    finish = max((span.end for span in machine.spans), default=0.0)
-    return Trace(machine.spans, finish, machine.held)
+    clock = Clock(plan, _Alone(plan, block_time, transfer_time))
+    clock.run()
+    return Trace(clock.spans, max((span.end for span in clock.spans), default=0.0), clock.machines[0].held)
 
 
-def _deadlock(stuck: dict[int, tuple]) -> str:
-    r, (_, s, what, batch) = min(stuck.items(), key=lambda item: item[1][3].step)
-    others = ", ".join(f"rank {o} at step {w[1]} for {w[2]}" for o, w in stuck.items() if o != r)
+class Clock:
+    """Runs machines, one for each group of ranks that runs the steps of a plan.
+
+    Args:
+        plan: the plan.
+        costs: what its blocks and messages take.
+        groups: how many of its `heads` groups run. The others are as far as these.
+        period: as in `Machine`.
+    """
+
+    def __init__(self, plan: Plan, costs: Costs, groups: int = 1, period: int | None = None) -> None:
+        self.plan, self.costs, self.flows = plan, costs, costs.flows
+        self.spans: list[Span] = []
+        self.machines = [Machine(plan, period) for _ in range(groups)]
+        ranks = range(period or plan.n)
+        self.programs = {(g, r): machine.program(r) for g, machine in enumerate(self.machines) for r in ranks}
+        self.ready = deque(self.programs)
+        self.waiting: dict[Rank, Wait] = {}
+        self.swapping: dict[tuple[int, int], int] = Counter()  # ranks that have come to a swap, by place and step
+
+    def run(self) -> None:
+        """Runs all ranks to their end. Raises PlanError as `trace` does."""
+        while self.ready or self.programs:
+            while self.ready:
+                self._resume(self.ready.popleft())
+            if not self.programs:
+                break
+            done = self.flows.advance()
+            if not done:
+                raise PlanError(_deadlock(self.waiting))
+            for what in done:
+                what()
+        for machine in self.machines:
+            machine.check_matched()
+
+    def _resume(self, rank: Rank) -> None:
+        group, place = rank
+        machine = self.machines[group]
+        event = next(self.programs[rank], None)
+        if machine.started:
+            self._run_operations(group)
+        if event is None:
+            del self.programs[rank]
+        elif isinstance(event, Wait):
+            if event.batch.done:
+                self.ready.append(rank)
+            else:
+                self.waiting[rank] = event
+        elif isinstance(event.work, SwapHeads):
+            self._swap(rank, event.step, event.work)
+        else:
+            start = self.flows.now
+            task = self.costs.block(group, place, event.work)
+            self.flows.add(task._replace(what=partial(self._computed, rank, event, start)))
+
+    def _computed(self, rank: Rank, event: Work, start: float) -> None:
+        self.spans.append(Span(rank[1], event.step, "", (event.work,), start, self.flows.now))
+        self.ready.append(rank)
+
+    # -- operations --------------------------------------------------------------------------------------------
+
+    def _run_operations(self, group: int) -> None:
+        """Starts the messages of operations that all parties have started, and completes those that take no time."""
+        machine = self.machines[group]
+        while machine.started:
+            operation = machine.started.pop()
+            batch, op = operation.parties[-1]
+            if isinstance(op, Send | Recv):
+                transfers = list(op.transfers(batch.rank))
+            else:
+                own = ((batch.rank, op.transfers(batch.rank)) for batch, op in operation.parties)
+                transfers = [t for rank, moved in own for t in moved if t.receiver == rank]
+            for batch, _ in operation.parties:
+                batch.begin = self.flows.now
+            self._send(self.costs.messages(group, op, transfers), partial(self._complete, group, operation))
+
+    def _send(self, messages: Iterable[tuple[Task, float]], then: Callable[[], None]) -> None:
+        """Starts messages, and calls `then` when all have arrived."""
+        tasks = [(task, delay) for task, delay in messages if task.size or delay]
+        under_way = [len(tasks)]
+
+        def arrived() -> None:
+            under_way[0] -= 1
+            if under_way[0] == 0:
+                then()
+
+        for task, delay in tasks:
+            self.flows.add(task._replace(what=arrived), delay)
+        if not tasks:
+            then()
+
+    def _complete(self, group: int, operation: Operation) -> None:
+        machine = self.machines[group]
+        machine.complete(operation)
+        for batch in machine.completed:
+            self.spans.append(
+                Span(batch.rank, batch.step, batch.channel, tuple(batch.comm), batch.begin, self.flows.now)
+            )
+            waiting = self.waiting.get((group, batch.rank))
+            if waiting and waiting.batch is batch:
+                del self.waiting[group, batch.rank]
+                self.ready.append((group, batch.rank))
+        machine.completed.clear()
+        if machine.started:
+            self._run_operations(group)
+
+    def _swap(self, rank: Rank, step: int, op: SwapHeads) -> None:
+        """The ranks of the same place swap when the last of them comes."""
+        place = rank[1]
+        self.swapping[place, step] += 1
+        if self.swapping[place, step] < len(self.machines):
+            return
+        members = [(g, place) for g in range(len(self.machines))]
+        ranks = [self.plan.grid.rank(heads=g, context=place) for g, _ in members]
+        transfers = [t for r in ranks for t in self.plan.swapped(op, r) if t.receiver == r]
+        start = self.flows.now
+
+        def swapped() -> None:
+            self.spans.extend(Span(place, step, op.channel, (op,), start, self.flows.now) for _ in members)
+            self.ready.extend(members)
+
+        self._send(self.costs.messages(0, op, transfers), swapped)
+
+
+def _deadlock(waiting: dict[Rank, Wait]) -> str:
+    (_, r), first = min(waiting.items(), key=lambda item: item[1].batch.step)
+    others = ", ".join(f"rank {o} at step {w.step} for {w.what}" for (_, o), w in waiting.items() if o != r)
     return (
-        f"rank {r}, step {s}: waits for ever for {what}, launched in step {batch.step} on channel {batch.channel}; "
-        f"also waiting: {others or 'nobody'}"
+        f"rank {r}, step {first.step}: waits for ever for {first.what}, launched in step {first.batch.step} on channel "
+        f"{first.batch.channel}; also waiting: {others or 'nobody'}"
     )

@@ -1,0 +1,1 @@
+"""Clusters as data, and how long plans take on them."""

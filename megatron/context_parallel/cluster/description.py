@@ -1,0 +1,172 @@
+"""A cluster as data: what computes, what carries messages, and how fast. YAML files hold such descriptions.
+
+Units are in the names: GB_s is 10^9 bytes a second in each direction, us 10^-6 seconds, TFLOP_s 10^12 operations a
+second, GiB 2^30 bytes.
+"""
+
+import math
+from dataclasses import MISSING, dataclass, fields, replace
+from importlib.resources import files
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from ..errors import UsageError
+
+PRESETS = files(__package__) / "presets"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRate:
+    """How fast one block of attention is computed. The causal half of a block counts as half its operations."""
+
+    rows: int  # queries, and as many keys
+    dtype: str = "bf16"
+    head_dim: int = 128
+    forward_TFLOP_s: float
+    backward_TFLOP_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A GPU, or what stands for one."""
+
+    name: str
+    peak_TFLOP_s: float  # dense, 16-bit
+    memory_GiB: float
+    memory_GB_s: float
+    attention: tuple[AttentionRate, ...]
+    block_us: float = 10.0  # what a block costs before it computes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inside:
+    """What connects the devices of a node: a link of each device to a switch, or one link that all share."""
+
+    GB_s: float
+    latency_us: float
+    shared: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nics:
+    """What connects nodes. The NICs of a node serve its devices in equal consecutive parts."""
+
+    per_node: int
+    GB_s: float
+    latency_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Equal nodes of equal devices.
+
+    Attributes:
+        source: where the numbers are from.
+        nodes_per_switch, oversubscription: the uplink of a leaf switch carries what all its NICs carry, divided by
+            `oversubscription`.
+        compute_slowdown, message_slowdown: what takes 1 second alone takes 1 + this while a device computes and sends
+            or receives.
+        shared_cores: processors that all ranks share; each computes on one at most. For a cluster emulated on one host.
+    """
+
+    name: str
+    source: str
+    nodes: int
+    devices_per_node: int
+    device: Device
+    inside: Inside | None = None
+    nics: Nics | None = None
+    nodes_per_switch: int | None = None
+    oversubscription: float = 1.0
+    compute_slowdown: float = 0.0
+    message_slowdown: float = 0.0
+    shared_cores: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.devices_per_node > 1 and self.inside is None:
+            raise UsageError(f"{self.name}: inside is missing, and nodes have {self.devices_per_node} devices")
+        if self.nodes > 1 and self.nics is None:
+            raise UsageError(f"{self.name}: nics is missing, and there are {self.nodes} nodes")
+        if self.nics and self.devices_per_node % self.nics.per_node:
+            raise UsageError(
+                f"{self.name}: nics.per_node {self.nics.per_node} does not divide {self.devices_per_node} devices"
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    def part(self, ranks: int) -> "Cluster":
+        """As many of its nodes, or of the devices of one node, as there are ranks; more nodes than it has count too.
+
+        Raises:
+            UsageError: a part of several nodes that leaves devices of the last node over.
+        """
+        each = self.devices_per_node
+        if ranks < each:
+            return replace(self, nodes=1, devices_per_node=ranks, nics=None)
+        if ranks % each:
+            raise UsageError(
+                f"{self.name}: {ranks} ranks are no whole nodes of {each} devices; give {ranks // each * each}"
+            )
+        return replace(self, nodes=ranks // each)
+
+
+def load_cluster(name: str) -> Cluster:
+    """The cluster of a preset or of a YAML file.
+
+    Raises:
+        UsageError: no such file or preset, or one that does not describe a cluster.
+    """
+    import yaml
+
+    known = sorted(p.name.removesuffix(".yaml") for p in PRESETS.iterdir() if p.name.endswith(".yaml"))
+    path = Path(name) if name.endswith((".yaml", ".yml")) else PRESETS / f"{name}.yaml"
+    if not path.is_file():
+        raise UsageError(f"--cluster {name}: no such file or preset; give a .yaml file, or one of {', '.join(known)}")
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"--cluster {name}: not YAML ({str(error).splitlines()[0]})") from None
+    try:
+        return _read(Cluster, content, "")
+    except UsageError as error:
+        raise UsageError(f"--cluster {name}: {error}") from None
+
+
+def _read(kind: Any, value: object, where: str) -> Any:
+    """`value` from YAML as a `kind`: a dataclass, a tuple of them, a number, a text or a truth."""
+    if NoneType in get_args(kind):
+        return None if value is None else _read(get_args(kind)[0], value, where)
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list) or not value:
+            raise UsageError(f"{where}: give a list of one or more")
+        return tuple(_read(get_args(kind)[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if kind in (int, float, bool, str):
+        return _checked(kind, value, where)
+    if not isinstance(value, dict):
+        raise UsageError(f"{where or 'the file'}: give {', '.join(field.name for field in fields(kind))}")
+    hints = get_type_hints(kind)
+    if unknown := value.keys() - hints.keys():
+        raise UsageError(f"{where}{'.' * bool(where)}{min(map(str, unknown))}: unknown; there is {', '.join(hints)}")
+    missing = [f.name for f in fields(kind) if f.default is MISSING and f.name not in value]
+    if missing:
+        raise UsageError(f"{where}{'.' * bool(where)}{missing[0]}: missing")
+    return kind(
+        **{name: _read(hints[name], given, f"{where}{'.' * bool(where)}{name}") for name, given in value.items()}
+    )
+
+
+_MAY_BE_ZERO = ("_us", "_slowdown")
+
+
+def _checked(kind: type, value: Any, where: str) -> Any:
+    number = kind in (int, float)
+    good = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+    if good and number:
+        good = math.isfinite(value) and (value > 0 or (value == 0 and where.endswith(_MAY_BE_ZERO)))
+    if not good:
+        needed = {int: "a whole number, 1 or more", float: "a number above 0", bool: "true or false", str: "a text"}
+        raise UsageError(f"{where} {value}: need {needed[kind]}")
+    return kind(value)

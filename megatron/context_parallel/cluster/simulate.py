@@ -1,0 +1,154 @@
+"""How long a plan takes on a cluster: the symbolic machine with the cluster's links and devices."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..errors import UsageError
+from ..mask import Mask, Pairs
+from ..plan.flows import Flows, Task
+from ..plan.ir import AllGather, Attend, Comm, Plan, ReduceScatter, Steps, SwapHeads, Transfer
+from ..plan.trace import Clock, Span
+from ..plan.volume import Shape, chunk_bytes
+from .block_time import BlockTime
+from .description import Cluster
+from .links import Links
+
+ALL_UP_TO = 64  # ranks that are simulated one by one, even if a few could stand for all
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one pass of an attention takes.
+
+    Attributes:
+        seconds: until the last rank has its result.
+        compute: seconds in which the busiest rank computes blocks.
+        spans: what happened on each rank that was simulated, of the first group of heads.
+        period: ranks that stand for all.
+    """
+
+    seconds: float
+    compute: float
+    spans: list[Span]
+    period: int
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which no rank that is busiest computes: communication that compute does not hide."""
+        return self.seconds - self.compute
+
+
+def simulate(
+    plan: Plan, cluster: Cluster, shape: Shape, mask: Mask | None = None, batch: int = 1, dtype: str = "bf16"
+) -> Forecast:
+    """Predicts one pass on a cluster, whose devices are the ranks of the plan, node by node.
+
+    Ranks of one context group only: the cluster has as many devices as the plan has ranks.
+
+    Args:
+        plan: the pass.
+        cluster: with `plan.size` devices.
+        shape: the sizes on a rank.
+        mask: of the attention; default: causal.
+        batch: sequences; `shape.rows` counts the tokens of all.
+        dtype: of the model, as in the cluster's attention rates.
+
+    Raises:
+        UsageError: the cluster has another number of devices.
+        PlanError: as `trace`.
+    """
+    if cluster.ranks != plan.size:
+        raise UsageError(f"{cluster.name}: {cluster.ranks} devices for {plan.size} ranks; give as many")
+    blocks = BlockTime(cluster.device, plan, shape, mask or Mask(), shape.rows * plan.size // batch, dtype)
+    period = _period(plan, blocks, Links(cluster).smallest_period) if plan.size > ALL_UP_TO else plan.n
+    clock = Clock(plan, _Costs(plan, cluster, shape, blocks, period), plan.heads, period)
+    clock.run()
+    busy = [0.0] * plan.n
+    for span in clock.spans:
+        busy[span.rank] += (span.end - span.start) / plan.heads if not span.channel else 0.0
+    return Forecast(clock.flows.now, max(busy), clock.spans, period)
+
+
+class _Costs:
+    def __init__(self, plan: Plan, cluster: Cluster, shape: Shape, blocks: BlockTime, period: int) -> None:
+        self.plan, self.cluster, self.shape, self.blocks, self.period = plan, cluster, shape, blocks, period
+        self.flows = Flows((cluster.compute_slowdown, cluster.message_slowdown))
+        self.links = Links(cluster, period if period < plan.n else None)
+        self.compute_is_shared = bool(cluster.shared_cores or cluster.compute_slowdown or cluster.message_slowdown)
+        self.bytes = {
+            (t, swap): chunk_bytes(plan, t, shape, swap)
+            for swap in (False, True)
+            for t in (*plan.starts, *plan.ends, *(t for op in plan.before for t in op.tensors))
+        }
+
+    def block(self, group: int, rank: int, attend: Attend) -> Task:
+        seconds = self.blocks(attend)
+        if not self.compute_is_shared:
+            return Task(None, seconds)
+        rank = self.plan.grid.rank(heads=group, context=rank)
+        uses = [self.flows.resource(("core", rank), 1.0)]
+        if cores := self.cluster.shared_cores:
+            uses.append(self.flows.resource("cores", cores * self.period / self.plan.n))
+        return Task(None, seconds, uses, (rank,))
+
+    def messages(self, group: int, op: Comm | SwapHeads, transfers: list[Transfer]) -> Iterator[tuple[Task, float]]:
+        swap, grid, hops = isinstance(op, SwapHeads), self.plan.grid, 1
+        if isinstance(op, AllGather):  # libraries pass the chunks on along a ring
+            hops = len(op.group) - 1
+            transfers = [
+                t for t in transfers if op.group.index(t.receiver) == (op.group.index(t.sender) + 1) % (hops + 1)
+            ]
+        for t in transfers:
+            ends = t.sender, t.receiver
+            if not swap:
+                ends = grid.rank(heads=group, context=t.sender), grid.rank(heads=group, context=t.receiver)
+            path = self.links.path(*ends)
+            size = self.bytes[t.tensor, swap] * t.share * hops
+            uses = [self.flows.resource(link, rate) for link, rate in path.links]
+            if self.period < self.plan.n:
+                ends = ends[0] % self.period, ends[1] % self.period
+            yield Task(None, size, uses, ends), path.seconds * hops
+
+
+def _period(plan: Plan, blocks: BlockTime, links: int) -> int:
+    """The fewest ranks after which steps, blocks and links repeat."""
+    if plan.heads > 1:
+        return plan.n
+    n, looks = plan.n, list[int]()
+    for rank in range(n):
+        looks.append(_looks(plan, rank, blocks))
+        if rank and rank % links == 0 and looks[rank] not in looks[:rank]:
+            return n
+    sees = plan.sees
+    for period in (p for p in range(links, n, links) if n % p == 0):
+        if all(looks[r] == looks[r % period] for r in range(n)) and sees.rows == _turned(sees, period).rows:
+            return period
+    return n
+
+
+def _looks(plan: Plan, rank: int, blocks: BlockTime) -> int:
+    """A number that is equal for ranks that do the same, seen from each."""
+    n = plan.n
+
+    def seen(of: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple((x - rank) % n for x in of)
+
+    def op_seen(op: Comm) -> tuple:
+        if isinstance(op, AllGather | ReduceScatter):
+            members = sorted(zip(seen(op.group), seen(op.chunks), strict=True))
+            return (type(op).__name__, op.tensor, op.channel, *members)
+        return type(op).__name__, op.tensor, op.channel, *seen((op.peer, op.chunk))
+
+    write = plan.steps.write if isinstance(plan.steps, Steps) else plan.steps.__getitem__  # keeps nothing
+    result = 0
+    for step in write(rank):
+        work = tuple((sorted(seen(a.q_chunks)), sorted(seen(a.kv_chunks)), round(blocks(a), 12)) for a in step.attend)
+        result = hash((result, tuple(op_seen(op) for op in step.comm), str(work)))
+    return result
+
+
+def _turned(sees: Pairs, by: int) -> Pairs:
+    """What chunks `by` further see, as if they were these chunks."""
+    n, mask = sees.n, (1 << sees.n) - 1
+    rows = (sees.rows[(q + by) % n] for q in range(n))
+    return Pairs(tuple((row >> by | row << (n - by)) & mask for row in rows))

@@ -1,0 +1,191 @@
+"""The clock of plans: shared links, slowdown, and times of whole plans on described clusters, against closed forms."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from megatron.context_parallel import UsageError
+from megatron.context_parallel.cluster.block_time import BlockTime
+from megatron.context_parallel.cluster.description import AttentionRate, Cluster, Device, Inside, Nics, load_cluster
+from megatron.context_parallel.cluster.simulate import simulate
+from megatron.context_parallel.commands.plan import main as plan_tool
+from megatron.context_parallel.layout import LAYOUTS
+from megatron.context_parallel.mask import Mask
+from megatron.context_parallel.plan.flows import Flows, Task
+from megatron.context_parallel.plan.ir import Attend
+from megatron.context_parallel.plan.volume import Shape
+from megatron.context_parallel.strategies import choose
+
+DEVICE = Device(
+    name="test",
+    peak_TFLOP_s=1,
+    memory_GiB=1,
+    memory_GB_s=1e9,
+    block_us=0,
+    attention=(AttentionRate(rows=1, forward_TFLOP_s=1, backward_TFLOP_s=1),),
+)
+BOX = Cluster(
+    name="box",
+    source="made up",
+    nodes=2,
+    devices_per_node=4,
+    device=DEVICE,
+    inside=Inside(GB_s=100, latency_us=0),
+    nics=Nics(per_node=4, GB_s=10, latency_us=0),
+)
+BOX_TEXT = """
+name: box
+source: made up
+nodes: 2
+devices_per_node: 4
+device:
+  {name: test, peak_TFLOP_s: 1, memory_GiB: 1, memory_GB_s: 1.0e+9, block_us: 0,
+   attention: [{rows: 1, forward_TFLOP_s: 1, backward_TFLOP_s: 1}]}
+inside: {GB_s: 100, latency_us: 0}
+nics: {GB_s: 10, per_node: 4, latency_us: 0}
+"""
+SHAPE = Shape(rows=1024, heads=8, kv_heads=8, head_dim=64, itemsize=2)
+KV = 2 * 1024 * 8 * 64 * 2  # bytes of a chunk
+NO_WORK = replace(DEVICE, attention=(AttentionRate(rows=1, forward_TFLOP_s=1e9, backward_TFLOP_s=1e9),))
+
+
+def ends(flows: Flows) -> list[tuple[float, list]]:
+    found = []
+    while done := flows.advance():
+        found.append((pytest.approx(flows.now), done))
+    return found
+
+
+def seconds(spec: str, cluster: Cluster, shape: Shape = SHAPE, backward: bool = False) -> float:
+    plan = choose(spec).plan(cluster.ranks, backward=backward, heads=shape.heads, kv_heads=shape.kv_heads)
+    return simulate(plan, cluster, shape).seconds
+
+
+def test_what_a_task_leaves_of_a_link_goes_to_the_others():
+    flows = Flows()
+    narrow, wide = flows.resource("narrow", 1.0), flows.resource("wide", 2.0)
+    flows.add(Task("a", 1.0, (narrow,)))
+    flows.add(Task("b", 1.0, (narrow, wide)))
+    flows.add(Task("c", 1.5, (wide,)))  # b takes half of the narrow link, so c has 1.5 of the wide one
+    flows.add(Task("late", 1.0, (wide,)), delay=2.0)
+    flows.add(Task("alone", 0.25))
+    assert ends(flows) == [(0.25, ["alone"]), (1.0, ["c"]), (2.0, ["a", "b"]), (2.5, ["late"])]
+
+
+@pytest.mark.parametrize("compute,message", [(2.0, 5.0), (5.0, 2.0)])
+def test_what_does_not_overlap_adds_up(compute, message):
+    """With both slowed by w, a block and a message take max + w min together."""
+    flows = Flows((0.9, 0.9))
+    flows.add(Task("block", compute, (flows.resource("core", 1.0),), (0,)))
+    flows.add(Task("message", message, (flows.resource("link", 1.0),), (0, 1)))
+    while flows.advance():
+        pass
+    assert flows.now == pytest.approx(5.0 + 0.9 * 2.0)
+
+
+def test_a_ring_is_as_fast_as_its_slowest_link():
+    slow = replace(BOX, device=NO_WORK)
+    assert seconds("ring", slow) == pytest.approx(7 * KV / 10e9, rel=1e-3)
+    assert seconds("ring", slow.part(4)) == pytest.approx(3 * KV / 100e9, rel=1e-3)
+    late = replace(slow, nics=replace(slow.nics, latency_us=500))
+    assert seconds("ring", late) == pytest.approx(7 * (KV / 10e9 + 500e-6), rel=1e-3)
+
+
+def test_ranks_that_share_a_nic_share_its_rate():
+    """In a gather of all chunks one stream crosses between two nodes; when all swap heads, 4 x 4 chunk parts do."""
+    own, shared = (replace(BOX, device=NO_WORK, nics=replace(BOX.nics, per_node=n)) for n in (4, 1))
+    assert seconds("allgather", shared) == pytest.approx(seconds("allgather", own))
+    assert seconds("ulysses", shared) == pytest.approx(4 * seconds("ulysses", own), rel=1e-3)
+    assert seconds("ulysses", own) == pytest.approx(4 / 8 * 2 * KV / 10e9, rel=0.02)
+
+
+def test_an_oversubscribed_switch_slows_what_crosses_it():
+    flat = replace(BOX, nodes=4, device=NO_WORK, nodes_per_switch=2)
+    thin = replace(flat, oversubscription=8.0)  # 8 NICs of 10 GB/s and an uplink of 10
+    assert seconds("allgather", thin) == pytest.approx(seconds("allgather", flat))  # one stream of its ring crosses
+    assert seconds("ulysses", thin, replace(SHAPE, heads=16, kv_heads=16)) > 2 * seconds(
+        "ulysses", flat, replace(SHAPE, heads=16, kv_heads=16)
+    )
+
+
+def test_blocks_hide_messages_and_cores_are_shared():
+    block = 4 * 1024 * 1024 / 2 * 8 * 64 / 1e12  # zigzag: each pair of chunks is half seen
+    assert seconds("ring", BOX) == pytest.approx(8 * max(block, KV / 10e9), rel=0.02)
+    assert seconds("ring", replace(BOX, shared_cores=2)) == pytest.approx(8 * 8 * block / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_seen_shares_are_those_of_the_mask(layout):
+    plan = choose("allgather", layout=layout).plan(4)
+    shares = {}
+    for name, mask in {"causal": Mask(), "full": Mask(False), "window": Mask(True, (255, 0))}.items():
+        time = BlockTime(DEVICE, plan, SHAPE, mask, 4096, "bf16")
+        shares[name] = sum(time.seen(q).sum() for q in range(4))
+    assert shares["full"] == pytest.approx(16)
+    assert shares["causal"] == pytest.approx(8, rel=0.01)
+    assert shares["window"] == pytest.approx(4096 * 256 / 1024**2, rel=0.05)
+
+
+def test_rates_are_between_those_measured():
+    rates = tuple(AttentionRate(rows=r, forward_TFLOP_s=f, backward_TFLOP_s=f) for r, f in ((256, 1.0), (4096, 3.0)))
+    time = BlockTime(replace(DEVICE, attention=rates), choose("ring").plan(4), SHAPE, Mask(False), 4096, "bf16")
+    assert time(Attend((0,), (1,))) == pytest.approx(4 * 1024**2 * 8 * 64 / 2e12, rel=1e-3)
+
+
+@pytest.mark.parametrize("spec", ["ring", "mesh", "loongtrain:inner_ring_size=8", "allgather"])
+def test_ranks_that_do_the_same_are_simulated_once(spec, monkeypatch):
+    cluster = load_cluster("dgx-h100").part(64)
+    for backward in (False, True):
+        plan = choose(spec).plan(64, backward=backward, heads=64, kv_heads=64)
+        every = simulate(plan, cluster, SHAPE)
+        with monkeypatch.context() as patch:
+            patch.setattr("megatron.context_parallel.cluster.simulate.ALL_UP_TO", 1)
+            few = simulate(plan, cluster, SHAPE)
+        assert (every.period, few.period) == (64, 8)
+        assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
+        assert len(few.spans) == len(every.spans) / 8
+        assert simulate(plan, cluster, SHAPE).spans == every.spans  # the same numbers on every run
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("name: x\nnods: 3", "nods: unknown; there is name"),
+        ("name: x", "source: missing"),
+        ("[1, 2", "not YAML"),
+        ("just words", "the file: give name"),
+        (BOX_TEXT.replace("nodes: 2", "nodes: 0"), "nodes 0: need a whole number, 1 or more"),
+        (BOX_TEXT.replace("GB_s: 10,", "GB_s: -1,"), "nics.GB_s -1: need a number above 0"),
+        (BOX_TEXT.replace("rows: 1,", "rows: one,"), "device.attention[0].rows one: need a whole number"),
+    ],
+)
+def test_a_wrong_description_is_one_line(tmp_path, text, message):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(UsageError) as error:
+        load_cluster(str(tmp_path / "c.yaml"))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_is_the_cluster_it_describes(tmp_path):
+    (tmp_path / "box.yaml").write_text(BOX_TEXT)
+    assert load_cluster(str(tmp_path / "box.yaml")) == BOX
+
+
+def test_a_cluster_without_the_links_it_needs_is_refused():
+    with pytest.raises(UsageError, match="nics is missing, and there are 2 nodes"):
+        replace(BOX, nics=None)
+    with pytest.raises(UsageError, match="6 ranks are no whole nodes of 4 devices; give 4"):
+        BOX.part(6)
+    with pytest.raises(UsageError, match=r"no such file or preset; give a \.yaml file, or one of dgx-a100, dgx-h100"):
+        load_cluster("dgx")
+
+
+def test_the_plan_tool_predicts_and_writes_a_timeline(tmp_path, capsys):
+    flags = ["--ranks", "16", "--seq-length", "65536", "--cluster", "dgx-h100"]
+    plan_tool(["mesh", *flags, "--timeline", str(tmp_path / "t.json")])
+    assert "exposed" in capsys.readouterr().out
+    events = [e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {e["pid"] for e in events} == set(range(16)) and {e["tid"] for e in events} == {"blocks", "keys", "queries"}
+    pairs = [e for e in events if e["tid"] == "blocks" and e["args"]["pass"] == "forward"]
+    assert len(pairs) == 16 * 16
