@@ -198,8 +198,8 @@ def attend(cp=None, *, q=(8, 1, 2, 4), k=None, v=None, dtype=torch.float32, **ho
         (lambda: AllRanks(0), "0 ranks: need a whole number, 1 or more, such as 4"),
         (lambda: AllRanks("2"), "'2' ranks: need a whole number"),
         (lambda: AllRanks(2.0), "2.0 ranks: need a whole number"),
-        (lambda: AllRanks(4, "usp", head_parallel_size="2"), "--cp-head-parallel-size 2: "),
-        (lambda: AllRanks(4, "loongtrain", inner_ring_size="2"), "--cp-inner-ring-size 2: "),
+        (lambda: AllRanks(4, "usp", head_parallel_size="two"), "--cp-head-parallel-size two: "),
+        (lambda: AllRanks(4, "loongtrain", inner_ring_size=2.5), "--cp-inner-ring-size 2.5: "),
     ],
 )
 def test_wrong_calls(call, message):

@@ -66,6 +66,9 @@ def test_a_rank_has_two_batches_of_a_channel_under_way(ops):
 
         all_gather = exchange
 
+        def world(self, peer):
+            return peer
+
     steps = tuple(Step((op,)) for op in ops)
     plan = Plan("own", "cyclic", Pairs.all(4), False, (steps, (), (), ()))
     q, kv = torch.zeros(2, 1, 1, 4), torch.zeros(2, 1, 4)

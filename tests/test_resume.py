@@ -151,7 +151,7 @@ def fail_in_the_background(directory: str) -> str:
 
     with (
         mock.patch.object(FileSystemWriterAsync, "write_preloaded_data", fail),
-        pytest.raises(OSError) as caught,
+        pytest.raises(UsageError) as caught,
     ):
         training_case.train("llama", train_iters=5, save=directory, save_interval=2, async_save=True)
     return str(caught.value)
@@ -173,6 +173,7 @@ class Killed(BaseException):
 def kill_everywhere(directory: str) -> int:
     """Save an iteration over itself, killed at the first change on disk, then at the second, and so on; how many."""
     args = training_case.case_args("llama", num_layers=1, save=f"{directory}/whole")
+    Path(args.save).mkdir()
     with training_case.groups(args):
         state = training_case.build(args)
         for state.progress.iteration in (1, 2):

@@ -4,6 +4,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -128,6 +129,8 @@ class Recorder:
 def train(family: str, **changes) -> Recorder:
     """Build the model, load what `load` names, train to the end, take the groups down again."""
     args = case_args(family, **changes)
+    if args.save:  # which the lock on it makes otherwise
+        Path(args.save).mkdir(parents=True, exist_ok=True)
     with groups(args):
         state = build(args)
         recorder = Recorder()
