@@ -87,6 +87,12 @@ class Bench:
             self._references[layout] = Reference(losses(save), save, events, outcome)
         return self._references[layout]
 
+    def forget(self) -> None:
+        """Delete what runs left, but not the undisturbed ones."""
+        kept = {reference.save for reference in self._references.values()} | {self.data.parent}
+        for path in set(self.directory.iterdir()) - kept:
+            shutil.rmtree(path)
+
     def copy(self, layout: str) -> Path:
         """The checkpoints and files of the undisturbed run, for a run of its own to go on from."""
         path = self.fresh(layout)
