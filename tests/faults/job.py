@@ -186,10 +186,10 @@ class _Start:
         nothing = os.open(os.devnull, os.O_RDONLY)
         for number, descriptor in enumerate((nothing, output, output)):
             os.dup2(descriptor, number)
+        # Not closed: objects of the parent would close what got their numbers afterwards.
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor > 2 and descriptor not in (self.tell_to, self.go):
-                with suppress(OSError):
-                    os.close(descriptor)
+                os.dup2(nothing, descriptor)
         # The parent's may be caught by pytest.
         sys.stdout = os.fdopen(1, "w", closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
@@ -257,6 +257,7 @@ class _Job:
         for descriptor in [key.fd for key in self.selector.get_map().values()]:
             self.selector.unregister(descriptor)
             os.close(descriptor)
+        self.selector.close()
         os.close(self.go)
         self.outcome.lines.sort(key=lambda line: line.time)
 
