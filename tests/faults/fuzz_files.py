@@ -7,6 +7,7 @@ from collections.abc import Callable
 from random import Random
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.strategies import STRATEGIES
 from megatron.context_parallel.trainer.arguments import parse_args
 from megatron.context_parallel.trainer.data import KEYS, build_datasets
 from megatron.context_parallel.trainer.tokenizer import build_tokenizer
@@ -32,20 +33,26 @@ lr: 1e-2
 split: 80,10,10
 eval-iters: 0
 window-size: "16,0"
+recompute-granularity: full
+recompute-method: uniform
+recompute-num-layers: 1
 recompute-whitelist: [core_attention]
 """
 STRATEGY = '''\
-"""A strategy of one's own: each rank gathers all keys and values."""
-
-from megatron.context_parallel.plan.ir import KV, AllGather, Attend, Step
-from megatron.context_parallel.strategies import Pass, register
+from megatron.context_parallel.plan.ir import Attend, Step
+from megatron.context_parallel.strategies import Pass, Ring, register
 
 
-@register("mine", layouts=("zigzag", "contiguous"))
+@register("mine", layouts=("zigzag", "cyclic"), channels=("queries", "results"))
 def mine(at: Pass):
-    everyone = tuple(range(at.n))
-    yield Step(comm=(AllGather(KV, everyone, everyone, "kv"),))
-    yield Step(attend=(Attend((at.rank,), everyone),))
+    there, back = (Ring(at.rank, at.n, channel=name) for name in ("queries", "results"))
+    for s in range(at.n + 1):
+        comm, chunk = (), there.rank(at.rank - s)
+        if s + 1 < at.n:
+            comm += there.shift(at.query, lambda r: there.rank(r - s))
+        if s > 1:
+            comm += back.shift(at.result, lambda r: back.rank(r - s + 1), by=1 - s)
+        yield Step(comm, (Attend((chunk,), (at.rank,)),) if s < at.n else ())
 '''
 TOKENS = b'0 1 -1 4 1e999 9999999999 null true false [] {} "" : , - --- !!python/object: & * \xff \x00 \n'.split()
 
@@ -94,6 +101,8 @@ class Files:
             "strategy.py": self._strategy,
             "checkpoint": self._checkpoint,
         }
+        for kind in ("corpus.idx", "config.yaml", "strategy.py"):
+            self.kinds[kind](Random(0))  # the originals are accepted
 
     def try_one(self, number: int, seed: int) -> str:
         """Damage file `number` of a seed; what is wrong with what came of it, or nothing."""
@@ -151,6 +160,7 @@ class Files:
             parse_args([*argv, "--cp-strategy", f"{path}:mine"])
         finally:
             path.unlink()
+            STRATEGIES.pop("mine", None)
 
     def _checkpoint(self, random: Random) -> None:
         """One file of a checkpoint, and a run that goes on from it."""
