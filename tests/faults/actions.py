@@ -47,11 +47,10 @@ def cut_off() -> None:
             connection = socket.socket(fileno=os.dup(descriptor))
         except OSError:  # no socket, or closed by now: the list has its own descriptor
             continue
-        try:
+        with suppress(OSError):  # one that listens has no peer
+            connection.getpeername()
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # one that listens
-            pass
         connection.close()
 
 

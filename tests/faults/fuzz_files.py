@@ -38,7 +38,7 @@ recompute-method: uniform
 recompute-num-layers: 1
 recompute-whitelist: [core_attention]
 """
-STRATEGY = '''\
+STRATEGY = """\
 from megatron.context_parallel.plan.ir import Attend, Step
 from megatron.context_parallel.strategies import Pass, Ring, register
 
@@ -53,7 +53,7 @@ def mine(at: Pass):
         if s > 1:
             comm += back.shift(at.result, lambda r: back.rank(r - s + 1), by=1 - s)
         yield Step(comm, (Attend((chunk,), (at.rank,)),) if s < at.n else ())
-'''
+"""
 TOKENS = b'0 1 -1 4 1e999 9999999999 null true false [] {} "" : , - --- !!python/object: & * \xff \x00 \n'.split()
 
 

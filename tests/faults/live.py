@@ -9,7 +9,7 @@ from pathlib import Path
 from . import actions
 from .bench import losses
 from .job import Outcome, wait_for_go
-from .moments import Fault
+from .moments import Fault, Moment
 from .verdict import (
     DETECTED,
     LOST,
@@ -84,11 +84,11 @@ def kill_launcher(case: Case) -> None:
 
 def kill_writer(case: Case) -> None:
     """A process that writes a checkpoint dies. There is none where threads write."""
-    moment, victim = case.draw_moment("save")
+    moment, victim = case.draw_moment("save", victim=0)
     save = case.bench.fresh(case.layout)
-    fault = Fault(moment.__class__("writer", moment.iteration, 0), victim, actions.kill)
+    fault = Fault(Moment("writer", moment.iteration), victim, actions.kill)
     outcome = case.bench.run(case.layout, save, fault=fault)
-    case.what = f"{case.layout}: writer of rank {victim}, {moment}"
+    case.what = f"{case.layout}: writer of rank 0, iteration {moment.iteration}"
     case.injected = outcome.fired is not None
     if case.injected:
         ended_in_time(case, outcome)

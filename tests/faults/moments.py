@@ -122,7 +122,8 @@ def install(watch: Watch, save: str | None, timeout: float | None) -> None:
     training.run_micro_batches = _unless("evaluation", watch, "backward", training.run_micro_batches)
     training._forward_step = _unless("evaluation", watch, "forward", training._forward_step)
     training.load_checkpoint = watch.within("load", training.load_checkpoint)
-    training.save_checkpoint = watch.within("save", training.save_checkpoint)
+    for name in ("start", "finish"):
+        setattr(training.Saver, name, watch.within("save", getattr(training.Saver, name)))
     dist_checkpointing.load = watch.before(("load",), dist_checkpointing.load)
     GPTDataset.__getitem__ = watch.within("data", _may_be_spoilt(watch, GPTDataset.__getitem__))
     moving = ("forward", "backward", "evaluation")
