@@ -17,12 +17,13 @@ from .verdict import DETECTED, LOST, NAMED, WITHIN, Case, Injection
 
 KINDS: dict[Injection, int] = {  # how many of 60
     live.kill: 9,
-    live.kill_in_save: 3,
+    live.kill_in_save: 2,
+    live.kill_beside_save: 2,
     live.stop: 6,
     live.cut_off: 6,
     live.terminate: 2,
     live.kill_launcher: 2,
-    live.kill_writer: 1,
+    live.kill_helper: 1,
     live.fail: 3,
     live.interrupt: 2,
     live.leave_at_sigterm: 2,
@@ -32,7 +33,7 @@ KINDS: dict[Injection, int] = {  # how many of 60
     live.directory_gone: 1,
     live.read_only: 1,
     live.second_job: 1,
-    damage.checkpoint_file: 5,
+    damage.checkpoint_file: 4,
     damage.tracker: 1,
     damage.leftovers: 1,
     damage.data_file: 3,
@@ -41,7 +42,14 @@ KINDS: dict[Injection, int] = {  # how many of 60
     damage.other_layout: 1,
     damage.other_rate: 1,
 }
-LIVE = (live.kill, live.kill_in_save, live.stop, live.cut_off, live.terminate, live.kill_launcher, live.kill_writer)
+LIVE = (
+    live.kill,
+    live.kill_in_save,
+    live.kill_beside_save,
+    live.stop,
+    live.cut_off,
+    live.terminate,
+)
 COLUMNS = (DETECTED, NAMED, WITHIN, LOST)
 
 

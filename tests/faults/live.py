@@ -31,10 +31,8 @@ COMPUTING = ("forward", "backward", "optimizer", "evaluation")
 PATIENCE = 6.0  # seconds that a stopped rank is waited for
 
 
-def _strike(
-    case: Case, action, *phases: str, more: str = "", victim: int | None = None, **how
-) -> tuple[Path, Outcome, int]:
-    moment, victim = case.draw_moment(*phases, victim=victim)
+def _strike(case: Case, action, *phases: str, more: str = "", first: int = 1, **how) -> tuple[Path, Outcome, int]:
+    moment, victim = case.draw_moment(*phases, first=first)
     save = case.bench.fresh(case.layout)
     how.setdefault("agent_store", case.random.random() < 0.5)
     outcome = case.bench.run(case.layout, save, more=more, fault=Fault(moment, victim, action), **how)
@@ -82,19 +80,21 @@ def kill_launcher(case: Case) -> None:
     resumes(case, save, outcome)
 
 
-def kill_writer(case: Case) -> None:
-    """A process that writes a checkpoint dies. There is none where threads write."""
-    moment, victim = case.draw_moment("save", victim=0)
+def kill_beside_save(case: Case) -> None:
+    """With --async-save, between a save and the next: its files may be written or not."""
+    _death(case, actions.kill, *COMPUTING, "save", more="--async-save", first=3)
+
+
+def kill_helper(case: Case) -> None:
+    """A process that reads data for a rank dies."""
     save = case.bench.fresh(case.layout)
-    fault = Fault(Moment("writer", moment.iteration), victim, actions.kill)
-    outcome = case.bench.run(case.layout, save, fault=fault)
-    case.what = f"{case.layout}: writer of rank 0, iteration {moment.iteration}"
-    case.injected = outcome.fired is not None
-    if case.injected:
-        ended_in_time(case, outcome)
-        all_failed(case, outcome)
-        few_lines(case, outcome)
-        resumes(case, save, outcome)
+    fault = Fault(Moment("helper", 1, case.random.randrange(6)), 0, actions.kill)
+    outcome = case.bench.run(case.layout, save, fault=fault, more="--num-workers 1")
+    case.strike(f"data loader of rank 0, {fault.moment}", outcome)
+    ended_in_time(case, outcome)
+    all_failed(case, outcome)
+    first_line(case, outcome, names_rank(0))
+    resumes(case, save, outcome)
 
 
 def fail(case: Case) -> None:

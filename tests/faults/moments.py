@@ -10,7 +10,7 @@ A rank is in one phase at a time, and each phase has countable events:
     optimizer   before the update, and after it
     evaluation  like forward, in an evaluation
     save        each file or directory of `--save` that is touched while a checkpoint is saved
-    writer      the same in a process that a rank started
+    helper      a sample that a process reads which a rank started; its iteration is that of its start
 """
 
 import json
@@ -66,8 +66,9 @@ class Watch:
 
     def event(self, *phases: str) -> None:
         """One event, if the rank is in one of these phases."""
-        phase = self.phase if os.getpid() == self.process else "writer"
-        if phase not in phases:
+        helper = os.getpid() != self.process
+        phase = "helper" if helper else self.phase
+        if not helper and phase not in phases:
             return
         moment = Moment(phase, self.iteration, self.counts[phase, self.iteration])
         self.counts[phase, self.iteration] += 1
@@ -166,7 +167,7 @@ def _count_iterations(watch: Watch) -> None:
 def _count_files(watch: Watch, save: str) -> None:
     def heard(event: str, args: tuple) -> None:
         if event.startswith(("open", "os.", "shutil.")) and any(_is_in(save, arg) for arg in args):
-            watch.event("save", "writer")
+            watch.event("save")
 
     sys.addaudithook(heard)
 

@@ -39,10 +39,10 @@ class Case:
         if not holds:
             self.wrong.append((what, instead))
 
-    def draw_moment(self, *phases: str, first: int = 1, victim: int | None = None) -> tuple[Moment, int]:
+    def draw_moment(self, *phases: str, first: int = 1) -> tuple[Moment, int]:
         """An event of one of these phases, alike likely for each phase, and a rank that has it."""
         while True:
-            rank = self.random.randrange(self.ranks) if victim is None else victim
+            rank = self.random.randrange(self.ranks)
             phase = self.random.choice(phases)
             events = self.reference.events[rank]
             iterations = [k for name, k in events if name == phase and (k >= first or k == 0)]
