@@ -71,8 +71,10 @@ class Bench:
         return argv + (f"--save {save} --load {save} --save-interval 2".split() if save else []) + more.split()
 
     def run(self, layout: str, save: Path | None = None, *, more: str = "", **how) -> Outcome:
-        """Run a layout as `run_job` does."""
-        return run_job(self.flags(layout, save, more), LAYOUTS[layout][0], **how)
+        """Run a layout as `run_job` does. What it printed is kept in a file."""
+        outcome = run_job(self.flags(layout, save, more), LAYOUTS[layout][0], **how)
+        (self.fresh("output") / "lines.txt").write_text(outcome.text)
+        return outcome
 
     def reference(self, layout: str) -> Reference:
         """The undisturbed run, made at the first call."""

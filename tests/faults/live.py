@@ -62,7 +62,7 @@ def terminate(case: Case) -> None:
 
 
 def cut_off(case: Case) -> None:
-    _death(case, actions.cut_off, *ANY)
+    _death(case, actions.cut_off, *ANY[1:])  # at the start a rank has no connection
 
 
 def stop(case: Case) -> None:
@@ -162,7 +162,7 @@ def disk_full(case: Case) -> None:
     with _small_disk(disk):
         save = disk / "save"
         action = partial(actions.fill_disk, disk)
-        outcome = case.bench.run(case.layout, save, fault=Fault(moment, victim, action))
+        outcome = case.bench.run(case.layout, save, fault=Fault(moment, victim, action), ends_others=True)
         case.strike(f"disk full at {moment} of rank {victim}", outcome)
         all_failed(case, outcome)
         case.expect(WITHIN, not outcome.late and not outcome.left, f"late {outcome.late}, left {outcome.left}")
@@ -174,7 +174,8 @@ def disk_full(case: Case) -> None:
 def directory_gone(case: Case) -> None:
     moment, victim = case.draw_moment("save", "forward")
     save = case.bench.fresh(case.layout)
-    outcome = case.bench.run(case.layout, save, fault=Fault(moment, victim, partial(actions.move_away, save)))
+    fault = Fault(moment, victim, partial(actions.move_away, save))
+    outcome = case.bench.run(case.layout, save, fault=fault, ends_others=True)
     case.strike(f"--save vanishes at {moment} of rank {victim}", outcome)
     all_failed(case, outcome)
     case.expect(WITHIN, not outcome.late and not outcome.left, f"late {outcome.late}, left {outcome.left}")
@@ -189,8 +190,9 @@ def directory_gone(case: Case) -> None:
 def read_only(case: Case) -> None:
     moment, victim = case.draw_moment("save", "forward")
     save = case.bench.fresh(case.layout)
+    fault = Fault(moment, victim, partial(actions.make_read_only, save))
     try:
-        outcome = case.bench.run(case.layout, save, fault=Fault(moment, victim, partial(actions.make_read_only, save)))
+        outcome = case.bench.run(case.layout, save, fault=fault, ends_others=True)
     finally:
         with suppress(subprocess.CalledProcessError):
             subprocess.run(["umount", "-l", str(save)], check=True, stderr=subprocess.DEVNULL)
