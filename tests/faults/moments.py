@@ -28,7 +28,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 
 from megatron.context_parallel import transport
 from megatron.context_parallel.trainer import arguments, training
-from megatron.context_parallel.trainer.training import TrainState
+from megatron.context_parallel.trainer.train_state import TrainState
 
 
 @dataclass(frozen=True)
