@@ -174,11 +174,11 @@ def other_flags(case: Case) -> None:
 def other_layout(case: Case) -> None:
     """A checkpoint goes on with other parallel sizes, and has the losses of the undisturbed run but for rounding."""
     save = _checkpoints(case)
-    others = "--context-parallel-size 2 --tensor-model-parallel-size 2", "--context-parallel-size 2", ""
-    sizes = case.random.choice([other for other in others if case.ranks == 4 or "tensor" not in other])
+    halves = ("--context-parallel-size 2", "--tensor-model-parallel-size 2")
+    sizes = case.random.choice((*halves, " ".join(halves)) if case.ranks == 4 else halves)
     more = f"--context-parallel-size 1 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 {sizes}"
     outcome = case.bench.run(case.layout, save, more=f"{more} --no-load-rng --cp-strategy ring")
-    case.injected, case.what = True, f"{case.layout}: resumed with {sizes or 'data parallelism alone'}"
+    case.injected, case.what = True, f"{case.layout}: resumed with {sizes}"
     all_well(case, outcome)
     if set(outcome.statuses.values()) == {0}:
         refused_or_right(case, outcome, save, near=1e-5)

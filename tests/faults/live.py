@@ -136,7 +136,7 @@ def nan_gradient(case: Case) -> None:
 
 def bad_token(case: Case) -> None:
     token = case.random.choice((257, 263, 300, 10**6, -1))
-    save, outcome, _ = _strike(case, partial(actions.bad_token, token), "data")
+    save, outcome, _ = _strike(case, partial(actions.bad_token, token), "data", ends_others=True)
     case.what += f", token {token}"
     ended_in_time(case, outcome)
     all_failed(case, outcome)
