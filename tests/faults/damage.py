@@ -175,6 +175,8 @@ def other_layout(case: Case) -> None:
     """A checkpoint goes on with other parallel sizes, and has the losses of the undisturbed run but for rounding."""
     save = _checkpoints(case)
     halves = ("--context-parallel-size 2", "--tensor-model-parallel-size 2")
+    if "tp2" in case.layout:  # its --sequence-parallel needs them
+        halves = halves[1:]
     sizes = case.random.choice((*halves, " ".join(halves)) if case.ranks == 4 else halves)
     more = f"--context-parallel-size 1 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 {sizes}"
     outcome = case.bench.run(case.layout, save, more=f"{more} --no-load-rng --cp-strategy ring")

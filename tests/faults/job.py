@@ -70,7 +70,10 @@ class Outcome:
     def after(self) -> list[Line]:
         """The lines after the fault, without those of the progress that was made before it."""
         since = self.began if self.fired is None else self.fired
-        told = re.compile(r"iteration +\d+/|(validation|test) at iteration|saved iteration")
+        told = re.compile(
+            r"iteration +\d+/|(validation|test) at iteration|saved iteration|no checkpoint in|loaded .*going on|"
+            r"\S+ TFLOP per sequence|--cp-attention-backend auto"
+        )
         return [line for line in self.lines if line.time >= since and not told.match(line.text)]
 
     @property
