@@ -413,3 +413,20 @@ def test_strategy_flags_in_a_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("cp-strategy: attention2d\ncp-overlap: false\ncontext-parallel-size: 4\n")
     assert parsed(f"{SMALL} --config {file}").cp.options == {"overlap": False}
+
+
+def test_a_strategy_of_ones_own_that_fails_is_one_line(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from megatron.context_parallel.strategies import register\n\n\n"
+        "@register('failing', layouts=('contiguous',))\ndef failing(at):\n    yield at.nothing\n"
+    )
+    with pytest.raises(UsageError) as refused:
+        parsed(f"{SMALL} --context-parallel-size 4 --cp-strategy {tmp_path}/own.py:failing")
+    why = "own.py:failing: makes no plan for 4 ranks: AttributeError: 'Pass' object has no attribute 'nothing'"
+    assert f"{why} (own.py, line 6)" in str(refused.value)
+
+
+def test_a_word_with_a_line_break_is_refused_in_one_line():
+    with pytest.raises(UsageError) as refused:
+        parse_args(["--num-layers\n", "2"])
+    assert str(refused.value).startswith(r"--num-layers\n: unknown flag")

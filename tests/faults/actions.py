@@ -3,8 +3,17 @@
 import os
 import signal
 import socket
+import subprocess
 import time
-from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from torch import Tensor
+
+from . import moments
+
+SPOILT = "decoder.layers.0.mlp.linear_fc1.weight"
+BALLAST = "ballast"
 
 
 def kill() -> None:
@@ -38,11 +47,10 @@ def cut_off() -> None:
             connection = socket.socket(fileno=os.dup(descriptor))
         except OSError:  # no socket, or closed by now: the list has its own descriptor
             continue
-        try:
+        with suppress(OSError):  # one that listens has no peer
+            connection.getpeername()
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # one that listens
-            pass
         connection.close()
 
 
@@ -51,8 +59,34 @@ def fail() -> None:
     raise RuntimeError("injected")
 
 
-def fail_with(error: BaseException) -> Callable[[], None]:
-    def action() -> None:
-        raise error
+def nan_gradient() -> None:
+    """A NaN in one gradient of this rank, before gradients are reduced."""
+    moments.current.state.model[0].module.get_parameter(SPOILT).register_hook(lambda gradient: gradient * float("nan"))
 
-    return action
+
+def bad_token(token: int) -> None:
+    """A damaged batch: one token of the next sample is `token`."""
+
+    def spoil(sample: dict[str, Tensor]) -> dict[str, Tensor]:
+        tokens, labels = sample["tokens"].clone(), sample["labels"].clone()
+        tokens[5] = labels[4] = token
+        return sample | {"tokens": tokens, "labels": labels}
+
+    moments.current.spoil = spoil
+
+
+def fill_disk(directory: Path) -> None:
+    """No byte is left on the file system of `directory`."""
+    with suppress(OSError), open(directory / BALLAST, "wb", buffering=0) as ballast:
+        while True:
+            ballast.write(bytes(1 << 12))
+
+
+def move_away(directory: Path) -> None:
+    directory.rename(f"{directory}.gone")
+
+
+def make_read_only(directory: Path) -> None:
+    """By a mount on top: permissions do not stop root, and files that are open stay writable."""
+    for options in (["--bind", str(directory)], ["-o", "remount,bind,ro"]):
+        subprocess.run(["mount", *options, str(directory)], check=True)

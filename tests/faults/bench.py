@@ -71,8 +71,10 @@ class Bench:
         return argv + (f"--save {save} --load {save} --save-interval 2".split() if save else []) + more.split()
 
     def run(self, layout: str, save: Path | None = None, *, more: str = "", **how) -> Outcome:
-        """Run a layout as `run_job` does."""
-        return run_job(self.flags(layout, save, more), LAYOUTS[layout][0], **how)
+        """Run a layout as `run_job` does. What it printed is kept in a file."""
+        outcome = run_job(self.flags(layout, save, more), LAYOUTS[layout][0], **how)
+        (self.fresh("output") / "lines.txt").write_text(outcome.text)
+        return outcome
 
     def reference(self, layout: str) -> Reference:
         """The undisturbed run, made at the first call."""
@@ -86,6 +88,12 @@ class Bench:
                 events.append({(phase, iteration): count for phase, iteration, count in counted})
             self._references[layout] = Reference(losses(save), save, events, outcome)
         return self._references[layout]
+
+    def forget(self) -> None:
+        """Delete what runs left, but not the undisturbed ones."""
+        kept = {reference.save for reference in self._references.values()} | {self.data.parent}
+        for path in set(self.directory.iterdir()) - kept:
+            shutil.rmtree(path)
 
     def copy(self, layout: str) -> Path:
         """The checkpoints and files of the undisturbed run, for a run of its own to go on from."""

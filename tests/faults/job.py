@@ -70,7 +70,10 @@ class Outcome:
     def after(self) -> list[Line]:
         """The lines after the fault, without those of the progress that was made before it."""
         since = self.began if self.fired is None else self.fired
-        told = re.compile(r"iteration +\d+/|(validation|test) at iteration|saved iteration")
+        told = re.compile(
+            r"iteration +\d+/|(validation|test) at iteration|saved iteration|no checkpoint in|loaded .*going on|"
+            r"\S+ TFLOP per sequence|--cp-attention-backend auto"
+        )
         return [line for line in self.lines if line.time >= since and not told.match(line.text)]
 
     @property
@@ -186,10 +189,10 @@ class _Start:
         nothing = os.open(os.devnull, os.O_RDONLY)
         for number, descriptor in enumerate((nothing, output, output)):
             os.dup2(descriptor, number)
+        # Not closed: objects of the parent would close what got their numbers afterwards.
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor > 2 and descriptor not in (self.tell_to, self.go):
-                with suppress(OSError):
-                    os.close(descriptor)
+                os.dup2(nothing, descriptor)
         # The parent's may be caught by pytest.
         sys.stdout = os.fdopen(1, "w", closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
@@ -257,6 +260,7 @@ class _Job:
         for descriptor in [key.fd for key in self.selector.get_map().values()]:
             self.selector.unregister(descriptor)
             os.close(descriptor)
+        self.selector.close()
         os.close(self.go)
         self.outcome.lines.sort(key=lambda line: line.time)
 

@@ -10,7 +10,7 @@ A rank is in one phase at a time, and each phase has countable events:
     optimizer   before the update, and after it
     evaluation  like forward, in an evaluation
     save        each file or directory of `--save` that is touched while a checkpoint is saved
-    writer      the same in a process that a rank started
+    helper      a sample that a process reads which a rank started; its iteration is that of its start
 """
 
 import json
@@ -28,7 +28,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 
 from megatron.context_parallel import transport
 from megatron.context_parallel.trainer import arguments, training
-from megatron.context_parallel.trainer.saver import Saver
+from megatron.context_parallel.trainer.train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,14 @@ class Watch:
         self.phase, self.iteration, self.save = "start-up", 0, ""
         self.counts: Counter[tuple[str, int]] = Counter()
         self.process = os.getpid()
+        self.state: TrainState | None = None  # from the first iteration on
+        self.spoil: Callable[[dict], dict] | None = None  # changes one sample
 
     def event(self, *phases: str) -> None:
         """One event, if the rank is in one of these phases."""
-        phase = self.phase if os.getpid() == self.process else "writer"
-        if phase not in phases:
+        helper = os.getpid() != self.process
+        phase = "helper" if helper else self.phase
+        if not helper and phase not in phases:
             return
         moment = Moment(phase, self.iteration, self.counts[phase, self.iteration])
         self.counts[phase, self.iteration] += 1
@@ -100,11 +103,16 @@ class Watch:
         return run
 
 
+current: Watch  # of this rank
+
+
 def install(watch: Watch, save: str | None, timeout: float | None) -> None:
     """Hooks for all phases in this process, which never leave it.
 
     `save` is the directory of checkpoints, `timeout` (seconds) takes the place of --distributed-timeout-minutes.
     """
+    global current
+    current = watch
     if timeout is not None:
         parse = arguments.parse_args
         arguments.parse_args = lambda argv: replace(parse(argv), distributed_timeout_minutes=timeout / 60)
@@ -116,9 +124,9 @@ def install(watch: Watch, save: str | None, timeout: float | None) -> None:
     training._forward_step = _unless("evaluation", watch, "forward", training._forward_step)
     training.load_checkpoint = watch.within("load", training.load_checkpoint)
     for name in ("start", "finish"):
-        setattr(Saver, name, watch.within("save", getattr(Saver, name)))
+        setattr(training.Saver, name, watch.within("save", getattr(training.Saver, name)))
     dist_checkpointing.load = watch.before(("load",), dist_checkpointing.load)
-    GPTDataset.__getitem__ = watch.within("data", GPTDataset.__getitem__)
+    GPTDataset.__getitem__ = watch.within("data", _may_be_spoilt(watch, GPTDataset.__getitem__))
     moving = ("forward", "backward", "evaluation")
     for name in ("exchange", "all_gather"):
         setattr(transport.TorchTransport, name, watch.before(moving, getattr(transport.TorchTransport, name)))
@@ -131,12 +139,22 @@ def _unless(other: str, watch: Watch, phase: str, function: Callable) -> Callabl
     return lambda *args, **kwargs: (function if watch.phase == other else inside)(*args, **kwargs)
 
 
+def _may_be_spoilt(watch: Watch, read: Callable[..., dict]) -> Callable[..., dict]:
+    def read_sample(*args) -> dict:
+        sample = read(*args)
+        if watch.spoil:
+            sample, watch.spoil = watch.spoil(sample), None
+        return sample
+
+    return read_sample
+
+
 def _count_iterations(watch: Watch) -> None:
     step = training.train_step
 
     @wraps(step)
     def train_step(args, state, *rest):
-        watch.iteration = state.progress.iteration + 1
+        watch.state, watch.iteration = state, state.progress.iteration + 1
         if "step" not in vars(state.optimizer):
             update = watch.within("optimizer", state.optimizer.step)
             state.optimizer.step = lambda: (update(), watch.within("optimizer", lambda: None)())[0]
@@ -149,7 +167,7 @@ def _count_iterations(watch: Watch) -> None:
 def _count_files(watch: Watch, save: str) -> None:
     def heard(event: str, args: tuple) -> None:
         if event.startswith(("open", "os.", "shutil.")) and any(_is_in(save, arg) for arg in args):
-            watch.event("save", "writer")
+            watch.event("save")
 
     sys.addaudithook(heard)
 

@@ -28,9 +28,9 @@ def test_all_phases_have_events(bench: Bench):
     assert phases >= {"start-up", "load", "data", "forward", "backward", "optimizer", "evaluation", "save"}
 
 
-def test_a_stopped_rank_is_told_from_one_that_died(bench: Bench):
-    outcome = bench.run("cp2", fault=Fault(Moment("backward", 2), 0, actions.stop), timeout=2)
-    assert outcome.stopped == {0} and outcome.statuses[0] == -signal.SIGKILL
+def test_a_stopped_rank_is_told_from_one_that_died():
+    outcome = run_job([], 1, main=lambda argv: os.kill(os.getpid(), signal.SIGSTOP))
+    assert outcome.stopped == {0} and outcome.statuses == {0: -signal.SIGKILL} and not outcome.late
 
 
 def test_meanwhile_runs_while_the_victim_waits(bench: Bench):

@@ -2,6 +2,7 @@
 
 import math
 import os
+from traceback import extract_tb
 
 from ..errors import UsageError
 from .check_flags import refuse
@@ -67,7 +68,15 @@ def _check_sequence(args: Arguments) -> None:
     if args.window_size and args.window_size[1] > 0:
         refuse(args, "window_size", "no token sees those after it", window_size=(args.window_size[0], 0))
     n, tensor = args.context_parallel_size, args.tensor_model_parallel_size
-    args.cp.plan(n, heads=args.num_attention_heads // tensor, kv_heads=max(1, args.num_query_groups // tensor))
+    heads, kv_heads = args.num_attention_heads // tensor, max(1, args.num_query_groups // tensor)
+    try:
+        args.cp.plan(n, heads=heads, kv_heads=kv_heads)
+    except UsageError:
+        raise
+    except Exception as error:  # in a strategy of the user's own
+        at = extract_tb(error.__traceback__)[-1]
+        where = f"{type(error).__name__}: {error} ({os.path.basename(at.filename)}, line {at.lineno})"
+        raise UsageError(f"--cp-strategy {args.cp.spec}: makes no plan for {n} ranks: {where}") from error
     sharers = tensor if args.sequence_parallel else 1
     parts = n * math.lcm(2 if args.cp.layout == "zigzag" else 1, sharers)
     if args.seq_length % parts:

@@ -1,0 +1,10 @@
+"""Injects faults into training jobs: `python -m tests.faults --count 60 --seed 0`."""
+
+import os
+import sys
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from .campaign import main
+
+sys.exit(main())
