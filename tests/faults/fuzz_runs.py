@@ -40,7 +40,7 @@ def can_run(line: LINE, data: Path) -> bool:
     _, ranks, args = line
     small = all(getattr(args, name) <= most for name, most in MOST.items())
     plain = args.hidden_dropout == 0 and not args.dry_run and args.data_path == [str(data)] and args.lr <= 0.1
-    kept = not any((args.no_save_optim, args.no_load_optim, args.finetune, args.fp16))
+    kept = not any((args.data_cache_path, args.no_save_optim, args.no_load_optim, args.finetune, args.fp16))
     return small and plain and kept and 2 <= ranks <= 4
 
 
