@@ -52,8 +52,9 @@ RANKS = (  # of `TorchTransport`, between processes
 TESTS = {
     "plan/ir.py": (*PLANS, EXACT),
     "plan/form.py": PLANS,
-    "plan/machine.py": PLANS,
-    "plan/trace.py": PLANS,
+    "plan/machine.py": (*PLANS, "test_simulate.py"),
+    "plan/flows.py": (*PLANS, "test_simulate.py"),
+    "plan/trace.py": (*PLANS, "test_simulate.py"),
     "plan/verify.py": PLANS,
     "plan/liveness.py": PLANS,
     "plan/volume.py": PLANS,
@@ -256,10 +257,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--modules", nargs="+", choices=TESTS, default=[*TESTS], help="default: all of the core")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--results", type=Path, default="mutants.txt", help="a line a mutant; skips those in it")
     args = parser.parse_args()
-    every = [(module, i) for module in TESTS for i, _ in enumerate(places(tree_of(module)))]
+    every = [(module, i) for module in args.modules for i, _ in enumerate(places(tree_of(module)))]
     chosen = random.Random(args.seed).sample(every, min(args.count, len(every)))
     args.results = args.results.resolve()
     args.results.touch()
