@@ -6,6 +6,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -420,7 +421,7 @@ def test_a_strategy_of_ones_own_that_fails_is_one_line(tmp_path):
         "from megatron.context_parallel.strategies import register\n\n\n"
         "@register('failing', layouts=('contiguous',))\ndef failing(at):\n    yield at.nothing\n"
     )
-    with pytest.raises(UsageError) as refused:
+    with patch.dict(STRATEGIES), pytest.raises(UsageError) as refused:
         parsed(f"{SMALL} --context-parallel-size 4 --cp-strategy {tmp_path}/own.py:failing")
     why = "own.py:failing: makes no plan for 4 ranks: AttributeError: 'Pass' object has no attribute 'nothing'"
     assert f"{why} (own.py, line 6)" in str(refused.value)
