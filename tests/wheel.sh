@@ -31,8 +31,9 @@ refuses() {
 }
 extra="pip install 'megatron-context-parallel[train]'"
 refuses "needs rich: $extra" cp-plan ring --ranks 4
-refuses "needs megatron-core: $extra" cp-pretrain --preset tiny-llama
+refuses "needs pyyaml: $extra" cp-pretrain --preset tiny-llama
 refuses "needs megatron-core: $extra" cp-preprocess-data --input none --output-prefix none
+refuses "needs rich: $extra" cp-checkpoint list none
 refuses "needs matplotlib: $extra" cp-plot-loss none
 refuses "needs rich: $extra" cp-profile-blocks --num-attention-heads 1
 if ! nvidia-smi -L >/dev/null 2>&1; then

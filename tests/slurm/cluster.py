@@ -12,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PATIENCE = 600  # seconds until a test gives up: only against hanging
 INSIDE = ["--mount", "--pid", "--net", "--uts"]
+LATE = 12  # seconds in which slurmctld may still end what it started before, and would end the new start
 
 
 class Slurm:
@@ -115,6 +116,7 @@ class Job:
         """Start a requeued job as soon as nothing of its last start is left: Slurm would wait for two minutes."""
         self.wait_for("PENDING")
         self.wait(lambda: f"slurmstepd: [{self.number}." not in self.slurm.run("ps", "-eo", "args"))
+        time.sleep(LATE)
         self.slurm.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
     def text(self) -> str:
