@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,6 +58,13 @@ def cut_off() -> None:
 def fail() -> None:
     """A bug, or a device that reports an error."""
     raise RuntimeError("injected")
+
+
+def fail_with(error: BaseException) -> Callable[[], None]:
+    def action() -> None:
+        raise error
+
+    return action
 
 
 def nan_gradient() -> None:

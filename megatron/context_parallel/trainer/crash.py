@@ -86,9 +86,12 @@ def leave_after(args: Arguments, error: BaseException, watch: "Watch | None") ->
         details = f"details in {crash_log(args, error)}"
     except OSError as full:
         details = f"its details could not be written: {full}"
-    if watch.may_speak() if watch else kind == "failed" and _is_first():
+    speaks = watch.may_speak() if watch else kind == "failed" and _is_first()
+    if speaks:
         print(f"rank {args.rank}: {one_line(error)}; {details}", file=sys.stderr, flush=True)
-    else:
+    if watch:
+        watch.leave()  # the judge, when all have heard the verdict
+    if not speaks:
         linger()
     os._exit(1)
 
