@@ -34,7 +34,7 @@ class Forecast:
 
     @property
     def exposed(self) -> float:
-        """Seconds in which no rank that is busiest computes: communication that compute does not hide."""
+        """Seconds in which the busiest rank does not compute: communication that its blocks do not hide."""
         return self.seconds - self.compute
 
 
