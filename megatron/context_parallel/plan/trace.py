@@ -133,15 +133,15 @@ class Clock:
                 raise PlanError(_deadlock(self.waiting))
             for what in done:
                 what()
+            for group in range(len(self.machines)):
+                self._run_operations(group)
         for machine in self.machines:
             machine.check_matched()
 
     def _resume(self, rank: Rank) -> None:
         group, place = rank
-        machine = self.machines[group]
         event = next(self.programs[rank], None)
-        if machine.started:
-            self._run_operations(group)
+        self._run_operations(group)
         if event is None:
             del self.programs[rank]
         elif isinstance(event, Wait):
@@ -204,8 +204,6 @@ class Clock:
                 del self.waiting[group, batch.rank]
                 self.ready.append((group, batch.rank))
         machine.completed.clear()
-        if machine.started:
-            self._run_operations(group)
 
     def _swap(self, rank: Rank, step: int, op: SwapHeads) -> None:
         """The ranks of the same place swap when the last of them comes."""
