@@ -17,7 +17,7 @@ from megatron.context_parallel import LAYOUTS, STRATEGIES, ContextParallel, Usag
 from megatron.context_parallel.integration.batch import shard_batch
 from megatron.context_parallel.integration.host import support_cpu_host
 from megatron.context_parallel.integration.rope import use_layout
-from megatron.context_parallel.integration.spec import ContextParallelAttention, layer_spec
+from megatron.context_parallel.integration.spec import ContextParallelAttention, block_spec
 
 support_cpu_host()
 LENGTH, BATCH, VOCABULARY = 24, 2, 32
@@ -60,6 +60,7 @@ def config(**changes) -> TransformerConfig:
         "normalization": "RMSNorm",
         "init_method_std": 0.2,
         "bias_dropout_fusion": False,
+        "transformer_impl": "local",
         "context_parallel_size": dist.get_world_size(),
     }
     return TransformerConfig(**values | changes)
@@ -99,7 +100,7 @@ def gradients(
     spec, data = get_gpt_layer_local_spec(normalization="RMSNorm"), batch()
     if strategy:
         cp = ContextParallel(strategy, layout, parallel_state.get_context_parallel_group(), **options)
-        spec, data = layer_spec(settings, cp), shard_batch(data, cp)
+        spec, data = block_spec(settings, cp, settings.num_layers), shard_batch(data, cp)
     model = GPTModel(settings, spec, VOCABULARY, LENGTH, position_embedding_type=positions)
     if strategy:
         use_layout(model, cp)

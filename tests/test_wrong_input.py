@@ -13,12 +13,14 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.context_parallel.commands import programs, run
+from megatron.context_parallel.integration.transformer_engine import why_not_importable
 from megatron.context_parallel.trainer import arguments
 from megatron.context_parallel.trainer.arguments import parse_args
 
 ROOT = Path(__file__).parent.parent
 RUN = "--preset tiny-llama --micro-batch-size 1 --train-iters 10 --lr 1e-3 --data-path {data}"
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a mistake only where there is no GPU")
+without_te = pytest.mark.skipif(not why_not_importable(), reason="Transformer Engine is here")
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +159,10 @@ MISTAKES = [
      ["--seq-length 132", "multiple of 8"], "--seq-length 136"),
     ("--attention-dropout 0.1", 1, ["--attention-dropout 0.1", "no dropout"], "--attention-dropout 0"),
     # numbers
+    ("--fp8-format hybrid --transformer-impl local", 1, ["--fp8-format hybrid", "Transformer Engine"],
+     "--transformer-impl transformer_engine"),
+    pytest.param("--transformer-impl transformer_engine", 1, ["--transformer-impl transformer_engine", "not installed"],
+                 "--transformer-impl local", marks=without_te),
     ("--rerun-mode report_stats", 1, ["--rerun-mode report_stats", "0.16.1"], "--rerun-mode validate_results"),
     ("--rerun-mode validate_results --no-check-for-nan-in-loss-and-grad", 1,
      ["--rerun-mode validate_results", "nothing to validate"], "--check-for-spiky-loss"),

@@ -60,6 +60,8 @@ def case_args(family: str, **changes) -> Namespace:
             "fp16": False,
             "sequence_parallel": False,
             "cp_strategy": "ring",
+            "transformer_impl": "local",
+            "fp8": None,
             "cp_layout": "zigzag",
             "window_size": None,
             "cp_attention_backend": "auto",

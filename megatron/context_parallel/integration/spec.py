@@ -5,13 +5,18 @@ from collections import deque
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
@@ -22,6 +27,7 @@ from ..kernels.choose import kernel_for
 from ..recorder import recorder
 from .norm import Norm
 from .packed import PackedDocuments
+from .transformer_engine import check_importable
 
 
 class ContextParallelAttention(MegatronModule):
@@ -52,6 +58,8 @@ class ContextParallelAttention(MegatronModule):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
             raise UsageError(f"--attention-dropout {dropout}: context-parallel attention has none; use 0")
+        if config.fp8_dot_product_attention or config.fp8_multi_head_attention:
+            raise UsageError("fp8_dot_product_attention: attention is computed in 16 or 32 bits; leave it out")
         if attention_type != "self":
             raise UsageError(f"{attention_type} attention: the layer spec has self-attention only")
         self.attn_mask_type = attn_mask_type
@@ -135,24 +143,48 @@ class ContextParallelAttention(MegatronModule):
         return out.flatten(2)
 
 
-def layer_spec(
-    config: TransformerConfig, cp: ContextParallel, backend: str = "auto", keep_output: bool = False
+def use_core_attention(
+    layer: ModuleSpec, cp: ContextParallel, backend: str = "auto", keep_output: bool = False
 ) -> ModuleSpec:
-    """megatron-core's GPT layer with our attention, and norms that work on any device.
+    """Puts our attention into a layer spec of megatron-core, its own or Transformer Engine's; the rest stays.
 
     Args:
-        config: decides normalization and query/key norms.
+        layer: with self-attention; it is changed and returned.
         cp: the context-parallel group; all layers share it, for it holds communicators.
         backend: `--cp-attention-backend`.
         keep_output: recomputation takes the attention's output and log-sum-exp from the forward pass (LoongTrain's
             Selective Checkpoint++, section 5.2; LightSeq's section 3.3).
     """
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-    attention = layer.submodules.self_attention.submodules
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = Norm
-    attention.core_attention = ModuleSpec(
+    layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
         module=ContextParallelAttention, params={"cp": cp, "backend": backend, "keep_output": keep_output}
     )
+    return layer
+
+
+def block_spec(
+    config: TransformerConfig, cp: ContextParallel, layers: int, backend: str = "auto", keep_output: bool = False
+) -> TransformerBlockSubmodules:
+    """megatron-core's GPT layers with our attention, and the norm behind them.
+
+    `config.transformer_impl` chooses Transformer Engine's linears and norms, or megatron-core's own linears with norms
+    that work on any device. Other arguments are those of `use_core_attention`.
+
+    Raises:
+        UsageError: Transformer Engine is asked for and cannot be imported.
+    """
+    if config.transformer_impl == "transformer_engine":
+        check_importable()
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        norm = TESpecProvider().layer_norm()
+    else:
+        layer, norm = _local_layer(config), Norm
+    return TransformerBlockSubmodules([use_core_attention(layer, cp, backend, keep_output)] * layers, layer_norm=norm)
+
+
+def _local_layer(config: TransformerConfig) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    if config.qk_layernorm:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = Norm
     return layer

@@ -56,6 +56,8 @@ def parse_args(argv: list[str] | None = None) -> Arguments:
 def _fill_in_model(given: Flags) -> Flags:
     if not given.kv_channels:
         check_multiple(given, "hidden_size", "num_attention_heads")
+    from ..integration.transformer_engine import why_not_importable
+
     wide = 4 * given.hidden_size
     groups = (given.num_query_groups or 1) if given.group_query_attention else given.num_attention_heads
     selective = "selective" if given.recompute_activations else None
@@ -66,6 +68,7 @@ def _fill_in_model(given: Flags) -> Flags:
         num_query_groups=groups,
         max_position_embeddings=given.max_position_embeddings or given.seq_length,
         recompute_granularity=given.recompute_granularity or selective,
+        transformer_impl=given.transformer_impl or ("local" if why_not_importable() else "transformer_engine"),
     )
 
 

@@ -97,6 +97,7 @@ def _check_devices(args: Arguments) -> None:
     """A dry run may plan for other hosts: it needs no GPU, and no library that a GPU's backend would."""
     import torch
 
+    from ..integration.transformer_engine import check_importable
     from ..kernels.choose import check_backend
 
     gpus, backend = torch.cuda.device_count(), args.cp_attention_backend
@@ -107,6 +108,10 @@ def _check_devices(args: Arguments) -> None:
         refuse(args, "fp16", "needs a GPU, and there is none here; give --bf16, or neither")
     if args.distributed_backend == "nccl" and not (gpus or args.dry_run):
         refuse(args, "distributed_backend", "needs GPUs, and there is none here", distributed_backend="gloo")
+    if args.transformer_impl == "transformer_engine" and not (args.dry_run and not gpus):
+        check_importable()
+    if args.fp8 and args.transformer_impl == "local":
+        refuse(args, "fp8", "needs Transformer Engine's linears", transformer_impl="transformer_engine")
     elsewhere = args.dry_run and not gpus and backend not in ("auto", "aten")
     device = "cuda" if gpus or elsewhere else "cpu"
     irregular = next((FLAGS[n].option for n in ("window_size", "reset_attention_mask") if getattr(args, n)), None)

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint import FileSystemReader
@@ -237,13 +239,14 @@ def load_checkpoint(args: Arguments, state: TrainState) -> bool:
     again = _is_to_compute_again(args, saved, checkpoint)
     if again:
         wanted["rerun"] = state.findings.machine.state_dict(None, "torch_dist", force=True)
+    absent = _take_out_absent(wanted, len(state.model), checkpoint)
     loaded = _read(args, wanted, checkpoint)
     if not args.finetune:
         progress = Progress(**loaded["progress"])
         check_samples(args, saved, progress.iteration, progress.consumed_train_samples)
         state.progress.__dict__.update(loaded["progress"])
     for index, chunk in enumerate(state.model):
-        chunk.module.load_state_dict(loaded[f"model{index}"])
+        chunk.module.load_state_dict(loaded[f"model{index}"] | absent[index])
     if optimizer:
         load_optimizer(state.optimizer, loaded["optimizer"])
     else:
@@ -257,6 +260,22 @@ def load_checkpoint(args: Arguments, state: TrainState) -> bool:
     if differences:
         say(differences)
     return True
+
+
+def _take_out_absent(wanted: dict, models: int, checkpoint: Path) -> list[dict[str, None]]:
+    """Takes what Transformer Engine's modules keep for FP8 out of `wanted`, where a checkpoint of others lacks it.
+
+    Returns:
+        For each model chunk, what its modules get instead: None, which they take for a fresh start.
+    """
+    saved = load_sharded_metadata(str(checkpoint))
+    absent: list[dict[str, None]] = []
+    for model in (wanted[f"model{index}"] for index in range(models)):
+        states = {name: x for name, x in model.items() if isinstance(x, ShardedObject) and "_extra_state" in name}
+        absent.append({name: None for name, x in states.items() if x.unique_key not in saved})
+        for name in absent[-1]:
+            del model[name]
+    return absent
 
 
 def _fault(args: Arguments, checkpoint: Path) -> str | None:

@@ -19,6 +19,8 @@ FULL = "recompute_granularity=full"
 SPLIT = "969,30,1"
 POSITIONS = ("learned_absolute", "rope")
 SOFTMAX = ("vanilla", "off-by-one", "learnable")
+FP8_RECIPES = ("tensorwise", "delayed", "mxfp8", "blockwise")
+IMPLEMENTATIONS = ("local", "transformer_engine")
 DECAYS = ("constant", "linear", "cosine", "inverse-square-root")
 weights = partial(flag, decides="weights")
 model = partial(flag, decides="model")
@@ -70,6 +72,9 @@ class Model(Section, title="model"):
         "pad the vocabulary to a multiple of this times tensor ranks; the loss does not depend on it", 128
     )
     init_method_std: float = flag("standard deviation of the initial weights", 0.02)
+    transformer_impl: str = flag(
+        "linears and norms", derived="transformer_engine where it can be imported, else local", choices=IMPLEMENTATIONS
+    )
 
 
 class Regularization(Section, title="regularization"):
@@ -163,6 +168,13 @@ class Checkpointing(Section, title="checkpointing"):
 class MixedPrecision(Section, title="mixed precision"):
     bf16: bool = flag("bfloat16 weights and activations; gradients and optimizer in float32", False)
     fp16: bool = flag("like --bf16 in float16, on GPUs", False, excludes="bf16")
+    fp8: str | None = flag(
+        "linears in FP8 by Transformer Engine; hybrid: gradients in e5m2",
+        option="--fp8-format",
+        choices=("e4m3", "hybrid"),
+        excludes="recompute_whitelist",
+    )
+    fp8_recipe: str = flag("how FP8 is scaled", "delayed", choices=FP8_RECIPES, needs="fp8")
     loss_scale: float | None = flag("a constant loss scale", derived="dynamic", example=65536, needs="fp16")
     initial_loss_scale: float = flag("fp16: first dynamic loss scale", 2**32)
     min_loss_scale: float = flag("fp16: smallest dynamic loss scale", 1.0)

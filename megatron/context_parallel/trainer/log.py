@@ -192,7 +192,8 @@ def _line(record: Record, train_iters: int, peak: float | None) -> str:
 def _explain(args: Arguments, peak: float | None) -> str:
     line = (
         f"{flops_per_sequence(args) / 1e12:.4g} TFLOP per sequence, forward and backward: 3s(layers(2h(a+2g) + 2ah "
-        f"+ 2as + {6 if args.swiglu else 4}h ffn) + 2h vocab), attention counted with its causal half"
+        f"+ 2as + {6 if args.swiglu else 4}h ffn) + 2h vocab), attention counted with its causal half; linears and "
+        f"norms: {args.transformer_impl}"
     )
     if peak:
         line += f"; MFU = TFLOP/s per rank / {peak:g}"

@@ -18,13 +18,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch import Tensor
 
 from ..context import ContextParallel
-from ..integration.norm import Norm
 from ..integration.rope import use_layout
-from ..integration.spec import layer_spec
+from ..integration.spec import block_spec
 from ..integration.vocabulary import draw_rows, leave_out_padding
 from .flags import Arguments
 
@@ -44,12 +43,11 @@ def build_model(args: Arguments) -> list[DistributedDataParallel]:
 def build_gpt(args: Arguments, config: TransformerConfig, cp: ContextParallel, vp_stage: int | None = None) -> GPTModel:
     """The plain GPTModel of this pipeline rank's (virtual) stage, with our attention and its layout's RoPE."""
     keep_output = "core_attention" in (args.recompute_whitelist or ())
-    layer = layer_spec(config, cp, args.cp_attention_backend, keep_output)
-    layers = [layer] * get_num_layers_to_build(config, vp_stage)
+    layers = get_num_layers_to_build(config, vp_stage)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     model = GPTModel(
         config,
-        TransformerBlockSubmodules(layers, layer_norm=Norm),
+        block_spec(config, cp, layers, args.cp_attention_backend, keep_output),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),

@@ -1,0 +1,177 @@
+"""For users of Transformer Engine: our attention in the shape of its `DotProductAttention`."""
+
+from functools import cache, lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..attention import context_parallel_attention
+from ..context import ContextParallel
+from ..errors import UsageError
+
+COMM_TYPES = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}  # Transformer Engine's names
+_MASKS = {"causal": True, "causal_bottom_right": True, "no_mask": False}
+_CHANGES_NOTHING = ("max_seqlen_q", "max_seqlen_kv", "bottom_right_diagonal", "fast_zero_fill", "qkv_interleave_dim")
+
+
+@cache
+def why_not_importable() -> str:
+    """Why Transformer Engine cannot be used here; empty if it can."""
+    if find_spec("transformer_engine") is None:
+        return "it is not installed"
+    try:
+        import_module("transformer_engine.pytorch")
+    except Exception as error:  # its extension links against CUDA's libraries, which fails in many ways
+        return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return ""
+
+
+def check_importable() -> None:
+    """Raises UsageError where Transformer Engine cannot be imported."""
+    if why := why_not_importable():
+        raise UsageError(f"--transformer-impl transformer_engine: {why}; give --transformer-impl local")
+
+
+class DotProductAttention(torch.nn.Module):
+    """Takes the place of `transformer_engine.pytorch.DotProductAttention`, also inside `TransformerLayer`.
+
+    `layer.self_attention.core_attention = DotProductAttention(heads, kv_channels, cp_strategy="mesh")`, then
+    `layer.set_context_parallel_group(group, ranks, stream)`. Tokens are those of `module.cp.positions(length)`, so data
+    and rotary embeddings go by `module.cp.shard`. Modules of one group and strategy share its communicators.
+
+    Args:
+        num_attention_heads, num_gqa_groups, tp_size, softmax_scale, window_size: as there.
+        attn_mask_type: "causal" or "no_mask".
+        qkv_format: "sbhd" or "bshd".
+        attention_dropout: 0 only.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: as for `set_context_parallel_group`.
+        cp_strategy: `--cp-strategy`; default: what `cp_comm_type` names.
+        attention_type, softmax_type, return_max_logit: the defaults only.
+        others: accepted, and change nothing.
+
+    Raises:
+        UsageError: an argument that would change the result and is not supported.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int,
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        *,
+        attention_type: str = "self",
+        softmax_type: str = "vanilla",
+        softmax_scale: float | None = None,
+        layer_number: int | None = None,
+        cp_group: dist.ProcessGroup | None = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: object = None,
+        cp_comm_type: str = "p2p",
+        cp_strategy: str | None = None,
+        return_max_logit: bool = False,
+        bottom_right_diagonal: bool | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        tp_group: dist.ProcessGroup | None = None,
+        get_rng_state_tracker: object = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        _refuse_unless(attention_dropout=(attention_dropout, (0,)), attention_type=(attention_type, ("self",)))
+        _refuse_unless(softmax_type=(softmax_type, ("vanilla",)), return_max_logit=(return_max_logit, (False, None)))
+        self.heads = tuple(heads // tp_size for heads in (num_attention_heads, num_gqa_groups or num_attention_heads))
+        self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
+        self.scale, self.layer_number, self.name = softmax_scale, layer_number, name
+        self.strategy = cp_strategy
+        self.cp: ContextParallel | None = None
+        if cp_group is not None:
+            self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def set_context_parallel_group(
+        self,
+        cp_group: dist.ProcessGroup | None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: object = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Makes the context group that shares each sequence. All its ranks call it together.
+
+        Args:
+            cp_group: the group.
+            cp_global_ranks, cp_stream: not needed.
+            cp_comm_type: "p2p", "all_gather" or "a2a" stand for ring, allgather and ulysses, where the module was made
+                without a strategy.
+
+        Raises:
+            UsageError: another `cp_comm_type`, or one beside a strategy; several groups.
+        """
+        if cp_group is None:
+            self.cp = None
+            return
+        if isinstance(cp_group, list) or (cp_comm_type not in COMM_TYPES):
+            why = 'give the whole group and cp_strategy="usp:head_parallel_size=2", or one of'
+            raise UsageError(f"cp_comm_type {cp_comm_type}: {why} {', '.join(COMM_TYPES)}")
+        if self.strategy and cp_comm_type != "p2p":
+            raise UsageError(f"cp_comm_type {cp_comm_type}: does not go with cp_strategy {self.strategy}; leave it out")
+        self.cp = _group(cp_group, self.strategy or COMM_TYPES[cp_comm_type])
+
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: Tensor | None = None,
+        qkv_format: str | None = None,
+        *,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        num_splits: int | None = 1,
+        **others: object,
+    ) -> Tensor:
+        """[s, b, heads, d] of this rank's tokens to [s, b, heads * d]; with "bshd" b comes first in both.
+
+        Raises:
+            UsageError: no context group yet; a mask, format, bias or cache that is not supported.
+        """
+        if self.cp is None:
+            raise UsageError("DotProductAttention: no context group; call set_context_parallel_group first")
+        form, mask = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
+        _refuse_unless(qkv_format=(form, ("sbhd", "bshd")), attn_mask_type=(mask, tuple(_MASKS)))
+        _refuse_unless(core_attention_bias_type=(core_attention_bias_type, ("no_bias",)), num_splits=(num_splits, (1,)))
+        given = {"attention_mask": attention_mask, **others}
+        _refuse_unless(**{name: (x, (None, False)) for name, x in given.items() if name not in _CHANGES_NOTHING})
+        q, k, v = (x.transpose(0, 1) if form == "bshd" else x for x in (query_layer, key_layer, value_layer))
+        if (q.shape[2], k.shape[2]) != self.heads:
+            raise UsageError(f"{q.shape[2]} query and {k.shape[2]} key heads: the module was made for {self.heads}")
+        out = context_parallel_attention(
+            q,
+            k,
+            v,
+            self.cp,
+            causal=_MASKS[mask],
+            window=window_size or self.window_size or (-1, -1),
+            scale=self.scale,
+        )
+        assert isinstance(out, Tensor)  # the log-sum-exp was not asked for
+        return (out.transpose(0, 1) if form == "bshd" else out).flatten(2)
+
+
+def _refuse_unless(**arguments: tuple[object, tuple]) -> None:
+    """Raise UsageError for the first argument whose value is none of those that work."""
+    for name, (value, works) in arguments.items():
+        if isinstance(value, Tensor) or value not in works:
+            shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else value
+            raise UsageError(f"{name} {shown}: not supported; give {' or '.join(map(str, works))}")
+
+
+@lru_cache(8)
+def _group(group: dist.ProcessGroup, strategy: str) -> ContextParallel:
+    return ContextParallel(strategy, group=group)
