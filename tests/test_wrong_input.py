@@ -159,7 +159,7 @@ MISTAKES = [
      ["--seq-length 132", "multiple of 8"], "--seq-length 136"),
     ("--attention-dropout 0.1", 1, ["--attention-dropout 0.1", "no dropout"], "--attention-dropout 0"),
     # numbers
-    ("--fp8-format hybrid --transformer-impl local", 1, ["--fp8-format hybrid", "Transformer Engine"],
+    ("--fp8-format hybrid --transformer-impl local --dry-run", 1, ["--fp8-format hybrid", "Transformer Engine"],
      "--transformer-impl transformer_engine"),
     pytest.param("--transformer-impl transformer_engine", 1, ["--transformer-impl transformer_engine", "not installed"],
                  "--transformer-impl local", marks=without_te),
