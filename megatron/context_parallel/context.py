@@ -83,6 +83,7 @@ class ContextParallel(_Strategy):
         options: `head_parallel_size`, `placement`, and the options of the strategy.
 
     Attributes:
+        group: the ranks that share a sequence.
         chunk: the chunk of the sequence that this rank owns. It is the rank in the group, unless a placement moves the
             data.
 
@@ -103,7 +104,7 @@ class ContextParallel(_Strategy):
         # All meet before one may refuse what it was given.
         self._transport = TorchTransport(group, f"--cp-strategy {asked(strategy, layout=layout, **options)}")
         super().__init__(strategy, layout, dist.get_world_size(group), options)
-        self.rank = dist.get_rank(group)
+        self.group, self.rank = group, dist.get_rank(group)
         self.chunk = self.chunks[self.rank]
         plans = [self.choice.plan(self.n, backward=backward) for backward in (False, True)]
         self._transport.connect({needed for plan in plans for needed in plan.communicators(self.rank)})

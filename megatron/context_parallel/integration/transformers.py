@@ -1,0 +1,173 @@
+"""HuggingFace transformers: our attention for its models, and batches cut for the ranks of a context group."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from ..attention import context_parallel_attention
+from ..context import ContextParallel
+from ..errors import UsageError
+from ..layout import positions
+from ..mask import Documents
+
+NAME = "context_parallel"
+IGNORED = -100  # the label of a token that has no part in the loss
+_USE_HELPER = "give model(**shard_batch(cp, batch), use_cache=False)"
+
+
+def register(cp: ContextParallel, model: PreTrainedModel | None = None) -> None:
+    """Makes "context_parallel" an attention of transformers: `model.set_attn_implementation("context_parallel")`.
+
+    Every model that uses the name computes with the context group registered last.
+
+    Args:
+        cp: the context group.
+        model: is told to use it. Its batches are checked too: labels that were not shifted before they were cut would
+            be wrong where a chunk ends, and only the model sees them.
+    """
+    attention = _Attention(cp)
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    if model is not None:
+        model.set_attn_implementation(NAME)
+        model.register_forward_pre_hook(_check_batch, with_kwargs=True)
+
+
+def shard_batch(
+    cp: ContextParallel, batch: dict[str, Tensor], group: dist.ProcessGroup | None = None
+) -> dict[str, Tensor]:
+    """This rank's part of a batch that all ranks of the context group have.
+
+    Args:
+        cp: the context group.
+        batch: `input_ids` int64 [b, length]; optional `labels` [b, length], not shifted, -100 for no loss; optional
+            `position_ids` [b, length] or [1, length], which start anew with each packed document.
+        group: the ranks whose gradients are averaged; default: the context group.
+
+    Returns:
+        What the model takes: `input_ids`, `position_ids`, and with labels `labels` and `shift_labels` (both shifted),
+            [b, length / n] each, and `num_items_in_batch`, by which the model divides the sum of its losses. With it
+            the mean of the losses, and of the gradients, over `group` is the mean over all tokens that have a label.
+
+    Raises:
+        UsageError: an attention mask with padding; anything else in the batch; a length that n ranks do not share.
+    """
+    known = {"input_ids", "labels", "position_ids", "attention_mask"}
+    if unknown := batch.keys() - known:
+        raise UsageError(f"batch: {min(unknown)} is unknown; there is {', '.join(sorted(known))}")
+    if (mask := batch.get("attention_mask")) is not None and not mask.all():
+        raise UsageError("attention_mask: padding inside a batch is not supported; pack documents by position_ids")
+    tokens = batch["input_ids"]
+    length = tokens.shape[1]
+    places = batch.get("position_ids")
+    cut = {
+        "input_ids": cp.shard(tokens, dim=1),
+        "position_ids": cp.positions(length)[None].to(tokens.device) if places is None else cp.shard(places, dim=1),
+    }
+    if (labels := batch.get("labels")) is not None:
+        shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        cut["labels"] = cut["shift_labels"] = cp.shard(shifted, dim=1).contiguous()
+        count = (cut["labels"] != IGNORED).sum()
+        group = cp.group if group is None else group
+        dist.all_reduce(count, group=group)
+        cut["num_items_in_batch"] = count / dist.get_world_size(group)
+    return cut
+
+
+def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
+    if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+        raise UsageError(f"labels without shift_labels: they must be shifted before they are cut; {_USE_HELPER}")
+    if kwargs.get("past_key_values") is not None:
+        raise UsageError(f"past_key_values: there is no cache under context parallelism; {_USE_HELPER}")
+    if kwargs.get("output_attentions"):
+        raise UsageError("output_attentions: the weights are never stored; leave it out")
+
+
+def _no_mask(*args: object, attention_mask: Tensor | None = None, **kwargs: object) -> None:
+    """Tells transformers to make no mask; a rank has a part of it only."""
+    if attention_mask is not None and not attention_mask.all():
+        raise UsageError("attention_mask: padding is not supported; pack documents by position_ids, or leave it out")
+
+
+class _Attention:
+    """The function that transformers calls for the attention of each layer."""
+
+    def __init__(self, cp: ContextParallel) -> None:
+        self.cp = cp
+        self.documents = WeakTensorKeyDictionary()  # of position ids: the same ones for each layer of a batch
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        is_causal: bool | None = None,
+        **others: object,
+    ) -> tuple[Tensor, None]:
+        """[b, heads, s, d] of this rank's tokens to [b, s, heads, d]."""
+        if dropout:
+            raise UsageError(f"attention_dropout {dropout}: context-parallel attention has none; give 0")
+        if attention_mask is not None or position_bias is not None:
+            raise UsageError(f"attention mask or bias: not supported; {_USE_HELPER}")
+        if key.shape[2] != query.shape[2]:
+            raise UsageError(f"{query.shape[2]} queries, {key.shape[2]} keys: there is no cache here; {_USE_HELPER}")
+        if position_ids is None:
+            raise UsageError(f"{type(module).__name__}: hands no position_ids to its attention; it is not supported")
+        out = context_parallel_attention(
+            *(x.permute(2, 0, 1, 3) for x in (query, key, value)),
+            self.cp,
+            causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+            window=(sliding_window - 1, 0) if sliding_window else (-1, -1),
+            documents=self._documents_of(position_ids),
+            scale=scaling,
+            softcap=softcap or 0.0,
+            sinks=s_aux,
+        )
+        assert isinstance(out, Tensor)  # the log-sum-exp was not asked for
+        return out.transpose(0, 1), None
+
+    def _documents_of(self, places: Tensor) -> Documents | None:
+        """The packed documents that the position ids of all ranks tell; None for whole sequences."""
+        if places not in self.documents:
+            parts = self._gathered(places)
+            whole = self._joined(parts)
+            before, after = whole[:, :-1], whole[:, 1:]
+            ascend = not whole[:, 0].any() and torch.where(after > 0, after == before + 1, True).all()
+            # Those that transformers makes up count a rank's own tokens. In chunks they would look like documents.
+            made_up = self.cp.n > 1 and all(
+                torch.equal(part[0], torch.arange(part.shape[1]).to(part)) for part in parts
+            )
+            if made_up or not ascend:
+                raise UsageError(f"position_ids: they are not those of this rank's tokens; {_USE_HELPER}")
+            starts = whole == 0
+            self.documents[places] = Documents(starts.cumsum(1)) if starts.sum() > len(whole) else None
+        return self.documents[places]
+
+    def _gathered(self, places: Tensor) -> list[Tensor]:
+        """[b, s] of each rank."""
+        parts = [torch.empty_like(places, memory_format=torch.contiguous_format) for _ in range(self.cp.n)]
+        dist.all_gather(parts, places.contiguous(), group=self.cp.group)
+        return parts
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        """[b, s] of each rank to [b, length]."""
+        samples, rows = parts[0].shape
+        whole = parts[0].new_empty(samples, rows * self.cp.n)
+        for chunk, part in zip(self.cp.chunks, parts, strict=True):
+            whole[:, positions(self.cp.layout, chunk, self.cp.n, whole.shape[1]).to(part.device)] = part
+        return whole

@@ -1,0 +1,139 @@
+"""Models of HuggingFace transformers with our attention: losses and gradients of one rank with its own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.context_parallel import ContextParallel, UsageError
+
+transformers = pytest.importorskip("transformers", reason="needs the extra [tokenizers]")
+
+LENGTH, BATCH, VOCABULARY = 48, 2, 64
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "pad_token_id": 0}
+FAMILIES = {
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 11}),
+    "qwen3": ("Qwen3Config", {}),
+    "gemma2": ("Gemma2Config", {"attn_logit_softcapping": 3.0, "sliding_window": 13, "query_pre_attn_scalar": 8}),
+}
+
+
+def model_of(family: str):
+    name, extra = FAMILIES[family]
+    torch.manual_seed(11)
+    config = getattr(transformers, name)(**SIZES, **HEADS, **extra)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def batch(packed: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(2)
+    tokens = torch.randint(1, VOCABULARY, (BATCH, LENGTH))
+    labels = tokens.masked_fill(torch.rand(BATCH, LENGTH) < 0.2, -100)
+    if not packed:
+        return {"input_ids": tokens, "labels": labels}
+    places = torch.cat([torch.arange(n) for n in (5, 1, 30, 12)])
+    return {"input_ids": tokens, "labels": labels, "position_ids": places.expand(BATCH, -1)}
+
+
+def train(family: str, spec: str | None, packed: bool = False) -> list[float]:
+    """Losses of three steps of SGD; without a strategy, on one rank with the model's own attention."""
+    model, data = model_of(family), batch(packed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if spec:
+        from megatron.context_parallel.integration.transformers import register, shard_batch
+
+        cp = ContextParallel(spec)
+        register(cp, model)
+        data = shard_batch(cp, data)
+    losses = []
+    for _ in range(3):
+        loss = model(**data, use_cache=False).loss
+        loss.backward()
+        for tensor in (loss.detach(), *(p.grad for p in model.parameters())):
+            if spec:
+                dist.all_reduce(tensor)
+                tensor /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("family", "specs", "packed"),
+    [
+        ("llama", ["mesh", "lightseq", "ulysses"], False),
+        ("llama", ["ring", "attention2d"], True),
+        ("qwen3", ["ring"], False),
+        ("mistral", ["ring:layout=contiguous"], False),
+        ("gemma2", ["mesh"], False),
+    ],
+)
+def test_training_equals_one_rank(ranks, family, specs, packed):
+    (expected,) = ranks(1, train, family, None, packed)
+    for spec in specs:
+        for losses in ranks(4, train, family, spec, packed):
+            assert losses == pytest.approx(expected, abs=1e-6), spec
+    assert expected[2] < expected[0] - 0.05
+
+
+def made_up(model, tokens: torch.Tensor) -> None:
+    """Positions forgotten where chunks are contiguous: they look like a document for each rank."""
+    from megatron.context_parallel.integration.transformers import register
+
+    ring = ContextParallel("ring")
+    try:
+        register(ContextParallel("ring", "contiguous"))
+        model(input_ids=tokens)
+    finally:
+        register(ring)
+
+
+def mistakes() -> list[str]:
+    """What is said of each wrong use."""
+    from megatron.context_parallel.integration.transformers import register, shard_batch
+
+    cp, model, data = ContextParallel("ring"), model_of("llama"), batch(False)
+    register(cp, model)
+    cut = shard_batch(cp, data)
+    tokens, places = cut["input_ids"], cut["position_ids"]
+    padding = torch.ones_like(data["input_ids"])
+    padding[0, -3:] = 0
+    uses = {
+        "labels": lambda: model(input_ids=tokens, position_ids=places, labels=tokens),
+        "positions": lambda: model(input_ids=tokens),
+        "made up": lambda: made_up(model, tokens),
+        "mask": lambda: model(input_ids=tokens, position_ids=places, attention_mask=padding[:, -tokens.shape[1] :]),
+        "padding": lambda: shard_batch(cp, {**data, "attention_mask": padding}),
+        "cache": lambda: model(input_ids=tokens, position_ids=places, past_key_values=transformers.DynamicCache()),
+        "length": lambda: shard_batch(cp, {"input_ids": data["input_ids"][:, :-1]}),
+        "unknown": lambda: shard_batch(cp, {**data, "token_type_ids": padding}),
+        "weights": lambda: model(input_ids=tokens, position_ids=places, output_attentions=True),
+    }
+    said = []
+    for name, use in uses.items():
+        with pytest.raises(UsageError) as caught:
+            use()
+        said.append(f"{name}: {caught.value}")
+    return said
+
+
+def test_wrong_uses_are_told(ranks):
+    for said in ranks(2, mistakes):
+        for line, expected in zip(
+            said,
+            (
+                "labels: labels without shift_labels: they must be shifted before they are cut; give model(",
+                "positions: position_ids: they are not those of this rank's tokens; give model(",
+                "made up: position_ids: they are not those of this rank's tokens; give model(",
+                "mask: attention_mask: padding is not supported; pack documents by position_ids",
+                "padding: attention_mask: padding inside a batch is not supported; pack documents",
+                "cache: past_key_values: there is no cache under context parallelism; give model(",
+                "length: ",
+                "unknown: batch: token_type_ids is unknown; there is attention_mask, input_ids",
+                "weights: output_attentions: the weights are never stored; leave it out",
+            ),
+            strict=True,
+        ):
+            assert line.startswith(expected) and "\n" not in line
