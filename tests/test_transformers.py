@@ -137,3 +137,60 @@ def test_wrong_uses_are_told(ranks):
             strict=True,
         ):
             assert line.startswith(expected) and "\n" not in line
+
+
+def accelerated(family: str) -> list[float]:
+    """The same steps by accelerate: FSDP2 over 2 data x 2 context ranks, a sample for each data rank."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    from megatron.context_parallel.integration.accelerate import use_context_parallel
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # it refuses FSDP2 on CPUs
+    parallelism = ParallelismConfig(dp_shard_size=2, cp_size=2)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    accelerator = Accelerator(cpu=True, parallelism_config=parallelism, fsdp_plugin=plugin)
+    model = model_of(family)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    use_context_parallel(accelerator, "ring", model)
+    data = batch(packed=False)
+    tokens = (data["labels"][:, 1:] != -100).sum() / dist.get_world_size()
+    mine = accelerator.torch_device_mesh["dp_shard"].get_local_rank()
+    losses = []
+    for _ in range(3):
+        inputs = data["input_ids"][mine : mine + 1].clone()
+        labels = torch.nn.functional.pad(data["labels"][mine : mine + 1, 1:], (0, 1), value=-100)
+        places = torch.arange(LENGTH)[None]
+        with accelerator.maybe_context_parallel([inputs, labels, places], [1, 1, 1], {inputs, places}):
+            batched = {"input_ids": inputs, "position_ids": places, "labels": labels, "shift_labels": labels}
+            loss = model(**batched, num_items_in_batch=tokens, use_cache=False).loss
+            accelerator.backward(loss)
+        assert labels.shape[1] == LENGTH
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss := loss.detach())
+        losses.append(loss.item() / dist.get_world_size())
+    return losses
+
+
+def test_accelerate_with_fsdp2_equals_one_rank(ranks):
+    pytest.importorskip("accelerate", reason="needs the package accelerate")
+    (expected,) = ranks(1, train, "llama", None)
+    for losses in ranks(4, accelerated, "llama"):
+        assert losses == pytest.approx(expected, abs=1e-6)
+
+
+def finetuned(*flags: str) -> list[float]:
+    from examples.huggingface import finetune
+
+    return finetune.main([*flags, "--seq-length", "128", "--steps", "6", "--lr", "0.01"])
+
+
+def test_the_example_trains_as_one_rank(ranks):
+    (expected,) = ranks(1, finetuned, "--cp-strategy", "ring")
+    assert expected[-1] < expected[0] - 0.5
+    for losses in ranks(4, finetuned, "--cp-strategy", "mesh"):
+        assert losses == pytest.approx(expected, abs=2e-5)

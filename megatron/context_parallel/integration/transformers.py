@@ -128,8 +128,11 @@ class _Attention:
             raise UsageError(f"{query.shape[2]} queries, {key.shape[2]} keys: there is no cache here; {_USE_HELPER}")
         if position_ids is None:
             raise UsageError(f"{type(module).__name__}: hands no position_ids to its attention; it is not supported")
+        q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))
         out = context_parallel_attention(
-            *(x.permute(2, 0, 1, 3) for x in (query, key, value)),
+            q,
+            k,
+            v,
             self.cp,
             causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
             window=(sliding_window - 1, 0) if sliding_window else (-1, -1),
