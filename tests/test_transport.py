@@ -70,7 +70,7 @@ def test_a_sent_tensor_may_be_one_of_inference():
 def swapped(transport, me: int, group: tuple[int, ...]):
     """A program: gathers from the group, then trades with each other rank of it, and returns what it got."""
     everyone = torch.zeros(len(group), 2, 3)
-    yield transport.all_gather("gather", group, [(numbered(me), everyone)])
+    yield transport.all_gather("gather", group, (2,) * len(group), [(numbered(me), everyone.flatten(0, 1))])
     place, size = group.index(me), len(group)
     after = [group[(place + k) % size] for k in range(1, size)]
     before = [group[(place - k) % size] for k in range(1, size)]
@@ -174,7 +174,7 @@ def _torch_transport() -> list:
     assert (transport.ranks, transport.rank) == ([0, 1], rank)
     for bad, group in (("exchange", (0, 1)), ("all_gather", (0, 1))):
         with pytest.raises(PlanError, match=r"channel 'x' of ranks \[0, 1\]: no communicator; .*there are \[\]"):
-            transport.exchange("x", [], []) if bad == "exchange" else transport.all_gather("x", group, [])
+            transport.exchange("x", [], []) if bad == "exchange" else transport.all_gather("x", group, (2, 2), [])
     transport.connect([("ring", (0, 1)), ("heads", (0, 1)), ("gather", (0, 1)), ("alone", (0,)), ("alone", (1,))])
     groups = transport._groups
     assert sorted(groups) == sorted([("alone", (rank,)), *((c, (0, 1)) for c in ("gather", "heads", "ring"))])
@@ -185,7 +185,7 @@ def _torch_transport() -> list:
     other, into = 1 - rank, [torch.zeros(2, 3) for _ in range(2)]
     exchange = transport.exchange("ring", [(other, numbered(rank)), (other, numbered(5))], [(other, x) for x in into])
     assert (exchange.channel, exchange.ends) == ("ring", [("receive", other)] * 2 + [("send", other)] * 2)
-    gathering = transport.all_gather("gather", (0, 1), [(numbered(rank), torch.zeros(2, 2, 3))])
+    gathering = transport.all_gather("gather", (0, 1), (2, 2), [(numbered(rank), torch.zeros(4, 3))])
     assert (gathering.channel, gathering.ends) == ("gather", [("gather", other)])
     exchange.wait()
     gathering.wait()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .blocks import Blocks
 from .context import AllRanks, ContextParallel, Lengths
 from .errors import UsageError
 from .executor import Executor, Problem
@@ -81,11 +82,51 @@ def context_parallel_attention(
     return (out, lse) if return_lse else out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+@torch.no_grad()
+def attention_of_rows(
+    inputs: list[tuple[Tensor, Tensor, Tensor]],
+    cp: ContextParallel | AllRanks,
+    blocks: Blocks,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> list[Tensor]:
+    """softmax(q kᵀ · scale) v where each rank has any number of queries and of keys, also none. Without gradients.
+
+    Args:
+        inputs: of each rank of this process q [s, b, heads, d], k [t, b, kv_heads, d] and v [t, b, kv_heads, dv], in
+            the order of its chunks.
+        cp: the context group, without head parallelism.
+        blocks: the chunks of all ranks, the mask and the kernel; the same object for each layer.
+        scale, softcap, sinks: as in `context_parallel_attention`.
+
+    Returns:
+        The outputs [s, b, heads, dv] of each rank of this process, in q's dtype.
+
+    Raises:
+        UsageError: shapes, dtypes or heads that do not fit; other rows than `blocks` has; head parallelism.
+    """
+    for rank, (q, k, v) in zip(cp.here, inputs, strict=True):
+        _check(q, k, v, sinks, smallest=0)
+        given, chunks = (len(q), len(k)), (blocks.q.rows(rank), blocks.kv.rows(rank))
+        if given != chunks:
+            raise UsageError(f"rank {rank}: {given} rows of queries and keys where its chunks have {chunks}")
+    q, k, _ = inputs[0]
+    plan = cp.full_plan(q.shape[2], k.shape[2])
+    if plan.heads > 1:
+        raise UsageError(f"--cp-head-parallel-size {plan.heads}: chunks of any rows have no head parallelism; give 1")
+    problem = Problem(
+        blocks, k.shape[2], blocks.kernel, Scores(1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap)
+    )
+    return [out for out, *_ in cp.run(_forward, plan, problem, [(sinks, *part) for part in inputs])]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, smallest: int = 1) -> None:
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3] or q.shape[1::2] != k.shape[1::2]:
         raise UsageError(f"{shapes}: need q [s, b, heads, d], k [t, b, kv_heads, d] and v [t, b, kv_heads, dv]")
-    if 0 in (*q.shape, *k.shape, *v.shape):
+    if 0 in (*q.shape[1:], *k.shape[1:], *v.shape[1:]) or min(len(q), len(k)) < smallest:
         raise UsageError(f"{shapes}: a size is 0; each must be 1 or more")
     if q.shape[2] % k.shape[2]:
         raise UsageError(f"{k.shape[2]} key/value heads do not divide {q.shape[2]} query heads")
@@ -193,7 +234,7 @@ def _forward(
     q, k, v = yield from _folded(group, q, k, v)
     executor = Executor(plan, group.context_rank, problem, group.context, {T.Q: (q,), T.KV: (k, v)})
     out, lse = (yield from executor.run())[T.O]
-    out, lse = (x.view(len(x), b, -1, *x.shape[3:]) for x in (out, lse))
+    out, lse = (x.view(len(x), b, q.shape[1] * q.shape[2] // b, *x.shape[3:]) for x in (out, lse))
     if sinks is not None:
         lse = add_sinks(out, lse, sinks[group.slice_of(heads)])
     ours = yield from group.to_chunks(out.to(dtype), lse)

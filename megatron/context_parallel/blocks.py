@@ -5,10 +5,11 @@ from torch import Tensor
 
 from .kernels import Kernel
 from .kernels.masks import Piece, Runs, runs
-from .layout import Chunks
-from .mask import Mask
+from .layout import Chunks, ListedChunks
+from .mask import Mask, Sequences
+from .plan.ir import T
 
-Rows = tuple[int, slice, slice]  # chunk, rows of the chunk, and where they are among the gathered rows
+Rows = tuple[int, slice, slice | Tensor]  # chunk, rows of the chunk, and where they are among the gathered rows
 
 
 class Blocks:
@@ -19,28 +20,41 @@ class Blocks:
         kernel: cuts blocks into what it computes.
     """
 
-    def __init__(self, mask: Mask, q: Chunks, kv: Chunks, kernel: Kernel) -> None:
+    def __init__(self, mask: Mask, q: Chunks | ListedChunks, kv: Chunks | ListedChunks, kernel: Kernel) -> None:
         self.mask, self.q, self.kv, self.kernel = mask, q, kv, kernel
         self._pieces: dict[tuple, list[Piece]] = {}
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self._order: dict[tuple, tuple[Tensor, list[Rows]]] = {}
 
+    def chunks(self, tensor: T) -> Chunks | ListedChunks:
+        """The chunks in which a tensor travels."""
+        return self.kv if tensor in (T.KV, T.DKV) else self.q
+
     def order(self, chunks: tuple[int, ...]) -> tuple[Tensor, list[Rows]]:
-        """Positions of the rows of the key chunks, ascending, and where the rows of each chunk are among them."""
+        """Positions int64 of the rows of the key chunks, ascending, and where the rows of each chunk are among them."""
         if chunks not in self._order:
-            all_positions = torch.cat([self.kv.positions(c) for c in chunks]).sort().values
-            rows = []
-            for chunk in chunks:
-                start = 0
-                for p in self.kv.progressions[chunk]:
-                    first, second, last = torch.searchsorted(
-                        all_positions, torch.tensor([p.start, p.start + (p.length > 1) * p.stride, p.last])
-                    ).tolist()
-                    own = slice(start, start + p.length)
-                    rows.append((chunk, own, slice(first, last + 1, max(1, second - first))))
-                    start += p.length
-            self._order[chunks] = all_positions, rows
+            self._order[chunks] = self._interleaved(chunks)
         return self._order[chunks]
+
+    def _interleaved(self, chunks: tuple[int, ...]) -> tuple[Tensor, list[Rows]]:
+        if len(chunks) == 1:
+            return self.kv.positions(chunks[0]), [(chunks[0], slice(None), slice(None))]
+        of_chunks = [self.kv.positions(c) for c in chunks]
+        all_positions = torch.cat(of_chunks).sort().values
+        if isinstance(self.kv, ListedChunks):
+            found = (torch.searchsorted(all_positions, x) for x in of_chunks)
+            return all_positions, [(c, slice(None), where) for c, where in zip(chunks, found, strict=True)]
+        rows: list[Rows] = []
+        for chunk in chunks:
+            start = 0
+            for p in self.kv.progressions[chunk]:
+                first, second, last = torch.searchsorted(
+                    all_positions, torch.tensor([p.start, p.start + (p.length > 1) * p.stride, p.last])
+                ).tolist()
+                own = slice(start, start + p.length)
+                rows.append((chunk, own, slice(first, last + 1, max(1, second - first))))
+                start += p.length
+        return all_positions, rows
 
     def runs(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> Runs:
         """The rows of the gathered key chunks that each query of a chunk sees."""
@@ -52,7 +66,25 @@ class Blocks:
         """The block of a query chunk against gathered key/value chunks, cut for the kernel."""
         key = q_chunk, kv_chunks
         if key not in self._pieces:
-            block = self.runs(q_chunk, kv_chunks)
-            seen = bool((block.end > block.first).any())
-            self._pieces[key] = self.kernel.pieces(block, len(self.order(kv_chunks)[0])) if seen else []
+            block, keys = self.runs(q_chunk, kv_chunks), self.order(kv_chunks)[0]
+            sequences = self.mask.documents
+            if isinstance(sequences, Sequences):
+                parts = sequences.cut(self.q.positions(q_chunk), keys)
+                self._pieces[key] = [p for q, kv in parts for p in self._shifted(block.of(q, kv), q.start, kv)]
+            else:
+                self._pieces[key] = self._cut(block, len(keys))
         return self._pieces[key]
+
+    def _cut(self, block: Runs, keys: int) -> list[Piece]:
+        return self.kernel.pieces(block, keys) if bool((block.end > block.first).any()) else []
+
+    def _shifted(self, block: Runs, first: int, keys: slice) -> list[Piece]:
+        """The pieces of a part of a block, from its rows and keys to those of the whole block."""
+        return [
+            piece._replace(q=_moved(piece.q, first), kv=_moved(piece.kv, keys.start))
+            for piece in self._cut(block, keys.stop - keys.start)
+        ]
+
+
+def _moved(rows: slice, by: int) -> slice:
+    return slice(rows.start + by, rows.stop + by, rows.step)

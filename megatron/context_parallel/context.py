@@ -54,6 +54,10 @@ class _Strategy:
 
         return self._remember(("plan", sees, heads, kv_heads, backward), make)
 
+    def full_plan(self, heads: int, kv_heads: int) -> Plan:
+        """The plan of a forward pass in which every chunk may see every chunk, as chunks of any rows do."""
+        return self.plan(Mask(causal=False), (2 * self.n, 2 * self.n), heads, kv_heads, backward=False)
+
     def _chunks(self, lengths: Lengths) -> tuple[Chunks, Chunks]:
         return Chunks.pair(self.layout, self.steps_on, *lengths)
 
@@ -117,6 +121,11 @@ class ContextParallel(_Strategy):
         """Positions of this rank's tokens, int64 [length / n], in local order."""
         return positions(self.layout, self.chunk, self.n, length)
 
+    @property
+    def here(self) -> tuple[int, ...]:
+        """The ranks of this process."""
+        return (self.rank,)
+
     def length(self, x: Tensor) -> int:
         """Tokens of the whole sequence, of which `x` is this rank's part."""
         return len(x) * self.n
@@ -142,6 +151,10 @@ class AllRanks(_Strategy):
 
     def __init__(self, n: int, strategy: str | Choice = "ring", layout: str | None = None, **options: object) -> None:
         super().__init__(strategy, layout, n, options)
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        return tuple(range(self.n))
 
     def length(self, x: Tensor) -> int:
         return len(x)

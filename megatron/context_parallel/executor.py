@@ -93,12 +93,15 @@ class Executor:
         """Gathers into one buffer, of which each chunk becomes a view."""
         mine = yield from self._take(op.tensor, op.chunks[op.group.index(self.rank)])
         yield from self._make_room(op.channel)
-        everyone = [x.new_empty((len(op.group), *x.shape)) for x in mine]
-        work = self.transport.all_gather(op.channel, op.group, list(zip(mine, everyone, strict=True)))
+        chunks = self.problem.blocks.chunks(op.tensor)
+        rows = tuple(chunks.rows(chunk) for chunk in op.chunks)
+        everyone = [x.new_empty((sum(rows), *x.shape[1:])) for x in mine]
+        work = self.transport.all_gather(op.channel, op.group, rows, list(zip(mine, everyone, strict=True)))
         self.launched[op.channel].append(work)
-        for i, chunk in enumerate(op.chunks):
-            if op.group[i] != self.rank:
-                self.arriving[op.tensor, chunk].append((work, op.group[i], tuple(x[i] for x in everyone)))
+        parts = zip(*(x.split(rows) for x in everyone), strict=True)
+        for peer, chunk, value in zip(op.group, op.chunks, parts, strict=True):
+            if peer != self.rank:
+                self.arriving[op.tensor, chunk].append((work, peer, value))
 
     def _reduce_scatter(self, op: ReduceScatter) -> Program[None]:
         """Each rank receives all partials of its chunk and adds them up: gloo's own moves twice the bytes."""
@@ -169,11 +172,11 @@ class Executor:
     # -- values ------------------------------------------------------------------------------------------------
 
     def _empty(self, tensor: T, chunk: int) -> Value:
-        blocks, q, values = self.problem.blocks, self.q.shape[1:], self.v.shape[-1]
+        rows, q, values = self.problem.blocks.chunks(tensor).rows(chunk), self.q.shape[1:], self.v.shape[-1]
         if tensor in (T.KV, T.DKV):
-            shapes = [(blocks.kv.rows(chunk), *x.shape[1:]) for x in (self.k, self.v)]
+            shapes = [(rows, *x.shape[1:]) for x in (self.k, self.v)]
         else:
-            by_row = (blocks.q.rows(chunk), *q[:2])
+            by_row = (rows, *q[:2])
             queries, outputs = (*by_row, q[2]), (*by_row, values)
             shapes = {T.Q: [queries], T.DQ: [queries], T.O: [outputs], T.QDO: [queries, outputs]}[tensor]
         dtype = self.wide if tensor in PARTIAL else self.q.dtype

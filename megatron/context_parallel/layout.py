@@ -5,6 +5,7 @@ arithmetic progressions of positions. Everything that depends on positions (data
 other module knows what the name of a layout means.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -101,6 +102,31 @@ class Chunks:
         import torch
 
         return torch.cat([torch.arange(p.start, p.last + 1, p.stride) for p in self.progressions[chunk]])
+
+
+@dataclass(frozen=True)
+class ListedChunks:
+    """Chunks of any rows, as many as there are, also none.
+
+    Attributes:
+        counts: the rows of each chunk.
+        find: the positions of a chunk, int64 [rows], ascending.
+    """
+
+    counts: tuple[int, ...]
+    find: "Callable[[int], Tensor]"
+
+    @property
+    def n(self) -> int:
+        return len(self.counts)
+
+    def rows(self, chunk: int) -> int:
+        """Tokens of `chunk`."""
+        return self.counts[chunk]
+
+    def positions(self, chunk: int) -> "Tensor":
+        """The positions of `chunk`, int64 [rows], in the order its rank stores its tokens."""
+        return self.find(chunk)
 
 
 def positions(layout: str, chunk: int, n: int, length: int) -> "Tensor":

@@ -6,7 +6,7 @@ any layout (`kernels/masks.py`).
 """
 
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -54,6 +54,10 @@ class Documents:
         """(samples, length)."""
         return self.starts.shape
 
+    def around(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the documents of tokens start and end: two int64 [samples, s]."""
+        return self.starts[:, positions], self.ends[:, positions]
+
     @classmethod
     def after(cls, ends: Tensor) -> "Documents":
         """Documents that end with the marked tokens: bool [samples, length], as Megatron's `--reset-attention-mask`."""
@@ -98,6 +102,36 @@ class Documents:
         return cls(torch.where(inside, document, -1).view(samples, length))
 
 
+class Sequences:
+    """Sequences of a batch laid end to end: a token sees only tokens of its sequence.
+
+    Unlike `Documents` it has no number for each token, and blocks are cut between sequences. So what is computed of one
+    depends on no other.
+
+    Attributes:
+        bounds: int64 [count + 1], where the sequences begin, and the end of the last. A token's position is the begin
+            of its sequence and its place there.
+    """
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.bounds = torch.tensor([0, *lengths]).cumsum(0)
+
+    @property
+    def shape(self) -> torch.Size:
+        """(samples, length)."""
+        return torch.Size((1, int(self.bounds[-1])))
+
+    def around(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the sequences of tokens start and end: two int64 [1, s]."""
+        of = torch.bucketize(positions, self.bounds[1:], right=True).unsqueeze(0)
+        return self.bounds[of], self.bounds[of + 1]
+
+    def cut(self, *positions: Tensor) -> list[tuple[slice, ...]]:
+        """For each sequence, which of some ascending positions are of it."""
+        edges = [torch.searchsorted(x, self.bounds).tolist() for x in positions]
+        return list(zip(*([slice(*pair) for pair in pairwise(of)] for of in edges), strict=True))
+
+
 @dataclass(frozen=True)
 class Mask:
     """Which keys a query sees.
@@ -105,7 +139,7 @@ class Mask:
     Attributes:
         causal: it sees itself and the tokens before it; otherwise the tokens after it too.
         window: how many tokens before and after itself it sees at most; -1 for no limit (Megatron's `--window-size`).
-        documents: it sees only the tokens of its document.
+        documents: it sees only the tokens of its document, or of its sequence.
 
     Raises:
         UsageError: a window that is not two such numbers.
@@ -113,7 +147,7 @@ class Mask:
 
     causal: bool = True
     window: tuple[int, int] = (-1, -1)
-    documents: Documents | None = None
+    documents: Documents | Sequences | None = None
 
     def __post_init__(self) -> None:
         good = isinstance(self.window, tuple) and len(self.window) == 2 and all(type(w) is int for w in self.window)
@@ -139,7 +173,7 @@ class Mask:
             end = end.clamp_max(positions + 1)
         if self.documents is None:
             return first.unsqueeze(0), end.unsqueeze(0)
-        starts, ends = self.documents.starts[:, positions], self.documents.ends[:, positions]
+        starts, ends = self.documents.around(positions)
         return torch.maximum(first, starts), torch.minimum(end, ends)
 
     def pairs(self, q: Chunks, kv: Chunks) -> Pairs:

@@ -23,7 +23,9 @@ class Work(Protocol):
     def wait(self) -> None: ...
 
 
-Messages = list[tuple[int, Tensor]]  # to or from a peer
+Messages = list[tuple[int, Tensor]]  # to or from a peer; a tensor of no rows does not travel
+Counts = tuple[int, ...]
+Gathered = tuple[Tensor, Tensor]  # what a rank gives to a gather, and what it gets
 Program = Generator[Work, None, Result]  # a rank's execution of a plan: yields what it must wait for
 
 
@@ -46,10 +48,10 @@ class Transport(Protocol):
         """
         ...
 
-    def all_gather(self, channel: str, group: tuple[int, ...], tensors: list[tuple[Tensor, Tensor]]) -> Work:
-        """Starts gathering, for each (mine, everyone), `mine` [...] of all ranks of `group` into `everyone`.
+    def all_gather(self, channel: str, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> Work:
+        """Starts gathering, for each (mine, everyone), `mine` [rows, ...] of all ranks of `group` into `everyone`.
 
-        `everyone` is [len(group), ...], in the order of `group`.
+        `rows` are those of each rank of `group`; `everyone` is [sum(rows), ...], in the order of `group`.
         """
         ...
 
@@ -126,13 +128,18 @@ class TorchTransport:
         return self._groups[channel, members]
 
     def exchange(self, channel: str, sends: Messages, receives: Messages) -> Work:
-        group = self._group(channel, tuple(range(len(self.ranks))))
+        return self._exchange(channel, tuple(range(len(self.ranks))), sends, receives)
+
+    def _exchange(self, channel: str, members: tuple[int, ...], sends: Messages, receives: Messages) -> Work:
+        """Starts one batch of messages on a communicator."""
+        group = self._group(channel, members)
+        sends, receives = ([(peer, x) for peer, x in some if x.numel()] for some in (sends, receives))
         # Receives first: with two sends that cross, gloo moves one after the other, not both at once.
-        ops = [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
-        ops += [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sends]
+        ops = [dist.P2POp(dist.irecv, x, group=group, group_peer=members.index(peer)) for peer, x in receives]
+        ops += [dist.P2POp(dist.isend, x, group=group, group_peer=members.index(peer)) for peer, x in sends]
         ends = [("receive", self.ranks[peer]) for peer, _ in receives]
         ends += [("send", self.ranks[peer]) for peer, _ in sends]
-        return _Batch(dist.batch_isend_irecv(ops), channel, ends)
+        return _Batch(dist.batch_isend_irecv(ops) if ops else [], channel, ends)
 
     def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> Work:
         if self._nccl:
@@ -140,13 +147,27 @@ class TorchTransport:
         # gloo reaches the rate of a link one pair at a time; all at once it gets two thirds of it.
         return _Rounds(partial(self.exchange, channel), list(zip(sends, receives, strict=True)))
 
-    def all_gather(self, channel: str, group: tuple[int, ...], tensors: list[tuple[Tensor, Tensor]]) -> Work:
+    def all_gather(self, channel: str, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> Work:
+        if len(set(rows)) > 1:  # collectives want equal parts
+            return self._exchange(channel, group, *_as_messages(self.rank, group, rows, tensors))
         communicator = self._group(channel, group)
-        works = [  # the flattened view is the same memory, in the shape torch asks for
-            dist.all_gather_into_tensor(everyone.flatten(0, 1), mine, group=communicator, async_op=True)
-            for mine, everyone in tensors
+        works = [
+            dist.all_gather_into_tensor(everyone, mine, group=communicator, async_op=True) for mine, everyone in tensors
         ]
         return _Batch(works, channel, [("gather", self.ranks[rank]) for rank in group if rank != self.rank])
+
+
+def _as_messages(rank: int, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> tuple[Messages, Messages]:
+    """What a rank sends and receives in a gather; its own part is copied at once."""
+    sends, receives = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
+    for mine, everyone in tensors:
+        for peer, part in zip(group, everyone.split(rows), strict=True):
+            if peer == rank:
+                part.copy_(mine)
+            else:
+                sends.append((peer, mine))
+                receives.append((peer, part))
+    return sends, receives
 
 
 def _version(x: Tensor) -> int:
@@ -235,14 +256,8 @@ class LocalTransport:
     def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> _Exchange:
         return self.exchange(channel, list(chain(*sends)), list(chain(*receives)))
 
-    def all_gather(self, channel: str, group: tuple[int, ...], tensors: list[tuple[Tensor, Tensor]]) -> _Exchange:
-        sends, receives = [], []
-        for mine, everyone in tensors:
-            everyone[group.index(self.rank)].copy_(mine)
-            others = [(peer, everyone[i]) for i, peer in enumerate(group) if peer != self.rank]
-            sends += [(peer, mine) for peer, _ in others]
-            receives += others
-        return self.exchange(channel, sends, receives)
+    def all_gather(self, channel: str, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> _Exchange:
+        return self.exchange(channel, *_as_messages(self.rank, group, rows, tensors))
 
 
 class Subgroup:
@@ -264,8 +279,8 @@ class Subgroup:
     def _outside(self, messages: Messages) -> Messages:
         return [(self.ranks[peer], x) for peer, x in messages]
 
-    def all_gather(self, channel: str, group: tuple[int, ...], tensors: list[tuple[Tensor, Tensor]]) -> Work:
-        return self.transport.all_gather(channel, tuple(self.ranks[r] for r in group), tensors)
+    def all_gather(self, channel: str, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> Work:
+        return self.transport.all_gather(channel, tuple(self.ranks[r] for r in group), rows, tensors)
 
 
 def run_here(program: Program[Result]) -> Result:

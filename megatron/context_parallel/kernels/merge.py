@@ -17,7 +17,7 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> Non
 
     Each side's weight keeps all its digits, however small it is. Rows that neither has seen keep what `out` holds.
     """
-    if out.is_cuda and out.dtype is torch.float32:
+    if out.is_cuda and out.dtype is torch.float32 and len(out):
         from .merge_triton import merge_fused
 
         return merge_fused(out, lse, other_out, other_lse)

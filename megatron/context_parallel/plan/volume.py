@@ -1,8 +1,8 @@
 """How much each rank of a plan receives: in the units of the papers' formulas, and in bytes."""
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from .ir import PARTIAL, Plan, T, Transfer
 
@@ -42,9 +42,19 @@ class Shape:
     value_dim: int | None = None
 
 
-def received_bytes(plan: Plan, rank: int, shape: Shape) -> int:
-    """Bytes that `rank` (of all ranks) receives, with log-sum-exp and delta, without headers."""
-    return round(sum(chunk_bytes(plan, t.tensor, shape, swap) * t.share for t, swap in _incoming(plan, rank)))
+Rows = tuple[Sequence[int], Sequence[int]]  # of queries and of keys, of each chunk, times batch size
+
+
+def received_bytes(plan: Plan, rank: int, shape: Shape, rows: Rows | None = None) -> int:
+    """Bytes that `rank` (of all ranks) receives, with log-sum-exp and delta, without headers.
+
+    With `rows`, chunks have these, and not `shape.rows` each.
+    """
+    total = 0.0
+    for t, swap in _incoming(plan, rank):
+        sizes = shape if rows is None else replace(shape, rows=rows[t.tensor in (T.KV, T.DKV)][t.chunk])
+        total += chunk_bytes(plan, t.tensor, sizes, swap) * t.share
+    return round(total)
 
 
 def _incoming(plan: Plan, rank: int) -> Iterator[tuple[Transfer, bool]]:
