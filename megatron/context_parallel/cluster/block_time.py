@@ -1,11 +1,16 @@
 """How long the blocks of a plan take on a device."""
 
 import math
+from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy
 import torch
 
+from ..blocks import Blocks
+from ..kernels.aten import AtenFlash
+from ..kernels.masks import CAUSAL
 from ..layout import Chunks
 from ..mask import Mask
 from ..plan.ir import Attend, Plan
@@ -13,11 +18,24 @@ from ..plan.volume import Shape
 from .description import AttentionRate, Device
 
 SAMPLES = 32  # queries of a progression that stand for the others
+SMALL = 64  # rows of a progression in the small sequence that shows how blocks are cut
 BACKWARD = 2.5  # products of matrices for one of the forward pass
+
+
+class Part(NamedTuple):
+    """A piece of a block, as shares of the rows of a chunk and of the pairs of rows of two chunks."""
+
+    causal: bool
+    queries: float
+    keys: float
+    pairs: float
 
 
 class BlockTime:
     """Seconds of the blocks of one pass.
+
+    A block is cut into pieces, as before a kernel computes it. A piece takes `block_us`, its operations at the rate that
+    was measured for its size and mask, and the adding of its result to partials.
 
     Args:
         device: computes them.
@@ -29,46 +47,87 @@ class BlockTime:
 
     def __init__(self, device: Device, plan: Plan, shape: Shape, mask: Mask, length: int, dtype: str) -> None:
         self.device, self.backward = device, plan.backward
-        self.rates = _nearest(device.attention, dtype, shape.head_dim)
+        self.rates = {causal: _nearest(device.attention, dtype, shape.head_dim, causal) for causal in (False, True)}
         self.mask, self.chunks = mask, Chunks.of(plan.layout, plan.n, length)
         self.keys = numpy.array([p for chunk in self.chunks.progressions for p in chunk]).T
         self.rows = length / plan.n
         heads = shape.heads / plan.heads * (shape.rows * plan.size / length)  # times batch
         self.operations = 2 * heads * (shape.head_dim + (shape.value_dim or shape.head_dim))  # a seen pair of rows
-        numbers = heads * self.rows * shape.head_dim
-        keys = 2 * numbers * max(shape.kv_heads, plan.heads) / shape.heads
-        # A block's result is added to the partial: two reads and a write of float32.
-        self.adding = 12 * (numbers + (keys if plan.backward else 0)) / (device.memory_GB_s * 1e9)
-        self.seen = cache(self._seen)
+        self.query_numbers = heads * self.rows * shape.head_dim
+        self.key_numbers = 2 * self.query_numbers * max(shape.kv_heads, plan.heads) / shape.heads
+        self.itemsize = shape.itemsize
+        self.seen, self.seconds = cache(self._seen), cache(self._seconds)
+        self._small = _small_blocks(plan, mask, length)
+        self._parts: dict[tuple, list[Part]] = {}
 
     def __call__(self, attend: Attend) -> float:
         """Seconds of a block."""
-        return sum(self._of(q, attend.kv_chunks) for q in attend.q_chunks)
+        return self.seconds(attend.q_chunks, tuple(sorted(attend.kv_chunks)))
 
-    def _of(self, q: int, kv_chunks: tuple[int, ...]) -> float:
-        share = sum(self.seen(q)[list(kv_chunks)])
-        if not share:
+    def _seconds(self, q_chunks: tuple[int, ...], kv_chunks: tuple[int, ...]) -> float:
+        parts = [part for q in q_chunks for part in self.parts(q, kv_chunks)]
+        if not parts:
             return 0.0
-        operations = self.operations * share * self.rows**2 * (BACKWARD if self.backward else 1)
-        rate = self._rate(self.rows * math.sqrt(len(kv_chunks)))
-        return self.device.block_us * 1e-6 + operations / rate + self.adding
+        moved = sum(self._added(part) for part in parts)
+        if len(kv_chunks) > 1:  # keys are gathered, and their gradients scattered
+            moved += len(kv_chunks) * self.key_numbers * (2 * self.itemsize + 16 * self.backward)
+        return sum(map(self._computed, parts)) + moved / (self.device.memory_GB_s * 1e9)
 
-    def _rate(self, rows: float) -> float:
-        """Operations a second of a block of `rows` queries and keys, between the sizes that were measured."""
-        known = [rate.backward_TFLOP_s if self.backward else rate.forward_TFLOP_s for rate in self.rates]
-        return 1e12 * float(numpy.interp(math.log(rows), [math.log(rate.rows) for rate in self.rates], known))
+    def _computed(self, part: Part) -> float:
+        """Seconds of a call of the kernel."""
+        operations = self.operations * part.pairs * self.rows**2 * (BACKWARD if self.backward else 1)
+        return self.device.block_us * 1e-6 + operations / self._rate(part)
+
+    def _added(self, part: Part) -> float:
+        """Bytes: a result is added to the partial, two reads and a write of float32."""
+        return 12 * (part.queries * self.query_numbers + part.keys * self.key_numbers * self.backward)
+
+    def _rate(self, part: Part) -> float:
+        """Operations a second, between the sizes that were measured."""
+        rates, rows = self.rates[part.causal], self.rows * math.sqrt(part.queries * part.keys)
+        known = [rate.backward_TFLOP_s if self.backward else rate.forward_TFLOP_s for rate in rates]
+        return 1e12 * float(numpy.interp(math.log(rows), [math.log(rate.rows) for rate in rates], known))
+
+    def parts(self, q: int, kv_chunks: tuple[int, ...]) -> list[Part]:
+        """The pieces of a query chunk against gathered key chunks, in ascending order."""
+        shares = self.seen(q)[:, kv_chunks].reshape(len(self.chunks.progressions[q]), -1)
+        if not shares.any():
+            return []
+        starts = [p.start for chunk in kv_chunks for p in self.chunks.progressions[chunk]]
+        looks = shares[:, numpy.argsort(starts)]
+        key = looks.shape, looks.tobytes()
+        if key not in self._parts:
+            self._parts[key] = self._cut(q, kv_chunks, float(shares.sum()))
+        return self._parts[key]
+
+    def _cut(self, q: int, kv_chunks: tuple[int, ...], share: float) -> list[Part]:
+        """The pieces of a small sequence; full ones count as one. Together they have the share of pairs that is seen.
+
+        So ranks whose blocks differ only in where they are cut take the same time.
+        """
+        rows, full, squares = self._small.q.rows(q), 0.0, list[float]()
+        for piece in self._small.pieces(q, kv_chunks):
+            queries, keys = (len(range(*x.indices(rows * len(kv_chunks)))) / rows for x in (piece.q, piece.kv))
+            if piece.mask == CAUSAL:
+                squares.append(round(16 * queries) / 16)  # a diagonal may be a row shorter
+            else:
+                full += queries * keys
+        side = min(1.0, math.sqrt(full))
+        parts = [Part(False, side, full / side, full)] if full else []
+        parts += [Part(True, square, square, square**2 / 2) for square in squares]
+        total = sum(part.pairs for part in parts)
+        return [part._replace(pairs=part.pairs * share / total) for part in parts]
 
     def _seen(self, q: int) -> numpy.ndarray:
-        """The share of pairs of rows that query chunk q sees, of each key chunk."""
-        total = numpy.zeros(self.chunks.n)
+        """Shares of the pairs of rows that query chunk q sees, [its progressions, chunks, progressions of a chunk]."""
+        shares = []
         for rows in self.chunks.progressions[q]:
             count = min(SAMPLES, rows.length)
             places = torch.tensor([int((i + 0.5) * rows.length / count) for i in range(count)])
             first, end = (bound[0].numpy() for bound in self.mask.seen(rows.start + places * rows.stride))
-            weight = rows.length / count / self.rows**2
             seen = (self._before(end) - self._before(first)).clip(0).sum(0)
-            total += weight * seen.reshape(self.chunks.n, -1).sum(1)
-        return total.round(3)
+            shares.append((rows.length / count / self.rows**2 * seen).reshape(self.chunks.n, -1))
+        return numpy.stack(shares).round(3)
 
     def _before(self, bound: numpy.ndarray) -> numpy.ndarray:
         """How many keys of each progression are before each bound, [bounds, progressions of all chunks]."""
@@ -76,8 +135,20 @@ class BlockTime:
         return (-((start - bound[:, None]) // stride)).clip(0, length)
 
 
-def _nearest(rates: tuple[AttentionRate, ...], dtype: str, head_dim: int) -> list[AttentionRate]:
-    """The rates of the dtype and head_dim measured that are nearest to those asked for, by rows."""
-    best = min(rates, key=lambda rate: (rate.dtype != dtype, abs(rate.head_dim - head_dim)))
-    like = [rate for rate in rates if (rate.dtype, rate.head_dim) == (best.dtype, best.head_dim)]
+def _small_blocks(plan: Plan, mask: Mask, length: int) -> Blocks:
+    """The blocks of a sequence that is short, but else alike."""
+    small = length if mask.documents else min(length, 2 * plan.n * SMALL)
+    before, after = (-1 if side < 0 else -(-side * small // length) for side in mask.window)
+    chunks = Chunks.of(plan.layout, plan.n, small)
+    return Blocks(replace(mask, window=(before, after)), chunks, chunks, AtenFlash())
+
+
+def _nearest(rates: tuple[AttentionRate, ...], dtype: str, head_dim: int, causal: bool) -> list[AttentionRate]:
+    """The rates of the dtype, head_dim and mask measured that are nearest to those asked for, by rows."""
+
+    def distance(rate: AttentionRate) -> tuple:
+        return rate.dtype != dtype, abs(rate.head_dim - head_dim), (rate.mask == "causal") != causal
+
+    best = min(map(distance, rates))
+    like = [rate for rate in rates if distance(rate) == best]
     return sorted(like, key=lambda rate: rate.rows)

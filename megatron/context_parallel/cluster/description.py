@@ -14,17 +14,23 @@ from typing import Any, get_args, get_origin, get_type_hints
 from ..errors import UsageError
 
 PRESETS = files(__package__) / "presets"
+MASKS = ("full", "causal")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRate:
-    """How fast one block of attention is computed. The causal half of a block counts as half its operations."""
+    """How fast one call of the kernel is. Only the pairs of rows that the mask leaves count as operations."""
 
     rows: int  # queries, and as many keys
+    mask: str = "full"  # or "causal"
     dtype: str = "bf16"
     head_dim: int = 128
     forward_TFLOP_s: float
     backward_TFLOP_s: float
+
+    def __post_init__(self) -> None:
+        if self.mask not in MASKS:
+            raise UsageError(f"device.attention.mask {self.mask}: give {' or '.join(MASKS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +42,8 @@ class Device:
     memory_GiB: float
     memory_GB_s: float
     attention: tuple[AttentionRate, ...]
-    block_us: float = 10.0  # what a block costs before it computes
+    block_us: float = 10.0  # what a call of the kernel costs before it computes
+    step_us: float = 0.0  # what a step of a plan costs before its communication starts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +53,7 @@ class Inside:
     GB_s: float
     latency_us: float
     shared: bool = False
+    processor_ns_per_byte: float = 0.0  # at each end, of a processor that ranks share; 0 where devices do this work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +63,8 @@ class Nics:
     per_node: int
     GB_s: float
     latency_us: float
+    processor_ns_per_byte: float = 0.0  # as inside
+    crowding: float = 0.0  # a NIC that exchanges with k ranks at once has 1 / (1 + crowding (k - 1)) of its rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +78,7 @@ class Cluster:
         compute_slowdown, message_slowdown: what takes 1 second alone takes 1 + this while a device computes and sends
             or receives.
         shared_cores: processors that all ranks share; each computes on one at most. For a cluster emulated on one host.
+        message_us: what a message takes of a processor at each end, whatever its size; 0 where devices do this work.
     """
 
     name: str
@@ -82,6 +93,7 @@ class Cluster:
     compute_slowdown: float = 0.0
     message_slowdown: float = 0.0
     shared_cores: int | None = None
+    message_us: float = 0.0
 
     def __post_init__(self) -> None:
         if self.devices_per_node > 1 and self.inside is None:
@@ -158,7 +170,7 @@ def _read(kind: Any, value: object, where: str) -> Any:
     )
 
 
-_MAY_BE_ZERO = ("_us", "_slowdown")
+_MAY_BE_ZERO = ("_us", "_slowdown", "_ns_per_byte", "crowding")
 
 
 def _checked(kind: type, value: Any, where: str) -> Any:

@@ -12,10 +12,14 @@ class Path(NamedTuple):
     Attributes:
         links: (name, bytes a second) of each.
         seconds: before the first byte arrives.
+        processor: seconds a byte that it takes of a processor at each end.
+        between_nodes: it crosses NICs.
     """
 
     links: tuple[tuple[tuple, float], ...]
     seconds: float
+    processor: float
+    between_nodes: bool
 
 
 class Links:
@@ -37,7 +41,8 @@ class Links:
             assert cluster.inside  # a node of more than one device has it
             rate = cluster.inside.GB_s * 1e9
             shared = (("inside", out[0]),) if cluster.inside.shared else (("device out", *out), ("device in", *into))
-            return Path(tuple((link, rate) for link in shared), cluster.inside.latency_us * 1e-6)
+            costs = cluster.inside.latency_us * 1e-6, cluster.inside.processor_ns_per_byte * 1e-9
+            return Path(tuple((link, rate) for link in shared), *costs, False)
         nics = cluster.nics
         assert nics  # a cluster of more than one node has them
         each = cluster.devices_per_node // nics.per_node
@@ -50,7 +55,7 @@ class Links:
             if nodes[0] != nodes[1]:
                 uplink = leaf * nics.per_node * nics.GB_s * 1e9 / cluster.oversubscription
                 links += [(("switch out", out[0] // leaf), uplink), (("switch in", into[0] // leaf), uplink)]
-        return Path(tuple(links), nics.latency_us * 1e-6)
+        return Path(tuple(links), nics.latency_us * 1e-6, nics.processor_ns_per_byte * 1e-9, True)
 
     @property
     def smallest_period(self) -> int:

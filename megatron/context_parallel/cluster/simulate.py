@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..errors import UsageError
 from ..mask import Mask, Pairs
 from ..plan.flows import Flows, Task
-from ..plan.ir import AllGather, Attend, Comm, Plan, ReduceScatter, Steps, SwapHeads, Transfer
+from ..plan.ir import AllGather, Attend, Comm, Plan, ReduceScatter, Steps, SwapHeads, T, Transfer
+from ..plan.machine import Launch, Merge
 from ..plan.trace import Clock, Span
 from ..plan.volume import Shape, chunk_bytes
 from .block_time import BlockTime
@@ -69,6 +71,9 @@ def simulate(
     return Forecast(clock.flows.now, max(busy), clock.spans, period)
 
 
+TENSORS = {T.Q: 1, T.KV: 2, T.O: 2, T.QDO: 4, T.DO: 2, T.DQ: 1, T.DKV: 2}  # of torch, each a message of its own
+
+
 class _Costs:
     def __init__(self, plan: Plan, cluster: Cluster, shape: Shape, blocks: BlockTime, period: int) -> None:
         self.plan, self.cluster, self.shape, self.blocks, self.period = plan, cluster, shape, blocks, period
@@ -78,26 +83,49 @@ class _Costs:
         self.bytes = {
             (t, swap): chunk_bytes(plan, t, shape, swap)
             for swap in (False, True)
-            for t in (*plan.starts, *plan.ends, *(t for op in plan.before for t in op.tensors))
+            for t in T
         }
 
     def block(self, group: int, rank: int, attend: Attend) -> Task:
-        seconds = self.blocks(attend)
+        return self._on_rank(group, rank, self.blocks(attend))
+
+    def overhead(self, group: int, rank: int, work: Launch | Merge) -> Task | None:
+        memory = self.cluster.device.memory_GB_s * 1e9
+        if isinstance(work, Merge):  # two reads and a write of float32
+            seconds = 3 * work.times * self.bytes[work.tensor, False] / memory
+        else:
+            messages = sum(_messages(op) for op in work.comm)
+            seconds = (self.cluster.device.step_us + self.cluster.message_us * messages) * 1e-6
+            # A swap packs what it sends and unpacks what it receives.
+            moved = sum(4 * self.bytes[t, True] for op in work.comm if isinstance(op, SwapHeads) for t in op.tensors)
+            if work.first and self.plan.backward:  # delta reads output and gradient, and writes and reads their product
+                moved += 4 * self.bytes[T.DO, True]
+            seconds += moved / memory
+        return self._on_rank(group, rank, seconds) if seconds else None
+
+    def _on_rank(self, group: int, rank: int, seconds: float) -> Task:
         if not self.compute_is_shared:
             return Task(None, seconds)
         rank = self.plan.grid.rank(heads=group, context=rank)
         uses = [self.flows.resource(("core", rank), 1.0)]
-        if cores := self.cluster.shared_cores:
-            uses.append(self.flows.resource("cores", cores * self.period / self.plan.n))
+        if self.cluster.shared_cores:
+            uses.append(self._cores)
         return Task(None, seconds, uses, (rank,))
 
+    @cached_property
+    def _cores(self) -> int:
+        assert self.cluster.shared_cores
+        return self.flows.resource("cores", self.cluster.shared_cores * self.period / self.plan.n)
+
     def messages(self, group: int, op: Comm | SwapHeads, transfers: list[Transfer]) -> Iterator[tuple[Task, float]]:
-        swap, grid, hops = isinstance(op, SwapHeads), self.plan.grid, 1
+        swap, grid, hops, crowd = isinstance(op, SwapHeads), self.plan.grid, 1, 1.0
         if isinstance(op, AllGather):  # libraries pass the chunks on along a ring
             hops = len(op.group) - 1
             transfers = [
                 t for t in transfers if op.group.index(t.receiver) == (op.group.index(t.sender) + 1) % (hops + 1)
             ]
+        elif isinstance(op, ReduceScatter) and self.cluster.nics:  # all pairs at once
+            crowd += self.cluster.nics.crowding * (len(op.group) - 2)
         for t in transfers:
             ends = t.sender, t.receiver
             if not swap:
@@ -107,7 +135,23 @@ class _Costs:
             uses = [self.flows.resource(link, rate) for link, rate in path.links]
             if self.period < self.plan.n:
                 ends = ends[0] % self.period, ends[1] % self.period
-            yield Task(None, size, uses, ends), path.seconds * hops
+            yield Task(None, size * (crowd if path.between_nodes else 1.0), uses, ends), path.seconds * hops
+            if path.processor and self.cluster.shared_cores:  # at both ends, beside what the ranks compute
+                for _ in ends:
+                    yield Task(None, size * path.processor, [self._cores]), path.seconds
+
+
+def _messages(op: Comm | SwapHeads) -> int:
+    """Messages that a rank sends and receives."""
+    match op:
+        case AllGather():
+            return TENSORS[op.tensor]
+        case ReduceScatter():
+            return 2 * (len(op.group) - 1) * TENSORS[op.tensor]
+        case SwapHeads():
+            return 2 * (op.size - 1) * sum(TENSORS[t] for t in op.tensors)
+        case _:
+            return TENSORS[op.tensor]
 
 
 def _period(plan: Plan, blocks: BlockTime, links: int) -> int:

@@ -29,6 +29,7 @@ from .ir import (
     ReduceScatter,
     Send,
     SwapHeads,
+    T,
     batches,
 )
 
@@ -68,11 +69,25 @@ class Wait(NamedTuple):
     batch: Batch
 
 
+class Launch(NamedTuple):
+    """The start of a step: what it takes to launch its operations, before any of them moves."""
+
+    comm: tuple[Comm | SwapHeads, ...]
+    first: bool  # the pass begins with it
+
+
+class Merge(NamedTuple):
+    """Received partials are added to what the rank has."""
+
+    tensor: T
+    times: int
+
+
 class Work(NamedTuple):
-    """A rank goes on when it has computed a block, or swapped heads with its peers."""
+    """A rank goes on when it has computed a block, swapped heads with its peers, launched a step or merged partials."""
 
     step: int
-    work: Attend | SwapHeads
+    work: Attend | SwapHeads | Launch | Merge
 
 
 class Machine:
@@ -102,8 +117,11 @@ class Machine:
 
     def program(self, r: int) -> Iterator[Wait | Work]:
         """What rank `r` waits for, in order."""
-        yield from (Work(0, swap) for swap in self.plan.before)
+        for swap in self.plan.before:
+            yield Work(0, Launch((swap,), False))
+            yield Work(0, swap)
         for s, step in enumerate(self.plan.steps[r]):
+            yield Work(s, Launch(step.comm, s == 0))
             for op in step.comm:
                 for key in op.reads(r):
                     if key[0] in PARTIAL and not self.arriving[r][key]:
@@ -117,7 +135,9 @@ class Machine:
         end = len(self.plan.steps[r])
         for key in [key for key, waiting in self.arriving[r].items() if waiting]:
             yield from self._need(r, end, key, "the end of the plan, which needs")
-        yield from (Work(end, swap) for swap in self.plan.after)
+        for swap in self.plan.after:
+            yield Work(end, Launch((swap,), False))
+            yield Work(end, swap)
 
     def _need(self, r: int, s: int, key: Key, why: str) -> Iterator[Wait | Work]:
         held, waiting = self.held[r], self.arriving[r].pop(key, [])
@@ -129,6 +149,9 @@ class Machine:
                 raise PlanError(f"rank {r}, step {s}: {say(key)} received with blocks it already counts")
             if key in held and key[0] not in PARTIAL:
                 raise PlanError(f"rank {r}, step {s}: {say(key)} received over the one already there")
+            times = (len(op.group) - 1 if isinstance(op, ReduceScatter) else 1) - (key not in held)
+            if times and key[0] in PARTIAL:
+                yield Work(s, Merge(key[0], times))
             held[key] = held.get(key, 0) | value
         if key not in held:
             raise PlanError(f"rank {r}, step {s}: {why} {say(key)}, which is not there")

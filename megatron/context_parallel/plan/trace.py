@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from .flows import Flows, Task
 from .form import check_form
 from .ir import Attend, Comm, Key, Plan, PlanError, Recv, Send, SwapHeads, Transfer
-from .machine import Machine, Operation, Wait, Work
+from .machine import Launch, Machine, Merge, Operation, Wait, Work
 
 Rank = tuple[int, int]  # group, and rank in the steps
 
@@ -49,6 +49,10 @@ class Costs(Protocol):
         """The task of a block; its `what` is None."""
         ...
 
+    def overhead(self, group: int, rank: int, work: Launch | Merge) -> Task | None:
+        """The task of what is neither block nor message; its `what` is None. None: it takes no time."""
+        ...
+
     def messages(self, group: int, op: Comm | SwapHeads, transfers: list[Transfer]) -> Iterable[tuple[Task, float]]:
         """The tasks of an operation that moves `transfers`, `what` None, and the seconds before each starts."""
         ...
@@ -63,6 +67,9 @@ class _Alone:
 
     def block(self, group: int, rank: int, attend: Attend) -> Task:
         return Task(None, self.block_time(attend, self.plan))
+
+    def overhead(self, group: int, rank: int, work: Launch | Merge) -> None:
+        return None
 
     def messages(self, group: int, op: Comm | SwapHeads, transfers: list[Transfer]) -> Iterator[tuple[Task, float]]:
         for transfer in transfers:
@@ -141,6 +148,11 @@ class Clock:
     def _resume(self, rank: Rank) -> None:
         group, place = rank
         event = next(self.programs[rank], None)
+        while isinstance(event, Work) and isinstance(event.work, Launch | Merge):
+            if task := self.costs.overhead(group, place, event.work):
+                self.flows.add(task._replace(what=partial(self.ready.append, rank)))
+                break
+            event = next(self.programs[rank], None)
         self._run_operations(group)
         if event is None:
             del self.programs[rank]
@@ -151,7 +163,7 @@ class Clock:
                 self.waiting[rank] = event
         elif isinstance(event.work, SwapHeads):
             self._swap(rank, event.step, event.work)
-        else:
+        elif isinstance(event.work, Attend):
             start = self.flows.now
             task = self.costs.block(group, place, event.work)
             self.flows.add(task._replace(what=partial(self._computed, rank, event, start)))
