@@ -5,7 +5,7 @@ second, GiB 2^30 bytes.
 """
 
 import math
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from types import NoneType
@@ -34,6 +34,15 @@ class AttentionRate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GemmRate:
+    """How fast a product of matrices is computed."""
+
+    size: int  # cube root of m x n x k
+    dtype: str = "bf16"
+    TFLOP_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Device:
     """A GPU, or what stands for one."""
 
@@ -43,6 +52,8 @@ class Device:
     memory_GB_s: float
     attention: tuple[AttentionRate, ...]
     block_us: float = 10.0  # what a call of the kernel costs before it computes
+    gemm: tuple[GemmRate, ...] | None = None  # default: 0.7 of the peak at every size
+    kernel_us: float = 5.0  # what a kernel outside attention costs before it computes
     step_us: float = 0.0  # what a step of a plan costs before its communication starts
 
 
@@ -145,6 +156,22 @@ def load_cluster(name: str) -> Cluster:
         return _read(Cluster, content, "")
     except UsageError as error:
         raise UsageError(f"--cluster {name}: {error}") from None
+
+
+def save_cluster(cluster: Cluster, path: Path) -> None:
+    """Writes a YAML file from which `load_cluster` reads the same cluster."""
+    import yaml
+
+    path.write_text(yaml.safe_dump(_plain(cluster), sort_keys=False, default_flow_style=None, width=120))
+
+
+def _plain(value: Any) -> Any:
+    """A dataclass as a dict, without fields that have their default."""
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if not is_dataclass(value):
+        return value
+    return {f.name: _plain(given) for f in fields(value) if (given := getattr(value, f.name)) != f.default}
 
 
 def _read(kind: Any, value: object, where: str) -> Any:

@@ -80,11 +80,7 @@ class _Costs:
         self.flows = Flows((cluster.compute_slowdown, cluster.message_slowdown))
         self.links = Links(cluster, period if period < plan.n else None)
         self.compute_is_shared = bool(cluster.shared_cores or cluster.compute_slowdown or cluster.message_slowdown)
-        self.bytes = {
-            (t, swap): chunk_bytes(plan, t, shape, swap)
-            for swap in (False, True)
-            for t in T
-        }
+        self.bytes = {(t, swap): chunk_bytes(plan, t, shape, swap) for swap in (False, True) for t in T}
 
     def block(self, group: int, rank: int, attend: Attend) -> Task:
         return self._on_rank(group, rank, self.blocks(attend))

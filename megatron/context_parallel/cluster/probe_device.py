@@ -1,0 +1,149 @@
+"""Measures what a rank computes with: attention blocks, products of matrices, memory, launches."""
+
+import os
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..context import AllRanks
+from ..kernels import BlockGrad, Scores
+from ..kernels.choose import kernel_for
+from ..kernels.masks import CAUSAL, FULL
+from .block_time import BACKWARD
+from .description import AttentionRate, Device, GemmRate
+from .meter import Meter
+
+SHORT = 16  # rows of a block that costs its launch
+FEWEST, MOST = 128, 16384  # rows of blocks, on a CPU and on a GPU
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+class Blocks:
+    """Blocks of attention of one rank."""
+
+    def __init__(self, meter: Meter, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+        self.meter, self.dtype, self.heads, self.kv_heads, self.head_dim = meter, dtype, heads, kv_heads, head_dim
+        self.kernel, self.scores = kernel_for(meter.device, dtype, head_dim), Scores(head_dim**-0.5)
+
+    def seconds(self, rows: int, mask: str) -> tuple[float, float]:
+        """Of a forward and a backward pass."""
+        q, k, v, dout = self._inputs(rows)
+        _, lse = self.kernel.forward(q, k, v, mask, self.scores)
+        lse = lse.to(torch.promote_types(self.dtype, torch.float32))
+        grad = BlockGrad(dout, q, k, v, lse, torch.zeros_like(lse), mask)
+        return (
+            self.meter.computing(lambda: self.kernel.forward(q, k, v, mask, self.scores)),
+            self.meter.computing(lambda: self.kernel.backward(grad, self.scores)),
+        )
+
+    def _inputs(self, rows: int) -> list[Tensor]:
+        groups = self.heads // self.kv_heads
+        by_row, device = (self.kv_heads, groups, self.head_dim), self.meter.device
+        shapes = [(rows, *by_row), (rows, self.kv_heads, self.head_dim), (rows, self.kv_heads, self.head_dim)]
+        return [torch.randn(shape, device=device).to(self.dtype) for shape in (*shapes, (rows, *by_row))]
+
+    def rate(self, rows: int, mask: str, launch: float) -> tuple[AttentionRate, float]:
+        """What is measured, and the seconds of a pass of both."""
+        forward, backward = self.seconds(rows, mask)
+        operations = 4 * self.heads * self.head_dim * rows**2 / (2 if mask == CAUSAL else 1) / 1e12
+        rate = AttentionRate(
+            rows=rows,
+            mask=mask,
+            dtype=NAMES[self.dtype],
+            head_dim=self.head_dim,
+            forward_TFLOP_s=_digits(operations / max(forward - launch, 0.1 * forward)),
+            backward_TFLOP_s=_digits(operations * BACKWARD / max(backward - launch, 0.1 * backward)),
+        )
+        return rate, forward + backward
+
+    def rates(self, launch: float) -> tuple[AttentionRate, ...]:
+        """Of growing blocks, up to those that take long."""
+        found, enough = list[AttentionRate](), self.meter.target * 2
+        for mask in (FULL, CAUSAL):
+            rows, took = FEWEST, 0.0
+            while (
+                rows <= MOST and 4 * took * (self.meter.n / self.meter.processors if self.meter.shared else 1) < enough
+            ):
+                rate, took = self.rate(rows, mask, launch)
+                took = self.meter.everyone(took)[0]
+                found.append(rate)
+                rows *= 2
+        return tuple(found)
+
+
+def measured_device(meter: Meter, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> Device:
+    """The device of each rank, while all compute."""
+    blocks = Blocks(meter, dtype, heads, kv_heads, head_dim)
+    launch = sum(blocks.seconds(SHORT, FULL)) / 2
+    gemm = _gemms(meter, dtype)
+    return Device(
+        name=torch.cuda.get_device_name(meter.device) if meter.device.type == "cuda" else _processor(),
+        peak_TFLOP_s=max(rate.TFLOP_s for rate in gemm),
+        memory_GiB=_digits(_memory(meter) / 2**30),
+        memory_GB_s=_digits(_bandwidth(meter) / 1e9),
+        attention=blocks.rates(launch),
+        block_us=_digits(launch * 1e6),
+        gemm=gemm,
+        kernel_us=_digits(_kernel(meter) * 1e6),
+        step_us=_digits(max(0.0, _step(meter, dtype, head_dim) - launch) * 1e6),
+    )
+
+
+def _gemms(meter: Meter, dtype: torch.dtype) -> tuple[GemmRate, ...]:
+    rates = []
+    for size in (256, 512, 1024) if meter.device.type == "cpu" else (512, 2048, 8192):
+        a, b = (torch.randn(size, size, device=meter.device).to(dtype) for _ in range(2))
+        seconds = meter.computing(partial(torch.matmul, a, b))
+        rates.append(GemmRate(size=size, dtype=NAMES[dtype], TFLOP_s=_digits(2 * size**3 / seconds / 1e12)))
+        if meter.everyone(seconds)[0] > meter.target:
+            break
+    return tuple(rates)
+
+
+def _bandwidth(meter: Meter) -> float:
+    """Bytes a second of an addition in place, as large as a partial."""
+    a, b = (torch.ones(2**20 if meter.device.type == "cpu" else 2**26, device=meter.device) for _ in range(2))
+    return 3 * a.nbytes / meter.computing(lambda: a.add_(b))
+
+
+def _kernel(meter: Meter) -> float:
+    """Seconds of a small operation."""
+    a = torch.ones(SHORT, device=meter.device)
+
+    def many() -> None:
+        for _ in range(100):
+            a.add_(1)
+
+    return meter.computing(many) / 100
+
+
+def _step(meter: Meter, dtype: torch.dtype, head_dim: int) -> float:
+    """Seconds of a step of a plan and its small block, with messages inside this process."""
+    from ..attention import context_parallel_attention
+
+    def call(n: int) -> float:
+        cp = AllRanks(n, "ring")
+        q = torch.randn(n * SHORT, 1, 1, head_dim, device=meter.device).to(dtype)
+        return meter.computing(lambda: context_parallel_attention(q, q, q, cp, causal=False)) / n
+
+    few, many = 2, 6
+    return (call(many) - call(few)) / (many - few)
+
+
+def _memory(meter: Meter) -> float:
+    """Bytes that a rank has."""
+    if meter.device.type == "cuda":
+        return torch.cuda.get_device_properties(meter.device).total_memory
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return whole / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _processor() -> str:
+    with open("/proc/cpuinfo") as file:
+        names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
+    return names[0] if names else "CPU"
+
+
+def _digits(x: float) -> float:
+    return float(f"{x:.4g}")
