@@ -1,8 +1,8 @@
 """How long a plan takes on a cluster: the symbolic machine with the cluster's links and devices."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from ..errors import UsageError
 from ..mask import Mask, Pairs
@@ -13,7 +13,7 @@ from ..plan.trace import Clock, Span
 from ..plan.volume import Shape, chunk_bytes
 from .block_time import BlockTime
 from .description import Cluster
-from .links import Links
+from .links import Links, Path
 
 ALL_UP_TO = 64  # ranks that are simulated one by one, even if a few could stand for all
 
@@ -79,6 +79,7 @@ class _Costs:
         self.plan, self.cluster, self.shape, self.blocks, self.period = plan, cluster, shape, blocks, period
         self.flows = Flows((cluster.compute_slowdown, cluster.message_slowdown))
         self.links = Links(cluster, period if period < plan.n else None)
+        self.route = cache(self._route)
         self.compute_is_shared = bool(cluster.shared_cores or cluster.compute_slowdown or cluster.message_slowdown)
         self.bytes = {(t, swap): chunk_bytes(plan, t, shape, swap) for swap in (False, True) for t in T}
 
@@ -113,8 +114,8 @@ class _Costs:
         assert self.cluster.shared_cores
         return self.flows.resource("cores", self.cluster.shared_cores * self.period / self.plan.n)
 
-    def messages(self, group: int, op: Comm | SwapHeads, transfers: list[Transfer]) -> Iterator[tuple[Task, float]]:
-        swap, grid, hops, crowd = isinstance(op, SwapHeads), self.plan.grid, 1, 1.0
+    def messages(self, group: int, op: Comm | SwapHeads, transfers: Sequence[Transfer]) -> Iterator[tuple[Task, float]]:
+        swap, hops, crowd = isinstance(op, SwapHeads), 1, 1.0
         if isinstance(op, AllGather):  # libraries pass the chunks on along a ring
             hops = len(op.group) - 1
             transfers = [
@@ -123,18 +124,22 @@ class _Costs:
         elif isinstance(op, ReduceScatter) and self.cluster.nics:  # all pairs at once
             crowd += self.cluster.nics.crowding * (len(op.group) - 2)
         for t in transfers:
-            ends = t.sender, t.receiver
-            if not swap:
-                ends = grid.rank(heads=group, context=t.sender), grid.rank(heads=group, context=t.receiver)
-            path = self.links.path(*ends)
+            path, uses, ends = self.route(None if swap else group, t.sender, t.receiver)
             size = self.bytes[t.tensor, swap] * t.share * hops
-            uses = [self.flows.resource(link, rate) for link, rate in path.links]
-            if self.period < self.plan.n:
-                ends = ends[0] % self.period, ends[1] % self.period
             yield Task(None, size * (crowd if path.between_nodes else 1.0), uses, ends), path.seconds * hops
             if path.processor and self.cluster.shared_cores:  # at both ends, beside what the ranks compute
                 for _ in ends:
                     yield Task(None, size * path.processor, [self._cores]), path.seconds
+
+    def _route(self, group: int | None, sender: int, receiver: int) -> tuple[Path, list[int], tuple[int, int]]:
+        """The path, its resources and the devices of a message between two ranks: of a group, or of all."""
+        if group is not None:
+            sender, receiver = (self.plan.grid.rank(heads=group, context=rank) for rank in (sender, receiver))
+        path = self.links.path(sender, receiver)
+        uses = [self.flows.resource(link, rate) for link, rate in path.links]
+        if self.period < self.plan.n:
+            sender, receiver = sender % self.period, receiver % self.period
+        return path, uses, (sender, receiver)
 
 
 def _messages(op: Comm | SwapHeads) -> int:

@@ -167,13 +167,13 @@ def batches(comm: tuple[Comm, ...]) -> list[tuple[str, list[Comm]]]:
 
     First comes each collective, as a batch of its own. Then the messages of each channel form one batch.
     """
-    alone: list[tuple[str, list[Comm]]] = [
-        (op.channel, [op]) for op in comm if isinstance(op, AllGather | ReduceScatter)
-    ]
-    messages: dict[str, list[Comm]] = {op.channel: [] for op in comm}
+    alone, messages = list[tuple[str, list[Comm]]](), dict[str, list[Comm]]()
     for op in comm:
+        of_channel = messages.setdefault(op.channel, [])
         if isinstance(op, Send | Recv):
-            messages[op.channel].append(op)
+            of_channel.append(op)
+        else:
+            alone.append((op.channel, [op]))
     return alone + [(channel, ops) for channel, ops in messages.items() if ops]
 
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 from .ir import (
     IN_FLIGHT,
     PARTIAL,
-    AllGather,
     Attend,
     Comm,
     Key,
@@ -42,7 +41,7 @@ class Operation:
     parties_needed: int
     parties: list[tuple["Batch", Comm]] = field(default_factory=list)
     started: int = 0  # parties whose batch has started
-    given: dict[int, dict[Key, int]] = field(default_factory=dict)
+    given: dict[tuple[int, Key], int] = field(default_factory=dict)  # by rank, and tensor and chunk
 
 
 @dataclass(eq=False, slots=True)
@@ -54,11 +53,23 @@ class Batch:
     channel: str
     comm: list[Comm]
     previous: "Batch | None"
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)  # until it starts
     following: "Batch | None" = None
     open: int = 0  # operations that are not complete
     begin: float = 0.0  # when the last of them started
     done: bool = False
+
+
+class Line(NamedTuple):
+    """The operations between the same ranks on a channel.
+
+    Attributes:
+        unmatched: those that not all parties have launched, by their number.
+        launched: how many each party has launched.
+    """
+
+    unmatched: dict[int, Operation]
+    launched: dict[object, int]
 
 
 class Wait(NamedTuple):
@@ -102,14 +113,13 @@ class Machine:
     """
 
     def __init__(self, plan: Plan, period: int | None = None) -> None:
-        self.plan, self.period = plan, period or plan.n
+        self.plan, self.n, self.period, self.ends = plan, plan.n, period or plan.n, plan.ends
         ranks = range(self.period)
-        self.held = [{(t, r): 1 << r for t in plan.starts} for r in ranks]
-        self.arriving: list[dict[Key, list[tuple[Operation, Batch, Comm]]]] = [defaultdict(list) for _ in ranks]
+        self.held: list[dict[Key, int]] = [{(t, r): 1 << r for t in plan.starts} for r in ranks]
+        self.arriving: list[dict[Key, list[tuple[Operation, Batch, Comm]]]] = [{} for _ in ranks]
         self.groups: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
         self.launched: dict[tuple[int, str], deque[Batch]] = defaultdict(partial(deque, maxlen=IN_FLIGHT))
-        self.unmatched: dict[tuple, list[Operation]] = defaultdict(list)
-        self.joined: dict[tuple, int] = defaultdict(int)
+        self.lines: dict[tuple, Line] = defaultdict(lambda: Line({}, {}))
         self.started: list[Operation] = []
         self.completed: list[Batch] = []
 
@@ -117,6 +127,7 @@ class Machine:
 
     def program(self, r: int) -> Iterator[Wait | Work]:
         """What rank `r` waits for, in order."""
+        held, arriving, backward = self.held[r], self.arriving[r], self.plan.backward
         for swap in self.plan.before:
             yield Work(0, Launch((swap,), False))
             yield Work(0, swap)
@@ -124,53 +135,70 @@ class Machine:
             yield Work(s, Launch(step.comm, s == 0))
             for op in step.comm:
                 for key in op.reads(r):
-                    if key[0] in PARTIAL and not self.arriving[r][key]:
-                        self.held[r].setdefault(key, 0)  # no contribution: zeros travel
-                    yield from self._need(r, s, key, f"{type(op).__name__} of")
+                    if key in arriving:
+                        yield from self._receive(r, s, key)
+                    elif key not in held:
+                        if key[0] not in PARTIAL:
+                            kind = type(op).__name__
+                            raise PlanError(f"rank {r}, step {s}: {kind} of {say(key)}, which is not there")
+                        held[key] = 0  # no contribution: zeros travel
             for channel, ops in batches(step.comm):
-                yield from self._make_room(r, s, channel)
+                running = self.launched[r, channel]
+                if len(running) == IN_FLIGHT and not running[0].done:
+                    yield Wait(s, f"the oldest of the {IN_FLIGHT} batches under way", running[0])
                 self._launch(r, s, channel, ops)
             for attend in step.attend:
-                yield from self._attend(r, s, attend)
+                for key in attend.reads(backward):
+                    if key in arriving:
+                        yield from self._receive(r, s, key)
+                    elif key not in held:
+                        raise PlanError(f"rank {r}, step {s}: block needs {say(key)}, which is not there")
+                self._compute(r, s, attend)
+                yield Work(s, attend)
         end = len(self.plan.steps[r])
-        for key in [key for key, waiting in self.arriving[r].items() if waiting]:
-            yield from self._need(r, end, key, "the end of the plan, which needs")
+        for key in list(arriving):
+            yield from self._receive(r, end, key)
         for swap in self.plan.after:
             yield Work(end, Launch((swap,), False))
             yield Work(end, swap)
 
-    def _need(self, r: int, s: int, key: Key, why: str) -> Iterator[Wait | Work]:
-        held, waiting = self.held[r], self.arriving[r].pop(key, [])
-        for operation, batch, op in waiting:
+    def _receive(self, r: int, s: int, key: Key) -> Iterator[Wait | Work]:
+        """Waits for a chunk, and merges what has arrived of it."""
+        held = self.held[r]
+        for operation, batch, op in self.arriving[r].pop(key):
             if not batch.done:
                 yield Wait(s, say(key), batch)
             value = self._given(r, s, operation, op, key)
-            if key in held and held[key] & value and key[0] in PARTIAL:
-                raise PlanError(f"rank {r}, step {s}: {say(key)} received with blocks it already counts")
             if key in held and key[0] not in PARTIAL:
                 raise PlanError(f"rank {r}, step {s}: {say(key)} received over the one already there")
-            times = (len(op.group) - 1 if isinstance(op, ReduceScatter) else 1) - (key not in held)
-            if times and key[0] in PARTIAL:
-                yield Work(s, Merge(key[0], times))
-            held[key] = held.get(key, 0) | value
-        if key not in held:
-            raise PlanError(f"rank {r}, step {s}: {why} {say(key)}, which is not there")
+            before = held.get(key, 0)
+            if before & value:
+                raise PlanError(f"rank {r}, step {s}: {say(key)} received with blocks it already counts")
+            if key[0] in PARTIAL:
+                times = (len(op.group) - 1 if isinstance(op, ReduceScatter) else 1) - (key not in held)
+                if times:
+                    yield Work(s, Merge(key[0], times))
+            held[key] = before | value
 
-    def _make_room(self, r: int, s: int, channel: str) -> Iterator[Wait | Work]:
-        running = self.launched[r, channel]
-        if len(running) == IN_FLIGHT and not running[0].done:
-            yield Wait(s, f"the oldest of the {IN_FLIGHT} batches under way", running[0])
+    def _compute(self, r: int, s: int, attend: Attend) -> None:
+        """Adds the pairs of a block to the partials of its chunks."""
+        sees = self.plan.sees
+        self._add(r, s, self.ends[0], attend.q_chunks, sees.rows, attend.kv_chunks)
+        if self.plan.backward:
+            self._add(r, s, self.ends[1], attend.kv_chunks, sees.columns, attend.q_chunks)
 
-    def _attend(self, r: int, s: int, attend: Attend) -> Iterator[Wait | Work]:
-        plan, held = self.plan, self.held[r]
-        for key in attend.reads(plan.backward):
-            yield from self._need(r, s, key, "block needs")
-        for q, kv in attend.pairs(plan.sees):
-            for tensor, chunk, other in zip(plan.ends, (q, kv), (kv, q), strict=False):
-                if held.get((tensor, chunk), 0) >> other & 1:
+    def _add(
+        self, r: int, s: int, tensor: T, chunks: tuple[int, ...], seen: tuple[int, ...], others: tuple[int, ...]
+    ) -> None:
+        held, bits = self.held[r], sum([1 << other for other in others])
+        for chunk in chunks:
+            if added := seen[chunk] & bits:
+                before = held.get((tensor, chunk), 0)
+                if twice := before & added:
+                    other = (twice & -twice).bit_length() - 1
+                    q, kv = (other, chunk) if tensor is T.DKV else (chunk, other)
                     raise PlanError(f"rank {r}, step {s}: block (query chunk {q}, key chunk {kv}) computed twice")
-                held[tensor, chunk] = held.get((tensor, chunk), 0) | 1 << other
-        yield Work(s, attend)
+                held[tensor, chunk] = before | added
 
     # -- channels ----------------------------------------------------------------------------------------------
 
@@ -180,59 +208,60 @@ class Machine:
         if batch.previous:
             batch.previous.following = batch
         running.append(batch)
+        held, arriving = self.held[r], self.arriving[r]
         for op in comm:
-            operation = self._meet(r, s, op)
-            operation.parties.append((batch, op))
+            operation = self._meet(batch, op)
             batch.operations.append(operation)
-            self._move(r, op, operation, batch)
+            for key in op.reads(r):
+                operation.given[r, key] = held.pop(key) if key[0] in PARTIAL else held[key]
+            for key in op.brings(r):
+                arriving.setdefault(key, []).append((operation, batch, op))
         batch.open = len(comm)
         if batch.previous is None or batch.previous.done:
             self._start(batch)
 
-    def _meet(self, r: int, s: int, op: Comm) -> Operation:
+    def _meet(self, batch: Batch, op: Comm) -> Operation:
         """This operation with its parties: the next of its kind on the channel between its ranks."""
-        n, period = self.plan.n, self.period
+        r, n, period, kind = batch.rank, self.n, self.period, type(op)
         where: tuple
-        me: tuple
-        if isinstance(op, AllGather | ReduceScatter):
-            group, turn = self._first(op.group)
-            where, me, count = (group, op.channel), (group, op.channel, r), len({member % period for member in group})
-            label = type(op).__name__, op.tensor, tuple((chunk + turn) % n for chunk in op.chunks)
+        me: object
+        if isinstance(op, Send | Recv):
+            sender, receiver = (r, op.peer) if kind is Send else (op.peer, r)
+            like = sender % period
+            where, me, count = (like, (receiver - sender) % n, op.channel), kind, 2
+            label: tuple = "p2p", op.tensor, ((op.chunk - sender + like) % n,)
         else:
-            sender, receiver = (r, op.peer) if isinstance(op, Send) else (op.peer, r)
-            where, count = (sender % period, (receiver - sender) % n, op.channel), 2
-            me, label = (where, type(op)), ("p2p", op.tensor, ((op.chunk - sender + sender % period) % n,))
-        queue, mine = self.unmatched[where], self.joined[me]
-        self.joined[me] += 1
-        if mine == len(queue):
-            queue.append(Operation(label, count))
-        operation = queue[mine]
-        if operation.label != label:
+            group, turn = self._first(op.group)
+            where, me, count = (group, op.channel), r, len({member % period for member in group})
+            label = kind.__name__, op.tensor, tuple((chunk + turn) % n for chunk in op.chunks)
+        unmatched, joined = self.lines[where]
+        mine = joined.get(me, 0)
+        joined[me] = mine + 1
+        operation = unmatched.get(mine)
+        if operation is None:
+            operation = unmatched[mine] = Operation(label, count)
+        elif operation.label != label:
             first, _ = operation.parties[0]
             raise PlanError(
-                f"rank {r}, step {s}: {say_operation(label)} on channel {op.channel} meets "
+                f"rank {r}, step {batch.step}: {say_operation(label)} on channel {op.channel} meets "
                 f"{say_operation(operation.label)} of rank {first.rank}, step {first.step}"
             )
+        operation.parties.append((batch, op))
+        if len(operation.parties) == count:
+            del unmatched[mine]
         return operation
 
     def _first(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
         """Of the groups that are multiples of the period further, the first one, and how much further that is."""
         if group not in self.groups:
-            turns = range(0, self.plan.n, self.period)
-            turned = [(tuple(sorted((member + turn) % self.plan.n for member in group)), turn) for turn in turns]
+            turns = range(0, self.n, self.period)
+            turned = [(tuple(sorted((member + turn) % self.n for member in group)), turn) for turn in turns]
             self.groups[group] = min(turned)
         return self.groups[group]
 
-    def _move(self, r: int, op: Comm, operation: Operation, batch: Batch) -> None:
-        held = self.held[r]
-        for key in op.reads(r):
-            operation.given.setdefault(r, {})[key] = held.pop(key) if key[0] in PARTIAL else held[key]
-        for key in op.brings(r):
-            self.arriving[r][key].append((operation, batch, op))
-
     def _given(self, r: int, s: int, operation: Operation, op: Comm, key: Key) -> int:
         """The contributions to a chunk that rank `r` receives."""
-        total, n, (tensor, chunk) = 0, self.plan.n, key
+        total, n, (tensor, chunk) = 0, self.n, key
         if isinstance(op, Send | Recv):
             givers: tuple[int, ...] = (op.peer,)
         else:
@@ -240,7 +269,7 @@ class Machine:
         for giver in givers:
             like = giver % self.period
             turn = giver - like
-            value = operation.given[like][tensor, (chunk - turn) % n]
+            value = operation.given[like, (tensor, (chunk - turn) % n)]
             if turn:
                 value = (value << turn | value >> (n - turn)) & ((1 << n) - 1)
             if total & value:
@@ -249,8 +278,8 @@ class Machine:
         return total
 
     def _start(self, batch: Batch) -> None:
-        batch.previous = None
-        for operation in batch.operations:
+        operations, batch.operations, batch.previous = batch.operations, [], None
+        for operation in operations:
             operation.started += 1
             if operation.started == operation.parties_needed:
                 self.started.append(operation)
@@ -267,13 +296,12 @@ class Machine:
 
     def check_matched(self) -> None:
         """Raises PlanError if an operation has no counterpart."""
-        for queue in self.unmatched.values():
-            for operation in queue:
-                if len(operation.parties) < operation.parties_needed:
-                    batch, _ = operation.parties[0]
-                    raise PlanError(
-                        f"rank {batch.rank}, step {batch.step}: {say_operation(operation.label)} has no counterpart"
-                    )
+        for unmatched, _ in self.lines.values():
+            for operation in unmatched.values():
+                batch, _ = operation.parties[0]
+                raise PlanError(
+                    f"rank {batch.rank}, step {batch.step}: {say_operation(operation.label)} has no counterpart"
+                )
 
 
 def say(key: Key) -> str:

@@ -1,7 +1,7 @@
 """When everything in a plan happens: the symbolic machine with a clock."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -53,7 +53,7 @@ class Costs(Protocol):
         """The task of what is neither block nor message; its `what` is None. None: it takes no time."""
         ...
 
-    def messages(self, group: int, op: Comm | SwapHeads, transfers: list[Transfer]) -> Iterable[tuple[Task, float]]:
+    def messages(self, group: int, op: Comm | SwapHeads, transfers: Sequence[Transfer]) -> Iterable[tuple[Task, float]]:
         """The tasks of an operation that moves `transfers`, `what` None, and the seconds before each starts."""
         ...
 
@@ -71,7 +71,7 @@ class _Alone:
     def overhead(self, group: int, rank: int, work: Launch | Merge) -> None:
         return None
 
-    def messages(self, group: int, op: Comm | SwapHeads, transfers: list[Transfer]) -> Iterator[tuple[Task, float]]:
+    def messages(self, group: int, op: Comm | SwapHeads, transfers: Sequence[Transfer]) -> Iterator[tuple[Task, float]]:
         for transfer in transfers:
             if time := self.transfer_time(transfer):
                 lines = (op.channel, transfer.sender, "out"), (op.channel, transfer.receiver, "in")
@@ -150,10 +150,11 @@ class Clock:
         event = next(self.programs[rank], None)
         while isinstance(event, Work) and isinstance(event.work, Launch | Merge):
             if task := self.costs.overhead(group, place, event.work):
-                self.flows.add(task._replace(what=partial(self.ready.append, rank)))
+                self.flows.add(Task(partial(self.ready.append, rank), *task[1:]))
                 break
             event = next(self.programs[rank], None)
-        self._run_operations(group)
+        if self.machines[group].started:
+            self._run_operations(group)
         if event is None:
             del self.programs[rank]
         elif isinstance(event, Wait):
@@ -166,7 +167,7 @@ class Clock:
         elif isinstance(event.work, Attend):
             start = self.flows.now
             task = self.costs.block(group, place, event.work)
-            self.flows.add(task._replace(what=partial(self._computed, rank, event, start)))
+            self.flows.add(Task(partial(self._computed, rank, event, start), *task[1:]))
 
     def _computed(self, rank: Rank, event: Work, start: float) -> None:
         self.spans.append(Span(rank[1], event.step, "", (event.work,), start, self.flows.now))
@@ -180,8 +181,9 @@ class Clock:
         while machine.started:
             operation = machine.started.pop()
             batch, op = operation.parties[-1]
+            transfers: Sequence[Transfer]
             if isinstance(op, Send | Recv):
-                transfers = list(op.transfers(batch.rank))
+                transfers = op.transfers(batch.rank)
             else:
                 own = ((batch.rank, op.transfers(batch.rank)) for batch, op in operation.parties)
                 transfers = [t for rank, moved in own for t in moved if t.receiver == rank]
@@ -192,17 +194,19 @@ class Clock:
     def _send(self, messages: Iterable[tuple[Task, float]], then: Callable[[], None]) -> None:
         """Starts messages, and calls `then` when all have arrived."""
         tasks = [(task, delay) for task, delay in messages if task.size or delay]
-        under_way = [len(tasks)]
+        if not tasks:
+            then()
+            return
+        under_way = len(tasks)
 
         def arrived() -> None:
-            under_way[0] -= 1
-            if under_way[0] == 0:
+            nonlocal under_way
+            under_way -= 1
+            if under_way == 0:
                 then()
 
         for task, delay in tasks:
-            self.flows.add(task._replace(what=arrived), delay)
-        if not tasks:
-            then()
+            self.flows.add(Task(arrived, *task[1:]), delay)
 
     def _complete(self, group: int, operation: Operation) -> None:
         machine = self.machines[group]
