@@ -24,8 +24,8 @@ class Pairs:
 
     def any(self, q_chunks: Iterable[int], kv_chunks: Iterable[int]) -> bool:
         """Whether any of the query chunks sees any of the key/value chunks."""
-        bits = sum(1 << kv for kv in kv_chunks)
-        return any(self.rows[q] & bits for q in q_chunks)
+        bits = sum([1 << kv for kv in kv_chunks])
+        return any([self.rows[q] & bits for q in q_chunks])
 
     @property
     def n(self) -> int:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy
@@ -62,6 +62,8 @@ class BlockTime:
 
     def __call__(self, attend: Attend) -> float:
         """Seconds of a block."""
+        if len(attend.q_chunks) == len(attend.kv_chunks) == 1:
+            return self._pairs[attend.q_chunks[0]][attend.kv_chunks[0]]
         return self.seconds(attend.q_chunks, tuple(sorted(attend.kv_chunks)))
 
     def _seconds(self, q_chunks: tuple[int, ...], kv_chunks: tuple[int, ...]) -> float:
@@ -72,6 +74,16 @@ class BlockTime:
         if len(kv_chunks) > 1:  # keys are gathered, and their gradients scattered
             moved += len(kv_chunks) * self.key_numbers * (2 * self.itemsize + 16 * self.backward)
         return sum(map(self._computed, parts)) + moved / (self.device.memory_GB_s * 1e9)
+
+    @cached_property
+    def _pairs(self) -> list[list[float]]:
+        """Seconds of the block of two chunks, [query chunk][key chunk]. Those that look alike are computed once."""
+        n = self.chunks.n
+        shares = numpy.stack([self.seen(q) for q in range(n)]).transpose(0, 2, 1, 3).reshape(n * n, -1)
+        looks = (shares * 1000).round().astype(numpy.int64) @ (1001 ** numpy.arange(shares.shape[1]))
+        _, first, kind = numpy.unique(looks, return_index=True, return_inverse=True)
+        seconds = numpy.array([self._seconds((int(i) // n,), (int(i) % n,)) for i in first])
+        return seconds[kind].reshape(n, n).tolist()
 
     def _computed(self, part: Part) -> float:
         """Seconds of a call of the kernel."""

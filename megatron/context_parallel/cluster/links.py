@@ -1,5 +1,6 @@
 """Which links of a cluster a message crosses."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -27,16 +28,16 @@ class Links:
 
     Args:
         cluster: the cluster.
-        period: ranks that are a multiple of `period` apart use their links alike; they count as one.
+        like: the rank that stands for a rank. Its links count for those of both.
     """
 
-    def __init__(self, cluster: Cluster, period: int | None = None) -> None:
-        self.cluster, self.period = cluster, period or cluster.ranks
+    def __init__(self, cluster: Cluster, like: Callable[[int], int] = lambda rank: rank) -> None:
+        self.cluster, self.like = cluster, like
         self.path = cache(self._path)
 
     def _path(self, sender: int, receiver: int) -> Path:
         cluster = self.cluster
-        out, into = (divmod(rank % self.period, cluster.devices_per_node) for rank in (sender, receiver))
+        out, into = (divmod(self.like(rank), cluster.devices_per_node) for rank in (sender, receiver))
         if sender // cluster.devices_per_node == receiver // cluster.devices_per_node:
             assert cluster.inside  # a node of more than one device has it
             rate = cluster.inside.GB_s * 1e9
@@ -57,7 +58,7 @@ class Links:
                 links += [(("switch out", out[0] // leaf), uplink), (("switch in", into[0] // leaf), uplink)]
         return Path(tuple(links), nics.latency_us * 1e-6, nics.processor_ns_per_byte * 1e-9, True)
 
-    @property
-    def smallest_period(self) -> int:
-        """The fewest ranks after which the links repeat."""
-        return self.cluster.devices_per_node * (self.cluster.nodes_per_switch or 1)
+
+def period_of_links(cluster: Cluster) -> int:
+    """The fewest devices after which the links repeat."""
+    return cluster.devices_per_node * (cluster.nodes_per_switch or 1)

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from ..errors import UsageError
-from ..mask import Mask, Pairs
+from ..mask import Mask
 from ..plan.flows import Flows, Task
-from ..plan.ir import AllGather, Attend, Comm, Plan, ReduceScatter, Steps, SwapHeads, T, Transfer
+from ..plan.ir import AllGather, Attend, Comm, Plan, ReduceScatter, SwapHeads, T, Transfer
 from ..plan.machine import Launch, Merge
 from ..plan.trace import Clock, Span
 from ..plan.volume import Shape, chunk_bytes
 from .block_time import BlockTime
 from .description import Cluster
-from .links import Links, Path
+from .fold import Fold, fold
+from .links import Links, Path, period_of_links
 
 ALL_UP_TO = 64  # ranks that are simulated one by one, even if a few could stand for all
 
@@ -26,13 +27,13 @@ class Forecast:
         seconds: until the last rank has its result.
         compute: seconds in which the busiest rank computes blocks.
         spans: what happened on each rank that was simulated, of the first group of heads.
-        period: ranks that stand for all.
+        fold: the ranks that were simulated, which stand for all.
     """
 
     seconds: float
     compute: float
     spans: list[Span]
-    period: int
+    fold: Fold
 
     @property
     def exposed(self) -> float:
@@ -62,23 +63,23 @@ def simulate(
     if cluster.ranks != plan.size:
         raise UsageError(f"{cluster.name}: {cluster.ranks} devices for {plan.size} ranks; give as many")
     blocks = BlockTime(cluster.device, plan, shape, mask or Mask(), shape.rows * plan.size // batch, dtype)
-    period = _period(plan, blocks, Links(cluster).smallest_period) if plan.size > ALL_UP_TO else plan.n
-    clock = Clock(plan, _Costs(plan, cluster, shape, blocks, period), plan.heads, period)
+    few = fold(plan, blocks, period_of_links(cluster)) if plan.size > ALL_UP_TO else Fold.none(plan)
+    clock = Clock(plan, _Costs(plan, cluster, shape, blocks, few), few.groups, few.ranks)
     clock.run()
-    busy = [0.0] * plan.n
+    busy = [0.0] * few.ranks
     for span in clock.spans:
-        busy[span.rank] += (span.end - span.start) / plan.heads if not span.channel else 0.0
-    return Forecast(clock.flows.now, max(busy), clock.spans, period)
+        busy[span.rank] += span.end - span.start if not span.channel else 0.0
+    return Forecast(clock.flows.now, max(busy), clock.spans, few)
 
 
 TENSORS = {T.Q: 1, T.KV: 2, T.O: 2, T.QDO: 4, T.DO: 2, T.DQ: 1, T.DKV: 2}  # of torch, each a message of its own
 
 
 class _Costs:
-    def __init__(self, plan: Plan, cluster: Cluster, shape: Shape, blocks: BlockTime, period: int) -> None:
-        self.plan, self.cluster, self.shape, self.blocks, self.period = plan, cluster, shape, blocks, period
+    def __init__(self, plan: Plan, cluster: Cluster, shape: Shape, blocks: BlockTime, few: Fold) -> None:
+        self.plan, self.cluster, self.shape, self.blocks, self.fold = plan, cluster, shape, blocks, few
         self.flows = Flows((cluster.compute_slowdown, cluster.message_slowdown))
-        self.links = Links(cluster, period if period < plan.n else None)
+        self.links = Links(cluster, few.like)
         self.route = cache(self._route)
         self.compute_is_shared = bool(cluster.shared_cores or cluster.compute_slowdown or cluster.message_slowdown)
         self.bytes = {(t, swap): chunk_bytes(plan, t, shape, swap) for swap in (False, True) for t in T}
@@ -91,10 +92,10 @@ class _Costs:
         if isinstance(work, Merge):  # two reads and a write of float32
             seconds = 3 * work.times * self.bytes[work.tensor, False] / memory
         else:
-            messages = sum(_messages(op) for op in work.comm)
+            messages = sum([_messages(op) for op in work.comm]) if self.cluster.message_us else 0
             seconds = (self.cluster.device.step_us + self.cluster.message_us * messages) * 1e-6
             # A swap packs what it sends and unpacks what it receives.
-            moved = sum(4 * self.bytes[t, True] for op in work.comm if isinstance(op, SwapHeads) for t in op.tensors)
+            moved = sum([4 * self.bytes[t, True] for op in work.comm if isinstance(op, SwapHeads) for t in op.tensors])
             if work.first and self.plan.backward:  # delta reads output and gradient, and writes and reads their product
                 moved += 4 * self.bytes[T.DO, True]
             seconds += moved / memory
@@ -112,7 +113,7 @@ class _Costs:
     @cached_property
     def _cores(self) -> int:
         assert self.cluster.shared_cores
-        return self.flows.resource("cores", self.cluster.shared_cores * self.period / self.plan.n)
+        return self.flows.resource("cores", self.cluster.shared_cores * self.fold.share)
 
     def messages(self, group: int, op: Comm | SwapHeads, transfers: Sequence[Transfer]) -> Iterator[tuple[Task, float]]:
         swap, hops, crowd = isinstance(op, SwapHeads), 1, 1.0
@@ -134,12 +135,10 @@ class _Costs:
     def _route(self, group: int | None, sender: int, receiver: int) -> tuple[Path, list[int], tuple[int, int]]:
         """The path, its resources and the devices of a message between two ranks: of a group, or of all."""
         if group is not None:
-            sender, receiver = (self.plan.grid.rank(heads=group, context=rank) for rank in (sender, receiver))
+            sender, receiver = (self.fold.grid.rank(heads=group, context=rank) for rank in (sender, receiver))
         path = self.links.path(sender, receiver)
         uses = [self.flows.resource(link, rate) for link, rate in path.links]
-        if self.period < self.plan.n:
-            sender, receiver = sender % self.period, receiver % self.period
-        return path, uses, (sender, receiver)
+        return path, uses, (self.fold.like(sender), self.fold.like(receiver))
 
 
 def _messages(op: Comm | SwapHeads) -> int:
@@ -153,47 +152,3 @@ def _messages(op: Comm | SwapHeads) -> int:
             return 2 * (op.size - 1) * sum(TENSORS[t] for t in op.tensors)
         case _:
             return TENSORS[op.tensor]
-
-
-def _period(plan: Plan, blocks: BlockTime, links: int) -> int:
-    """The fewest ranks after which steps, blocks and links repeat."""
-    if plan.heads > 1:
-        return plan.n
-    n, looks = plan.n, list[int]()
-    for rank in range(n):
-        looks.append(_looks(plan, rank, blocks))
-        if rank and rank % links == 0 and looks[rank] not in looks[:rank]:
-            return n
-    sees = plan.sees
-    for period in (p for p in range(links, n, links) if n % p == 0):
-        if all(looks[r] == looks[r % period] for r in range(n)) and sees.rows == _turned(sees, period).rows:
-            return period
-    return n
-
-
-def _looks(plan: Plan, rank: int, blocks: BlockTime) -> int:
-    """A number that is equal for ranks that do the same, seen from each."""
-    n = plan.n
-
-    def seen(of: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple((x - rank) % n for x in of)
-
-    def op_seen(op: Comm) -> tuple:
-        if isinstance(op, AllGather | ReduceScatter):
-            members = sorted(zip(seen(op.group), seen(op.chunks), strict=True))
-            return (type(op).__name__, op.tensor, op.channel, *members)
-        return type(op).__name__, op.tensor, op.channel, *seen((op.peer, op.chunk))
-
-    write = plan.steps.write if isinstance(plan.steps, Steps) else plan.steps.__getitem__  # keeps nothing
-    result = 0
-    for step in write(rank):
-        work = tuple((sorted(seen(a.q_chunks)), sorted(seen(a.kv_chunks)), round(blocks(a), 12)) for a in step.attend)
-        result = hash((result, tuple(op_seen(op) for op in step.comm), str(work)))
-    return result
-
-
-def _turned(sees: Pairs, by: int) -> Pairs:
-    """What chunks `by` further see, as if they were these chunks."""
-    n, mask = sees.n, (1 << sees.n) - 1
-    rows = (sees.rows[(q + by) % n] for q in range(n))
-    return Pairs(tuple((row >> by | row << (n - by)) & mask for row in rows))

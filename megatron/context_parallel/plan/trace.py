@@ -1,7 +1,9 @@
 """When everything in a plan happens: the symbolic machine with a clock."""
 
+import gc
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -114,7 +116,7 @@ class Clock:
     Args:
         plan: the plan.
         costs: what its blocks and messages take.
-        groups: how many of its `heads` groups run. The others are as far as these.
+        groups: how many of its `heads` groups run. The others are as far as these. Spans tell of the first.
         period: as in `Machine`.
     """
 
@@ -130,6 +132,12 @@ class Clock:
 
     def run(self) -> None:
         """Runs all ranks to their end. Raises PlanError as `trace` does."""
+        with _no_garbage_collection():
+            self._run()
+        for machine in self.machines:
+            machine.check_matched()
+
+    def _run(self) -> None:
         while self.ready or self.programs:
             while self.ready:
                 self._resume(self.ready.popleft())
@@ -142,8 +150,6 @@ class Clock:
                 what()
             for group in range(len(self.machines)):
                 self._run_operations(group)
-        for machine in self.machines:
-            machine.check_matched()
 
     def _resume(self, rank: Rank) -> None:
         group, place = rank
@@ -170,7 +176,8 @@ class Clock:
             self.flows.add(Task(partial(self._computed, rank, event, start), *task[1:]))
 
     def _computed(self, rank: Rank, event: Work, start: float) -> None:
-        self.spans.append(Span(rank[1], event.step, "", (event.work,), start, self.flows.now))
+        if rank[0] == 0:
+            self.spans.append(Span(rank[1], event.step, "", (event.work,), start, self.flows.now))
         self.ready.append(rank)
 
     # -- operations --------------------------------------------------------------------------------------------
@@ -212,9 +219,10 @@ class Clock:
         machine = self.machines[group]
         machine.complete(operation)
         for batch in machine.completed:
-            self.spans.append(
-                Span(batch.rank, batch.step, batch.channel, tuple(batch.comm), batch.begin, self.flows.now)
-            )
+            if group == 0:
+                self.spans.append(
+                    Span(batch.rank, batch.step, batch.channel, tuple(batch.comm), batch.begin, self.flows.now)
+                )
             waiting = self.waiting.get((group, batch.rank))
             if waiting and waiting.batch is batch:
                 del self.waiting[group, batch.rank]
@@ -233,10 +241,22 @@ class Clock:
         start = self.flows.now
 
         def swapped() -> None:
-            self.spans.extend(Span(place, step, op.channel, (op,), start, self.flows.now) for _ in members)
+            self.spans.append(Span(place, step, op.channel, (op,), start, self.flows.now))
             self.ready.extend(members)
 
         self._send(self.costs.messages(0, op, transfers), swapped)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Without it, Python looks again and again at all objects of a long run, which takes as long as the run."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _deadlock(waiting: dict[Rank, Wait]) -> str:

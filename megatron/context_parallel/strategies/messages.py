@@ -19,9 +19,10 @@ def relay(tensor: T, rank: int, to: int, source: int, chunk: Rule, channel: str)
         chunk: the rule.
         channel: of the messages.
     """
-    if to == rank:
-        return ()
-    sent, taken = chunk(rank), chunk(source)
+    return () if to == rank else _both(tensor, chunk(rank), to, chunk(source), source, channel)
+
+
+def _both(tensor: T, sent: int | None, to: int, taken: int | None, source: int, channel: str) -> tuple[Comm, ...]:
     sends = () if sent is None else (Send(tensor, sent, to, channel),)
     return sends if taken is None else (*sends, Recv(tensor, taken, source, channel))
 
@@ -50,9 +51,8 @@ class Ring:
 
     def shift(self, tensor: T, chunk: Rule, by: int = 1) -> tuple[Comm, ...]:
         """This rank's operations where each place p sends chunk(p), if any, to place p + by."""
+        if by % self.size == 0:
+            return ()
         to, source = self.rank(self.place + by), self.rank(self.place - by)
-
-        def by_rank(rank: int) -> int | None:
-            return chunk((rank - self.start) // self.stride)
-
-        return relay(tensor, self.rank(self.place), to, source, by_rank, self.channel)
+        sent, taken = chunk(self.place), chunk((self.place - by) % self.size)
+        return _both(tensor, sent, to, taken, source, self.channel)

@@ -132,7 +132,7 @@ class Strategy:
         for step in self.write(Pass(rank, n, sees, backward, kv_ratio), **options):
             blocks = tuple(block for block in step.attend if sees.any(block.q_chunks, block.kv_chunks))
             if step.comm or blocks:
-                steps.append(Step(step.comm, blocks))
+                steps.append(step if len(blocks) == len(step.attend) else Step(step.comm, blocks))
         return tuple(steps)
 
     def _head_parallel_size(self, n: int, given: int | None, heads: int | None, kv_heads: int | None) -> int:
