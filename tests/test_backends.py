@@ -134,40 +134,7 @@ def flash4():
     return SimpleNamespace(_flash_attn_fwd=_flash_attn_fwd, _flash_attn_bwd=_flash_attn_bwd)
 
 
-def transformer_engine():
-    masks = {("causal", (-1, 0)): True, ("no_mask", (-1, -1)): False}
-
-    def check(max_q, max_kv, cu_q, cu_kv, *tensors):
-        assert cu_q.tolist() == [0, max_q] and cu_kv.tolist() == [0, max_kv] and cu_q.dtype == torch.int32
-        assert all(x.is_contiguous() for x in tensors)
-
-    def fused_attn_fwd(
-        is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, fake_dtype,
-        fused_attention_backend, attn_scale=None, dropout=0.0, qkv_layout="sbh3d", o_format="sbhd",
-        attn_bias_type="no_bias", attn_mask_type="padding", window_size=(-1, -1),
-    ):  # fmt: skip
-        check(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v)
-        assert (is_training, qkv_layout, o_format, fake_dtype) == (True, "bshd_bshd_bshd", "bshd", q.dtype)
-        out, lse = attend(q, k, v, masks[attn_mask_type, window_size], attn_scale)
-        return out, [lse.unsqueeze(-1), torch.empty(2)]
-
-    def fused_attn_bwd(
-        max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, aux_ctx_tensors,
-        fused_attention_backend, attn_scale=None, dropout=0.0, qkv_layout="sbh3d", o_format="sbhd", do_format="sbhd",
-        dqkv_layout="sbh3d", attn_bias_type="no_bias", attn_mask_type="padding", window_size=(-1, -1),
-        deterministic=False,
-    ):  # fmt: skip
-        check(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o)
-        assert qkv_layout == dqkv_layout == "bshd_bshd_bshd" and o_format == do_format == "bshd"
-        stats, _ = aux_ctx_tensors
-        causal = masks[attn_mask_type, window_size]
-        return *gradients(d_o, q, k, v, o, stats.squeeze(-1), causal, attn_scale), None
-
-    backends = {"F16_arbitrary_seqlen": 1}
-    return SimpleNamespace(fused_attn_fwd=fused_attn_fwd, fused_attn_bwd=fused_attn_bwd, FusedAttnBackend=backends)
-
-
-FAKES = {"flash2": flash2, "flash3": flash3, "flash4": flash4, "te": transformer_engine}
+FAKES = {"flash2": flash2, "flash3": flash3, "flash4": flash4}
 
 
 def fake(name, monkeypatch, stats_dims=3):
@@ -285,20 +252,19 @@ def gpu(monkeypatch):
         for name, library in LIBRARIES.items():
             there = name in ("aten", "cudnn", *installed)
             monkeypatch.setattr(
-                library, "missing", lambda there=there, name=name: None if there else f"{name} is missing"
+                library, "missing", lambda dim, there=there, name=name: None if there else f"{name} is missing"
             )
             if name in installed:
                 monkeypatch.setitem(sys.modules, library.module, SimpleNamespace())
-        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-        monkeypatch.setattr(choose, "_position", lambda device: Position())
+        monkeypatch.setattr(choose, "_position", lambda device, need: Position())
         find = choose.importlib.util.find_spec
         monkeypatch.setattr(
             choose.importlib.util, "find_spec", lambda name: triton or None if name == "triton" else find(name)
         )
-        kernel_for.cache_clear()
+        choose._kernel.cache_clear()
 
     yield pretend
-    kernel_for.cache_clear()
+    choose._kernel.cache_clear()
 
 
 CUDA = torch.device("cuda")
@@ -307,18 +273,20 @@ CUDA = torch.device("cuda")
 @pytest.mark.parametrize(
     "capability,installed,dtype,head_dim,expected",
     [
-        ((9, 0), ("flash2", "flash3", "flash4", "te"), BF16, 128, "flash3+position"),
-        ((9, 0), ("flash2", "te"), BF16, 128, "cudnn+position"),
+        ((9, 0), ("flash2", "flash3", "flash4"), BF16, 128, "flash3+position"),
+        ((9, 0), ("flash2",), BF16, 128, "cudnn+position"),
         ((9, 0), (), torch.float16, 256, "cudnn+position"),
+        ((9, 0), (), torch.float16, 192, "aten+position"),
         ((10, 0), ("flash2", "flash4"), BF16, 128, "cudnn+position"),
         ((10, 3), ("flash2",), BF16, 192, "flash2+position"),
-        ((10, 3), (), BF16, 256, "aten+position"),
+        ((10, 3), ("flash4",), BF16, 192, "aten+position"),
+        ((10, 3), ("flash4",), BF16, 256, "cudnn+position"),
         ((8, 0), ("flash2", "flash3"), BF16, 64, "flash2+position"),
         ((8, 0), (), BF16, 64, "aten+position"),
         ((8, 9), (), BF16, 96, "aten"),
         ((8, 0), (), F32, 96, "position"),
         ((9, 0), ("flash3",), F32, 128, "position"),
-        ((9, 0), (), BF16, 40, "cudnn"),
+        ((9, 0), (), BF16, 40, "aten"),
         ((12, 0), (), BF16, 128, "aten"),
     ],
 )
@@ -333,8 +301,8 @@ def test_choice_and_reason_are_logged_once_on_rank_0(gpu, caplog, monkeypatch):
         for _ in range(3):
             kernel_for(CUDA, BF16, 128)
         assert [r.getMessage() for r in caplog.records] == [
-            "--cp-attention-backend auto: cuDNN attention through PyTorch for full and causal blocks; "
-            "not flash3: flash3 is missing; the position kernel for others"
+            "--cp-attention-backend auto: cuDNN attention through PyTorch for full and causal blocks of whole and half "
+            "chunks in multiples of 128 rows; not flash3: flash3 is missing; the position kernel for others"
         ]
         monkeypatch.setenv("RANK", "1")
         kernel_for(CUDA, BF16, 64)
@@ -360,7 +328,8 @@ def test_named_backend_is_taken(name, gpu):
             "flash3: flash-attn 3 does not run on sm_80; give --cp-attention-backend aten",
         ),
         ((9, 0), "cudnn", F32, 64, None, "cudnn: .* has no float32; give --cp-attention-backend triton"),
-        ((10, 0), "cudnn", BF16, 192, None, "head_dim is 128 at most on sm_100; give --cp-attention-backend aten"),
+        ((10, 0), "cudnn", BF16, 192, None, "on sm_100 is 128 at most or 256, not 192; give .*-backend aten"),
+        ((8, 6), "aten", BF16, 256, None, "head_dim of PyTorch's flash attention on sm_86 is 192 at most, not 256;"),
         ((9, 0), "aten", BF16, 65, None, "multiple of 8, not 65; give --kv-channels 80"),
         ((9, 0), "triton", BF16, 72, None, "head_dim 64, 80.* not 72; give --cp-attention-backend aten"),
         ((9, 0), "flash2", BF16, 64, "--window-size 512", "no mask for --window-size 512; give .*-backend triton"),
@@ -407,7 +376,7 @@ def test_what_no_library_has_is_refused_by_name(capability, backend, head_dim, v
 
 def test_without_triton_only_plain_masks(gpu):
     gpu((9, 0), triton=False)
-    assert kernel_for(CUDA, BF16, 128).name == "cudnn"
+    assert kernel_for(CUDA, BF16, 128).name == "aten"  # cuDNN does not take every full and causal block
     message = r"auto: triton is not installed \(pip install triton\); leave out --window-size 512"
     with pytest.raises(UsageError, match=message):
         check_backend("auto", BF16, 128, device="cuda", irregular="--window-size 512")
@@ -418,8 +387,8 @@ def test_for_another_host_only_what_holds_everywhere_counts():
     check_backend("triton", F32, 128, device="cuda", here=False, irregular="--window-size 512")
     for backend, dtype, dim, irregular in [
         ("flash3", F32, 128, None),
-        ("te", BF16, 512, None),
-        ("te", BF16, 64, "--reset-attention-mask"),
+        ("cudnn", BF16, 512, None),
+        ("cudnn", BF16, 64, "--reset-attention-mask"),
     ]:
         with pytest.raises(UsageError, match=f"--cp-attention-backend {backend}: "):
             check_backend(backend, dtype, dim, device="cuda", irregular=irregular, here=False)
@@ -429,7 +398,7 @@ def test_on_a_cpu(monkeypatch):
     cpu = torch.device("cpu")
     assert type(kernel_for(cpu, F32, 20)) is type(kernel_for(cpu, F32, 20, "aten"))
     check_backend("auto", F32, 20, device="cpu", irregular="--window-size 4")
-    for backend in ("cudnn", "flash2", "te", "triton"):
+    for backend in ("cudnn", "flash2", "flash4", "triton"):
         with pytest.raises(UsageError, match=f"{backend}: this host has no GPU; give --cp-attention-backend aten"):
             kernel_for(cpu, F32, 64, backend)
     for backend in ("auto", "aten"):
@@ -441,11 +410,128 @@ def test_on_a_cpu(monkeypatch):
     check_backend("triton", F32, 64, device="cpu")
 
 
+@pytest.fixture
+def installed(monkeypatch):
+    """`installed(library, version, module)`: a package of this version, None for none, and what is imported."""
+
+    def pretend(name, version, module=None):
+        def version_of(package):
+            if version is None:
+                raise importlib.metadata.PackageNotFoundError(package)
+            return version
+
+        monkeypatch.setattr(importlib.metadata, "version", version_of)
+        monkeypatch.setitem(sys.modules, LIBRARIES[name].module, module or SimpleNamespace())
+        return LIBRARIES[name].missing(128)
+
+    return pretend
+
+
 @pytest.mark.parametrize("version,reason", [("2.6.3", "flash-attn 2.6.3 is older than 2.7"), ("2.10.0.post1", None)])
-def test_old_versions_of_a_library(version, reason, monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", SimpleNamespace())
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    assert LIBRARIES["flash2"].missing() == reason
+def test_old_versions_of_a_library(version, reason, installed):
+    assert installed("flash2", version) == reason
+
+
+def test_the_copy_of_flash_attn_4_in_flash_attn_2_is_not_taken_for_it(installed):
+    def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0):
+        raise AssertionError("as in flash-attn 2.8.3")
+
+    assert installed("flash4", None, flash4()) == "flash-attn-4 is not installed"
+    assert installed("flash4", "4.0.0b9", flash4()) == "flash-attn-4 4.0.0b9 is older than 4.0.0b36"
+    copy = SimpleNamespace(_flash_attn_bwd=_flash_attn_bwd)
+    assert (
+        installed("flash4", "4.0.0b36", copy)
+        == "flash_attn.cute is the copy in flash-attn 2.8; install flash-attn-4 again"
+    )
+    for version in ("4.0.0b36", "4.0.0"):
+        assert installed("flash4", version, flash4()) is None
+
+
+@pytest.mark.parametrize(
+    "version,said", [(None, "no cuDNN"), (91002, "9.10.2 has faults"), (91500, "9.15.0 has faults")]
+)
+def test_versions_of_cudnn_with_faults_are_refused(version, said, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    assert said in LIBRARIES["cudnn"].missing(64)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
+    assert LIBRARIES["cudnn"].missing(64) is None
+
+
+def test_pytorch_is_asked_for_cudnn_with_large_heads(monkeypatch):
+    cudnn, asked = sys.modules[LIBRARIES["cudnn"].__module__], []
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92300)
+    real = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, device=None, **how: real(*shape, **how))
+
+    def can_use(params):
+        asked.append((params.query.shape[-1], params.value.shape[-1], params.query.requires_grad, params.dropout))
+        return len(asked) > 1
+
+    monkeypatch.setattr(cudnn, "can_use_cudnn_attention", can_use)
+    assert "head_dim 256 needs cuDNN newer than 9.22" in LIBRARIES["cudnn"].missing(256)
+    assert LIBRARIES["cudnn"].missing(256) is None and LIBRARIES["cudnn"].missing(128) is None
+    assert asked == [(256, 256, True, 0.0)] * 2  # gradients too; not for 128
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "capability,installed,head_dim,expected",
+    [
+        ((9, 0), (), 128, "aten+position"),
+        ((9, 0), ("flash3",), 192, "flash3+position"),
+        ((9, 0), ("flash3", "flash4"), 256, "flash4+position"),
+        ((10, 0), ("flash4",), 256, "flash4+position"),
+    ],
+)
+def test_auto_is_deterministic_where_pytorch_must_be(capability, installed, head_dim, expected, gpu, deterministic):
+    gpu(capability, *installed)
+    kernel = kernel_for(CUDA, BF16, head_dim)
+    assert kernel.name == expected and kernel.plain.deterministic
+
+
+def test_named_backends_without_deterministic_gradients_are_refused(gpu, deterministic):
+    gpu((9, 0), "flash3")
+    for name, dim in (("cudnn", 64), ("flash3", 256)):
+        with pytest.raises(UsageError, match=f"{name}: .* no deterministic gradients for head_dim {dim} on sm_90"):
+            kernel_for(CUDA, BF16, dim, name)
+
+
+def test_the_deterministic_mode_of_each_call_counts(gpu):
+    gpu((9, 0))
+    assert kernel_for(CUDA, BF16, 128).name == "cudnn+position"
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert kernel_for(CUDA, BF16, 128).name == "aten+position"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert kernel_for(CUDA, BF16, 128).name == "cudnn+position"
+
+
+@pytest.mark.parametrize(
+    "name,backward", [("flash2", "_flash_attn_backward"), ("flash3", "bwd"), ("flash4", "_flash_attn_bwd")]
+)
+def test_deterministic_gradients_are_asked_for(name, backward, monkeypatch):
+    q, k, v, dout = block(4, 4, 1, 1, 8)
+    lse, asked = torch.zeros(4, 1, 1), []
+    for wanted in (False, True):
+        monkeypatch.setitem(sys.modules, LIBRARIES[name].module, SimpleNamespace())
+        library = LIBRARIES[name](deterministic=wanted)
+        library.calls = FAKES[name]()
+        real = getattr(library.calls, backward)
+
+        def record(*args, deterministic, real=real, **how):
+            asked.append(deterministic)
+            return real(*args, deterministic=deterministic, **how)
+
+        setattr(library.calls, backward, record)
+        library.backward(BlockGrad(dout, q, k, v, lse, lse, FULL), Scores(1.0))
+    assert asked == [False, True]
 
 
 # -------------------------------------------------------------------------------------------------- the pieces
@@ -456,7 +542,7 @@ def runs(first, end):
 
 
 def test_few_plain_pieces_go_to_the_library_and_the_others_in_one_launch():
-    library = LIBRARIES["cudnn"]()
+    library = LIBRARIES["aten"]()
     kernel = LibraryAndPosition(library, Position())
     n = 64
     zero, up = [0] * n, list(range(1, n + 1))
@@ -473,6 +559,38 @@ def test_few_plain_pieces_go_to_the_library_and_the_others_in_one_launch():
     tiny = runs(zero[:4], up[:4]), 4
     for block, keys in (steps, window, tiny):
         assert kernel.pieces(block, keys) == ["one launch"]
-    with pytest.raises(UsageError, match=r"--cp-attention-backend cudnn: .* give --cp-attention-backend triton"):
+    with pytest.raises(UsageError, match=r"--cp-attention-backend aten: .* give --cp-attention-backend triton"):
         library.pieces(*window)
     assert kernel.forward(None, None, None, window[0], Scores(1.0)) == "position"
+
+
+def test_cudnn_gets_whole_and_half_chunks_of_multiples_of_128():
+    """Documents would give it a new shape, and so a new graph, in every batch; other lengths meet its faults."""
+    library = LIBRARIES["cudnn"]()
+    kernel = LibraryAndPosition(library, Position())
+    n = 512
+    up, zero = list(range(1, n + 1)), [0] * n
+    half = [0] * 256 + [256] * 256
+    taken = {
+        "causal": (runs(zero, up), n, 1),
+        "diagonal": (runs(zero, [i + n for i in up]), 2 * n, 2),
+        "zigzag before": (runs(zero, [256] * n), n, 1),
+        "zigzag own": (runs(zero, [*up[:256], *(i + 512 for i in up[256:])]), 2 * n, 3),
+        "documents of a half": (runs(half, up), n, 2),
+    }
+    for name, (block, keys, count) in taken.items():
+        pieces = kernel.pieces(block, keys)
+        assert len(pieces) == count and pieces == library.pieces(block, keys), name
+    quarters = [i // 128 * 128 for i in range(n)]
+    others = {
+        "documents of a quarter": (runs(quarters[:256] + half[256:], up), n),
+        "a document of 300": (runs([0] * 300 + [300] * 212, up), n),
+        "the diagonal left out": (runs(zero, range(n)), n),  # cyclic
+        "halves of 96": (runs(zero[:192], [96] * 192), 192),
+        "96": (runs(zero[:96], up[:96]), 96),
+        "keys of 64 modulo 128": (runs(zero, [704] * n), 704),
+    }
+    for name, (block, keys) in others.items():
+        assert kernel.pieces(block, keys) == ["one launch"], name
+        with pytest.raises(UsageError, match=r"cudnn: .* in multiples of 128 rows, not \d+ rows by \d+ keys"):
+            library.pieces(block, keys)

@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import os
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple, Protocol
 
@@ -13,7 +14,8 @@ from ..backends import BACKENDS
 from ..errors import UsageError
 from . import BlockGrad, Kernel, Scores
 from .aten import AtenFlash
-from .libraries import LIBRARIES, Capability
+from .libraries import LIBRARIES, Capability, Library
+from .libraries.base import length
 from .masks import Piece, PieceMask, Runs, cut
 from .position import PARTS, PositionKernel, architecture
 from .position.tiles import TILES
@@ -23,14 +25,13 @@ MOST_PIECES = 3  # of a block that is still cut for a library: a zigzag block ag
 SHORTEST = 16  # rows or keys of a piece that is worth a library's launch
 
 # Fastest first. flash-attn 3 is written for Hopper's tensor cores and cuDNN comes next there; on Blackwell cuDNN is
-# tuned and stable where flash-attn 4 is a beta; the older kernels use instructions of Ampere. Transformer Engine is
-# cuDNN behind more host work, so it is used where it is asked for.
+# tuned and stable where flash-attn 4 is a beta; the older kernels use instructions of Ampere.
 FASTEST: dict[int, tuple[str, ...]] = {
-    8: ("flash2", "aten", "cudnn"),
+    8: ("flash2", "aten"),
     9: ("flash3", "cudnn", "flash4", "flash2", "aten"),
     10: ("cudnn", "flash4", "flash2", "aten"),
 }
-OTHERS = ("aten", "cudnn")  # on GPUs not in the table
+OTHERS = ("aten",)  # on GPUs not in the table
 
 
 class _Named(Kernel, Protocol):
@@ -38,18 +39,18 @@ class _Named(Kernel, Protocol):
 
 
 class LibraryAndPosition:
-    """`kernels.Kernel`: full and causal pieces by a library; a block that does not come apart into a few by the
-    position kernel, in one launch."""
+    """`kernels.Kernel`: full and causal pieces by a library; a block that does not come apart into a few that it takes
+    by the position kernel, in one launch."""
 
-    def __init__(self, library: _Named, position: _Named) -> None:
+    def __init__(self, library: Library, position: _Named) -> None:
         self.plain, self.position = library, position
         self.name = f"{library.name}+{position.name}"
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
-        found = cut(block)
-        if len(found) > MOST_PIECES or not all(_worth_a_launch(p) for p in found):
-            return self.position.pieces(block, keys)
-        return found
+        found, rows = cut(block), block.first.shape[1]
+        if len(found) <= MOST_PIECES and all(_worth_a_launch(p) and self.plain.takes(p, rows, keys) for p in found):
+            return found
+        return self.position.pieces(block, keys)
 
     def _for(self, mask: PieceMask) -> Kernel:
         return self.position if isinstance(mask, Runs) else self.plain
@@ -62,13 +63,8 @@ class LibraryAndPosition:
 
 
 def _worth_a_launch(piece: Piece) -> bool:
-    """Not with runs, not tiny, and no step of a staircase, which the position kernel does in one launch."""
-    staircase = (piece.kv.step or 1) > 1
-    return not (isinstance(piece.mask, Runs) or staircase) and min(map(_count, (piece.q, piece.kv))) >= SHORTEST
-
-
-def _count(rows: slice) -> int:
-    return len(range(rows.start, rows.stop))
+    """Not tiny, and no step of a staircase, which the position kernel does in one launch."""
+    return (piece.kv.step or 1) == 1 and min(map(length, (piece.q, piece.kv))) >= SHORTEST
 
 
 class Need(NamedTuple):
@@ -78,9 +74,13 @@ class Need(NamedTuple):
     head_dim: int  # of queries and keys
     value_dim: int
     softcap: float
+    deterministic: bool
 
 
-@cache
+def _need(dtype: torch.dtype, head_dim: int, value_dim: int | None, softcap: float) -> Need:
+    return Need(dtype, head_dim, value_dim or head_dim, softcap, torch.are_deterministic_algorithms_enabled())
+
+
 def kernel_for(
     device: torch.device,
     dtype: torch.dtype,
@@ -92,6 +92,8 @@ def kernel_for(
 ) -> Kernel:
     """The kernel of `--cp-attention-backend`; the choice and its reason are logged, once and on rank 0.
 
+    Under `torch.use_deterministic_algorithms(True)` its gradients are the same bit for bit each time.
+
     Args:
         device: where the blocks are; dtype: of queries, keys and values.
         head_dim: of queries and keys; value_dim: of values, None for the same.
@@ -100,40 +102,49 @@ def kernel_for(
     Raises:
         UsageError: a backend that cannot; the message names one that can.
     """
-    check_backend(backend, dtype, head_dim, device=device.type, value_dim=value_dim, softcap=softcap)
-    kernel, what = _chosen(device, Need(dtype, head_dim, value_dim or head_dim, softcap), backend)
+    return _kernel(device, _need(dtype, head_dim, value_dim, softcap), backend)
+
+
+@cache
+def _kernel(device: torch.device, need: Need, backend: str) -> Kernel:
+    _check(need, backend, device=device.type)
+    kernel, what = _chosen(device, need, backend)
     if os.environ.get("RANK", "0") == "0":
         logging.getLogger(__name__).info("--cp-attention-backend %s: %s", backend, what)
     return kernel
 
 
 def _chosen(device: torch.device, need: Need, backend: str) -> tuple[Kernel, str]:
-    """A kernel that `check_backend` lets pass, and what it is."""
+    """A kernel that `_check` lets pass, and what it is."""
     if backend == "triton":
-        return _position(device), "the position kernel for all blocks"
+        return _position(device, need), "the position kernel for all blocks"
     if device.type == "cpu" and need.softcap:
         return SoftcapCpu(), "plain PyTorch by tiles, as its flash attention for CPUs has no softcap"
     if device.type == "cpu":
         return AtenFlash(), "PyTorch's flash attention for CPUs"
     if backend != "auto":
-        return LIBRARIES[backend](), f"{LIBRARIES[backend].title} for all blocks"
+        library = LIBRARIES[backend]
+        return library(deterministic=need.deterministic), f"{library.title} for all blocks"
     capability = torch.cuda.get_device_capability(device)
     no_position = _refusal("triton", need, capability)
+    names = FASTEST.get(capability[0], OTHERS)
+    if no_position:  # what computes only some blocks comes last, as nothing computes the others
+        names = tuple(sorted(names, key=lambda name: LIBRARIES[name].takes is not Library.takes))
     passed = ""
-    for name in FASTEST.get(capability[0], OTHERS):
+    for name in names:
         library = LIBRARIES[name]
         if why := _refusal(name, need, capability):
             passed += f"; not {name}: {why}"
-        elif no_position:
-            return library(), f"{library.title} for full and causal blocks{passed}; others refused: {no_position}"
-        else:
-            both = LibraryAndPosition(library(), _position(device))
-            return both, f"{library.title} for full and causal blocks{passed}; the position kernel for others"
-    return _position(device), f"the position kernel for all blocks{passed}"
+            continue
+        kernel, served = library(deterministic=need.deterministic), f"{library.title} for {library.blocks}{passed}"
+        if no_position:
+            return kernel, f"{served}; others refused: {no_position}"
+        return LibraryAndPosition(kernel, _position(device, need)), f"{served}; the position kernel for others"
+    return _position(device, need), f"the position kernel for all blocks{passed}"
 
 
-def _position(device: torch.device) -> _Named:
-    return PositionKernel(device, deterministic=torch.are_deterministic_algorithms_enabled())
+def _position(device: torch.device, need: Need) -> _Named:
+    return PositionKernel(device, deterministic=need.deterministic)
 
 
 def check_backend(
@@ -159,9 +170,12 @@ def check_backend(
     Raises:
         UsageError: names a backend that can.
     """
+    _check(_need(dtype, head_dim, value_dim, softcap), backend, device=device, irregular=irregular, here=here)
+
+
+def _check(need: Need, backend: str, *, device: str, irregular: str | None = None, here: bool = True) -> None:
     if backend not in BACKENDS:
         raise UsageError(f"--cp-attention-backend {backend}: unknown; choose one of {', '.join(BACKENDS)}")
-    need = Need(dtype, head_dim, value_dim or head_dim, softcap)
     capability = torch.cuda.get_device_capability() if here and device == "cuda" else None
 
     def refusal(name: str) -> str | None:
@@ -219,11 +233,24 @@ def _refusal(name: str, need: Need, capability: Capability | None) -> str | None
         return why
     if capability is None:
         return None if head_dim <= 256 else f"{library.title} has no head_dim {head_dim}"
-    largest = library.largest_head(capability)
-    if head_dim > largest:
-        sm = "sm_{}{}".format(*capability)
-        return f"{library.title} does not run on {sm}" if not largest else f"head_dim is {largest} at most on {sm}"
-    return library.missing()
+    if head_dim not in library.head_dims(capability, deterministic=need.deterministic):
+        return _refusal_of_size(library, need, capability)
+    return library.missing(head_dim)
+
+
+def _refusal_of_size(library: type[Library], need: Need, capability: Capability) -> str:
+    on = "on sm_{}{}".format(*capability)
+    if not (ever := library.head_dims(capability, deterministic=False)):
+        return f"{library.title} does not run {on}"
+    if need.head_dim not in ever:
+        return f"head_dim of {library.title} {on} is {_sizes(ever)}, not {need.head_dim}"
+    return f"{library.title} has no deterministic gradients for head_dim {need.head_dim} {on}"
+
+
+def _sizes(multiples: Sequence[int]) -> str:
+    """Head_dims in words: those in steps of 8 by their largest, the others after it."""
+    steady = [d for d in multiples if d - 8 in (0, *multiples)]
+    return " or ".join([f"{steady[-1]} at most", *(str(d) for d in multiples if d not in steady)])
 
 
 def _refusal_of_position(need: Need, capability: Capability | None) -> str | None:

@@ -6,11 +6,9 @@ from .cudnn import Cudnn
 from .flash2 import FlashAttention2
 from .flash3 import FlashAttention3
 from .flash4 import FlashAttention4
-from .te import TransformerEngine
 
 __all__ = ["LIBRARIES", "Capability", "Library"]
 
 LIBRARIES: dict[str, type[Library]] = {
-    library.name: library
-    for library in (AtenFlashCuda, Cudnn, FlashAttention2, FlashAttention3, FlashAttention4, TransformerEngine)
+    library.name: library for library in (AtenFlashCuda, Cudnn, FlashAttention2, FlashAttention3, FlashAttention4)
 }

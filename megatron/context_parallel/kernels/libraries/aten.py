@@ -1,5 +1,7 @@
 """PyTorch's own flash attention for CUDA."""
 
+from collections.abc import Sequence
+
 import torch
 
 from .base import Capability, Library
@@ -8,19 +10,22 @@ _aten = torch.ops.aten
 
 
 class AtenFlashCuda(Library):
-    """ATen's copy of flash-attn 2, present in every CUDA build of PyTorch."""
+    """ATen's copy of flash-attn 2, present in every CUDA build of PyTorch.
+
+    It looks itself whether PyTorch's deterministic mode is on.
+    """
 
     name, title = "aten", "PyTorch's flash attention"
 
     @classmethod
-    def missing(cls) -> str | None:
+    def missing(cls, head_dim: int) -> str | None:
         return None if torch.backends.cuda.is_flash_attention_available() else "this PyTorch has no flash attention"
 
     @classmethod
-    def largest_head(cls, capability: Capability) -> int:
+    def head_dims(cls, capability: Capability, *, deterministic: bool) -> Sequence[int]:
         # Backward of more than 192 needs the shared memory of data-center GPUs (sdp_utils.cpp).
         small = (8, 0) < capability < (9, 0) or capability[0] == 12
-        return 0 if capability < (8, 0) else 192 if small else 256
+        return range(8, (0 if capability < (8, 0) else 192 if small else 256) + 1, 8)
 
     def _forward(self, q, k, v, causal, scale):
         sizes = q.shape[1], k.shape[1]

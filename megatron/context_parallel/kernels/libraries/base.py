@@ -6,17 +6,17 @@ they are stored, and grouped-query attention is its own (query head h reads key/
 All return the natural log-sum-exp of the scaled scores in float32. All backward passes ask for the output of the whole
 sequence but read it only in rowsum(dout * out) = delta, so they get a stand-in with the same row sums. Where that is to
 be seen: flash-attn 2 and ATen, `compute_dot_do_o` in flash_bwd_preprocess_kernel.h; flash-attn 3, hopper/
-flash_bwd_preprocess_kernel.h; flash-attn 4, `_bwd_preprocess` in cute/interface.py; cuDNN (through ATen and through
-Transformer Engine), the chain "dO * o => softmax_sum" of sdpa_backward in cudnn-frontend, the graph cuDNN is given.
+flash_bwd_preprocess_kernel.h; flash-attn 4, `_bwd_preprocess` in cute/interface.py; cuDNN, the chain
+"dO * o => softmax_sum" of sdpa_backward in cudnn-frontend, the graph cuDNN is given.
 """
 
 import importlib
 import importlib.metadata
-import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from ...errors import UsageError
 from .. import BlockGrad, Scores
@@ -29,32 +29,40 @@ Capability = tuple[int, int]  # of a GPU; (9, 0) is sm_90
 class Library(ABC):
     """`kernels.Kernel` of full and causal blocks, float16 and bfloat16, one head_dim, a multiple of 8; no softcap.
 
+    Args:
+        deterministic: gradients are the same bit for bit each time.
+
     Attributes:
         name: of `--cp-attention-backend`.
         title: what computes.
         module: what is called.
         distribution, oldest: the package whose version matters and its first one with the signatures called here.
+        blocks: which blocks it computes; `takes` decides.
     """
 
     name: str
     title: str
     module: str = "torch"
     distribution: str = ""
-    oldest: tuple[int, ...] = ()
+    oldest: str = ""
+    blocks: str = "full and causal blocks"
 
-    def __init__(self) -> None:
-        self.calls = importlib.import_module(self.module)
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self.calls, self.deterministic = importlib.import_module(self.module), deterministic
 
     @classmethod
-    def missing(cls) -> str | None:
-        """Why the library cannot be used on this host, whatever the GPU; None if it can."""
+    def missing(cls, head_dim: int) -> str | None:
+        """Why the library cannot be used on this host; None if it can."""
+        try:
+            version = importlib.metadata.version(cls.distribution) if cls.distribution else ""
+        except importlib.metadata.PackageNotFoundError:
+            return f"{cls.distribution} is not installed"
+        if version and TorchVersion(version) < cls.oldest:
+            return f"{cls.distribution} {version} is older than {cls.oldest}"
         try:
             importlib.import_module(cls.module)
-            version = importlib.metadata.version(cls.distribution) if cls.distribution else ""
         except ImportError as error:
             return f"{cls.title} cannot be imported ({error})"
-        if numbers(version) < cls.oldest:
-            return f"{cls.distribution} {version} is older than {'.'.join(map(str, cls.oldest))}"
         return None
 
     @classmethod
@@ -66,21 +74,27 @@ class Library(ABC):
 
     @classmethod
     @abstractmethod
-    def largest_head(cls, capability: Capability) -> int:
-        """Largest head_dim, forward and backward, on a GPU of that compute capability; 0: does not run there."""
+    def head_dims(cls, capability: Capability, *, deterministic: bool) -> Sequence[int]:
+        """The head_dims, forward and backward, on a GPU of that compute capability; none: does not run there so."""
+
+    def takes(self, piece: Piece, rows: int, keys: int) -> bool:
+        """Whether it computes a piece of a block of `rows` query rows and `keys` key rows."""
+        return not isinstance(piece.mask, Runs)
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
         """As `Kernel.pieces`.
 
         Raises:
-            UsageError: a mask that does not come apart into full and causal blocks.
+            UsageError: a block that does not come apart into pieces that the library takes.
         """
-        found = cut(block, short=0)
-        if any(isinstance(piece.mask, Runs) for piece in found):
-            raise UsageError(
-                f"--cp-attention-backend {self.name}: {self.title} has no mask for blocks that are neither full nor "
-                "causal; give --cp-attention-backend triton"
-            )
+        found, rows = cut(block, short=0), block.first.shape[1]
+        for piece in found:
+            if not self.takes(piece, rows, keys):
+                mask = "irregular" if isinstance(piece.mask, Runs) else piece.mask
+                raise UsageError(
+                    f"--cp-attention-backend {self.name}: {self.title} computes {self.blocks}, not {length(piece.q)} "
+                    f"rows by {length(piece.kv)} keys, {mask}; give --cp-attention-backend triton"
+                )
         return found
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -118,9 +132,5 @@ def _one(x: Tensor) -> Tensor:
     return x.unsqueeze(0)
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:2]))
-
-
-def deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
+def length(rows: slice) -> int:
+    return len(range(rows.start, rows.stop, rows.step or 1))

@@ -1,34 +1,60 @@
 """cuDNN, through PyTorch."""
 
-import torch
+from collections.abc import Sequence
 
-from .base import Capability, Library
+import torch
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+
+from ..masks import Piece
+from .base import Capability, Library, length
 
 _aten = torch.ops.aten
+TILE = 128  # rows of a key tile
 
 
 class Cudnn(Library):
-    """cuDNN's attention through ATen, which takes heads before rows, with any strides."""
+    """cuDNN's attention through ATen, which takes heads before rows, with any strides.
+
+    Only some pieces of a block go to it:
+
+    - Whole and half chunks. ATen keeps one graph for each shape, and building one takes many times as long as running
+      it (MHA.cpp). Documents give pieces of new lengths in every batch.
+    - Multiples of 128 rows and keys. Other lengths meet faults of the backward pass: memory of others is read up to
+      9.15.0 (release notes of cudnn-frontend 1.16), and for keys of 64 modulo 128, with a log-sum-exp below -88, dQ is
+      NaN on sm_90 in every version up to at least 9.20 (cudnn-frontend pull request 628, pytorch issue 196678).
+    """
 
     name, title = "cudnn", "cuDNN attention through PyTorch"
+    blocks = f"full and causal blocks of whole and half chunks in multiples of {TILE} rows"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, deterministic: bool = False) -> None:
+        super().__init__(deterministic=deterministic)
         self.stats_dims = 3  # versions of PyTorch differ in the log-sum-exp: [1, heads, s] or [1, heads, s, 1]
 
     @classmethod
-    def missing(cls) -> str | None:
-        version = torch.backends.cudnn.version() or 0
-        return (
-            None if version >= 90000 else f"cuDNN is {version}, older than 9.0" if version else "PyTorch has no cuDNN"
-        )
+    def missing(cls, head_dim: int) -> str | None:
+        version = torch.backends.cudnn.version()
+        if not version:
+            return "PyTorch has no cuDNN"
+        if version <= 91500:  # 9.10.0 and 9.10.1 compute wrong gradients too (sdpa_support_surface.h of cudnn-frontend)
+            return f"cuDNN {version // 10000}.{version // 100 % 100}.{version % 100} has faults: 9.15.1 is needed"
+        if head_dim > 128 and not _pytorch_allows(head_dim):
+            return f"head_dim {head_dim} needs cuDNN newer than 9.22 and a PyTorch that uses it (see docs/kernels.md)"
+        return None
 
     @classmethod
-    def largest_head(cls, capability: Capability) -> int:
-        # check_cudnn_tensor_shapes in sdp_utils.cpp; cuDNN's own table allows no more in the backward pass.
-        if capability < (8, 0):
-            return 0
-        return 256 if capability == (9, 0) and (torch.backends.cudnn.version() or 0) >= 91000 else 128
+    def head_dims(cls, capability: Capability, *, deterministic: bool) -> Sequence[int]:
+        # check_cudnn_deterministic and check_cudnn_tensor_shapes in sdp_utils.cpp.
+        if deterministic or capability < (8, 0):
+            return ()
+        return (*range(8, 129, 8), *([256] if capability == (9, 0) or capability[0] == 10 else []))
+
+    def takes(self, piece: Piece, rows: int, keys: int) -> bool:
+        half = max(rows // 2, 1)
+        sizes = (length(piece.q), rows), (length(piece.kv), keys)
+        return super().takes(piece, rows, keys) and all(
+            size % TILE == 0 and (size == whole or size % half == 0) for size, whole in sizes
+        )
 
     def _forward(self, q, k, v, causal, scale):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -45,3 +71,9 @@ class Cudnn(Library):
             *(*heads_first, stats, unused, unused, None, None, None, *sizes, 0.0, causal), scale=scale
         )
         return tuple(grad.transpose(1, 2) for grad in grads)
+
+
+def _pytorch_allows(head_dim: int) -> bool:
+    """Whether PyTorch gives it to cuDNN on this GPU; the version of cuDNN's front end that it is built with counts."""
+    x = torch.empty(1, 1, TILE, head_dim, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    return can_use_cudnn_attention(SDPAParams(x, x, x, None, 0.0, False, False))

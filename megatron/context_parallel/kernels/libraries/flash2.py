@@ -1,18 +1,20 @@
 """flash-attn 2."""
 
+from collections.abc import Sequence
+
 import torch
 
 from .aten import AtenFlashCuda
-from .base import Capability, Library, deterministic
+from .base import Capability, Library
 
 
 class FlashAttention2(Library):
     name, title, module = "flash2", "flash-attn 2", "flash_attn.flash_attn_interface"
-    distribution, oldest = "flash-attn", (2, 7)
+    distribution, oldest = "flash-attn", "2.7"
 
     @classmethod
-    def largest_head(cls, capability: Capability) -> int:
-        return AtenFlashCuda.largest_head(capability)
+    def head_dims(cls, capability: Capability, *, deterministic: bool) -> Sequence[int]:
+        return AtenFlashCuda.head_dims(capability, deterministic=deterministic)
 
     def _how(self, causal: bool, scale: float) -> dict[str, object]:
         """The arguments by name that forward and backward share."""
@@ -24,6 +26,6 @@ class FlashAttention2(Library):
 
     def _backward(self, dout, q, k, v, out, lse, causal, scale):
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        how = self._how(causal, scale) | {"deterministic": deterministic()}
+        how = self._how(causal, scale) | {"deterministic": self.deterministic}
         self.calls._flash_attn_backward(dout, q, k, v, out, lse, *grads, **how)
         return grads

@@ -1,8 +1,10 @@
 """flash-attn 3, for Hopper."""
 
+from collections.abc import Sequence
+
 import torch
 
-from .base import Capability, Library, deterministic
+from .base import Capability, Library
 
 
 class FlashAttention3(Library):
@@ -10,13 +12,14 @@ class FlashAttention3(Library):
 
     name, title, module = "flash3", "flash-attn 3", "flash_attn_3._C"
 
-    def __init__(self) -> None:
-        super().__init__()  # registers the operators
+    def __init__(self, *, deterministic: bool = False) -> None:
+        super().__init__(deterministic=deterministic)  # registers the operators
         self.calls = torch.ops.flash_attn_3
 
     @classmethod
-    def largest_head(cls, capability: Capability) -> int:
-        return 256 if capability == (9, 0) else 0
+    def head_dims(cls, capability: Capability, *, deterministic: bool) -> Sequence[int]:
+        # mha_bwd in hopper/flash_api.cpp refuses deterministic gradients of tiles for 256.
+        return range(8, (0 if capability != (9, 0) else 192 if deterministic else 256) + 1, 8)
 
     def _forward(self, q, k, v, causal, scale):
         return self.calls.fwd(q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1)[:2]
@@ -27,6 +30,6 @@ class FlashAttention3(Library):
             *(dout, q, k, v, out, lse, *grads),
             softmax_scale=scale,
             is_causal=causal,
-            deterministic=deterministic(),
+            deterministic=self.deterministic,
         )
         return grads
