@@ -1,27 +1,39 @@
-# The GPU environment: NVIDIA's PyTorch image with the released libraries this project works beside.
+# The GPU environment: PyTorch's image with the torch that requirements.txt pins, and the attention libraries that
+# `--cp-attention-backend auto` takes first on A100, H100 and B200.
 #   docker build -t megatron-context-parallel .
-# Assumed, not tested here: the base image brings torch, CUDA's compiler, NCCL and cuDNN; its torch is kept.
-ARG BASE=nvcr.io/nvidia/pytorch:25.11-py3
+# Checked with hadolint and pip's resolver; not built yet. Another BASE must bring that torch, nvcc, NCCL and cuDNN.
+ARG BASE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-devel
 FROM ${BASE}
 
-# What the base image fixes (torch, numpy, its own transformer-engine) stays as it is.
-ARG MEGATRON_CORE=0.16.1
-ARG TRANSFORMER_ENGINE=2.9.0
-ARG FLASH_ATTN=2.8.3
+ARG FLASH_ATTN=2.8.3.post1
+# flash-attn 3 has no releases: its last change, which builds with CUDA 13.
+ARG FLASH_ATTN_3=c75d019dea9d910312974417bc28f190dfdda6d9
 ARG APEX=25.04
-# Compile for these GPUs only: A100 and H100.
-ARG TORCH_CUDA_ARCH_LIST="8.0;9.0"
 ARG MAX_JOBS=8
+# Each build reads a variable of its own: flash-attn 2 the first, apex the second, flash-attn 3 none (it is for sm_90).
+ARG FLASH_ATTN_CUDA_ARCHS="80;90;100"
+ARG TORCH_CUDA_ARCH_LIST="8.0;9.0;10.0"
+# The image's Python is Debian's, where pip asks for this.
+ENV PIP_BREAK_SYSTEM_PACKAGES=1 PIP_NO_CACHE_DIR=1
 
-RUN pip install --no-cache-dir --no-build-isolation "transformer-engine[pytorch]==${TRANSFORMER_ENGINE}"
-RUN pip install --no-cache-dir --no-build-isolation "flash-attn==${FLASH_ATTN}"
-# From NVIDIA's repository: the package of this name on PyPI is something else.
-RUN pip install --no-cache-dir --no-build-isolation \
-    --config-settings "--build-option=--cpp_ext" --config-settings "--build-option=--cuda_ext" \
-    "apex @ git+https://github.com/NVIDIA/apex.git@${APEX}"
-RUN pip install --no-cache-dir "megatron-core==${MEGATRON_CORE}" psutil pyyaml matplotlib rich tensorboard xxhash \
-    transformers sentencepiece wandb
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends git && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /workspace/megatron-context-parallel
+COPY requirements.txt .
+RUN pip install -r requirements.txt transformers==5.23.0 sentencepiece==0.2.3 wandb==0.31.0 \
+    ninja==1.13.0 packaging wheel
+
+RUN pip install --no-build-isolation "flash-attn==${FLASH_ATTN}"
+# Without what is never called: other GPUs, fp8, caches, split keys, values of another head_dim.
+RUN FLASH_ATTENTION_DISABLE_SM80=TRUE FLASH_ATTENTION_DISABLE_FP8=TRUE FLASH_ATTENTION_DISABLE_PAGEDKV=TRUE \
+    FLASH_ATTENTION_DISABLE_APPENDKV=TRUE FLASH_ATTENTION_DISABLE_SPLIT=TRUE FLASH_ATTENTION_DISABLE_HDIMDIFF64=TRUE \
+    FLASH_ATTENTION_DISABLE_HDIMDIFF192=TRUE pip install --no-build-isolation \
+    "flash_attn_3 @ git+https://github.com/Dao-AILab/flash-attention.git@${FLASH_ATTN_3}#subdirectory=hopper"
+# From NVIDIA's repository: the package of this name on PyPI is something else.
+RUN pip install --no-build-isolation \
+    --config-settings "--build-option=--cpp_ext" --config-settings "--build-option=--cuda_ext" \
+    "apex @ git+https://github.com/NVIDIA/apex.git@${APEX}"
+
 COPY . .
-RUN pip install --no-cache-dir --no-deps --editable .
+RUN pip install --no-deps --editable .

@@ -2,11 +2,14 @@
 
 import importlib.metadata
 import logging
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.kernels import BlockGrad, Scores, choose
@@ -14,6 +17,7 @@ from megatron.context_parallel.kernels.choose import LibraryAndPosition, check_b
 from megatron.context_parallel.kernels.delta import output_with
 from megatron.context_parallel.kernels.libraries import LIBRARIES
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs
+from megatron.context_parallel.kernels.position.tiles import TILES
 from megatron.context_parallel.kernels.reference import Reference
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -594,3 +598,20 @@ def test_cudnn_gets_whole_and_half_chunks_of_multiples_of_128():
         assert kernel.pieces(block, keys) == ["one launch"], name
         with pytest.raises(UsageError, match=r"cudnn: .* in multiples of 128 rows, not \d+ rows by \d+ keys"):
             library.pieces(block, keys)
+
+
+# --------------------------------------------------------------------------------------------------- the image
+
+
+def test_the_image_has_what_the_project_pins_and_asks_for():
+    root = Path(__file__).parents[1]
+    text = (root / "Dockerfile").read_text()
+    arguments = dict(re.findall(r"^ARG (\w+)=\"?([^\"\n]*)", text, re.MULTILINE))
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)", (root / "requirements.txt").read_text(), re.MULTILINE))
+    assert arguments["BASE"].startswith(f"pytorch/pytorch:{pins['torch']}-cuda")
+    assert "pip install -r requirements.txt" in text  # megatron-core and all else in the tested versions
+    assert TorchVersion(arguments["FLASH_ATTN"]) >= LIBRARIES["flash2"].oldest
+    architectures = [f"{architecture // 10}.{architecture % 10}" for architecture in TILES]
+    assert arguments["TORCH_CUDA_ARCH_LIST"].split(";") == architectures
+    assert arguments["FLASH_ATTN_CUDA_ARCHS"].split(";") == [str(architecture) for architecture in TILES]
+    assert "#subdirectory=hopper" in text and len(arguments["FLASH_ATTN_3"]) == 40  # auto's first choice on sm_90
