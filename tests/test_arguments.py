@@ -13,14 +13,15 @@ import torch
 
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.backends import BACKENDS
+from megatron.context_parallel.cluster.memory import memory
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.libraries import LIBRARIES
 from megatron.context_parallel.trainer import dry_run
 from megatron.context_parallel.trainer.arguments import parse_args
 from megatron.context_parallel.trainer.command_line import build_parser, read_flags
 from megatron.context_parallel.trainer.flags import FLAGS, PRESETS
-from megatron.context_parallel.trainer.parameters import count_parameters, parameters_on_stage
 from megatron.context_parallel.trainer.tokenizer import build_tokenizer, vocabulary
+from megatron.context_parallel.trainer.workload import model_of, preset_model, run_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -222,8 +223,10 @@ PUBLISHED = {
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_preset_has_its_published_size(preset):
     size, tolerance = PUBLISHED[preset]
-    total, _ = count_parameters(parsed(f"--preset {preset}"))
-    assert abs(total - size) <= tolerance * size
+    args = parsed(f"--preset {preset}")
+    model = model_of(args)
+    assert abs(model.parameters - size) <= tolerance * size
+    assert preset_model(preset, args.seq_length) == model
 
 
 def test_every_preset_is_accepted():
@@ -265,7 +268,7 @@ def _real_parameters(flags: str) -> int:
 )
 def test_count_is_that_of_the_real_model(ranks, more):
     flags = f"--micro-batch-size 1 --dry-run {more}"
-    assert ranks(1, _real_parameters, flags) == [count_parameters(parse_args(flags.split()))[0]]
+    assert ranks(1, _real_parameters, flags) == [model_of(parse_args(flags.split())).parameters]
 
 
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-gpt3"])
@@ -273,7 +276,7 @@ def test_count_per_rank_is_that_of_the_real_stages(ranks, preset):
     flags = f"--preset {preset} --micro-batch-size 1 --dry-run --tensor-model-parallel-size 2"
     flags += " --pipeline-model-parallel-size 2"
     args = parse_args(flags.split())
-    stages = [parameters_on_stage(args, stage) for stage in (0, 1)]
+    stages = [model_of(args).parameters_on_stage(stage, 2, 2) for stage in (0, 1)]
     assert ranks(4, _real_parameters, flags) == [stages[0], stages[0], stages[1], stages[1]]
 
 
@@ -357,19 +360,20 @@ def test_attention_traffic_is_that_of_the_table():
 
 def test_memory_adds_up_by_hand():
     args = parsed(f"{SMALL} --context-parallel-size 2 --bf16 --use-distributed-optimizer --global-batch-size 2")
-    memory = {what: size for what, size, _ in dry_run.memory_estimate(args)}
-    count = count_parameters(args)[0]
-    assert memory["weights"] == 2 * count
-    assert memory["gradients"] == 4 * count
-    assert memory["optimizer"] == 12 * count // 2
-    assert memory["activations"] == 32 * 4 * (4 * 96 + 4 * 96 + 2 * 384) * 2
-    assert memory["logits and loss"] == 32 * 384 * 6
+    sizes = {part.what: part.bytes for part in memory(model_of(args), run_of(args))}
+    count = model_of(args).parameters
+    assert sizes["weights"] == 2 * count
+    assert sizes["gradients"] == 4 * count
+    assert sizes["optimizer"] == 12 * count // 2
+    assert sizes["activations"] == 32 * 4 * (4 * 96 + 4 * 96 + 2 * 384) * 2
+    assert sizes["logits and loss"] == 32 * 384 * 6
 
 
 def test_recompute_keeps_one_input_per_layer():
     flags = f"{SMALL} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    memory = {what: size for what, size, _ in dry_run.memory_estimate(parsed(flags))}
-    assert memory["activations"] == 64 * (4 * 96 + (8 * 96 + 2 * 384)) * 4
+    args = parsed(flags)
+    sizes = {part.what: part.bytes for part in memory(model_of(args), run_of(args))}
+    assert sizes["activations"] == 64 * (4 * 96 + (8 * 96 + 2 * 384)) * 4
 
 
 def test_dry_run_prints_without_a_process_group():

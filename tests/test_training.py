@@ -3,15 +3,15 @@
 import functools
 import os
 import signal
-from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 import torch
 import training_case
 
+from megatron.context_parallel.cluster.model import Model
 from megatron.context_parallel.kernels.aten import AtenFlash
 from megatron.context_parallel.trainer import log, setup
-from megatron.context_parallel.trainer.flops import flops_per_sequence
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 STEPS = 20
@@ -193,20 +193,23 @@ def test_exit_conditions(ranks, run, iterations):
 
 def test_flops():
     # One layer, h=4, two heads of 2 with one shared key/value head, 8 tokens, SwiGLU of 6, vocabulary 10.
-    args = Namespace(
-        hidden_size=4, kv_channels=2, num_attention_heads=2, group_query_attention=True, num_query_groups=1
-    )
-    args.__dict__.update(
-        window_size=None, seq_length=8, ffn_hidden_size=6, swiglu=True, num_layers=1, padded_vocab_size=10
+    model = Model(
+        num_layers=1,
+        hidden_size=4,
+        ffn_hidden_size=6,
+        num_attention_heads=2,
+        num_query_groups=1,
+        kv_channels=2,
+        padded_vocab_size=10,
     )
     projections = 8 * (4 * 4 + 2 * 4 * 2 + 4 * 4)
     attention = 2 * 2 * (8 * 8 / 2) * 2  # QK^T and PV: 2 heads of width 2, half of 8 x 8 pairs
-    assert flops_per_sequence(args) == 3 * 2 * (projections + attention + 8 * 3 * 4 * 6 + 8 * 4 * 10)
-    args.window_size = (4, 0)
+    assert model.flops_per_sequence(8) == 3 * 2 * (projections + attention + 8 * 3 * 4 * 6 + 8 * 4 * 10)
     attention = 2 * 2 * (4 * 4 / 2 + 4 * 4) * 2  # half of the first 4 x 4 pairs, then 4 keys for each token
-    assert flops_per_sequence(args) == 3 * 2 * (projections + attention + 8 * 3 * 4 * 6 + 8 * 4 * 10)
-    args.window_size = (100, 0)
-    assert flops_per_sequence(args) == 3 * 2 * (projections + 2 * 2 * 32 * 2 + 8 * 3 * 4 * 6 + 8 * 4 * 10)
+    windowed = replace(model, window_size=4)
+    assert windowed.flops_per_sequence(8) == 3 * 2 * (projections + attention + 8 * 3 * 4 * 6 + 8 * 4 * 10)
+    windowed = replace(model, window_size=100)
+    assert windowed.flops_per_sequence(8) == 3 * 2 * (projections + 2 * 2 * 32 * 2 + 8 * 3 * 4 * 6 + 8 * 4 * 10)
 
 
 def test_metrics_of_iterations_to_be_done_again_are_dropped(tmp_path):

@@ -1,6 +1,7 @@
 """Which links of a cluster a message crosses."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -24,41 +25,68 @@ class Path(NamedTuple):
 
 
 class Links:
-    """The links between the ranks of a context group: rank r is device r of the cluster, counted node by node.
+    """The links between the ranks of a context group.
 
     Args:
-        cluster: the cluster.
+        cluster: the cluster. Its devices are counted node by node.
         like: the rank that stands for a rank. Its links count for those of both.
+        devices: the device of each rank; default: rank r is device r.
+        others: the devices of other groups that do the same at the same time. Groups that share a NIC, a switch or the
+            shared link of a node get equal parts of it.
     """
 
-    def __init__(self, cluster: Cluster, like: Callable[[int], int] = lambda rank: rank) -> None:
-        self.cluster, self.like = cluster, like
+    def __init__(
+        self,
+        cluster: Cluster,
+        like: Callable[[int], int] = lambda rank: rank,
+        devices: Sequence[int] | None = None,
+        others: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.cluster, self.like, self.devices = cluster, like, devices or range(cluster.ranks)
+        self.together = 1 + len(others)
+        self.sharing = Counter(part for group in (self.devices, *others) for part in {*self._parts(group)})
         self.path = cache(self._path)
 
+    def _parts(self, group: Iterable[int]) -> Iterator[tuple]:
+        """What the devices of a group may share with other groups."""
+        for device in group:
+            node, place = divmod(device, self.cluster.devices_per_node)
+            yield "node", node
+            if self.cluster.nics:
+                yield "nic", node, self._nic(place)
+                yield "leaf", node // (self.cluster.nodes_per_switch or 1)
+
+    def _nic(self, place: int) -> int:
+        assert self.cluster.nics  # a cluster of more than one node has them
+        return place // (self.cluster.devices_per_node // self.cluster.nics.per_node)
+
     def _path(self, sender: int, receiver: int) -> Path:
-        cluster = self.cluster
-        out, into = (divmod(self.like(rank), cluster.devices_per_node) for rank in (sender, receiver))
-        if sender // cluster.devices_per_node == receiver // cluster.devices_per_node:
+        cluster, each, sharing = self.cluster, self.cluster.devices_per_node, self.sharing
+        nodes = [self.devices[rank] // each for rank in (sender, receiver)]
+        out, into = (divmod(self.devices[self.like(rank)], each) for rank in (sender, receiver))
+        if nodes[0] == nodes[1]:
             assert cluster.inside  # a node of more than one device has it
             rate = cluster.inside.GB_s * 1e9
-            shared = (("inside", out[0]),) if cluster.inside.shared else (("device out", *out), ("device in", *into))
+            links: list[tuple[tuple, float]] = [(("device out", *out), rate), (("device in", *into), rate)]
+            if cluster.inside.shared:
+                links = [(("inside", out[0]), rate / sharing["node", out[0]])]
             costs = cluster.inside.latency_us * 1e-6, cluster.inside.processor_ns_per_byte * 1e-9
-            return Path(tuple((link, rate) for link in shared), *costs, False)
+            return Path(tuple(links), *costs, False)
         nics = cluster.nics
-        assert nics  # a cluster of more than one node has them
-        each = cluster.devices_per_node // nics.per_node
-        links: list[tuple[tuple, float]] = [
-            (("nic out", out[0], out[1] // each), nics.GB_s * 1e9),
-            (("nic in", into[0], into[1] // each), nics.GB_s * 1e9),
-        ]
-        if leaf := cluster.nodes_per_switch:
-            nodes = [rank // cluster.devices_per_node // leaf for rank in (sender, receiver)]
-            if nodes[0] != nodes[1]:
-                uplink = leaf * nics.per_node * nics.GB_s * 1e9 / cluster.oversubscription
-                links += [(("switch out", out[0] // leaf), uplink), (("switch in", into[0] // leaf), uplink)]
+        assert nics  # as above
+        ends = [("out", out[0], self._nic(out[1])), ("in", into[0], self._nic(into[1]))]
+        links = [((f"nic {way}", *nic), nics.GB_s * 1e9 / sharing["nic", *nic]) for way, *nic in ends]
+        if (leaf := cluster.nodes_per_switch) and nodes[0] // leaf != nodes[1] // leaf:
+            uplink = leaf * nics.per_node * nics.GB_s * 1e9 / cluster.oversubscription
+            switches = [(way, node // leaf) for way, node, _ in ends]
+            links += [((f"switch {way}", switch), uplink / sharing["leaf", switch]) for way, switch in switches]
         return Path(tuple(links), nics.latency_us * 1e-6, nics.processor_ns_per_byte * 1e-9, True)
 
 
-def period_of_links(cluster: Cluster) -> int:
-    """The fewest devices after which the links repeat."""
-    return cluster.devices_per_node * (cluster.nodes_per_switch or 1)
+def period_of_links(cluster: Cluster, devices: Sequence[int]) -> int:
+    """The fewest ranks after which the links repeat; `devices` are those of the ranks."""
+    repeat = cluster.devices_per_node * (cluster.nodes_per_switch or 1)
+    for period in range(1, len(devices)):
+        if all(devices[r] - devices[r - period] == repeat for r in range(period, len(devices))):
+            return period
+    return len(devices)

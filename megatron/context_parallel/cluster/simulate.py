@@ -42,29 +42,38 @@ class Forecast:
 
 
 def simulate(
-    plan: Plan, cluster: Cluster, shape: Shape, mask: Mask | None = None, batch: int = 1, dtype: str = "bf16"
+    plan: Plan,
+    cluster: Cluster,
+    shape: Shape,
+    mask: Mask | None = None,
+    batch: int = 1,
+    dtype: str = "bf16",
+    devices: Sequence[int] | None = None,
+    others: Sequence[Sequence[int]] = (),
 ) -> Forecast:
-    """Predicts one pass on a cluster, whose devices are the ranks of the plan, node by node.
-
-    Ranks of one context group only: the cluster has as many devices as the plan has ranks.
+    """Predicts one pass on a cluster.
 
     Args:
         plan: the pass.
-        cluster: with `plan.size` devices.
+        cluster: its devices are counted node by node.
         shape: the sizes on a rank.
         mask: of the attention; default: causal.
         batch: sequences; `shape.rows` counts the tokens of all.
         dtype: of the model, as in the cluster's attention rates.
+        devices: the device of each rank; default: all of the cluster, in order.
+        others: the devices of other context groups, which run the same pass at the same time (`Links`).
 
     Raises:
-        UsageError: the cluster has another number of devices.
+        UsageError: another number of devices than ranks.
         PlanError: as `trace`.
     """
-    if cluster.ranks != plan.size:
-        raise UsageError(f"{cluster.name}: {cluster.ranks} devices for {plan.size} ranks; give as many")
+    devices = devices or range(cluster.ranks)
+    if len(devices) != plan.size:
+        raise UsageError(f"{cluster.name}: {len(devices)} devices for {plan.size} ranks; give as many")
     blocks = BlockTime(cluster.device, plan, shape, mask or Mask(), shape.rows * plan.size // batch, dtype)
-    few = fold(plan, blocks, period_of_links(cluster)) if plan.size > ALL_UP_TO else Fold.none(plan)
-    clock = Clock(plan, _Costs(plan, cluster, shape, blocks, few), few.groups, few.ranks)
+    few = fold(plan, blocks, period_of_links(cluster, devices)) if plan.size > ALL_UP_TO else Fold.none(plan)
+    links = Links(cluster, few.like, devices, others)
+    clock = Clock(plan, _Costs(plan, shape, blocks, links, few), few.groups, few.ranks)
     clock.run()
     busy = [0.0] * few.ranks
     for span in clock.spans:
@@ -76,10 +85,10 @@ TENSORS = {T.Q: 1, T.KV: 2, T.O: 2, T.QDO: 4, T.DO: 2, T.DQ: 1, T.DKV: 2}  # of 
 
 
 class _Costs:
-    def __init__(self, plan: Plan, cluster: Cluster, shape: Shape, blocks: BlockTime, few: Fold) -> None:
-        self.plan, self.cluster, self.shape, self.blocks, self.fold = plan, cluster, shape, blocks, few
+    def __init__(self, plan: Plan, shape: Shape, blocks: BlockTime, links: Links, few: Fold) -> None:
+        self.plan, self.shape, self.blocks, self.links, self.fold = plan, shape, blocks, links, few
+        self.cluster = cluster = links.cluster
         self.flows = Flows((cluster.compute_slowdown, cluster.message_slowdown))
-        self.links = Links(cluster, few.like)
         self.route = cache(self._route)
         self.compute_is_shared = bool(cluster.shared_cores or cluster.compute_slowdown or cluster.message_slowdown)
         self.bytes = {(t, swap): chunk_bytes(plan, t, shape, swap) for swap in (False, True) for t in T}
@@ -113,7 +122,7 @@ class _Costs:
     @cached_property
     def _cores(self) -> int:
         assert self.cluster.shared_cores
-        return self.flows.resource("cores", self.cluster.shared_cores * self.fold.share)
+        return self.flows.resource("cores", self.cluster.shared_cores * self.fold.share / self.links.together)
 
     def messages(self, group: int, op: Comm | SwapHeads, transfers: Sequence[Transfer]) -> Iterator[tuple[Task, float]]:
         swap, hops, crowd = isinstance(op, SwapHeads), 1, 1.0

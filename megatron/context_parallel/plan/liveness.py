@@ -1,9 +1,10 @@
 """How long a rank needs each chunk, and how much it holds at most."""
 
 from collections import Counter
+from collections.abc import Callable
 
 from .ir import PARTIAL, Key, Plan, ReduceScatter, T
-from .volume import units
+from .volume import Shape, chunk_bytes, units
 
 
 def last_reads(plan: Plan, r: int) -> dict[Key, int]:
@@ -18,6 +19,15 @@ def last_reads(plan: Plan, r: int) -> dict[Key, int]:
 
 def peak(plan: Plan, r: int, kv_ratio: float = 1.0) -> float:
     """The most units alive in a step: own inputs always, copies until their last read, partials until they leave."""
+    return _peak(plan, r, lambda tensor, swap: units(tensor, kv_ratio))
+
+
+def peak_bytes(plan: Plan, r: int, shape: Shape) -> int:
+    """The same in bytes, with log-sum-exp and delta, and partials in float32."""
+    return round(_peak(plan, r, lambda tensor, swap: chunk_bytes(plan, tensor, shape, swap)))
+
+
+def _peak(plan: Plan, r: int, size: Callable[[T, bool], float]) -> float:
     last, end = last_reads(plan, r), max(0, len(plan.steps[r]) - 1)
     alive: list[tuple[T, int, int]] = [(t, 0, end) for t in plan.starts]
     partial: dict[Key, int] = {}
@@ -42,10 +52,10 @@ def peak(plan: Plan, r: int, kv_ratio: float = 1.0) -> float:
     for tensor, first, final in alive:
         change[first][tensor] += 1
         change[final + 1][tensor] -= 1
-    now, peaks = Counter[T](), list[float]()
+    now, peaks, sizes = Counter[T](), list[float](), {t: size(t, False) for t in T}
     for changed in change:
         now.update(changed)
-        peaks.append(sum(units(t, kv_ratio) * count for t, count in now.items()))
+        peaks.append(sum(sizes[t] * count for t, count in now.items()))
     for swap, there in ((plan.before, plan.starts), (plan.after, (*plan.starts, *plan.ends))):  # and the copies sent
-        peaks += [sum(units(t, kv_ratio) for t in (*there, *op.tensors)) for op in swap]
+        peaks += [sum(sizes[t] for t in there) + sum(size(t, True) for t in op.tensors) for op in swap]
     return max(peaks)

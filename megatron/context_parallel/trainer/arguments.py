@@ -28,10 +28,9 @@ def parse_args(argv: list[str] | None = None) -> Arguments:
     check_world(given, world_size, needed)
     import torch  # takes a second, for which a mistake in a flag need not wait
 
-    given = replace(_fill_in_batch(_fill_in_model(given), world_size // needed), cp_layout=choice.layout)
+    given = replace(_fill_in_batch(complete_model(given), world_size // needed), cp_layout=choice.layout)
     tokens, eod = vocabulary(given)
     given, size = _fill_in_vocabulary(given, tokens)
-    multiple = given.make_vocab_size_divisible_by * given.tensor_model_parallel_size
     layers, each = given.num_layers // given.pipeline_model_parallel_size, given.num_layers_per_virtual_pipeline_stage
     args = Arguments(
         **vars(given),
@@ -43,7 +42,7 @@ def parse_args(argv: list[str] | None = None) -> Arguments:
         cp=choice,
         eod_token=eod,
         vocabulary=size,
-        padded_vocab_size=math.ceil(size / multiple) * multiple,
+        padded_vocab_size=padded_vocab_size(given, size),
     )
     check_relations(args)
     check_together(args)
@@ -53,7 +52,14 @@ def parse_args(argv: list[str] | None = None) -> Arguments:
     return args
 
 
-def _fill_in_model(given: Flags) -> Flags:
+def padded_vocab_size(given: Flags, vocabulary: int) -> int:
+    """Rows of the embedding for a vocabulary."""
+    multiple = given.make_vocab_size_divisible_by * given.tensor_model_parallel_size
+    return math.ceil(vocabulary / multiple) * multiple
+
+
+def complete_model(given: Flags) -> Flags:
+    """The flags with the sizes of the model that follow from others."""
     if not given.kv_channels:
         check_multiple(given, "hidden_size", "num_attention_heads")
     from ..integration.transformer_engine import why_not_importable

@@ -18,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 from ..errors import UsageError
 from .flags import Arguments
-from .flops import flops_per_sequence
 from .train_state import Progress as RunProgress
+from .workload import model_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -124,7 +124,7 @@ class RunLog:
             grad_norm=grad_norm,
             step_time=step_time,
             tokens_per_second_per_rank=sequences * args.seq_length,
-            tflops_per_rank=sequences * flops_per_sequence(args) / 1e12,
+            tflops_per_rank=sequences * model_of(args).flops_per_sequence(args.seq_length) / 1e12,
             memory_bytes=_memory_bytes(),
         )
 
@@ -190,8 +190,9 @@ def _line(record: Record, train_iters: int, peak: float | None) -> str:
 
 
 def _explain(args: Arguments, peak: float | None) -> str:
+    flops = model_of(args).flops_per_sequence(args.seq_length)
     line = (
-        f"{flops_per_sequence(args) / 1e12:.4g} TFLOP per sequence, forward and backward: 3s(layers(2h(a+2g) + 2ah "
+        f"{flops / 1e12:.4g} TFLOP per sequence, forward and backward: 3s(layers(2h(a+2g) + 2ah "
         f"+ 2as + {6 if args.swiglu else 4}h ffn) + 2h vocab), attention counted with its causal half; linears and "
         f"norms: {args.transformer_impl}"
     )

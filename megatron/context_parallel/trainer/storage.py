@@ -15,8 +15,8 @@ from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveSt
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from .flags import Arguments
-from .parameters import count_parameters
 from .save_lock import check_save_lock
+from .workload import model_of
 
 _ADVICE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some room") | {errno.ENOENT: "bring it back"}
 _kept: list[Exception] = []
@@ -47,7 +47,7 @@ def checkpoint_bytes(args: Arguments) -> int:
     """The least that a checkpoint takes: weights, and of the optimizer two moments, with 16-bit weights a copy too."""
     weights = args.params_dtype.itemsize
     optimizer = 0 if args.no_save_optim else 12 if weights == 2 else 8
-    return count_parameters(args)[0] * (weights + optimizer)
+    return model_of(args).parameters * (weights + optimizer)
 
 
 def _megabytes(count: int) -> str:

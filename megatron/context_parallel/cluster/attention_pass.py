@@ -1,0 +1,137 @@
+"""The attention of a run: its plan, the memory of its buffers, and its time on a cluster."""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..context import ALL_RANKS_UP_TO
+from ..errors import UsageError
+from ..layout import Chunks
+from ..mask import Mask
+from ..plan.ir import Plan, T
+from ..plan.liveness import peak_bytes
+from ..plan.volume import Shape, chunk_bytes
+from ..strategies import choose
+from .description import Cluster
+from .model import Model
+from .run import Run
+from .simulate import Forecast, simulate
+
+KEPT = 4096  # results that are kept: of a search over other options they are the same
+
+
+def attention_shape(model: Model, run: Run) -> Shape:
+    """The sizes of the attention of a rank, with the heads that tensor parallelism leaves to it."""
+    tensor = run.tensor_model_parallel_size
+    heads, kv_heads = model.num_attention_heads // tensor, max(1, model.num_query_groups // tensor)
+    return Shape(run.tokens, heads, kv_heads, model.kv_channels, run.itemsize)
+
+
+def attention_mask(model: Model) -> Mask:
+    """The mask of all layers."""
+    return Mask(True, (-1, -1) if model.window_size is None else (model.window_size, 0))
+
+
+def attention_plan(model: Model, run: Run, backward: bool) -> Plan:
+    """The plan of a pass of the attention.
+
+    Raises:
+        UsageError: a strategy that does not fit the ranks, the heads or the layout; passes that place chunks or heads
+            differently.
+    """
+    n, shape, mask = run.context_parallel_size, attention_shape(model, run), attention_mask(model)
+    plans, own = list[Plan](), run.cp_backward_strategy if backward else None
+    for strategy in (run.cp_strategy, own) if own else (run.cp_strategy,):
+        choice = choose(strategy)
+        sees = mask.pairs(*Chunks.pair(choice.layout, choice.plan(n).n, run.seq_length))
+        plans.append(choice.plan(n, sees=sees, backward=backward, heads=shape.heads, kv_heads=shape.kv_heads))
+    if len({(plan.layout, plan.heads, plan.placement) for plan in plans}) > 1:
+        raise UsageError(
+            f"--cp-strategy {run.cp_backward_strategy} in the backward pass: needs the layout, head-parallel size and "
+            f"placement of {run.cp_strategy}"
+        )
+    return plans[-1]
+
+
+def attention_forecast(model: Model, run: Run, cluster: Cluster, backward: bool) -> Forecast:
+    """Predicts a pass of the attention of one layer and micro batch, of the context group that takes longest.
+
+    All context groups compute at the same time. Rank r of the run is device r of the cluster.
+    """
+    plan, shape, mask = attention_plan(model, run, backward), attention_shape(model, run), attention_mask(model)
+    groups, each = run.groups("context"), cluster.devices_per_node
+    # Groups that lie alike on nodes take equally long.
+    unlike = {tuple(rank // each - group[0] // each for rank in group): group for group in reversed(groups)}
+    return max(
+        (
+            simulate(
+                plan, cluster, shape, mask, run.micro_batch_size, run.dtype, group, [g for g in groups if g != group]
+            )
+            for group in unlike.values()
+        ),
+        key=lambda forecast: forecast.seconds,
+    )
+
+
+class Attention(NamedTuple):
+    """Seconds of a pass: of the busiest rank's blocks, of what they do not hide, and of the first swap of heads."""
+
+    compute: float
+    exposed: float
+    swap: float
+
+
+def attention_seconds(model: Model, run: Run, cluster: Cluster, backward: bool) -> Attention:
+    """Seconds of one layer and micro batch, as `attention_forecast` predicts. Results are kept."""
+    return _seconds(*_attention_only(model, run), cluster, backward)
+
+
+@lru_cache(KEPT)
+def _seconds(model: Model, run: Run, cluster: Cluster, backward: bool) -> Attention:
+    forecast = attention_forecast(model, run, cluster, backward)
+    swaps = [span.end for span in forecast.spans if span.channel == "heads" and not span.start]
+    return Attention(forecast.compute, forecast.exposed, max(swaps, default=0.0))
+
+
+def attention_buffers(model: Model, run: Run) -> int:
+    """Bytes that a pass holds at most, beyond its queries, keys and values. Results are kept."""
+    return _buffers(*_attention_only(model, run))
+
+
+@lru_cache(KEPT)
+def _buffers(model: Model, run: Run) -> int:
+    shape, most = attention_shape(model, run), 0
+    for backward in (False, True):
+        plan = attention_plan(model, run, backward)
+        ranks = range(plan.n) if plan.n <= ALL_RANKS_UP_TO else (0, plan.n // 2, plan.n - 1)
+        own = chunk_bytes(plan, T.Q, shape, False) + chunk_bytes(plan, T.KV, shape, False)
+        most = max(most, max(peak_bytes(plan, rank, shape) for rank in ranks) - own)
+    return most
+
+
+def _attention_only(model: Model, run: Run) -> tuple[Model, Run]:
+    """A model and a run with the same attention, alike for all that differ in nothing else."""
+    model = Model(
+        num_layers=1,
+        hidden_size=1,
+        ffn_hidden_size=1,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        padded_vocab_size=1,
+        window_size=model.window_size,
+    )
+    run = replace(
+        run,
+        global_batch_size=run.micro_batch_size * run.data_parallel_size,
+        virtual_pipeline_model_parallel_size=None,
+        sequence_parallel=False,
+        data_parallel_sharding_strategy="no_shard",
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+        recompute_granularity=None,
+        recompute_method=None,
+        recompute_num_layers=None,
+        recompute_whitelist=False,
+    )
+    return model, run

@@ -1,0 +1,115 @@
+"""The sizes of a GPT model, its parameters and its floating-point operations."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Sizes of a model. The fields have the names and meanings of the trainer's flags.
+
+    Attributes:
+        padded_vocab_size: rows of the embedding. It depends on the tensor-parallel size.
+        positions: rows of a learned position table; 0: RoPE.
+        window_size: tokens that each sees before itself; None: all.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    padded_vocab_size: int
+    positions: int = 0
+    window_size: int | None = None
+    normalization: str = "RMSNorm"
+    softmax_type: str = "vanilla"
+    qk_layernorm: bool = False
+    swiglu: bool = True
+    add_bias_linear: bool = False
+    add_qkv_bias: bool = False
+    untie_embeddings_and_output_weights: bool = True
+
+    @property
+    def queries(self) -> int:
+        """Width of all query heads together."""
+        return self.kv_channels * self.num_attention_heads
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads together, or of all value heads."""
+        return self.kv_channels * self.num_query_groups
+
+    @property
+    def mlp_inputs(self) -> int:
+        """Width of what the MLP's first product makes: with SwiGLU a gate and a value."""
+        return self.ffn_hidden_size * (2 if self.swiglu else 1)
+
+    # -- parameters --------------------------------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> int:
+        """All parameters; rows that pad the vocabulary included."""
+        return self.num_layers * self.layer_parameters() + self.table_parameters + self._norm(self.hidden_size)
+
+    @property
+    def table_parameters(self) -> int:
+        """Those of them in token embedding, position table and untied output layer."""
+        return self._input(1) + (self._output(1) if self.untie_embeddings_and_output_weights else 0)
+
+    def parameters_on_stage(self, stage: int, stages: int = 1, tensor: int = 1) -> int:
+        """Parameters of a rank of pipeline stage `stage` (0 first); both end stages keep a tied output layer."""
+        count = self.num_layers // stages * self.layer_parameters(tensor)
+        if stage == 0:
+            count += self._input(tensor)
+        if stage == stages - 1:
+            count += self._norm(self.hidden_size)
+            if self.untie_embeddings_and_output_weights or stages > 1:
+                count += self._output(tensor)
+        return count
+
+    def layer_parameters(self, tensor: int = 1) -> int:
+        """One layer on one of `tensor` ranks: projections are split; norms and row-parallel biases are not."""
+        h, ffn = self.hidden_size, self.mlp_inputs
+        qkv = self.queries + 2 * self.keys
+        split = h * qkv + self.queries * h + h * ffn + self.ffn_hidden_size * h
+        whole = 2 * self._norm(h) + (2 * self._norm(self.kv_channels) if self.qk_layernorm else 0)
+        if self.softmax_type == "learnable":
+            split += self.num_attention_heads
+        if self.add_bias_linear or self.add_qkv_bias:
+            split += qkv
+        if self.add_bias_linear:
+            split += ffn
+            whole += 2 * h
+        return split // tensor + whole
+
+    def _norm(self, width: int) -> int:
+        return width * (2 if self.normalization == "LayerNorm" else 1)
+
+    def _input(self, tensor: int) -> int:
+        return (self.padded_vocab_size // tensor + self.positions) * self.hidden_size
+
+    def _output(self, tensor: int) -> int:
+        return self.padded_vocab_size // tensor * self.hidden_size
+
+    # -- floating-point operations -----------------------------------------------------------------------------
+
+    def flops_per_sequence(self, seq_length: int) -> float:
+        """Floating-point operations of one sequence of `seq_length` tokens, forward and backward, over all ranks.
+
+        A matrix product of m x k by k x n is 2mkn; the backward pass is twice the forward pass. Per token and layer,
+        with h = hidden_size, a = kv_channels * num_attention_heads and g = kv_channels * num_query_groups:
+
+            2h(a + 2g) + 2ah        projections
+            2 * 2 * a * seen        attention: QK^T and PV; of s tokens s / 2 are seen, of a window w < s, w - w^2 / 2s
+            2h * ffn * (3 or 2)     MLP: three products for SwiGLU, else two
+
+        and 2h * padded_vocab_size for the logits. Recomputation does not count; packed documents count as one.
+        """
+        h, s, a, g = self.hidden_size, seq_length, self.queries, self.keys
+        window = s if self.window_size is None else min(self.window_size, s)
+        seen = window - window**2 / (2 * s)
+        layer = (
+            2 * h * (a + 2 * g) + 2 * a * h + 4 * a * seen + 2 * h * self.ffn_hidden_size * (3 if self.swiglu else 2)
+        )
+        return 3.0 * s * (self.num_layers * layer + 2 * h * self.padded_vocab_size)
