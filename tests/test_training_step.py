@@ -1,0 +1,280 @@
+"""The predicted time and memory of a training step: against closed forms, and memory against a real tiny run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import training_case
+
+from megatron.context_parallel import UsageError
+from megatron.context_parallel.cluster.attention_pass import attention_forecast, attention_seconds
+from megatron.context_parallel.cluster.collectives import exchange, ring
+from megatron.context_parallel.cluster.description import AttentionRate, Cluster, Device, GemmRate, Inside, Nics
+from megatron.context_parallel.cluster.memory import memory
+from megatron.context_parallel.cluster.model import Model
+from megatron.context_parallel.cluster.run import Run
+from megatron.context_parallel.cluster.training_step import forecast_step
+from megatron.context_parallel.trainer import training
+from megatron.context_parallel.trainer.workload import model_of, run_of
+
+# Memory and launches cost nothing, and all computing has the peak rate.
+IDEAL = Device(
+    name="ideal",
+    peak_TFLOP_s=1,
+    memory_GiB=1000,
+    memory_GB_s=1e12,
+    block_us=0,
+    kernel_us=0,
+    gemm=(GemmRate(size=1, TFLOP_s=1),),
+    attention=(AttentionRate(rows=1, forward_TFLOP_s=1, backward_TFLOP_s=1),),
+)
+BOX = Cluster(
+    name="box",
+    source="made up",
+    nodes=2,
+    devices_per_node=4,
+    device=IDEAL,
+    inside=Inside(GB_s=100, latency_us=0),
+    nics=Nics(per_node=4, GB_s=10, latency_us=0),
+)
+MODEL = Model(
+    num_layers=4,
+    hidden_size=256,
+    ffn_hidden_size=512,
+    num_attention_heads=8,
+    num_query_groups=4,
+    kv_channels=32,
+    padded_vocab_size=1024,
+)
+RUN = Run(seq_length=1024)
+ALONE = BOX.part(1)
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+GATHERS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+def seconds(run: Run, cluster: Cluster = BOX, model: Model = MODEL) -> float:
+    return forecast_step(model, run, cluster).seconds
+
+
+def attention_flops(model: Model, s: int) -> float:
+    return 4 * model.queries * s * s / 2 * model.num_layers
+
+
+def test_an_ideal_device_takes_the_models_operations():
+    """Attention's backward pass computes the scores again: 2.5 times its forward pass, not twice."""
+    flops = MODEL.flops_per_sequence(1024)
+    forecast = forecast_step(MODEL, RUN, ALONE)
+    assert forecast.seconds == pytest.approx((flops + 0.5 * attention_flops(MODEL, 1024)) / 1e12, rel=1e-3)
+    assert forecast.mfu == pytest.approx(flops / 1e12 / forecast.seconds)
+    assert sum(forecast.parts.values()) == pytest.approx(forecast.seconds)
+    assert seconds(replace(RUN, micro_batch_size=2, global_batch_size=4), ALONE) == pytest.approx(4 * forecast.seconds)
+
+
+def test_recomputation_adds_a_forward_pass_and_keeping_attention_leaves_its_part_out():
+    forward = (MODEL.flops_per_sequence(1024) / 3 - 2 * 256 * 1024 * 1024) / 1e12
+    attention = attention_flops(MODEL, 1024) / 1e12
+    once = seconds(RUN, ALONE)
+    for changes, more in (
+        (FULL, forward),
+        (FULL | {"recompute_whitelist": True}, forward - attention),
+        ({"recompute_granularity": "selective"}, attention),
+        (FULL | {"recompute_method": "block", "recompute_num_layers": 3}, forward * 3 / 4),
+    ):
+        assert seconds(replace(RUN, **changes), ALONE) == pytest.approx(once + more, rel=1e-3)
+
+
+def test_kept_attention_still_swaps_its_heads():
+    run = replace(RUN, context_parallel_size=4, cp_strategy="ulysses")
+    cluster = replace(
+        BOX, device=replace(IDEAL, attention=(AttentionRate(rows=1, forward_TFLOP_s=1e6, backward_TFLOP_s=1e6),))
+    )
+    kept = forecast_step(MODEL, replace(run, **FULL, recompute_whitelist=True), cluster).parts
+    swap = 256 * (256 + 2 * 128) * 2 * 3 / 4 / 100e9  # queries, keys and values
+    exposed = "attention's exposed communication"
+    assert kept[exposed] - forecast_step(MODEL, run, cluster).parts[exposed] == pytest.approx(4 * swap, rel=1e-3)
+
+
+def test_rates_of_products_memory_and_launches_count():
+    slow = replace(IDEAL, memory_GB_s=1e-3)
+    norms = 4 * (4 * 256 + 6 * 256 + 2 * 384 + 3 * 512 + 6 * 256 + 6 * 256 + 2 * 384 + 5 * 512 + 2 * 256) + 5 * 256
+    parts = forecast_step(MODEL, RUN, replace(ALONE, device=slow)).parts
+    assert parts["norms and the like"] == pytest.approx(norms * 1024 * 2 / 1e6, rel=1e-6)
+    assert parts["optimizer"] == pytest.approx(MODEL.parameters * 42 / 1e6)
+    parts = forecast_step(MODEL, RUN, replace(ALONE, device=replace(IDEAL, kernel_us=1e6))).parts
+    assert parts["kernel launches"] == 4 * (11 + 16) + 2 + 20
+    sizes = GemmRate(size=256, TFLOP_s=1), GemmRate(size=1024, TFLOP_s=3)
+    parts = forecast_step(MODEL, RUN, replace(ALONE, device=replace(IDEAL, gemm=sizes))).parts
+    rate = {256: 1 + 2 / 3, 512: 2.0, 1024: 2 + 1 / 3}  # of 1024 x 256 by 256 x n, between cubes of 256 and 1024
+    product = {n: 2 * 1024 * 256 * n / rate[n] / 1e12 for n in rate}
+    per_layer = product[512] + product[256] + product[1024] + product[512]
+    assert parts["products of matrices"] == pytest.approx(3 * 4 * per_layer, rel=1e-6)
+
+
+def test_a_collective_uses_every_nic_of_its_nodes():
+    """8 ranks on 2 nodes: 4 rings, each with a quarter, cross by a NIC of their own; or by the one they share."""
+    everyone = (tuple(range(8)),)
+    assert ring(BOX, everyone).seconds(1e9) == pytest.approx(7 / 8 / 4 / 10)
+    assert ring(replace(BOX, nics=replace(BOX.nics, per_node=1)), everyone).seconds(1e9) == pytest.approx(7 / 8 / 10)
+    inside = tuple(range(4)), tuple(range(4, 8))
+    assert ring(BOX, inside).seconds(1e9) == pytest.approx(3 / 4 / 100)
+    shared = replace(BOX, inside=Inside(GB_s=100, latency_us=10, shared=True))
+    assert ring(shared, inside).seconds(1e9) == pytest.approx(4 * 3 / 4 / 100 + 3 * 10e-6)
+    crossing = tuple((i, i + 4) for i in range(4))
+    assert ring(BOX, crossing).seconds(1e9) == pytest.approx(1 / 2 / 10)
+    assert exchange(BOX, crossing).seconds(1e9) == pytest.approx(1 / 10)
+
+
+def test_what_ranks_share_is_sent_and_hidden():
+    run = replace(RUN, context_parallel_size=8, seq_length=8192)
+    count, part = MODEL.parameters, "gradients and weights, exposed"
+    whole = 7 / 8 / 4 / 10e9  # seconds a byte
+
+    def sent(**changes) -> float:
+        return forecast_step(MODEL, replace(run, **changes), BOX).parts[part]
+
+    assert sent() == pytest.approx(2 * 4 * count * whole)
+    assert sent(data_parallel_sharding_strategy="optim") == pytest.approx((4 + 2) * count * whole)
+    # The work of a micro batch hides all but one layer's part.
+    assert sent(data_parallel_sharding_strategy="optim", **GATHERS) == pytest.approx((4 + 2) * count * whole / 4)
+    batch = {"global_batch_size": 3, "data_parallel_sharding_strategy": "optim_grads_params"}
+    assert sent(**batch) == pytest.approx(3 * (4 + 2 + 2) * count * whole)
+    batch["data_parallel_sharding_strategy"] = "optim_grads"
+    assert sent(**batch) == pytest.approx((3 * 4 + 2) * count * whole)
+
+
+def test_tensor_parallel_ranks_exchange_hidden_states():
+    run, part = replace(RUN, tensor_model_parallel_size=4), "tensor-parallel traffic"
+    fast = replace(BOX, device=replace(IDEAL, gemm=(GemmRate(size=1, TFLOP_s=1e9),)))
+    one = 1024 * 256 * 2 * 3 / 4 / 100e9
+    loss = 6 * 1024 * 4 * 3 / 4 / 100e9
+    assert forecast_step(MODEL, run, fast).parts[part] == pytest.approx((4 * 8 + 2 + 2) * one + loss, rel=1e-4)
+    parallel = replace(run, sequence_parallel=True)
+    assert forecast_step(MODEL, parallel, fast).parts[part] == pytest.approx((4 * 10 + 4) * one + loss, rel=1e-4)
+    # Products of the backward pass hide what is summed meanwhile: 2 x 65 us of a layer behind 17 and 67 us.
+    slow = replace(BOX, device=replace(IDEAL, gemm=(GemmRate(size=1, TFLOP_s=100),)))
+    hidden = sum(min(2 * one, 2 * 1024 * 256 * n / 4 / 100e12) for n in (512, 1024))
+    expected = (4 * 8 + 2 + 2) * one + loss - 4 * hidden
+    assert forecast_step(MODEL, run, slow).parts[part] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
+    far = replace(BOX, nics=replace(BOX.nics, GB_s=1e9), inside=Inside(GB_s=1e9, latency_us=0))
+    run = replace(RUN, pipeline_model_parallel_size=4, global_batch_size=6)
+    forecast = forecast_step(MODEL, run, far)
+    layer = (MODEL.flops_per_sequence(1024) + 0.5 * attention_flops(MODEL, 1024)) / 1e12
+    logits = 3 * 2 * 256 * 1024 * 1024 / 1e12
+    layer = (layer - logits) / 4
+    assert forecast.parts["pipeline bubble"] == pytest.approx(3 * layer, rel=1e-3)
+    assert forecast.seconds == pytest.approx(6 * (layer + logits) + 3 * layer, rel=1e-3)
+    half = replace(run, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    assert forecast_step(MODEL, half, far).parts["pipeline bubble"] == pytest.approx(2 * layer / 2, rel=1e-3)
+    slow = replace(far, inside=Inside(GB_s=1, latency_us=0))
+    assert forecast_step(MODEL, run, slow).parts["pipeline traffic"] == pytest.approx(6 * 2 * 1024 * 256 * 2 / 1e9)
+
+
+def test_context_groups_beside_each_other_share_the_nics():
+    slow = replace(
+        BOX, device=replace(IDEAL, attention=(AttentionRate(rows=1, forward_TFLOP_s=1e9, backward_TFLOP_s=1e9),))
+    )
+    keys = 256 * 2 * 2 * 32 * 2  # bytes of a chunk's keys and values, half of the heads
+    for nics, groups in ((4, 1), (2, 2), (1, 2)):
+        cluster = replace(slow, nics=replace(slow.nics, per_node=nics))
+        run = replace(RUN, context_parallel_size=4, tensor_model_parallel_size=2)
+        forecast = attention_forecast(MODEL, run, cluster, False)
+        assert forecast.seconds == pytest.approx(3 * keys * groups / 10e9, rel=1e-3)
+    apart = replace(RUN, context_parallel_size=4, data_parallel_size=2, global_batch_size=2)
+    assert attention_forecast(MODEL, apart, cluster, False).seconds == pytest.approx(3 * 2 * keys / 100e9, rel=1e-3)
+
+
+def test_a_group_with_gaps_is_simulated_in_part(monkeypatch):
+    run = replace(RUN, context_parallel_size=32, tensor_model_parallel_size=2, seq_length=32768)
+    cluster = replace(BOX, nodes=16)
+    every = attention_forecast(MODEL, run, cluster, True)
+    monkeypatch.setattr("megatron.context_parallel.cluster.simulate.ALL_UP_TO", 1)
+    few = attention_forecast(MODEL, run, cluster, True)
+    assert (every.period, few.period) == (32, 2)
+    assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
+
+
+def test_passes_may_take_different_plans_of_one_placement():
+    run = replace(RUN, context_parallel_size=8, cp_strategy="mesh:grid=2x4", cp_backward_strategy="mesh:grid=4x2")
+    turned = replace(run, cp_strategy="mesh:grid=4x2", cp_backward_strategy=None)
+    assert attention_seconds(MODEL, run, BOX, True) == attention_seconds(MODEL, turned, BOX, True)
+    assert attention_seconds(MODEL, run, BOX, False) != attention_seconds(MODEL, turned, BOX, False)
+    with pytest.raises(UsageError, match="needs the layout, head-parallel size and placement of mesh:grid=2x4"):
+        forecast_step(MODEL, replace(run, cp_backward_strategy="usp:head_parallel_size=2"), BOX)
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"dtype": "fp8"}, "dtype fp8: unknown; give one of fp32, bf16, fp16"),
+        ({"global_batch_size": 3, "data_parallel_size": 2}, "--global-batch-size 3: .* give 4"),
+        ({"context_parallel_size": 3}, "--seq-length 1024: .* give 1026"),
+        ({"recompute_granularity": "full"}, "needs --recompute-method and --recompute-num-layers"),
+        ({"pipeline_model_parallel_size": 3}, "--pipeline-model-parallel-size 3: does not divide --num-layers 4"),
+        ({"context_parallel_size": 2, "data_parallel_sharding_strategy": "zero"}, "give one of no_shard, optim"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, message):
+    with pytest.raises(UsageError, match=message):
+        seconds(replace(RUN, **changes))
+
+
+def test_sharding_divides_what_it_names():
+    run = replace(RUN, context_parallel_size=8, dtype="bf16")
+    count, layer = MODEL.parameters, MODEL.layer_parameters()
+
+    def sizes(sharding: str) -> dict[str, int]:
+        return {part.what: part.bytes for part in memory(MODEL, replace(run, data_parallel_sharding_strategy=sharding))}
+
+    whole = {"weights": 2 * count, "gradients": 4 * count, "optimizer": 12 * count}
+    expected = {
+        "no_shard": whole,
+        "optim": whole | {"optimizer": 12 * count // 8},
+        "optim_grads": {"weights": 2 * count, "gradients": 4 * count // 8, "optimizer": 12 * count // 8},
+        "optim_grads_params": {what: size // 8 for what, size in whole.items()} | {"gathered weights": 2 * 2 * layer},
+    }
+    for sharding, parts in expected.items():
+        assert sizes(sharding).items() >= parts.items()
+
+
+def test_the_buffers_of_a_ring():
+    """Backward: queries' gradient; keys that arrive and that leave; of their gradients own, leaving, arriving, added."""
+    run = replace(RUN, context_parallel_size=8)
+    queries, keys, statistic = 128 * 256, 128 * 256, 4 * 128 * 8
+    sizes = {part.what: part.bytes for part in memory(MODEL, run)}
+    output_gradient = 2 * queries + 2 * statistic
+    assert sizes["attention buffers"] == output_gradient + 4 * queries + 2 * 2 * keys + 4 * 4 * keys
+
+
+def _real_memory(family: str, changes: dict) -> tuple[dict, dict]:
+    """Bytes that a rank holds after an iteration, and those predicted."""
+    recompute = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+    args = training_case.case_args(
+        family, hidden_size=128, kv_channels=32, ffn_hidden_size=128, train_iters=1, **recompute, **changes
+    )
+    with training_case.groups(args):
+        state = training_case.build(args)
+        data = [training_case.batches(args, 0) for _ in state.model]
+        training.train_loop(args, state, training_case.Recorder(), data, None, 0.0)
+        inner = state.optimizer.optimizer
+        numbers = [value for kept in inner.state.values() for value in kept.values() if torch.is_tensor(value)]
+        numbers = [value for value in numbers if value.ndim]
+        if args.params_dtype is not torch.float32:
+            numbers += [parameter for group in inner.param_groups for parameter in group["params"]]
+        real = {
+            "weights": sum(p.nbytes for chunk in state.model for p in chunk.parameters()),
+            "gradients": sum(buffer.grad_data.nbytes for chunk in state.model for buffer in chunk.buffers),
+            "optimizer": sum(value.nbytes for value in numbers),
+        }
+    predicted = {part.what: part.bytes for part in memory(model_of(args), run_of(args))}
+    return real, {name: predicted[name] for name in real}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"bf16": True, "params_dtype": torch.bfloat16}, {"use_distributed_optimizer": False}]
+)
+def test_memory_is_that_of_a_real_run(ranks, changes):
+    for real, predicted in ranks(2, _real_memory, "llama", {"context_parallel_size": 2, **changes}):
+        assert real == predicted
