@@ -12,6 +12,7 @@ import pytest
 import training_case
 import yaml
 
+from megatron.context_parallel.cluster.description import PRESETS, load_cluster
 from megatron.context_parallel.strategies import STRATEGIES
 from megatron.context_parallel.trainer.arguments import parse_args
 from megatron.context_parallel.trainer.dry_run import describe
@@ -190,6 +191,16 @@ def test_numbers_of_the_choice_were_measured():
     assert len(numbers) > 20
     for number in numbers:
         assert re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", measured), number
+
+
+def test_the_page_lists_the_clusters_as_they_are():
+    rows = (row for row in (ROOT / "docs/cluster.md").read_text().splitlines() if row.startswith("| `"))
+    rows = {cells[1].strip(" `"): [cell.strip() for cell in cells[2:4]] for cells in (row.split("|") for row in rows)}
+    names = [path.name.removesuffix(".yaml") for path in PRESETS.iterdir()]
+    for name in names:
+        cluster = load_cluster(name)
+        assert rows[name][0] == f"{cluster.nodes} x {cluster.devices_per_node}"
+        assert cluster.device.name.startswith(rows[name][1])
 
 
 def test_links_lead_somewhere():

@@ -240,7 +240,7 @@ def test_sharding_divides_what_it_names():
 
 
 def test_the_buffers_of_a_ring():
-    """Backward: queries' gradient; keys that arrive and that leave; of their gradients own, leaving, arriving, added."""
+    """Backward: the gradient of queries, 2 received chunks of keys, and gradients of 4 chunks of keys."""
     run = replace(RUN, context_parallel_size=8)
     queries, keys, statistic = 128 * 256, 128 * 256, 4 * 128 * 8
     sizes = {part.what: part.bytes for part in memory(MODEL, run)}
