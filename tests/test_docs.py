@@ -41,7 +41,7 @@ def run_page(tmp_path, monkeypatch):
     STRATEGIES.update(before)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/writing_a_strategy.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/writing_a_strategy.md", "docs/cluster.md"])
 def test_examples_run(page, run_page):
     run_page(page)
 
