@@ -5,10 +5,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..context import ALL_RANKS_UP_TO
-from ..errors import UsageError
 from ..layout import Chunks
 from ..mask import Mask
-from ..plan.ir import Plan, T
+from ..plan.ir import Plan, SwapHeads, T
 from ..plan.liveness import peak_bytes
 from ..plan.volume import Shape, chunk_bytes
 from ..strategies import choose
@@ -36,21 +35,12 @@ def attention_plan(model: Model, run: Run, backward: bool) -> Plan:
     """The plan of a pass of the attention.
 
     Raises:
-        UsageError: a strategy that does not fit the ranks, the heads or the layout; passes that place chunks or heads
-            differently.
+        UsageError: a strategy that does not fit the ranks, the heads or the layout.
     """
-    n, shape, mask = run.context_parallel_size, attention_shape(model, run), attention_mask(model)
-    plans, own = list[Plan](), run.cp_backward_strategy if backward else None
-    for strategy in (run.cp_strategy, own) if own else (run.cp_strategy,):
-        choice = choose(strategy)
-        sees = mask.pairs(*Chunks.pair(choice.layout, choice.plan(n).n, run.seq_length))
-        plans.append(choice.plan(n, sees=sees, backward=backward, heads=shape.heads, kv_heads=shape.kv_heads))
-    if len({(plan.layout, plan.heads, plan.placement) for plan in plans}) > 1:
-        raise UsageError(
-            f"--cp-strategy {run.cp_backward_strategy} in the backward pass: needs the layout, head-parallel size and "
-            f"placement of {run.cp_strategy}"
-        )
-    return plans[-1]
+    n, choice, shape = run.context_parallel_size, choose(run.cp_strategy), attention_shape(model, run)
+    chunks = Chunks.pair(choice.layout, choice.plan(n).n, run.seq_length)
+    sees = attention_mask(model).pairs(*chunks)
+    return choice.plan(n, sees=sees, backward=backward, heads=shape.heads, kv_heads=shape.kv_heads)
 
 
 def attention_forecast(model: Model, run: Run, cluster: Cluster, backward: bool) -> Forecast:
@@ -89,7 +79,9 @@ def attention_seconds(model: Model, run: Run, cluster: Cluster, backward: bool) 
 @lru_cache(KEPT)
 def _seconds(model: Model, run: Run, cluster: Cluster, backward: bool) -> Attention:
     forecast = attention_forecast(model, run, cluster, backward)
-    swaps = [span.end for span in forecast.spans if span.channel == "heads" and not span.start]
+    swaps = [
+        span.end for span in forecast.spans if isinstance(span.what[0], SwapHeads) and T.KV in span.what[0].tensors
+    ]
     return Attention(forecast.compute, forecast.exposed, max(swaps, default=0.0))
 
 

@@ -46,9 +46,8 @@ class LayerTime:
         if not backward:  # norms, residual sums, RoPE, activation
             numbers = 2 * 2 * whole + 2 * 3 * whole + rotated + (3 if model.swiglu else 2) * mlp
             return Work(dense, self._moving(numbers), 4 + 7)
-        delta = 2 * model.queries / tensor
-        numbers = 2 * 3 * whole + 2 * 3 * whole + rotated + (5 if model.swiglu else 3) * mlp + delta
-        return Work(2 * dense, self._moving(numbers), 8 + 8)
+        numbers = 2 * 3 * whole + 2 * 3 * whole + rotated + (5 if model.swiglu else 3) * mlp
+        return Work(2 * dense, self._moving(numbers), 8 + 7)
 
     @property
     def products(self) -> dict[str, float]:

@@ -16,8 +16,7 @@ class Run:
     """A run of the trainer. The fields have the names and meanings of its flags, or of Megatron's.
 
     Attributes:
-        cp_strategy: spec of the attention's forward pass, with layout and head-parallel size.
-        cp_backward_strategy: of its backward pass; default: the same.
+        cp_strategy: spec of the attention, with layout and head-parallel size.
         data_parallel_sharding_strategy: what the data and context ranks share out. "optim" is
             `--use-distributed-optimizer` (ZeRO 1), "optim_grads" ZeRO 2, "optim_grads_params" ZeRO 3 or FSDP.
         recompute_whitelist: whether the output of attention is kept (`--recompute-whitelist core_attention`).
@@ -31,7 +30,6 @@ class Run:
     micro_batch_size: int = 1
     global_batch_size: int = 1
     cp_strategy: str = "ring"
-    cp_backward_strategy: str | None = None
     context_parallel_size: int = 1
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
