@@ -1,6 +1,6 @@
 """For users of Transformer Engine: our attention in the shape of its `DotProductAttention`."""
 
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from ..attention import context_parallel_attention
 from ..context import ContextParallel
 from ..errors import UsageError
+from .groups import context_of
 
 COMM_TYPES = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}  # Transformer Engine's names
 _MASKS = {"causal": True, "causal_bottom_right": True, "no_mask": False}
@@ -120,7 +121,7 @@ class DotProductAttention(torch.nn.Module):
             raise UsageError(f"cp_comm_type {cp_comm_type}: {why} {', '.join(COMM_TYPES)}")
         if self.strategy and cp_comm_type != "p2p":
             raise UsageError(f"cp_comm_type {cp_comm_type}: does not go with cp_strategy {self.strategy}; leave it out")
-        self.cp = _group(cp_group, self.strategy or COMM_TYPES[cp_comm_type])
+        self.cp = context_of(cp_group, self.strategy or COMM_TYPES[cp_comm_type])
 
     def forward(
         self,
@@ -170,8 +171,3 @@ def _refuse_unless(**arguments: tuple[object, tuple]) -> None:
         if isinstance(value, Tensor) or value not in works:
             shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else value
             raise UsageError(f"{name} {shown}: not supported; give {' or '.join(map(str, works))}")
-
-
-@lru_cache(8)
-def _group(group: dist.ProcessGroup, strategy: str) -> ContextParallel:
-    return ContextParallel(strategy, group=group)

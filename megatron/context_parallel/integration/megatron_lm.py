@@ -1,0 +1,141 @@
+"""An unmodified checkout of Megatron-LM with our attention.
+
+    cd Megatron-LM
+    torchrun --nproc-per-node 8 -m megatron.context_parallel.integration.megatron_lm pretrain_gpt.py \\
+        --context-parallel-size 8 --cp-strategy mesh [Megatron's flags]
+
+`--cp-strategy` takes a spec, such as mesh:grid=2x4,layout=cyclic. The only other flag of ours is
+`--cp-attention-backend`. The checkout's own `megatron.core` is used. What must be replaced there is replaced before the
+script imports it by value.
+"""
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from ..backends import BACKENDS
+from ..context import ContextParallel
+from ..errors import UsageError
+from ..strategies import choose
+from .groups import context_of
+
+# What Megatron's flags must say, and why. They are added where they are missing.
+NEEDED = {
+    "--no-create-attention-mask-in-dataloader": "the mask is the strategy's",
+    "--calculate-per-token-loss": "ranks have different numbers of tokens with a loss",
+    "--attention-dropout 0.0": "context-parallel attention has no dropout",
+}
+_REFUSED = {
+    "--mtp-num-layers": "multi-token prediction cuts sequences by itself",
+    "--hybrid-context-parallel": "it cuts sequences by itself",
+    "--sft": "its packed sequences (thd) are cut by Transformer Engine",
+    "--attention-backend": "the strategy computes attention; give --cp-attention-backend",
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs Megatron's script with our attention: SCRIPT [flags].
+
+    Raises:
+        UsageError: no script, a flag of ours that does not fit, or one of Megatron's that cannot be right.
+    """
+    script, *flags = (sys.argv[1:] if argv is None else argv) or [""]
+    if not os.path.isfile(script):
+        raise UsageError(f"script {script}: no such file; give Megatron's, such as pretrain_gpt.py")
+    strategy, backend, theirs = split_flags(flags)
+    theirs, added = complete(theirs)
+    if added and os.environ.get("RANK", "0") == "0":
+        print(f"cp: added {' '.join(added)}", flush=True)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    for owner, name, value in replacements(strategy, backend):
+        setattr(owner, name, value)
+    sys.argv = [script, *theirs]
+    runpy.run_path(script, run_name="__main__")
+
+
+def split_flags(flags: list[str]) -> tuple[str, str, list[str]]:
+    """The strategy of `--cp-strategy`, `--cp-attention-backend`, and the flags that are Megatron's.
+
+    Raises:
+        UsageError: an unknown strategy, option or backend.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--cp-strategy", default="ring")
+    parser.add_argument("--cp-attention-backend", default="auto")
+    ours, theirs = parser.parse_known_args(flags)
+    if ours.cp_attention_backend not in BACKENDS:
+        raise UsageError(f"--cp-attention-backend {ours.cp_attention_backend}: unknown; choose {' or '.join(BACKENDS)}")
+    choose(ours.cp_strategy)  # refuses what is none
+    return ours.cp_strategy, ours.cp_attention_backend, theirs
+
+
+def complete(flags: list[str]) -> tuple[list[str], list[str]]:
+    """Megatron's flags with those needed, and which these are.
+
+    Raises:
+        UsageError: a flag that cannot be right, or another value of one that is needed.
+    """
+    words = [part for flag in flags for part in (flag.split("=", 1) if flag.startswith("--") else [flag])]
+    for flag, why in _REFUSED.items():
+        if flag in words:
+            raise UsageError(f"{flag}: not supported, {why}; leave it out")
+    added = []
+    for needed, why in NEEDED.items():
+        name, _, value = needed.partition(" ")
+        if name not in words:
+            added.append(needed)
+        elif value and float(words[words.index(name) + 1]) != float(value):
+            raise UsageError(f"{name} {words[words.index(name) + 1]}: {why}; give {needed}")
+    return [*flags, *(part for needed in added for part in needed.split())], added
+
+
+def replacements(strategy: str, backend: str = "auto") -> Iterator[tuple[Any, str, Callable]]:
+    """(owner, name, value) of all that is replaced in megatron-core. Give it to `setattr` before Megatron is imported.
+
+    Attention in megatron-core's specs and Transformer Engine's becomes ours; batches and rotary embeddings are cut by
+    the layout of the strategy.
+    """
+    from megatron.core import parallel_state, utils
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding
+    from megatron.core.transformer import ModuleSpec
+
+    from .spec import ContextParallelAttention
+
+    def context() -> ContextParallel:
+        return context_of(parallel_state.get_context_parallel_group(), strategy)
+
+    def core_attention(self: object) -> ModuleSpec:
+        return ModuleSpec(ContextParallelAttention, params={"cp": context(), "backend": backend})
+
+    def batch_here(batch: dict[str, Tensor | None], cp_group: object = None, **others: object) -> dict:
+        if batch.get("attention_mask") is not None:
+            raise UsageError("attention_mask in the batch: give --no-create-attention-mask-in-dataloader")
+        cp = context()
+        return {name: x if x is None else cp.shard(x, dim=1) for name, x in batch.items()}
+
+    def embedding_here(pos_emb: Tensor, seq_dim: int, cp_group: object = None) -> Tensor:
+        return context().shard(pos_emb, dim=seq_dim)
+
+    def refuse_packed(*args: object, **kwargs: object) -> NoReturn:
+        raise UsageError("packed sequences (thd): not supported in Megatron-LM; use this project's trainer")
+
+    for provider in (LocalSpecProvider, TESpecProvider):
+        yield provider, "core_attention", core_attention
+    yield utils, "get_batch_on_this_cp_rank", batch_here
+    for packed in ("get_thd_batch_on_this_cp_rank", "get_batch_on_this_hybrid_cp_rank"):
+        yield utils, packed, refuse_packed
+    for module in (rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding):
+        yield module, "get_pos_emb_on_this_cp_rank", embedding_here
+
+
+if __name__ == "__main__":
+    from ..commands.run import run_main
+
+    run_main(main)
