@@ -89,7 +89,7 @@ def test_flags_are_told_apart_and_completed():
     assert whole == [*theirs, "--attention-dropout=0", *added]
     for wrong, message in (
         (["--attention-dropout", "0.1"], "--attention-dropout 0.1: context-parallel attention has no dropout; give"),
-        (["--mtp-num-layers=1"], "--mtp-num-layers: not supported, multi-token prediction"),
+        (["--mtp-num-layers=1"], "--mtp-num-layers: not supported, it cuts sequences by itself"),
         (["--sft"], "--sft: not supported"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -31,7 +31,7 @@ NEEDED = {
     "--attention-dropout 0.0": "context-parallel attention has no dropout",
 }
 _REFUSED = {
-    "--mtp-num-layers": "multi-token prediction cuts sequences by itself",
+    "--mtp-num-layers": "it cuts sequences by itself",
     "--hybrid-context-parallel": "it cuts sequences by itself",
     "--sft": "its packed sequences (thd) are cut by Transformer Engine",
     "--attention-backend": "the strategy computes attention; give --cp-attention-backend",
