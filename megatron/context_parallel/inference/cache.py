@@ -1,0 +1,37 @@
+"""The pages of one rank: keys and values of all layers."""
+
+import torch
+from torch import Tensor
+
+
+class Cache:
+    """Keys (rotated) and values of one rank in pages, for each layer. All memory is taken at once.
+
+    Args:
+        pages, page: how many pages, and rows of each.
+        shapes: of each layer the key/value heads, and head_dim of keys and of values.
+        dtype, device: of the tensors.
+    """
+
+    def __init__(
+        self, pages: int, page: int, shapes: list[tuple[int, int, int]], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.layers = [
+            tuple(torch.empty(pages, page, heads, d, dtype=dtype, device=device) for d in dims)
+            for heads, *dims in shapes
+        ]
+
+    def append(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Stores rows [rows, kv_heads, d] of a layer at `slots` int64 [rows]."""
+        for pages, x in zip(self.layers[layer], (keys, values), strict=True):
+            pages.flatten(0, 1).index_copy_(0, slots, x)
+
+    def rows(self, layer: int, slots: Tensor | slice) -> tuple[Tensor, ...]:
+        """Keys and values [rows, kv_heads, d] of a layer at `slots`; a view where these are a slice."""
+        whole = (pages.flatten(0, 1) for pages in self.layers[layer])
+        return tuple(x[slots] if isinstance(slots, slice) else x.index_select(0, slots) for x in whole)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copies a page in all layers."""
+        for pages in (x for layer in self.layers for x in layer):
+            pages[target] = pages[source]

@@ -1,0 +1,160 @@
+"""pass-KV or pass-Q: what travels in a prefill, keys and values or queries and partial outputs.
+
+T new tokens, P cached tokens, n ranks. The formulas are of Yang et al., Context Parallelism for Scalable Million-Token
+Inference (2024); ours are those of `seconds`.
+"""
+
+import math
+from dataclasses import dataclass
+
+from ..cluster.description import AttentionRate, Cluster
+from ..cluster.links import Links
+from ..errors import UsageError
+
+PASS_KV, PASS_Q = "pass-kv", "pass-q"
+CHOICES = (PASS_KV, PASS_Q, "auto", "alg1", "alg5", "empirical")
+EMPIRICAL = (-1.059, 1.145, 12.112)  # Appendix D as printed; it contradicts Table 4, so fit your own
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The attention of a layer on one rank.
+
+    Attributes:
+        heads, kv_heads: that tensor parallelism leaves to the rank.
+        head_dim: of queries and keys; value_dim: of values.
+        itemsize: bytes of a number. Partial outputs and their log-sum-exp travel in 4 bytes at least.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    itemsize: int
+
+    @property
+    def query_bytes(self) -> int:
+        """Of a query row."""
+        return self.heads * self.head_dim * self.itemsize
+
+    @property
+    def key_bytes(self) -> int:
+        """Of a row of keys and values."""
+        return self.kv_heads * (self.head_dim + self.value_dim) * self.itemsize
+
+    @property
+    def partial_bytes(self) -> int:
+        """Of a row of partial output and log-sum-exp."""
+        return self.heads * (self.value_dim + 1) * max(4, self.itemsize)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What ranks compute and what travels between neighbours.
+
+    Attributes:
+        compute: operations a second of one rank's attention.
+        bandwidth: bytes a second from a rank to the next one.
+        latency: seconds before a message arrives.
+    """
+
+    compute: float
+    bandwidth: float
+    latency: float = 0.0
+
+    @classmethod
+    def of(cls, cluster: Cluster, n: int, dtype: str = "bf16", head_dim: int = 128) -> "Rates":
+        """Those of n ranks of a cluster: the slowest link of the ring, and its fastest measured block of attention."""
+        part = cluster.part(n)
+        links = Links(part)
+        paths = [links.path(rank, (rank + 1) % n) for rank in range(n)] if n > 1 else []
+        users: dict[tuple, int] = {}
+        for link, _ in (link for path in paths for link in path.links):
+            users[link] = users.get(link, 0) + 1
+        bandwidth = min((rate / users[link] for path in paths for link, rate in path.links), default=math.inf)
+
+        def apart(rate: AttentionRate) -> tuple:
+            return rate.dtype != dtype, abs(rate.head_dim - head_dim), -rate.rows
+
+        best = min(part.device.attention, key=apart)
+        return cls(best.forward_TFLOP_s * 1e12, bandwidth, max((path.seconds for path in paths), default=0.0))
+
+
+def seconds(variant: str, new: int, cached: int, n: int, sizes: Sizes, rates: Rates) -> float:
+    """Predicted seconds of one layer's attention, if each step hides its messages behind its block, or the reverse.
+
+    All ranks have as many rows as each other; each query sees half of the new tokens. The steps are those of the plans:
+    pass-KV is `ring`, pass-Q is `attention2d` on a grid of 1 x n, where a partial output moves along with the queries.
+    """
+    rows = new / n
+    pairs = rows * (cached + new / 2) / n  # of one block
+    block = 2 * pairs * sizes.heads * (sizes.head_dim + sizes.value_dim) / rates.compute
+    if variant == PASS_KV:
+        sent = [(cached + new) / n * sizes.key_bytes] * (n - 1) + [0.0]
+    else:
+        query, partial = rows * sizes.query_bytes, rows * sizes.partial_bytes
+        sent = [query * (s < n - 1) + partial * (s > 1) for s in range(n + 1)]
+    hops = ((x / rates.bandwidth + rates.latency) if x else 0.0 for x in sent)
+    return sum(max(hop, block * (s < n)) for s, hop in enumerate(hops))
+
+
+def sent_bytes(variant: str, new: int, cached: int, n: int, sizes: Sizes) -> float:
+    """Bytes that a rank sends in one layer, with `new` and `cached` tokens on all ranks together."""
+    row = sizes.query_bytes + sizes.partial_bytes
+    return (n - 1) / n * (new * row if variant == PASS_Q else (new + cached) * sizes.key_bytes)
+
+
+def algorithm_1(new: int, cached: int, n: int, sizes: Sizes, rates: Rates) -> str:
+    """Algorithm 1: pass-KV if blocks hide it (Eq. 2) or if keys are smaller than queries (Eq. 1)."""
+    hidden = new >= n * rates.compute * sizes.kv_heads * sizes.itemsize / (2 * sizes.heads * rates.bandwidth)
+    return PASS_KV if hidden or new / (new + cached) >= 2 * sizes.kv_heads / sizes.heads else PASS_Q
+
+
+def algorithm_5(new: int, cached: int, n: int, sizes: Sizes, rates: Rates) -> str:
+    """Algorithm 5: as algorithm 1, but the all-to-all of pass-Q counts (Eq. 5)."""
+    hidden = new >= n * rates.compute * sizes.kv_heads * sizes.itemsize / (2 * sizes.heads * rates.bandwidth)
+    all_to_all = 4 * new * rates.bandwidth / (n * rates.compute * sizes.itemsize)
+    least = 2 * sizes.kv_heads / sizes.heads - all_to_all
+    return PASS_KV if hidden or new / (new + cached) >= least else PASS_Q
+
+
+def empirical(new: int, cached: int, constants: tuple[float, float, float] = EMPIRICAL) -> str:
+    """Appendix D: pass-KV if a log(T) + b log(T / (T + P)) + c is positive; natural logarithms."""
+    a, b, c = constants
+    return PASS_KV if a * math.log(new) + b * math.log(new / (new + cached)) + c > 0 else PASS_Q
+
+
+def choose(
+    how: str,
+    new: int,
+    cached: int,
+    n: int,
+    sizes: Sizes,
+    rates: Rates | None = None,
+    constants: tuple[float, float, float] = EMPIRICAL,
+) -> str:
+    """The variant of a prefill of `new` tokens over `cached` ones, in all sequences together.
+
+    Args:
+        how: of `CHOICES`. `auto` takes the one with fewer predicted seconds; without rates, with fewer bytes.
+        n: ranks.
+        sizes: of a layer.
+        rates: of the cluster; `alg1` and `alg5` need them.
+        constants: of `empirical`.
+
+    Raises:
+        UsageError: an unknown choice, or one that needs rates.
+    """
+    if how not in CHOICES:
+        raise UsageError(f"--cp-prefill {how}: unknown; choose one of {', '.join(CHOICES)}")
+    if how in (PASS_KV, PASS_Q):
+        return how
+    if how == "empirical":
+        return empirical(new, cached, constants)
+    if how == "auto":
+        if rates is None:
+            return min((PASS_KV, PASS_Q), key=lambda variant: sent_bytes(variant, new, cached, n, sizes))
+        return min((PASS_KV, PASS_Q), key=lambda variant: seconds(variant, new, cached, n, sizes, rates))
+    if rates is None:
+        raise UsageError(f"--cp-prefill {how}: needs the rates of a cluster; give --cluster, or --cp-prefill auto")
+    return (algorithm_1 if how == "alg1" else algorithm_5)(new, cached, n, sizes, rates)

@@ -1,0 +1,265 @@
+"""Which rank holds which token of which sequence: the page tables of all ranks.
+
+Each rank has the tables of all ranks, and all ranks take the same decisions from them. So nothing is sent to admit a
+sequence, to deal its tokens or to free it. A page holds rows of one sequence; forks share full pages.
+"""
+
+import heapq
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy
+from numpy.typing import NDArray
+
+from ..errors import UsageError
+
+PAGE = 64  # rows of a page
+Ints = NDArray[numpy.int64]
+
+
+class CacheFull(UsageError):
+    """What is asked for does not fit.
+
+    Attributes:
+        room: how many new tokens of the sequence fit.
+    """
+
+    def __init__(self, text: str, room: int) -> None:
+        super().__init__(text)
+        self.room = room
+
+
+@dataclass
+class Part:
+    """The rows of a sequence on one rank.
+
+    Attributes:
+        pages: in which they are; all but the last are full.
+        positions: the place in the sequence of each, ascending.
+        inherited: how many of them a fork took over.
+    """
+
+    pages: list[int] = field(default_factory=list)
+    positions: array = field(default_factory=lambda: array("q"))
+    inherited: int = 0
+
+    @property
+    def own(self) -> int:
+        """Rows that were dealt to the sequence itself."""
+        return len(self.positions) - self.inherited
+
+
+class _Store:
+    """The pages of one rank."""
+
+    def __init__(self, pages: int) -> None:
+        self.free = list(range(pages))  # a heap: the lowest first, so that pages of a sequence are neighbours
+        self.users = [0] * pages
+        self.filled = [0] * pages
+        self.rows = 0
+
+    def take(self) -> int:
+        page = heapq.heappop(self.free)
+        self.users[page] = 1
+        return page
+
+    def fill(self, page: int, rows: int) -> None:
+        self.filled[page] += rows
+        self.rows += rows
+
+    def release(self, page: int) -> None:
+        self.users[page] -= 1
+        if not self.users[page]:
+            self.fill(page, -self.filled[page])
+            heapq.heappush(self.free, page)
+
+
+class PageTables:
+    """The page tables of n ranks.
+
+    Args:
+        n: ranks.
+        pages: of each rank.
+        page: rows of a page, 64 at most: ranks then differ by a page at most.
+
+    Raises:
+        UsageError: a page of more than 64 rows, or no pages.
+    """
+
+    def __init__(self, n: int, pages: int, page: int = PAGE) -> None:
+        if not 1 <= page <= PAGE or pages < 1:
+            raise UsageError(f"{pages} pages of {page} rows: need 1 page or more of 1 to {PAGE} rows, such as {PAGE}")
+        self.n, self.page, self.capacity = n, page, n * pages * page
+        self._stores = [_Store(pages) for _ in range(n)]
+        self._parts: dict[int, list[Part]] = {}
+        self._next = 0
+
+    # -- what there is -----------------------------------------------------------------------------------------
+
+    def __contains__(self, sequence: int) -> bool:
+        return sequence in self._parts
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence."""
+        return sum(len(part.positions) for part in self._parts[sequence])
+
+    def rows(self) -> list[int]:
+        """Rows that each rank stores; those that forks share count once."""
+        return [store.rows for store in self._stores]
+
+    def count(self, sequence: int, rank: int, first: int = 0) -> int:
+        """Rows of a sequence on a rank, of places from `first` on."""
+        positions = self._parts[sequence][rank].positions
+        return len(positions) - (_below(positions, first) if first else 0)
+
+    def positions(self, sequence: int, rank: int, first: int = 0) -> Ints:
+        """The places in the sequence of its rows on a rank, from `first` on, ascending."""
+        positions = self._parts[sequence][rank].positions
+        return numpy.array(positions, numpy.int64)[_below(positions, first) if first else 0 :]
+
+    def slots(self, sequence: int, rank: int, first: int = 0) -> Ints:
+        """Where these rows are among all rows of the rank's pages."""
+        part = self._parts[sequence][rank]
+        starts = numpy.array(part.pages, numpy.int64) * self.page
+        rows = (starts[:, None] + numpy.arange(self.page)).ravel()
+        return rows[_below(part.positions, first) if first else 0 : len(part.positions)]
+
+    def room(self, sequence: int | None = None) -> int:
+        """Tokens that fit now: of one new sequence, or more of one that is there."""
+        parts = self._parts[sequence] if sequence is not None else [Part() for _ in self._stores]
+        return sum(self._rooms(parts, [len(store.free) for store in self._stores]))
+
+    def _rooms(self, parts: list[Part], free: list[int]) -> list[int]:
+        """Rows that each rank could still take of a sequence."""
+        return [
+            len(part.pages) * self.page - len(part.positions) + pages * self.page
+            for part, pages in zip(parts, free, strict=True)
+        ]
+
+    # -- what changes ------------------------------------------------------------------------------------------
+
+    def open(self) -> int:
+        """A new sequence without tokens: its number."""
+        self._next += 1
+        self._parts[self._next] = [Part() for _ in range(self.n)]
+        return self._next
+
+    def add(self, new: Mapping[int, int]) -> dict[int, list[int]]:
+        """Deals the next tokens of sequences to the ranks.
+
+        Each rank gets as many rows of a sequence as each other, or one less; the least full ranks get the odd ones.
+        As in the load balanced sharding of section 3.5.1 of Yang et al. (2024), rank i takes the slices i and 2n-1-i.
+
+        Args:
+            new: how many tokens of each sequence, 1 or more.
+
+        Returns:
+            For each sequence, how many rows each rank got.
+
+        Raises:
+            CacheFull: they do not all fit. Nothing has changed then.
+        """
+        free, stored = [len(store.free) for store in self._stores], self.rows()
+        dealt: dict[int, list[int]] = {}
+        for sequence, tokens in new.items():
+            parts = self._parts[sequence]
+            rooms = self._rooms(parts, free)
+            if sum(rooms) < tokens:
+                raise self._refusal(sequence, tokens, sum(rooms))
+            dealt[sequence] = _shares([part.own for part in parts], stored, rooms, tokens)
+            for rank, (part, rows) in enumerate(zip(parts, dealt[sequence], strict=True)):
+                free[rank] -= -(-(len(part.positions) + rows) // self.page) - len(part.pages)
+                stored[rank] += rows
+        for sequence, shares in dealt.items():
+            self._deal(sequence, shares)
+        return dealt
+
+    def _refusal(self, sequence: int, tokens: int, room: int) -> CacheFull:
+        whole = self.n * self.page
+        enough = -(-(self.capacity + tokens - room) // whole) * whole
+        return CacheFull(
+            f"sequence {sequence}: {tokens} new tokens, and the cache has room for {room}; free sequences, or give "
+            f"--cache-tokens {enough}",
+            room,
+        )
+
+    def _deal(self, sequence: int, shares: list[int]) -> None:
+        place = self.length(sequence)
+        halves = [(rank, (share + 1) // 2) for rank, share in enumerate(shares)]
+        halves += [(rank, share // 2) for rank, share in reversed([*enumerate(shares)])]
+        for rank, rows in halves:
+            part, store = self._parts[sequence][rank], self._stores[rank]
+            spare = len(part.pages) * self.page - len(part.positions)
+            part.positions.extend(range(place, place + rows))
+            place += rows
+            if into := min(spare, rows):
+                store.fill(part.pages[-1], into)
+            for start in range(into, rows, self.page):
+                part.pages.append(store.take())
+                store.fill(part.pages[-1], min(self.page, rows - start))
+
+    def fork(self, sequence: int, tokens: int) -> tuple[int, list[tuple[int, int] | None]]:
+        """A new sequence that begins with the first tokens of another. It shares the full pages.
+
+        Returns:
+            Its number, and for each rank the page to copy and the page to copy it to, if its last one is not full.
+
+        Raises:
+            CacheFull: there is no page left for such a copy.
+            UsageError: more tokens than the sequence has.
+        """
+        if not 0 <= tokens <= self.length(sequence):
+            raise UsageError(
+                f"fork of {tokens} tokens of sequence {sequence}: it has {self.length(sequence)}; give as many or less"
+            )
+        parts = self._parts[sequence]
+        rows = [_below(part.positions, tokens) for part in parts]
+        if any(count % self.page and not store.free for count, store in zip(rows, self._stores, strict=True)):
+            raise self._refusal(sequence, tokens, 0)
+        new, copies = self.open(), list[tuple[int, int] | None]()
+        for part, store, count, own in zip(parts, self._stores, rows, self._parts[new], strict=True):
+            full, rest = divmod(count, self.page)
+            own.pages, own.positions, own.inherited = part.pages[:full], part.positions[:count], count
+            for page in own.pages:
+                store.users[page] += 1
+            copies.append((part.pages[full], store.take()) if rest else None)
+            if rest:
+                own.pages.append(copies[-1][1])
+                store.fill(own.pages[-1], rest)
+        return new, copies
+
+    def free(self, sequence: int) -> None:
+        """Forgets a sequence. Its pages are free, but for those that forks share."""
+        for part, store in zip(self._parts.pop(sequence), self._stores, strict=True):
+            for page in part.pages:
+                store.release(page)
+
+
+def _below(positions: array, bound: int) -> int:
+    """How many of the ascending positions are below a bound."""
+    return int(numpy.searchsorted(numpy.frombuffer(positions, numpy.int64), bound)) if positions else 0
+
+
+def _shares(own: list[int], stored: list[int], rooms: list[int], tokens: int) -> list[int]:
+    """How many of `tokens` rows each rank gets: the ranks with the fewest rows of the sequence come first.
+
+    Args:
+        own: rows of the sequence that each rank has.
+        stored: all rows that each rank has.
+        rooms: rows that each rank could take, together `tokens` or more.
+    """
+
+    def up_to(level: int) -> list[int]:
+        return [min(max(level - rows, 0), room) for rows, room in zip(own, rooms, strict=True)]
+
+    low, high = min(own), max(own) + tokens + 1  # the highest level that takes no more than `tokens` is low .. high - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if sum(up_to(middle)) <= tokens else (low, middle)
+    shares = up_to(low)
+    more = [rank for rank, share in enumerate(shares) if own[rank] + share == low and share < rooms[rank]]
+    more.sort(key=lambda rank: (stored[rank] + shares[rank], rank))
+    for rank in more[: tokens - sum(shares)]:
+        shares[rank] += 1
+    return shares

@@ -1,0 +1,95 @@
+"""One forward pass over new tokens of some sequences: the rows of each rank, and where they are in its cache."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy
+import torch
+from torch import Tensor
+
+from ..blocks import Blocks
+from ..kernels import Kernel
+from ..layout import ListedChunks
+from ..mask import Mask, Sequences
+from .pages import Ints, PageTables
+
+
+class Turn:
+    """The chunks of a forward pass, from page tables that have the new tokens already.
+
+    Args:
+        tables: of all ranks.
+        new: the new tokens of each sequence.
+        dealt: how many of them each rank got.
+        rank: this rank.
+
+    Attributes:
+        sequences: in ascending order, as their rows follow each other.
+        new, cached: tokens of all sequences.
+        tokens, positions: int64 [rows], this rank's new rows.
+        last: for each sequence whose last token is on this rank, its row.
+    """
+
+    def __init__(
+        self, tables: PageTables, new: Mapping[int, Sequence[int]], dealt: Mapping[int, list[int]], rank: int
+    ) -> None:
+        self.tables, self.dealt, self.rank = tables, dealt, rank
+        self.sequences = sorted(new)
+        lengths = {s: tables.length(s) for s in self.sequences}
+        self.starts = {s: length - len(new[s]) for s, length in lengths.items()}  # the place of the first new token
+        self.new, self.cached = sum(map(len, new.values())), sum(self.starts.values())
+        self.batch = Sequences([lengths[s] for s in self.sequences])
+        self.begins = dict(zip(self.sequences, self.batch.bounds.tolist(), strict=False))
+        self.queries = ListedChunks(tuple(self._count(r) for r in range(tables.n)), self._query_positions)
+        tokens, positions, self.last = list[int](), list[Ints](), dict[int, int]()
+        for s in self.sequences:
+            places = self._new_places(s, rank)
+            tokens += [new[s][place - self.starts[s]] for place in places.tolist()]
+            positions.append(places)
+            if len(places) and places[-1] == lengths[s] - 1:
+                self.last[s] = len(tokens) - 1
+        self.tokens, self.positions = torch.tensor(tokens, dtype=torch.int64), _joined(positions)
+        self.new_slots = _joined([self._tail(tables.slots(s, rank), s, rank) for s in self.sequences])
+        self._views: dict[int, tuple[Blocks, Tensor | slice]] = {}
+
+    def _count(self, rank: int) -> int:
+        return sum(self.dealt[s][rank] for s in self.sequences)
+
+    def _tail(self, rows: Ints, sequence: int, rank: int) -> Ints:
+        """Of the rows of a sequence on a rank, the new ones."""
+        return rows[len(rows) - self.dealt[sequence][rank] :]
+
+    def _new_places(self, sequence: int, rank: int) -> Ints:
+        return self.tables.positions(sequence, rank, self.starts[sequence])
+
+    def _query_positions(self, rank: int) -> Tensor:
+        return _joined([self._new_places(s, rank) + self.begins[s] for s in self.sequences])
+
+    def view(self, window: tuple[int, int], kernel: Kernel, device: torch.device) -> tuple[Blocks, Tensor | slice]:
+        """The blocks under a window, the same for all layers that have it, and where this rank's keys are.
+
+        Keys that no new token sees are left out.
+        """
+        if window[0] not in self._views:
+            first = {s: max(0, start - window[0]) if window[0] >= 0 else 0 for s, start in self.starts.items()}
+
+            def key_positions(rank: int) -> Tensor:
+                return _joined([self.tables.positions(s, rank, first[s]) + self.begins[s] for s in self.sequences])
+
+            ranks = range(self.tables.n)
+            counts = tuple(sum(self.tables.count(s, r, first[s]) for s in self.sequences) for r in ranks)
+            mask = Mask(True, (window[0], -1), self.batch)
+            blocks = Blocks(mask, self.queries, ListedChunks(counts, key_positions), kernel)
+            slots = _joined([self.tables.slots(s, self.rank, first[s]) for s in self.sequences])
+            self._views[window[0]] = blocks, _as_slice(slots, device)
+        return self._views[window[0]]
+
+
+def _joined(parts: list[Ints]) -> Tensor:
+    return torch.from_numpy(numpy.concatenate(parts))
+
+
+def _as_slice(slots: Tensor, device: torch.device) -> Tensor | slice:
+    """Slots that follow each other as a slice: their rows need no copy."""
+    if len(slots) and bool((slots.diff() == 1).all()):
+        return slice(int(slots[0]), int(slots[-1]) + 1)
+    return slots.to(device)
