@@ -87,7 +87,7 @@ class ContextParallel(_Strategy):
         options: `head_parallel_size`, `placement`, and the options of the strategy.
 
     Attributes:
-        group: the ranks that share a sequence.
+        group: the ranks that share a sequence; rank: this one in it.
         chunk: the chunk of the sequence that this rank owns. It is the rank in the group, unless a placement moves the
             data.
 

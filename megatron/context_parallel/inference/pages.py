@@ -223,10 +223,10 @@ class PageTables:
             own.pages, own.positions, own.inherited = part.pages[:full], part.positions[:count], count
             for page in own.pages:
                 store.users[page] += 1
-            copies.append((part.pages[full], store.take()) if rest else None)
             if rest:
-                own.pages.append(copies[-1][1])
+                own.pages.append(store.take())
                 store.fill(own.pages[-1], rest)
+            copies.append((part.pages[full], own.pages[-1]) if rest else None)
         return new, copies
 
     def free(self, sequence: int) -> None:

@@ -49,7 +49,7 @@ class Turn:
                 self.last[s] = len(tokens) - 1
         self.tokens, self.positions = torch.tensor(tokens, dtype=torch.int64), _joined(positions)
         self.new_slots = _joined([self._tail(tables.slots(s, rank), s, rank) for s in self.sequences])
-        self._views: dict[int, tuple[Blocks, Tensor | slice]] = {}
+        self._views: dict[tuple, tuple[Blocks, Tensor | slice]] = {}
 
     def _count(self, rank: int) -> int:
         return sum(self.dealt[s][rank] for s in self.sequences)
@@ -69,7 +69,8 @@ class Turn:
 
         Keys that no new token sees are left out.
         """
-        if window[0] not in self._views:
+        key = window, kernel
+        if key not in self._views:
             first = {s: max(0, start - window[0]) if window[0] >= 0 else 0 for s, start in self.starts.items()}
 
             def key_positions(rank: int) -> Tensor:
@@ -77,11 +78,11 @@ class Turn:
 
             ranks = range(self.tables.n)
             counts = tuple(sum(self.tables.count(s, r, first[s]) for s in self.sequences) for r in ranks)
-            mask = Mask(True, (window[0], -1), self.batch)
+            mask = Mask(True, window, self.batch)
             blocks = Blocks(mask, self.queries, ListedChunks(counts, key_positions), kernel)
             slots = _joined([self.tables.slots(s, self.rank, first[s]) for s in self.sequences])
-            self._views[window[0]] = blocks, _as_slice(slots, device)
-        return self._views[window[0]]
+            self._views[key] = blocks, _as_slice(slots, device)
+        return self._views[key]
 
 
 def _joined(parts: list[Ints]) -> Tensor:

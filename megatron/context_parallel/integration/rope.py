@@ -13,12 +13,17 @@ from .packed import accept_thd
 
 
 class LayoutRotaryEmbedding(torch.nn.Module):
-    """Stands in for a model's rotary embedding: the same table, in the order of this rank's tokens."""
+    """Stands in for a model's rotary embedding: the same table, in the order of this rank's tokens.
+
+    Attributes:
+        places: while they are set, int64 [rows], the positions of the rows, which no layout has dealt: inference.
+    """
 
     def __init__(self, table: RotaryEmbedding, cp: ContextParallel) -> None:
         super().__init__()
         self.table, self.cp = table, cp
-        self._rows = cache(self._make_rows)
+        self.places: Tensor | None = None
+        self._rows, self._angles = cache(self._make_rows), cache(table.get_emb)
 
     def _make_rows(self, length: int) -> Tensor:
         whole = self.table.get_emb(length)
@@ -29,7 +34,7 @@ class LayoutRotaryEmbedding(torch.nn.Module):
         return self.table.get_rotary_seq_len(context, decoder, decoder_input, config, None)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None) -> Tensor:
-        """Angles [max_seq_len / n, 1, 1, d] of this rank's positions, as megatron-core calls it.
+        """Angles [max_seq_len / n, 1, 1, d] of this rank's positions (or `places`), as megatron-core calls it.
 
         Raises:
             UsageError: an offset, or packed sequences that `use_layout` did not take over.
@@ -38,7 +43,10 @@ class LayoutRotaryEmbedding(torch.nn.Module):
             raise UsageError(
                 "the layout's RoPE has no offsets, and packed sequences only in a model given to use_layout"
             )
-        return self._rows(max_seq_len)
+        if self.places is None:
+            return self._rows(max_seq_len)
+        table = self._angles(1 << int(self.places.max()).bit_length())  # few tables serve all lengths
+        return table.index_select(0, self.places.to(table.device))
 
 
 def use_layout(model: GPTModel, cp: ContextParallel) -> None:

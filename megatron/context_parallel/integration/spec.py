@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -29,11 +30,16 @@ from .norm import Norm
 from .packed import PackedDocuments
 from .transformer_engine import check_importable
 
+Attend = Callable[["ContextParallelAttention", Tensor, Tensor, Tensor], Tensor]
+
 
 class ContextParallelAttention(MegatronModule):
     """The core attention of a layer, computed by all ranks of the context-parallel group together.
 
     Built and called by megatron-core like its own `DotProductAttention`. Also right for a group of one rank.
+
+    Attributes:
+        instead: while it is set, it computes [s, 1, heads, d] from this module, queries, keys and values: over a cache.
 
     Raises:
         UsageError: a feature of the configuration that this attention does not have.
@@ -71,6 +77,7 @@ class ContextParallelAttention(MegatronModule):
         self.softmax_offset = self._softmax_offset()
         # Recomputations follow their forward passes in order, so those of a layer can wait in a line.
         self.kept: deque | None = deque() if keep_output else None
+        self.instead: Attend | None = None
 
     def _softmax_offset(self) -> Tensor | None:
         """The sinks of this rank's heads, named as in megatron-core's own core attention; None for plain softmax."""
@@ -120,12 +127,14 @@ class ContextParallelAttention(MegatronModule):
             raise UsageError(f"attention mask {mask.name}: only causal or no_mask, without a mask tensor")
         if attention_bias is not None:
             raise UsageError("attention bias: not supported; leave it out")
+        recorder.at_layer(self.layer_number)
+        if self.instead:
+            return self.instead(self, query, key, value).flatten(2)
         documents = None
         if packed_seq_params is not None:
             if not isinstance(packed_seq_params, PackedDocuments):
                 raise UsageError("packed_seq_params: call use_layout(model, cp) first, or pass PackedDocuments")
             documents = packed_seq_params.over(query.shape[1], self.cp.length(query))
-        recorder.at_layer(self.layer_number)
         out = context_parallel_attention(
             query,
             key,

@@ -21,6 +21,7 @@ def leave_out_padding(model: GPTModel, vocabulary: int) -> None:
         with torch.no_grad():  # the gradient of a logit that is -inf is 0 already
             logits[..., max(0, vocabulary - first) :].fill_(-math.inf)
 
+    model.vocabulary = vocabulary
     if model.post_process:
         model.output_layer.register_forward_hook(hide)
 

@@ -1,0 +1,128 @@
+"""A tiny GPTModel over a shared cache, and the same model that computes each token from the start on one rank."""
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+
+from megatron.context_parallel import ContextParallel
+from megatron.context_parallel.inference.session import Session
+from megatron.context_parallel.integration.host import support_cpu_host
+from megatron.context_parallel.integration.rope import use_layout
+from megatron.context_parallel.integration.spec import block_spec
+from megatron.context_parallel.integration.vocabulary import leave_out_padding
+
+support_cpu_host()
+VOCABULARY, PADDED, LENGTH = 29, 32, 256
+Tokens = dict[int, list[int]]
+
+
+def config(**changes) -> TransformerConfig:
+    values = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "normalization": "RMSNorm",
+        "transformer_impl": "local",
+        "init_method_std": 0.3,
+        "bias_dropout_fusion": False,
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+    }
+    return TransformerConfig(**values | changes)
+
+
+def model(ours: bool, positions: str = "rope", **changes) -> GPTModel:
+    """With our attention, or with megatron-core's; the weights are the same."""
+    model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+    settings = config(**changes)
+    if not ours:
+        settings.context_parallel_size = 1
+    cp = ContextParallel("ring", group=parallel_state.get_context_parallel_group()) if ours else None
+    spec = block_spec(settings, cp, settings.num_layers) if cp else get_gpt_layer_local_spec(normalization="RMSNorm")
+    built = GPTModel(settings, spec, PADDED, LENGTH, position_embedding_type=positions, parallel_output=ours)
+    leave_out_padding(built, VOCABULARY)
+    if cp:
+        use_layout(built, cp)
+    return built
+
+
+def start(tensor: int = 1) -> None:
+    """Model-parallel groups of this world: all ranks that tensor parallelism leaves share sequences."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor, context_parallel_size=dist.get_world_size() // tensor
+    )
+
+
+def session(positions: str = "rope", *, changes: dict | None = None, **options) -> Session:
+    built = model(True, positions, **(changes or {}))
+    return Session(built, built.context_parallel, **{"cache_tokens": 512, "page": 4, **options})
+
+
+def prompts(turn: int, lengths: list[int]) -> list[list[int]]:
+    """What a user says in a turn, one text for each sequence."""
+    generator = torch.Generator().manual_seed(turn)
+    return [torch.randint(VOCABULARY, (count,), generator=generator).tolist() for count in lengths]
+
+
+@torch.no_grad()
+def next_token(whole: GPTModel, tokens: list[int], window: int = -1) -> tuple[int, torch.Tensor]:
+    """The token after `tokens` by megatron-core's own attention, and its logits."""
+    at = torch.arange(len(tokens))
+    hide = at[None, :] > at[:, None]
+    if window >= 0:
+        hide |= at[None, :] < at[:, None] - window
+    logits = whole(torch.tensor([tokens]), at.unsqueeze(0), hide[None, None])[0, -1, :VOCABULARY]
+    return int(logits.argmax()), logits
+
+
+def greedy_from_the_start(turns: list[list[int]], steps: int, positions: str = "rope", **changes) -> list[list[int]]:
+    """The whole conversations, each token computed from the start on this rank alone."""
+    window = changes.pop("window_size", (-1, 0))[0]
+    whole = model(False, positions, **changes).eval()
+    texts: list[list[int]] = [[] for _ in turns[0]]
+    for turn, lengths in enumerate(turns):
+        for text, prompt in zip(texts, prompts(turn, lengths), strict=True):
+            text += prompt
+            for _ in range(steps if prompt else 0):
+                text.append(next_token(whole, text, window)[0])
+    return texts
+
+
+def step(of: Session, new: Tokens, prefill: str | None = None) -> Tokens:
+    """A pass, and the most likely next token of each of its sequences on all ranks."""
+    chosen = {sequence: [int(logits.argmax())] for sequence, logits in of.forward(new, prefill).items()}
+    return {sequence: [int(token)] for sequence, (token,) in of.share(chosen).items()}
+
+
+def greedy(of: Session, turns: list[list[int]], steps: int, chunk: int = 1000, variants: tuple = (None,)) -> list:
+    """The whole conversations over the cache. Prompts come in chunks, and variants take turns."""
+    sequences = [of.open() for _ in turns[0]]
+    texts: list[list[int]] = [[] for _ in sequences]
+    done = [0] * len(sequences)  # tokens in the cache
+    passes = 0
+    for turn, lengths in enumerate(turns):
+        talking = [i for i, count in enumerate(lengths) if count]
+        for i in talking:
+            texts[i] += prompts(turn, lengths)[i]
+        left = {i: steps for i in talking}
+        while left:
+            new = {sequences[i]: texts[i][done[i] : done[i] + chunk] for i in left}
+            found = step(of, new, variants[passes % len(variants)])
+            passes += 1
+            for i in list(left):
+                done[i] += len(new[sequences[i]])
+                if done[i] == len(texts[i]):
+                    texts[i] += found[sequences[i]]
+                    left[i] -= 1
+                    if not left[i]:
+                        del left[i]
+    assert [of.length(s) for s in sequences] == done
+    return texts
