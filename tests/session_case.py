@@ -51,6 +51,8 @@ def model(ours: bool, positions: str = "rope", **changes) -> GPTModel:
     leave_out_padding(built, VOCABULARY)
     if cp:
         use_layout(built, cp)
+    elif positions == "rope":
+        built.rotary_pos_emb.cp_group = None  # it would take the zigzag part of a rank
     return built
 
 
@@ -62,8 +64,17 @@ def start(tensor: int = 1) -> None:
 
 
 def session(positions: str = "rope", *, changes: dict | None = None, **options) -> Session:
+    """With a cache that is full of NaN."""
     built = model(True, positions, **(changes or {}))
-    return Session(built, built.context_parallel, **{"cache_tokens": 512, "page": 4, **options})
+    of = Session(built, built.context_parallel, **{"cache_tokens": 512, "page": 4, **options})
+    poison(of)
+    return of
+
+
+def poison(of: Session) -> None:
+    """Fills the free pages of this rank with NaN."""
+    for pages in (x for layer in of.cache.layers for x in layer):
+        pages[of.tables._stores[of.cp.rank].free] = float("nan")
 
 
 def prompts(turn: int, lengths: list[int]) -> list[list[int]]:

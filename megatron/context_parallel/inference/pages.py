@@ -216,7 +216,11 @@ class PageTables:
         parts = self._parts[sequence]
         rows = [_below(part.positions, tokens) for part in parts]
         if any(count % self.page and not store.free for count, store in zip(rows, self._stores, strict=True)):
-            raise self._refusal(sequence, tokens, 0)
+            raise CacheFull(
+                f"fork of {tokens} tokens of sequence {sequence}: no page is left for a copy of its last one; free "
+                "sequences, or fork fewer tokens",
+                0,
+            )
         new, copies = self.open(), list[tuple[int, int] | None]()
         for part, store, count, own in zip(parts, self._stores, rows, self._parts[new], strict=True):
             full, rest = divmod(count, self.page)

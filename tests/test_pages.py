@@ -1,0 +1,197 @@
+"""Page tables: how rows are dealt, shared and freed, and what is refused."""
+
+import random
+from contextlib import suppress
+
+import numpy
+import pytest
+
+from megatron.context_parallel import UsageError
+from megatron.context_parallel.inference.pages import CacheFull, PageTables
+
+
+def places(tables: PageTables, sequence: int) -> list[list[int]]:
+    return [tables.positions(sequence, rank).tolist() for rank in range(tables.n)]
+
+
+def check(tables: PageTables, lengths: dict[int, int]) -> None:
+    """Each token of each sequence is on one rank, in a slot of its own, and all that is stored is counted."""
+    used = [set() for _ in range(tables.n)]
+    for sequence, length in lengths.items():
+        assert tables.length(sequence) == length
+        found = places(tables, sequence)
+        assert sorted(x for of in found for x in of) == list(range(length)) and all(x == sorted(x) for x in found)
+        for rank in range(tables.n):
+            slots = tables.slots(sequence, rank)
+            assert len(slots) == len(found[rank]) == tables.count(sequence, rank)
+            assert len({*slots.tolist()}) == len(slots)
+            for first in (length // 2, length):
+                kept = tables.positions(sequence, rank, first)
+                assert kept.tolist() == [x for x in found[rank] if x >= first]
+                assert tables.slots(sequence, rank, first).tolist() == slots[len(slots) - len(kept) :].tolist()
+                assert tables.count(sequence, rank, first) == len(kept)
+            used[rank] |= {*slots.tolist()}
+    assert tables.rows() == [len(slots) for slots in used]
+
+
+def test_a_prompt_is_dealt_as_slices_from_both_ends():
+    tables = PageTables(4, 8, 4)
+    first, short, one = tables.open(), tables.open(), tables.open()
+    assert tables.add({first: 24}) == {first: [6, 6, 6, 6]}
+    assert places(tables, first)[1] == [3, 4, 5, 18, 19, 20]
+    assert tables.add({first: 10, short: 3}) == {first: [3, 3, 2, 2], short: [1, 0, 1, 1]}  # the least full
+    assert places(tables, first)[0][6:] == [24, 25, 33] and places(tables, first)[2][6:] == [28, 31]
+    assert tables.add({one: 1, short: 1}) == {one: [0, 1, 0, 0], short: [0, 1, 0, 0]}
+    check(tables, {first: 34, short: 4, one: 1})
+
+
+def test_sequences_share_no_row_with_a_page_of_others():
+    tables = PageTables(2, 4, 4)
+    a, b = tables.open(), tables.open()
+    for _ in range(5):
+        tables.add({a: 1, b: 1})
+    check(tables, {a: 5, b: 5})
+    pages = [{int(slot) // 4 for slot in tables.slots(x, 0)} for x in (a, b)]
+    assert not pages[0] & pages[1]
+
+
+def test_balance_while_sequences_come_and_go():
+    """Ranks differ by a few rows over 1,000 steps of decode, and each sequence by one."""
+    draw, tables, lengths = random.Random(1), PageTables(8, 2000), dict[int, int]()
+    widest = 0
+    for step in range(1000):
+        if len(lengths) < 4 or (len(lengths) < 48 and draw.random() < 0.1):
+            sequence = tables.open()
+            lengths[sequence] = draw.choice((1, 3, 14, 65, 800, 2000))
+            tables.add({sequence: lengths[sequence]})
+        if len(lengths) > 4 and draw.random() < 0.08:
+            gone = draw.choice([*lengths])
+            tables.free(gone)
+            del lengths[gone]
+        tables.add({sequence: 1 for sequence in lengths})
+        lengths = {sequence: length + 1 for sequence, length in lengths.items()}
+        widest = max(widest, max(tables.rows()) - min(tables.rows()))
+        if step % 250 == 0:
+            check(tables, lengths)
+        for sequence in lengths:
+            counts = [tables.count(sequence, rank) for rank in range(8)]
+            assert max(counts) - min(counts) <= 1
+    assert widest <= 8
+
+
+def test_one_long_sequence_fills_all_pages():
+    """More than 99% of what n ranks hold, in one piece or in turns; many short ones leave part of a page each."""
+    tables = PageTables(8, 16)
+    long = tables.open()
+    assert tables.room() == tables.room(long) == tables.capacity == 8 * 16 * 64
+    tables.add({long: 5000})
+    assert tables.room(long) == tables.capacity - 5000 and tables.room() == (16 * 8 - 8 * 10) * 64
+    with pytest.raises(CacheFull, match=r"^sequence 1: 3193 new tokens, and the cache has room for 3192; free "):
+        tables.add({long: 3193})
+    tables.add({long: 3192})
+    assert tables.room(long) == tables.room() == 0 and tables.rows() == [1024] * 8
+    check(tables, {long: 8192})
+
+
+def test_ranks_take_more_where_others_are_full():
+    tables = PageTables(2, 2, 4)
+    a, b = tables.open(), tables.open()
+    tables.add({a: 1})  # takes a page of one rank
+    assert tables.room(b) == 12
+    assert tables.add({b: 12}) == {b: [4, 8]}
+    check(tables, {a: 1, b: 12})
+    assert tables.room(b) == 0 and tables.room(a) == 3 and tables.room() == 0
+
+
+def test_what_does_not_fit_changes_nothing():
+    tables = PageTables(2, 4, 4)
+    a, b = tables.open(), tables.open()
+    tables.add({a: 5})
+    before = places(tables, a), tables.rows(), tables.room()
+    with pytest.raises(CacheFull, match=r"^sequence 2: 20 new tokens, .* room for 16; .*--cache-tokens 40$") as refused:
+        tables.add({a: 10, b: 20})
+    assert refused.value.room == 16
+    assert (places(tables, a), tables.rows(), tables.room()) == before
+    for page in (0, 65):
+        with pytest.raises(UsageError, match=f"1 pages of {page} rows: need 1 page or more of 1 to 64 rows"):
+            PageTables(2, 1, page)
+
+
+def test_forks_share_full_pages():
+    tables = PageTables(2, 8, 4)
+    a = tables.open()
+    tables.add({a: 21})
+    room = tables.room()
+    b, copies = tables.fork(a, 20)  # 10 rows of each rank, of which 8 are in full pages
+    assert all(copy is not None and copy[0] != copy[1] for copy in copies)
+    assert tables.room() == room - 8 and places(tables, b) == [[x for x in of if x < 20] for of in places(tables, a)]
+    for rank, copy in enumerate(copies):
+        assert tables.slots(b, rank)[:8].tolist() == tables.slots(a, rank)[:8].tolist()
+        assert {slot // 4 for slot in tables.slots(b, rank)[8:].tolist()} == {copy[1]}
+        assert int(tables.slots(a, rank)[8]) // 4 == copy[0]
+    check(tables, {a: 21, b: 20})
+    tables.add({a: 3, b: 6})
+    check(tables, {a: 24, b: 26})
+    tables.free(a)
+    check(tables, {b: 26})
+    c, copies = tables.fork(b, 0)
+    assert copies == [None, None] and tables.length(c) == 0
+    tables.free(b)
+    tables.free(c)
+    assert tables.room() == tables.capacity and tables.rows() == [0, 0]
+    with pytest.raises(UsageError, match="fork of 3 tokens of sequence 4: it has 2; give as many or less"):
+        d = tables.open()
+        tables.add({d: 2})
+        tables.fork(d, 3)
+
+
+def test_a_fork_for_which_no_page_is_left_is_refused():
+    tables = PageTables(2, 1, 4)
+    a = tables.open()
+    tables.add({a: 7})
+    with pytest.raises(CacheFull, match="fork of 6 tokens of sequence 1: no page is left for a copy"):
+        tables.fork(a, 6)
+    assert tables.rows() == [4, 3] and tables.room(a) == 1
+
+
+def test_random_lives():
+    """Anything that may be asked for, on tables that are often full."""
+    for seed in range(30):
+        draw = random.Random(seed)
+        n = draw.choice((1, 2, 3, 5))
+        tables, lengths = PageTables(n, draw.choice((3, 10)), draw.choice((1, 3, 8))), dict[int, int]()
+        for _ in range(60):
+            match draw.choice(["open", "add", "add", "add", "fork", "free"]):
+                case "open":
+                    lengths[tables.open()] = 0
+                case "add" if lengths:
+                    new = {s: draw.randint(1, 20) for s in draw.sample([*lengths], draw.randint(1, len(lengths)))}
+                    try:
+                        tables.add(new)
+                    except CacheFull as full:
+                        assert full.room < max(new.values())
+                    else:
+                        lengths |= {s: lengths[s] + count for s, count in new.items()}
+                case "fork" if lengths:
+                    source = draw.choice([*lengths])
+                    cut = draw.randint(0, lengths[source])
+                    with suppress(CacheFull):
+                        lengths[tables.fork(source, cut)[0]] = cut
+                case "free" if lengths:
+                    gone = draw.choice([*lengths])
+                    tables.free(gone)
+                    del lengths[gone]
+            check(tables, lengths)
+        for sequence in lengths:
+            tables.free(sequence)
+        assert tables.rows() == [0] * n and tables.room() == tables.capacity
+
+
+def test_positions_are_not_those_of_the_tables():
+    """What is asked for may be kept: it does not grow with the sequence."""
+    tables = PageTables(1, 4, 4)
+    a = tables.open()
+    tables.add({a: 2})
+    before = tables.positions(a, 0)
+    tables.add({a: 2})
+    assert before.tolist() == [0, 1] and before.dtype == numpy.int64
