@@ -10,6 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from megatron.context_parallel.kernels import BlockGrad, Scores
+from megatron.context_parallel.kernels.delta_triton import output_with_fused
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs
 from megatron.context_parallel.kernels.position import kernel as position
 from megatron.context_parallel.kernels.position.tiles import TILES
@@ -48,7 +49,10 @@ def compile_block(
     value_dim: int | None = None,
     softcap: float = 0.0,
 ) -> list[Compiled]:
-    """Every kernel a block of this head_dim and dtype launches, forward and backward of both forms."""
+    """Every kernel a block of this head_dim and dtype launches, forward and backward of both forms.
+
+    Also the one that gives delta to libraries.
+    """
     value_dim = value_dim or head_dim
     compiled = []
     run = triton.runtime.jit.JITFunction.run
@@ -70,6 +74,7 @@ def compile_block(
             kernel = position.PositionKernel(torch.device("meta"), deterministic=deterministic)
             if not deterministic:
                 kernel.forward(q, k, v, mask, scores)
+                output_with_fused(delta, dout)
             kernel.backward(BlockGrad(dout, q, k, v, lse, delta, mask), scores)
     finally:
         triton.runtime.jit.JITFunction.run = run

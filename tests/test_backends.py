@@ -119,10 +119,13 @@ def flash2():
 
 
 def flash3():
-    def fwd(q, k, v, *, softmax_scale=None, is_causal=False, num_splits=0):
+    def fwd(q, k, v, *, softmax_scale=None, is_causal=False, num_splits=0, sm_margin=0):
         return *attend(q, k, v, is_causal, softmax_scale), torch.empty(0), torch.empty(0)
 
-    def bwd(dout, q, k, v, out, softmax_lse, dq, dk, dv, *, softmax_scale=None, is_causal=False, deterministic=False):
+    def bwd(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, *, softmax_scale=None, is_causal=False, deterministic=False,
+        sm_margin=0,
+    ):  # fmt: skip
         fill((dq, dk, dv), gradients(dout, q, k, v, out, softmax_lse, is_causal, softmax_scale))
 
     return SimpleNamespace(fwd=fwd, bwd=bwd)
@@ -230,6 +233,30 @@ def test_stand_in_has_the_row_sums_of_the_output(dtype, bound):
     assert (stand_in.float().norm(dim=-1) <= out.norm(dim=-1) * 1.01).all()
     got = (dout.float() * stand_in.float()).sum(-1)
     assert ((got - delta).abs() <= bound * delta.abs().amax(-1, keepdim=True).clamp_min(1e-9)).all()
+
+
+@pytest.mark.parametrize("most,margin", [(None, 0), ("16", 16)])
+def test_flash3_leaves_room_for_nccl(most, margin, monkeypatch):
+    if most is None:
+        monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    else:
+        monkeypatch.setenv("NCCL_MAX_CTAS", most)
+    backend, margins = fake("flash3", monkeypatch), []
+    real = vars(backend.calls).copy()
+    for name in ("fwd", "bwd"):
+
+        def record(*args, name=name, sm_margin, **how):
+            margins.append(sm_margin)
+            return real[name](*args, **how)
+
+        setattr(backend.calls, name, record)
+    q, k, v, dout = block(4, 4, 1, 1, 8)
+    _, lse = backend.forward(q, k, v, FULL, Scores(1.0))
+    backend.backward(BlockGrad(dout, q, k, v, lse, lse, FULL), Scores(1.0))
+    assert margins == [margin, margin]
+    monkeypatch.setenv("NCCL_MAX_CTAS", "few")
+    with pytest.raises(UsageError, match="NCCL_MAX_CTAS=few: must be a count"):
+        fake("flash3", monkeypatch)
 
 
 # ------------------------------------------------------------------------------------------------- the choice

@@ -104,7 +104,7 @@ def inputs(dtype, s=S, t=T, batch=2, group=1, d=64, dv=None, size=1.0):
     return q * size, k * size, v, dout
 
 
-def errors(mask, dtype, strided=False, tiles=(32, 32), softcap=0.0, **shape) -> dict[str, float]:
+def errors(mask, dtype, strided=False, tiles=(32, 32), softcap=0.0, processors=1, **shape) -> dict[str, float]:
     """Runs in the interpreter: the largest error of each result, relative to its largest value."""
     from megatron.context_parallel.kernels.position import kernel as position
 
@@ -121,6 +121,7 @@ def errors(mask, dtype, strided=False, tiles=(32, 32), softcap=0.0, **shape) -> 
         (False, True) if v.shape[-1] == q.shape[-1] and not softcap else (False,)
     ):  # others have one form
         kernel = position.PositionKernel(torch.device("cpu"), deterministic=deterministic)
+        kernel.processors = processors
         results = kernel.forward(q, k, v, mask, scores) if not deterministic else ()
         results += kernel.backward(BlockGrad(dout, q, k, v, lse, delta, mask), scores)
         for name, x in zip([*wanted][-len(results) :], results, strict=True):
@@ -152,6 +153,9 @@ def test_exact_causal_square(interpreted):
         ("step2", {"d": 96, "dv": 80, "strided": True, "softcap": 5.0, "size": 3.0}),
         ("documents", {"tiles": (16, 64)}),
         ("step_window", {"tiles": (64, 16)}),
+        # Query heads in parts: 3 key tiles and 2 key/value heads, two parts of two; one key/value head, four of one
+        ("two_samples", {"group": 4, "processors": 12}),
+        ("step2", {"group": 4, "batch": 1, "processors": 132, "dv": 80}),
     ],
 )
 def test_exact_for_every_shape(interpreted, name, shape):
@@ -374,6 +378,60 @@ def test_needs_a_gpu_it_has_tiles_for():
         PositionKernel(torch.device("cpu"))
 
 
+# -- statistics ----------------------------------------------------------------------------------------------------
+
+
+def parts() -> list[int]:
+    from megatron.context_parallel.kernels.position.kernel import _parts
+
+    cases = (200, 8), (132, 8), (100, 8), (64, 8), (64, 6), (30, 6), (1, 8), (1, 1)  # programs, query heads of a group
+    return [_parts((1, programs), group, 132) for programs, group in cases]
+
+
+def test_query_heads_are_split_until_each_multiprocessor_has_a_program(interpreted):
+    assert interpreted(parts) == [1, 1, 2, 4, 3, 6, 8, 1]
+
+
+def statistics() -> list[bool]:
+    from megatron.context_parallel.kernels.delta_triton import by_head
+
+    torch.manual_seed(0)
+    lse, delta = torch.randn(300, 4, 3).masked_fill_(torch.rand(300, 4, 3) < 0.1, float("-inf")), torch.randn(300, 2, 3)
+    lse = lse[7:290, 1:3]  # rows and heads of a piece
+    lse2, delta2 = by_head(lse, delta[:283].double())
+    wanted = (x.permute(1, 2, 0).reshape(6, -1) for x in (lse * 1.4426950408889634, delta[:283]))
+    return [torch.equal(x, y) for x, y in zip((lse2, delta2), wanted, strict=True)]
+
+
+def test_statistics_by_head_have_the_same_bits(interpreted):
+    assert all(interpreted(statistics))
+
+
+def stand_ins(size: float) -> tuple[float, float]:
+    """Errors of delta and of the stand-in itself, relative to |dout| |out|, of float32 gradients and of float16."""
+    from megatron.context_parallel.kernels.delta import output_with
+    from megatron.context_parallel.kernels.delta_triton import output_with_fused
+
+    torch.manual_seed(0)
+    dout, out = torch.randn(40, 6, 2, 80) * size, torch.randn(37, 2, 2, 80)
+    dout = dout[3:, 2:4]
+    dout[5] = 0
+    delta = (dout.double() * out).sum(-1)
+    fused = output_with_fused(delta.float(), dout)
+    assert fused.isfinite().all() and not fused[5].any()
+    got = (dout.double() * fused).sum(-1)
+    norm = (dout.double().norm(dim=-1) * out.norm(dim=-1)).clamp_min(1e-300)
+    half = dout.to(torch.float16) if size == 1 else dout
+    difference = output_with_fused(delta.float(), half).double() - output_with(delta.float(), half)
+    return float(((got - delta) / norm).abs().max()), float(difference.abs().max())
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1.0, 1e19])
+def test_fused_stand_in_has_the_row_sums_of_the_output(interpreted, size):
+    error, difference = interpreted(stand_ins, size)
+    assert error < 1e-6 and difference < (2e-3 if size == 1 else 1e-6)
+
+
 # -- merging -------------------------------------------------------------------------------------------------------
 
 
@@ -431,5 +489,7 @@ def test_compiles_without_spills(compiled, architecture, head_dim, dtype, others
     for kernel in compiled(compile_block, architecture, head_dim, dtype, "runs", *others):
         assert kernel.spilled == 0, kernel
         assert kernel.shared <= SHARED[architecture], kernel
+        if kernel.kernel in ("by_head_kernel", "output_kernel"):
+            continue  # no matrix products
         small = head_dim == 256 and kernel.kernel == "key_grad_kernel"  # its tiles have fewer rows than wgmma takes
         assert kernel.wgmma == (architecture == 90 and not small), kernel

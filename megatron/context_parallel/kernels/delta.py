@@ -12,8 +12,12 @@ def output_with(delta: Tensor, dout: Tensor) -> Tensor:
 
     Args:
         delta: [...], float32 or wider.
-        dout: [..., d]; rows of zeros get zeros, as their delta is 0.
+        dout: [..., d] (on a GPU [s, B, G, d]); rows of zeros get zeros, as their delta is 0.
     """
+    if dout.is_cuda:
+        from .delta_triton import output_with_fused
+
+        return output_with_fused(delta, dout)
     norm = torch.linalg.vector_norm(dout, dim=-1, dtype=torch.float64)  # whose squares float32 may not hold
     factor = delta / norm.square().clamp_min(torch.finfo(torch.float64).tiny)
     largest = torch.finfo(delta.dtype).max

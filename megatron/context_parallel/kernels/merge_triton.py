@@ -20,7 +20,7 @@ def merge_fused(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) 
 
 
 @triton.jit
-def _at(strides, i, batch, group):
+def offsets(strides, i, batch, group):
     """Offsets of rows i of s × B × G."""
     i = i.to(tl.int64)
     return i // (batch * group) * strides[0] + i // group % batch * strides[1] + i % group * strides[2]
@@ -34,9 +34,9 @@ def merge_kernel(
     """Each program merges ROWS rows in place."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = i < count
-    lse += _at(at_lse, i, batch, group)
+    lse += offsets(at_lse, i, batch, group)
     a = tl.load(lse, inside, 0.0)
-    b = tl.load(other_lse + _at(at_other_lse, i, batch, group), inside, 0.0).to(a.dtype)
+    b = tl.load(other_lse + offsets(at_other_lse, i, batch, group), inside, 0.0).to(a.dtype)
     unseen = (a == float("-inf")) & (b == float("-inf"))
     top = tl.where(unseen, 0.0, tl.maximum(a, b))
     weight_a, weight_b = tl.where(unseen, 1.0, tl.exp(a - top)), tl.exp(b - top)
@@ -45,9 +45,11 @@ def merge_kernel(
 
     cols = tl.arange(0, WIDTH)
     mask = inside[:, None] & (cols < D)[None, :]
-    out += _at(at_out, i, batch, group)[:, None] + cols[None, :] * at_out[3]
+    out += offsets(at_out, i, batch, group)[:, None] + cols[None, :] * at_out[3]
     x = tl.load(out, mask, 0.0)
-    y = tl.load(other_out + _at(at_other_out, i, batch, group)[:, None] + cols[None, :] * at_other_out[3], mask, 0.0)
+    y = tl.load(
+        other_out + offsets(at_other_out, i, batch, group)[:, None] + cols[None, :] * at_other_out[3], mask, 0.0
+    )
     share_a, share_b = (weight_a / total).to(tl.float32), (weight_b / total).to(tl.float32)
     # Both weights, because x + (y - x) * weight would lose all digits of a small y beside a large x.
     tl.store(out, x * share_a[:, None] + y.to(tl.float32) * share_b[:, None], mask)

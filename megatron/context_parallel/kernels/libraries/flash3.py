@@ -1,20 +1,31 @@
 """flash-attn 3, for Hopper."""
 
+import os
 from collections.abc import Sequence
 
 import torch
 
+from ...errors import UsageError
 from .base import Capability, Library
 
 
 class FlashAttention3(Library):
-    """flash-attn 3 by its operators: the signatures of its Python functions differ between builds, these do not."""
+    """flash-attn 3 by its operators: the signatures of its Python functions differ between builds, these do not.
+
+    Raises:
+        UsageError: NCCL_MAX_CTAS is no count.
+    """
 
     name, title, module = "flash3", "flash-attn 3", "flash_attn_3._C"
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)  # registers the operators
         self.calls = torch.ops.flash_attn_3
+        # Its programs stay until the kernel ends; on all multiprocessors they would make NCCL wait for that.
+        most = os.environ.get("NCCL_MAX_CTAS", "0")
+        if not most.isdecimal():
+            raise UsageError(f"NCCL_MAX_CTAS={most}: must be a count of thread blocks, such as 16, or unset")
+        self.how = {"sm_margin": int(most)}
 
     @classmethod
     def head_dims(cls, capability: Capability, *, deterministic: bool) -> Sequence[int]:
@@ -22,7 +33,7 @@ class FlashAttention3(Library):
         return range(8, (0 if capability != (9, 0) else 192 if deterministic else 256) + 1, 8)
 
     def _forward(self, q, k, v, causal, scale):
-        return self.calls.fwd(q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1)[:2]
+        return self.calls.fwd(q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1, **self.how)[:2]
 
     def _backward(self, dout, q, k, v, out, lse, causal, scale):
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -31,5 +42,6 @@ class FlashAttention3(Library):
             softmax_scale=scale,
             is_causal=causal,
             deterministic=self.deterministic,
+            **self.how,
         )
         return grads

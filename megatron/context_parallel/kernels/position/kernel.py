@@ -1,7 +1,6 @@
 """The position kernel: attention of a block under any mask in one launch, by Triton code of our own."""
 
 import importlib.util
-import math
 
 import torch
 from torch import Tensor
@@ -41,6 +40,8 @@ class PositionKernel:
     def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
         self.device, self.deterministic = device, deterministic
         self.architecture = _architecture(device)
+        on_gpu = device.type == "cuda"
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
         """The whole block in one piece, its runs on the device."""
@@ -71,6 +72,7 @@ class PositionKernel:
         Raises:
             UsageError: as `forward`.
         """
+        from ..delta_triton import by_head
         from .programs import key_grad_kernel, query_grad_kernel
 
         dout, q, k, v, lse, delta, mask = grad
@@ -80,8 +82,8 @@ class PositionKernel:
         if not alike or dout.stride() != q.stride():
             q, dout = q.contiguous(), dout.contiguous()
         common = _common(q, k, v, mask, scores)
-        dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-        lse2, delta = ((x * f).permute(1, 2, 0).contiguous() for x, f in ((lse, math.log2(math.e)), (delta, 1)))
+        dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        lse2, delta = by_head(lse, delta)
         common |= {"dout": dout, "lse2": lse2, "delta": delta, "dq": dq}
         common |= _strides(q=q, k=k, v=v, dq=dq) | ({"at_dout": None} if alike else _strides(dout=dout))
         one_launch = alike and not (self.deterministic or scores.softcap)
@@ -92,11 +94,18 @@ class PositionKernel:
             tiles = self._tiles("dq", q, v, scores)
             query_grad_kernel[_count(len(q), tiles.rows), q.shape[1] * q.shape[2]](**common, **_launch(tiles))
         tiles = joint or self._tiles("dkv", q, v, scores)
+        programs = _count(len(k), tiles.keys), k.shape[1]
+        parts = _parts(programs, q.shape[2], self.processors)
+        dk, dv = (x.new_empty((len(x), x.shape[1] * parts, x.shape[2]), dtype=torch.float32) for x in (k, v))
+        if parts > 1:
+            common |= _split(parts, q, dout, dq, mask)
         at_grads = _strides(dk=dk) | ({"at_dv": None} if alike else _strides(dv=dv))
         ranges = _rows_seeing(mask, len(k), tiles.keys) if isinstance(mask, Runs) else None
-        key_grad_kernel[_count(len(k), tiles.keys), k.shape[1]](
-            dk=dk, dv=dv, ranges=ranges, WITH_DQ=bool(joint), **common, **_launch(tiles), **at_grads
+        key_grad_kernel[programs[0], dk.shape[1]](
+            dk=dk, dv=dv, ranges=ranges, parts=parts, WITH_DQ=bool(joint), **common, **_launch(tiles), **at_grads
         )
+        if parts > 1:
+            dk, dv = (x.unflatten(1, (-1, parts)).sum(2) for x in (dk, dv))
         return dq, dk, dv
 
     def _tiles(self, kernel: str, q: Tensor, v: Tensor, scores: Scores) -> Tiles:
@@ -202,6 +211,21 @@ def _launch(tiles: Tiles) -> dict[str, object]:
 
 def _count(length: int, tile: int) -> int:
     return -(-length // tile)
+
+
+def _parts(programs: tuple[int, int], group: int, processors: int) -> int:
+    """Into how many parts to split the query heads of a group, so that there is a program for each multiprocessor."""
+    enough = -(-processors // (programs[0] * programs[1]))
+    return next((parts for parts in range(1, group) if group % parts == 0 and parts >= enough), group)
+
+
+def _split(parts: int, q: Tensor, dout: Tensor, dq: Tensor, mask: PieceMask) -> dict[str, object]:
+    """Arguments by query head with the query heads of each key/value head in parts."""
+    group, samples = q.shape[2] // parts, len(mask.first) if isinstance(mask, Runs) else 1
+    q, dout, dq = (x.flatten(1, 2).unflatten(1, (-1, group)) for x in (q, dout, dq))
+    at_dout = {} if dout.shape == q.shape else _strides(dout=dout)
+    changed = {"q": q, "dout": dout, "dq": dq, "group": group, "heads_a_sample": q.shape[1] // samples}
+    return changed | _strides(q=q, dq=dq) | at_dout
 
 
 def _seen_keys(runs: Runs, keys: int) -> Tensor:

@@ -371,15 +371,16 @@ def _grad_of_keys(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["s", "t", "group", "heads_a_sample"])
+@triton.jit(do_not_specialize=["s", "t", "group", "heads_a_sample", "parts"])
 def key_grad_kernel(
-    dout, q, k, v, lse2, delta, dq, dk, dv, first, end, seen_keys, ranges, s, t, group, heads_a_sample, scale,
+    dout, q, k, v, lse2, delta, dq, dk, dv, first, end, seen_keys, ranges, s, t, group, heads_a_sample, parts, scale,
     at_q, at_k, at_v, at_dout, at_dq, at_dk, at_dv,
     MASK: tl.constexpr, WITH_DQ: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, DV: tl.constexpr, EV: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one key tile, summed over the query heads that read it; with `WITH_DQ` adds to dq atomically.
 
+    Each key/value head counts as `parts` heads, each with a part of its query heads and with its own dk and dv.
     `ranges` holds for each sample and tile which rows see some of its keys, and which all (`position._rows_seeing`).
     """
     at_dout, at_dv = _strides(at_dout, at_q), _strides(at_dv, at_dk)
@@ -396,8 +397,10 @@ def key_grad_kernel(
     local = tl.arange(0, KEYS)
     inside = key + local < t
     local = tl.minimum(local, t - 1 - key)
-    keys = _load_keys(k + head.to(tl.int64) * at_k[1], key, local, at_k[0], seen_keys if WITH_DQ else None, D, E)
-    values = _load(v + key.to(tl.int64) * at_v[0] + head.to(tl.int64) * at_v[1], local, at_v[0], DV, EV)
+    k += (head // parts).to(tl.int64) * at_k[1]
+    v += (head // parts).to(tl.int64) * at_v[1]
+    keys = _load_keys(k, key, local, at_k[0], seen_keys if WITH_DQ else None, D, E)
+    values = _load(v + key.to(tl.int64) * at_v[0], local, at_v[0], DV, EV)
     state = (_zeros(KEYS, D, E), _zeros(KEYS, DV, EV))
     masked = count - full
     i, g = 0, 0
