@@ -133,18 +133,17 @@ def test_svg(tmp_path):
 # -- the images of the documentation -------------------------------------------------------------------------------
 
 
-def test_images_show_the_plans_of_today():
+def test_images_show_the_plans_and_the_cache_of_today():
     """Run tools/make_images.py if this fails. Compared is what images show, not how a machine's fonts draw it."""
-    folder, plans = ROOT / "docs" / "images", make_images().plans()
-    assert {path.name for path in folder.iterdir()} == set(plans)
-    for name, plan in plans.items():
-        assert Image.open(folder / name).text["Description"] == picture(plan).digest, name
+    folder, images = ROOT / "docs" / "images", make_images()
+    shown = {name: picture(plan).digest for name, plan in images.plans().items()} | {images.CACHE: str(images.cache())}
+    assert {path.name: Image.open(path).text["Description"] for path in folder.iterdir()} == shown
 
 
 def test_every_image_is_on_a_page():
     pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
     shown = set(re.findall(r"images/([^)]+\.png)\)", "".join(page.read_text() for page in pages)))
-    assert shown == set(make_images().plans())
+    assert shown == {*make_images().plans(), make_images().CACHE}
 
 
 def test_names_of_files():

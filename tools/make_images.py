@@ -1,7 +1,12 @@
-"""Draws the plans that the documentation shows, into docs/images. Run it after a change of a strategy or of drawing."""
+"""Draws the plans and the cache that the documentation shows, into docs/images. Run it after a change of these."""
 
 from pathlib import Path
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from megatron.context_parallel.inference.pages import PageTables
 from megatron.context_parallel.plan.draw import draw, file_name
 from megatron.context_parallel.plan.ir import Plan
 from megatron.context_parallel.strategies import choose
@@ -18,6 +23,8 @@ IMAGES = (
     ("mesh:grid=3x3", 9),
     ("lightseq", 8),
 )
+CACHE = "cache-4-ranks.png"
+COLOURS = {(1,): "#8db8e8", (2,): "#f2a96b", (1, 2): "#74c69a", (): "#f4f4f4"}  # by the sequences of a page
 
 
 def plans() -> dict[str, Plan]:
@@ -29,12 +36,59 @@ def plans() -> dict[str, Plan]:
     }
 
 
+def cache() -> list[list[tuple[tuple[int, ...], list[int]]]]:
+    """Two sequences on four ranks: for each rank and page the sequences that use it, and the places of its rows."""
+    tables = PageTables(4, 5, 4)
+    first = tables.open()
+    tables.add({first: 26})
+    for _ in range(6):
+        tables.add({first: 1})
+    second, _ = tables.fork(first, 20)
+    tables.add({second: 13})
+    return [[_page(tables, rank, page) for page in range(5)] for rank in range(4)]
+
+
+def _page(tables: PageTables, rank: int, page: int) -> tuple[tuple[int, ...], list[int]]:
+    rows = {
+        s: [at for slot, at in zip(tables.slots(s, rank), tables.positions(s, rank), strict=True) if slot // 4 == page]
+        for s in (1, 2)
+    }
+    return tuple(s for s, places in rows.items() if places), [int(x) for x in max(rows.values(), key=len)]
+
+
+def draw_cache(path: Path) -> None:
+    """Each rank's pages side by side; a row is a box with its place in the sequence."""
+    figure = Figure(figsize=(9, 3.2))
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0.07, 0.04, 0.91, 0.84))
+    for rank, pages in enumerate(cache()):
+        axes.text(-0.4, -rank, f"rank {rank}", ha="right", va="center")
+        for page, (users, places) in enumerate(pages):
+            for row in range(4):
+                left = page * 4.6 + row
+                used = row < len(places)
+                colour = COLOURS[users if used else ()]
+                axes.add_patch(Rectangle((left, -rank - 0.35), 1, 0.7, facecolor=colour, edgecolor="white"))
+                if used:
+                    axes.text(left + 0.5, -rank, str(places[row]), ha="center", va="center", fontsize=9)
+            axes.add_patch(Rectangle((page * 4.6, -rank - 0.35), 4, 0.7, fill=False, edgecolor="#41506b"))
+    names = {(1,): "the first sequence", (2,): "its fork", (1, 2): "both: a shared page", (): "free"}
+    for i, (users, name) in enumerate(names.items()):
+        axes.add_patch(Rectangle((i * 5.6, 0.62), 0.6, 0.3, facecolor=COLOURS[users], edgecolor="#41506b"))
+        axes.text(i * 5.6 + 0.8, 0.77, name, va="center", fontsize=9)
+    axes.set(xlim=(-0.3, 22.6), ylim=(-3.5, 1.05))
+    axes.axis("off")
+    figure.savefig(path, dpi=120, metadata={"Description": str(cache())})
+
+
 def main() -> None:
     for name, plan in plans().items():
         draw(plan, FOLDER / name)
         print(f"wrote {FOLDER / name}")
+    draw_cache(FOLDER / CACHE)
+    print(f"wrote {FOLDER / CACHE}")
     for path in FOLDER.iterdir():
-        if path.name not in plans():
+        if path.name not in (*plans(), CACHE):
             path.unlink()
             print(f"removed {path}")
 

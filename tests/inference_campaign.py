@@ -1,0 +1,132 @@
+"""Inference in every combination: attention of all stages, plans to 64 ranks, and tokens of long conversations.
+
+    PYTHONPATH=. python tests/inference_campaign.py
+    PYTHONPATH=. python tests/inference_campaign.py --only attention
+
+Prints the largest error, and what failed. Exit status 1 if anything did.
+"""
+
+import argparse
+import sys
+from itertools import product
+from random import Random
+
+import torch
+from conftest import Ranks
+from rows_case import VARIANTS, Batch, error
+from session_case import greedy, greedy_from_the_start, session, start
+
+from megatron.context_parallel import AllRanks
+from megatron.context_parallel.inference.pages import PageTables
+from megatron.context_parallel.plan.verify import verify
+
+EXACT = 2e-6
+RANKS = (1, 2, 3, 4, 8)
+HEADS = ((4, 4), (4, 2), (4, 1))  # MHA, GQA, MQA
+WINDOWS = (-1, 5)
+STAGES = ("full prefill", "partial prefill", "decode", "mixed")
+STEPS, TURNS = 64, [[17, 1, 9], [3, 6, 0], [1, 12, 5]]  # 64 tokens a turn
+
+
+def tokens_of(stage: str, n: int, batch: int, draw: Random) -> list[tuple[int, int]]:
+    """New and cached tokens of each sequence: single ones, fewer than 2n, and more."""
+    counts = [1, 2 * n - 1, 2 * n + 1, 40]
+    new = [1 if stage == "decode" else draw.choice(counts) for _ in range(batch)]
+    cached = [0 if stage == "full prefill" else draw.choice([1, *counts]) for _ in range(batch)]
+    if stage == "mixed":
+        new = [draw.choice((1, count)) for count in new]
+        cached = [draw.choice((0, count)) for count in cached]
+    return list(zip(new, cached, strict=True))
+
+
+def dealt(tokens: list[tuple[int, int]], n: int, window: int) -> Batch:
+    """A batch whose rows page tables have dealt, the cached ones before the new ones."""
+    tables, rank_of = PageTables(n, 4000, 4), []
+    numbers = [tables.open() for _ in tokens]
+    for which in (1, 0):
+        if new := {number: of[which] for number, of in zip(numbers, tokens, strict=True) if of[which]}:
+            tables.add(new)
+    for number in numbers:
+        of = torch.zeros(tables.length(number), dtype=torch.int64)
+        for rank in range(n):
+            of[torch.from_numpy(tables.positions(number, rank))] = rank
+        rank_of.append(of)
+    return Batch([sum(of) for of in tokens], [new for new, _ in tokens], torch.cat(rank_of), n, window)
+
+
+def check_attention() -> list[str]:
+    """Each stage, variant, number of ranks, batch, kind of heads and window."""
+    failed, worst, cases = list[str](), 0.0, 0
+    groups = {(n, v): AllRanks(n, spec.format(n=n)) for n in RANKS for v, spec in VARIANTS.items()}
+    for case in product(STAGES, RANKS, (1, 3, 8), HEADS, WINDOWS):
+        stage, n, batch, heads, window = case
+        batch_of = dealt(tokens_of(stage, n, batch, Random(str(case))), n, window)
+        for variant in VARIANTS:
+            off = error(batch_of, groups[n, variant], *heads)
+            worst, cases = max(worst, off), cases + 1
+            if not off < EXACT:
+                failed.append(f"attention: {variant} {case}: {off:.1e}")
+    print(f"attention: {cases} cases, largest error {worst:.2e} of {EXACT:.0e}", flush=True)
+    return failed
+
+
+def check_plans() -> list[str]:
+    """Each plan of a pass, verified up to 64 ranks."""
+    for n in range(1, 65):
+        for spec in VARIANTS.values():
+            verify(AllRanks(n, spec.format(n=n)).full_plan(4, 2))
+    print(f"plans: {len(VARIANTS)} of 1 to 64 ranks verified", flush=True)
+    return []
+
+
+HOW = [
+    {"prefill": "pass-kv"},
+    {"prefill": "pass-q"},
+    *({"chunk": chunk, "variants": ("pass-kv", "pass-q", "auto")} for chunk in (1, 3, 16)),
+]
+
+
+def _expected() -> list:
+    start()
+    return greedy_from_the_start(TURNS, STEPS)
+
+
+def _conversations() -> list:
+    start()
+    return [
+        greedy(session(prefill=case.pop("prefill", "auto"), cache_tokens=1024), TURNS, STEPS, **case) for case in HOW
+    ]
+
+
+def check_tokens() -> list[str]:
+    """Conversations of three turns of 64 tokens, on 1 to 4 ranks."""
+    ranks, failed = Ranks(), list[str]()
+    (expected,) = ranks(1, _expected)
+    for n in (1, 2, 3, 4):
+        of_ranks = ranks(n, _conversations)
+        failed += [
+            f"tokens: {n} ranks, {case}"
+            for texts in of_ranks
+            for case, text in zip(HOW, texts, strict=True)
+            if text != expected
+        ]
+    ranks.close()
+    print(f"tokens: {len(HOW)} ways on 1 to 4 ranks, {sum(map(len, expected))} tokens each", flush=True)
+    return failed
+
+
+CHECKS = {"attention": check_attention, "plans": check_plans, "tokens": check_tokens}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--only", choices=CHECKS, help="default: all")
+    only = parser.parse_args().only
+    torch.set_num_threads(1)
+    failed = [line for name, check in CHECKS.items() if only in (None, name) for line in check()]
+    print("\n".join(failed) or "all right")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
