@@ -2,13 +2,14 @@
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from .blocks import Blocks
 from .communicators import joined
+from .errors import UsageError
 from .executor import Problem
 from .kernels import Kernel
 from .layout import Chunks, positions, shard, unshard
@@ -16,8 +17,12 @@ from .mask import Mask
 from .plan.ir import Plan
 from .plan.verify import verify
 from .recorder import recorder
-from .strategies import Choice, asked, choose
+from .strategies import AUTO, COMMON, Choice, asked, choose
 from .transport import LocalTransport, Program, TorchTransport, run_all, run_here
+
+if TYPE_CHECKING:
+    from .cluster.candidates import Workload
+    from .cluster.description import Cluster
 
 ALL_RANKS_UP_TO = 64  # beyond, what goes through the steps of all ranks (verifying, plans by document) is left out
 REMEMBERED = 32  # plans and blocks kept; those of packed documents change with each batch
@@ -81,10 +86,13 @@ class ContextParallel(_Strategy):
     All ranks of the group make it together, as in a collective. Other ranks take no part.
 
     Args:
-        strategy: `--cp-strategy`, a name or a spec such as "mesh:grid=2x4" (`strategies.spec`).
+        strategy: `--cp-strategy`, a name or a spec such as "mesh:grid=2x4" (`strategies.spec`). With "auto" the first
+            rank takes what is predicted to be fastest for the `workload`, on the `cluster` or else on one that the
+            ranks measure now (`cluster.auto.agree`).
         layout: `--cp-layout`; default: the strategy's own.
         group: the ranks that share a sequence; default: the world.
-        options: `head_parallel_size`, `placement`, and the options of the strategy.
+        options: `head_parallel_size`, `placement`, and the options of the strategy; for "auto" also `workload`, and
+            `cluster`, a description or the name of one.
 
     Attributes:
         group: the ranks that share a sequence; rank: this one in it.
@@ -107,6 +115,8 @@ class ContextParallel(_Strategy):
         group = joined(group)
         # All meet before one may refuse what it was given.
         self._transport = TorchTransport(group, f"--cp-strategy {asked(strategy, layout=layout, **options)}")
+        if strategy == AUTO:
+            strategy, layout, options = _agreed(group, layout, **options), None, {}
         super().__init__(strategy, layout, dist.get_world_size(group), options)
         self.group, self.rank = group, dist.get_rank(group)
         self.chunk = self.chunks[self.rank]
@@ -141,6 +151,23 @@ class ContextParallel(_Strategy):
         results = [run_here(program(plan, problem, self.rank, self._transport, *parts[0]))]
         recorder.end()
         return results
+
+
+def _agreed(
+    group: dist.ProcessGroup,
+    layout: str | None,
+    workload: "Workload | None" = None,
+    cluster: "Cluster | str | None" = None,
+    **options: object,
+) -> Choice:
+    from .cluster.auto import agree  # the planner, which other strategies do not need
+
+    if workload is None:
+        raise UsageError(f"--cp-strategy {AUTO}: needs to know for what; give workload=Workload(length, heads, ...)")
+    fixed = {name: option.value(value) for name, option in COMMON.items() if (value := options.pop(name, None))}
+    if options:
+        raise UsageError(f"{min(options)}={options[min(options)]}: --cp-strategy {AUTO} chooses it; leave it out")
+    return agree(workload, cluster, group, fixed=fixed | ({"layout": layout} if layout else {}))
 
 
 class AllRanks(_Strategy):

@@ -136,8 +136,8 @@ class Cluster:
         return replace(self, nodes=ranks // each)
 
 
-def load_cluster(name: str) -> Cluster:
-    """The cluster of a preset or of a YAML file.
+def load_cluster(name: str, flag: str = "--cluster") -> Cluster:
+    """The cluster of a preset or of a YAML file, `name` being the value of `flag`.
 
     Raises:
         UsageError: no such file or preset, or one that does not describe a cluster.
@@ -147,15 +147,15 @@ def load_cluster(name: str) -> Cluster:
     known = sorted(p.name.removesuffix(".yaml") for p in PRESETS.iterdir() if p.name.endswith(".yaml"))
     path = Path(name) if name.endswith((".yaml", ".yml")) else PRESETS / f"{name}.yaml"
     if not path.is_file():
-        raise UsageError(f"--cluster {name}: no such file or preset; give a .yaml file, or one of {', '.join(known)}")
+        raise UsageError(f"{flag} {name}: no such file or preset; give a .yaml file, or one of {', '.join(known)}")
     try:
         content = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"--cluster {name}: not YAML ({str(error).splitlines()[0]})") from None
+        raise UsageError(f"{flag} {name}: not YAML ({str(error).splitlines()[0]})") from None
     try:
         return _read(Cluster, content, "")
     except UsageError as error:
-        raise UsageError(f"--cluster {name}: {error}") from None
+        raise UsageError(f"{flag} {name}: {error}") from None
 
 
 def save_cluster(cluster: Cluster, path: Path) -> None:

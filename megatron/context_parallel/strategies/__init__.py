@@ -15,10 +15,11 @@ from .messages import Ring, relay
 from .options import Grid, Option
 from .registry import STRATEGIES, Pass, Strategy, head_parallel_sizes, register
 from .ring import ring
-from .spec import COMMON, Choice, CPStrategy, asked, choose
+from .spec import AUTO, COMMON, Choice, CPStrategy, asked, choose
 from .ulysses import ulysses, usp
 
 __all__ = [
+    "AUTO",
     "COMMON",
     "STRATEGIES",
     "CPStrategy",

@@ -24,7 +24,7 @@ from typing import Annotated
 from ..errors import UsageError
 from ..plan.ir import AllGather, Attend, Comm, ReduceScatter, Step, T
 from .messages import Ring, relay
-from .options import Grid, Option
+from .options import Grid, Option, divisors
 from .registry import Pass, register
 
 
@@ -48,7 +48,7 @@ def attention2d(
 
 def grid_of(n: int, grid: Grid | None = None) -> Grid:
     """`grid` if it fits n ranks; by default the most square, rows ≤ cols: a column costs 6 units a rank, a row 5."""
-    grids = [(rows, n // rows) for rows in range(1, n + 1) if n % rows == 0]
+    grids = [(rows, n // rows) for rows in divisors(n)]
     rows, cols = max(g for g in grids if g[0] <= g[1])
     if grid is not None and grid not in grids:
         why = f"rows x columns must be the {n} context ranks, such as {rows}x{cols}"

@@ -17,7 +17,7 @@ from ..errors import UsageError
 from ..pairs import rotated
 from ..plan.ir import Attend, Comm, Step
 from .messages import Ring
-from .options import Option
+from .options import Option, divisors
 from .registry import Pass, register
 from .ring import gradients, keys
 
@@ -28,7 +28,9 @@ Hops = Callable[..., tuple[Comm, ...]]  # `keys` or `gradients`
 def double_ring(
     at: Pass,
     *,
-    inner_ring_size: Annotated[int | None, Option("ranks of an inner ring; default: the most square", 4)] = None,
+    inner_ring_size: Annotated[
+        int | None, Option("ranks of an inner ring; default: the most square", 4, tries=lambda n, _: divisors(n)[1:-1])
+    ] = None,
 ) -> Iterator[Step]:
     w, sees = _inner(at.n, inner_ring_size), at.sees
     rings, (i, j) = at.n // w, divmod(at.rank, w)
@@ -66,7 +68,7 @@ def double_ring(
 
 
 def _inner(n: int, size: int | None) -> int:
-    sizes = [w for w in range(1, n + 1) if n % w == 0]
+    sizes = divisors(n)
     if size is None:
         return max(w for w in sizes if w <= math.isqrt(n))
     if size not in sizes:

@@ -7,6 +7,7 @@ Units received per rank, with r = kv_heads / heads: forward (a-1) Q + 2r(b-1) KV
 2r(b-1) KV + (a-1) DQ + 2r(b-1) DKV. With a = 1 it is a ring.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache, partial
@@ -14,10 +15,16 @@ from typing import Annotated
 
 from ..errors import UsageError
 from ..plan.ir import PARTIAL, Attend, Comm, Step, T
-from .mesh_schedule import TRAVELS, Costs, check_costs, default_costs, load_costs, schedule
+from .mesh_schedule import costs_by_bytes, schedule
 from .messages import Ring
-from .options import Grid, Option
+from .options import Grid, Option, divisors
 from .registry import Pass, register
+
+
+def _near(n: int, q_cost: float) -> list[float]:
+    """1, and powers of two about `q_cost`; the schedule rounds costs up to blocks, of which a tile has n."""
+    nearest = round(math.log2(min(max(q_cost, 0.5), n)))
+    return sorted({1, *(2**power for power in (nearest - 1, nearest, nearest + 1))})
 
 
 @register("mesh", layouts=("zigzag", "cyclic"), channels=("keys", "queries"))
@@ -25,17 +32,13 @@ def mesh(
     at: Pass,
     *,
     grid: Annotated[Grid | None, Option("query x key/value chunks of a tile; default: least volume", (2, 4))] = None,
-    costs: Annotated[
-        Costs | None,
-        Option("file of transfer costs by tools/profile_blocks.py; default: by bytes", "costs.json", read=load_costs),
-    ] = None,
+    q_cost: Annotated[float, Option("forward blocks that take as long as a message of queries", 4, tries=_near)] = 1.0,
 ) -> Iterator[Step]:
     """Row u of a rank's tile is Q#u and O#u of Table 1, column v is KV#v; place 0 holds its own."""
     a, b = best_grid(at.n, at.kv_ratio) if grid is None else _checked(grid, at.n, at.kv_ratio)
-    costs = default_costs(at.kv_ratio) if costs is None else check_costs(costs)
     queries, keys = circles(at.rank, a, b)
-    way, moved = "backward" if at.backward else "forward", Counter[T]()
-    for tensor, blocks in schedule(a, b, at.backward, tuple((t, costs[way][t]) for t in TRAVELS[way])):
+    moved = Counter[T]()
+    for tensor, blocks in schedule(a, b, at.backward, costs_by_bytes(at.backward, at.kv_ratio, q_cost)):
         comm: tuple[Comm, ...] = ()
         if tensor:
             circle = keys if tensor in (T.KV, T.DKV) else queries
@@ -64,7 +67,7 @@ def best_grid(n: int, kv_ratio: float = 1.0) -> Grid:
         q, kv = grid[0] - 1, 2 * kv_ratio * (grid[1] - 1)
         return 2 * q + kv, 3 * q + 2 * kv
 
-    return min(((a, n // a) for a in range(1, n + 1) if n % a == 0), key=volume)
+    return min(((a, n // a) for a in divisors(n)), key=volume)
 
 
 def _checked(grid: Grid, n: int, kv_ratio: float) -> Grid:

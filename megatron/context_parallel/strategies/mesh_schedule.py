@@ -8,27 +8,21 @@ The cost of a tensor (c_Q, c_KV, ... in the paper) is the time of one transfer, 
 is the number of blocks that hide the transfer.
 """
 
-import json
 import math
 from collections import Counter
-from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
-from typing import Any
 
-from ..errors import UsageError
 from ..plan.ir import T
 
 Block = tuple[int, int]  # (row, column)
 Schedule = tuple[tuple[T | None, tuple[Block, ...]], ...]  # steps: what moves, if anything, and the blocks meanwhile
-Costs = Mapping[str, Mapping[str, float]]  # by pass, then tensor: see `default_costs`
+Costs = tuple[tuple[T, float], ...]
 
-TRAVELS = {"forward": (T.Q, T.KV, T.O), "backward": (T.QDO, T.KV, T.DQ, T.DKV)}
 BACKWARD_BLOCK = 2.5  # forward blocks: five matrix products against two
 
 
 @cache
-def schedule(a: int, b: int, backward: bool, costs: tuple[tuple[T, float], ...]) -> Schedule:
+def schedule(a: int, b: int, backward: bool, costs: Costs) -> Schedule:
     """The steps of the greedy algorithm: Alg. 2 forward, Alg. 3 backward."""
     return _Tile(a, b, backward, dict(costs)).steps()
 
@@ -107,36 +101,14 @@ def _first(lines: list[int], here: int, across: int) -> Block | None:
     return None
 
 
-def default_costs(kv_ratio: float) -> Costs:
-    """Costs in proportion to bytes in a 16-bit model, whose partials are float32; a forward block hides one Q."""
-    forward: dict[str, float] = {T.Q: 1, T.KV: 2 * kv_ratio, T.O: 2}
-    backward: dict[str, float] = {T.QDO: 2, T.KV: 2 * kv_ratio, T.DQ: 2, T.DKV: 4 * kv_ratio}
-    return {"forward": forward, "backward": {t: units / BACKWARD_BLOCK for t, units in backward.items()}}
+def costs_by_bytes(backward: bool, kv_ratio: float, q_cost: float) -> Costs:
+    """The cost of each tensor of a pass, where a chunk of queries takes as long as `q_cost` forward blocks.
 
-
-def check_costs(costs: Any, source: str = "given") -> Costs:
-    """`costs` if it has a positive number for each tensor of each pass; raises UsageError otherwise."""
-    for way, tensors in TRAVELS.items():
-        of_pass = costs.get(way) if isinstance(costs, Mapping) else None
-        for tensor in tensors:
-            cost = of_pass.get(tensor) if isinstance(of_pass, Mapping) else None
-            if not isinstance(cost, int | float) or isinstance(cost, bool) or not 0 < cost < math.inf:
-                raise UsageError(
-                    f"--cp-costs {source}: {way} cost {tensor} is {cost}; need a positive number, such as 1"
-                )
-    return costs
-
-
-def load_costs(path: Path | str) -> Costs:
-    """The costs that `tools/profile_blocks.py` wrote to `path`.
-
-    Raises:
-        UsageError: no such file, or not one with all costs.
+    The others are in proportion to their bytes in a 16-bit model, whose partials are float32.
     """
-    try:
-        content = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"--cp-costs {path}: cannot be read ({error}); write one with tools/profile_blocks.py"
-        ) from None
-    return check_costs(content.get("costs") if isinstance(content, dict) else None, str(path))
+    if backward:
+        chunks: Costs = ((T.QDO, 2), (T.KV, 2 * kv_ratio), (T.DQ, 2), (T.DKV, 4 * kv_ratio))
+    else:
+        chunks = ((T.Q, 1), (T.KV, 2 * kv_ratio), (T.O, 2))
+    block = BACKWARD_BLOCK if backward else 1
+    return tuple((tensor, size * q_cost / block) for tensor, size in chunks)

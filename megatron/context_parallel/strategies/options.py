@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from types import NoneType
@@ -23,6 +23,9 @@ class Option:
         choices: all values that work.
         read: makes the value from text, for a type other than int, float, bool, str or Grid. It may raise ValueError.
         at_least, at_most, below: bounds of its numbers; without `at_least` they are above 0.
+        tries: `tries(n, q_cost)` has the values that the planner tries on n ranks, where a message of queries takes as
+            long as q_cost forward blocks. Without it the planner tries all grids of n ranks, both values of a switch,
+            and of others the default.
         name: of the parameter. You need not give it, nor what follows.
         kind: the type of the parameter without "| None".
         default: of the parameter.
@@ -35,6 +38,7 @@ class Option:
     at_least: float | None = None
     at_most: float = math.inf
     below: float = math.inf
+    tries: Callable[[int, float], Iterable[Any]] | None = None
     name: str = ""
     kind: Any = str
     default: Any = None
@@ -82,6 +86,13 @@ class Option:
         high = f", {self.at_most} at most" if self.at_most < math.inf else ""
         return low + high + (f", below {self.below}" if self.below < math.inf else "")
 
+    def tried(self, n: int, q_cost: float) -> list[Any]:
+        """The values that the planner tries; see `tries`."""
+        if self.tries:
+            return [*self.tries(n, q_cost)]
+        by_kind: dict[Any, list[Any]] = {bool: [True, False], Grid: [(r, n // r) for r in divisors(n)]}
+        return by_kind.get(self.kind, [self.default])
+
     def given(self, value: object) -> str:
         """As a command line gives it `value`."""
         if self.kind is bool:
@@ -100,6 +111,11 @@ class Option:
         example = (rows, n // rows) if n and self.kind == Grid else self.example
         such = "" if example is None else f", such as {show(example)}"
         return UsageError(f"{refused}: need {needs.get(self.kind, 'a text')}{such}")
+
+
+def divisors(n: int) -> list[int]:
+    """The whole numbers that divide n, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def show(value: object) -> str:

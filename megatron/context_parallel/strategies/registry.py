@@ -9,7 +9,7 @@ from ..errors import UsageError
 from ..layout import LAYOUTS, Chunks
 from ..pairs import Pairs
 from ..plan.ir import PLACEMENTS, Plan, Step, Steps, T
-from .options import Option, options_of
+from .options import Option, divisors, options_of
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Strategy:
         size = given if given is not None else n if self.head_parallel == "all" else 1
         flag = f"--cp-head-parallel-size {size}"
         if type(size) is not int or size < 1 or n % size:
-            sizes = ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+            sizes = ", ".join(map(str, divisors(n)))
             raise UsageError(f"{flag}: does not divide {n} context ranks; give one of {sizes}")
         if self.head_parallel == "all" and size < n:
             raise UsageError(f"{flag}: {self.name} spreads heads over all {n} context ranks; give {n}, or usp")

@@ -4,12 +4,13 @@ name                              ring
 name:option=value,...             loongtrain:head_parallel_size=4,inner_ring_size=2
 module:name                       my_package.my_module:tokenring:hops=2
 file:name                         my_file.py:tokenring
+spec+spec                         mesh:grid=2x8+mesh:grid=4x4, the second for the backward pass
 """
 
 import importlib
 import importlib.util
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from ..layout import LAYOUTS
 from ..plan.ir import PLACEMENTS, Plan
 from .options import Option, show
 from .registry import STRATEGIES, Strategy
+
+AUTO = "auto"  # in place of a spec: the planner chooses
 
 
 class CPStrategy(StrEnum):
@@ -52,12 +55,14 @@ class Choice:
     Attributes:
         common: those of `COMMON` that were given, by name; options: the strategy's own.
         source: the module or file that registers the strategy, if the spec named one.
+        back: what the backward pass has instead; it has the same layout, head-parallel size and placement.
     """
 
     strategy: Strategy
     common: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     source: str = ""
+    back: "Choice | None" = None
 
     @property
     def layout(self) -> str:
@@ -69,12 +74,21 @@ class Choice:
         options = {**self.common, **self.options}
         if self.layout == self.strategy.layouts[0]:
             options.pop("layout", None)
-        given = _written(options)
-        return ":".join(part for part in (self.source, self.strategy.name, given) if part)
+        own = ":".join(part for part in (self.source, self.strategy.name, _written(options)) if part)
+        return f"{own}+{self.back.spec}" if self.back else own
 
     def plan(self, n: int, **how: Any) -> Plan:
         """`Strategy.plan` of this choice."""
-        return self.strategy.plan(n, **{**self.common, **self.options, **how})
+        if self.back is None:
+            return self.strategy.plan(n, **{**self.common, **self.options, **how})
+        forward = replace(self, back=None).plan(n, **how | {"backward": False})
+        backward = self.back.plan(n, **how | {"backward": True})
+        places = [(plan.layout, plan.heads, plan.placement) for plan in (forward, backward)]
+        if places[0] != places[1]:
+            told = ["layout {}, head-parallel size {}, placement {}".format(*place) for place in places]
+            why = f"the forward pass has {told[0]}, the backward pass {told[1]}"
+            raise UsageError(f"--cp-strategy {self.spec}: {why}; give both the same")
+        return backward if how.get("backward") else forward
 
 
 def asked(spec: "str | Choice", **options: object) -> str:
@@ -101,7 +115,12 @@ def choose(spec: "str | Choice", n: int | None = None, /, **options: object) -> 
     """
     given = {name: value for name, value in options.items() if value is not None}
     if isinstance(spec, Choice):
+        if spec.back:
+            return replace(choose(replace(spec, back=None), n, **given), back=choose(spec.back, n, **given))
         strategy, source, own = spec.strategy, spec.source, spec.common | spec.options
+    elif "+" in (text := str(spec)):  # options are for both
+        forward, backward = (choose(part, n, **given) for part in text.split("+", 1))
+        return replace(forward, back=backward)
     else:
         strategy, source, own = _parse(str(spec))
         if both := own.keys() & given.keys():
@@ -124,6 +143,11 @@ def _parse(spec: str) -> tuple[Strategy, str, dict[str, Any]]:
     if source:
         _load(source, spec)
     name = parts[-1]
+    if name == AUTO:
+        raise UsageError(
+            f"--cp-strategy {spec}: only pretrain_gpt.py, tools/plan.py --cluster and ContextParallel with a workload "
+            f"choose by themselves; give one of {', '.join(STRATEGIES)}"
+        )
     if name not in STRATEGIES:
         raise UsageError(
             f"--cp-strategy {spec}: unknown; choose one of {', '.join(STRATEGIES)}, or name where yours is registered, "
