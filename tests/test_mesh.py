@@ -1,34 +1,29 @@
-"""Mesh-Attention: tiles, greedy schedules, volumes, exactness, and the profile its costs come from."""
+"""Mesh-Attention: tiles, greedy schedules, volumes and exactness."""
 
-import json
 import math
 from collections import Counter
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 import torch
 from test_exact import HEADS, WHAT, errors, exact, gradients, problem
 
 from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError, context_parallel_attention
-from megatron.context_parallel.commands import profile_blocks
-from megatron.context_parallel.layout import Chunks, shard, unshard
-from megatron.context_parallel.mask import Mask, Pairs
+from megatron.context_parallel.layout import shard, unshard
+from megatron.context_parallel.mask import Pairs
 from megatron.context_parallel.plan.ir import Recv, Send, T
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.plan.volume import received
 from megatron.context_parallel.strategies.mesh import best_grid
-from megatron.context_parallel.strategies.mesh_schedule import TRAVELS, default_costs, load_costs, schedule
+from megatron.context_parallel.strategies.mesh_schedule import costs_by_bytes, schedule
 
 MESH, RING = STRATEGIES["mesh"], STRATEGIES["ring"]
-BY_SIZE = {  # a block hides one unit; the backward query side counted with O, as in the paper
-    "forward": {T.Q: 1, T.KV: 2, T.O: 1},
-    "backward": {T.QDO: 3, T.KV: 2, T.DQ: 1, T.DKV: 2},
-}
+# A block hides one unit; the backward query side counted with O, as in the paper.
+BY_SIZE = {False: {T.Q: 1, T.KV: 2, T.O: 1}, True: {T.QDO: 3, T.KV: 2, T.DQ: 1, T.DKV: 2}}
 LONG = {way: {t: 3 * c for t, c in costs.items()} for way, costs in BY_SIZE.items()}
-UNEVEN = {"forward": {"Q": 5, "KV": 0.3, "O": 1.5}, "backward": {"QDO": 0.2, "KV": 4, "DQ": 2.5, "DKV": 0.1}}
-EVERY_COST = (None, BY_SIZE, LONG, UNEVEN)
+UNEVEN = {False: {T.Q: 5, T.KV: 0.3, T.O: 1.5}, True: {T.QDO: 0.2, T.KV: 4, T.DQ: 2.5, T.DKV: 0.1}}
+EVERY_COST = (1, 4, 0.3, 2.5)  # of queries
 
 
 def grids(n: int) -> list[tuple[int, int]]:
@@ -36,8 +31,7 @@ def grids(n: int) -> list[tuple[int, int]]:
 
 
 def local(a: int, b: int, backward: bool, costs=BY_SIZE):
-    way = "backward" if backward else "forward"
-    return schedule(a, b, backward, tuple((t, costs[way][t]) for t in TRAVELS[way]))
+    return schedule(a, b, backward, tuple(costs[backward].items()))
 
 
 def expected_volume(a: int, b: int, backward: bool, kv_ratio=1) -> Counter:
@@ -70,15 +64,15 @@ def test_every_grid_is_proved(layout, causal):
     for n in range(1, 17):
         for i, grid in enumerate(grids(n)):
             for backward in (False, True):
-                for costs in EVERY_COST if n < 9 else EVERY_COST[i % 2 :: 2]:
-                    prove(n, grid, layout, causal, backward, costs=costs)
+                for q_cost in EVERY_COST if n < 9 else EVERY_COST[i % 2 :: 2]:
+                    prove(n, grid, layout, causal, backward, q_cost=q_cost)
 
 
 @pytest.mark.parametrize("n", [24, 33, 36, 48, 64])
 def test_large_grids_are_proved(n):
     for i, grid in enumerate(grids(n)):
         for backward in (False, True) if n < 40 else (i % 2 > 0,):
-            prove(n, grid, MESH.layouts[i % 2], i % 3 > 0, backward, costs=EVERY_COST[i % 4])
+            prove(n, grid, MESH.layouts[i % 2], i % 3 > 0, backward, q_cost=EVERY_COST[i % 4])
 
 
 def test_volume_is_that_of_table_2_for_every_grid_to_64():
@@ -174,18 +168,18 @@ def test_backward_schedule_of_the_nine_rank_example():
 
 def test_backward_alternates_between_rows_and_columns():
     """Alg. 3 by hand in a 2 × 4 tile of equal costs: first what lacks fewer blocks, the row if both lack the same."""
-    costs = {"backward": {T.QDO: 1, T.KV: 1, T.DQ: 1, T.DKV: 1}}
+    costs = {True: {T.QDO: 1, T.KV: 1, T.DQ: 1, T.DKV: 1}}
     order = [block for _, blocks in local(2, 4, True, costs) for block in blocks]
     assert order == [(0, 0), (0, 1), (1, 1), (0, 2), (1, 2), (1, 0), (1, 3), (0, 3)]
-    costs["backward"][T.DQ] = 9
+    costs[True][T.DQ] = 9
     order = [block for _, blocks in local(2, 4, True, costs) for block in blocks]
     assert order == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3), (0, 2), (0, 3)]
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("costs", EVERY_COST[1:])
+@pytest.mark.parametrize("costs", [BY_SIZE, LONG, UNEVEN])
 def test_schedules_keep_the_rules_of_the_paper(backward, costs):
-    query, way = (T.QDO, "backward") if backward else (T.Q, "forward")
+    query = T.QDO if backward else T.Q
     for a, b in ((1, 1), (1, 6), (6, 1), (3, 3), (4, 7), (8, 8), (2, 16)):
         moved, done, alone = Counter(), [], False
         steps = local(a, b, backward, costs)
@@ -194,7 +188,7 @@ def test_schedules_keep_the_rules_of_the_paper(backward, costs):
             alone |= tensor is None
             ready = {(u, v) for u in range(moved[query] + 1) for v in range(moved[T.KV] + 1)} - set(done)
             assert set(blocks) <= ready, "computed before it was received in an earlier step"
-            limit = math.ceil(costs[way][tensor]) if tensor else 1
+            limit = math.ceil(costs[backward][tensor]) if tensor else 1
             assert len(blocks) == min(limit, len(ready)), "just enough to hide the transfer, or all there is"
             if not backward:
                 own = sum(u == 0 for u, _ in blocks)
@@ -210,16 +204,16 @@ def test_schedules_keep_the_rules_of_the_paper(backward, costs):
         assert sum(tensor is not None for tensor, _ in steps) == 2 * (a - 1) + (b - 1) * (2 if backward else 1)
 
 
-@pytest.mark.parametrize("n,grid,mesh,ring", [(9, (3, 3), (10, 14), (17, 32)), (64, (8, 8), (65, 69), (127, 252))])
+@pytest.mark.parametrize("n,grid,mesh,ring", [(9, (3, 3), (11, 15), (17, 32)), (64, (8, 8), (65, 74), (127, 252))])
 def test_greedy_schedule_hides_what_a_ring_cannot(n, grid, mesh, ring):
     """In block times, if a unit of transfer takes one: all but the ends is hidden; a ring waits half of the time."""
 
     def finish(strategy, backward, **options):
-        costs = {**BY_SIZE["forward"], **BY_SIZE["backward"]}
+        costs = BY_SIZE[backward]
         plan = strategy.plan(n, backward=backward, **options)
         return trace(plan, transfer_time=lambda op: costs[op.tensor]).finish
 
-    assert tuple(finish(MESH, backward, grid=grid, costs=BY_SIZE) for backward in (False, True)) == mesh
+    assert tuple(finish(MESH, backward, grid=grid, q_cost=2) for backward in (False, True)) == mesh
     assert tuple(finish(RING, backward) for backward in (False, True)) == ring
 
 
@@ -237,12 +231,11 @@ def test_default_grid_has_the_least_volume():
     assert [*MESH.plan(64, **few).steps] == [*MESH.plan(64, grid=(4, 16), **few).steps]
 
 
-def test_default_costs_are_bytes():
-    costs = default_costs(0.25)
-    assert costs["forward"] == {"Q": 1, "KV": 0.5, "O": 2}
-    assert costs["backward"] == {"QDO": 0.8, "KV": 0.2, "DQ": 0.8, "DKV": 0.4}
-    assert [*MESH.plan(9).steps] == [*MESH.plan(9, costs=default_costs(1)).steps]
-    assert [*MESH.plan(9).steps] != [*MESH.plan(9, costs=LONG).steps]
+def test_costs_are_bytes():
+    assert dict(costs_by_bytes(False, 0.25, 3)) == {T.Q: 3, T.KV: 1.5, T.O: 6}
+    assert dict(costs_by_bytes(True, 0.25, 5)) == {T.QDO: 4, T.KV: 1, T.DQ: 4, T.DKV: 2}
+    assert [*MESH.plan(9).steps] == [*MESH.plan(9, q_cost=1).steps]
+    assert [*MESH.plan(9).steps] != [*MESH.plan(9, q_cost=3).steps]
 
 
 @pytest.mark.parametrize(
@@ -252,12 +245,10 @@ def test_default_costs_are_bytes():
         ({"grid": (-3, -3)}, r"--cp-grid -3x-3: need two whole numbers, such as 3x3"),
         ({"grid": (9,)}, r"--cp-grid 9: need two whole numbers, such as 3x3"),
         ({"grid": "3x"}, r"--cp-grid 3x: need two whole numbers, such as 3x3"),
-        ({"costs": {}}, r"--cp-costs given: forward cost Q is None; need a positive number, such as 1"),
-        ({"costs": 3}, r"--cp-costs given: forward cost Q is None"),
-        ({"costs": {**BY_SIZE, "backward": {"QDO": 1, "KV": 0}}}, r"--cp-costs given: backward cost KV is 0; need"),
-        ({"costs": {**BY_SIZE, "forward": {"Q": math.inf}}}, r"--cp-costs given: forward cost Q is inf; need"),
+        ({"q_cost": 0}, r"--cp-q-cost 0: need a number, above 0, such as 4"),
+        ({"q_cost": math.inf}, r"--cp-q-cost inf: need a number, above 0"),
         ({"layout": "contiguous"}, r"--cp-layout contiguous: mesh does not work with it; choose zigzag or cyclic"),
-        ({"tile": (3, 3)}, r"--cp-strategy mesh: no option tile; it has grid, costs"),
+        ({"tile": (3, 3)}, r"--cp-strategy mesh: no option tile; it has grid, q_cost"),
     ],
 )
 def test_what_cannot_work_is_refused(options, message):
@@ -283,8 +274,8 @@ def attend(n, heads, kv_heads, causal, layout, dtype=torch.float32, **options):
 def test_float32(n, causal, heads, kv_heads):
     expected = exact(n, heads, kv_heads, torch.float32, causal)
     for i, grid in enumerate([None, *grids(n)]):
-        layout, costs = MESH.layouts[i % 2], EVERY_COST[i % 4]
-        got = attend(n, heads, kv_heads, causal, layout, grid=grid, costs=costs)
+        layout, q_cost = MESH.layouts[i % 2], EVERY_COST[i % 4]
+        got = attend(n, heads, kv_heads, causal, layout, grid=grid, q_cost=q_cost)
         for what, error in zip(WHAT, errors(got, expected), strict=True):
             assert error < 2e-6, f"{grid} {layout} {what}: {error:.1e}"
 
@@ -310,82 +301,3 @@ def test_exact_between_processes(ranks, grid, layout):
     assert max(errors(got, exact(4, 4, 4, torch.float32, True))) < 2e-6
     for r in range(4):
         assert torch.equal(shard(got[0], layout, r, 4), per_rank[r][0])
-
-
-# -- the profile -----------------------------------------------------------------------------------------------------
-
-
-def arguments(output: Path, *more: str) -> list[str]:
-    sizes = ["--num-attention-heads", "4", "--num-query-groups", "2", "--kv-channels", "16", "--chunk-length", "64"]
-    return [*sizes, "--output", str(output), *more]
-
-
-def _profile(argv: list[str], n: int) -> None:
-    args = profile_blocks.parse_args(argv)
-    profile_blocks.report(args, profile_blocks.check(args, n), torch.device("cpu"))
-
-
-@pytest.mark.parametrize("grid", ["2x2", "1x4"])
-def test_profile_is_measured_and_scheduled_by(ranks, tmp_path, grid):
-    path = tmp_path / "costs.json"
-    ranks(4, _profile, arguments(path, "--cp-grid", grid), 4)
-    content = json.loads(path.read_text())
-    costs = load_costs(path)
-    for way, tensors in TRAVELS.items():
-        for t in tensors:
-            ratio = content["transfer_seconds"][t] / content["block_seconds"][way]
-            assert costs[way][t] == pytest.approx(ratio)
-    assert content["setup"]["cp_grid"] == grid and content["setup"]["backend"] == "gloo"
-    verify(MESH.plan(4, costs=costs))
-
-
-def test_profile_sends_what_the_executor_sends(tmp_path):
-    """Same shapes and dtypes as the buffers the executor receives into."""
-    from megatron.context_parallel.blocks import Blocks
-    from megatron.context_parallel.executor import Executor, Problem
-    from megatron.context_parallel.kernels.reference import Reference
-    from megatron.context_parallel.transport import LocalTransport
-
-    chunks = profile_blocks.tensors(profile_blocks.parse_args(arguments(tmp_path)), torch.device("cpu"))
-    inputs = {T.Q: chunks[T.Q], T.KV: chunks[T.KV]}
-    blocks = Blocks(Mask(), *Chunks.pair("zigzag", 2, 128), Reference())
-    executor = Executor(MESH.plan(2), 0, Problem(blocks, 2, None, None), LocalTransport(0, {}), inputs)
-    for tensor, value in chunks.items():
-        empty = executor._empty(tensor, 0)
-        assert [(x.shape, x.dtype) for x in value] == [(x.shape, x.dtype) for x in empty], tensor
-        assert all(x.is_contiguous() for x in value)
-
-
-@pytest.mark.parametrize(
-    "more,n,message",
-    [
-        (["--cp-grid", "3x2"], 4, r"--cp-grid 3x2: .* 4 context ranks, such as"),
-        (["--cp-grid", "wide"], 4, r"--cp-grid wide: need two whole numbers, such as 2x2"),
-        (["--num-query-groups", "3"], 4, r"--num-query-groups 3: must divide --num-attention-heads 4"),
-        (["--chunk-length", "0"], 4, r"--chunk-length 0: need at least 1"),
-        (["--output", "nowhere/costs.json"], 4, r"--output nowhere/costs.json: no folder nowhere"),
-        ([], 1, r"1 process: .* torchrun --nproc-per-node 2"),
-    ],
-)
-def test_profile_refuses_what_cannot_work(tmp_path, more, n, message):
-    with pytest.raises(UsageError, match=message):
-        profile_blocks.check(profile_blocks.parse_args(arguments(tmp_path / "costs.json", *more)), n)
-
-
-@pytest.mark.parametrize(
-    "text,message",
-    [
-        (None, r"costs.json: cannot be read \(.*\); write one with tools/profile_blocks.py"),
-        ("{", r"costs.json: cannot be read"),
-        ("[]", r"costs.json: forward cost Q is None"),
-        ('{"costs": {"forward": {"Q": 1, "KV": "2"}}}', r"costs.json: forward cost KV is 2; need a positive number"),
-        ('{"costs": {"forward": {"Q": NaN}}}', r"costs.json: forward cost Q is nan"),
-    ],
-)
-def test_profiles_that_are_none_are_refused(tmp_path, text, message):
-    path = tmp_path / "costs.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(UsageError, match=message) as error:
-        load_costs(path)
-    assert "\n" not in str(error.value)

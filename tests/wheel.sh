@@ -35,7 +35,7 @@ refuses "needs pyyaml: $extra" cp-pretrain --preset tiny-llama
 refuses "needs megatron-core: $extra" cp-preprocess-data --input none --output-prefix none
 refuses "needs rich: $extra" cp-checkpoint list none
 refuses "needs matplotlib: $extra" cp-plot-loss none
-refuses "needs rich: $extra" cp-profile-blocks --num-attention-heads 1
+refuses "needs rich: $extra" cp-plan-search --model llama3-8b
 if ! nvidia-smi -L >/dev/null 2>&1; then
     refuses "needs a CUDA GPU, and there is none here; run it on a host with one" cp-gpu-check
 fi

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,10 +19,6 @@ from .plan.verify import verify
 from .recorder import recorder
 from .strategies import AUTO, COMMON, Choice, asked, choose
 from .transport import LocalTransport, Program, TorchTransport, run_all, run_here
-
-if TYPE_CHECKING:
-    from .cluster.candidates import Workload
-    from .cluster.description import Cluster
 
 ALL_RANKS_UP_TO = 64  # beyond, what goes through the steps of all ranks (verifying, plans by document) is left out
 REMEMBERED = 32  # plans and blocks kept; those of packed documents change with each batch
@@ -116,7 +112,7 @@ class ContextParallel(_Strategy):
         # All meet before one may refuse what it was given.
         self._transport = TorchTransport(group, f"--cp-strategy {asked(strategy, layout=layout, **options)}")
         if strategy == AUTO:
-            strategy, layout, options = _agreed(group, layout, **options), None, {}
+            strategy, layout, options = _agreed(group, {**options, "layout": layout}), None, {}
         super().__init__(strategy, layout, dist.get_world_size(group), options)
         self.group, self.rank = group, dist.get_rank(group)
         self.chunk = self.chunks[self.rank]
@@ -153,21 +149,18 @@ class ContextParallel(_Strategy):
         return results
 
 
-def _agreed(
-    group: dist.ProcessGroup,
-    layout: str | None,
-    workload: "Workload | None" = None,
-    cluster: "Cluster | str | None" = None,
-    **options: object,
-) -> Choice:
+def _agreed(group: dist.ProcessGroup, options: dict[str, Any]) -> Choice:
+    """What "auto" stands for on the ranks of `group`."""
     from .cluster.auto import agree  # the planner, which other strategies do not need
 
-    if workload is None:
-        raise UsageError(f"--cp-strategy {AUTO}: needs to know for what; give workload=Workload(length, heads, ...)")
+    if (workload := options.pop("workload", None)) is None:
+        raise UsageError(f"--cp-strategy {AUTO}: for which sizes? Give workload=Workload(length, heads, ...)")
+    cluster = options.pop("cluster", None)
     fixed = {name: option.value(value) for name, option in COMMON.items() if (value := options.pop(name, None))}
     if options:
-        raise UsageError(f"{min(options)}={options[min(options)]}: --cp-strategy {AUTO} chooses it; leave it out")
-    return agree(workload, cluster, group, fixed=fixed | ({"layout": layout} if layout else {}))
+        name, value = options.popitem()
+        raise UsageError(f"{name}={value}: --cp-strategy {AUTO} chooses the options of strategies; leave it out")
+    return agree(workload, cluster, group, fixed)
 
 
 class AllRanks(_Strategy):

@@ -37,24 +37,26 @@ def outlook(plan: Plan, links: Links, shape: Shape, blocks: BlockTime) -> Outloo
         shape: the sizes on a rank.
         blocks: the times of its blocks.
     """
-    ranks = _looked_at(cluster, plan.size)
-    crowd = max(1.0, plan.size / (cluster.shared_cores or plan.size))  # ranks that wait for a core
-    wires, computed, likely = Counter[tuple](), [0.0] * len(ranks), 0.0
+    shared = links.cluster.shared_cores
+    ranks, cores = _looked_at(links), shared / links.together if shared else plan.size
+    wires, computed, busy, likely = Counter[tuple](), [0.0] * len(ranks), 0.0, 0.0
     for step in zip_longest(*(_Rank(plan, rank, shape).steps() for rank in ranks), fillvalue=((), ())):
-        wire, latency, longest = defaultdict[tuple, float](float), 0.0, 0.0
+        wire, latency, longest, spent = defaultdict[tuple, float](float), 0.0, 0.0, 0.0
         for i, (attends, messages) in enumerate(step):
             seconds = sum(map(blocks, attends))
-            computed[i], longest = computed[i] + seconds, max(longest, seconds)
+            computed[i], longest, spent = computed[i] + seconds, max(longest, seconds), spent + seconds
             for sender, receiver, size in messages:
+                path = links.path(sender, receiver)
+                spent += size * path.processor if shared else 0.0  # at this end
                 if ranks[i] == sender or sender not in ranks:  # each message once
-                    path = links.path(sender, receiver)
                     latency = max(latency, path.seconds)
                     for link, rate in path.links:
                         wire[link] += size / rate
         wires.update(wire)  # type: ignore[arg-type]
-        likely += max(max(wire.values(), default=0.0) + latency, crowd * longest)
-    least = max([*wires.values(), *computed, crowd * sum(computed) / plan.size])
-    return Outlook(float(least), float(likely))
+        busy += spent
+        work = max(longest, spent / len(ranks) * plan.size / cores)
+        likely += max(max(wire.values(), default=0.0) + latency, work)
+    return Outlook(float(max([*wires.values(), *computed, busy / cores])), float(likely))
 
 
 def _looked_at(links: Links) -> list[int]:
