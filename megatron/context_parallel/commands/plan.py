@@ -6,7 +6,10 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron.context_parallel import LAYOUTS, STRATEGIES, UsageError
-from megatron.context_parallel.cluster.description import load_cluster
+from megatron.context_parallel.cluster.auto import headline
+from megatron.context_parallel.cluster.candidates import Workload
+from megatron.context_parallel.cluster.description import Cluster, load_cluster
+from megatron.context_parallel.cluster.planner import Place, search
 from megatron.context_parallel.cluster.simulate import Forecast, simulate
 from megatron.context_parallel.cluster.timeline import write_timeline
 from megatron.context_parallel.mask import Mask
@@ -15,13 +18,14 @@ from megatron.context_parallel.plan.ir import Plan, PlanError
 from megatron.context_parallel.plan.page import write_page
 from megatron.context_parallel.plan.verify import Report, verify
 from megatron.context_parallel.plan.volume import Shape, received_bytes
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.strategies import AUTO, choose
 from megatron.context_parallel.tables import show
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    names = f"one or more of {', '.join(STRATEGIES)}, with options as in usp:head_parallel_size=2 or mesh:grid=2x4"
+    names = f"one or more of {', '.join(STRATEGIES)}, with options as in usp:head_parallel_size=2 or mesh:grid=2x4; "
+    names += f"{AUTO}: the fastest on --cluster"
     parser.add_argument("strategy", nargs="+", metavar="SPEC", help=names)
     parser.add_argument("--ranks", type=int, required=True, help="size of the context group")
     parser.add_argument("--layout", choices=LAYOUTS, help="default: the strategy's own")
@@ -86,6 +90,19 @@ def row(spec: str, plan: Plan, report: Report, shape: Shape | None, forecast: Fo
     ]
 
 
+def chosen(args: argparse.Namespace, cluster: Cluster | None) -> list[str]:
+    """The strategies given, with the planner's choice in place of "auto"."""
+    if AUTO not in args.strategy:
+        return args.strategy
+    if cluster is None:
+        raise UsageError(f"{AUTO}: needs to know the cluster; give --cluster, such as --cluster dgx-h100")
+    sizes = args.seq_length, args.num_attention_heads, args.num_query_groups, args.kv_channels
+    workload = Workload(*sizes, mask=Mask(not args.full_mask))
+    found = search(workload, Place(cluster), {"layout": args.layout} if args.layout else {})
+    print(headline(found))
+    return [found.best if spec == AUTO else spec for spec in args.strategy]
+
+
 def way(plan: Plan) -> str:
     return "backward" if plan.backward else "forward"
 
@@ -114,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
     times = ["ms", "exposed"] if cluster else []
     for heading in ("received", *(["MiB"] if shape else []), "steps", "idle", "peak", *times):
         table.add_column(heading, justify="right")
-    for spec in args.strategy:
+    for spec in chosen(args, cluster):
         choice = choose(spec, layout=args.layout)
         volumes.append(f"{spec}, {choice.layout} layout")
         passes = pages[choice.spec] = []

@@ -28,7 +28,8 @@ def parse_args(argv: list[str] | None = None) -> Arguments:
     check_world(given, world_size, needed)
     import torch  # takes a second, for which a mistake in a flag need not wait
 
-    given = replace(_fill_in_batch(complete_model(given), world_size // needed), cp_layout=choice.layout)
+    given = _fill_in_batch(complete_model(given), world_size // needed)
+    given = replace(given, cp_layout=choice.layout) if choice else given
     tokens, eod = vocabulary(given)
     given, size = _fill_in_vocabulary(given, tokens)
     layers, each = given.num_layers // given.pipeline_model_parallel_size, given.num_layers_per_virtual_pipeline_stage

@@ -3,10 +3,14 @@
 import math
 import os
 from traceback import extract_tb
+from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from .check_flags import refuse
 from .flags import FLAGS, Arguments, Flags
+
+if TYPE_CHECKING:
+    from ..strategies import Choice
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
@@ -68,21 +72,28 @@ def _check_sequence(args: Arguments) -> None:
     if args.window_size and args.window_size[1] > 0:
         refuse(args, "window_size", "no token sees those after it", window_size=(args.window_size[0], 0))
     n, tensor = args.context_parallel_size, args.tensor_model_parallel_size
+    sharers, what = tensor if args.sequence_parallel else 1, ""
+    parts = n * sharers
+    if args.cp:
+        _check_plan(args, args.cp)
+        parts, what = n * math.lcm(2 if args.cp.layout == "zigzag" else 1, sharers), f"the {args.cp.layout} layout "
+    if args.seq_length % parts:
+        over = f"{n} context-parallel" + (f" x {sharers} sequence-parallel" if sharers > 1 else "")
+        why = f"{what or 'its split '}over {over} ranks needs a multiple of {parts}"
+        refuse(args, "seq_length", why, seq_length=math.ceil(args.seq_length / parts) * parts)
+
+
+def _check_plan(args: Arguments, choice: "Choice") -> None:
+    n, tensor = args.context_parallel_size, args.tensor_model_parallel_size
     heads, kv_heads = args.num_attention_heads // tensor, max(1, args.num_query_groups // tensor)
     try:
-        args.cp.plan(n, heads=heads, kv_heads=kv_heads)
+        choice.plan(n, heads=heads, kv_heads=kv_heads)
     except UsageError:
         raise
     except Exception as error:  # in a strategy of the user's own
         at = extract_tb(error.__traceback__)[-1]
         where = f"{type(error).__name__}: {error} ({os.path.basename(at.filename)}, line {at.lineno})"
-        raise UsageError(f"--cp-strategy {args.cp.spec}: makes no plan for {n} ranks: {where}") from error
-    sharers = tensor if args.sequence_parallel else 1
-    parts = n * math.lcm(2 if args.cp.layout == "zigzag" else 1, sharers)
-    if args.seq_length % parts:
-        over = f"{n} context-parallel" + (f" x {sharers} sequence-parallel" if sharers > 1 else "")
-        why = f"the {args.cp.layout} layout over {over} ranks needs a multiple of {parts}"
-        refuse(args, "seq_length", why, seq_length=math.ceil(args.seq_length / parts) * parts)
+        raise UsageError(f"--cp-strategy {choice.spec}: makes no plan for {n} ranks: {where}") from error
 
 
 def _check_schedule(args: Arguments) -> None:

@@ -4,19 +4,28 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..backends import BACKENDS
-from ..strategies import COMMON, STRATEGIES, Choice, Grid, Option, choose
+from ..cluster.description import load_cluster
+from ..errors import UsageError
+from ..strategies import AUTO, COMMON, STRATEGIES, Choice, Grid, Option, choose
 from .declare import Section, flag
 
 if TYPE_CHECKING:
     from .flags import Flags
 
 _STRATEGY = f"""distributed attention: {", ".join(STRATEGIES)}; NAME:OPTION=VALUE,... gives options, MODULE:NAME and
-FILE.py:NAME a strategy of your own"""
+FILE.py:NAME a strategy of your own, SPEC+SPEC another one for the backward pass; {AUTO}: the fastest as predicted"""
 
 
 class _Group(Section):
     context_parallel_size: int = flag("ranks that share each sequence", 1)
     cp_strategy: str = flag(_STRATEGY, "ring", unit="SPEC")
+    cp_cluster: str | None = flag(
+        f"description of the cluster that --cp-strategy {AUTO} plans for, a preset or a .yaml file",
+        derived="measured at start",
+        unit="NAME",
+        example="dgx-h100",
+        needs=f"cp_strategy={AUTO}",
+    )
     cp_attention_backend: str = flag("what computes a rank's blocks of attention", "auto", choices=BACKENDS)
 
 
@@ -51,11 +60,24 @@ else:
     ContextParallel = type("ContextParallel", (_Group,), _body, title="context parallel")
 
 
-def chosen(args: "Flags") -> Choice:
-    """The strategy and options that the `--cp-...` flags give.
+def chosen(args: "Flags") -> Choice | None:
+    """The strategy and options that the `--cp-...` flags give; None for "auto", which chooses when sizes are known.
 
     Raises:
-        UsageError: an unknown strategy, or an option it does not have or with another value.
+        UsageError: an unknown strategy, or an option it does not have or with another value; no such cluster.
     """
     given = {name: getattr(args, f"cp_{name}") for name in _OPTIONS}
-    return choose(args.cp_strategy, args.context_parallel_size, **given)
+    if args.cp_strategy != AUTO:
+        return choose(args.cp_strategy, args.context_parallel_size, **given)
+    fixed_options(args)
+    if own := next((name for name in _OPTIONS if name not in COMMON and given[name] is not None), None):
+        raise UsageError(f"{_OPTIONS[own].given(given[own])}: --cp-strategy {AUTO} chooses it; leave it out")
+    if args.cp_cluster:
+        load_cluster(args.cp_cluster, "--cp-cluster")
+    return None
+
+
+def fixed_options(args: "Flags") -> dict[str, Any]:
+    """The options given that every strategy has, which bind `--cp-strategy auto` too."""
+    given = {name: (option, getattr(args, f"cp_{name}")) for name, option in COMMON.items()}
+    return {name: option.value(text) for name, (option, text) in given.items() if text is not None}

@@ -5,11 +5,15 @@ import os
 from rich.table import Table
 
 from ..cluster.attention_pass import attention_plan, attention_shape
+from ..cluster.auto import headline
+from ..cluster.description import load_cluster
 from ..cluster.memory import fullest_stage, memory, total
 from ..context import ALL_RANKS_UP_TO
 from ..layout import positions
 from ..plan.volume import received_bytes
+from ..strategies import AUTO, Choice, choose
 from ..tables import show
+from .auto import planned, settled
 from .flags import Arguments
 from .workload import model_of, run_of
 
@@ -24,7 +28,18 @@ def describe(args: Arguments) -> None:
             f"WORLD_SIZE is not set: assuming {args.world_size} ranks (tensor x pipeline x context), "
             "data-parallel size 1"
         )
-    show(_layout(args), _work(args), _memory(args))
+    if args.cp is None and args.cp_cluster:
+        found = planned(args, load_cluster(args.cp_cluster, "--cp-cluster"))
+        print(headline(found))
+        args = settled(args, choose(found.best))
+    if args.cp is None:
+        show(_layout(args))
+        print(
+            f"--cp-strategy {AUTO}: chosen when the run starts, for the cluster that is measured then; "
+            "--cp-cluster shows it now, with traffic and memory"
+        )
+    else:
+        show(_layout(args), _work(args, args.cp), _memory(args))
     if not any((args.data_path, args.train_data_path)):
         print("No data given, so none was checked.")
 
@@ -56,12 +71,12 @@ def _short(ranks: tuple[int, ...]) -> str:
 # ---------------------------------------------------------------------------------------------------- work
 
 
-def _work(args: Arguments) -> Table:
+def _work(args: Arguments, choice: Choice) -> Table:
     n = args.context_parallel_size
     micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    first = positions(args.cp.layout, 0, n, args.seq_length)
+    first = positions(choice.layout, 0, n, args.seq_length)
     table = Table("quantity", "value", title="work")
-    table.add_row("strategy and layout", f"{args.cp.spec}, {args.cp.layout}")
+    table.add_row("strategy and layout", f"{choice.spec}, {choice.layout}")
     table.add_row("sequence", f"{args.seq_length} tokens, {len(first)} per context rank")
     table.add_row(
         "batch",

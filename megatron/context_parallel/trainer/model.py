@@ -32,6 +32,7 @@ def build_model(args: Arguments) -> list[DistributedDataParallel]:
     """This rank's model chunks (one, or one per virtual pipeline stage), ready for gradient reduction."""
     config = transformer_config(args)
     group = parallel_state.get_context_parallel_group()
+    assert args.cp  # chosen when the job began
     cp = ContextParallel(args.cp, group=group)
     chunks = args.virtual_pipeline_model_parallel_size or 1
     virtual = range(chunks) if chunks > 1 else [None]

@@ -21,6 +21,7 @@ from ..integration.packed import PackedDocuments
 from ..mask import Documents
 from ..recorder import recorder
 from . import rerun
+from .auto import choose_strategy
 from .checkpoint import load_checkpoint, say
 from .data import build_data_iterator, build_datasets
 from .findings import Findings
@@ -48,6 +49,7 @@ def pretrain(args: Arguments) -> None:
     check_trackers(args)
     started, progress = time.monotonic(), Progress()
     with distributed_job(args, progress), save_lock(args):
+        args = args if args.cp else choose_strategy(args)
         tokenizer, samples = build_tokenizer(args), samples_needed(args)
         datasets = build_datasets(args, tokenizer, samples)
         state = build_state(args, progress)

@@ -53,7 +53,7 @@ def run_of(args: Arguments) -> Run:
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size,
-        cp_strategy=args.cp.spec,
+        cp_strategy=args.cp.spec if args.cp else "ring:layout=contiguous",  # one that fits, until it is chosen
         context_parallel_size=args.context_parallel_size,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
