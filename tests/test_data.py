@@ -51,6 +51,8 @@ def arguments(tmp_path, **changes) -> Namespace:
         "seed": 1234,
         "eod_mask_loss": False,
         "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "eod_token": EOD,
         "micro_batch_size": 2,
         "num_workers": 0,
     }
@@ -299,6 +301,15 @@ def test_workers_give_the_same_batches_and_no_random_number_is_drawn(tmp_path):
     workers = iterate(arguments(tmp_path, data_path=args.data_path, num_workers=2), 0, 0, 1)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(plain, workers, strict=True))
+
+
+def test_the_loader_makes_the_documents(tmp_path):
+    args = arguments(tmp_path, data_path=[corpus(tmp_path)], reset_attention_mask=True, num_workers=1)
+    for batch in iterate(args, 32, 0, 1):
+        ends = batch["documents"].around(torch.arange(SEQUENCE))[1]
+        last = ends == torch.arange(1, SEQUENCE + 1)
+        last[:, -1] = batch["tokens"][:, -1] == EOD  # the end of the sample ends a document too
+        assert torch.equal(last, batch["tokens"] == EOD)
 
 
 def test_splits_hold_different_documents(tmp_path):

@@ -8,6 +8,7 @@ from test_exact import WHAT, gradients
 
 from megatron.context_parallel import LAYOUTS, STRATEGIES, AllRanks, ContextParallel, UsageError
 from megatron.context_parallel.attention import context_parallel_attention
+from megatron.context_parallel.blocks import Blocks
 from megatron.context_parallel.kernels.reference import Reference, attention
 from megatron.context_parallel.layout import Chunks, positions, unshard
 from megatron.context_parallel.mask import Documents, Mask
@@ -57,7 +58,7 @@ def seen(mask: Mask, at: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         allowed &= k <= q + after
     if mask.documents is None:
         return allowed[None]
-    starts, ends = mask.documents.starts, mask.documents.ends
+    starts, ends = mask.documents.around(torch.arange(mask.documents.shape[1]))
     same = (starts[:, at][:, :, None] == starts[:, keys][:, None, :]) & (ends[:, keys] > starts[:, keys])[:, None, :]
     return allowed & same & (ends[:, at] > starts[:, at])[:, :, None]
 
@@ -243,17 +244,50 @@ def test_a_window_spares_communication():
 
 def test_documents_from_end_tokens_and_from_cu_seqlens():
     ends = torch.tensor([[0, 0, 1, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0, 1]]).bool()
-    marked = Documents.after(ends)
-    assert marked.starts.tolist() == [[0, 0, 0, 3, 3, 5, 6, 6], [0, 1, 1, 1, 1, 1, 1, 1]]
-    assert marked.ends.tolist() == [[3, 3, 3, 5, 5, 6, 8, 8], [1, 8, 8, 8, 8, 8, 8, 8]]
+    marked = around(Documents.after(ends))
+    assert marked == [
+        [[0, 0, 0, 3, 3, 5, 6, 6], [0, 1, 1, 1, 1, 1, 1, 1]],
+        [[3, 3, 3, 5, 5, 6, 8, 8], [1, 8, 8, 8, 8, 8, 8, 8]],
+    ]
     packed = Documents.packed(torch.tensor([0, 3, 5, 6, 8, 9, 16], dtype=torch.int32), 8, samples=2)
-    assert torch.equal(packed.starts, marked.starts) and torch.equal(packed.ends, marked.ends)
+    numbered = Documents(torch.tensor([[4, 4, 4, 0, 0, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]))
+    assert around(packed) == around(numbered) == marked
     # Two tokens of padding behind the first document, one behind the last, and an empty document between.
     padded = Documents.packed(torch.tensor([0, 2, 2, 5]), 8, torch.tensor([0, 4, 4, 8]))
-    assert padded.starts.tolist() == [[0, 0, 2, 3, 4, 4, 4, 7]]
-    assert padded.ends.tolist() == [[2, 2, 2, 3, 7, 7, 7, 7]]
+    assert around(padded) == [[[0, 0, 2, 3, 4, 4, 4, 7]], [[2, 2, 2, 3, 7, 7, 7, 7]]]
     short = Documents.packed(torch.tensor([0, 5]), 8, samples=2)  # tokens after the last document belong to none
-    assert short.ends.tolist() == [[5, 5, 5, 5, 5, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]
+    assert around(short)[1] == [[5, 5, 5, 5, 5, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]
+    assert around(Documents(torch.tensor([0, 0, -1, -2, 0]))) == [[[0, 0, 2, 3, 4]], [[2, 2, 2, 3, 5]]]
+    assert [x.shape for x in (packed, padded, Documents(torch.zeros(5).int()))] == [(2, 8), (1, 8), (1, 5)]
+
+
+def around(documents: Documents) -> list[list[list[int]]]:
+    return [x.tolist() for x in documents.around(torch.arange(documents.shape[1]))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_runs_are_those_of_the_positions(layout):
+    """By sorting and searching all positions."""
+    chunks = Chunks.pair(layout, 3, LENGTH)[0]
+    for mask in MASKS.values():
+        blocks = Blocks(mask, chunks, chunks, Reference())
+        for q in range(3):
+            at = chunks.positions(q)
+            for gathered in [(0,), (2, 0), (0, 1, 2)]:
+                keys = torch.cat([chunks.positions(c) for c in gathered]).sort().values
+                expected = torch.stack([torch.searchsorted(keys, bound.contiguous()) for bound in mask.seen(at)])
+                got = torch.stack(blocks.runs(q, gathered))
+                assert blocks.keys(gathered) == len(keys) and got.dtype == torch.int32
+                assert torch.equal(got.long(), expected)
+
+
+def test_documents_of_each_batch_share_what_they_do_not_decide():
+    """Where gathered keys are, and what the mask without documents lets see, is found once."""
+    cp, kernel = AllRanks(4, "attention2d"), Reference()
+    first, second = (cp.blocks(Mask(documents=documents(lengths)), (LENGTH,) * 2, kernel) for lengths in (ODD, TINY))
+    assert first is not second and first.undivided is second.undivided
+    assert first.undivided.runs(1, (0, 1)) is second.undivided.runs(1, (0, 1))
+    assert first.order((0, 1)) is second.order((0, 1))
 
 
 @pytest.mark.parametrize(

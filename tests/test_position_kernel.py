@@ -371,6 +371,19 @@ def test_a_block_is_one_piece(interpreted):
     assert torch.equal(piece.mask.end, MASKS["documents"].end)
 
 
+def test_runs_reach_the_gpu_in_one_copy_that_nothing_waits_for(monkeypatch):
+    from megatron.context_parallel.kernels.position import PositionKernel
+
+    calls, kernel = [], PositionKernel.__new__(PositionKernel)
+    kernel.device = torch.device("cuda", 1)
+    for name in ("pin_memory", "to"):
+        monkeypatch.setattr(torch.Tensor, name, lambda x, *a, name=name, **k: calls.append((name, x.shape, a, k)) or x)
+    block = Runs(torch.zeros(2, 5, dtype=torch.int32), torch.arange(10, dtype=torch.int32).view(2, 5))
+    ((rows, keys, runs, _),) = kernel.pieces(block, 7)
+    assert (rows, keys) == (slice(0, 5), slice(0, 7)) and all(map(torch.equal, runs, block))
+    assert calls == [("pin_memory", (2, 2, 5), (), {}), ("to", (2, 2, 5), (kernel.device,), {"non_blocking": True})]
+
+
 def test_needs_a_gpu_it_has_tiles_for():
     from megatron.context_parallel.kernels.position import PositionKernel
 

@@ -99,7 +99,6 @@ def test_sequences_and_documents_are_the_same_mask():
             ours, theirs = (Mask(causal, window, x).seen(at) for x in (Sequences(lengths), Documents(ids)))
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert Sequences(lengths).shape == Documents(ids).shape == (1, 9)
-    assert Sequences(lengths).cut(torch.tensor([0, 2, 4])) == [(slice(0, 2),), (slice(2, 2),), (slice(2, 3),)]
 
 
 def test_what_does_not_fit_is_refused():

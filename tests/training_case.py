@@ -15,6 +15,7 @@ from megatron.context_parallel.integration.host import support_cpu_host
 from megatron.context_parallel.strategies import choose
 from megatron.context_parallel.trainer import setup, training
 from megatron.context_parallel.trainer.checkpoint import save_checkpoint
+from megatron.context_parallel.trainer.data import collate
 from megatron.context_parallel.trainer.train_state import Progress, TrainState
 
 support_cpu_host()
@@ -96,7 +97,7 @@ def batches(args: Namespace, consumed: int) -> Iterator[dict[str, torch.Tensor]]
     rank, size = parallel_state.get_data_parallel_rank(), args.data_parallel_size
     for start in range(consumed + rank * args.micro_batch_size, 10**6, size * args.micro_batch_size):
         samples = [sample(number) for number in range(start, start + args.micro_batch_size)]
-        yield {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+        yield collate(samples, args.eod_token if args.reset_attention_mask else None)
 
 
 def sample(number: int) -> dict[str, torch.Tensor]:

@@ -1,12 +1,15 @@
 """The blocks of a distributed attention: the order of gathered key rows, and the pieces that a kernel computes."""
 
+from itertools import pairwise
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from .kernels import Kernel
-from .kernels.masks import Piece, Runs, runs
+from .kernels.masks import Piece, Runs
 from .layout import Chunks, ListedChunks
-from .mask import Mask, Sequences
+from .mask import Documents, Mask, Sequences
 from .plan.ir import T
 
 Rows = tuple[int, slice, slice | Tensor]  # chunk, rows of the chunk, and where they are among the gathered rows
@@ -18,65 +21,104 @@ class Blocks:
     Args:
         q, kv: the chunks of queries and of keys.
         kernel: cuts blocks into what it computes.
+        undivided: for a mask with documents, the blocks of the same mask without. They outlive those of a batch.
     """
 
-    def __init__(self, mask: Mask, q: Chunks | ListedChunks, kv: Chunks | ListedChunks, kernel: Kernel) -> None:
+    def __init__(
+        self,
+        mask: Mask,
+        q: Chunks | ListedChunks,
+        kv: Chunks | ListedChunks,
+        kernel: Kernel,
+        undivided: "Blocks | None" = None,
+    ) -> None:
         self.mask, self.q, self.kv, self.kernel = mask, q, kv, kernel
+        if isinstance(mask.documents, Documents):
+            undivided = undivided or Blocks(Mask(mask.causal, mask.window), q, kv, kernel)
+        self.undivided = undivided
         self._pieces: dict[tuple, list[Piece]] = {}
-        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
-        self._order: dict[tuple, tuple[Tensor, list[Rows]]] = {}
+        self._order: dict[tuple, list[Rows]] = {} if undivided is None else undivided._order
+        self._runs: dict[tuple, Runs] = {}
+        self._edges: dict[int, list[np.ndarray]] = {}
 
     def chunks(self, tensor: T) -> Chunks | ListedChunks:
         """The chunks in which a tensor travels."""
         return self.kv if tensor in (T.KV, T.DKV) else self.q
 
-    def order(self, chunks: tuple[int, ...]) -> tuple[Tensor, list[Rows]]:
-        """Positions int64 of the rows of the key chunks, ascending, and where the rows of each chunk are among them."""
+    def keys(self, chunks: tuple[int, ...]) -> int:
+        """Rows of the key chunks together."""
+        return sum(self.kv.rows(chunk) for chunk in chunks)
+
+    def order(self, chunks: tuple[int, ...]) -> list[Rows]:
+        """Where the rows of each of the key chunks are among those of all of them, in ascending order of position."""
         if chunks not in self._order:
             self._order[chunks] = self._interleaved(chunks)
         return self._order[chunks]
 
-    def _interleaved(self, chunks: tuple[int, ...]) -> tuple[Tensor, list[Rows]]:
-        if len(chunks) == 1:
-            return self.kv.positions(chunks[0]), [(chunks[0], slice(None), slice(None))]
-        of_chunks = [self.kv.positions(c) for c in chunks]
-        all_positions = torch.cat(of_chunks).sort().values
+    def _interleaved(self, chunks: tuple[int, ...]) -> list[Rows]:
         if isinstance(self.kv, ListedChunks):
-            found = (torch.searchsorted(all_positions, x) for x in of_chunks)
-            return all_positions, [(c, slice(None), where) for c, where in zip(chunks, found, strict=True)]
+            before = (self.kv.before(chunks, self.kv.positions(chunk).numpy()) for chunk in chunks)
+            return [(c, slice(None), torch.from_numpy(at).long()) for c, at in zip(chunks, before, strict=True)]
         rows: list[Rows] = []
         for chunk in chunks:
             start = 0
             for p in self.kv.progressions[chunk]:
-                first, second, last = torch.searchsorted(
-                    all_positions, torch.tensor([p.start, p.start + (p.length > 1) * p.stride, p.last])
-                ).tolist()
+                ends = np.array((p.start, p.start + (p.length > 1) * p.stride, p.last))
+                first, second, last = self.kv.before(chunks, ends).tolist()
                 own = slice(start, start + p.length)
                 rows.append((chunk, own, slice(first, last + 1, max(1, second - first))))
                 start += p.length
-        return all_positions, rows
+        return rows
 
     def runs(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> Runs:
         """The rows of the gathered key chunks that each query of a chunk sees."""
-        if q_chunk not in self._seen:
-            self._seen[q_chunk] = self.mask.seen(self.q.positions(q_chunk))
-        return runs(self._seen[q_chunk], self.order(kv_chunks)[0])
+        key = q_chunk, kv_chunks
+        if self.undivided is not None:
+            return self._divided(self.undivided.runs(*key), *key)
+        if key not in self._runs:
+            seen = self.mask.seen(self.q.positions(q_chunk))
+            self._runs[key] = Runs(*(torch.from_numpy(self.kv.before(kv_chunks, bound.numpy())) for bound in seen))
+        return self._runs[key]
+
+    def _divided(self, undivided: Runs, q_chunk: int, kv_chunks: tuple[int, ...]) -> Runs:
+        """Runs that end where documents do. As rows and positions ascend alike, only the edges need to be sought."""
+        documents, bounds = self.mask.documents, [bound[0].numpy() for bound in undivided]
+        assert isinstance(documents, Documents)  # only they are divided here
+        if q_chunk not in self._edges:
+            self._edges[q_chunk] = [self.q.before((q_chunk,), edges) for edges in documents.edges]
+        of_samples = []
+        for edges, inside, rows in zip(documents.edges, documents.inside, self._edges[q_chunk], strict=True):
+            keys, count = self.kv.before(kv_chunks, edges), np.diff(rows)
+            first, end = np.repeat(keys[:-1], count), bounds[1]
+            if bounds[0][-1] > first[0]:  # both ascend
+                np.maximum(bounds[0], first, out=first)
+            if not (self.mask.causal and inside.all()):  # a causal run ends in its document
+                end = np.minimum(end, np.repeat(keys[1:], count))
+            for gap in np.flatnonzero(~inside & (count > 0)):
+                at = slice(*rows[gap : gap + 2])
+                own = self.q.positions(q_chunk)[at].numpy()
+                first[at] = end[at] = self.kv.before(kv_chunks, own)
+            of_samples.append((first, end))
+        if len(of_samples) == 1:
+            return Runs(*(torch.from_numpy(x).unsqueeze(0) for x in of_samples[0]))
+        return Runs(*(torch.from_numpy(np.stack(x)) for x in zip(*of_samples, strict=True)))
 
     def pieces(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> list[Piece]:
         """The block of a query chunk against gathered key/value chunks, cut for the kernel."""
         key = q_chunk, kv_chunks
         if key not in self._pieces:
-            block, keys = self.runs(q_chunk, kv_chunks), self.order(kv_chunks)[0]
-            sequences = self.mask.documents
+            block, sequences = self.runs(q_chunk, kv_chunks), self.mask.documents
             if isinstance(sequences, Sequences):
-                parts = sequences.cut(self.q.positions(q_chunk), keys)
+                bounds = sequences.bounds.numpy()
+                edges = self.q.before((q_chunk,), bounds), self.kv.before(kv_chunks, bounds)
+                parts = zip(*([slice(*pair) for pair in pairwise(of.tolist())] for of in edges), strict=True)
                 self._pieces[key] = [p for q, kv in parts for p in self._shifted(block.of(q, kv), q.start, kv)]
             else:
-                self._pieces[key] = self._cut(block, len(keys))
+                self._pieces[key] = self._cut(block, self.keys(kv_chunks))
         return self._pieces[key]
 
     def _cut(self, block: Runs, keys: int) -> list[Piece]:
-        return self.kernel.pieces(block, keys) if bool((block.end > block.first).any()) else []
+        return self.kernel.pieces(block, keys) if np.greater(block.end.numpy(), block.first.numpy()).any() else []
 
     def _shifted(self, block: Runs, first: int, keys: slice) -> list[Piece]:
         """The pieces of a part of a block, from its rows and keys to those of the whole block."""

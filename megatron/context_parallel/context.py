@@ -65,7 +65,8 @@ class _Strategy:
     def blocks(self, mask: Mask, lengths: Lengths, kernel: Kernel) -> Blocks:
         """The blocks of `mask`, the same object for each layer of a model."""
         key = "blocks", mask, lengths, kernel
-        return self._remember(key, lambda: Blocks(mask, *self._chunks(lengths), kernel))
+        undivided = self.blocks(Mask(mask.causal, mask.window), lengths, kernel) if mask.documents else None
+        return self._remember(key, lambda: Blocks(mask, *self._chunks(lengths), kernel, undivided))
 
     def _remember(self, key: tuple, make: Callable[[], Made]) -> Made:
         if key not in self._recent:

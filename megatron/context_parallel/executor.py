@@ -225,9 +225,9 @@ class Executor:
         """Keys and values of the chunks, [rows, B, d] each, in ascending order of position."""
         if len(chunks) == 1:
             return self.held[T.KV, chunks[0]]
-        positions, rows = self.problem.blocks.order(chunks)
-        gathered = tuple(x.new_empty(len(positions), *x.shape[1:]) for x in (self.k, self.v))
-        for chunk, own, where in rows:
+        blocks = self.problem.blocks
+        gathered = tuple(x.new_empty(blocks.keys(chunks), *x.shape[1:]) for x in (self.k, self.v))
+        for chunk, own, where in blocks.order(chunks):
             for x, part in zip(gathered, self.held[T.KV, chunk], strict=True):
                 x[where] = part[own]
         return gathered
@@ -286,7 +286,7 @@ class Executor:
         new = {chunk for chunk in chunks if (T.DKV, chunk) not in self.held}
         for chunk in new:
             self.held[T.DKV, chunk] = self._empty(T.DKV, chunk)
-        for chunk, own, where in self.problem.blocks.order(chunks)[1]:
+        for chunk, own, where in self.problem.blocks.order(chunks):
             for total, part in zip(self.held[T.DKV, chunk], gathered, strict=True):
                 if chunk in new:
                     total[own] = part[where]

@@ -5,14 +5,15 @@ arithmetic progressions of positions. Everything that depends on positions (data
 other module knows what the name of a layout means.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import UsageError
 
 if TYPE_CHECKING:  # flags ask for the names of the layouts, and need no torch
+    import numpy as np
     from torch import Tensor
 
 
@@ -103,6 +104,15 @@ class Chunks:
 
         return torch.cat([torch.arange(p.start, p.last + 1, p.stride) for p in self.progressions[chunk]])
 
+    def before(self, chunks: "Iterable[int]", bounds: "np.ndarray") -> "np.ndarray":
+        """How many rows of `chunks` together have a position below each of `bounds` (int64): int32."""
+        import numpy as np
+
+        total = np.zeros(bounds.shape, np.int32)
+        for start, stride, length in (p for chunk in chunks for p in self.progressions[chunk]):
+            total += ((bounds - (start - stride + 1)) // stride).clip(0, length).astype(np.int32)
+        return total
+
 
 @dataclass(frozen=True)
 class ListedChunks:
@@ -115,6 +125,7 @@ class ListedChunks:
 
     counts: tuple[int, ...]
     find: "Callable[[int], Tensor]"
+    _gathered: "dict[tuple[int, ...], np.ndarray]" = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def n(self) -> int:
@@ -127,6 +138,14 @@ class ListedChunks:
     def positions(self, chunk: int) -> "Tensor":
         """The positions of `chunk`, int64 [rows], in the order its rank stores its tokens."""
         return self.find(chunk)
+
+    def before(self, chunks: "tuple[int, ...]", bounds: "np.ndarray") -> "np.ndarray":
+        """As `Chunks.before`."""
+        import numpy as np
+
+        if chunks not in self._gathered:
+            self._gathered[chunks] = np.sort(np.concatenate([self.find(chunk).numpy() for chunk in chunks]))
+        return np.searchsorted(self._gathered[chunks], bounds).astype(np.int32)
 
 
 def positions(layout: str, chunk: int, n: int, length: int) -> "Tensor":

@@ -20,9 +20,11 @@ from .pairs import Pairs
 class Documents:
     """Packed documents: a token sees only tokens of its document. Make one per batch and pass it to every layer.
 
+    It holds no number for each token, so making one from end tokens or from `cu_seqlens` takes little time.
+
     Attributes:
-        starts: int64 [samples, length] on CPU, where the document of each token starts.
-        ends: the same, where it ends (exclusive). For a token of no document both are its own position.
+        edges: for each sample, where a document or a gap between documents begins, and the length: int64, ascending.
+        inside: for each sample, whether a document begins at an edge, and not a gap: bool, for all edges but the last.
     """
 
     def __init__(self, ids: Tensor) -> None:
@@ -39,29 +41,38 @@ class Documents:
                 f"documents {list(ids.shape)} of {ids.dtype}: need integers [length] or [samples, length], such as "
                 "[0, 0, 1, 1]"
             )
-        ids = torch.atleast_2d(ids.detach().cpu())
-        at = torch.arange(ids.shape[1])
-        first = torch.ones_like(ids, dtype=torch.bool)
-        first[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        last = first.roll(-1, 1)
-        self.starts = torch.where(first, at, 0).cummax(1).values
-        self.ends = torch.where(last, at + 1, len(at)).flip(1).cummin(1).values.flip(1)
-        outside = ids < 0
-        self.starts, self.ends = (torch.where(outside, at, x) for x in (self.starts, self.ends))
+        of_tokens = torch.atleast_2d(ids.detach().cpu()).numpy()
+        self.edges = _edges(of_tokens[:, 1:] != of_tokens[:, :-1], of_tokens.shape[1])
+        self.inside = [row[edges[:-1]] >= 0 for row, edges in zip(of_tokens, self.edges, strict=True)]
+
+    @classmethod
+    def _of(cls, edges: list[np.ndarray], inside: list[np.ndarray]) -> "Documents":
+        made = cls.__new__(cls)
+        made.edges, made.inside = edges, inside
+        return made
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> tuple[int, int]:
         """(samples, length)."""
-        return self.starts.shape
+        return len(self.edges), int(self.edges[0][-1])
 
     def around(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the documents of tokens start and end: two int64 [samples, s]."""
-        return self.starts[:, positions], self.ends[:, positions]
+        """Where the documents of tokens start and end (exclusive): two int64 [samples, s] for positions int64 [s].
+
+        For a token of no document both are its own position.
+        """
+        at, starts, ends = positions.numpy(), [], []
+        for edges, inside in zip(self.edges, self.inside, strict=True):
+            of = np.searchsorted(edges[1:], at, side="right")
+            starts.append(np.where(inside[of], edges[of], at))
+            ends.append(np.where(inside[of], edges[of + 1], at))
+        return torch.from_numpy(np.stack(starts)), torch.from_numpy(np.stack(ends))
 
     @classmethod
     def after(cls, ends: Tensor) -> "Documents":
         """Documents that end with the marked tokens: bool [samples, length], as Megatron's `--reset-attention-mask`."""
-        return cls(ends.long().cumsum(1) - ends.long())
+        edges = _edges(ends[:, :-1].cpu().numpy(), ends.shape[1])
+        return cls._of(edges, [np.ones(len(of) - 1, bool) for of in edges])
 
     @classmethod
     def packed(
@@ -86,20 +97,24 @@ class Documents:
         bounds = (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded).detach().cpu().long()
         if len(lengths) == 0 or bounds[0] != 0 or lengths.min() < 0 or (bounds.diff() < lengths).any():
             raise UsageError(f"cu_seqlens {cu_seqlens.tolist()[:8]}: must ascend from 0, such as [0, 5, {length}]")
-        starts = bounds[:-1]
-        lasts = (starts + lengths - 1)[lengths > 0]
-        if (starts[lengths > 0] // length != lasts // length).any():
+        starts, ends = (x[lengths > 0].numpy() for x in (bounds[:-1], bounds[:-1] + lengths))
+        if (starts // length != (ends - 1) // length).any():
             raise UsageError(f"cu_seqlens: a document crosses the end of its sample of {length} tokens; cut it there")
         if bounds[-1] > samples * length:
             needed = -(-int(bounds[-1]) // length)
             raise UsageError(
                 f"cu_seqlens: ends at {int(bounds[-1])}, beyond {samples} x {length} tokens; give samples={needed}"
             )
-        at = torch.arange(samples * length)
-        document = torch.bucketize(at, bounds[1:], right=True)
-        inside = document < len(lengths)
-        inside[inside.clone()] = (at - bounds[document.clamp_max(len(starts))])[inside] < lengths[document[inside]]
-        return cls(torch.where(inside, document, -1).view(samples, length))
+        through = np.arange(samples + 1) * length
+        all_edges = np.unique(np.concatenate((starts, ends, through)))
+        edges = [all_edges[(all_edges >= a) & (all_edges <= b)] - a for a, b in pairwise(through)]
+        begins = [np.isin(of[:-1] + a, starts) for of, a in zip(edges, through, strict=False)]
+        return cls._of(edges, begins)
+
+
+def _edges(changes: np.ndarray, length: int) -> list[np.ndarray]:
+    """Where something begins in each sample, and the length. `changes` [samples, length - 1]: at the next token."""
+    return [np.concatenate(([0], np.flatnonzero(of) + 1, [length])) for of in changes]
 
 
 class Sequences:
@@ -125,11 +140,6 @@ class Sequences:
         """Where the sequences of tokens start and end: two int64 [1, s]."""
         of = torch.bucketize(positions, self.bounds[1:], right=True).unsqueeze(0)
         return self.bounds[of], self.bounds[of + 1]
-
-    def cut(self, *positions: Tensor) -> list[tuple[slice, ...]]:
-        """For each sequence, which of some ascending positions are of it."""
-        edges = [torch.searchsorted(x, self.bounds).tolist() for x in positions]
-        return list(zip(*([slice(*pair) for pair in pairwise(of)] for of in edges), strict=True))
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class LibraryAndPosition:
         self.name = f"{library.name}+{position.name}"
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
-        found, rows = cut(block), block.first.shape[1]
+        found, rows = cut(block, most=MOST_PIECES + 1), block.first.shape[1]
         if len(found) <= MOST_PIECES and all(_worth_a_launch(p) and self.plain.takes(p, rows, keys) for p in found):
             return found
         return self.position.pieces(block, keys)

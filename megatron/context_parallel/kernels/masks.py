@@ -7,7 +7,7 @@ squares, the keys of the latter taken in steps of m.
 """
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
 import numpy
@@ -42,11 +42,6 @@ class Piece(NamedTuple):
     sample: int | None = None
 
 
-def runs(seen: tuple[Tensor, Tensor], keys: Tensor) -> Runs:
-    """From intervals of positions, [samples, s] each, to rows of the ascending positions `keys` [t]."""
-    return Runs(*(torch.searchsorted(keys, bound.contiguous(), out_int32=True) for bound in seen))
-
-
 def tiles(block: Runs, batch: int, step: int) -> Iterator[tuple[slice, slice, slice, Tensor]]:
     """Tiles of at most `step` query rows in which anything is seen, for kernels on a CPU.
 
@@ -65,14 +60,16 @@ def tiles(block: Runs, batch: int, step: int) -> Iterator[tuple[slice, slice, sl
                 yield heads, rows, keys, (at >= first) & (at < end)
 
 
-def cut(block: Runs, short: int = SHORT) -> list[Piece]:
+def cut(block: Runs, short: int = SHORT, most: int | None = None) -> list[Piece]:
     """FULL and CAUSAL pieces, and pieces with runs for what is irregular (windows, runs of rows below `short`).
 
     Nothing a row does not see is in a piece that could be cut off it; of a block that sees nothing there are none.
+    Of more than `most` pieces it gives the first ones.
     """
-    if len(block.first) == 1:
-        return [*_cut_sample(block, None, short)]
-    return [p for i in range(len(block.first)) for p in _cut_sample(Runs(*(x[i : i + 1] for x in block)), i, short)]
+    samples = range(len(block.first))
+    alone = len(samples) == 1
+    of_samples = (_cut_sample(Runs(*(x[i : i + 1] for x in block)), None if alone else i, short) for i in samples)
+    return list(islice(chain.from_iterable(of_samples), most))
 
 
 def _cut_sample(block: Runs, sample: int | None, short: int) -> Iterator[Piece]:
@@ -97,16 +94,16 @@ def _cut_sample(block: Runs, sample: int | None, short: int) -> Iterator[Piece]:
 
 def _segments(first: numpy.ndarray, end: numpy.ndarray) -> Iterator[tuple[slice, int, int]]:
     """Successive rows whose bounds grow evenly: (rows, growth of first, growth of end a row)."""
-    growth = numpy.stack((numpy.diff(first), numpy.diff(end)))
-    changes = numpy.flatnonzero((growth[:, 1:] != growth[:, :-1]).any(0)) + 1
-    edges = [0, *changes.tolist(), len(first) - 1]
+    growth = numpy.diff(first), numpy.diff(end)
+    changed = (growth[0][1:] != growth[0][:-1]) | (growth[1][1:] != growth[1][:-1])
+    edges = [0, *(numpy.flatnonzero(changed) + 1).tolist(), len(first) - 1]
     row = 0
     for start, stop in pairwise(edges):  # rows start .. stop grow evenly
         jump = stop - start == 1 and stop < len(first) - 1  # the row after a jump belongs to what follows
         if row > stop or (jump and row == stop):
             continue
         last = stop - jump
-        yield slice(row, last + 1), *(growth[:, start].tolist() if last > row else (0, 0))
+        yield slice(row, last + 1), *((int(growth[0][start]), int(growth[1][start])) if last > row else (0, 0))
         row = last + 1
     if row < len(first):
         yield slice(row, len(first)), 0, 0

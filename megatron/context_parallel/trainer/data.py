@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sized
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,10 +17,12 @@ from megatron.core.datasets.utils import Split, get_blend_from_list
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..errors import UsageError
+from ..mask import Documents
 from .flags import Arguments
 from .index_cache import drop_damaged, record
 
 Splits: TypeAlias = tuple[Dataset | None, Dataset | None, Dataset | None]
+Batch: TypeAlias = dict[str, Any]  # by KEYS tensors [micro batch, sequence], and documents
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -139,11 +142,12 @@ class MicroBatches(Sampler[range]):
 
 def build_data_iterator(
     dataset: Dataset, args: Arguments, consumed_samples: int, dp_rank: int, dp_size: int, note: Callable[[str], None]
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Iterator[Batch]:
     """Micro batches of `dp_rank`, starting `consumed_samples` samples (of all ranks) into the dataset.
 
     Each is a dict of CPU tensors of shape [micro batch, sequence]: `tokens`, `labels`, `position_ids`
-    int64, `loss_mask` float32. Tensor, pipeline and context-parallel ranks of one `dp_rank` get the same.
+    int64, `loss_mask` float32. With `--reset-attention-mask` it also has their `documents`, which the loader's
+    workers make. Tensor, pipeline and context-parallel ranks of one `dp_rank` get the same.
     The iterator ends where the dataset cannot fill a micro batch of every rank. No global random number
     is drawn.
 
@@ -156,7 +160,7 @@ def build_data_iterator(
         dataset,
         batch_sampler=batches,  # type: ignore[arg-type]  # ranges serve as lists of numbers do
         num_workers=args.num_workers,
-        collate_fn=_collate,
+        collate_fn=partial(collate, end=args.eod_token if args.reset_attention_mask else None),
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # the loader seeds its workers from the global generator otherwise
     )
@@ -184,5 +188,9 @@ def _wrong_token(dataset: Dataset, samples: range, tokens: torch.Tensor, vocabul
     )
 
 
-def _collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {key: torch.stack([sample[key] for sample in samples]) for key in KEYS}
+def collate(samples: list[dict[str, torch.Tensor]], end: int | None) -> Batch:
+    """A batch of samples; with its documents, if the token that ends one is given."""
+    batch: Batch = {key: torch.stack([sample[key] for sample in samples]) for key in KEYS}
+    if end is not None:
+        batch["documents"] = Documents.after(batch["tokens"] == end)
+    return batch

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, RerunState, RerunStateMachine
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from torch import Tensor
 
+from .data import Batch
 from .findings import Findings, Kind
 from .flags import Arguments
 
-Batches: TypeAlias = Iterator[dict[str, Tensor]] | RerunDataIterator
+Batches: TypeAlias = Iterator[Batch] | RerunDataIterator
 
 
 class StepRejectedError(Exception):
@@ -45,7 +45,7 @@ def start_machine(args: Arguments) -> RerunStateMachine:
     return rerun_state_machine.get_rerun_state_machine()
 
 
-def replayable(args: Arguments, batches: Iterator[dict[str, Tensor]]) -> Batches:
+def replayable(args: Arguments, batches: Iterator[Batch]) -> Batches:
     """`batches`, which can give those of a step again if `--rerun-mode` may ask for it."""
     return batches if args.rerun_mode == RerunMode.DISABLED else RerunDataIterator(batches)
 

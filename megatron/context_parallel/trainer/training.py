@@ -18,12 +18,11 @@ from torch.utils.data import Dataset
 from ..errors import UsageError
 from ..integration.batch import shard_batch
 from ..integration.packed import PackedDocuments
-from ..mask import Documents
 from ..recorder import recorder
 from . import rerun
 from .auto import choose_strategy
 from .checkpoint import load_checkpoint, say
-from .data import build_data_iterator, build_datasets
+from .data import KEYS, build_data_iterator, build_datasets
 from .findings import Findings
 from .flags import Arguments
 from .log import RunLog, check_trackers
@@ -203,9 +202,8 @@ def _forward_step(args: Arguments, batches: Batches, model: DistributedDataParal
         recorder.enter("data" if torch.is_grad_enabled() else "evaluation data")
         whole = next(batches)
         if args.reset_attention_mask:
-            assert args.eod_token is not None
-            packed = PackedDocuments(documents=Documents.after(whole["tokens"] == args.eod_token))
-        local = shard_batch(whole, get_attr_wrapped_model(model, "context_parallel"))
+            packed = PackedDocuments(documents=whole["documents"])
+        local = shard_batch({name: whole[name] for name in KEYS}, get_attr_wrapped_model(model, "context_parallel"))
         device = torch.cuda.current_device()
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in local.items()}
     recorder.enter("forward" if torch.is_grad_enabled() else "evaluation")

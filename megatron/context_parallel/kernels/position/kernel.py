@@ -44,9 +44,11 @@ class PositionKernel:
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
-        """The whole block in one piece, its runs on the device."""
-        rows = slice(0, block.first.shape[1])
-        return [Piece(rows, slice(0, keys), Runs(*(x.to(self.device) for x in block)))]
+        """The whole block in one piece, its runs on the device, or on their way: nothing waits for them."""
+        rows, both = slice(0, block.first.shape[1]), torch.stack(block)
+        if self.device.type == "cuda":
+            both = both.pin_memory()
+        return [Piece(rows, slice(0, keys), Runs(*both.to(self.device, non_blocking=True)))]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
         """Returns the output [s, B, G, dv] in q's dtype and its log-sum-exp [s, B, G] in float32.

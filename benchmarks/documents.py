@@ -1,0 +1,99 @@
+"""Prints the host's time for the packed documents of one micro batch: what a rank does before its first block runs.
+
+    PYTHONPATH=. python benchmarks/documents.py
+
+"documents" is the work of the data loader: end tokens to documents. "plan" and "blocks" are on the critical path:
+the plans of both passes for the documents, and the blocks of a rank, cut for a GPU (full and causal pieces for a
+library, all else as runs). Each micro batch has other documents. Times are CPU times of one thread, medians over the
+micro batches; those of the slowest rank.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+from rich.table import Table
+
+from megatron.context_parallel import AllRanks
+from megatron.context_parallel.commands.run import run_main
+from megatron.context_parallel.kernels.choose import LibraryAndPosition
+from megatron.context_parallel.kernels.masks import Piece, Runs
+from megatron.context_parallel.mask import Documents, Mask
+from megatron.context_parallel.plan.liveness import last_reads
+from megatron.context_parallel.tables import show
+
+CASES = ["ring", "ring:layout=contiguous", "ring:layout=cyclic", "lightseq", "ulysses", "attention2d", "mesh"]
+
+
+class Runner:
+    """A kernel that takes a whole block, as the position kernel does. Nothing is computed."""
+
+    name = "runner"
+
+    def __init__(self) -> None:
+        self.pinned = torch.empty(0, dtype=torch.int32)  # reused, as PyTorch reuses memory that a GPU reads
+
+    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+        rows = block.first.shape[1]
+        if self.pinned.numel() < 2 * rows:
+            self.pinned = torch.empty(2 * rows, dtype=torch.int32)
+        torch.stack(block, out=self.pinned[: 2 * rows].view(2, 1, rows))
+        return [Piece(slice(0, rows), slice(0, keys), Runs(*self.pinned[: 2 * rows].view(2, 1, rows)))]
+
+
+KERNEL = LibraryAndPosition(Runner(), Runner())
+
+
+def end_tokens(length: int, documents: int, seed: int) -> torch.Tensor:
+    """Where documents of random lengths end: bool [1, length]."""
+    draw = torch.Generator().manual_seed(seed)
+    ends = torch.zeros(1, length, dtype=torch.bool)
+    ends[0, torch.randperm(length - 1, generator=draw)[: documents - 1]] = True
+    return ends
+
+
+def plan_and_cut(cp: AllRanks, rank: int, mask: Mask, length: int, heads: int) -> tuple[float, float]:
+    """Seconds of the plans of both passes, and of all blocks of a rank in them."""
+    shape = (length, length), heads, heads
+    start = time.process_time()
+    plans = [cp.plan(mask, *shape, backward=backward) for backward in (False, True)]
+    for plan in plans:
+        last_reads(plan, rank)
+    planned = time.process_time()
+    blocks = cp.blocks(mask, shape[0], KERNEL)
+    for attend in (attend for plan in plans for step in plan.steps[rank] for attend in step.attend):
+        for q in attend.q_chunks:
+            blocks.pieces(q, attend.kv_chunks)
+    return planned - start, time.process_time() - planned
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--seq-length", type=int, default=2**20)
+    parser.add_argument("--documents", type=int, default=200)
+    parser.add_argument("--strategies", nargs="+", default=CASES, metavar="NAME:OPTION=VALUE")
+    parser.add_argument("--micro-batches", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    length, heads = args.seq_length, 4 * args.ranks
+    title = f"{length} tokens, {args.documents} documents, {args.ranks} ranks: ms of a micro batch"
+    table = Table("case", "documents", "plan", "blocks", "critical path", title=title)
+    for text in args.strategies:
+        cps, times = [AllRanks(args.ranks, text) for _ in range(AllRanks(args.ranks, text).steps_on)], []
+        for turn in range(args.micro_batches + 1):
+            ends = end_tokens(length, args.documents, turn)
+            start = time.process_time()
+            mask = Mask(documents=Documents.after(ends))
+            made = time.process_time() - start
+            of_ranks = [plan_and_cut(cp, rank, mask, length, heads) for rank, cp in enumerate(cps)]
+            if turn:  # the first meets the layout for the first time
+                times.append((made, *max(of_ranks, key=sum)))
+        made, planned, worst = (1000 * statistics.median(column) for column in zip(*times, strict=True))
+        table.add_row(text, *(f"{x:.2f}" for x in (made, planned, worst, planned + worst)))
+    show(table)
+
+
+if __name__ == "__main__":
+    run_main(main)
