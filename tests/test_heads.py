@@ -248,7 +248,6 @@ def test_turns_of_a_swap_meet():
     class Noted(LocalTransport):
         def trade(self, channel, sends, receives):
             turns[self.rank] = [[{peer for peer, _ in turn} for turn in of] for of in (sends, receives)]
-            assert all(x.is_contiguous() for turn in (*sends, *receives) for _, x in turn)
             return super().trade(channel, sends, receives)
 
     post = defaultdict(list)

@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from megatron.context_parallel import ContextParallel, context_parallel_attention, transport
+from megatron.context_parallel import ContextParallel, context_parallel_attention, works
 from megatron.context_parallel.recorder import KEPT, Position, Recorder, recorder
 
 
@@ -127,8 +127,8 @@ class Broken:
 
 
 def test_a_failed_wait_says_where_and_keeps_the_position(monkeypatch):
-    monkeypatch.setattr(transport, "recorder", in_mesh())
-    batch = transport._Batch([Broken(), Broken()], "ring", [("receive", 1), ("send", 2)])
+    monkeypatch.setattr(works, "recorder", in_mesh())
+    batch = works.Batch([Broken(), Broken()], "ring", [("receive", 1), ("send", 2)])
     with pytest.raises(RuntimeError, match="step 3, waiting for KV chunk 5 from rank 1: Connection closed by peer"):
         batch.wait()
-    assert transport.recorder.position.waits == ("receive", "ring", (1,))
+    assert works.recorder.position.waits == ("receive", "ring", (1,))

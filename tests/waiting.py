@@ -15,6 +15,7 @@ from megatron.context_parallel.plan.ir import (
     ReduceScatter,
     Send,
     SwapHeads,
+    T,
 )
 
 
@@ -51,7 +52,7 @@ def stuck(plan: Plan, one_queue: bool) -> list[str]:
     """Whom the plan leaves waiting for ever, as lines to read; none if it ends.
 
     A rank waits as the executor does; with `one_queue` it waits for each batch as soon as it has launched it, as
-    kernels of NCCL do where CUDA_DEVICE_MAX_CONNECTIONS is 1.
+    kernels of NCCL do where CUDA_DEVICE_MAX_CONNECTIONS is 1. Sums are then collectives.
     """
     network = Network()
     programs = {rank: _program(plan, rank, network, one_queue) for rank in range(plan.size)}
@@ -77,7 +78,7 @@ def _program(plan: Plan, rank: int, network: Network, one_queue: bool) -> Iterat
         yield from launched[channel][-IN_FLIGHT:][:1] if len(launched[channel]) >= IN_FLIGHT else ()
         batch = Batch(f"rank {rank}, step {s}, channel {channel}: {ops}")
         for op in ops:
-            _join(network, batch, op, rank, r, ranks)
+            _join(network, batch, op, rank, r, ranks, one_queue)
             for key in _brings(op, r):
                 arriving[key].append(batch)
         launched[channel].append(batch)
@@ -97,7 +98,7 @@ def _program(plan: Plan, rank: int, network: Network, one_queue: bool) -> Iterat
     for s, step in enumerate(plan.steps[r]):
         messages: dict[str, list] = defaultdict(list)
         for op in step.comm:
-            for key in _reads(op, plan, r):
+            for key in _reads(op, plan, r, one_queue):
                 yield from arriving.pop(key, ())
             messages[op.channel] += [op] if isinstance(op, Send | Recv) else []
             if isinstance(op, AllGather | ReduceScatter):
@@ -106,20 +107,25 @@ def _program(plan: Plan, rank: int, network: Network, one_queue: bool) -> Iterat
             if ops:
                 yield from launch(s, channel, ops)
         for attend in step.attend:
-            for key in _reads(attend, plan, r):
+            for key in _reads(attend, plan, r, one_queue):
                 yield from arriving.pop(key, ())
     for batches in launched.values():
         yield from batches
     yield from swap(plan.after)
 
 
-def _join(network: Network, batch: Batch, op: object, rank: int, r: int, ranks: tuple[int, ...]) -> None:
+def _summed(op: object, nccl: bool) -> bool:
+    """Whether a reduce-scatter is a collective, as sums are over NCCL, and not messages."""
+    return nccl and isinstance(op, ReduceScatter) and op.tensor is not T.O
+
+
+def _join(network: Network, batch: Batch, op: object, rank: int, r: int, ranks: tuple[int, ...], nccl: bool) -> None:
     match op:
         case Send():
             network.message(batch, op.channel, rank, ranks[op.peer], True)
         case Recv():
             network.message(batch, op.channel, ranks[op.peer], rank, False)
-        case AllGather():
+        case AllGather() | ReduceScatter() if isinstance(op, AllGather) or _summed(op, nccl):
             network.join(batch, (op.channel, tuple(ranks[m] for m in op.group)), rank, len(op.group))
         case ReduceScatter():  # executed as messages
             for peer in (ranks[m] for m in op.group if m != r):
@@ -138,14 +144,15 @@ def _brings(op: object, r: int) -> list[tuple]:
     return []
 
 
-def _reads(op: object, plan: Plan, r: int) -> list[tuple]:
+def _reads(op: object, plan: Plan, r: int, nccl: bool) -> list[tuple]:
     match op:
         case Send():
             return [(op.tensor, op.chunk)]
         case AllGather():
             return [(op.tensor, op.chunks[op.group.index(r)])]
         case ReduceScatter():
-            return [(op.tensor, c) for member, c in zip(op.group, op.chunks, strict=True) if member != r]
+            pairs = zip(op.group, op.chunks, strict=True)
+            return [(op.tensor, c) for member, c in pairs if member != r or _summed(op, nccl)]
         case Attend():
             return [(plan.starts[1], c) for c in op.kv_chunks] + [(plan.starts[0], c) for c in op.q_chunks]
     return []

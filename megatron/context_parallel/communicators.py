@@ -2,6 +2,7 @@
 
 import hashlib
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -31,7 +32,24 @@ def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long operations of `group` may take. No public function tells."""
-    return group._get_backend(group._device_types[0]).options._timeout
+    return _backend_options(group)._timeout
+
+
+def options_of(group: dist.ProcessGroup) -> Any:
+    """Options of a communicator beside `group`, if that is of NCCL: its priority of streams and its limits of CTAs.
+
+    They decide whether communication waits for whole compute kernels.
+    """
+    given = _backend_options(group)
+    if not hasattr(given, "is_high_priority_stream"):
+        return None
+    own = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.is_high_priority_stream)
+    own.config = given.config
+    return own
+
+
+def _backend_options(group: dist.ProcessGroup) -> Any:
+    return group._get_backend(group._device_types[0]).options
 
 
 def meet(group: dist.ProcessGroup, given: str) -> str:
@@ -73,7 +91,7 @@ def _named(ranks: list[int]) -> str:
 
 
 def new_communicator(group: dist.ProcessGroup, ranks: list[int], meeting: str, channel: str) -> dist.ProcessGroup:
-    """A communicator of `ranks` (of the world, all in `group`), with the backend and the timeout of `group`.
+    """A communicator of `ranks` (of the world, all in `group`), with the backend, options and timeout of `group`.
 
     Exactly these ranks make it. `dist.new_group` names a group by how many groups the process has, so ranks with
     different numbers of groups would wait for each other for ever.
@@ -90,6 +108,7 @@ def new_communicator(group: dist.ProcessGroup, ranks: list[int], meeting: str, c
             dist.get_backend(group),
             distributed_c10d._get_default_store(),
             f"context_parallel/{name}",  # type: ignore[arg-type]  # GroupName is a str that few releases have
+            backend_options=options_of(group),
             timeout=timeout_of(group),
             group_desc=f"context parallel {channel}",
         )

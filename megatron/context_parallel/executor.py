@@ -104,8 +104,12 @@ class Executor:
                 self.arriving[op.tensor, chunk].append((work, peer, value))
 
     def _reduce_scatter(self, op: ReduceScatter) -> Program[None]:
-        """Each rank receives all partials of its chunk and adds them up: gloo's own moves twice the bytes."""
+        """Each rank receives all partials of its chunk and merges them: gloo's own sum moves twice the bytes."""
         place, size = op.group.index(self.rank), len(op.group)
+        rows = self.problem.blocks.chunks(op.tensor).rows
+        if self.transport.sums and op.tensor is not T.O and len({rows(chunk) for chunk in op.chunks}) == 1:
+            yield from self._sum(op, place)
+            return
         sends, receives, values = [], [], []
         for k in range(1, size):
             after, before = (place + k) % size, (place - k) % size
@@ -116,6 +120,18 @@ class Executor:
         work = self.transport.exchange(op.channel, sends, receives)
         self.launched[op.channel].append(work)
         self.arriving[op.tensor, op.chunks[place]] += [(work, *value) for value in values]
+
+    def _sum(self, op: ReduceScatter, place: int) -> Program[None]:
+        """A reduce-scatter by the transport, which needs no buffer for each other rank."""
+        parts = []
+        for chunk in op.chunks:
+            parts.append((yield from self._take(op.tensor, chunk)))
+        yield from self._make_room(op.channel)
+        mine = self._empty(op.tensor, op.chunks[place])
+        together = [torch.cat(of_chunks) for of_chunks in zip(*parts, strict=True)]
+        work = self.transport.reduce_scatter(op.channel, op.group, list(zip(mine, together, strict=True)))
+        self.launched[op.channel].append(work)
+        self.arriving[op.tensor, op.chunks[place]].append((work, op.group[place - 1], mine))
 
     def _make_room(self, channel: str) -> Program[None]:
         works = self.launched[channel]

@@ -73,18 +73,12 @@ class HeadGroup:
         """Sends sent[i] to member i and receives what member i sends into landing[i]."""
         for there, x in zip(landing[self.part], sent[self.part], strict=True):
             there.copy_(x)
-        sends, receives, staged = list[Messages](), list[Messages](), list[tuple[Tensor, Tensor]]()
+        sends, receives = list[Messages](), list[Messages]()
         for k in range(1, len(self.members)):
             after, before = (self.part + k) % len(self.members), (self.part - k) % len(self.members)
-            sends.append([(self.members[after], x.contiguous()) for x in sent[after]])
-            receives.append([])
-            for there in landing[before]:
-                direct = there.is_contiguous()
-                receives[-1].append((self.members[before], there if direct else there.new_empty(there.shape)))
-                staged += [] if direct else [(there, receives[-1][-1][1])]
+            sends.append([(self.members[after], x) for x in sent[after]])
+            receives.append([(self.members[before], x) for x in landing[before]])
         yield self.transport.trade("heads", sends, receives)
-        for there, x in staged:
-            there.copy_(x)
 
 
 def _heads(part: int, size: int, heads: int) -> slice:

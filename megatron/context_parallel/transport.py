@@ -1,7 +1,7 @@
 """How chunks travel: through torch.distributed, or between ranks that are all in this process."""
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from functools import partial
 from itertools import chain
 from typing import Protocol, TypeVar
@@ -12,25 +12,18 @@ from torch import Tensor
 
 from .communicators import meet, new_communicator
 from .plan.ir import Plan, PlanError
-from .recorder import Ends, recorder
+from .works import AllToAll, Batch, Messages, Rounds, Work, add_up, gather, gather_one
 
 Result = TypeVar("Result")
-
-
-class Work(Protocol):
-    """Communication under way. After `wait`, received data is there and sent data may change."""
-
-    def wait(self) -> None: ...
-
-
-Messages = list[tuple[int, Tensor]]  # to or from a peer; a tensor of no rows does not travel
 Counts = tuple[int, ...]
-Gathered = tuple[Tensor, Tensor]  # what a rank gives to a gather, and what it gets
+Gathered = tuple[Tensor, Tensor]  # of a collective: what is one rank's, and what is everyone's
 Program = Generator[Work, None, Result]  # a rank's execution of a plan: yields what it must wait for
 
 
 class Transport(Protocol):
     """One rank's side. Peers and groups are ranks of the context group (of a `Subgroup`, its own)."""
+
+    sums: bool  # whether it has a reduce-scatter that moves no more than messages do
 
     def world(self, peer: int) -> int:
         """The rank in the world of a peer."""
@@ -44,7 +37,7 @@ class Transport(Protocol):
         """Starts an exchange of each rank with each other rank of a group.
 
         `sends` are for the ranks after this one, in turn; `receives` are from the ranks before it. Wait for it at once:
-        it continues only while this rank waits.
+        it continues only while this rank waits. Tensors may be strided.
         """
         ...
 
@@ -55,40 +48,12 @@ class Transport(Protocol):
         """
         ...
 
+    def reduce_scatter(self, channel: str, group: tuple[int, ...], tensors: list[Gathered]) -> Work:
+        """Starts adding up, for each (mine, everyone), the parts of `everyone` of all ranks into `mine` of each.
 
-class _Batch:
-    """Works of torch.distributed. Each has an end of its own, or all have all of them."""
-
-    def __init__(self, works: list[dist.Work], channel: str, ends: Ends) -> None:
-        self.works, self.channel, self.ends = works, channel, ends
-        recorder.launch(channel, ends)
-
-    def wait(self) -> None:
-        if not self.works:
-            return
-        apart = len(self.works) == len(self.ends)
-        try:
-            for i, work in enumerate(self.works):
-                recorder.wait(self.channel, self.ends[i : i + 1] if apart else self.ends)
-                work.wait()
-        except RuntimeError as error:  # the recorder's position stays: it says what failed
-            raise RuntimeError(f"context parallel communication failed: {recorder.position}: {error}") from error
-        recorder.waited(self.channel, self.ends)
-        self.works = []
-
-
-class _Rounds:
-    """Batches one after the other. The first starts at once, each other one while `wait` is called."""
-
-    def __init__(self, start: Callable[[Messages, Messages], Work], rounds: list[tuple[Messages, Messages]]) -> None:
-        self.start, self.rounds = start, rounds[1:]
-        self.work = start(*rounds[0])
-
-    def wait(self) -> None:
-        self.work.wait()
-        while self.rounds:
-            self.work = self.start(*self.rounds.pop(0))
-            self.work.wait()
+        `everyone` is [len(group) * rows, ...], in the order of `group`. Only where it `sums`.
+        """
+        ...
 
 
 class TorchTransport:
@@ -100,7 +65,7 @@ class TorchTransport:
         self.rank = dist.get_rank(group)
         self._given, self._meeting = group, meet(group, given)
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-        self._nccl = "nccl" in dist.get_backend_config(group)
+        self.sums = self._nccl = "nccl" in dist.get_backend_config(group)
 
     def connect(self, communicators: Iterable[tuple[str, tuple[int, ...]]]) -> None:
         """Makes communicators, each a channel and its ranks. All ranks of the group must ask for the same ones."""
@@ -139,22 +104,30 @@ class TorchTransport:
         ops += [dist.P2POp(dist.isend, x, group=group, group_peer=members.index(peer)) for peer, x in sends]
         ends = [("receive", self.ranks[peer]) for peer, _ in receives]
         ends += [("send", self.ranks[peer]) for peer, _ in sends]
-        return _Batch(dist.batch_isend_irecv(ops) if ops else [], channel, ends)
+        return Batch(dist.batch_isend_irecv(ops) if ops else [], channel, ends)
 
     def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> Work:
         if self._nccl:
-            return self.exchange(channel, list(chain(*sends)), list(chain(*receives)))
+            group = self._group(channel, tuple(range(len(self.ranks))))
+            given, got = list(chain(*sends)), list(chain(*receives))
+            ends = [("receive", self.ranks[peer]) for peer in dict(got)]
+            return Batch([AllToAll(group, given, got)], channel, ends)
         # gloo reaches the rate of a link one pair at a time; all at once it gets two thirds of it.
-        return _Rounds(partial(self.exchange, channel), list(zip(sends, receives, strict=True)))
+        return Rounds(partial(self.exchange, channel), list(zip(sends, receives, strict=True)))
 
     def all_gather(self, channel: str, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> Work:
         if len(set(rows)) > 1:  # collectives want equal parts
             return self._exchange(channel, group, *_as_messages(self.rank, group, rows, tensors))
         communicator = self._group(channel, group)
-        works = [
-            dist.all_gather_into_tensor(everyone, mine, group=communicator, async_op=True) for mine, everyone in tensors
-        ]
-        return _Batch(works, channel, [("gather", self.ranks[rank]) for rank in group if rank != self.rank])
+        if self._nccl:
+            works = [gather(communicator, tensors)]
+        else:
+            works = [gather_one(all_, mine, group=communicator, async_op=True) for mine, all_ in tensors]
+        return Batch(works, channel, [("gather", self.ranks[rank]) for rank in group if rank != self.rank])
+
+    def reduce_scatter(self, channel: str, group: tuple[int, ...], tensors: list[Gathered]) -> Work:
+        work = add_up(self._group(channel, group), tensors)
+        return Batch([work], channel, [("receive", self.ranks[rank]) for rank in group if rank != self.rank])
 
 
 def _as_messages(rank: int, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> tuple[Messages, Messages]:
@@ -226,6 +199,8 @@ class _Exchange:
 class LocalTransport:
     """All ranks of a plan in this process; `post` (a `defaultdict(list)`) is shared between them."""
 
+    sums = False
+
     def __init__(self, rank: int, post: dict[tuple, list]) -> None:
         self.rank, self.post = rank, post
         self._named: dict[tuple, int] = defaultdict(int)  # messages of a line from this rank or to it
@@ -264,7 +239,7 @@ class Subgroup:
     """Some ranks of a transport, numbered 0, 1, ... in the order given."""
 
     def __init__(self, transport: Transport, ranks: tuple[int, ...]) -> None:
-        self.transport, self.ranks = transport, ranks
+        self.transport, self.ranks, self.sums = transport, ranks, transport.sums
 
     def world(self, peer: int) -> int:
         return self.transport.world(self.ranks[peer])
@@ -281,6 +256,9 @@ class Subgroup:
 
     def all_gather(self, channel: str, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> Work:
         return self.transport.all_gather(channel, tuple(self.ranks[r] for r in group), rows, tensors)
+
+    def reduce_scatter(self, channel: str, group: tuple[int, ...], tensors: list[Gathered]) -> Work:
+        return self.transport.reduce_scatter(channel, tuple(self.ranks[r] for r in group), tensors)
 
 
 def run_here(program: Program[Result]) -> Result:

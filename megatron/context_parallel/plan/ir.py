@@ -295,7 +295,7 @@ class Plan:
             (channel, tuple(range(self.size))) for channel in (*self.channels, *(op.channel for op in self.before))
         }
         for op in (op for step in self.steps[place] for op in step.comm):
-            if isinstance(op, AllGather):
+            if isinstance(op, AllGather | ReduceScatter):
                 needed.add((op.channel, tuple(in_steps[r] for r in op.group)))
         return sorted(needed)
 
