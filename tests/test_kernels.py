@@ -6,8 +6,9 @@ import random
 import pytest
 import torch
 
-from megatron.context_parallel import LAYOUTS, UsageError
+from megatron.context_parallel import LAYOUTS, AllRanks, UsageError, context_parallel_attention
 from megatron.context_parallel.blocks import Blocks
+from megatron.context_parallel.executor import Executor
 from megatron.context_parallel.kernels import BlockGrad, Scores
 from megatron.context_parallel.kernels import softcap as softcap_cpu
 from megatron.context_parallel.kernels.aten import AtenFlash
@@ -18,6 +19,7 @@ from megatron.context_parallel.kernels.merge import merge
 from megatron.context_parallel.kernels.reference import Reference, attention
 from megatron.context_parallel.layout import Chunks
 from megatron.context_parallel.mask import Documents, Mask
+from megatron.context_parallel.plan.ir import T
 
 
 def covered(cut, q_rows: int, kv_rows: int) -> torch.Tensor:
@@ -236,3 +238,41 @@ def test_merge_of_scores_far_apart():
     out, lse = torch.full((2, 1), 1.0), torch.tensor([1e4, -1e4])
     merge(out, lse, torch.full((2, 1), 2.0), torch.tensor([-1e4, 1e4]))
     assert out.flatten().tolist() == [1.0, 2.0] and lse.tolist() == [1e4, 1e4]
+
+
+class SixteenBits(AtenFlash):
+    """Returns outputs in the dtype of the queries, as kernels on a GPU do."""
+
+    def forward(self, q, k, v, mask, scores):
+        out, lse = super().forward(q, k, v, mask, scores)
+        return out.to(q.dtype), lse
+
+
+class SixteenBitsWidened(SixteenBits):
+    def forward(self, q, k, v, mask, scores):
+        out, lse = super().forward(q, k, v, mask, scores)
+        return out.float(), lse.double()
+
+
+@pytest.mark.parametrize("spec,merges", [("ulysses", False), ("ring", True), ("attention2d", True), ("mesh", True)])
+def test_outputs_of_16_bits_are_widened_when_something_is_added(spec, merges, monkeypatch):
+    dtypes, run = set(), Executor.run
+
+    def record(self):
+        ends = yield from run(self)
+        dtypes.update(ends[t][0].dtype for t in ends if t is T.O)
+        return ends
+
+    monkeypatch.setattr(Executor, "run", record)
+    torch.manual_seed(0)
+    shapes = (64, 1, 4, 16), (64, 1, 4, 16), (64, 1, 4, 16)
+    q, k, v = (torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes)
+    found = []
+    for kernel in (SixteenBits(), SixteenBitsWidened()):
+        how = {"return_lse": True, "sinks": torch.zeros(4), "kernel": kernel}
+        out, lse = context_parallel_attention(q, k, v, AllRanks(4, spec), **how)
+        found.append([out, lse, *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
+        expected = torch.float32 if merges or kernel.__class__ is SixteenBitsWidened else torch.bfloat16
+        assert dtypes == {expected}
+        dtypes.clear()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

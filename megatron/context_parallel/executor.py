@@ -71,7 +71,7 @@ class Executor:
             sends, receives = batches[op.channel]
             match op:
                 case Send():
-                    sends += [(op.peer, x) for x in (yield from self._take(op.tensor, op.chunk))]
+                    sends += [(op.peer, x) for x in (yield from self._leaving(op.tensor, op.chunk))]
                 case Recv():
                     value = self._empty(op.tensor, op.chunk)
                     receives += [(op.peer, x) for x in value]
@@ -113,7 +113,7 @@ class Executor:
         sends, receives, values = [], [], []
         for k in range(1, size):
             after, before = (place + k) % size, (place - k) % size
-            sends += [(op.group[after], x) for x in (yield from self._take(op.tensor, op.chunks[after]))]
+            sends += [(op.group[after], x) for x in (yield from self._leaving(op.tensor, op.chunks[after]))]
             values.append((op.group[before], self._empty(op.tensor, op.chunks[place])))
             receives += [(op.group[before], x) for x in values[-1][1]]
         yield from self._make_room(op.channel)
@@ -160,11 +160,14 @@ class Executor:
 
     def _put(self, key: Key, value: Value) -> None:
         if key[0] in PARTIAL and key in self.held:
-            self._reduce(key[0], self.held[key], value)
-        elif key[0] is T.O:
-            self.held[key] = value[0], value[1].double()  # see `merge`
+            self._reduce(key[0], self._partial(*key), value)
         else:
             self.held[key] = value
+
+    def _leaving(self, tensor: T, chunk: int) -> Program[Value]:
+        """The value to send. Partials travel in float32, or wider."""
+        value = yield from self._take(tensor, chunk)
+        return tuple(x.to(self.wide) for x in value) if tensor in PARTIAL else value
 
     def _take(self, tensor: T, chunk: int) -> Program[Value]:
         """The value to send or to end with. A partial leaves this rank; it is zero if nothing was added to it."""
@@ -211,10 +214,12 @@ class Executor:
         return value
 
     def _partial(self, tensor: T, chunk: int) -> Value:
-        key = (tensor, chunk)
-        if key not in self.held:
-            self._put(key, self._zero(tensor, chunk))
-        return self.held[key]
+        """The partial that more is added to. An output stays in the dtype of its kernel until then."""
+        value = self.held.get((tensor, chunk)) or self._zero(tensor, chunk)
+        if tensor is T.O:
+            value = value[0].to(self.wide), value[1].double()  # see `merge`
+        self.held[tensor, chunk] = value
+        return value
 
     def _reduce(self, tensor: T, into: Value, value: Value) -> None:
         if tensor is T.O:
@@ -263,7 +268,7 @@ class Executor:
             k, v = (x[kv_rows] for x in keys)
             out, lse = self.problem.kernel.forward(q[rows], k, v, piece.mask, self.problem.scores)
             if key not in self.held and len(out) == len(q) and out.shape[1] == q.shape[1]:
-                self._put(key, (out.to(self.wide).contiguous(), lse))
+                self._put(key, (out.contiguous(), lse))
             else:
                 into_out, into_lse = self._partial(*key)
                 merge(into_out[rows], into_lse[rows], out, lse)
