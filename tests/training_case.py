@@ -55,6 +55,7 @@ def case_args(family: str, **changes) -> Namespace:
         **{"check_for_nan_in_loss_and_grad": True, "check_for_spiky_loss": False, "rerun_mode": "disabled"},
         **{"loss_scale": None, "vocabulary": VOCABULARY, "padded_vocab_size": VOCABULARY},
         **{"rotary_base": 10000, "rotary_percent": 1.0, "add_qkv_bias": False, "norm_epsilon": 1e-5},
+        **{"use_rope_scaling": False, "rope_scaling_factor": 8.0},
         **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "init_method_std": 0.1, "params_dtype": torch.float32},
         **{
             "bf16": False,

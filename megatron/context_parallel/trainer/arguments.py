@@ -20,7 +20,21 @@ def parse_args(argv: list[str] | None = None) -> Arguments:
     Raises:
         UsageError: anything that would not run as asked.
     """
-    given = read_flags(argv)
+    args, tokens = complete(read_flags(argv))
+    from .check_files import check_files
+
+    check_files(args, tokens)
+    return args
+
+
+def complete(given: Flags, tokenizer: tuple[int, int | None] | None = None) -> tuple[Arguments, int]:
+    """The arguments that follow from flags, checked but for files of data and checkpoints; tokens of the tokenizer.
+
+    `tokenizer` is its number of tokens and its end-of-document token; default: those of `--tokenizer-type`.
+
+    Raises:
+        UsageError: anything that would not run as asked.
+    """
     check_each(given)
     choice = chosen(given)
     needed = given.tensor_model_parallel_size * given.pipeline_model_parallel_size * given.context_parallel_size
@@ -30,7 +44,7 @@ def parse_args(argv: list[str] | None = None) -> Arguments:
 
     given = _fill_in_batch(complete_model(given), world_size // needed)
     given = replace(given, cp_layout=choice.layout) if choice else given
-    tokens, eod = vocabulary(given)
+    tokens, eod = tokenizer or vocabulary(given)
     given, size = _fill_in_vocabulary(given, tokens)
     layers, each = given.num_layers // given.pipeline_model_parallel_size, given.num_layers_per_virtual_pipeline_stage
     args = Arguments(
@@ -47,10 +61,7 @@ def parse_args(argv: list[str] | None = None) -> Arguments:
     )
     check_relations(args)
     check_together(args)
-    from .check_files import check_files
-
-    check_files(args, tokens)
-    return args
+    return args, tokens
 
 
 def padded_vocab_size(given: Flags, vocabulary: int) -> int:

@@ -229,7 +229,7 @@ def load_checkpoint(args: Arguments, state: TrainState) -> bool:
         UsageError: it is damaged or was saved with arguments that do not go with `args`; every rank raises the same.
     """
     paths, fault = on_first_rank(lambda: candidates(args))
-    checkpoint = choose(args, paths, fault, lambda path: _fault(args, path), say)
+    checkpoint = choose(args, paths, fault, lambda path: fault_everywhere(args, path), say)
     if checkpoint is None:
         return False
     saved = on_first_rank(lambda: read_saved_args(checkpoint))
@@ -240,7 +240,7 @@ def load_checkpoint(args: Arguments, state: TrainState) -> bool:
     if again:
         wanted["rerun"] = state.findings.machine.state_dict(None, "torch_dist", force=True)
     absent = _take_out_absent(wanted, len(state.model), checkpoint)
-    loaded = _read(args, wanted, checkpoint)
+    loaded = read_checkpoint(args, wanted, checkpoint)
     if not args.finetune:
         progress = Progress(**loaded["progress"])
         check_samples(args, saved, progress.iteration, progress.consumed_train_samples)
@@ -278,7 +278,7 @@ def _take_out_absent(wanted: dict, models: int, checkpoint: Path) -> list[dict[s
     return absent
 
 
-def _fault(args: Arguments, checkpoint: Path) -> str | None:
+def fault_everywhere(args: Arguments, checkpoint: Path) -> str | None:
     """Why a checkpoint is not to be loaded, the same on every rank; each file is read once, by one of them."""
     quick = on_first_rank(lambda: quick_fault(checkpoint))
     if quick or args.no_verify_checkpoint:
@@ -302,7 +302,7 @@ def _parts_to_load(args: Arguments, saved: dict) -> tuple[bool, bool]:
 
 def _is_to_compute_again(args: Arguments, saved: dict, checkpoint: Path) -> bool:
     """Whether `--rerun-mode` saved the checkpoint to compute its next step on other devices, and this run does so."""
-    if args.finetune or "rerun" not in _read(args, None, checkpoint):
+    if args.finetune or "rerun" not in read_checkpoint(args, None, checkpoint):
         return False
     reason = "" if args.rerun_mode == "validate_results" else "without --rerun-mode validate_results"
     if not all(saved[size] == getattr(args, size) for size in _RANK_LAYOUT):
@@ -312,7 +312,7 @@ def _is_to_compute_again(args: Arguments, saved: dict, checkpoint: Path) -> bool
     return not reason
 
 
-def _read(args: Arguments, wanted: dict | None, checkpoint: Path) -> dict:
+def read_checkpoint(args: Arguments, wanted: dict | None, checkpoint: Path) -> dict:
     """What is `wanted` of a checkpoint and what all ranks share; None: the latter alone."""
 
     def read() -> dict:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import UsageError
-from .flags import Arguments
+from .flags import Arguments, Flags
 from .manifest import MANIFEST, content_faults, read_manifest, size_faults
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -127,7 +127,7 @@ def read_saved_args(checkpoint: Path) -> dict:
 # --------------------------------------------------------------------------------------------- which one to load
 
 
-def candidates(args: Arguments) -> tuple[list[Path], str | None]:
+def candidates(args: Flags) -> tuple[list[Path], str | None]:
     """The checkpoints of `--load`, the one to load first and then those to turn to; what is wrong with the tracker."""
     assert args.load is not None
     there, wanted, fault = iterations(args.load), args.ckpt_step, None
@@ -144,7 +144,7 @@ def candidates(args: Arguments) -> tuple[list[Path], str | None]:
 
 
 def choose(
-    args: Arguments, paths: list[Path], fault: str | None, fault_of: Fault, say: Callable[[str], None]
+    args: Flags, paths: list[Path], fault: str | None, fault_of: Fault, say: Callable[[str], None]
 ) -> Path | None:
     """The one of `candidates` to load, None if there are none: that of `--ckpt-step`, or what the tracker names.
 

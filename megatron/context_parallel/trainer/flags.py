@@ -57,6 +57,8 @@ class Model(Section, title="model"):
     position_embedding_type: str = weights("how positions enter", "learned_absolute", choices=POSITIONS)
     rotary_base: int = model("base of the rotary frequencies", 10000)
     rotary_percent: float = weights("part of each head that rotates", 1.0, at_most=1)
+    use_rope_scaling: bool = model("slow the low rotary frequencies down for long sequences, as Llama 3 does", False)
+    rope_scaling_factor: float = model("how much", 8.0, needs="use_rope_scaling")
     normalization: str = weights("normalization layers", "LayerNorm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = weights("epsilon of the normalization layers", 1e-5)
     window_size: tuple[int, int] | None = model(

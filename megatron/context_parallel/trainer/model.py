@@ -57,11 +57,13 @@ def build_gpt(args: Arguments, config: TransformerConfig, cp: ContextParallel, v
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
         vp_stage=vp_stage,
     )
     use_layout(model, cp)
     leave_out_padding(model, args.vocabulary)
-    if model.post_process and args.untie_embeddings_and_output_weights:
+    if config.perform_initialization and model.post_process and args.untie_embeddings_and_output_weights:
         _draw_vocabulary(args, "output layer", model.output_layer.weight)
     return model
 

@@ -1,0 +1,61 @@
+"""Which cached sequence begins like a prompt: an index of their tokens by blocks."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+BLOCK = 16  # tokens
+
+
+class Prefixes:
+    """Cached sequences by the hashes of their blocks; a hash stands for all tokens up to the end of its block.
+
+    Sequences of different keys never match each other.
+    """
+
+    def __init__(self) -> None:
+        self._sequences: dict[int, tuple[str, list[int]]] = {}
+        self._hashes: dict[int, list[bytes]] = {}
+        self._holders: dict[bytes, dict[int, None]] = {}  # in order of arrival
+
+    def add(self, sequence: int, key: str, tokens: Sequence[int]) -> None:
+        """Index the cached tokens of a sequence, or those that it has got since."""
+        known = self._hashes.setdefault(sequence, [])
+        for digest in _chain(key, tokens, known):
+            known.append(digest)
+            self._holders.setdefault(digest, {})[sequence] = None
+        self._sequences[sequence] = key, list(tokens)
+
+    def remove(self, sequence: int) -> None:
+        """Forget a sequence; one that is not there is none."""
+        self._sequences.pop(sequence, None)
+        for digest in self._hashes.pop(sequence, ()):
+            holders = self._holders[digest]
+            del holders[sequence]
+            if not holders:
+                del self._holders[digest]
+
+    def longest(self, key: str, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """The sequence that shares most tokens with the beginning of `tokens`, and how many; None below a block."""
+        holders: dict[int, None] = {}
+        for digest in _chain(key, tokens, []):
+            if digest not in self._holders:
+                break
+            holders = self._holders[digest]
+        if not holders:
+            return None
+        shared = {sequence: _common(self._sequences[sequence][1], tokens) for sequence in holders}
+        best = max(shared, key=lambda sequence: shared[sequence])
+        return best, shared[best]
+
+
+def _chain(key: str, tokens: Sequence[int], known: Sequence[bytes]) -> Iterator[bytes]:
+    """The hashes of the whole blocks of `tokens` after those that are `known`."""
+    digest = known[-1] if known else hashlib.blake2b(key.encode(), digest_size=16).digest()
+    for start in range(len(known) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
+        block = ",".join(map(str, tokens[start : start + BLOCK])).encode()
+        digest = hashlib.blake2b(digest + block, digest_size=16).digest()
+        yield digest
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

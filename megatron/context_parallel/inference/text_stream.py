@@ -1,0 +1,63 @@
+"""Text of tokens that come one by one: whole characters alone, and nothing from a stop string on."""
+
+from collections.abc import Callable, Sequence
+
+_BROKEN = "\ufffd"  # what decoders put for bytes that are no character, or not yet
+
+
+class TextStream:
+    """The text after a prompt, as far as it is certain.
+
+    Args:
+        decode: makes text of tokens.
+        stop: strings that end the text; they are not part of it.
+        prompt: its last tokens; some tokenizers write the first token of a text in another way than later ones.
+
+    Attributes:
+        stopped: whether a stop string has come.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str], prompt: Sequence[int]) -> None:
+        self._decode, self._stop = decode, [text for text in stop if text]
+        self._tokens = list(prompt)[-8:]
+        self._shown = len(decode(self._tokens))
+        self._new = 0  # tokens since the last whole character
+        self._held = ""  # may be the beginning of a stop string
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that has become certain with one more token."""
+        self._tokens.append(token)
+        self._new += 1
+        text = self._decode(self._tokens)
+        certain = text.rstrip(_BROKEN)
+        found, self._shown = certain[self._shown :], max(self._shown, len(certain))
+        if certain == text:
+            # A later decode needs only the tokens since here, and these before them.
+            self._tokens, self._new = self._tokens[-self._new :], 0
+            self._shown = len(self._decode(self._tokens))
+        return self._before_stop(found)
+
+    def finish(self) -> str:
+        """The rest: what might have become a stop string, and bytes that are no character as U+FFFD."""
+        rest = self._before_stop(self._decode(self._tokens)[self._shown :])
+        held, self._held = self._held, ""
+        return rest if self.stopped else rest + held
+
+    def _before_stop(self, text: str) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + text
+        places = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if places:
+            self.stopped, self._held = True, ""
+            return text[: min(places)]
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` that `stop` begins with."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)

@@ -1,0 +1,1 @@
+"""Folders of HuggingFace: their config.json and their weights."""

@@ -1,0 +1,155 @@
+"""Llama weights of HuggingFace as those of megatron-core's GPTModel, and back: the map of their names and shapes."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from ...errors import UsageError
+from .folder import SafetensorsFolder
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of GPTModel, and those of HuggingFace that it is made of.
+
+    This class takes one weight as it is, and several one below the other: `linear_fc1` is [gate; up].
+
+    Attributes:
+        ours, theirs: names; `{}` is the layer, from 0.
+        along: the dimension that tensor parallelism splits; None: every rank has all of it.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    along: int | None = None
+
+    def join(self, theirs: list[Tensor], config: TransformerConfig) -> list[Tensor]:
+        """Parts of our weight, one below the other; tensor parallelism splits each of them."""
+        return theirs
+
+    def split(self, ours: Tensor, config: TransformerConfig) -> list[Tensor]:
+        """Their weights in our whole one: the inverse of `join`."""
+        return list(ours.chunk(len(self.theirs)))
+
+
+class QKV(Weight):
+    """Query, key and value projections, packed by key/value head: the rows of its queries, of its key, of its value."""
+
+    def join(self, theirs: list[Tensor], config: TransformerConfig) -> list[Tensor]:
+        groups = [x.unflatten(0, (config.num_query_groups, -1)) for x in theirs]
+        return [torch.cat(groups, dim=1).flatten(0, 1)]
+
+    def split(self, ours: Tensor, config: TransformerConfig) -> list[Tensor]:
+        width = config.kv_channels
+        queries = config.num_attention_heads // config.num_query_groups * width
+        parts = ours.unflatten(0, (config.num_query_groups, -1)).split([queries, width, width], dim=1)
+        return [part.flatten(0, 1) for part in parts]
+
+
+class Table(Weight):
+    """A row for each token; ours has rows of zeros after them, up to a multiple of the tensor-parallel size."""
+
+
+_ATTENTION, _MLP = "model.layers.{}.self_attn", "model.layers.{}.mlp"
+OUTPUT = Table("output_layer.weight", ("lm_head.weight",), along=0)
+LLAMA = (
+    Table("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), along=0),
+    Weight("decoder.layers.{}.input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",)),
+    QKV(
+        "decoder.layers.{}.self_attention.linear_qkv.weight",
+        tuple(f"{_ATTENTION}.{x}_proj.weight" for x in "qkv"),
+        along=0,
+    ),
+    Weight("decoder.layers.{}.self_attention.linear_proj.weight", (f"{_ATTENTION}.o_proj.weight",), along=1),
+    Weight("decoder.layers.{}.pre_mlp_layernorm.weight", ("model.layers.{}.post_attention_layernorm.weight",)),
+    Weight(
+        "decoder.layers.{}.mlp.linear_fc1.weight",
+        (f"{_MLP}.gate_proj.weight", f"{_MLP}.up_proj.weight"),
+        along=0,
+    ),
+    Weight("decoder.layers.{}.mlp.linear_fc2.weight", (f"{_MLP}.down_proj.weight",), along=1),
+    Weight("decoder.final_layernorm.weight", ("model.norm.weight",)),
+    OUTPUT,
+)
+_NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq")  # older folders have this table of RoPE
+
+
+@torch.no_grad()
+def load_weights(model: GPTModel, folder: Path, vocabulary: int) -> None:
+    """Fill `model`, a Llama, with the weights in `folder`; each tensor-parallel rank takes its slices.
+
+    One weight of the folder is in memory at a time, besides the model. Weights get the dtype of the model.
+
+    Args:
+        model: all layers of it, with an output layer of its own exactly if the folder's config says so.
+        folder: config.json and weights as .safetensors files.
+        vocabulary: rows of the tables that are tokens; those beyond become 0.
+
+    Raises:
+        UsageError: the folder has no safetensors, or lacks a weight, or has one more or of another shape.
+    """
+    source, unread = SafetensorsFolder(folder), set[str]()
+    unread.update(name for name in source.names if not _NOT_WEIGHTS.fullmatch(name))
+    if model.share_embeddings_and_output_weights:
+        unread.discard(OUTPUT.theirs[0])  # some folders have the tied weight twice
+    for name, parameter in model.named_parameters():
+        weight, layer = _find(name)
+        theirs = [name.format(layer) for name in weight.theirs]
+        unread.difference_update(theirs)
+        _fill(parameter, weight.join([source.read(name) for name in theirs], model.config), weight, vocabulary)
+    if unread:
+        more = f" and {len(unread) - 1} more weights" if len(unread) > 1 else ""
+        raise UsageError(f"{folder}: {min(unread)}{more}, which the Llama of its config.json does not have")
+
+
+def _find(name: str) -> tuple[Weight, int]:
+    """The entry of a weight of ours, and its layer (0 outside of layers)."""
+    layer = re.search(r"\.layers\.(\d+)\.", name)
+    pattern = name.replace(layer[0], ".layers.{}.") if layer else name
+    found = next((weight for weight in LLAMA if weight.ours == pattern), None)
+    if found is None:
+        raise UsageError(f"a Llama has no weight {name}: the model was built with arguments of another family")
+    return found, int(layer[1]) if layer else 0
+
+
+def _fill(parameter: Tensor, parts: list[Tensor], weight: Weight, vocabulary: int) -> None:
+    whole, along, ranks, rank = list(parameter.shape), weight.along, 1, 0
+    if along is not None:
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        whole[along] *= ranks
+    if isinstance(weight, Table):
+        _check_shape(weight, parts[0], [vocabulary, *whole[1:]])
+        parts = [torch.nn.functional.pad(parts[0], (0, 0, 0, whole[0] - vocabulary))]
+    for part in parts:
+        _check_shape(weight, part, [whole[0] // len(parts), *whole[1:]])
+    mine = [part.chunk(ranks, along or 0)[rank] for part in parts]
+    parameter.copy_(torch.cat(mine) if len(mine) > 1 else mine[0])
+
+
+def _check_shape(weight: Weight, found: Tensor, expected: list[int]) -> None:
+    if list(found.shape) != expected:
+        names = " + ".join(weight.theirs)
+        raise UsageError(f"{names}: shape {list(found.shape)} in the file, {expected} by config.json")
+
+
+def to_huggingface(
+    weights: Mapping[str, Tensor], config: TransformerConfig, vocabulary: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights as HuggingFace has them, of the whole weights of a Llama (tensor-parallel size 1) by name.
+
+    Raises:
+        UsageError: a weight that a Llama does not have.
+    """
+    for name, tensor in weights.items():
+        weight, layer = _find(name)
+        whole = tensor[:vocabulary] if isinstance(weight, Table) else tensor
+        for theirs, part in zip(weight.theirs, weight.split(whole, config), strict=True):
+            yield theirs.format(layer), part

@@ -1,0 +1,57 @@
+"""Tiny random Llamas of transformers, saved as folders of HuggingFace, and the same models as our GPTModel."""
+
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatron.context_parallel import ContextParallel
+from megatron.context_parallel.integration.host import support_cpu_host
+from megatron.context_parallel.trainer.flags import Arguments
+from megatron.context_parallel.trainer.load_model import load_model
+from megatron.context_parallel.trainer.model_source import model_arguments
+from megatron.context_parallel.trainer.setup import initialize_model_parallel
+
+support_cpu_host()
+
+VOCABULARY = 101
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+FAMILIES = {
+    "llama2": {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "llama3": {"num_key_value_heads": 2, "rope_parameters": SCALED},
+    "llama3-tied": {"num_key_value_heads": 1, "rope_parameters": SCALED, "tie_word_embeddings": True},
+}
+
+
+def save_llama(folder: Path, family: str, max_shard_size: str = "20KB", **changes) -> LlamaForCausalLM:
+    """A random Llama of 2 layers, also saved in `folder`."""
+    values = {
+        **{"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"head_dim": 16, "vocab_size": VOCABULARY, "max_position_embeddings": 512, "rms_norm_eps": 1e-6},
+        **{"initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2},
+        **FAMILIES[family],
+    }
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(LlamaConfig(**values | changes)).eval()
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(weight, 1.0, 0.2)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def load_llama(folder: Path, tensor: int = 1, **changes) -> tuple[Arguments, ContextParallel, GPTModel]:
+    """The model of `folder` on the ranks of this world; call `parallel_state.destroy_model_parallel` after use."""
+    args = model_arguments(str(folder), tensor=tensor, **changes)
+    initialize_model_parallel(args)
+    cp = ContextParallel(args.cp, group=parallel_state.get_context_parallel_group())
+    return args, cp, load_model(args, cp)
