@@ -13,21 +13,21 @@ class Prefixes:
     """
 
     def __init__(self) -> None:
-        self._sequences: dict[int, tuple[str, list[int]]] = {}
+        self._cached: dict[int, tuple[Sequence[int], int]] = {}
         self._hashes: dict[int, list[bytes]] = {}
         self._holders: dict[bytes, dict[int, None]] = {}  # in order of arrival
 
-    def add(self, sequence: int, key: str, tokens: Sequence[int]) -> None:
-        """Index the cached tokens of a sequence, or those that it has got since."""
+    def add(self, sequence: int, key: str, tokens: Sequence[int], cached: int) -> None:
+        """Index the first `cached` tokens of a sequence; again, once more of them are cached. They must not change."""
         known = self._hashes.setdefault(sequence, [])
-        for digest in _chain(key, tokens, known):
+        for digest in _chain(key, tokens, cached, known):
             known.append(digest)
             self._holders.setdefault(digest, {})[sequence] = None
-        self._sequences[sequence] = key, list(tokens)
+        self._cached[sequence] = tokens, cached
 
     def remove(self, sequence: int) -> None:
         """Forget a sequence; one that is not there is none."""
-        self._sequences.pop(sequence, None)
+        self._cached.pop(sequence, None)
         for digest in self._hashes.pop(sequence, ()):
             holders = self._holders[digest]
             del holders[sequence]
@@ -37,25 +37,26 @@ class Prefixes:
     def longest(self, key: str, tokens: Sequence[int]) -> tuple[int, int] | None:
         """The sequence that shares most tokens with the beginning of `tokens`, and how many; None below a block."""
         holders: dict[int, None] = {}
-        for digest in _chain(key, tokens, []):
+        for digest in _chain(key, tokens, len(tokens), []):
             if digest not in self._holders:
                 break
             holders = self._holders[digest]
         if not holders:
             return None
-        shared = {sequence: _common(self._sequences[sequence][1], tokens) for sequence in holders}
+        shared = {sequence: _common(*self._cached[sequence], tokens) for sequence in holders}
         best = max(shared, key=lambda sequence: shared[sequence])
         return best, shared[best]
 
 
-def _chain(key: str, tokens: Sequence[int], known: Sequence[bytes]) -> Iterator[bytes]:
-    """The hashes of the whole blocks of `tokens` after those that are `known`."""
+def _chain(key: str, tokens: Sequence[int], count: int, known: Sequence[bytes]) -> Iterator[bytes]:
+    """The hashes of the whole blocks among the first `count` tokens after those that are `known`."""
     digest = known[-1] if known else hashlib.blake2b(key.encode(), digest_size=16).digest()
-    for start in range(len(known) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
+    for start in range(len(known) * BLOCK, count - BLOCK + 1, BLOCK):
         block = ",".join(map(str, tokens[start : start + BLOCK])).encode()
         digest = hashlib.blake2b(digest + block, digest_size=16).digest()
         yield digest
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def _common(cached: Sequence[int], count: int, tokens: Sequence[int]) -> int:
+    count = min(count, len(tokens))
+    return next((i for i in range(count) if cached[i] != tokens[i]), count)

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 
 from ..context import ContextParallel

@@ -1,0 +1,265 @@
+"""Continuous batching: requests join while others decode, and long prompts are prefilled in parts."""
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megatron.core.inference.sampling_params import SamplingParams
+from torch import Tensor
+
+from ..errors import UsageError
+from .prefixes import Prefixes
+from .sampling import Token, choose_token
+from .text_stream import TextStream
+from .tokenizer import Tokenizer
+
+
+class Cache(Protocol):
+    """What the engine needs of a `Session`."""
+
+    def open(self) -> int: ...
+    def fork(self, sequence: int, tokens: int) -> int: ...
+    def free(self, sequence: int) -> None: ...
+    def room(self) -> int: ...
+    def forward(self, new: Mapping[int, Sequence[int]]) -> dict[int, Tensor]: ...
+    def share(self, values: Mapping[int, Sequence[float]], width: Mapping[int, int]) -> dict[int, list[float]]: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to generate.
+
+    Attributes:
+        name: of the request, unlike that of any other.
+        tokens: the prompt.
+        params: megatron-core's. Of it `temperature`, `top_k`, `top_p`, `num_tokens_to_generate`, `top_n_logprobs` and
+            `stop_words` are used.
+        seed: of what is drawn.
+        key: requests share what their prompts have in common if they have the same key.
+    """
+
+    name: str
+    tokens: Sequence[int]
+    params: SamplingParams
+    seed: int = 0
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one step brought a request.
+
+    Attributes:
+        request: its name.
+        tokens: the new one, if any.
+        text: that has become certain.
+        finish: "" while it goes on; "stop" (an end token or a stop string), "length" (as many tokens as asked for), or
+            "cancelled".
+        reused: tokens of the prompt that were in the cache already.
+    """
+
+    request: str
+    tokens: tuple[Token, ...] = ()
+    text: str = ""
+    finish: str = ""
+    reused: int = 0
+
+
+@dataclass
+class _Running:
+    """A request with a sequence in the cache: its tokens, of which the first `cached` are there."""
+
+    request: Request
+    sequence: int
+    tokens: list[int]
+    cached: int
+    stream: TextStream
+    reused: int
+    chosen: list[Token] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """Tokens that the cache may have to hold: the last one that is chosen never enters."""
+        return len(self.request.tokens) + self.request.params.num_tokens_to_generate - 1
+
+
+class Engine:
+    """Generates for many requests at once. The same on every rank: steps depend on what was added and cancelled alone.
+
+    Sequences stay in the cache after their end, until others need the room: the next turn of a conversation goes on
+    from there, and prompts that begin alike share what they have in common.
+
+    Args:
+        cache: a `Session`, of which no other use is made.
+        tokenizer: makes text of tokens.
+        step_tokens: a step computes at most so many tokens of prompts, besides one of each text that is being
+            generated. Prompts share them evenly, so that a short one overtakes a long one.
+        length: the most tokens of a request, prompt and text; default: what the cache holds.
+    """
+
+    def __init__(self, cache: Cache, tokenizer: Tokenizer, step_tokens: int = 512, length: int | None = None) -> None:
+        self.cache, self.tokenizer, self.step_tokens = cache, tokenizer, step_tokens
+        self.capacity = cache.room()
+        self.length = min(length or self.capacity, self.capacity)
+        self.waiting: deque[Request] = deque()
+        self.running: dict[str, _Running] = {}
+        self._kept: OrderedDict[int, int] = OrderedDict()  # cached tokens of sequences; the one used last comes last
+        self._prefixes = Prefixes()
+        self._cancelled: list[Output] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step would do nothing."""
+        return not (self.waiting or self.running or self._cancelled)
+
+    def check(self, tokens: Sequence[int], new: int) -> None:
+        """Refuse a prompt that can never run.
+
+        Raises:
+            UsageError: it is empty, or too long with `new` tokens after it.
+        """
+        if not tokens:
+            raise UsageError("prompt: no tokens; give at least one")
+        if len(tokens) + new > self.length:
+            left = self.length - len(tokens)
+            advice = f"give {left} new tokens at most" if left > 0 else f"give a prompt below {self.length} tokens"
+            raise UsageError(f"prompt of {len(tokens)} tokens and {new} new ones: more than {self.length}; {advice}")
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for room in the cache.
+
+        Raises:
+            UsageError: it can never run.
+        """
+        self.check(request.tokens, request.params.num_tokens_to_generate)
+        self.waiting.append(request)
+
+    def cancel(self, name: str) -> None:
+        """End a request now; one that has ended is none."""
+        if name in self.running:
+            self._end(self.running.pop(name))
+        elif any(request.name == name for request in self.waiting):
+            self.waiting = deque(request for request in self.waiting if request.name != name)
+        else:
+            return
+        self._cancelled.append(Output(name, finish="cancelled"))
+
+    def step(self) -> list[Output]:
+        """Compute one token of each text, and parts of the prompts. Every rank calls it."""
+        outputs, self._cancelled = self._cancelled, []
+        self._admit()
+        if not (new := self._deal()):
+            return outputs
+        logits = self.cache.forward(new)
+        complete = []
+        for run in self.running.values():
+            run.cached += len(new.get(run.sequence, ()))
+            self._prefixes.add(run.sequence, run.request.key, run.tokens, run.cached)
+            if run.sequence in new and run.cached == len(run.tokens):
+                complete.append(run)
+        tokens = self._choose(complete, logits)
+        return outputs + [self._take(run, token) for run, token in zip(complete, tokens, strict=True)]
+
+    # -- which tokens ---------------------------------------------------------------------------------------------
+
+    def _deal(self) -> dict[int, list[int]]:
+        """The new tokens of a step by sequence."""
+        missing = {run.sequence: run.tokens[run.cached :] for run in self.running.values()}
+        new = {sequence: tokens for sequence, tokens in missing.items() if len(tokens) == 1}
+        prompts = sorted((len(tokens), sequence) for sequence, tokens in missing.items() if sequence not in new)
+        left = self.step_tokens
+        for place, (count, sequence) in enumerate(prompts):
+            if share := min(count, left // (len(prompts) - place)):
+                new[sequence] = missing[sequence][:share]
+                left -= share
+        return new
+
+    def _choose(self, runs: list[_Running], logits: Mapping[int, Tensor]) -> list[Token]:
+        """The next token of each: the rank that has its logits chooses, and tells the others."""
+        chosen, width = {}, {}
+        for run in runs:
+            width[run.sequence] = 2 + 2 * run.request.params.top_n_logprobs
+            if run.sequence in logits:
+                token = choose_token(
+                    logits[run.sequence], run.request.params, run.request.seed, position=len(run.tokens)
+                )
+                chosen[run.sequence] = [token.id, token.logprob, *(x for pair in token.top for x in pair)]
+        shared = self.cache.share(chosen, width)
+        return [_token(shared[run.sequence]) for run in runs]
+
+    def _take(self, run: _Running, token: Token) -> Output:
+        """Append a token; the end of its request, if it is that."""
+        run.tokens.append(token.id)
+        run.chosen.append(token)
+        first = len(run.chosen) == 1
+        finish, text = "", ""
+        if token.id in self.tokenizer.ends:
+            finish = "stop"
+        else:
+            text = run.stream.push(token.id)
+            if run.stream.stopped:
+                finish = "stop"
+            elif len(run.chosen) == run.request.params.num_tokens_to_generate:
+                finish = "length"
+        if finish:
+            text += run.stream.finish()
+            del self.running[run.request.name]
+            self._end(run)
+        return Output(run.request.name, (token,), text, finish, run.reused if first else 0)
+
+    # -- room in the cache ----------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Start requests, first come first served, while the cache can hold them to their ends."""
+        while self.waiting and self._start(self.waiting[0]):
+            self.waiting.popleft()
+
+    def _start(self, request: Request) -> bool:
+        tokens = list(request.tokens)
+        end = len(tokens) + request.params.num_tokens_to_generate - 1
+        source, reused = self._prefixes.longest(request.key, tokens[:-1]) or (None, 0)
+        while not self._make_room(end - reused, spare=source):
+            if self.running or source is None:
+                return False
+            self._forget(source)  # what it has besides is in the way
+            source, reused = self._prefixes.longest(request.key, tokens[:-1]) or (None, 0)
+        if source is None:
+            sequence = self.cache.open()
+        elif source in self._kept and self._kept[source] == reused:
+            sequence = source
+            del self._kept[source]
+        else:
+            if source in self._kept:
+                self._kept.move_to_end(source)
+            sequence = self.cache.fork(source, reused)
+        stream = TextStream(self.tokenizer.decode, request.params.stop_words or (), tokens)
+        self.running[request.name] = _Running(request, sequence, tokens, reused, stream, reused)
+        return True
+
+    def _make_room(self, tokens: int, spare: int | None) -> bool:
+        """Forget sequences until so many tokens fit beside those that are promised; whether they do."""
+        needed = tokens + sum(run.end - run.cached for run in self.running.values())
+        for oldest in [sequence for sequence in self._kept if sequence != spare]:
+            if self.cache.room() >= needed:
+                break
+            self._forget(oldest)
+        return self.cache.room() >= needed
+
+    def _end(self, run: _Running) -> None:
+        """Keep the sequence of a request for those that begin like it."""
+        if not run.cached:
+            self.cache.free(run.sequence)
+            return
+        self._kept[run.sequence] = run.cached
+        self._prefixes.add(run.sequence, run.request.key, run.tokens, run.cached)
+
+    def _forget(self, sequence: int) -> None:
+        del self._kept[sequence]
+        self._prefixes.remove(sequence)
+        self.cache.free(sequence)
+
+
+def _token(values: Sequence[float]) -> Token:
+    pairs: Any = zip(values[2::2], values[3::2], strict=True)
+    return Token(int(values[0]), values[1], tuple((int(token), logprob) for token, logprob in pairs))

@@ -1,0 +1,124 @@
+"""Text as tokens and back, the way generation needs it: exact bytes, special tokens, end tokens, chat templates."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import UsageError
+
+
+class Tokenizer(Protocol):
+    """What generation asks of a tokenizer.
+
+    Attributes:
+        ends: tokens that end a text.
+    """
+
+    ends: frozenset[int]
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a prompt, with those that the model expects before it."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens, without special ones; bytes that are no character are U+FFFD."""
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The tokens of a conversation, up to where the assistant answers; messages have `role` and `content`.
+
+        Raises:
+            UsageError: there is no chat template, or it refuses the messages.
+        """
+
+
+def _no_chat(of: str) -> UsageError:
+    return UsageError(f"chat needs a chat template, and {of} has none; use completions")
+
+
+class ByteTokenizer:
+    """UTF-8 bytes and an end-of-document token. (megatron-core's own drops white space at the end of a text.)"""
+
+    def __init__(self, end: int) -> None:
+        self.ends = frozenset([end])
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        raise _no_chat("a byte-level tokenizer")
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model, as training uses it: nothing is put before a prompt."""
+
+    def __init__(self, path: str, end: int | None) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        self._model: Any = SentencePieceProcessor(model_file=path)
+        self.ends = frozenset() if end is None else frozenset([end])
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._model.decode(tokens)
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        raise _no_chat("a SentencePiece tokenizer")
+
+
+class HuggingFaceTokenizer:
+    """The tokenizer of a folder of HuggingFace, without code from it; its chat template runs in jinja2's sandbox.
+
+    Args:
+        folder: with tokenizer.json.
+        special: whether a prompt gets the special tokens before it that the folder says, such as Llama's BOS.
+
+    Raises:
+        UsageError: the folder has no tokenizer that can be read.
+    """
+
+    def __init__(self, folder: str, special: bool) -> None:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except Exception as error:
+            why = " ".join(str(error).split())[:200]
+            raise UsageError(f"{folder}: its tokenizer cannot be read ({why}); copy tokenizer.json there") from error
+        self._folder, self._special = folder, special
+        self.ends = frozenset(_end_tokens(Path(folder)) or [self._tokenizer.eos_token_id]) - {None}
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=self._special)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise _no_chat(self._folder)
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise UsageError(f"messages: the chat template refuses them ({error})") from None
+        return self._tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
+
+
+def _end_tokens(folder: Path) -> list[int]:
+    """What ends a text by generation_config.json, or else by config.json."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            ends = json.loads((folder / name).read_bytes()).get("eos_token_id")
+        except (OSError, ValueError):
+            continue
+        if ends is not None:
+            return ends if isinstance(ends, list) else [ends]
+    return []

@@ -1,0 +1,51 @@
+"""The interface of a `Session` on one rank without a cache: the whole of each sequence is computed again."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+
+class PlainSession:
+    """Slow and plainly right: what an engine over a real session must generate too."""
+
+    def __init__(self, model: GPTModel, cache_tokens: int) -> None:
+        self.model, self.cache_tokens = model, cache_tokens
+        self.sequences: dict[int, list[int]] = {}
+        self.steps: list[dict[int, int]] = []  # new tokens of each sequence
+        self._next = 0
+
+    def open(self) -> int:
+        self._next += 1
+        self.sequences[self._next] = []
+        return self._next
+
+    def fork(self, sequence: int, tokens: int) -> int:
+        assert tokens <= len(self.sequences[sequence])
+        fork = self.open()
+        self.sequences[fork] = self.sequences[sequence][:tokens]
+        return fork
+
+    def free(self, sequence: int) -> None:
+        del self.sequences[sequence]
+
+    def room(self) -> int:
+        return self.cache_tokens - sum(map(len, self.sequences.values()))
+
+    @torch.no_grad()
+    def forward(self, new: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
+        self.steps.append({sequence: len(tokens) for sequence, tokens in new.items()})
+        found = {}
+        for sequence, tokens in new.items():
+            assert tokens
+            self.sequences[sequence] += tokens
+            whole = torch.tensor([self.sequences[sequence]])
+            positions = torch.arange(whole.shape[1])[None]
+            found[sequence] = self.model(whole, positions, None, runtime_gather_output=True)[0, -1].float()
+        assert self.room() >= 0
+        return found
+
+    def share(self, values: Mapping[int, Sequence[float]], width: Mapping[int, int]) -> dict[int, list[float]]:
+        assert {sequence: len(value) for sequence, value in values.items()} == width
+        return {sequence: list(value) for sequence, value in values.items()}

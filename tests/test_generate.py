@@ -1,0 +1,284 @@
+"""Generating: what is drawn, what text comes out, who waits for whom, and that no neighbour changes a text."""
+
+import math
+from collections import Counter
+
+import llama_case
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.inference.sampling_params import SamplingParams
+from plain_session import PlainSession
+
+from megatron.context_parallel import UsageError
+from megatron.context_parallel.inference.engine import Engine, Output, Request
+from megatron.context_parallel.inference.prefixes import BLOCK, Prefixes
+from megatron.context_parallel.inference.sampling import choose_token
+from megatron.context_parallel.inference.text_stream import TextStream
+from megatron.context_parallel.inference.tokenizer import ByteTokenizer
+
+# -------------------------------------------------------------------------------------------------- sampling
+
+LOGITS = torch.tensor([0.0, 1.0, 3.0, 2.0, -math.inf])
+
+
+def shares(**params) -> dict[int, float]:
+    """How often each token is drawn at 4,000 positions."""
+    draws = Counter(choose_token(LOGITS, SamplingParams(**params), 7, at).id for at in range(4000))
+    return {token: count / 4000 for token, count in draws.items()}
+
+
+def test_draws_have_the_probabilities_of_the_model():
+    expected = LOGITS.softmax(0)
+    assert shares() == pytest.approx(dict(enumerate(expected.tolist()[:4])), abs=0.025)
+    warm = (LOGITS / 2).softmax(0)
+    assert shares(temperature=2.0) == pytest.approx(dict(enumerate(warm.tolist()[:4])), abs=0.025)
+    two = LOGITS[2:4].softmax(0).tolist()
+    assert shares(top_k=2) == pytest.approx({2: two[0], 3: two[1]}, abs=0.025)
+    # The likeliest token has 0.64 and the next 0.24: 0.63 needs one of them, 0.65 two.
+    assert shares(top_p=0.63) == {2: 1.0}
+    assert shares(top_p=0.65) == pytest.approx({2: two[0], 3: two[1]}, abs=0.025)
+
+
+def test_greedy_takes_the_first_of_the_likeliest_and_tells_probabilities_of_the_model():
+    logits = torch.tensor([1.0, 4.0, 4.0, 0.0])
+    for params in (SamplingParams(top_k=1), SamplingParams(temperature=0.0, top_n_logprobs=3)):
+        token = choose_token(logits, params, 0, 5)
+        assert token.id == 1 and token.logprob == pytest.approx(logits.double().log_softmax(0)[1].item())
+    assert [pair[0] for pair in token.top] == [1, 2, 0]
+    cold = choose_token(logits, SamplingParams(temperature=0.01, top_k=2), 0, 5)
+    assert cold.logprob == pytest.approx(logits.double().log_softmax(0)[1].item())
+
+
+def test_draws_depend_on_seed_and_position():
+    def draws(seed: int) -> list[int]:
+        return [choose_token(torch.zeros(1000), SamplingParams(), seed, at).id for at in range(20)]
+
+    assert draws(1) == draws(1) and len({*draws(1)}) > 15
+    assert sum(a == b for a, b in zip(draws(1), draws(2), strict=True)) < 3
+
+
+def test_a_logit_that_is_no_number_is_an_error():
+    with pytest.raises(FloatingPointError, match="position 3 is NaN"):
+        choose_token(torch.tensor([0.0, math.nan]), SamplingParams(top_k=1), 0, 4)
+
+
+# ------------------------------------------------------------------------------------------------------ text
+
+
+def pieces(text: bytes, stop: tuple[str, ...] = (), prompt: bytes = b"") -> tuple[list[str], TextStream]:
+    """What comes out byte by byte, and at the end."""
+    stream = TextStream(ByteTokenizer(256).decode, stop, prompt)
+    out = [stream.push(token) for token in text]
+    return [*out, stream.finish()], stream
+
+
+def test_text_never_splits_a_character_and_loses_none():
+    text = "aé€😀 \ufffd\n  z "
+    out, _ = pieces(text.encode(), prompt="😀".encode())
+    assert "".join(out) == text
+    assert [piece for piece in out if piece][:5] == ["a", "é", "€", "😀", " "]
+    broken, _ = pieces(b"a\xf0\x9f\x80b\xe2\x82")
+    assert "".join(broken) == b"a\xf0\x9f\x80b\xe2\x82".decode(errors="replace")
+
+
+def test_text_ends_before_the_first_stop_string():
+    for stop in (("END",), ("\n\n", "END"), ("ENDING", "END", "ND!")):
+        out, stream = pieces(b"one EN ENEND two END", stop)
+        assert "".join(out) == "one EN EN" and stream.stopped
+        assert all("E" not in piece or piece == "EN " for piece in out[:6])
+    out, stream = pieces("one € EN".encode(), ("END", "€€"))
+    assert "".join(out) == "one € EN" and not stream.stopped
+
+
+# -------------------------------------------------------------------------------------------------- prefixes
+
+
+def test_prefixes_are_found_to_the_token_within_one_key():
+    index, text = Prefixes(), list(range(3 * BLOCK))
+    index.add(1, "a", text, 2 * BLOCK + 5)
+    index.add(2, "a", [*text[:BLOCK], 7], BLOCK + 1)
+    assert index.longest("a", text) == (1, 2 * BLOCK + 5)
+    assert index.longest("a", [*text[: BLOCK + 3], 99]) == (1, BLOCK + 3)
+    assert index.longest("a", [*text[:BLOCK], 7, 8]) == (2, BLOCK + 1)
+    assert index.longest("a", text[: BLOCK - 1]) is None
+    assert index.longest("b", text) is None
+    index.add(1, "a", text, 3 * BLOCK)
+    assert index.longest("a", text) == (1, 3 * BLOCK)
+    index.remove(1)
+    assert index.longest("a", text) == (2, BLOCK)
+    index.remove(2)
+    assert index.longest("a", text) is None and not index._holders
+
+
+# ---------------------------------------------------------------------------------------------------- engine
+
+
+class Letters:
+    """A character for each token; token 2 ends a text."""
+
+    ends = frozenset([2])
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) - 256 for character in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(256 + token) for token in tokens)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    numbers = torch.randint(3, llama_case.VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
+    return numbers.tolist()
+
+
+def request(name: str, tokens: list[int], new: int, key: str = "", seed: int = 0, **params) -> Request:
+    return Request(name, tokens, SamplingParams(num_tokens_to_generate=new, **params), seed, key)
+
+
+def finished(engine: Engine, *requests: Request) -> dict[str, list[Output]]:
+    """The outputs of each request; the later ones join one after the other, every second step."""
+    outputs: dict[str, list[Output]] = {}
+    later = list(requests)
+    for step in range(10_000):
+        if later and step % 2 == 0:
+            engine.add(later.pop(0))
+        for output in engine.step():
+            outputs.setdefault(output.request, []).append(output)
+        if engine.idle and not later:
+            return outputs
+    raise AssertionError("it does not end")
+
+
+def ids(outputs: list[Output]) -> list[int]:
+    return [token.id for output in outputs for token in output.tokens]
+
+
+def tokens_of(folder, step_tokens: int, cache: int, requests: list[Request], turns: int = 1) -> tuple[dict, list]:
+    """Tokens by request on one rank, and how many tokens each step had of each sequence."""
+    _, _, model = llama_case.load_llama(folder)
+    session = PlainSession(model, cache)
+    engine = Engine(session, Letters(), step_tokens)
+    found = {}
+    for turn in range(turns):
+        for name, outputs in finished(engine, *(r for r in requests if int(r.name[0]) == turn)).items():
+            assert outputs[-1].finish and not any(output.finish for output in outputs[:-1])
+            assert "".join(o.text for o in outputs) == Letters().decode([t for t in ids(outputs) if t != 2])
+            found[name] = ids(outputs), outputs[0].reused, outputs[-1].finish
+    parallel_state.destroy_model_parallel()
+    return found, session.steps
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A folder of HuggingFace, and its model in transformers."""
+    folder = tmp_path_factory.mktemp("llama")
+    return folder, llama_case.save_llama(folder, "llama3")
+
+
+def test_greedy_text_is_that_of_transformers_whoever_comes_and_goes(ranks, llama):
+    folder, theirs = llama
+    requests = [request(f"0{i}", prompt(n, i), 24, top_k=1) for i, n in enumerate((1, 70, 5, 33))]
+    ((found, steps),) = ranks(1, tokens_of, folder, 16, 200, requests)
+    for asked in requests:
+        (expected,) = theirs.generate(
+            torch.tensor([asked.tokens]), do_sample=False, max_new_tokens=24, eos_token_id=[2], pad_token_id=0
+        )
+        assert found[asked.name][0] == expected[len(asked.tokens) :].tolist()
+    assert max(map(len, steps)) >= 2
+    # The long prompt came in parts, beside texts that went on, and never were there more tokens of prompts than 16.
+    assert any({1, 16} <= {*step.values()} for step in steps)
+    assert max(sum(n for n in step.values() if n > 1) for step in steps) == 16
+
+
+def test_what_is_drawn_does_not_depend_on_neighbours(ranks, llama):
+    folder, _ = llama
+    one = request("0one", prompt(20), 30, temperature=1.5, top_k=40, top_p=0.9, seed=11)
+    others = [request(f"0{i}", prompt(3 * i + 1, i), 9 * i, temperature=2.0, seed=i) for i in range(1, 4)]
+    ((alone, _),) = ranks(1, tokens_of, folder, 64, 500, [one])
+    ((among, _),) = ranks(1, tokens_of, folder, 5, 120, [others[0], one, *others[1:]])
+    assert among["0one"] == alone["0one"] and len({*alone["0one"][0]}) > 10
+
+
+def test_turns_go_on_in_the_cache_and_keys_keep_theirs_apart(ranks, llama):
+    folder, _ = llama
+    first = prompt(40)
+    ((found, _),) = ranks(1, tokens_of, folder, 512, 400, [request("0", first, 8, key="a", top_k=1)])
+    whole = [*first, *found["0"][0]]
+    turns = [
+        request("0", first, 8, key="a", top_k=1),
+        request("1", [*whole, *prompt(6, 1)], 8, key="a", top_k=1),
+        request("2 fork", [*first, *prompt(9, 2)], 8, key="a", top_k=1),
+        request("3 other", [*first, *prompt(9, 2)], 8, key="b", top_k=1),
+    ]
+    ((found, steps),) = ranks(1, tokens_of, folder, 512, 400, turns, 4)
+    # The last token of a text is not in the cache: a turn starts with it.
+    assert [found[r.name][1] for r in turns] == [0, len(whole) - 1, len(first), 0]
+    assert [step for step in steps if max(step.values()) > 1] == [{1: 40}, {1: 7}, {2: 9}, {3: 49}]
+    assert found["2 fork"][0] == found["3 other"][0]
+
+
+class Fixed:
+    """A session whose logits depend on the number of tokens alone, for what needs no model."""
+
+    def __init__(self, cache_tokens: int) -> None:
+        self.session = PlainSession(self.logits, cache_tokens)
+
+    def logits(self, tokens, positions, mask, runtime_gather_output):
+        return torch.nn.functional.one_hot(torch.tensor([[10 + tokens.shape[1] % 50]]), 101) * 9.0
+
+
+def test_requests_wait_for_room_and_old_sequences_make_it():
+    session = Fixed(100).session
+    engine = Engine(session, Letters(), 512)
+    outputs = finished(engine, *(request(str(i), prompt(30, i), 11, key="k", top_k=1) for i in range(4)))
+    assert all(len(ids(outputs[str(i)])) == 11 for i in range(4))
+    assert max(map(len, session.steps)) == 2  # 40 tokens each: a third would not fit
+    # The cached sequence begins like the prompt, but both together do not fit: it goes.
+    alike = request("long", [*prompt(30, 3)[:20], *prompt(70, 9)], 10, key="k", top_k=1)
+    long = finished(engine, alike)["long"]
+    assert len(ids(long)) == 10 and long[0].reused == 0
+    with pytest.raises(UsageError, match="90 tokens and 12 new ones: more than 100; give 10 new tokens at most"):
+        engine.add(request("more", prompt(90), 12))
+    with pytest.raises(UsageError, match="give a prompt below 100 tokens"):
+        engine.add(request("more", prompt(100), 1))
+    with pytest.raises(UsageError, match="no tokens"):
+        engine.add(request("none", [], 1))
+
+
+def test_a_short_prompt_overtakes_a_long_one():
+    session = Fixed(1000).session
+    engine = Engine(session, Letters(), 20)
+    outputs: list[Output] = []
+    engine.add(request("long", prompt(300), 2, top_k=1))
+    engine.step()
+    engine.add(request("short", prompt(20, 1), 2, top_k=1))
+    while not any(output.finish for output in outputs):
+        outputs += engine.step()
+    assert outputs[-1].request == "short" and len(session.steps) == 4
+
+
+def test_who_is_cancelled_leaves_at_once_and_the_others_do_not_notice():
+    session = Fixed(100).session
+    engine = Engine(session, Letters(), 512)
+    for name in ("running", "stays", "waiting"):
+        engine.add(request(name, prompt(30, len(name)), 15, key=name, top_k=1))
+    engine.step()
+    for name in ("running", "waiting", "nobody"):
+        engine.cancel(name)
+    outputs = [output for _ in range(20) for output in engine.step()]
+    assert [o.request for o in outputs if o.finish == "cancelled"] == ["running", "waiting"]
+    assert len(ids([o for o in outputs if o.request == "stays"])) == 14 and engine.idle
+    assert not engine.running and not engine.waiting
+
+
+def test_a_text_ends_at_end_tokens_and_stop_strings():
+    engine = Engine(Fixed(100).session, Letters(), 512)
+    after = Letters().decode([10 + 7, 10 + 8])
+    outputs = finished(engine, request("stop", prompt(5), 30, top_k=1, stop_words=[after]))["stop"]
+    assert ids(outputs) == [15, 16, 17, 18] and outputs[-1].finish == "stop"
+    assert "".join(output.text for output in outputs) == Letters().decode([15, 16])
+    Letters.ends, before = frozenset([16]), Letters.ends
+    outputs = finished(engine, request("end", prompt(5), 30, top_k=1))["end"]
+    Letters.ends = before
+    assert ids(outputs) == [15, 16] and outputs[-1].finish == "stop"
+    assert "".join(output.text for output in outputs) == Letters().decode([15])
