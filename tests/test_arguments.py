@@ -18,7 +18,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.libraries import LIBRARIES
 from megatron.context_parallel.trainer import dry_run
 from megatron.context_parallel.trainer.arguments import parse_args
-from megatron.context_parallel.trainer.command_line import build_parser, read_flags
+from megatron.context_parallel.trainer.command_line import PARSER, read_flags
 from megatron.context_parallel.trainer.flags import FLAGS, PRESETS
 from megatron.context_parallel.trainer.tokenizer import build_tokenizer, vocabulary
 from megatron.context_parallel.trainer.workload import model_of, preset_model, run_of
@@ -73,7 +73,7 @@ def test_defaults_are_megatrons():
 
 
 def test_help_shows_groups_and_defaults():
-    text = build_parser().format_help()
+    text = PARSER.build().format_help()
     for part in (
         "context parallel:",
         "learning rate:",

@@ -4,6 +4,7 @@ import math
 from typing import NoReturn
 
 from ..errors import UsageError
+from .declare import Flag, Section
 from .flags import FLAGS, Arguments, Flags
 
 
@@ -13,36 +14,37 @@ def refuse(args: Flags, name: str, why: str, **fits: object) -> NoReturn:
     raise UsageError(f"{given(args, name)}: {why}" + (f"; give {advice}" if fits else ""))
 
 
-def given(args: Flags, name: str) -> str:
+def given(args: Section, name: str, flags: dict[str, Flag] = FLAGS) -> str:
     """The flag of field `name` with its value, `--num-layers 24`; what is no flag in words, `data parallel size 2`."""
     value = getattr(args, name)
-    return FLAGS[name].given(value) if name in FLAGS else f"{name.replace('_', ' ')} {value}"
+    return flags[name].given(value) if name in flags else f"{name.replace('_', ' ')} {value}"
 
 
-def holds(args: Flags, condition: str) -> bool:
+def holds(args: Section, condition: str, flags: dict[str, Flag] = FLAGS) -> bool:
     """Whether a flag is given, or has the value named: "save", "recompute_granularity=full"."""
     name, _, value = condition.partition("=")
-    return getattr(args, name) == value if value else getattr(args, name) != FLAGS[name].default
+    return getattr(args, name) == value if value else getattr(args, name) != flags[name].default
 
 
-def check_each(args: Flags) -> None:
+def check_each(args: Section, flags: dict[str, Flag] = FLAGS) -> None:
     """Refuse what is missing, without what it needs or beside what it excludes."""
-    for name, flag in FLAGS.items():
-        value, others = getattr(args, name), [other for other in flag.excludes.split() if holds(args, other)]
-        if value is None and flag.required and not others and not (flag.to_train and args.dry_run):
-            raise UsageError(f"{flag.option}: missing; give {flag.works}, or a --preset or --config that has it")
+    for name, flag in flags.items():
+        value, others = getattr(args, name), [other for other in flag.excludes.split() if holds(args, other, flags)]
+        if value is None and flag.required and not others and not (flag.to_train and getattr(args, "dry_run", False)):
+            elsewhere = ", or a --preset or --config that has it" if flags is FLAGS else ""
+            raise UsageError(f"{flag.option}: missing; give {flag.works}{elsewhere}")
         if value == flag.default:
             continue
-        if missing := [_in_words(need) for need in flag.needs.split() if not holds(args, need)]:
-            refuse(args, name, f"needs {' '.join(missing)}; add that or leave this out")
+        if missing := [_in_words(need, flags) for need in flag.needs.split() if not holds(args, need, flags)]:
+            raise UsageError(f"{given(args, name, flags)}: needs {' '.join(missing)}; add that or leave this out")
         if others:
-            other = given(args, others[0].partition("=")[0])
-            refuse(args, name, f"does not go with {other}; give only one of the two")
+            other = given(args, others[0].partition("=")[0], flags)
+            raise UsageError(f"{given(args, name, flags)}: does not go with {other}; give only one of the two")
 
 
-def _in_words(condition: str) -> str:
+def _in_words(condition: str, flags: dict[str, Flag]) -> str:
     name, _, value = condition.partition("=")
-    return FLAGS[name].given(value) if value else FLAGS[name].works
+    return flags[name].given(value) if value else flags[name].works
 
 
 def check_relations(args: Arguments) -> None:

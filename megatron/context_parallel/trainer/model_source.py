@@ -43,7 +43,8 @@ def model_arguments(load: str, ckpt_step: int | None = None, tensor: int = 1, bf
 
 
 def _saved_flags(load: str, ckpt_step: int | None) -> dict[str, Any]:
-    asked = Flags(load=load, ckpt_step=ckpt_step)
+    wanted: dict[str, Any] = {"load": load, "ckpt_step": ckpt_step}
+    asked = Flags(**wanted)
     checkpoint = choose(asked, *candidates(asked), quick_fault, lambda line: None)  # the load tells
     if checkpoint is None:
         why = "neither a run with checkpoints nor a folder of HuggingFace with a config.json"
