@@ -10,6 +10,8 @@ from torch import Tensor
 class PlainSession:
     """Slow and plainly right: what an engine over a real session must generate too."""
 
+    waste = 0
+
     def __init__(self, model: GPTModel, cache_tokens: int) -> None:
         self.model, self.cache_tokens = model, cache_tokens
         self.sequences: dict[int, list[int]] = {}

@@ -12,6 +12,7 @@ def _program(name: str) -> Callable[[], NoReturn]:
 
 
 checkpoint = _program("checkpoint")
+generate = _program("generate")
 gpu_check = _program("gpu_check")
 plan = _program("plan")
 plot_loss = _program("plot_loss")

@@ -19,6 +19,7 @@ NEEDS = {  # what is imported: (the package that has it, the extra that installs
     "tensorboard": ("tensorboard", "train"),
     "transformers": ("transformers", "tokenizers"),
     "sentencepiece": ("sentencepiece", "tokenizers"),
+    "safetensors": ("safetensors", "tokenizers"),
     "wandb": ("wandb", "wandb"),
 }
 

@@ -18,6 +18,8 @@ from .tokenizer import Tokenizer
 class Cache(Protocol):
     """What the engine needs of a `Session`."""
 
+    waste: int  # rows of pages that a sequence may leave unused on all ranks
+
     def open(self) -> int: ...
     def fork(self, sequence: int, tokens: int) -> int: ...
     def free(self, sequence: int) -> None: ...
@@ -218,28 +220,35 @@ class Engine:
     def _start(self, request: Request) -> bool:
         tokens = list(request.tokens)
         end = len(tokens) + request.params.num_tokens_to_generate - 1
-        source, reused = self._prefixes.longest(request.key, tokens[:-1]) or (None, 0)
-        while not self._make_room(end - reused, spare=source):
+        while True:
+            source, reused = self._prefixes.longest(request.key, tokens[:-1]) or (None, 0)
+            copies = source is not None and self._kept.get(source) != reused
+            if self._make_room(end - reused + self.cache.waste * copies, spare=source):
+                break
             if self.running or source is None:
                 return False
             self._forget(source)  # what it has besides is in the way
-            source, reused = self._prefixes.longest(request.key, tokens[:-1]) or (None, 0)
-        if source is None:
-            sequence = self.cache.open()
-        elif source in self._kept and self._kept[source] == reused:
-            sequence = source
-            del self._kept[source]
-        else:
-            if source in self._kept:
-                self._kept.move_to_end(source)
-            sequence = self.cache.fork(source, reused)
         stream = TextStream(self.tokenizer.decode, request.params.stop_words or (), tokens)
+        sequence = self._sequence(source, reused)
         self.running[request.name] = _Running(request, sequence, tokens, reused, stream, reused)
         return True
+
+    def _sequence(self, source: int | None, reused: int) -> int:
+        """A sequence with the first tokens of a cached one, or that one itself if they are all it has."""
+        if source is None:
+            return self.cache.open()
+        if self._kept.get(source) == reused:
+            del self._kept[source]
+            return source
+        if source in self._kept:
+            self._kept.move_to_end(source)
+        return self.cache.fork(source, reused)
 
     def _make_room(self, tokens: int, spare: int | None) -> bool:
         """Forget sequences until so many tokens fit beside those that are promised; whether they do."""
         needed = tokens + sum(run.end - run.cached for run in self.running.values())
+        if self.running:  # one alone uses all pages; several may each leave some unfilled
+            needed += self.cache.waste * (len(self.running) + 1)
         for oldest in [sequence for sequence in self._kept if sequence != spare]:
             if self.cache.room() >= needed:
                 break

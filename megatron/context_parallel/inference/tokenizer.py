@@ -14,9 +14,11 @@ class Tokenizer(Protocol):
 
     Attributes:
         ends: tokens that end a text.
+        has_chat: whether there is a chat template.
     """
 
     ends: frozenset[int]
+    has_chat: bool
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt, with those that the model expects before it."""
@@ -39,6 +41,8 @@ def _no_chat(of: str) -> UsageError:
 class ByteTokenizer:
     """UTF-8 bytes and an end-of-document token. (megatron-core's own drops white space at the end of a text.)"""
 
+    has_chat = False
+
     def __init__(self, end: int) -> None:
         self.ends = frozenset([end])
 
@@ -54,6 +58,8 @@ class ByteTokenizer:
 
 class SentencePieceTokenizer:
     """A SentencePiece model, as training uses it: nothing is put before a prompt."""
+
+    has_chat = False
 
     def __init__(self, path: str, end: int | None) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -92,6 +98,7 @@ class HuggingFaceTokenizer:
             why = " ".join(str(error).split())[:200]
             raise UsageError(f"{folder}: its tokenizer cannot be read ({why}); copy tokenizer.json there") from error
         self._folder, self._special = folder, special
+        self.has_chat = bool(self._tokenizer.chat_template)
         self.ends = frozenset(_end_tokens(Path(folder)) or [self._tokenizer.eos_token_id]) - {None}
 
     def encode(self, text: str) -> list[int]:
@@ -101,7 +108,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        if not self._tokenizer.chat_template:
+        if not self.has_chat:
             raise _no_chat(self._folder)
         from jinja2 import TemplateError
 

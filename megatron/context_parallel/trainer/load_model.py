@@ -27,7 +27,7 @@ def load_model(args: Arguments, cp: ContextParallel) -> GPTModel:
     model = build_gpt(args, config, cp)
     if torch.cuda.is_available():
         model.cuda(torch.cuda.current_device())
-    if is_huggingface(Path(args.load)):
+    if is_huggingface(args.load):
         load_weights(model, Path(args.load), args.vocabulary)
     else:
         _load_checkpoint(args, model)

@@ -30,7 +30,7 @@ def model_arguments(load: str, ckpt_step: int | None = None, tensor: int = 1, bf
     ranks = ranks_in("WORLD_SIZE", 1)
     if ranks % tensor:
         raise UsageError(f"--tensor-model-parallel-size {tensor}: does not divide the {ranks} ranks started; give 1")
-    foreign = is_huggingface(Path(load))
+    foreign = is_huggingface(load)
     given = model_flags(Path(load)) if foreign else _saved_flags(load, ckpt_step)
     if bf16:
         given |= {"bf16": True, "fp16": False}

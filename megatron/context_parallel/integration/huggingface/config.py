@@ -10,9 +10,9 @@ _SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 _DTYPES = {"float32": {}, "bfloat16": {"bf16": True}, "float16": {"fp16": True}}
 
 
-def is_huggingface(folder: Path) -> bool:
+def is_huggingface(folder: str | Path) -> bool:
     """Whether a folder has a config.json, as those of HuggingFace do and runs of the trainer do not."""
-    return (folder / "config.json").is_file()
+    return (Path(folder) / "config.json").is_file()
 
 
 def model_flags(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,154 @@
+"""Generate text with a trained model, whose sequences all ranks share: `torchrun ... tools/generate.py --help`."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.trainer.check_flags import check_each
+from megatron.context_parallel.trainer.flag_parser import FlagParser
+from megatron.context_parallel.trainer.generation_flags import SECTIONS, Generate
+from megatron.context_parallel.trainer.lifetime import end_with_parent
+from megatron.context_parallel.trainer.model_source import model_arguments
+
+if TYPE_CHECKING:
+    from megatron.context_parallel.inference.engine import Engine, Output, Request
+    from megatron.context_parallel.inference.rank_loop import RankLoop
+
+PARSER = FlagParser(SECTIONS, "Generate text with a trained model.", '--load DIR --prompt "def " [flags]')
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Generate, and print what comes as it comes. Raises UsageError for what cannot run."""
+    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
+    end_with_parent()
+    flags = read_flags(argv)
+    prompts = read_prompts(flags)
+    args = model_arguments(flags.load, flags.ckpt_step, flags.tensor_model_parallel_size, flags.bf16)
+    # These take seconds to import, for which a mistake in a flag need not wait.
+    from megatron.context_parallel.inference.rank_loop import RankLoop
+    from megatron.context_parallel.trainer.generator import build_engine
+    from megatron.context_parallel.trainer.setup import distributed_job
+    from megatron.context_parallel.trainer.train_state import Progress
+
+    with distributed_job(args, Progress()):
+        engine = build_engine(args, flags)
+        requests = requests_of(flags, engine, prompts)
+        loop = RankLoop(engine)
+        if args.rank:
+            loop.follow()
+            return
+        if flags.interactive:
+            converse(flags, loop)
+        else:
+            write_all(flags, loop, prompts, requests)
+        loop.end()
+
+
+def read_flags(argv: list[str] | None) -> Generate:
+    """The flags, checked as far as they go without files."""
+    flags = Generate(**PARSER.read(argv))
+    check_each(flags, PARSER.flags)
+    if not (flags.prompt or flags.prompts_file or flags.interactive):
+        raise UsageError('--prompt: missing; give --prompt "def ", --prompts-file FILE or --interactive')
+    return flags
+
+
+def read_prompts(flags: Generate) -> list[str]:
+    """The prompts of the command line or of the file; without its line ends and empty lines."""
+    if not flags.prompts_file:
+        return flags.prompt or []
+    try:
+        lines = Path(flags.prompts_file).read_text().splitlines()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--prompts-file {flags.prompts_file}: cannot be read ({error}); give a text file") from None
+    if not (prompts := [line for line in lines if line]):
+        raise UsageError(f"--prompts-file {flags.prompts_file}: no prompts in it; write one on each line")
+    return prompts
+
+
+def requests_of(flags: Generate, engine: "Engine", prompts: Sequence[str]) -> "list[Request]":
+    """A request for each prompt, all of which can run."""
+    encoded = [engine.tokenizer.encode(prompt) for prompt in prompts]
+    for tokens in encoded:
+        engine.check(tokens, flags.max_new_tokens)
+    return [request_of(flags, str(i), tokens, flags.seed + i) for i, tokens in enumerate(encoded)]
+
+
+def request_of(flags: Generate, name: str, tokens: list[int], seed: int) -> "Request":
+    """The request that the flags describe."""
+    from megatron.core.inference.sampling_params import SamplingParams
+
+    from megatron.context_parallel.inference.engine import Request
+
+    params = SamplingParams(
+        temperature=flags.temperature,
+        top_k=flags.top_k,
+        top_p=flags.top_p,
+        return_log_probs=flags.logprobs,
+        num_tokens_to_generate=flags.max_new_tokens,
+        stop_words=flags.stop,
+    )
+    return Request(name, tokens, params, seed)
+
+
+def write_all(flags: Generate, loop: "RankLoop", prompts: Sequence[str], requests: "Sequence[Request]") -> None:
+    """Print each prompt with its text, the first as it comes, the others one after the other."""
+    outputs: dict[str, list[Output]] = {request.name: [] for request in requests}
+    coming = in_turn(loop, requests, outputs)
+    for prompt, request in zip(prompts, requests, strict=True):
+        print(prompt, end="", flush=True)
+        write_text(flags, loop.engine, coming, outputs[request.name])
+
+
+def write_text(flags: Generate, engine: "Engine", coming: Iterator[None], outputs: "list[Output]") -> None:
+    """Print one text as it comes, to its end; `next(coming)` may append to its outputs."""
+    written = 0
+    while not (outputs and written == len(outputs) and outputs[-1].finish):
+        if written == len(outputs):
+            next(coming)
+        for output in outputs[written:]:
+            print(output.text, end="", flush=True)
+        written = len(outputs)
+    print()
+    for token in (token for output in outputs if flags.logprobs for token in output.tokens):
+        print(f"{token.logprob:10.4f}  {token.id:7}  {engine.tokenizer.decode([token.id])!r}")
+
+
+def in_turn(loop: "RankLoop", requests: "Sequence[Request]", outputs: "dict[str, list[Output]]") -> Iterator[None]:
+    """Make a step for each `next`, and append what it brings to `outputs` by request."""
+    arriving = requests
+    while True:
+        for output in loop.turn(arriving):
+            outputs[output.request].append(output)
+        arriving = ()
+        yield
+
+
+def converse(flags: Generate, loop: "RankLoop") -> None:
+    """Answer the lines that are typed; what was said stays in the cache.
+
+    With a chat template a line is a message. Without one the model goes on from all text so far.
+    """
+    engine, said, messages = loop.engine, list[int](), list[dict[str, str]]()
+    chat = engine.tokenizer.has_chat
+    for turn in range(1_000_000):
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
+            return
+        messages.append({"role": "user", "content": line})
+        tokens = engine.tokenizer.chat(messages) if chat else [*said, *engine.tokenizer.encode(line)]
+        try:
+            engine.check(tokens, flags.max_new_tokens)
+        except UsageError as error:
+            print(f"{error}; the conversation ends here")
+            return
+        request = request_of(flags, str(turn), tokens, flags.seed + turn)
+        outputs: dict[str, list[Output]] = {request.name: []}
+        write_text(flags, engine, in_turn(loop, [request], outputs), outputs[request.name])
+        chosen = [token.id for output in outputs[request.name] for token in output.tokens]
+        said = [*tokens, *(token for token in chosen if token not in engine.tokenizer.ends)]
+        messages.append({"role": "assistant", "content": "".join(output.text for output in outputs[request.name])})

@@ -1,0 +1,49 @@
+"""The flags of the programs that generate text."""
+
+from .declare import Section, flag
+
+PREFILL = ("auto", "pass-kv", "pass-q", "alg1", "alg5", "empirical")
+
+
+class Source(Section, title="model"):
+    load: str = flag(
+        "a directory of checkpoints of the trainer, or a folder of HuggingFace with a Llama in safetensors",
+        unit="DIR",
+        example="runs/quickstart",
+    )
+    ckpt_step: int | None = flag("iteration to load", derived="the latest", at_least=0, example=100)
+    tensor_model_parallel_size: int = flag("ranks that split every layer; the others share the sequences", 1)
+    bf16: bool = flag("compute in bfloat16, whatever the dtype of the weights is", False)
+
+
+class Cache(Section, title="cache"):
+    cache_tokens: int | None = flag(
+        "tokens whose keys and values all ranks together keep", derived="the positions of the model", example=8192
+    )
+    cp_prefill: str = flag("what travels in a prefill: keys and values, or queries", "auto", choices=PREFILL)
+    inference_dynamic_batching_max_tokens: int = flag("most tokens of prompts in one step", 512)
+
+
+class Prompts(Section, title="prompts"):
+    prompt: list[str] | None = flag("texts to go on from", excludes="prompts_file interactive", example="def ")
+    prompts_file: str | None = flag("a file with a prompt on each line", unit="FILE", excludes="interactive")
+    interactive: bool = flag("read turns of a conversation from the terminal, until its end (Ctrl-D)", False)
+
+
+class Sampling(Section, title="sampling"):
+    max_new_tokens: int = flag("tokens of a text at most", 128)
+    temperature: float = flag("divides the logits; 0: the most likely token", 1.0, at_least=0)
+    top_k: int = flag("draw among the most likely tokens; 1: greedy; 0: all", 0, at_least=0)
+    top_p: float = flag(
+        "draw among the most likely tokens that have this probability; 0: all", 0.0, at_least=0, at_most=1
+    )
+    seed: int = flag("of what is drawn; prompt i, from 0, has this seed + i", 0, at_least=0)
+    stop: list[str] | None = flag("texts before which a text ends")
+    logprobs: bool = flag("list the tokens of each text with the logarithms of their probabilities", False)
+
+
+class Generate(Source, Prompts, Sampling, Cache):
+    """The flags of tools/generate.py."""
+
+
+SECTIONS: tuple[type[Section], ...] = Generate.__bases__

@@ -1,0 +1,50 @@
+"""From the arguments of a model to an engine that generates with it."""
+
+from megatron.core import parallel_state
+
+from ..context import ContextParallel
+from ..errors import UsageError
+from ..inference.engine import Engine
+from ..inference.session import Session
+from ..inference.tokenizer import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from ..integration.huggingface.config import is_huggingface
+from .flags import Arguments
+from .generation_flags import Cache
+from .load_model import load_model
+from .tokenizer import BYTES
+
+
+def build_engine(args: Arguments, flags: Cache, length: int | None = None) -> Engine:
+    """An engine with the model of `args`, on the ranks of the world; every rank calls it.
+
+    `length` is the most tokens of a request (default: the positions of the model).
+
+    Raises:
+        UsageError: the model or its tokenizer cannot be read; every rank raises the same.
+    """
+    tokenizer = text_tokenizer(args)
+    cp = ContextParallel(args.cp, group=parallel_state.get_context_parallel_group())
+    model = load_model(args, cp)
+    positions = args.max_position_embeddings
+    session = Session(model, cp, cache_tokens=flags.cache_tokens or positions, prefill=flags.cp_prefill)
+    return Engine(session, tokenizer, flags.inference_dynamic_batching_max_tokens, min(length or positions, positions))
+
+
+def text_tokenizer(args: Arguments) -> Tokenizer:
+    """The tokenizer of the run or the folder in `--load`, with all that generation needs of it.
+
+    Raises:
+        UsageError: it has none, or its files cannot be read.
+    """
+    assert args.load is not None
+    if is_huggingface(args.load):
+        return HuggingFaceTokenizer(args.load, special=True)
+    if args.tokenizer_type == "ByteLevelTokenizer":
+        return ByteTokenizer(end=BYTES)
+    if args.tokenizer_type == "HuggingFaceTokenizer":
+        assert args.tokenizer_model is not None
+        return HuggingFaceTokenizer(args.tokenizer_model, special=False)  # as training reads its documents
+    if args.tokenizer_type == "NullTokenizer":
+        raise UsageError(f"--load {args.load}: trained with --tokenizer-type NullTokenizer, which has no text")
+    assert args.tokenizer_model is not None
+    return SentencePieceTokenizer(args.tokenizer_model, args.eod_token)

@@ -1,0 +1,6 @@
+"""Generates text with a trained model: `cp-generate`, from a checkout."""
+
+from megatron.context_parallel.commands.programs import generate
+
+if __name__ == "__main__":
+    generate()
