@@ -10,8 +10,6 @@ from torch import Tensor
 class PlainSession:
     """Slow and plainly right: what an engine over a real session must generate too."""
 
-    waste = 0
-
     def __init__(self, model: GPTModel, cache_tokens: int) -> None:
         self.model, self.cache_tokens = model, cache_tokens
         self.sequences: dict[int, list[int]] = {}
@@ -48,6 +46,6 @@ class PlainSession:
         assert self.room() >= 0
         return found
 
-    def share(self, values: Mapping[int, Sequence[float]], width: Mapping[int, int]) -> dict[int, list[float]]:
-        assert {sequence: len(value) for sequence, value in values.items()} == width
+    def share(self, values: Mapping[int, Sequence[float]], width: int = 1) -> dict[int, list[float]]:
+        assert {*map(len, values.values())} == {width}
         return {sequence: list(value) for sequence, value in values.items()}

@@ -3,7 +3,7 @@
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from megatron.core.inference.sampling_params import SamplingParams
 from torch import Tensor
@@ -18,14 +18,12 @@ from .tokenizer import Tokenizer
 class Cache(Protocol):
     """What the engine needs of a `Session`."""
 
-    waste: int  # rows of pages that a sequence may leave unused on all ranks
-
     def open(self) -> int: ...
     def fork(self, sequence: int, tokens: int) -> int: ...
     def free(self, sequence: int) -> None: ...
     def room(self) -> int: ...
     def forward(self, new: Mapping[int, Sequence[int]]) -> dict[int, Tensor]: ...
-    def share(self, values: Mapping[int, Sequence[float]], width: Mapping[int, int]) -> dict[int, list[float]]: ...
+    def share(self, values: Mapping[int, Sequence[float]], width: int = 1) -> dict[int, list[float]]: ...
 
 
 @dataclass(frozen=True)
@@ -98,10 +96,13 @@ class Engine:
         step_tokens: a step computes at most so many tokens of prompts, besides one of each text that is being
             generated. Prompts share them evenly, so that a short one overtakes a long one.
         length: the most tokens of a request, prompt and text; default: what the cache holds.
+        waste: rows of pages that a sequence may leave unused, on all ranks together.
     """
 
-    def __init__(self, cache: Cache, tokenizer: Tokenizer, step_tokens: int = 512, length: int | None = None) -> None:
-        self.cache, self.tokenizer, self.step_tokens = cache, tokenizer, step_tokens
+    def __init__(
+        self, cache: Cache, tokenizer: Tokenizer, step_tokens: int = 512, length: int | None = None, waste: int = 0
+    ) -> None:
+        self.cache, self.tokenizer, self.step_tokens, self.waste = cache, tokenizer, step_tokens, waste
         self.capacity = cache.room()
         self.length = min(length or self.capacity, self.capacity)
         self.waiting: deque[Request] = deque()
@@ -179,16 +180,18 @@ class Engine:
 
     def _choose(self, runs: list[_Running], logits: Mapping[int, Tensor]) -> list[Token]:
         """The next token of each: the rank that has its logits chooses, and tells the others."""
-        chosen, width = {}, {}
-        for run in runs:
-            width[run.sequence] = 2 + 2 * run.request.params.top_n_logprobs
-            if run.sequence in logits:
-                token = choose_token(
-                    logits[run.sequence], run.request.params, run.request.seed, position=len(run.tokens)
-                )
-                chosen[run.sequence] = [token.id, token.logprob, *(x for pair in token.top for x in pair)]
-        shared = self.cache.share(chosen, width)
-        return [_token(shared[run.sequence]) for run in runs]
+        if not runs:
+            return []
+        most = max(run.request.params.top_n_logprobs for run in runs)
+        chosen = {
+            run.sequence: _numbers(
+                choose_token(logits[run.sequence], run.request.params, run.request.seed, len(run.tokens)), most
+            )
+            for run in runs
+            if run.sequence in logits
+        }
+        shared = self.cache.share(chosen, width=2 + 2 * most)
+        return [_token(shared[run.sequence], run.request.params.top_n_logprobs) for run in runs]
 
     def _take(self, run: _Running, token: Token) -> Output:
         """Append a token; the end of its request, if it is that."""
@@ -223,7 +226,7 @@ class Engine:
         while True:
             source, reused = self._prefixes.longest(request.key, tokens[:-1]) or (None, 0)
             copies = source is not None and self._kept.get(source) != reused
-            if self._make_room(end - reused + self.cache.waste * copies, spare=source):
+            if self._make_room(end - reused + self.waste * copies, spare=source):
                 break
             if self.running or source is None:
                 return False
@@ -248,7 +251,7 @@ class Engine:
         """Forget sequences until so many tokens fit beside those that are promised; whether they do."""
         needed = tokens + sum(run.end - run.cached for run in self.running.values())
         if self.running:  # one alone uses all pages; several may each leave some unfilled
-            needed += self.cache.waste * (len(self.running) + 1)
+            needed += self.waste * (len(self.running) + 1)
         for oldest in [sequence for sequence in self._kept if sequence != spare]:
             if self.cache.room() >= needed:
                 break
@@ -269,6 +272,14 @@ class Engine:
         self.cache.free(sequence)
 
 
-def _token(values: Sequence[float]) -> Token:
-    pairs: Any = zip(values[2::2], values[3::2], strict=True)
-    return Token(int(values[0]), values[1], tuple((int(token), logprob) for token, logprob in pairs))
+def _numbers(token: Token, most: int) -> list[float]:
+    """A token as numbers, with room for `most` pairs of `Token.top`."""
+    pairs = [x for pair in token.top for x in pair]
+    return [token.id, token.logprob, *pairs, *[-1.0] * (2 * most - len(pairs))]
+
+
+def _token(numbers: Sequence[float], top: int) -> Token:
+    pairs = zip(numbers[2::2], numbers[3::2], strict=True)
+    return Token(
+        int(numbers[0]), numbers[1], tuple((int(token), logprob) for token, logprob in pairs if token >= 0)[:top]
+    )

@@ -27,7 +27,8 @@ def build_engine(args: Arguments, flags: Cache, length: int | None = None) -> En
     model = load_model(args, cp)
     positions = args.max_position_embeddings
     session = Session(model, cp, cache_tokens=flags.cache_tokens or positions, prefill=flags.cp_prefill)
-    return Engine(session, tokenizer, flags.inference_dynamic_batching_max_tokens, min(length or positions, positions))
+    length, waste = min(length or positions, positions), session.tables.n * session.tables.page
+    return Engine(session, tokenizer, flags.inference_dynamic_batching_max_tokens, length, waste)
 
 
 def text_tokenizer(args: Arguments) -> Tokenizer:
