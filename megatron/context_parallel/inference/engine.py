@@ -56,13 +56,15 @@ class Output:
         text: that has become certain.
         finish: "" while it goes on; "stop" (an end token or a stop string), "length" (as many tokens as asked for), or
             "cancelled".
-        reused: tokens of the prompt that were in the cache already.
+        first: whether it has the first token.
+        reused: of the first, tokens of the prompt that were in the cache already.
     """
 
     request: str
     tokens: tuple[Token, ...] = ()
     text: str = ""
     finish: str = ""
+    first: bool = False
     reused: int = 0
 
 
@@ -211,7 +213,7 @@ class Engine:
             text += run.stream.finish()
             del self.running[run.request.name]
             self._end(run)
-        return Output(run.request.name, (token,), text, finish, run.reused if first else 0)
+        return Output(run.request.name, (token,), text, finish, first, run.reused if first else 0)
 
     # -- room in the cache ----------------------------------------------------------------------------------------
 

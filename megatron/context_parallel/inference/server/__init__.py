@@ -1,0 +1,1 @@
+"""Serving text over HTTP as OpenAI's completions and chat completions."""
