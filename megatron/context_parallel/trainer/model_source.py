@@ -37,7 +37,7 @@ def model_arguments(load: str, ckpt_step: int | None = None, tensor: int = 1, bf
     context = ranks // tensor
     parallel = {"tensor_model_parallel_size": tensor, "context_parallel_size": context, "cp_layout": "contiguous"}
     # A session deals its tokens itself: of training's sequences only the smallest is described.
-    training = {"micro_batch_size": 1, "seq_length": context, "train_iters": 1, "lr": 1.0}
+    training = {"micro_batch_size": 1, "seq_length": context, "train_iters": 1, "lr": 1.0, "transformer_impl": "local"}
     given |= {**parallel, **training, "load": load, "ckpt_step": ckpt_step}
     return complete(Flags(**given), (given["vocab_size"], None) if foreign else None)[0]
 
