@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megatron.context_parallel import ContextParallel
 from megatron.context_parallel.integration.host import support_cpu_host
@@ -47,6 +48,31 @@ def save_llama(folder: Path, family: str, max_shard_size: str = "20KB", **change
             torch.nn.init.normal_(weight, 1.0, 0.2)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+CHAT = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}"
+    "{{ raise_exception('no system messages') }}{% endif %}"
+    "[{{ message['role'] }}]{{ message['content'] }}{% endfor %}[assistant]"
+)
+
+
+def save_tokenizer(folder: Path, chat: bool) -> None:
+    """A byte-level tokenizer of 259 tokens: <s> (before each prompt), </s>, and the bytes from 3 on."""
+    letters = {letter: 3 + i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE({"<unk>": 0, "<s>": 1, "</s>": 2, **letters}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT if chat else None
+    fast.save_pretrained(folder)
 
 
 def load_llama(folder: Path, tensor: int = 1, **changes) -> tuple[Arguments, ContextParallel, GPTModel]:

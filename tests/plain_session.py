@@ -10,8 +10,8 @@ from torch import Tensor
 class PlainSession:
     """Slow and plainly right: what an engine over a real session must generate too."""
 
-    def __init__(self, model: GPTModel, cache_tokens: int) -> None:
-        self.model, self.cache_tokens = model, cache_tokens
+    def __init__(self, model: GPTModel, cache_tokens: int, vocabulary: int) -> None:
+        self.model, self.cache_tokens, self.vocabulary = model, cache_tokens, vocabulary
         self.sequences: dict[int, list[int]] = {}
         self.steps: list[dict[int, int]] = []  # new tokens of each sequence
         self._next = 0

@@ -156,7 +156,7 @@ def ids(outputs: list[Output]) -> list[int]:
 def tokens_of(folder, step_tokens: int, cache: int, requests: list[Request], turns: int = 1) -> tuple[dict, list]:
     """Tokens by request on one rank, and how many tokens each step had of each sequence."""
     _, _, model = llama_case.load_llama(folder)
-    session = PlainSession(model, cache)
+    session = PlainSession(model, cache, llama_case.VOCABULARY)
     engine = Engine(session, Letters(), step_tokens)
     found = {}
     for turn in range(turns):
@@ -221,7 +221,7 @@ class Fixed:
     """A session whose logits depend on the number of tokens alone, for what needs no model."""
 
     def __init__(self, cache_tokens: int) -> None:
-        self.session = PlainSession(self.logits, cache_tokens)
+        self.session = PlainSession(self.logits, cache_tokens, llama_case.VOCABULARY)
 
     def logits(self, tokens, positions, mask, runtime_gather_output):
         return torch.nn.functional.one_hot(torch.tensor([[10 + tokens.shape[1] % 50]]), 101) * 9.0
@@ -243,6 +243,8 @@ def test_requests_wait_for_room_and_old_sequences_make_it():
         engine.add(request("more", prompt(100), 1))
     with pytest.raises(UsageError, match="no tokens"):
         engine.add(request("none", [], 1))
+    with pytest.raises(UsageError, match="token 101; the vocabulary is 0 to 100"):
+        engine.add(request("unknown", [5, 101], 1))
 
 
 def test_a_short_prompt_overtakes_a_long_one():

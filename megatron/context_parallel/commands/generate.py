@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.check_flags import check_each
 from megatron.context_parallel.trainer.flag_parser import FlagParser
-from megatron.context_parallel.trainer.generation_flags import SECTIONS, Generate
+from megatron.context_parallel.trainer.generation_flags import Generate
 from megatron.context_parallel.trainer.lifetime import end_with_parent
 from megatron.context_parallel.trainer.model_source import model_arguments
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron.context_parallel.inference.engine import Engine, Output, Request
     from megatron.context_parallel.inference.rank_loop import RankLoop
 
-PARSER = FlagParser(SECTIONS, "Generate text with a trained model.", '--load DIR --prompt "def " [flags]')
+PARSER = FlagParser(Generate.__bases__, "Generate text with a trained model.", '--load DIR --prompt "def " [flags]')
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -20,6 +20,10 @@ NEEDS = {  # what is imported: (the package that has it, the extra that installs
     "transformers": ("transformers", "tokenizers"),
     "sentencepiece": ("sentencepiece", "tokenizers"),
     "safetensors": ("safetensors", "tokenizers"),
+    "starlette": ("starlette", "serve"),
+    "uvicorn": ("uvicorn", "serve"),
+    "pydantic": ("pydantic", "serve"),
+    "prometheus_client": ("prometheus-client", "serve"),
     "wandb": ("wandb", "wandb"),
 }
 

@@ -18,6 +18,8 @@ from .tokenizer import Tokenizer
 class Cache(Protocol):
     """What the engine needs of a `Session`."""
 
+    vocabulary: int
+
     def open(self) -> int: ...
     def fork(self, sequence: int, tokens: int) -> int: ...
     def free(self, sequence: int) -> None: ...
@@ -122,10 +124,12 @@ class Engine:
         """Refuse a prompt that can never run.
 
         Raises:
-            UsageError: it is empty, or too long with `new` tokens after it.
+            UsageError: it is empty, has an unknown token, or is too long with `new` tokens after it.
         """
         if not tokens:
             raise UsageError("prompt: no tokens; give at least one")
+        if wrong := [token for token in tokens if not 0 <= token < self.cache.vocabulary]:
+            raise UsageError(f"prompt: token {wrong[0]}; the vocabulary is 0 to {self.cache.vocabulary - 1}")
         if len(tokens) + new > self.length:
             left = self.length - len(tokens)
             advice = f"give {left} new tokens at most" if left > 0 else f"give a prompt below {self.length} tokens"

@@ -24,7 +24,8 @@ class RankLoop:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         # On the host, so that no GPU spins while nothing arrives.
-        self._group = dist.new_group(backend="gloo", timeout=_LONG) if dist.get_world_size() > 1 else None
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo", timeout=_LONG) if several else None
 
     def turn(self, requests: Sequence[Request] = (), cancelled: Sequence[str] = ()) -> list[Output]:
         """Let requests join and others leave, and make one step, if there is anything to do.

@@ -21,6 +21,12 @@ class Cache(Section, title="cache"):
         "tokens whose keys and values all ranks together keep", derived="the positions of the model", example=8192
     )
     cp_prefill: str = flag("what travels in a prefill: keys and values, or queries", "auto", choices=PREFILL)
+    cluster: str | None = flag(
+        "a cluster whose rates --cp-prefill decides by: a preset or a file",
+        unit="NAME",
+        derived="auto counts bytes",
+        example="dgx-h100",
+    )
     inference_dynamic_batching_max_tokens: int = flag("most tokens of prompts in one step", 512)
 
 
@@ -42,8 +48,28 @@ class Sampling(Section, title="sampling"):
     logprobs: bool = flag("list the tokens of each text with the logarithms of their probabilities", False)
 
 
+class Http(Section, title="server"):
+    host: str = flag("address to listen at; 0.0.0.0: all of this machine, for which set keys", "127.0.0.1")
+    port: int = flag("port to listen at; 0: any free one", 5000, at_least=0, at_most=65535)
+    api_key_file: str | None = flag(
+        "file with a key on each line; a client needs one of them",
+        derived="$API_KEYS, separated by commas",
+        unit="FILE",
+    )
+    served_model_name: str | None = flag("name that clients give", derived="the last part of --load", unit="NAME")
+    max_model_len: int | None = flag(
+        "most tokens of a request, prompt and text", derived="the positions of the model", example=4096
+    )
+    max_new_tokens: int = flag("most tokens of a chat's answer, if the client says nothing of it", 1024)
+    inference_max_requests: int = flag("texts that run or wait; more get status 429", 256)
+    max_body_bytes: int = flag("bytes of an HTTP request at most", 1 << 20)
+    drain_seconds: int = flag("after SIGTERM, time for the texts that have begun", 20, at_least=0)
+    dry_run: bool = flag("print how many tokens fit into the memory of this machine, and stop", False)
+
+
 class Generate(Source, Prompts, Sampling, Cache):
     """The flags of tools/generate.py."""
 
 
-SECTIONS: tuple[type[Section], ...] = Generate.__bases__
+class Serve(Source, Http, Cache):
+    """The flags of tools/run_text_generation_server.py."""

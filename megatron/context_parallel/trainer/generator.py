@@ -2,6 +2,7 @@
 
 from megatron.core import parallel_state
 
+from ..cluster.description import load_cluster
 from ..context import ContextParallel
 from ..errors import UsageError
 from ..inference.engine import Engine
@@ -26,7 +27,13 @@ def build_engine(args: Arguments, flags: Cache, length: int | None = None) -> En
     cp = ContextParallel(args.cp, group=parallel_state.get_context_parallel_group())
     model = load_model(args, cp)
     positions = args.max_position_embeddings
-    session = Session(model, cp, cache_tokens=flags.cache_tokens or positions, prefill=flags.cp_prefill)
+    session = Session(
+        model,
+        cp,
+        cache_tokens=flags.cache_tokens or positions,
+        prefill=flags.cp_prefill,
+        cluster=load_cluster(flags.cluster) if flags.cluster else None,
+    )
     length, waste = min(length or positions, positions), session.tables.n * session.tables.page
     return Engine(session, tokenizer, flags.inference_dynamic_batching_max_tokens, length, waste)
 

@@ -1,0 +1,80 @@
+"""Serve a trained model over HTTP: `torchrun ... tools/run_text_generation_server.py --help`."""
+
+import os
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.trainer.check_flags import check_each
+from megatron.context_parallel.trainer.flag_parser import FlagParser
+from megatron.context_parallel.trainer.generation_flags import Serve
+from megatron.context_parallel.trainer.lifetime import end_with_parent
+from megatron.context_parallel.trainer.model_source import model_arguments
+
+PARSER = FlagParser(
+    Serve.__bases__,
+    "Serve OpenAI's completions and chat completions. SIGTERM ends the server once the texts that have begun are done.",
+    "--load DIR [flags]",
+)
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Serve until SIGTERM or Ctrl-C. Raises UsageError for what cannot run."""
+    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
+    end_with_parent()
+    flags = Serve(**PARSER.read(argv))
+    check_each(flags, PARSER.flags)
+    keys = read_keys(flags)
+    args = model_arguments(flags.load, flags.ckpt_step, flags.tensor_model_parallel_size, flags.bf16)
+    if flags.dry_run:
+        from megatron.context_parallel.trainer.cache_size import describe
+
+        describe(args, flags.cache_tokens)
+        return
+    # These take seconds to import, for which a mistake in a flag need not wait.
+    from megatron.context_parallel.inference.rank_loop import RankLoop
+    from megatron.context_parallel.inference.server.app import Service, Settings
+    from megatron.context_parallel.inference.server.listen import answering, bind
+    from megatron.context_parallel.inference.server.metrics import Metrics
+    from megatron.context_parallel.inference.server.worker import Worker
+    from megatron.context_parallel.trainer.generator import build_engine
+    from megatron.context_parallel.trainer.setup import distributed_job, sigterm_came
+    from megatron.context_parallel.trainer.train_state import Progress
+
+    with distributed_job(replace(args, exit_signal_handler=True), Progress()):
+        loop = RankLoop(build_engine(args, flags, flags.max_model_len))
+        if args.rank:
+            loop.follow()
+            return
+        worker = Worker(loop, flags.inference_max_requests, Metrics())
+        name = flags.served_model_name or Path(flags.load).resolve().name
+        settings = Settings(name, keys, flags.max_body_bytes, flags.max_new_tokens)
+        listener = bind(flags.host, flags.port)
+        with answering(Service(worker, settings).app(), listener):
+            address, port = listener.getsockname()[:2]
+            print(f"serving {name} at http://{address}:{port}/v1", flush=True)
+            worker.run(sigterm_came, flags.drain_seconds)
+
+
+def read_keys(flags: Serve) -> tuple[str, ...]:
+    """The keys that clients may have."""
+    text, source = os.environ.get("API_KEYS", "").replace(",", "\n"), "API_KEYS"
+    if flags.api_key_file:
+        source = f"--api-key-file {flags.api_key_file}"
+        try:
+            text = Path(flags.api_key_file).read_text()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{source}: cannot be read ({error}); give a file with a key on each line") from None
+    keys = tuple(key for line in text.splitlines() if (key := line.strip()))
+    if flags.api_key_file and not keys:
+        raise UsageError(f"{source}: no key in it; write one on each line")
+    if any(not key.isascii() or " " in key for key in keys):
+        raise UsageError(f"{source}: a key has a space or a letter that is not ASCII; write keys without them")
+    if flags.host not in _LOOPBACK and not keys:
+        print(
+            f"warning: --host {flags.host}: everybody who reaches it may use it; give --api-key-file", file=sys.stderr
+        )
+    return keys

@@ -1,0 +1,56 @@
+"""Runs the HTTP side in a thread, beside the main thread that generates."""
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from ...errors import UsageError
+
+_SECONDS_TO_CLOSE = 5  # connections that are still open then are cut
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        UsageError: nothing can listen there.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        why = f"cannot listen at {host} ({error.strerror or error})"
+        raise UsageError(f"--port {port}: {why}; give another, or 0 for any that is free") from None
+
+
+@contextmanager
+def answering(app: ASGIApp, listener: socket.socket) -> Iterator[None]:
+    """Requests are answered while the block runs; then the last answers are sent."""
+    _log_lines()
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=_SECONDS_TO_CLOSE
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(2 * _SECONDS_TO_CLOSE)
+
+
+def _log_lines() -> None:
+    """The lines of `app.Logged` go to standard error as they are."""
+    log = logging.getLogger(__package__)
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False
