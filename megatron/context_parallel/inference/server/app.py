@@ -121,7 +121,7 @@ class Service:
             body.requests, name, key, engine.tokenizer, engine.check, self.settings.new_tokens
         )
         logprobs = body.top_logprobs_ is not None
-        texts = reply(name, self.settings.model, requests, logprobs, engine.tokenizer.decode)
+        texts = reply(name, self.settings.model, requests, body.n or 1, logprobs, engine.tokenizer.decode)
         request.state.texts = texts
         arriving, loop = asyncio.Queue[Output](), asyncio.get_running_loop()
         self.worker.submit(requests, lambda output: loop.call_soon_threadsafe(arriving.put_nowait, output))

@@ -19,12 +19,14 @@ class Texts:
         name: of the HTTP request.
         model: its name.
         requests: of the engine, one for each text.
+        n: texts of each prompt.
         logprobs: whether they are told.
     """
 
     name: str
     model: str
     requests: list[Request]
+    n: int
     logprobs: bool
     decode: Decode
     created: int = field(default_factory=lambda: int(time.time()))
@@ -52,8 +54,7 @@ class Texts:
     @property
     def usage(self) -> dict[str, Any]:
         """Tokens of all prompts, each counted once for all of its texts, and of all texts."""
-        prompts = {id(request.tokens): len(request.tokens) for request in self.requests}
-        prompt = sum(prompts.values())
+        prompt = sum(len(request.tokens) for request in self.requests) // self.n
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.generated,
