@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up, turn text into tokens, train a small Llama with context parallelism on 4 ranks, plot the loss.
+# Set up, turn text into tokens, train a small Llama with context parallelism on 4 ranks, plot the loss, generate text.
 #   bash examples/quickstart.sh                 train on the Python standard library's own source files
 #   bash examples/quickstart.sh FILE_OR_FOLDER  train on your text or .jsonl
 # RUN_DIR (default runs/quickstart) gets everything; the same command again goes on where the last one stopped.
@@ -70,5 +70,10 @@ fi
 
 begin "plot the loss"
 .venv/bin/python tools/plot_loss.py "$run"
+
+begin "generate"
+OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore .venv/bin/python tools/torchrun.py --standalone --nproc-per-node "$ranks" \
+    tools/generate.py --load "$run" --prompt "def " "import " --max-new-tokens 100 --temperature 0.7 --stop $'\n\n'
+
 echo "checkpoint   $run/$(printf 'iter_%07d' "$(<"$tracker")")"
 echo "everything   $run, TensorBoard: .venv/bin/tensorboard --logdir $run/tensorboard"

@@ -86,20 +86,20 @@ LIGHT = """
 import sys
 from megatron.context_parallel.commands import programs
 for words in {runs!r}:
-    sys.argv = ["/usr/bin/cp-pretrain", *words.split()]
+    sys.argv = ["/usr/bin/cp-{program}", *words.split()]
     try:
-        programs.pretrain()
+        programs.{program}()
     except SystemExit as leaving:
         print(leaving.code)
 print(sorted({heavy!r} & set(sys.modules)))
 """
 
 
-def started(runs: list[str], heavy: set[str]) -> subprocess.CompletedProcess:
-    """cp-pretrain with each of these flags in one process, which then prints what it imported of `heavy`."""
-    program = [sys.executable, "-c", LIGHT.format(runs=runs, heavy=heavy)]
+def started(runs: list[str], heavy: set[str], program: str = "pretrain") -> subprocess.CompletedProcess:
+    """A program with each of these flags in one process, which then prints what it imported of `heavy`."""
+    command = [sys.executable, "-c", LIGHT.format(runs=runs, heavy=heavy, program=program)]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(program, capture_output=True, text=True, cwd=ROOT, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
 def test_help_and_wrong_flags_do_not_wait_for_torch(tmp_path):
@@ -125,6 +125,33 @@ def test_help_and_wrong_flags_do_not_wait_for_torch(tmp_path):
     assert done.stdout.splitlines()[-len(wrong) - 2 :] == ["0", *["2"] * len(wrong), "[]"], done.stderr
     for line, part in zip(done.stderr.splitlines(), wrong.values(), strict=True):
         assert line.startswith("cp-pretrain: error: ") and part in line
+
+
+def test_generation_does_not_wait_for_torch_either(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    wrong = {
+        "generate": {
+            "--prompt a": "--load: missing; give --load runs/quickstart",
+            "--load runs": "--prompt: missing; give --prompt",
+            "--load runs --prompt a --interactive": "--prompt a: does not go with --interactive",
+            f"--load runs --prompts-file {tmp_path}/none.txt": "none.txt: cannot be read",
+            f"--load runs --prompts-file {tmp_path}/empty.txt": "no prompts in it",
+            "--load runs --prompt a --top-p 1.5": "--top-p 1.5: need a number, 0 or more, 1 at most",
+            "--load runs --prompt a --temprature 1": "did you mean --temperature?",
+            f"--load {tmp_path} --prompt a": "neither a run with checkpoints nor a folder of HuggingFace",
+        },
+        "run_text_generation_server": {
+            "--port 70000 --load runs": "--port 70000: need a whole number, 0 or more, 65535 at most",
+            f"--load runs --api-key-file {tmp_path}/none.txt": "none.txt: cannot be read",
+            f"--load runs --api-key-file {tmp_path}/empty.txt": "no key in it",
+        },
+    }
+    for program, mistakes in wrong.items():
+        done = started(["--help", *mistakes], {"torch", "numpy", "megatron.core", "starlette"}, program)
+        assert "--inference-dynamic-batching-max-tokens N" in done.stdout
+        assert done.stdout.splitlines()[-len(mistakes) - 2 :] == ["0", *["2"] * len(mistakes), "[]"], done.stderr
+        for line, part in zip(done.stderr.splitlines(), mistakes.values(), strict=True):
+            assert line.startswith(f"cp-{program}: error: ") and part in line
 
 
 def test_a_dry_run_imports_nothing_of_training():

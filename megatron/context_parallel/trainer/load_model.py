@@ -7,7 +7,6 @@ from megatron.core.models.gpt import GPTModel
 
 from ..context import ContextParallel
 from ..integration.huggingface.config import is_huggingface
-from ..integration.huggingface.weights import load_weights
 from .checkpoint import fault_everywhere, on_first_rank, read_checkpoint, say
 from .checkpoint_store import candidates, choose
 from .flags import Arguments
@@ -28,6 +27,8 @@ def load_model(args: Arguments, cp: ContextParallel) -> GPTModel:
     if torch.cuda.is_available():
         model.cuda(torch.cuda.current_device())
     if is_huggingface(args.load):
+        from ..integration.huggingface.weights import load_weights  # needs safetensors
+
         load_weights(model, Path(args.load), args.vocabulary)
     else:
         _load_checkpoint(args, model)

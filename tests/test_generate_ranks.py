@@ -1,0 +1,156 @@
+"""Generating on several ranks: the texts of transformers, whoever joins, waits, is cancelled or comes back."""
+
+from functools import partial
+
+import llama_case
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.inference.sampling_params import SamplingParams
+
+from megatron.context_parallel import UsageError
+from megatron.context_parallel.inference.engine import Engine, Request
+from megatron.context_parallel.inference.pages import PageTables
+from megatron.context_parallel.inference.rank_loop import RankLoop
+from megatron.context_parallel.inference.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from megatron.context_parallel.trainer.generation_flags import Cache
+from megatron.context_parallel.trainer.generator import build_engine
+from megatron.context_parallel.trainer.model_source import model_arguments
+from megatron.context_parallel.trainer.setup import initialize_model_parallel
+
+VOCABULARY = 259
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    numbers = torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
+    return [1, *numbers.tolist()]
+
+
+def request(name: str, tokens: list[int], new: int, **params) -> Request:
+    return Request(name, tokens, SamplingParams(num_tokens_to_generate=new, **params), seed=5)
+
+
+def generate(folder: str, tensor: int, joining: dict[int, list[Request]], cancelled: dict[int, str], **flags) -> tuple:
+    """Tokens and reused tokens of each request, which joins at its turn, and the variants of the passes."""
+    args = model_arguments(folder, tensor=tensor)
+    initialize_model_parallel(args)
+    engine = build_engine(args, Cache(**{"cache_tokens": 1024, "cp_prefill": "auto", "cluster": None} | flags))
+    loop, found, reused, variants = RankLoop(engine), {}, {}, set()
+    if dist.get_rank():
+        loop.follow()
+    else:
+        for turn in range(1000):
+            if engine.idle and turn > max(joining):
+                break
+            for output in loop.turn(joining.get(turn, ()), [cancelled[turn]] if turn in cancelled else ()):
+                found.setdefault(output.request, []).extend(token.id for token in output.tokens)
+                reused.setdefault(output.request, output.reused)
+            variants.add(engine.cache.variant)
+        loop.end()
+    parallel_state.destroy_model_parallel()
+    return found, reused, variants
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A folder of HuggingFace with a tokenizer, and its model in transformers."""
+    folder = tmp_path_factory.mktemp("llama")
+    model = llama_case.save_llama(folder, "llama3", vocab_size=VOCABULARY)
+    llama_case.save_tokenizer(folder, chat=True)
+    return folder, model
+
+
+def expected(model, asked: Request) -> list[int]:
+    (whole,) = model.generate(
+        torch.tensor([asked.tokens]),
+        do_sample=False,
+        max_new_tokens=asked.params.num_tokens_to_generate,
+        eos_token_id=[2],
+        pad_token_id=0,
+    )
+    return whole[len(asked.tokens) :].tolist()
+
+
+def test_texts_on_ranks_are_those_of_transformers(ranks, llama):
+    folder, model = llama
+    greedy = [request(f"{i}", prompt(n, i), 8, top_k=1) for i, n in enumerate((150, 1, 40, 77))]
+    answers = {asked.name: expected(model, asked) for asked in greedy}
+    again = request("again", [*greedy[0].tokens, *answers["0"], *prompt(5, 9)], 8, top_k=1)
+    drawn = request("drawn", prompt(30, 7), 12, temperature=1.3, top_p=0.9)
+    answers["again"] = expected(model, again)
+    joining = {0: greedy[:1], 1: greedy[1:3], 4: [greedy[3], drawn, request("gone", prompt(60, 8), 90)], 30: [again]}
+    draws = []
+    for n, tensor, flags in (
+        (3, 1, {"cp_prefill": "pass-kv", "inference_dynamic_batching_max_tokens": 47}),
+        (4, 2, {"cp_prefill": "pass-q", "cache_tokens": 512}),
+    ):
+        found, reused, variants = ranks(n, partial(generate, **flags), str(folder), tensor, joining, {9: "gone"})[0]
+        assert {name: found[name] for name in answers} == answers, (n, flags)
+        assert reused["again"] == len(greedy[0].tokens) + len(answers["0"]) - 1
+        assert len(found["gone"]) < 10 and flags["cp_prefill"] in variants
+        draws.append(found["drawn"])
+    assert draws[0] == draws[1] and len({*draws[0]}) > 5
+
+
+class Tables:
+    """A session's pages without its tensors: a token more than fits is an error of the page tables."""
+
+    vocabulary = 257
+
+    def __init__(self, n: int, pages: int) -> None:
+        self.tables = PageTables(n, pages, page=4)
+        self.room, self.open, self.free = self.tables.room, self.tables.open, self.tables.free
+
+    def fork(self, sequence: int, tokens: int) -> int:
+        return self.tables.fork(sequence, tokens)[0]
+
+    def forward(self, new):
+        self.tables.add({sequence: len(tokens) for sequence, tokens in new.items()})
+        return {sequence: torch.eye(257)[(tokens[-1] * 7 + 3) % 256] for sequence, tokens in new.items()}
+
+    def share(self, values, width):
+        return values
+
+
+@pytest.mark.parametrize(("n", "pages"), [(1, 30), (3, 9), (4, 20)])
+def test_what_was_admitted_always_fits(n, pages):
+    draw = torch.Generator().manual_seed(n)
+
+    def number(most: int) -> int:
+        return int(torch.randint(most, (1,), generator=draw))
+
+    cache = Tables(n, pages)
+    engine = Engine(cache, ByteTokenizer(256), step_tokens=9, waste=n * 4)
+    most, prompts, ended = engine.length, [[3] * 20, [4] * 33], 0
+    for turn in range(5000):
+        if turn > 300 and engine.idle:
+            break
+        if number(3) == 0 and turn < 300:
+            start = prompts[number(len(prompts))]
+            tokens = [*start[: number(len(start) + 1)], *(number(256) for _ in range(1 + number(12)))][: most - 30]
+            prompts.append(tokens)
+            engine.add(request(str(turn), tokens, 1 + number(29), top_k=1))
+        if number(20) == 0 and engine.running:
+            engine.cancel(next(iter(engine.running)))
+        ended += sum(bool(output.finish) for output in engine.step())
+    assert engine.idle and ended > 60
+    for sequence in [*engine._kept]:
+        engine._forget(sequence)
+    assert engine.cache.room() == engine.capacity
+    whole = request("whole", [5] * (most - 1), 1, top_k=1)
+    engine.add(whole)
+    while not engine.idle:
+        ended += sum(bool(output.finish) for output in engine.step())
+    assert most == n * pages * 4
+
+
+def test_the_tokenizer_of_a_folder(llama):
+    tokenizer = HuggingFaceTokenizer(str(llama[0]), special=True)
+    text = "  Größe \n x"
+    assert tokenizer.encode(text) == [1, *HuggingFaceTokenizer(str(llama[0]), special=False).encode(text)]
+    assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.ends == {2} and tokenizer.has_chat
+    said = [{"role": "user", "content": "hi"}]
+    assert tokenizer.chat(said) == tokenizer.encode("[user]hi[assistant]")
+    with pytest.raises(UsageError, match="no system messages"):
+        tokenizer.chat([{"role": "system", "content": "be"}])
