@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from megatron.context_parallel import ContextParallel
 from megatron.context_parallel.integration.host import support_cpu_host
 from megatron.context_parallel.trainer.flags import Arguments
+from megatron.context_parallel.trainer.generation_flags import Source
 from megatron.context_parallel.trainer.load_model import load_model
 from megatron.context_parallel.trainer.model_source import model_arguments
 from megatron.context_parallel.trainer.setup import initialize_model_parallel
@@ -77,7 +78,7 @@ def save_tokenizer(folder: Path, chat: bool) -> None:
 
 def load_llama(folder: Path, tensor: int = 1, **changes) -> tuple[Arguments, ContextParallel, GPTModel]:
     """The model of `folder` on the ranks of this world; call `parallel_state.destroy_model_parallel` after use."""
-    args = model_arguments(str(folder), tensor=tensor, **changes)
+    args = model_arguments(Source(load=str(folder), tensor_model_parallel_size=tensor, **changes))
     initialize_model_parallel(args)
     cp = ContextParallel(args.cp, group=parallel_state.get_context_parallel_group())
     return args, cp, load_model(args, cp)

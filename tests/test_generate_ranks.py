@@ -6,16 +6,22 @@ import llama_case
 import pytest
 import torch
 import torch.distributed as dist
+import training_case
 from megatron.core import parallel_state
 from megatron.core.inference.sampling_params import SamplingParams
+from plain_session import PlainSession
 
-from megatron.context_parallel import UsageError
+from megatron.context_parallel import ContextParallel, UsageError
 from megatron.context_parallel.inference.engine import Engine, Request
 from megatron.context_parallel.inference.pages import PageTables
 from megatron.context_parallel.inference.rank_loop import RankLoop
+from megatron.context_parallel.inference.session import Session
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from megatron.context_parallel.trainer.generation_flags import Cache
-from megatron.context_parallel.trainer.generator import build_engine
+from megatron.context_parallel.trainer import cache_size
+from megatron.context_parallel.trainer.checkpoint import save_checkpoint
+from megatron.context_parallel.trainer.generation_flags import Cache, Source
+from megatron.context_parallel.trainer.generator import build_engine, text_tokenizer
+from megatron.context_parallel.trainer.load_model import load_model
 from megatron.context_parallel.trainer.model_source import model_arguments
 from megatron.context_parallel.trainer.setup import initialize_model_parallel
 
@@ -33,9 +39,9 @@ def request(name: str, tokens: list[int], new: int, **params) -> Request:
 
 def generate(folder: str, tensor: int, joining: dict[int, list[Request]], cancelled: dict[int, str], **flags) -> tuple:
     """Tokens and reused tokens of each request, which joins at its turn, and the variants of the passes."""
-    args = model_arguments(folder, tensor=tensor)
+    args = model_arguments(Source(load=folder, tensor_model_parallel_size=tensor))
     initialize_model_parallel(args)
-    engine = build_engine(args, Cache(**{"cache_tokens": 1024, "cp_prefill": "auto", "cluster": None} | flags))
+    engine = build_engine(args, Cache(**flags))
     loop, found, reused, variants = RankLoop(engine), {}, {}, set()
     if dist.get_rank():
         loop.follow()
@@ -82,12 +88,13 @@ def test_texts_on_ranks_are_those_of_transformers(ranks, llama):
     joining = {0: greedy[:1], 1: greedy[1:3], 4: [greedy[3], drawn, request("gone", prompt(60, 8), 90)], 30: [again]}
     draws = []
     for n, tensor, flags in (
-        (3, 1, {"cp_prefill": "pass-kv", "inference_dynamic_batching_max_tokens": 47}),
+        (3, 1, {"cp_prefill": "pass-kv", "cache_tokens": 4096, "inference_dynamic_batching_max_tokens": 47}),
         (4, 2, {"cp_prefill": "pass-q", "cache_tokens": 512}),
     ):
         found, reused, variants = ranks(n, partial(generate, **flags), str(folder), tensor, joining, {9: "gone"})[0]
         assert {name: found[name] for name in answers} == answers, (n, flags)
-        assert reused["again"] == len(greedy[0].tokens) + len(answers["0"]) - 1
+        if flags["cache_tokens"] == 4096:  # in the small cache others took the room of the first text
+            assert reused["again"] == len(greedy[0].tokens) + len(answers["0"]) - 1
         assert len(found["gone"]) < 10 and flags["cp_prefill"] in variants
         draws.append(found["drawn"])
     assert draws[0] == draws[1] and len({*draws[0]}) > 5
@@ -154,3 +161,59 @@ def test_the_tokenizer_of_a_folder(llama):
     assert tokenizer.chat(said) == tokenizer.encode("[user]hi[assistant]")
     with pytest.raises(UsageError, match="no system messages"):
         tokenizer.chat([{"role": "system", "content": "be"}])
+
+
+def test_the_size_of_a_cache(llama, capsys, monkeypatch):
+    args = model_arguments(Source(load=str(llama[0]), bf16=True))
+    monkeypatch.setattr(cache_size, "_memory_of_a_rank", lambda: 1_000_000)
+    cache_size.describe(args, 1024)
+    # 2 layers of 2 key/value heads of 16; embedding, output layer and layers with 8 projections and norms.
+    weights = 2 * (2 * VOCABULARY * 32 + 2 * (32 * 64 * 2 + 32 * 32 * 2 + 3 * 32 * 56 + 2 * 32) + 32)
+    assert cache_size.bytes_of_a_token(args) == 2 * 2 * 2 * 16 * 2
+    assert f"tokens that fit: {(1_000_000 - weights) // 256};" in capsys.readouterr().out
+
+
+def save_and_generate(family: str, folder: str, tokens: list[int]) -> list[int]:
+    """Save fresh weights as training does; the text of megatron-core's forward pass over the whole sequence."""
+    args = training_case.case_args(
+        family,
+        save=folder,
+        tokenizer_type="NullTokenizer",
+        vocab_size=training_case.VOCABULARY - 1,
+        transformer_impl="local",
+    )
+    with training_case.groups(args):
+        state = training_case.build(args)
+        save_checkpoint(args, state)
+        session = PlainSession(state.model[0].module, 100, training_case.VOCABULARY)
+        engine = Engine(session, ByteTokenizer(256))
+        engine.add(request("0", tokens, 12, top_k=1))
+        return [token.id for _ in range(12) for output in engine.step() for token in output.tokens]
+
+
+def load_and_generate(folder: str, tensor: int, tokens: list[int]) -> list[int]:
+    args = model_arguments(Source(load=folder, tensor_model_parallel_size=tensor))
+    initialize_model_parallel(args)
+    cp = ContextParallel(args.cp, group=parallel_state.get_context_parallel_group())
+    engine = Engine(Session(load_model(args, cp), cp, cache_tokens=256), ByteTokenizer(256), step_tokens=7)
+    engine.add(request("0", tokens, 12, top_k=1))
+    found = [token.id for _ in range(16) for output in engine.step() for token in output.tokens]
+    parallel_state.destroy_model_parallel()
+    with pytest.raises(UsageError, match="NullTokenizer, which has no text"):
+        text_tokenizer(args)
+    return found
+
+
+@pytest.mark.parametrize("family", ["gpt3", "sinks"])
+def test_checkpoints_of_the_trainer(ranks, tmp_path, family):
+    tokens = [5, 60, 33, 1, 8, 20, 9, 44, 3, 17]
+    (expected,) = ranks(1, save_and_generate, family, str(tmp_path), tokens)
+    assert len({*expected}) > 3
+    for found in ranks(4, load_and_generate, str(tmp_path), 2, tokens):
+        assert found == expected
+
+
+def test_a_checkpoint_that_is_not_there_is_told(tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(UsageError, match="iter_0000007 is not there; nothing else there is complete"):
+        model_arguments(Source(load=str(tmp_path)))

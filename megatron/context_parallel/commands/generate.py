@@ -25,14 +25,13 @@ def main(argv: list[str] | None = None) -> None:
     end_with_parent()
     flags = read_flags(argv)
     prompts = read_prompts(flags)
-    args = model_arguments(flags.load, flags.ckpt_step, flags.tensor_model_parallel_size, flags.bf16)
+    args = model_arguments(flags)
     # These take seconds to import, for which a mistake in a flag need not wait.
     from megatron.context_parallel.inference.rank_loop import RankLoop
     from megatron.context_parallel.trainer.generator import build_engine
     from megatron.context_parallel.trainer.setup import distributed_job
-    from megatron.context_parallel.trainer.train_state import Progress
 
-    with distributed_job(args, Progress()):
+    with distributed_job(args):
         engine = build_engine(args, flags)
         requests = requests_of(flags, engine, prompts)
         loop = RankLoop(engine)

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     flags = Serve(**PARSER.read(argv))
     check_each(flags, PARSER.flags)
     keys = read_keys(flags)
-    args = model_arguments(flags.load, flags.ckpt_step, flags.tensor_model_parallel_size, flags.bf16)
+    args = model_arguments(flags)
     if flags.dry_run:
         from megatron.context_parallel.trainer.cache_size import describe
 
@@ -42,9 +42,8 @@ def main(argv: list[str] | None = None) -> None:
     from megatron.context_parallel.inference.server.worker import Worker
     from megatron.context_parallel.trainer.generator import build_engine
     from megatron.context_parallel.trainer.setup import distributed_job, sigterm_came
-    from megatron.context_parallel.trainer.train_state import Progress
 
-    with distributed_job(replace(args, exit_signal_handler=True), Progress()):
+    with distributed_job(replace(args, exit_signal_handler=True)):
         loop = RankLoop(build_engine(args, flags, flags.max_model_len))
         if args.rank:
             loop.follow()

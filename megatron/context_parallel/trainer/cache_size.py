@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ..tables import show
 from .flags import Arguments
-from .parameters import parameters_on_stage
+from .workload import model_of
 
 
 def bytes_of_a_token(args: Arguments) -> int:
@@ -20,7 +20,8 @@ def bytes_of_a_token(args: Arguments) -> int:
 
 def describe(args: Arguments, cache_tokens: int | None) -> None:
     """Print what weights and cache need of a rank's memory, and how many tokens would fit."""
-    weights, token = parameters_on_stage(args, 0) * args.params_dtype.itemsize, bytes_of_a_token(args)
+    parameters = model_of(args).parameters_on_stage(0, tensor=args.tensor_model_parallel_size)
+    weights, token = parameters * args.params_dtype.itemsize, bytes_of_a_token(args)
     ranks, tokens = args.context_parallel_size, cache_tokens or args.max_position_embeddings
     memory = _memory_of_a_rank()
     table = Table(

@@ -12,6 +12,7 @@ class Source(Section, title="model"):
         example="runs/quickstart",
     )
     ckpt_step: int | None = flag("iteration to load", derived="the latest", at_least=0, example=100)
+    load_fallback: bool = flag("load the newest complete checkpoint where the one to load is not", False)
     tensor_model_parallel_size: int = flag("ranks that split every layer; the others share the sequences", 1)
     bf16: bool = flag("compute in bfloat16, whatever the dtype of the weights is", False)
 

@@ -22,7 +22,7 @@ from .watch import Watch
 
 
 @contextmanager
-def distributed_job(args: Arguments, progress: Progress) -> Iterator[None]:
+def distributed_job(args: Arguments, progress: Progress | None = None) -> Iterator[None]:
     """The process groups of one job, destroyed when the block ends. `progress` tells how far an interrupted run came.
 
     A rank that fails leaves at once, so that the launcher stops the others while its error is the first one in the log.
@@ -50,7 +50,9 @@ def distributed_job(args: Arguments, progress: Progress) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _last_words(args: Arguments, progress: Progress) -> str:
+def _last_words(args: Arguments, progress: Progress | None) -> str:
+    if progress is None:
+        return "interrupted"
     words = f"interrupted at iteration {progress.iteration}"
     if not args.save:
         return words
