@@ -158,6 +158,7 @@ BAD = [
         }.items()
         for value in values
     ],
+    (400, "9 texts at once; give 8", GOOD | {"n": 9}),
     (400, "give a prompt below 1000", GOOD | {"prompt": "x" * 1000}),
     (400, "give 996 new tokens", GOOD | {"max_tokens": 997}),
     (400, "token 257", GOOD | {"prompt": [257]}),

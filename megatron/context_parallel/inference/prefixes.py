@@ -36,14 +36,14 @@ class Prefixes:
 
     def longest(self, key: str, tokens: Sequence[int]) -> tuple[int, int] | None:
         """The sequence that shares most tokens with the beginning of `tokens`, and how many; None below a block."""
-        holders: dict[int, None] = {}
+        holders, blocks = dict[int, None](), 0
         for digest in _chain(key, tokens, len(tokens), []):
             if digest not in self._holders:
                 break
-            holders = self._holders[digest]
+            holders, blocks = self._holders[digest], blocks + 1
         if not holders:
             return None
-        shared = {sequence: _common(*self._cached[sequence], tokens) for sequence in holders}
+        shared = {sequence: _common(*self._cached[sequence], tokens, blocks * BLOCK) for sequence in holders}
         best = max(shared, key=lambda sequence: shared[sequence])
         return best, shared[best]
 
@@ -57,6 +57,7 @@ def _chain(key: str, tokens: Sequence[int], count: int, known: Sequence[bytes]) 
         yield digest
 
 
-def _common(cached: Sequence[int], count: int, tokens: Sequence[int]) -> int:
+def _common(cached: Sequence[int], count: int, tokens: Sequence[int], known: int) -> int:
+    """How many tokens two sequences share, of which `known` are known to be equal."""
     count = min(count, len(tokens))
-    return next((i for i in range(count) if cached[i] != tokens[i]), count)
+    return next((i for i in range(known, count) if cached[i] != tokens[i]), count)

@@ -63,7 +63,7 @@ class Http(Section, title="server"):
     )
     max_new_tokens: int = flag("most tokens of a chat's answer, if the client says nothing of it", 1024)
     inference_max_requests: int = flag("texts that run or wait; more get status 429", 256)
-    max_body_bytes: int = flag("bytes of an HTTP request at most", 1 << 20)
+    max_body_bytes: int = flag("bytes of an HTTP request at most", 1 << 24)
     drain_seconds: int = flag("after SIGTERM, time for the texts that have begun", 20, at_least=0)
     dry_run: bool = flag("print how many tokens fit into the memory of this machine, and stop", False)
 

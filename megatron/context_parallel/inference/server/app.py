@@ -42,7 +42,7 @@ class Settings:
 
     model: str
     keys: tuple[str, ...] = ()
-    body_bytes: int = 1 << 20
+    body_bytes: int = 1 << 24
     new_tokens: int = 1024
 
 
@@ -63,7 +63,12 @@ class Service:
             Route("/ready", self.ready),
             Route("/metrics", self.metrics),
         ]
-        handlers = {Refused: self.refuse, HTTPException: self.refuse_route, ClientDisconnect: self.gone}
+        handlers = {
+            Refused: self.refuse,
+            HTTPException: self.refuse_route,
+            ClientDisconnect: self.gone,
+            Exception: self.broken,
+        }
         return Logged(Starlette(routes=routes, exception_handlers=handlers))
 
     # -- what is small -----------------------------------------------------------------------------------------------
@@ -104,6 +109,10 @@ class Service:
     async def gone(self, request: HttpRequest, error: Exception) -> Response:
         return Response(status_code=_CLIENT_GONE)
 
+    async def broken(self, request: HttpRequest, error: Exception) -> Response:
+        """A fault of ours; its traceback goes to the log."""
+        return await self.refuse(request, Refused(500, "the server made a mistake", kind="server_error"))
+
     # -- texts ---------------------------------------------------------------------------------------------------------
 
     async def completions(self, request: HttpRequest) -> Response:
@@ -117,9 +126,7 @@ class Service:
         body = parse(kind, await self._read(request))
         self._check_model(body.model)
         engine, name = self.worker.loop.engine, f"{prefix}-{uuid.uuid4().hex}"
-        requests = await run_in_threadpool(
-            body.requests, name, key, engine.tokenizer, engine.check, self.settings.new_tokens
-        )
+        requests = await run_in_threadpool(body.requests, name, key, engine, self.settings.new_tokens)
         logprobs = body.top_logprobs_ is not None
         texts = reply(name, self.settings.model, requests, body.n or 1, logprobs, engine.tokenizer.decode)
         request.state.texts = texts

@@ -1,14 +1,13 @@
 """What a client may send: OpenAI's completions and chat completions, as far as they are computed here."""
 
 import secrets
-from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from megatron.core.inference.sampling_params import SamplingParams
 from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
 
 from ...errors import UsageError
-from ..engine import Request
+from ..engine import Engine, Request
 from ..tokenizer import Tokenizer
 
 _MOST_SEED = 2**63
@@ -16,7 +15,6 @@ Zero = Annotated[float, Field(ge=0, le=0)]
 Count = Annotated[int, Field(ge=1)]
 Text = Annotated[StrictStr, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
-Check = Callable[[Sequence[int], int], None]
 
 
 class Refused(Exception):
@@ -81,8 +79,9 @@ class Body(_Strict):
         """The tokens of each prompt."""
         raise NotImplementedError
 
-    def new_tokens(self, default: int) -> int:
-        """The most tokens of a text."""
+    @property
+    def new_tokens(self) -> int | None:
+        """The most tokens of a text; None: as the server likes."""
         raise NotImplementedError
 
     @property
@@ -90,37 +89,40 @@ class Body(_Strict):
         """How many log-probabilities are told of each place; None: not even that of the token."""
         raise NotImplementedError
 
-    def requests(self, name: str, key: str, tokenizer: Tokenizer, check: Check, new: int) -> list[Request]:
+    def requests(self, name: str, key: str, engine: Engine, new: int) -> list[Request]:
         """A request for each text: `n` for each prompt.
 
         Args:
             name: of all together.
             key: of the client.
-            tokenizer, check: of the engine.
-            new: the most tokens of a chat's answer, if the body says nothing of it.
+            engine: that will run them.
+            new: the most tokens of a text, if the body does not limit them.
 
         Raises:
             Refused: a prompt that can never run.
         """
+        found, seed = list[Request](), secrets.randbits(62) if self.seed is None else self.seed
+        for tokens in self.prompts(engine.tokenizer):
+            params = self._params(self.new_tokens or max(1, min(new, engine.length - len(tokens))))
+            try:
+                engine.check(tokens, params.num_tokens_to_generate)
+            except UsageError as error:
+                raise Refused(400, str(error), param="prompt", code="context_length_exceeded") from None
+            for _ in range(self.n or 1):
+                found.append(Request(f"{name}-{len(found)}", tokens, params, seed + len(found), key))
+        return found
+
+    def _params(self, new: int) -> SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        params = SamplingParams(
+        return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k or 0,
             top_p=self.top_p or 0.0,
             return_log_probs=self.top_logprobs_ is not None,
             top_n_logprobs=self.top_logprobs_ or 0,
-            num_tokens_to_generate=self.new_tokens(new),
+            num_tokens_to_generate=new,
             stop_words=stop,
         )
-        seed = secrets.randbits(62) if self.seed is None else self.seed
-        prompts = self.prompts(tokenizer)
-        for tokens in prompts:
-            try:
-                check(tokens, params.num_tokens_to_generate)
-            except UsageError as error:
-                raise Refused(400, str(error), param="prompt", code="context_length_exceeded") from None
-        texts = [tokens for tokens in prompts for _ in range(self.n or 1)]
-        return [Request(f"{name}-{i}", tokens, params, seed + i, key) for i, tokens in enumerate(texts)]
 
 
 class Completion(Body):
@@ -144,7 +146,8 @@ class Completion(Body):
             given = [given]
         return [tokenizer.encode(one) if isinstance(one, str) else one for one in given]
 
-    def new_tokens(self, default: int) -> int:
+    @property
+    def new_tokens(self) -> int | None:
         return self.max_tokens or 16
 
     @property
@@ -188,8 +191,9 @@ class Chat(Body):
         except UsageError as error:
             raise Refused(400, str(error), param="messages") from None
 
-    def new_tokens(self, default: int) -> int:
-        return self.max_completion_tokens or self.max_tokens or default
+    @property
+    def new_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
 
     @property
     def top_logprobs_(self) -> int | None:

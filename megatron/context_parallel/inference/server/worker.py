@@ -36,11 +36,13 @@ class Worker:
         """Let requests join; `deliver` gets their outputs, in the main thread.
 
         Raises:
-            Refused: there are too many already, or the server is stopping.
+            Refused: there are too many, or the server is stopping.
         """
         with self._lock:
             if self.draining:
                 raise Refused(503, "the server is stopping", kind="server_error", headers={"Retry-After": "5"})
+            if len(requests) > self.most:
+                raise Refused(400, f"{len(requests)} texts at once; give {self.most} at most", param="n")
             if len(self._deliver) + len(requests) > self.most:
                 why = f"{len(self._deliver)} requests run or wait already, of {self.most} at most"
                 raise Refused(429, why, kind="rate_limit_error", headers={"Retry-After": "1"})
