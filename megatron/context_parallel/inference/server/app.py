@@ -127,7 +127,7 @@ class Service:
         self._check_model(body.model)
         engine, name = self.worker.loop.engine, f"{prefix}-{uuid.uuid4().hex}"
         requests = await run_in_threadpool(body.requests, name, key, engine, self.settings.new_tokens)
-        logprobs = body.top_logprobs_ is not None
+        logprobs = body.told is not None
         texts = reply(name, self.settings.model, requests, body.n or 1, logprobs, engine.tokenizer.decode)
         request.state.texts = texts
         arriving, loop = asyncio.Queue[Output](), asyncio.get_running_loop()

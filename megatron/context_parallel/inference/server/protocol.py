@@ -85,7 +85,7 @@ class Body(_Strict):
         raise NotImplementedError
 
     @property
-    def top_logprobs_(self) -> int | None:
+    def told(self) -> int | None:
         """How many log-probabilities are told of each place; None: not even that of the token."""
         raise NotImplementedError
 
@@ -118,8 +118,8 @@ class Body(_Strict):
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k or 0,
             top_p=self.top_p or 0.0,
-            return_log_probs=self.top_logprobs_ is not None,
-            top_n_logprobs=self.top_logprobs_ or 0,
+            return_log_probs=self.told is not None,
+            top_n_logprobs=self.told or 0,
             num_tokens_to_generate=new,
             stop_words=stop,
         )
@@ -151,7 +151,7 @@ class Completion(Body):
         return self.max_tokens or 16
 
     @property
-    def top_logprobs_(self) -> int | None:
+    def told(self) -> int | None:
         return self.logprobs
 
 
@@ -196,7 +196,7 @@ class Chat(Body):
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def top_logprobs_(self) -> int | None:
+    def told(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
