@@ -1,4 +1,4 @@
-"""The server under load: 200 clients at once, some of which leave, then 1,000 requests, over which memory must stay flat.
+"""The server under load: 200 clients at once, of whom some leave, then 1,000 requests; memory must stay flat.
 
 PYTHONPATH=tests:. python tests/server_campaign.py
 """

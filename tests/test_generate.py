@@ -11,8 +11,10 @@ from megatron.core.inference.sampling_params import SamplingParams
 from plain_session import PlainSession
 
 from megatron.context_parallel import UsageError
+from megatron.context_parallel.commands import generate as command
 from megatron.context_parallel.inference.engine import Engine, Output, Request
 from megatron.context_parallel.inference.prefixes import BLOCK, Prefixes
+from megatron.context_parallel.inference.rank_loop import RankLoop
 from megatron.context_parallel.inference.sampling import choose_token
 from megatron.context_parallel.inference.text_stream import TextStream
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer
@@ -118,6 +120,7 @@ class Letters:
     """A character for each token; token 2 ends a text."""
 
     ends = frozenset([2])
+    has_chat = False
 
     def encode(self, text: str) -> list[int]:
         return [ord(character) - 256 for character in text]
@@ -284,3 +287,42 @@ def test_a_text_ends_at_end_tokens_and_stop_strings():
     Letters.ends = before
     assert ids(outputs) == [15, 16] and outputs[-1].finish == "stop"
     assert "".join(output.text for output in outputs) == Letters().decode([15])
+
+
+# --------------------------------------------------------------------------------------------------- command
+
+
+def loop_of(cache: int = 200) -> RankLoop:
+    return RankLoop(Engine(Fixed(cache).session, Letters(), 512))
+
+
+def letters(*tokens: int) -> str:
+    return Letters().decode([*tokens])
+
+
+def test_what_the_command_prints(capsys, tmp_path):
+    (tmp_path / "prompts.txt").write_text(f"{letters(5, 6)}\n\n{letters(7)}\n")
+    given = ["--load", "x", "--prompts-file", f"{tmp_path}/prompts.txt", "--max-new-tokens", "3", "--temperature", "0"]
+    flags = command.read_flags([*given, "--logprobs"])
+    loop, prompts = loop_of(), command.read_prompts(flags)
+    command.write_all(flags, loop, prompts, command.requests_of(flags, loop.engine, prompts))
+    lines = capsys.readouterr().out.splitlines()
+    assert [lines[0], lines[4]] == [letters(5, 6, 12, 13, 14), letters(7, 11, 12, 13)]
+    assert [line.split()[1:] for line in lines[1:4]] == [[str(i), repr(letters(i))] for i in (12, 13, 14)]
+    assert all(float(line.split()[0]) == pytest.approx(-0.0123, abs=1e-4) for line in lines[1:4])
+    with pytest.raises(UsageError, match="give 197 new tokens"):
+        command.requests_of(
+            command.read_flags([*given[:4], "--max-new-tokens", "198"]), loop.engine, [letters(1, 1, 1)]
+        )
+
+
+def test_a_conversation_goes_on_in_the_cache(capsys, monkeypatch):
+    said = iter([letters(*[9] * 20), letters(8), letters(*[7] * 200)])
+    monkeypatch.setattr("builtins.input", lambda mark: next(said))
+    flags = command.read_flags(["--load", "x", "--interactive", "--max-new-tokens", "3", "--top-k", "1"])
+    loop = loop_of()
+    command.converse(flags, loop)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [letters(30, 31, 32), letters(34, 35, 36)] and "the conversation ends here" in lines[2]
+    # 20 tokens, two of the three of the answer; then the third and one more.
+    assert [sum(step.values()) for step in loop.engine.cache.steps] == [20, 1, 1, 2, 1, 1]
