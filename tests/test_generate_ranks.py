@@ -80,10 +80,10 @@ def expected(model, asked: Request) -> list[int]:
 
 def test_texts_on_ranks_are_those_of_transformers(ranks, llama):
     folder, model = llama
-    greedy = [request(f"{i}", prompt(n, i), 8, top_k=1) for i, n in enumerate((150, 1, 40, 77))]
+    greedy = [request(f"{i}", prompt(n, i), 6, top_k=1) for i, n in enumerate((120, 1, 40, 77))]
     answers = {asked.name: expected(model, asked) for asked in greedy}
-    again = request("again", [*greedy[0].tokens, *answers["0"], *prompt(5, 9)], 8, top_k=1)
-    drawn = request("drawn", prompt(30, 7), 12, temperature=1.3, top_p=0.9)
+    again = request("again", [*greedy[0].tokens, *answers["0"], *prompt(5, 9)], 6, top_k=1)
+    drawn = request("drawn", prompt(30, 7), 9, temperature=1.3, top_p=0.9)
     answers["again"] = expected(model, again)
     joining = {0: greedy[:1], 1: greedy[1:3], 4: [greedy[3], drawn, request("gone", prompt(60, 8), 90)], 30: [again]}
     draws = []
@@ -97,7 +97,7 @@ def test_texts_on_ranks_are_those_of_transformers(ranks, llama):
             assert reused["again"] == len(greedy[0].tokens) + len(answers["0"]) - 1
         assert len(found["gone"]) < 10 and flags["cp_prefill"] in variants
         draws.append(found["drawn"])
-    assert draws[0] == draws[1] and len({*draws[0]}) > 5
+    assert draws[0] == draws[1] and len({*draws[0]}) > 4
 
 
 class Tables:
