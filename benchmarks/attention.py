@@ -31,6 +31,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     sets = "; ".join(f"{name}: {text}" for name, text in PRESETS.items())
     what.add_argument("--preset", metavar="NAME", help=f"a ready-made comparison: {sets}")
     add_flags(parser)
+    add_workload(parser)
+    return parser.parse_args(argv)
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """The flags of what is timed, how often, and where results go."""
     parser.add_argument("--num-attention-heads", type=int, default=8, help="query heads; default: %(default)s")
     parser.add_argument("--num-query-groups", type=int, help="key/value heads; default: as query heads")
     parser.add_argument("--kv-channels", type=int, default=64, help="size of a head; default: %(default)s")
@@ -41,7 +47,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds; default: %(default)s")
     parser.add_argument("--warm-up", type=int, default=1, help="passes of each case before; default: %(default)s")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for CSV, JSON and plot")
-    return parser.parse_args(argv)
 
 
 def problem_of(args: argparse.Namespace, ranks: int) -> Workload:

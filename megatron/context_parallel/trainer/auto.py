@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from ..cluster.attention_pass import attention_mask, attention_shape
 from ..cluster.auto import measured, told
-from ..cluster.candidates import Workload
 from ..cluster.description import Cluster, load_cluster
 from ..cluster.memory import BUFFERS, LOGITS, fullest_stage, memory
 from ..cluster.planner import Place, Search, search
+from ..cluster.step_search import workload_of
 from ..errors import UsageError
 from ..strategies import AUTO, Choice
 from .check_values import check_together
@@ -28,7 +27,8 @@ def choose_strategy(args: Arguments) -> Arguments:
     """
     world = dist.group.WORLD
     assert world is not None  # the job has begun
-    cluster = load_cluster(args.cp_cluster, "--cp-cluster") if args.cp_cluster else measured(workload_of(args), world)
+    workload = workload_of(model_of(args), run_of(args))
+    cluster = load_cluster(args.cp_cluster, "--cp-cluster") if args.cp_cluster else measured(workload, world)
     return settled(args, told(world, lambda: planned(args, cluster)))
 
 
@@ -44,15 +44,7 @@ def planned(args: Arguments, cluster: Cluster) -> Search:
     run = run_of(args)
     first, *others = run.groups("context")
     place = Place(cluster.part(run.world_size), first, others)
-    return search(workload_of(args), place, fixed_options(args), _room(args, cluster))
-
-
-def workload_of(args: Arguments) -> Workload:
-    """The attention of a layer and micro batch."""
-    model, run = model_of(args), run_of(args)
-    shape = attention_shape(model, run)
-    sizes = args.seq_length, shape.heads, shape.kv_heads, shape.head_dim
-    return Workload(*sizes, args.micro_batch_size, run.dtype, attention_mask(model))
+    return search(workload_of(model_of(args), run), place, fixed_options(args), _room(args, cluster))
 
 
 def _room(args: Arguments, cluster: Cluster) -> float:
@@ -63,7 +55,7 @@ def _room(args: Arguments, cluster: Cluster) -> float:
     room = cluster.device.memory_GiB * 2**30 - rest
     if room <= 0:
         raise UsageError(
-            f"--cp-strategy {AUTO}: without attention the run needs an estimated {rest / 2**30:.3g} GiB of a device, which "
-            f"has {cluster.device.memory_GiB:g}; use more ranks, or name a strategy, such as ring, to try it"
+            f"--cp-strategy {AUTO}: without attention the run needs an estimated {rest / 2**30:.3g} GiB of a device, "
+            f"which has {cluster.device.memory_GiB:g}; use more ranks, or name a strategy, such as ring, to try it"
         )
     return room

@@ -1,0 +1,63 @@
+"""What each rank of auto.py runs: measures the cluster, plans, and times the choice and a sweep of other cases."""
+
+import sys
+import time
+
+import torch.distributed as dist
+
+from benchmarks import attention_rank
+from benchmarks.cases import Workload
+from benchmarks.job import run_job
+from megatron.context_parallel.cluster import candidates
+from megatron.context_parallel.cluster.auto import measured
+from megatron.context_parallel.cluster.description import Cluster, load_cluster
+from megatron.context_parallel.cluster.planner import Place, search
+from megatron.context_parallel.mask import Mask
+from megatron.context_parallel.strategies import choose
+
+NEAR = 1.5  # times the predicted best
+EVERY = 10**6
+
+
+def measure(job: dict) -> list[dict]:
+    """As `attention_rank.measure`, of the choice and the sweep; each entry also has its `predicted` seconds, or null.
+
+    `job` has `problem`, `cluster` (a name or null), `fixed` options, `cases`, `rounds` and `warm_up`.
+    """
+    problem, begun = Workload(**job["problem"]), time.perf_counter()
+    sizes = problem.length, problem.heads, problem.kv_heads, problem.head_dim, problem.batch, problem.dtype
+    workload = candidates.Workload(*sizes, Mask(problem.causal))
+    cluster = load_cluster(job["cluster"]) if job["cluster"] else measured(workload, dist.group.WORLD)
+    probed = time.perf_counter() - begun
+    cases: list = [None]
+    if dist.get_rank() == 0:
+        cases = [sweep(workload, cluster.part(problem.ranks), job["fixed"], job["cases"])]
+        planned = time.perf_counter() - begun - probed
+        print(f"probe {probed:.1f} s, plan {planned:.1f} s; {cluster}", file=sys.stderr, flush=True)
+    dist.broadcast_object_list(cases)
+    entries = attention_rank.measure(job | {"cases": [*cases[0]]})
+    return [entry | {"predicted": cases[0][entry["case"]]} for entry in entries]
+
+
+def sweep(workload: candidates.Workload, cluster: Cluster, fixed: dict, count: int) -> dict[str, float | None]:
+    """The choice and what to compare it with, each with its predicted seconds.
+
+    After the choice come the best of every strategy (without a prediction, where a bound says that it is slower), the
+    best with each head-parallel size, and others in order, up to `NEAR` times the best.
+    """
+    found = search(workload, Place(cluster), fixed, most=EVERY)
+    ranked = {spec: prediction.seconds for spec, prediction in found.ranked.items()}
+    leaders = dict[object, str]()
+    for spec in [*ranked, *found.slower]:
+        leaders.setdefault(spec.split(":")[0], spec)
+    others = dict[object, str]()
+    for spec in (spec for spec, seconds in ranked.items() if seconds <= NEAR * ranked[found.best]):
+        choice = choose(spec)
+        others.setdefault((choice.strategy.name, choice.common.get("head_parallel_size")), spec)
+    near = [spec for spec, seconds in ranked.items() if seconds <= NEAR * ranked[found.best]]
+    every = dict.fromkeys([found.best, *leaders.values(), *others.values(), *near])
+    return {spec: ranked.get(spec) for spec in list(every)[:count]}
+
+
+if __name__ == "__main__":
+    run_job(measure)

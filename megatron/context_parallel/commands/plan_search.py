@@ -1,0 +1,184 @@
+"""Predicts which way to train a model is fastest on a cluster: strategies, ZeRO, recomputation, parallel sizes."""
+
+import argparse
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+from rich.table import Table
+
+from megatron.context_parallel import UsageError
+from megatron.context_parallel.cluster.attention_pass import attention_forecast
+from megatron.context_parallel.cluster.description import Cluster, load_cluster
+from megatron.context_parallel.cluster.model import Model
+from megatron.context_parallel.cluster.run import ITEMSIZE, Run
+from megatron.context_parallel.cluster.stage_time import EXPOSED
+from megatron.context_parallel.cluster.step_search import Found, StepSearch, search_steps
+from megatron.context_parallel.cluster.timeline import write_timeline
+from megatron.context_parallel.tables import show
+
+SHOWN = 12
+UNITS = {"": 1, "K": 2**10, "M": 2**20}
+
+
+def tokens(text: str) -> int:
+    """A length such as 131072, 128K or 1M."""
+    found = re.fullmatch(r"(\d+)([KM]?)", text)
+    if not found:
+        raise UsageError(f"--seq-length {text}: need a number of tokens, such as 131072, 128K or 1M")
+    return int(found[1]) * UNITS[found[2]]
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--model", required=True, metavar="NAME", help="a preset of the trainer, such as llama3-8b")
+    parser.add_argument("--seq-length", required=True, metavar="N", help="tokens, such as 131072, 128K or 1M")
+    parser.add_argument("--cluster", required=True, metavar="NAME", help="a preset, or a .yaml file")
+    parser.add_argument("--nodes", type=int, help="of the cluster; default: as it is described")
+    parser.add_argument("--micro-batch-size", type=int, default=1, metavar="N", help="default: %(default)s")
+    parser.add_argument("--global-batch-size", type=int, metavar="N", help="default: a micro batch per data rank")
+    parser.add_argument("--dtype", choices=ITEMSIZE, default="bf16", help="of the model; default: %(default)s")
+    for name, what in (("tensor", "split every layer"), ("pipeline", "split the layers"), ("data", "have other data")):
+        flag = f"--{name}-model-parallel-size" if name != "data" else "--data-parallel-size"
+        parser.add_argument(flag, dest=name, type=int, default=1, metavar="N", help=f"ranks that {what}; default: 1")
+    parser.add_argument("--all", action="store_true", help="try all tensor-, pipeline- and data-parallel sizes")
+    parser.add_argument("--explain", metavar="N|SPEC", help="time and memory of one, by number or spec")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="write its attention as a trace (.json)")
+    args = parser.parse_args(argv)
+    if args.timeline and not args.explain:
+        raise UsageError(f"--timeline {args.timeline}: of which? Give --explain 1")
+    if args.timeline and args.timeline.suffix != ".json":
+        raise UsageError(f"--timeline {args.timeline}: must end in .json")
+    return args
+
+
+def found_by(args: argparse.Namespace) -> tuple[StepSearch, Model, Cluster, str]:
+    """The search that the flags ask for, of what and where, and a title."""
+    from megatron.context_parallel.trainer.flags import PRESETS
+    from megatron.context_parallel.trainer.workload import preset_model
+
+    if args.model not in PRESETS:
+        raise UsageError(f"--model {args.model}: unknown; choose {' or '.join(PRESETS)}")
+    cluster, length = load_cluster(args.cluster), tokens(args.seq_length)
+    cluster = replace(cluster, nodes=args.nodes) if args.nodes else cluster
+    context, over = divmod(cluster.ranks, args.tensor * args.pipeline * args.data)
+    if over:
+        raise UsageError(
+            f"--data-parallel-size {args.data}: tensor x pipeline x data does not divide the {cluster.ranks} devices; "
+            "give 1"
+        )
+    base = Run(
+        seq_length=length,
+        micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.global_batch_size or args.micro_batch_size * args.data,
+        context_parallel_size=context,
+        tensor_model_parallel_size=args.tensor,
+        pipeline_model_parallel_size=args.pipeline,
+        data_parallel_size=args.data,
+        sequence_parallel=args.tensor > 1,
+        dtype=args.dtype,
+    )
+    model = preset_model(args.model, length, args.tensor)
+    title = (
+        f"{args.model}, {length} tokens, global batch {base.global_batch_size}, {cluster.ranks} {cluster.device.name}"
+    )
+    return search_steps(model, cluster, base, args.all), model, cluster, title
+
+
+# ------------------------------------------------------------------------------------------------------ tables
+
+
+def flags(run: Run) -> str:
+    """A run as the trainer's flags; what it has none for, as Megatron's."""
+    sizes = {
+        "tensor-model-parallel-size": run.tensor_model_parallel_size,
+        "pipeline-model-parallel-size": run.pipeline_model_parallel_size,
+    }
+    words = [f"--context-parallel-size {run.context_parallel_size} --cp-strategy {run.cp_strategy}"]
+    words += [f"--{name} {size}" for name, size in sizes.items() if size > 1]
+    words += ["--sequence-parallel"] if run.sequence_parallel else []
+    sharding = run.data_parallel_sharding_strategy
+    if sharding == "optim":
+        words.append("--use-distributed-optimizer")
+    elif sharding != "no_shard":
+        words.append(f"--data-parallel-sharding-strategy {sharding}")
+    words += ["--overlap-grad-reduce"] if run.overlap_grad_reduce else []
+    words += ["--overlap-param-gather"] if run.overlap_param_gather else []
+    if run.recompute_granularity:
+        words.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+        words += ["--recompute-whitelist core_attention"] if run.recompute_whitelist else []
+    return " ".join(words)
+
+
+def ranking(found: StepSearch, title: str) -> Table:
+    """The fastest, at most `SHOWN`."""
+    of = min(SHOWN, len(found.ranked))
+    table = Table("#", title=f"{title}: the fastest {of} of {len(found.ranked)} that fit")
+    for heading in ("seconds", "MFU", "GiB", "exposed"):
+        table.add_column(heading, justify="right")
+    table.add_column("flags")
+    for i, (run, forecast) in enumerate(found.ranked[:SHOWN], 1):
+        told = flags(run) if found.ranked[i - 1].trains else f"(not in the trainer yet) {flags(run)}"
+        cells = f"{forecast.seconds:.4g}", f"{forecast.mfu:.1%}", f"{forecast.memory_bytes / 2**30:.1f}"
+        table.add_row(str(i), *cells, f"{forecast.parts[EXPOSED] / forecast.seconds:.1%}", told)
+    table.caption = (
+        "seconds of an iteration, predicted; exposed: communication of attention that no block hides.\n"
+        f"Not simulated, or not taken for a whole step: {found.slower} slower strategies."
+    )
+    return table
+
+
+def refusals(found: StepSearch) -> Table:
+    """Why others were rejected."""
+    table = Table("cases", "why rejected", title="rejected")
+    for reason, count in Counter(reason for _, reason in found.rejected).most_common():
+        table.add_row(str(count), reason)
+    return table
+
+
+def explanation(found: Found) -> list[Table]:
+    """The parts of one's time and memory."""
+    run, forecast = found
+    time = Table("part", title=f"{flags(run)}\n\ntime of an iteration")
+    time.add_column("seconds", justify="right")
+    time.add_column("share", justify="right")
+    for name, seconds in forecast.parts.items():
+        if seconds:
+            time.add_row(name, f"{seconds:.4g}", f"{seconds / forecast.seconds:.1%}")
+    held = Table("memory", title="memory of a rank of the fullest stage")
+    held.add_column("GiB", justify="right")
+    held.add_column("how it is counted")
+    for part in forecast.memory:
+        held.add_row(part.what, f"{part.bytes / 2**30:.2f}", part.how)
+    return [time, held]
+
+
+def asked(found: StepSearch, which: str) -> Found:
+    """The run of a number in the table, or the fastest of a spec. Raises UsageError if there is none."""
+    if which.isdecimal() and 1 <= int(which) <= len(found.ranked):
+        return found.ranked[int(which) - 1]
+    runs = [one for one in found.ranked if one.run.cp_strategy == which]
+    if runs:
+        return runs[0]
+    why = next((reason for spec, reason in found.rejected if spec == which), "it is not among those predicted")
+    raise UsageError(f"--explain {which}: {why}; give a number of the table, such as 1")
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    found, model, cluster, title = found_by(args)
+    if not found.ranked:
+        show(refusals(found))
+        raise UsageError(f"--nodes {cluster.nodes}: nothing fits; give more nodes, or --all")
+    if not args.explain:
+        show(ranking(found, title), *([refusals(found)] if found.rejected else []))
+        return
+    one = asked(found, args.explain)
+    show(*explanation(one))
+    if args.timeline:
+        passes = {
+            way: attention_forecast(model, one.run, cluster, way == "backward") for way in ("forward", "backward")
+        }
+        write_timeline(passes, args.timeline)
+        print(f"wrote {args.timeline}")
