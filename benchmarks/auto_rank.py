@@ -16,6 +16,7 @@ from megatron.context_parallel.mask import Mask
 from megatron.context_parallel.strategies import choose
 
 NEAR = 1.5  # times the predicted best
+LEAST = 12  # cases, if there are as many
 EVERY = 10**6
 
 
@@ -43,7 +44,7 @@ def sweep(workload: candidates.Workload, cluster: Cluster, fixed: dict, count: i
     """The choice and what to compare it with, each with its predicted seconds.
 
     After the choice come the best of every strategy (without a prediction, where a bound says that it is slower), the
-    best with each head-parallel size, and others in order, up to `NEAR` times the best.
+    best with each head-parallel size, and others in order, up to `NEAR` times the best; then slower ones up to `LEAST`.
     """
     found = search(workload, Place(cluster), fixed, most=EVERY)
     ranked = {spec: prediction.seconds for spec, prediction in found.ranked.items()}
@@ -56,6 +57,10 @@ def sweep(workload: candidates.Workload, cluster: Cluster, fixed: dict, count: i
         others.setdefault((choice.strategy.name, choice.common.get("head_parallel_size")), spec)
     near = [spec for spec, seconds in ranked.items() if seconds <= NEAR * ranked[found.best]]
     every = dict.fromkeys([found.best, *leaders.values(), *others.values(), *near])
+    for spec in [*ranked, *found.slower]:
+        if len(every) >= LEAST:
+            break
+        every.setdefault(spec)
     return {spec: ranked.get(spec) for spec in list(every)[:count]}
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import UsageError
 from ..strategies.options import divisors
@@ -16,8 +16,8 @@ from .training_step import StepForecast, forecast_step
 
 TAKEN = 8  # strategies that a whole step is predicted with, of each split of the ranks
 SIMULATED_OF_MANY = 8  # strategies that are simulated for each of many splits
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-RECOMPUTE: tuple[dict, ...] = ({}, {**FULL, "recompute_whitelist": True}, FULL)
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE: tuple[dict[str, Any], ...] = ({}, {**FULL, "recompute_whitelist": True}, FULL)
 TRAINED = SHARDING[:2]  # what the trainer can run
 
 
@@ -94,9 +94,14 @@ def _forecast(model: Model, run: Run, cluster: Cluster, ranked: list[Found], rej
 def _variants(run: Run) -> Iterator[Run]:
     """A run with every kind of sharding and recomputation."""
     for sharding in SHARDING if run.sharers > 1 else SHARDING[:1]:
-        overlaps = {"overlap_grad_reduce": run.sharers > 1, "overlap_param_gather": sharding != SHARDING[0]}
         for recompute in RECOMPUTE:
-            yield replace(run, data_parallel_sharding_strategy=sharding, **overlaps, **recompute)
+            yield replace(
+                run,
+                data_parallel_sharding_strategy=sharding,
+                overlap_grad_reduce=run.sharers > 1,
+                overlap_param_gather=sharding != SHARDING[0],
+                **recompute,
+            )
 
 
 def _splits(model: Model, cluster: Cluster, base: Run) -> Iterator[Run]:

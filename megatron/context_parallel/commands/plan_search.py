@@ -61,6 +61,8 @@ def found_by(args: argparse.Namespace) -> tuple[StepSearch, Model, Cluster, str]
     if args.model not in PRESETS:
         raise UsageError(f"--model {args.model}: unknown; choose {' or '.join(PRESETS)}")
     cluster, length = load_cluster(args.cluster), tokens(args.seq_length)
+    if args.nodes is not None and args.nodes < 1:
+        raise UsageError(f"--nodes {args.nodes}: need 1 or more")
     cluster = replace(cluster, nodes=args.nodes) if args.nodes else cluster
     context, over = divmod(cluster.ranks, args.tensor * args.pipeline * args.data)
     if over:
@@ -117,16 +119,42 @@ def ranking(found: StepSearch, title: str) -> Table:
     table = Table("#", title=f"{title}: the fastest {of} of {len(found.ranked)} that fit")
     for heading in ("seconds", "MFU", "GiB", "exposed"):
         table.add_column(heading, justify="right")
-    table.add_column("flags")
-    for i, (run, forecast) in enumerate(found.ranked[:SHOWN], 1):
-        told = flags(run) if found.ranked[i - 1].trains else f"(not in the trainer yet) {flags(run)}"
-        cells = f"{forecast.seconds:.4g}", f"{forecast.mfu:.1%}", f"{forecast.memory_bytes / 2**30:.1f}"
-        table.add_row(str(i), *cells, f"{forecast.parts[EXPOSED] / forecast.seconds:.1%}", told)
-    table.caption = (
-        "seconds of an iteration, predicted; exposed: communication of attention that no block hides.\n"
-        f"Not simulated, or not taken for a whole step: {found.slower} slower strategies."
-    )
+    for heading in ("strategy", "shared out", "recompute", *(["tp x cp x dp x pp"] if several(found) else [])):
+        table.add_column(heading)
+    for i, one in enumerate(found.ranked[:SHOWN], 1):
+        run, forecast = one
+        sharding = run.data_parallel_sharding_strategy.removeprefix("no_shard").replace("_", " ")
+        recompute = ("but attention" if run.recompute_whitelist else "all") if run.recompute_granularity else ""
+        table.add_row(
+            f"{i}" if one.trains else f"{i}*",
+            f"{forecast.seconds:.4g}",
+            f"{forecast.mfu:.1%}",
+            f"{forecast.memory_bytes / 2**30:.1f}",
+            f"{forecast.parts[EXPOSED] / forecast.seconds:.1%}",
+            run.cp_strategy,
+            sharding,
+            recompute,
+            *([" x ".join(map(str, run.mesh.sizes))] if several(found) else []),
+        )
+    table.caption = _caption(found)
     return table
+
+
+def several(found: StepSearch) -> bool:
+    """Whether the parallel sizes of runs differ."""
+    return len({one.run.mesh for one in found.ranked}) > 1
+
+
+def _caption(found: StepSearch) -> str:
+    trained = next((one for one in found.ranked if one.trains), None)
+    lines = [
+        "seconds of an iteration, predicted; exposed: communication of attention that no block hides;",
+        "shared out: over data and context ranks; *: the trainer cannot run it yet.",
+        f"{found.slower} slower strategies were not simulated, or not taken for a whole step.",
+    ]
+    if trained:
+        lines.append(f"flags of the fastest that the trainer runs: {flags(trained.run)}")
+    return "\n".join(lines)
 
 
 def refusals(found: StepSearch) -> Table:
