@@ -16,12 +16,13 @@ from megatron.context_parallel.cluster.description import (
     Nics,
     load_cluster,
 )
+from megatron.context_parallel.cluster.fold import fold
 from megatron.context_parallel.cluster.simulate import simulate
 from megatron.context_parallel.commands.plan import main as plan_tool
 from megatron.context_parallel.layout import LAYOUTS
 from megatron.context_parallel.mask import Mask
 from megatron.context_parallel.plan.flows import Flows, Task
-from megatron.context_parallel.plan.ir import Attend
+from megatron.context_parallel.plan.ir import Attend, Step
 from megatron.context_parallel.plan.volume import Shape
 from megatron.context_parallel.strategies import choose
 
@@ -141,7 +142,20 @@ def test_rates_are_between_those_measured():
     assert time(Attend((0,), (1,))) == pytest.approx(4 * 1024**2 * 8 * 64 / 2e12, rel=1e-3)
 
 
-@pytest.mark.parametrize("spec", ["ring", "mesh", "loongtrain:inner_ring_size=8", "allgather"])
+FOLDS = {  # ranks of a group, and groups, that are simulated of 64 ranks
+    "ring": (8, 1),
+    "mesh": (8, 1),
+    "loongtrain:inner_ring_size=8": (8, 1),
+    "allgather": (8, 1),
+    "attention2d": (64, 1),  # its keys first move to where no turn of the ranks leads
+    "ulysses": (1, 8),
+    "loongtrain:head_parallel_size=2,inner_ring_size=4": (4, 2),
+    "usp:head_parallel_size=4,placement=context-first": (8, 1),
+    "usp:head_parallel_size=32,placement=context-first": (2, 4),
+}
+
+
+@pytest.mark.parametrize("spec", FOLDS)
 def test_ranks_that_do_the_same_are_simulated_once(spec, monkeypatch):
     cluster = load_cluster("dgx-h100").part(64)
     for backward in (False, True):
@@ -150,10 +164,26 @@ def test_ranks_that_do_the_same_are_simulated_once(spec, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr("megatron.context_parallel.cluster.simulate.ALL_UP_TO", 1)
             few = simulate(plan, cluster, SHAPE)
-        assert (every.period, few.period) == (64, 8)
+        assert (every.fold.ranks, every.fold.groups) == (plan.n, plan.heads)
+        assert (few.fold.ranks, few.fold.groups) == FOLDS[spec]
         assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
-        assert len(few.spans) == len(every.spans) / 8
+        assert few.compute == pytest.approx(every.compute, rel=1e-9)
+        assert len(few.spans) == len(every.spans) * few.fold.ranks / plan.n
         assert simulate(plan, cluster, SHAPE).spans == every.spans  # the same numbers on every run
+
+
+def test_a_rank_that_does_something_else_is_not_folded():
+    """The last of 16 ranks computes its block of two chunks in another step."""
+    ring = choose("ring").plan(16, causal=False)
+    *others, last = (ring.steps[rank] for rank in range(16))
+    late = (Step(last[0].comm), Step(last[1].comm, last[0].attend + last[1].attend), *last[2:])
+    seconds = {name: fold(plan, lambda block: 1.0, 4) for name, plan in {
+        "alike": ring, "late": replace(ring, steps=(*others, late)),
+    }.items()}  # fmt: skip
+    assert seconds["alike"].ranks == 4 and seconds["late"].ranks == 16
+    assert fold(ring, lambda block: float(block.q_chunks[0] % 8), 4).ranks == 8  # blocks repeat after 8
+    assert fold(ring, lambda block: 1.0, 3).ranks == 16  # the links repeat after no part of the ranks
+    assert fold(choose("ring").plan(16, layout="contiguous"), lambda block: 1.0, 4).ranks == 16
 
 
 @pytest.mark.parametrize(

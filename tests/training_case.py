@@ -82,6 +82,7 @@ def case_args(family: str, **changes) -> Namespace:
         **{"no_save_optim": False, "no_save_rng": False, "no_load_optim": False, "no_load_rng": False},
         **{"async_save": False, "keep_last": None, "save_retain_interval": None, "ckpt_step": None},
         **{"load_fallback": False, "no_verify_checkpoint": False, "override_data_order": False},
+        **{"profile": False, "tensorboard_dir": None},
         **{"exit_interval": None, "exit_duration_in_mins": None, "exit_signal_handler": False, "log_interval": 1},
         **changes,
     }

@@ -15,6 +15,7 @@ from .blocks import Blocks
 from .kernels import BlockGrad, Kernel, Scores
 from .kernels.masks import Piece
 from .kernels.merge import merge
+from .marks import marks
 from .plan.ir import IN_FLIGHT, PARTIAL, AllGather, Attend, Key, Plan, Recv, ReduceScatter, Send, T
 from .plan.liveness import last_reads
 from .recorder import recorder
@@ -65,10 +66,11 @@ class Executor:
     # -- communication -----------------------------------------------------------------------------------------
 
     def _launch(self, comm: tuple) -> Program[None]:
-        batches: dict[str, tuple[list, list]] = defaultdict(lambda: ([], []))
+        batches: dict[str, tuple[list, list, list]] = defaultdict(lambda: ([], [], []))
         received: dict[str, list] = defaultdict(list)
         for op in comm:
-            sends, receives = batches[op.channel]
+            sends, receives, ops = batches[op.channel]
+            ops += [op] if isinstance(op, Send | Recv) else []
             match op:
                 case Send():
                     sends += [(op.peer, x) for x in (yield from self._leaving(op.tensor, op.chunk))]
@@ -80,11 +82,11 @@ class Executor:
                     yield from self._all_gather(op)
                 case ReduceScatter():
                     yield from self._reduce_scatter(op)
-        for channel, (sends, receives) in batches.items():
+        for channel, (sends, receives, ops) in batches.items():
             if not sends and not receives:
                 continue
             yield from self._make_room(channel)
-            work = self.transport.exchange(channel, sends, receives)
+            work = marks.batch(channel, ops, self.transport.exchange(channel, sends, receives))
             self.launched[channel].append(work)
             for op, value in received[channel]:
                 self.arriving[op.tensor, op.chunk].append((work, op.peer, value))
@@ -96,7 +98,8 @@ class Executor:
         chunks = self.problem.blocks.chunks(op.tensor)
         rows = tuple(chunks.rows(chunk) for chunk in op.chunks)
         everyone = [x.new_empty((sum(rows), *x.shape[1:])) for x in mine]
-        work = self.transport.all_gather(op.channel, op.group, rows, list(zip(mine, everyone, strict=True)))
+        tensors = list(zip(mine, everyone, strict=True))
+        work = marks.batch(op.channel, (op,), self.transport.all_gather(op.channel, op.group, rows, tensors))
         self.launched[op.channel].append(work)
         parts = zip(*(x.split(rows) for x in everyone), strict=True)
         for peer, chunk, value in zip(op.group, op.chunks, parts, strict=True):
@@ -117,7 +120,7 @@ class Executor:
             values.append((op.group[before], self._empty(op.tensor, op.chunks[place])))
             receives += [(op.group[before], x) for x in values[-1][1]]
         yield from self._make_room(op.channel)
-        work = self.transport.exchange(op.channel, sends, receives)
+        work = marks.batch(op.channel, (op,), self.transport.exchange(op.channel, sends, receives))
         self.launched[op.channel].append(work)
         self.arriving[op.tensor, op.chunks[place]] += [(work, *value) for value in values]
 
@@ -129,7 +132,8 @@ class Executor:
         yield from self._make_room(op.channel)
         mine = self._empty(op.tensor, op.chunks[place])
         together = [torch.cat(of_chunks) for of_chunks in zip(*parts, strict=True)]
-        work = self.transport.reduce_scatter(op.channel, op.group, list(zip(mine, together, strict=True)))
+        tensors = list(zip(mine, together, strict=True))
+        work = marks.batch(op.channel, (op,), self.transport.reduce_scatter(op.channel, op.group, tensors))
         self.launched[op.channel].append(work)
         self.arriving[op.tensor, op.chunks[place]].append((work, op.group[place - 1], mine))
 
@@ -233,10 +237,16 @@ class Executor:
     def _attend(self, attend: Attend) -> Program[None]:
         for chunk in attend.kv_chunks:
             yield from self._need((T.KV, chunk))
+        for chunk in attend.q_chunks:
+            yield from self._need((self.plan.starts[0], chunk))
+        with marks.block(attend):
+            self._block(attend)
+
+    def _block(self, attend: Attend) -> None:
         cut = {chunk: self.problem.blocks.pieces(chunk, attend.kv_chunks) for chunk in attend.q_chunks}
         keys = self._keys(attend.kv_chunks) if any(cut.values()) else ()
         for chunk in attend.q_chunks:
-            queries = yield from self._need((self.plan.starts[0], chunk))
+            queries = self.held[self.plan.starts[0], chunk]
             if self.plan.backward:
                 self._backward(chunk, queries, attend.kv_chunks, keys, cut[chunk])
             else:

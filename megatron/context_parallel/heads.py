@@ -7,7 +7,8 @@ steps with the ranks that have the same part, and swap back.
 from torch import Tensor
 
 from .layout import rows_in
-from .plan.ir import Plan
+from .marks import marks
+from .plan.ir import Plan, SwapHeads
 from .transport import Messages, Program, Subgroup, Transport
 
 
@@ -50,7 +51,7 @@ class HeadGroup:
             for of in heads
         ]
         landing = [[x[where] for x, at in zip(wholes, rows, strict=True) for _, where in at[p]] for p in range(size)]
-        yield from self._swap(sent, landing)
+        yield from self._swap(self.plan.before[0], sent, landing)
         return wholes
 
     def to_chunks(self, *tensors: Tensor) -> Program[list[Tensor]]:
@@ -66,10 +67,10 @@ class HeadGroup:
             [part[p][own] for part, at in zip(parts, rows, strict=True) for own, _ in at[self.part]]
             for p in range(size)
         ]
-        yield from self._swap(sent, landing)
+        yield from self._swap(self.plan.after[0], sent, landing)
         return wholes
 
-    def _swap(self, sent: list[list[Tensor]], landing: list[list[Tensor]]) -> Program[None]:
+    def _swap(self, op: SwapHeads, sent: list[list[Tensor]], landing: list[list[Tensor]]) -> Program[None]:
         """Sends sent[i] to member i and receives what member i sends into landing[i]."""
         for there, x in zip(landing[self.part], sent[self.part], strict=True):
             there.copy_(x)
@@ -78,7 +79,7 @@ class HeadGroup:
             after, before = (self.part + k) % len(self.members), (self.part - k) % len(self.members)
             sends.append([(self.members[after], x) for x in sent[after]])
             receives.append([(self.members[before], x) for x in landing[before]])
-        yield self.transport.trade("heads", sends, receives)
+        yield marks.batch("heads", (op,), self.transport.trade("heads", sends, receives))
 
 
 def _heads(part: int, size: int, heads: int) -> slice:

@@ -42,9 +42,12 @@ class Links:
         devices: Sequence[int] | None = None,
         others: Sequence[Sequence[int]] = (),
     ) -> None:
-        self.cluster, self.like, self.devices = cluster, like, devices or range(cluster.ranks)
+        devices = devices or range(cluster.ranks)
+        self.cluster, self.like = cluster, [like(rank) for rank in range(len(devices))]
+        self.nodes = [device // cluster.devices_per_node for device in devices]  # of each rank
+        self.places = [divmod(devices[rank], cluster.devices_per_node) for rank in self.like]  # node, device in it
         self.together = 1 + len(others)
-        self.sharing = Counter(part for group in (self.devices, *others) for part in {*self._parts(group)})
+        self.sharing = Counter(part for group in (devices, *others) for part in {*self._parts(group)})
         self.path = cache(self._path)
 
     def _parts(self, group: Iterable[int]) -> Iterator[tuple]:
@@ -61,9 +64,8 @@ class Links:
         return place // (self.cluster.devices_per_node // self.cluster.nics.per_node)
 
     def _path(self, sender: int, receiver: int) -> Path:
-        cluster, each, sharing = self.cluster, self.cluster.devices_per_node, self.sharing
-        nodes = [self.devices[rank] // each for rank in (sender, receiver)]
-        out, into = (divmod(self.devices[self.like(rank)], each) for rank in (sender, receiver))
+        cluster, sharing = self.cluster, self.sharing
+        nodes, out, into = (self.nodes[sender], self.nodes[receiver]), self.places[sender], self.places[receiver]
         if nodes[0] == nodes[1]:
             assert cluster.inside  # a node of more than one device has it
             rate = cluster.inside.GB_s * 1e9

@@ -89,6 +89,9 @@ class _Costs:
         self.plan, self.shape, self.blocks, self.links, self.fold = plan, shape, blocks, links, few
         self.cluster = cluster = links.cluster
         self.flows = Flows((cluster.compute_slowdown, cluster.message_slowdown))
+        self.ranks = [
+            [few.grid.rank(heads=group, context=rank) for rank in range(plan.n)] for group in range(few.groups)
+        ]
         self.route = cache(self._route)
         self.compute_is_shared = bool(cluster.shared_cores or cluster.compute_slowdown or cluster.message_slowdown)
         self.bytes = {(t, swap): chunk_bytes(plan, t, shape, swap) for swap in (False, True) for t in T}
@@ -113,7 +116,7 @@ class _Costs:
     def _on_rank(self, group: int, rank: int, seconds: float) -> Task:
         if not self.compute_is_shared:
             return Task(None, seconds)
-        rank = self.plan.grid.rank(heads=group, context=rank)
+        rank = self.ranks[group][rank]
         uses = [self.flows.resource(("core", rank), 1.0)]
         if self.cluster.shared_cores:
             uses.append(self._cores)
@@ -144,10 +147,10 @@ class _Costs:
     def _route(self, group: int | None, sender: int, receiver: int) -> tuple[Path, list[int], tuple[int, int]]:
         """The path, its resources and the devices of a message between two ranks: of a group, or of all."""
         if group is not None:
-            sender, receiver = (self.fold.grid.rank(heads=group, context=rank) for rank in (sender, receiver))
+            sender, receiver = self.ranks[group][sender], self.ranks[group][receiver]
         path = self.links.path(sender, receiver)
         uses = [self.flows.resource(link, rate) for link, rate in path.links]
-        return path, uses, (self.fold.like(sender), self.fold.like(receiver))
+        return path, uses, (self.links.like[sender], self.links.like[receiver])
 
 
 def _messages(op: Comm | SwapHeads) -> int:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ..plan.ir import AllGather, Attend, ReduceScatter, Send, SwapHeads
+from ..plan.names import BLOCKS, named
 from .simulate import Forecast
 
 
@@ -12,7 +12,7 @@ def write_timeline(passes: dict[str, Forecast], path: Path) -> None:
     events, begin = list[dict](), 0.0
     for title, forecast in passes.items():
         for span in forecast.spans:
-            lane, what = span.channel or "blocks", ", ".join(map(_text, span.what))
+            lane, what = span.channel or BLOCKS, named(span.what)
             times = {"ts": (begin + span.start) * 1e6, "dur": (span.end - span.start) * 1e6}
             details = {"pass": title, "step": span.step}
             events.append({"ph": "X", "name": what, "pid": span.rank, "tid": lane, "args": details, **times})
@@ -20,20 +20,3 @@ def write_timeline(passes: dict[str, Forecast], path: Path) -> None:
     ranks = sorted({event["pid"] for event in events})
     names = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}} for rank in ranks]
     path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))
-
-
-def _text(what: object) -> str:
-    match what:
-        case Attend():
-            return f"queries {_list(what.q_chunks)} x keys {_list(what.kv_chunks)}"
-        case AllGather() | ReduceScatter():
-            return f"{'gather' if isinstance(what, AllGather) else 'reduce'} {what.tensor} {_list(what.chunks)}"
-        case SwapHeads():
-            return f"swap {' '.join(what.tensors)}"
-        case _:
-            way = "to" if isinstance(what, Send) else "from"
-            return f"{what.tensor} {what.chunk} {way} {what.peer}"  # type: ignore[attr-defined]
-
-
-def _list(chunks: tuple[int, ...]) -> str:
-    return ",".join(map(str, chunks))

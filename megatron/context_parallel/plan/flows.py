@@ -4,13 +4,11 @@ A message uses the links that it crosses, a block the compute of its rank.
 """
 
 import heapq
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy
-
-USES = 4  # resources that a task may use
-SAME = 1e-9  # parts of a size, or of a time, that count as nothing
+SAME = 1e-9  # parts of a rate, or of a time, that count as nothing
 
 
 class Task(NamedTuple):
@@ -19,7 +17,7 @@ class Task(NamedTuple):
     Attributes:
         what: what `Flows.advance` returns when it is done.
         size: in units of the resources that it uses; in seconds if it uses none.
-        uses: numbers of resources, `USES` at most.
+        uses: numbers of resources, each once.
         ranks: of a block its rank, of a message its sender and receiver.
     """
 
@@ -29,8 +27,20 @@ class Task(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
+class _Running:
+    """A task that uses resources. `left` was right at the time `since`."""
+
+    __slots__ = ("end", "left", "order", "rate", "since", "task", "uses")
+
+    def __init__(self, task: Task, uses: Sequence[int], now: float, order: int) -> None:
+        self.task, self.uses, self.order = task, uses, order
+        self.left, self.since, self.rate, self.end = task.size, now, 0.0, math.inf
+
+
 class Flows:
     """Runs tasks on a clock, with the same numbers on every run.
+
+    When a task starts or ends, only the rates of those change that share resources with it, directly or through others.
 
     Args:
         slowdown: of blocks while their rank sends or receives, and of messages while one of their ranks computes. With
@@ -41,25 +51,25 @@ class Flows:
         self.now = 0.0
         self._slowdown = slowdown
         self._numbers: dict[Hashable, int] = {}
-        self._capacity = [numpy.inf]  # of resource 0, which stands for no other one
+        self._capacity: list[float] = []
+        self._users: list[dict[_Running, None]] = []  # of each resource, in the order of their start
+        self._changed: dict[int, None] = {}  # resources whose users are new or gone
         self._timed: list[tuple[float, int, Task, bool]] = []  # time, order, task, whether it starts then
+        self._ends: list[tuple[float, int, _Running]] = []  # also of tasks that have ended, or whose end has changed
         self._order = 0
-        self._new: list[Task] = []
-        self._tasks: list[Task] = []
-        self._size = self._left = self._rate = numpy.empty(0)
-        self._uses = numpy.empty((0, USES), numpy.int64)
 
     def resource(self, name: Hashable, capacity: float) -> int:
         """The number of a resource that does `capacity` units a second. It is made at its first use."""
         number = self._numbers.setdefault(name, len(self._capacity))
         if number == len(self._capacity):
             self._capacity.append(capacity)
+            self._users.append({})
         return number
 
     def add(self, task: Task, delay: float = 0.0) -> None:
         """Starts a task, after `delay` seconds."""
         if task.uses and not delay:
-            self._new.append(task)
+            self._start(task)
             return
         self._order += 1
         time = self.now + delay + (0.0 if task.uses else task.size)
@@ -68,61 +78,104 @@ class Flows:
     def advance(self) -> list[Any]:
         """Goes on to the next time at which tasks end. Returns `what` of each; nothing if no task runs."""
         done: list[Any] = []
-        while not done and (self._timed or self._new or self._tasks):
-            if self._new:
-                self._start()
-            ends = float((self._left / self._rate).min()) if self._tasks else numpy.inf
-            timed = self._timed[0][0] - self.now if self._timed else numpy.inf
-            step = min(ends, timed)
-            self._left -= self._rate * step
-            self.now = self.now + step if ends <= timed else self._timed[0][0]
-            if ends <= timed * (1 + SAME):
-                done += self._finish()
-            while self._timed and self._timed[0][0] <= self.now + SAME * step:
+        while not done:
+            if self._changed:
+                self._share()
+            while self._ends and self._ends[0][0] != self._ends[0][2].end:
+                heapq.heappop(self._ends)
+            end = self._ends[0][0] if self._ends else math.inf
+            time = min(end, self._timed[0][0]) if self._timed else end
+            if time == math.inf:
+                break
+            soon = time + SAME * (time - self.now)
+            self.now = time
+            while self._ends and self._ends[0][0] <= soon:
+                end, _, running = heapq.heappop(self._ends)
+                if end == running.end:
+                    done.append(self._finish(running))
+            while self._timed and self._timed[0][0] <= soon:
                 *_, task, starts = heapq.heappop(self._timed)
                 if starts:
-                    self._new.append(task)
+                    self._start(task)
                 else:
                     done.append(task.what)
         return done
 
-    def _start(self) -> None:
-        size = numpy.array([task.size for task in self._new])
-        uses = numpy.array([(*task.uses, *(0,) * (USES - len(task.uses))) for task in self._new], numpy.int64)
-        self._tasks += self._new
-        self._size, self._left = (numpy.concatenate((x, size)) for x in (self._size, self._left))
-        self._uses = numpy.concatenate((self._uses, uses))
-        self._new = []
-        self._share()
+    def _start(self, task: Task) -> None:
+        uses = task.uses
+        if any(self._slowdown):  # what a rank computes and moves changes each other's rate
+            uses = (*uses, *(self.resource(("rank", rank), math.inf) for rank in task.ranks))
+        self._order += 1
+        running = _Running(task, uses, self.now, self._order)
+        for resource in uses:
+            self._users[resource][running] = None
+            self._changed[resource] = None
 
-    def _finish(self) -> list[Any]:
-        keep = self._left > SAME * self._size
-        done = [self._tasks[i].what for i in numpy.flatnonzero(~keep)]
-        self._tasks = [self._tasks[i] for i in numpy.flatnonzero(keep)]
-        self._size, self._left, self._uses = self._size[keep], self._left[keep], self._uses[keep]
-        self._share()
-        return done
+    def _finish(self, running: _Running) -> Any:
+        running.end = -1.0
+        for resource in running.uses:
+            del self._users[resource][running]
+            self._changed[resource] = None
+        return running.task.what
 
     def _share(self) -> None:
-        """Sets the rate of each task. The tightest resource is shared out equally, then the next, and so on."""
-        left, rate, waiting = numpy.array(self._capacity), numpy.empty(len(self._tasks)), numpy.arange(len(self._tasks))
-        while len(waiting):
-            uses = self._uses[waiting]
-            share = left / numpy.maximum(numpy.bincount(uses.ravel(), minlength=len(left)), 1)
-            tightest = share[uses].min(1)
-            full = tightest <= tightest.min() * (1 + SAME)
-            rate[waiting[full]] = tightest[full]
-            taken = numpy.bincount(uses[full].ravel(), numpy.repeat(tightest[full], USES), minlength=len(left))
-            left, waiting = numpy.maximum(left - taken, 0.0), waiting[~full]
-        self._rate = self._slowed(rate) if any(self._slowdown) else rate
+        """Sets the rates of all tasks that a change concerns."""
+        now = self.now
+        for together in self._concerned():
+            rates = self._fair(together)
+            if any(self._slowdown):
+                rates = self._slowed(together, rates)
+            for running, rate in zip(together, rates, strict=True):
+                if rate != running.rate:
+                    running.left -= running.rate * (now - running.since)
+                    running.since, running.rate, running.end = now, rate, now + max(running.left, 0.0) / rate
+                    heapq.heappush(self._ends, (running.end, running.order, running))
+        self._changed = {}
 
-    def _slowed(self, rate: numpy.ndarray) -> numpy.ndarray:
-        ranks = [task.ranks for task in self._tasks]
+    def _concerned(self) -> Iterator[list[_Running]]:
+        """The tasks that use changed resources, and all that share resources with them: those together that do."""
+        found: set[int] = set()
+        for first in self._changed:
+            if first in found:
+                continue
+            found.add(first)
+            together, resources = dict[_Running, None](), [first]
+            for resource in resources:
+                for running in self._users[resource]:
+                    if running not in together:
+                        together[running] = None
+                        new = [use for use in running.uses if use not in found]
+                        found.update(new)
+                        resources += new
+            if together:
+                yield list(together)
+
+    def _fair(self, tasks: list[_Running]) -> list[float]:
+        """The rate of each task. The tightest resource is shared out equally, then the next, and so on."""
+        left = {use: self._capacity[use] for running in tasks for use in running.uses}
+        users = {use: len(self._users[use]) for use in left}
+        rates, waiting = [0.0] * len(tasks), list(range(len(tasks)))
+        while waiting:
+            share = {use: left[use] / count for use, count in users.items() if count}
+            tightest = [min([share[use] for use in tasks[i].uses]) for i in waiting]
+            full, more = min(tightest) * (1 + SAME), list[int]()
+            for i, rate in zip(waiting, tightest, strict=True):
+                if rate > full:
+                    more.append(i)
+                    continue
+                rates[i] = rate
+                for use in tasks[i].uses:
+                    left[use] = max(left[use] - rate, 0.0)
+                    users[use] -= 1
+            waiting = more
+        return rates
+
+    def _slowed(self, tasks: list[_Running], rates: list[float]) -> list[float]:
+        ranks = [running.task.ranks for running in tasks]
         computes = {r[0] for r in ranks if len(r) == 1}
         moves = {rank for r in ranks if len(r) == 2 for rank in r}
         blocks, messages = self._slowdown
-        slower = [
-            1 + (blocks * (r[0] in moves) if len(r) == 1 else messages * any(rank in computes for rank in r))
-            for r in ranks
+        return [
+            rate / (1 + (blocks * (r[0] in moves) if len(r) == 1 else messages * any(rank in computes for rank in r)))
+            for rate, r in zip(rates, ranks, strict=True)
         ]
-        return rate / numpy.array(slower)

@@ -104,6 +104,7 @@ def _fill_in_batch(given: Flags, data_parallel_size: int) -> Flags:
         lr_decay_iters=decay,
         lr_warmup_iters=warmup,
         split=given.split or (SPLIT if given.data_path else None),
+        profile_ranks=given.profile_ranks or [0],
         tensorboard_dir=given.tensorboard_dir or (given.save and os.path.join(given.save, "tensorboard")),
     )
 

@@ -52,6 +52,8 @@ def check_together(args: Arguments) -> None:
     _check_devices(args)
     _check_data(args)
     _check_rerun(args)
+    if args.profile:
+        _check_profile(args)
 
 
 def _check_model(args: Arguments) -> None:
@@ -136,6 +138,26 @@ def _check_rerun(args: Arguments) -> None:
     if args.rerun_mode != "disabled" and not (args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss):
         why = "there is nothing to validate with --no-check-for-nan-in-loss-and-grad"
         refuse(args, "rerun_mode", why, check_for_spiky_loss=True)
+
+
+def _check_profile(args: Arguments) -> None:
+    start, end = args.profile_step_start, args.profile_step_end
+    if start >= end:
+        refuse(args, "profile_step_start", f"must be below --profile-step-end {end}", profile_step_end=start + 2)
+    if args.train_iters and start >= args.train_iters:
+        last = args.train_iters
+        refuse(
+            args, "profile_step_start", f"the run ends before, with --train-iters {last}", profile_step_start=last - 1
+        )
+    if absent := [rank for rank in args.profile_ranks if rank >= args.world_size]:
+        refuse(args, "profile_ranks", f"there are {args.world_size} ranks, none is {absent[0]}", profile_ranks=[0])
+    if args.use_pytorch_profiler and not args.tensorboard_dir:
+        why = "needs a folder for its traces; give --tensorboard-dir DIR, or --save DIR"
+        refuse(args, "use_pytorch_profiler", why)
+    import torch
+
+    if not (args.use_pytorch_profiler or args.dry_run or torch.cuda.is_available()):
+        refuse(args, "profile", "nsys profiles GPUs, and there is none here", use_pytorch_profiler=True)
 
 
 def _check_data(args: Arguments) -> None:

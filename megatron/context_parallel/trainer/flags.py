@@ -243,6 +243,16 @@ class Logging(Section, title="validation and logging"):
     peak_tflops: float | None = flag("peak TFLOP/s of a device, for MFU", derived="known GPUs", example=989)
 
 
+class Profiling(Section, title="profiling"):
+    profile: bool = flag(
+        "profile some iterations of some ranks: marked for nsys, or with --use-pytorch-profiler", False
+    )
+    use_pytorch_profiler: bool = flag("write Chrome traces to --tensorboard-dir instead", False, needs="profile")
+    profile_step_start: int = flag("iteration to begin with, counted from 0", 10, at_least=0, needs="profile")
+    profile_step_end: int = flag("iteration to end before", 12, example=12, at_least=1, needs="profile")
+    profile_ranks: list[int] = flag("ranks to profile", derived="0", unit="RANK", at_least=0, needs="profile")
+
+
 class AlwaysOn(Section, title="always on (accepted so that Megatron command lines run unchanged)"):
     use_mcore_models: bool = flag("models are megatron-core's, with or without this flag", True)
     use_flash_attn: bool = flag("attention never stores its score matrix, with or without this flag", True)
@@ -263,6 +273,7 @@ class Flags(
     ContextParallel,
     Data,
     Logging,
+    Profiling,
     AlwaysOn,
 ):
     """The flags of a run. Those with a derived default are None as given and have their types once it is filled in."""

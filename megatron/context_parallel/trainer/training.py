@@ -27,6 +27,7 @@ from .findings import Findings
 from .flags import Arguments
 from .log import RunLog, check_trackers
 from .model import build_model, build_optimizer, weights_gathered
+from .profiling import Profile
 from .rerun import Batches, StepRejectedError, replayable
 from .resume import check_shuffle
 from .save_lock import save_lock
@@ -114,9 +115,10 @@ def train_loop(
     `started` is the `time.monotonic()` from which `--exit-duration-in-mins` counts. With `--save` the last iteration
     done is always saved.
     """
-    progress, saver, leave = state.progress, Saver(args, state, log), False
+    progress, saver, profile, leave = state.progress, Saver(args, state, log), Profile(args), False
     train = [replayable(args, batches) for batches in train]
     while progress.iteration < args.train_iters and not leave:
+        profile.at(progress.iteration)
         before = time.perf_counter()
         try:
             loss, grad_norm, leave, warnings = train_step(args, state, train, started)
@@ -139,6 +141,7 @@ def train_loop(
         if args.save and args.save_interval and progress.iteration % args.save_interval == 0:
             saver.start()
         saver.finish_if_written()
+    profile.end()
     saver.end()
     return not leave
 

@@ -1,0 +1,61 @@
+"""When blocks and communication ran, for a profiler. Nothing is noted unless one is on."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import time_ns
+from typing import NamedTuple
+
+import torch
+
+from .plan.ir import Attend, Comm, SwapHeads
+from .plan.names import named
+from .transport import Work
+
+
+class Mark(NamedTuple):
+    """A batch of a channel, from its launch until the rank has waited for it, in nanoseconds since 1970."""
+
+    channel: str
+    name: str
+    begin: int
+    end: int
+
+
+class Marks:
+    """The marks of this process.
+
+    Attributes:
+        on: whether a profiler runs.
+        batches: those that are over.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self.batches: list[Mark] = []
+
+    @contextmanager
+    def block(self, attend: Attend) -> Iterator[None]:
+        """Around a block."""
+        if not self.on:
+            yield
+            return
+        with torch.profiler.record_function(named((attend,))):
+            yield
+
+    def batch(self, channel: str, comm: Sequence[Comm | SwapHeads], work: Work) -> Work:
+        """Communication that has just been launched, to wait for."""
+        return _Marked(channel, named(comm), work) if self.on else work
+
+
+class _Marked:
+    def __init__(self, channel: str, name: str, work: Work) -> None:
+        self.channel, self.name, self.work, self.begin = channel, name, work, time_ns()
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.begin:
+            marks.batches.append(Mark(self.channel, self.name, self.begin, time_ns()))
+        self.begin = 0  # each is waited for more than once
+
+
+marks = Marks()

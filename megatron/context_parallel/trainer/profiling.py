@@ -1,0 +1,74 @@
+"""`--profile`: some iterations of some ranks under torch.profiler, or marked for nsys."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..marks import Mark, marks
+from .flags import Arguments
+
+
+class Profile:
+    """The profile of this rank, from iteration `--profile-step-start` (counted from 0) until `--profile-step-end`."""
+
+    def __init__(self, args: Arguments) -> None:
+        self.args = args
+        self._asked = args.profile and args.rank in args.profile_ranks
+        self._torch: torch.profiler.profile | None = None
+        self._nsys: Any = None
+
+    def at(self, iteration: int) -> None:
+        """Begins or ends before an iteration."""
+        if not self._asked:
+            return
+        if marks.on and iteration >= self.args.profile_step_end:
+            self.end()
+        elif iteration == self.args.profile_step_start:
+            self._begin()
+
+    def _begin(self) -> None:
+        marks.on, marks.batches = True, []
+        if self.args.use_pytorch_profiler:
+            kinds = torch.profiler.ProfilerActivity
+            on_gpu = [kinds.CUDA] if torch.cuda.is_available() else []
+            self._torch = torch.profiler.profile(activities=[kinds.CPU, *on_gpu])
+            self._torch.start()
+        else:
+            torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+            self._nsys = torch.autograd.profiler.emit_nvtx(record_shapes=True)
+            self._nsys.__enter__()
+
+    def end(self) -> None:
+        """Writes what was profiled, if it has begun."""
+        if not marks.on:
+            return
+        marks.on = False
+        if self._torch:
+            self._torch.stop()
+            assert self.args.tensorboard_dir  # checked with the flags
+            path = trace_path(self.args.tensorboard_dir, self.args.rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._torch.export_chrome_trace(str(path))
+            _add(path, marks.batches, self.args.rank)
+            self._torch = None
+        else:
+            torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
+            self._nsys.__exit__(None, None, None)
+
+
+def trace_path(folder: str, rank: int) -> Path:
+    """The trace of a rank, with the ending that TensorBoard's plugin looks for."""
+    return Path(folder) / f"rank{rank}.pt.trace.json"
+
+
+def _add(path: Path, batches: list[Mark], rank: int) -> None:
+    """Adds a lane for each channel to a trace of torch.profiler."""
+    trace = json.loads(path.read_text())
+    since = trace.get("baseTimeNanoseconds", 0)
+    for channel, name, begin, end in batches:
+        times = {"ts": (begin - since) / 1e3, "dur": (end - begin) / 1e3}
+        trace["traceEvents"].append({"ph": "X", "cat": "plan", "name": name, "pid": f"plan of rank {rank}",
+                                     "tid": channel, **times})  # fmt: skip
+    path.write_text(json.dumps(trace))
