@@ -17,10 +17,10 @@ from megatron.context_parallel.trainer.profiling import trace_path
 LAYERS, MICRO_BATCHES = 2, 2
 
 
-def profiled(folder: str, **changes) -> None:
+def profiled(folder: str, strategy: str) -> None:
     profile = {"profile": True, "use_pytorch_profiler": True, "profile_step_start": 1, "profile_step_end": 2}
     profile |= {"profile_ranks": [1], "tensorboard_dir": folder}
-    training_case.train("llama", train_iters=3, context_parallel_size=2, **profile, **changes)
+    training_case.train("llama", train_iters=3, context_parallel_size=2, cp_strategy=strategy, **profile)
     assert not marks.on
 
 
@@ -39,7 +39,7 @@ def expected(spec: Namespace, rank: int) -> Counter:
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_a_trace_has_the_blocks_and_batches_of_the_plans(strategy, ranks, tmp_path):
-    ranks(2, profiled, str(tmp_path), cp_strategy=strategy)
+    ranks(2, profiled, str(tmp_path), strategy)
     assert [path.name for path in tmp_path.iterdir()] == [trace_path("", 1).name]  # of the ranks asked for
     events = json.loads(trace_path(str(tmp_path), 1).read_text())["traceEvents"]
     want = expected(training_case.choose(strategy, layout="zigzag"), 1)
@@ -62,7 +62,7 @@ FLAGS += "--micro-batch-size 1 --train-iters 20 --tokenizer-type NullTokenizer -
         ("--profile", "--profile: nsys profiles GPUs, and there is none here; give --use-pytorch-profiler"),
         (
             "--profile --use-pytorch-profiler",
-            "needs a folder for its traces; give --tensorboard-dir DIR, or --save DIR",
+            "needs a folder for its traces; give --tensorboard-dir DIR, or",
         ),
         ("--profile --profile-step-start 12", "must be below --profile-step-end 12; give --profile-step-end 14"),
         ("--profile --profile-step-start 20 --profile-step-end 21", "the run ends before, with --train-iters 20; give"),

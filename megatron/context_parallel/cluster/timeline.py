@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from ..plan.names import BLOCKS, named
+from ..plan.lanes import BLOCKS
+from ..plan.names import named
 from .simulate import Forecast
 
 

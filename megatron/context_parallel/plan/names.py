@@ -4,8 +4,6 @@ from collections.abc import Iterable
 
 from .ir import AllGather, Attend, Comm, ReduceScatter, Send, SwapHeads
 
-BLOCKS = "blocks"  # the lane of blocks; the others are those of channels
-
 
 def named(what: Iterable[Attend | Comm | SwapHeads]) -> str:
     """The name of one block, or of the operations of a batch."""

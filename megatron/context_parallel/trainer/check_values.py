@@ -144,11 +144,9 @@ def _check_profile(args: Arguments) -> None:
     start, end = args.profile_step_start, args.profile_step_end
     if start >= end:
         refuse(args, "profile_step_start", f"must be below --profile-step-end {end}", profile_step_end=start + 2)
-    if args.train_iters and start >= args.train_iters:
-        last = args.train_iters
-        refuse(
-            args, "profile_step_start", f"the run ends before, with --train-iters {last}", profile_step_start=last - 1
-        )
+    if 0 < (last := args.train_iters) <= start:
+        why = f"the run ends before, with --train-iters {last}"
+        refuse(args, "profile_step_start", why, profile_step_start=last - 1)
     if absent := [rank for rank in args.profile_ranks if rank >= args.world_size]:
         refuse(args, "profile_ranks", f"there are {args.world_size} ranks, none is {absent[0]}", profile_ranks=[0])
     if args.use_pytorch_profiler and not args.tensorboard_dir:

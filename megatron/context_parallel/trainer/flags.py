@@ -244,9 +244,7 @@ class Logging(Section, title="validation and logging"):
 
 
 class Profiling(Section, title="profiling"):
-    profile: bool = flag(
-        "profile some iterations of some ranks: marked for nsys, or with --use-pytorch-profiler", False
-    )
+    profile: bool = flag("profile some iterations of some ranks, for nsys or --use-pytorch-profiler", False)
     use_pytorch_profiler: bool = flag("write Chrome traces to --tensorboard-dir instead", False, needs="profile")
     profile_step_start: int = flag("iteration to begin with, counted from 0", 10, at_least=0, needs="profile")
     profile_step_end: int = flag("iteration to end before", 12, example=12, at_least=1, needs="profile")
