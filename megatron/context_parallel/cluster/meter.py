@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..communicators import joined
-from ..transport import TorchTransport
+from ..transport import Messages, TorchTransport, Work
 
 CHANNEL = "probe"
 LARGEST = 2**28  # bytes of a message
 STAT = Path("/proc/stat")
 
 Action = Callable[[], object]
+Exchange = Callable[[Tensor], Work]  # starts messages as large as the tensor
 
 
 class Meter:
@@ -94,18 +95,19 @@ class Meter:
         self.start_together()
         return self.everyone(_busy() - before)[0]
 
-    def rate(self, exchange: Callable[[Tensor], object]) -> float:
+    def rate(self, exchange: Exchange) -> float:
         """Bytes a second of an exchange of one tensor, large enough that it takes `target` seconds."""
         size = 2**16
         while True:
             tensor = torch.zeros(size, dtype=torch.uint8, device=self.device)
-            took = self.seconds(lambda tensor=tensor: exchange(tensor), 1)
+            took = self.seconds(lambda tensor=tensor: exchange(tensor).wait(), 1)
             if took >= self.target or size == LARGEST:
-                return size / self.seconds(lambda tensor=tensor: exchange(tensor), 3)
+                return size / self.seconds(lambda tensor=tensor: exchange(tensor).wait(), 3)
             size = min(LARGEST, size * (16 if took < self.target / 16 else 2))
 
-    def exchange(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
-        self.transport.exchange(CHANNEL, sends, receives).wait()
+    def exchange(self, sends: Messages, receives: Messages) -> Work:
+        """Starts messages."""
+        return self.transport.exchange(CHANNEL, sends, receives)
 
 
 def _busy() -> float:

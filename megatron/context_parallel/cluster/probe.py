@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from .description import Cluster, Inside, Nics
 from .meter import Meter
-from .probe_device import measured_device
+from .probe_device import Blocks, measured_device
 from .probe_links import Links
 
 Section = TypeVar("Section", Inside, Nics)
@@ -42,8 +42,9 @@ def probe(
         UsageError: as `joined`, or nodes that have different numbers of ranks.
     """
     meter = Meter(group, device, quick)
-    links = Links(meter)
-    measured = measured_device(meter, dtype, heads, kv_heads, head_dim)
+    blocks = Blocks(meter, dtype, heads, kv_heads, head_dim)
+    links = Links(meter, blocks.one)
+    measured = measured_device(meter, blocks)
     message_us = links.message_us()
     inside, nics = links.inside(message_us), links.nics(message_us)
     cluster = Cluster(

@@ -15,7 +15,7 @@ from .description import AttentionRate, Device, GemmRate
 from .meter import Meter
 
 SHORT = 16  # rows of a block that costs its launch
-FEWEST, MOST = 128, 16384  # rows of blocks, on a CPU and on a GPU
+FEWEST, MOST = 128, 16384  # rows of blocks
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -36,6 +36,11 @@ class Blocks:
             self.meter.computing(lambda: self.kernel.forward(q, k, v, mask, self.scores)),
             self.meter.computing(lambda: self.kernel.backward(grad, self.scores)),
         )
+
+    def one(self) -> None:
+        """A small one, forward."""
+        q, k, v, _ = self._inputs(FEWEST)
+        self.kernel.forward(q, k, v, FULL, self.scores)
 
     def _inputs(self, rows: int) -> list[Tensor]:
         groups = self.heads // self.kv_heads
@@ -72,9 +77,9 @@ class Blocks:
         return tuple(found)
 
 
-def measured_device(meter: Meter, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> Device:
+def measured_device(meter: Meter, blocks: Blocks) -> Device:
     """The device of each rank, while all compute."""
-    blocks = Blocks(meter, dtype, heads, kv_heads, head_dim)
+    dtype = blocks.dtype
     launch = sum(blocks.seconds(SHORT, FULL)) / 2
     gemm = _gemms(meter, dtype)
     return Device(
@@ -86,7 +91,7 @@ def measured_device(meter: Meter, dtype: torch.dtype, heads: int, kv_heads: int,
         block_us=_digits(launch * 1e6),
         gemm=gemm,
         kernel_us=_digits(_kernel(meter) * 1e6),
-        step_us=_digits(max(0.0, _step(meter, dtype, head_dim) - launch) * 1e6),
+        step_us=_digits(max(0.0, _step(meter, dtype, blocks.head_dim) - launch) * 1e6),
     )
 
 

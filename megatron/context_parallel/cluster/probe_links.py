@@ -1,5 +1,6 @@
 """Measures what connects the ranks: rates alone and together, latency, and processors' work."""
 
+import math
 import os
 import socket
 from collections.abc import Callable
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
+from ..transport import Work
 from .description import Inside, Nics
-from .meter import Meter
+from .meter import Exchange, Meter
 
 SMALL = 16  # messages of a small exchange, each way
 WORK = 0.3  # seconds of processors' work that are enough to count
@@ -19,6 +21,9 @@ WORK = 0.3  # seconds of processors' work that are enough to count
 class Links:
     """The ranks of a group on their nodes, and what is measured between them.
 
+    Args:
+        block: computes for some milliseconds.
+
     Attributes:
         nodes, each: nodes, and ranks of each.
 
@@ -26,8 +31,8 @@ class Links:
         UsageError: nodes with different numbers of ranks, or ranks that are not in the order of nodes.
     """
 
-    def __init__(self, meter: Meter) -> None:
-        self.meter = meter
+    def __init__(self, meter: Meter, block: Callable[[], object]) -> None:
+        self.meter, self.block = meter, block
         local = int(os.environ.get("LOCAL_WORLD_SIZE", meter.n))
         places = meter.everyone((socket.gethostname(), int(os.environ.get("RANK", meter.rank)) // local))
         self.nodes = len(set(places))
@@ -44,8 +49,7 @@ class Links:
         if not self.meter.shared:
             return 0.0
         x = torch.zeros(1, device=self.meter.device)
-        small = partial(self._shift, 1, [x] * SMALL)
-        return self._work(small) / (2 * SMALL * self.meter.n) * 1e6
+        return self._work(lambda: self._shift(1, *[x] * SMALL).wait())[0] / (2 * SMALL * self.meter.n) * 1e6
 
     def inside(self, message_us: float) -> Inside | None:
         if self.each == 1:
@@ -55,9 +59,11 @@ class Links:
         # Ranks that share processors are slower together because of that.
         shared = not self.meter.shared and together < 0.6 * alone
         rate = alone if self.meter.shared else together * (self.each if shared else 1)
-        work = self._per_byte(partial(self._around, 1), message_us)
         return Inside(
-            GB_s=rate / 1e9, latency_us=self._latency(1, message_us), shared=shared, processor_ns_per_byte=work
+            GB_s=rate / 1e9,
+            latency_us=self._latency(1, message_us),
+            shared=shared,
+            processor_ns_per_byte=self._per_byte(partial(self._around, 1), message_us, rate),
         )
 
     def nics(self, message_us: float) -> Nics | None:
@@ -72,35 +78,35 @@ class Links:
             per_node=per_node,
             GB_s=rate / 1e9,
             latency_us=self._latency(self.each, message_us),
-            processor_ns_per_byte=self._per_byte(partial(self._shift, self.each), message_us),
+            processor_ns_per_byte=self._per_byte(partial(self._shift, self.each), message_us, together),
             crowding=self._crowding(rate * per_node),
         )
 
-    # -- exchanges: each gets what it sends -------------------------------------------------------------------
+    # -- exchanges, started: each rank gets as much as it sends ------------------------------------------------
 
-    def _pair(self, peer: int, x: Tensor) -> None:
+    def _pair(self, peer: int, x: Tensor) -> Work:
         """Rank 0 and `peer`, both ways."""
-        if self.meter.rank in (0, peer):
-            other = peer - self.meter.rank
-            self.meter.exchange([(other, x)], [(other, torch.empty_like(x))])
+        if self.meter.rank not in (0, peer):
+            return _Nothing()
+        other = peer - self.meter.rank
+        return self.meter.exchange([(other, x)], [(other, torch.empty_like(x))])
 
-    def _around(self, by: int, x: Tensor) -> None:
+    def _around(self, by: int, x: Tensor) -> Work:
         """All ranks of each node in a ring."""
         after, before = (self.node * self.each + (self.place + turn) % self.each for turn in (by, -by))
-        self.meter.exchange([(after, x)], [(before, torch.empty_like(x))])
+        return self.meter.exchange([(after, x)], [(before, torch.empty_like(x))])
 
-    def _shift(self, by: int, xs: Tensor | list[Tensor]) -> None:
+    def _shift(self, by: int, *xs: Tensor) -> Work:
         """All ranks, each to the one `by` further."""
-        xs = xs if isinstance(xs, list) else [xs]
         after, before = ((self.meter.rank + turn) % self.meter.n for turn in (by, -by))
-        self.meter.exchange([(after, x) for x in xs], [(before, torch.empty_like(x)) for x in xs])
+        return self.meter.exchange([(after, x) for x in xs], [(before, torch.empty_like(x)) for x in xs])
 
-    def _all_pairs(self, x: Tensor) -> None:
+    def _all_pairs(self, x: Tensor) -> Work:
         """Each rank with each rank of the other nodes, all at once; x is shared out among them."""
         others = [(self.meter.rank + k) % self.meter.n for k in range(1, self.meter.n)]
         others = [other for other in others if other // self.each != self.node]
         part = x[: max(1, len(x) // len(others))]
-        self.meter.exchange([(o, part) for o in others], [(o, torch.empty_like(part)) for o in reversed(others)])
+        return self.meter.exchange([(o, part) for o in others], [(o, torch.empty_like(part)) for o in others[::-1]])
 
     # -- what follows from them --------------------------------------------------------------------------------
 
@@ -111,28 +117,41 @@ class Links:
         def there_and_back(times: int = 10) -> None:
             for _ in range(times):
                 if meter.rank == 0:
-                    meter.exchange([(peer, x)], [])
-                    meter.exchange([], [(peer, back)])
+                    meter.exchange([(peer, x)], []).wait()
+                    meter.exchange([], [(peer, back)]).wait()
                 elif meter.rank == peer:
-                    meter.exchange([], [(0, back)])
-                    meter.exchange([(0, x)], [])
+                    meter.exchange([], [(0, back)]).wait()
+                    meter.exchange([(0, x)], []).wait()
 
         return max(0.0, meter.seconds(there_and_back) / 20 * 1e6 - message_us)
 
-    def _work(self, action: Callable[[], object]) -> float:
-        """Seconds of all processors for one call."""
+    def _work(self, action: Callable[[], object]) -> tuple[float, int]:
+        """Seconds of all processors for one call, and how many calls they were measured in."""
         times = 1
         while (spent := self.meter.busy(action, times)) < WORK / (4 if self.meter.quick else 1):
             times *= 4
-        return spent / times
+        return spent / times, times
 
-    def _per_byte(self, exchange: Callable[[Tensor], object], message_us: float) -> float:
-        """Nanoseconds of a processor at each end."""
+    def _per_byte(self, exchange: Exchange, message_us: float, rate: float) -> float:
+        """Nanoseconds of a processor at each end, while it computes: to switch between both is part of the work."""
         if not self.meter.shared:
             return 0.0
-        x = torch.zeros(2**20, dtype=torch.uint8)
-        work = self._work(partial(exchange, x)) / (2 * self.meter.n) - message_us * 1e-6
-        return max(0.0, work / len(x) * 1e9)
+        x = torch.zeros(max(2**20, int(rate * self.meter.target)), dtype=torch.uint8)
+        block = self.meter.everyone(self.meter.computing(self.block))[0]
+        blocks = math.ceil(len(x) / rate * self.meter.processors / self.meter.n / block)
+
+        def compute() -> None:
+            for _ in range(blocks):
+                self.block()
+
+        def both() -> None:
+            work = exchange(x)
+            compute()
+            work.wait()
+
+        spent, times = self._work(both)
+        more = spent - self.meter.busy(compute, times) / times
+        return max(0.0, more / (2 * self.meter.n) - message_us * 1e-6) / len(x) * 1e9
 
     def _crowding(self, node_rate: float) -> float:
         """How much less NICs carry when each rank exchanges with all of the other nodes at once."""
@@ -141,3 +160,8 @@ class Links:
             return 0.0
         rate = self.meter.rate(self._all_pairs)
         return max(0.0, node_rate / self.each / rate - 1) / (others - 1)
+
+
+class _Nothing:
+    def wait(self) -> None:
+        pass
