@@ -89,6 +89,9 @@ class Cluster:
         compute_slowdown, message_slowdown: what takes 1 second alone takes 1 + this while a device computes and sends
             or receives.
         shared_cores: processors that all ranks share; each computes on one at most. For a cluster emulated on one host.
+        busy_latency_us: what a message takes longer while ranks compute on all shared processors.
+        buffered_sends: a message is done for its sender when it starts, and messages of a channel go beside each other
+            (gloo); otherwise when it is there, and they follow each other (NCCL).
         message_us: what a message takes of a processor at each end, whatever its size; 0 where devices do this work.
     """
 
@@ -104,6 +107,8 @@ class Cluster:
     compute_slowdown: float = 0.0
     message_slowdown: float = 0.0
     shared_cores: int | None = None
+    busy_latency_us: float = 0.0
+    buffered_sends: bool = False
     message_us: float = 0.0
 
     def __post_init__(self) -> None:

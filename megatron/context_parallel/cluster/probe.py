@@ -57,6 +57,8 @@ def probe(
         inside=inside and _rounded(inside),
         nics=nics and _rounded(nics),
         shared_cores=meter.processors if meter.shared else None,
+        busy_latency_us=float(f"{links.busy_latency_us():.4g}"),
+        buffered_sends=device.type == "cpu",
         message_us=float(f"{message_us:.4g}"),
     )
     return meter.everyone(cluster)[0]

@@ -3,6 +3,7 @@
 import math
 import os
 import socket
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -14,7 +15,7 @@ from ..transport import Work
 from .description import Inside, Nics
 from .meter import Exchange, Meter
 
-SMALL = 16  # messages of a small exchange, each way
+SMALL = 2  # messages of a small exchange, each way: keys and values
 WORK = 0.3  # seconds of processors' work that are enough to count
 
 
@@ -124,6 +125,30 @@ class Links:
                     meter.exchange([(0, x)], []).wait()
 
         return max(0.0, meter.seconds(there_and_back) / 20 * 1e6 - message_us)
+
+    def busy_latency_us(self) -> float:
+        """How much longer a message takes while the other ranks compute."""
+        meter, found = self.meter, 0.0
+        if not meter.shared or meter.n < meter.processors + 2:
+            return 0.0
+        more, back, times = torch.ones(1), torch.ones(1), 0
+        meter.start_together()
+        begin = time.perf_counter()
+        while (spent := time.perf_counter() - begin) < 3 * meter.target or meter.rank == 1:
+            if meter.rank == 0:
+                meter.exchange([(1, more)], [(1, back)]).wait()
+                times += 1
+                found = spent / times
+            elif meter.rank > 1:
+                self.block()
+            else:
+                meter.exchange([(0, back)], [(0, more)]).wait()
+                if not more:
+                    break
+        if meter.rank == 0:
+            meter.exchange([(1, torch.zeros(1))], [(1, back)]).wait()
+        quiet = meter.seconds(lambda: self._pair(1, back).wait())
+        return max(0.0, meter.everyone(found)[0] - quiet) * 1e6
 
     def _work(self, action: Callable[[], object]) -> tuple[float, int]:
         """Seconds of all processors for one call, and how many calls they were measured in."""

@@ -73,7 +73,7 @@ def simulate(
     blocks = BlockTime(cluster.device, plan, shape, mask or Mask(), shape.rows * plan.size // batch, dtype)
     few = fold(plan, blocks, period_of_links(cluster, devices)) if plan.size > ALL_UP_TO else Fold.none(plan)
     links = Links(cluster, few.like, devices, others)
-    clock = Clock(plan, _Costs(plan, shape, blocks, links, few), few.groups, few.ranks)
+    clock = Clock(plan, _Costs(plan, shape, blocks, links, few), few.groups, few.ranks, cluster.buffered_sends)
     clock.run()
     busy = [0.0] * few.ranks
     for span in clock.spans:
@@ -136,13 +136,19 @@ class _Costs:
             ]
         elif isinstance(op, ReduceScatter) and self.cluster.nics:  # all pairs at once
             crowd += self.cluster.nics.crowding * (len(op.group) - 2)
+        wake = self._wake()
         for t in transfers:
             path, uses, ends = self.route(None if swap else group, t.sender, t.receiver)
-            size = self.bytes[t.tensor, swap] * t.share * hops
-            yield Task(None, size * (crowd if path.between_nodes else 1.0), uses, ends), path.seconds * hops
+            size, delay = self.bytes[t.tensor, swap] * t.share * hops, path.seconds + wake
+            yield Task(None, size * (crowd if path.between_nodes else 1.0), uses, ends), delay * hops
             if path.processor and self.cluster.shared_cores:  # at both ends, beside what the ranks compute
                 for _ in ends:
-                    yield Task(None, size * path.processor, [self._cores]), path.seconds
+                    yield Task(None, size * path.processor, [self._cores]), delay
+
+    def _wake(self) -> float:
+        """Seconds until a rank gets a processor that it needs for a message."""
+        cores, wait = self.cluster.shared_cores, self.cluster.busy_latency_us
+        return wait * 1e-6 if cores and wait and self.flows.users(self._cores) >= cores * self.fold.share else 0.0
 
     def _route(self, group: int | None, sender: int, receiver: int) -> tuple[Path, list[int], tuple[int, int]]:
         """The path, its resources and the devices of a message between two ranks: of a group, or of all."""

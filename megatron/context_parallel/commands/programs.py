@@ -12,6 +12,7 @@ def _program(name: str) -> Callable[[], NoReturn]:
 
 
 checkpoint = _program("checkpoint")
+cluster_probe = _program("cluster_probe")
 generate = _program("generate")
 gpu_check = _program("gpu_check")
 plan = _program("plan")

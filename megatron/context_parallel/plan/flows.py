@@ -66,6 +66,10 @@ class Flows:
             self._users.append({})
         return number
 
+    def users(self, resource: int) -> int:
+        """How many tasks use a resource now."""
+        return sum(resource in task.uses for task in (*self._tasks, *self._new))
+
     def add(self, task: Task, delay: float = 0.0) -> None:
         """Starts a task, after `delay` seconds."""
         if task.uses and not delay:

@@ -107,13 +107,17 @@ class Machine:
     Where rank r + `period` does what rank r does, with all ranks and chunks `period` further, only the ranks below
     `period` run. Each stands for those that are a multiple of `period` further.
 
+    With `buffered` a message that is sent is done for its sender when it starts, and a batch starts beside the one before
+    it on its channel, as with gloo.
+
     Attributes:
         started: operations that all parties have started, for the clock to run. It tells `complete` when they are done.
         completed: batches that are complete, for the clock to look at.
     """
 
-    def __init__(self, plan: Plan, period: int | None = None) -> None:
+    def __init__(self, plan: Plan, period: int | None = None, buffered: bool = False) -> None:
         self.plan, self.n, self.period, self.ends = plan, plan.n, period or plan.n, plan.ends
+        self.buffered = buffered
         ranks = range(self.period)
         self.held: list[dict[Key, int]] = [{(t, r): 1 << r for t in plan.starts} for r in ranks]
         self.arriving: list[dict[Key, list[tuple[Operation, Batch, Comm]]]] = [{} for _ in ranks]
@@ -217,7 +221,7 @@ class Machine:
             for key in op.brings(r):
                 arriving.setdefault(key, []).append((operation, batch, op))
         batch.open = len(comm)
-        if batch.previous is None or batch.previous.done:
+        if self.buffered or batch.previous is None or batch.previous.done:
             self._start(batch)
 
     def _meet(self, batch: Batch, op: Comm) -> Operation:
@@ -284,15 +288,25 @@ class Machine:
             if operation.started == operation.parties_needed:
                 self.started.append(operation)
 
+    def begin(self, operation: Operation) -> None:
+        """Completes what is complete as soon as an operation of `started` starts."""
+        for batch, op in operation.parties:
+            if self.buffered and isinstance(op, Send):
+                self._count(batch)
+
     def complete(self, operation: Operation) -> None:
         """Completes the batches of which this operation was the last, and starts those behind them."""
-        for batch, _ in operation.parties:
-            batch.open -= 1
-            if batch.open == 0:
-                batch.done = True
-                self.completed.append(batch)
-                if batch.following:
-                    self._start(batch.following)
+        for batch, op in operation.parties:
+            if not (self.buffered and isinstance(op, Send)):
+                self._count(batch)
+
+    def _count(self, batch: Batch) -> None:
+        batch.open -= 1
+        if batch.open == 0:
+            batch.done = True
+            self.completed.append(batch)
+            if batch.following:
+                self._start(batch.following)
 
     def check_matched(self) -> None:
         """Raises PlanError if an operation has no counterpart."""

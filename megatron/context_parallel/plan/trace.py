@@ -117,13 +117,15 @@ class Clock:
         plan: the plan.
         costs: what its blocks and messages take.
         groups: how many of its `heads` groups run. The others are as far as these. Spans tell of the first.
-        period: as in `Machine`.
+        period, buffered: as in `Machine`.
     """
 
-    def __init__(self, plan: Plan, costs: Costs, groups: int = 1, period: int | None = None) -> None:
+    def __init__(
+        self, plan: Plan, costs: Costs, groups: int = 1, period: int | None = None, buffered: bool = False
+    ) -> None:
         self.plan, self.costs, self.flows = plan, costs, costs.flows
         self.spans: list[Span] = []
-        self.machines = [Machine(plan, period) for _ in range(groups)]
+        self.machines = [Machine(plan, period, buffered) for _ in range(groups)]
         ranks = range(period or plan.n)
         self.programs = {(g, r): machine.program(r) for g, machine in enumerate(self.machines) for r in ranks}
         self.ready = deque(self.programs)
@@ -196,6 +198,8 @@ class Clock:
                 transfers = [t for rank, moved in own for t in moved if t.receiver == rank]
             for batch, _ in operation.parties:
                 batch.begin = self.flows.now
+            machine.begin(operation)
+            self._note_completed(group)
             self._send(self.costs.messages(group, op, transfers), partial(self._complete, group, operation))
 
     def _send(self, messages: Iterable[tuple[Task, float]], then: Callable[[], None]) -> None:
@@ -216,8 +220,12 @@ class Clock:
             self.flows.add(Task(arrived, *task[1:]), delay)
 
     def _complete(self, group: int, operation: Operation) -> None:
+        self.machines[group].complete(operation)
+        self._note_completed(group)
+
+    def _note_completed(self, group: int) -> None:
+        """Ranks that waited for batches that are complete now go on."""
         machine = self.machines[group]
-        machine.complete(operation)
         for batch in machine.completed:
             if group == 0:
                 self.spans.append(
