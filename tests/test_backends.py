@@ -642,5 +642,5 @@ def test_the_image_has_what_the_project_pins_and_asks_for():
     assert arguments["TORCH_CUDA_ARCH_LIST"].split(";") == architectures
     for variable in ("FLASH_ATTN_CUDA_ARCHS", "NVTE_CUDA_ARCHS"):
         assert arguments[variable].split(";") == [str(architecture) for architecture in TILES]
-    assert TorchVersion("2.9") <= TorchVersion(arguments["TRANSFORMER_ENGINE"]) < TorchVersion("2.12")  # megatron-core's
+    assert TorchVersion("2.9") <= TorchVersion(arguments["TRANSFORMER_ENGINE"]) < TorchVersion("2.12")
     assert "#subdirectory=hopper" in text and len(arguments["FLASH_ATTN_3"]) == 40  # auto's first choice on sm_90
