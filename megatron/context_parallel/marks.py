@@ -1,7 +1,7 @@
 """When blocks and communication ran, for a profiler. Nothing is noted unless one is on."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import time_ns
 from typing import NamedTuple
 
@@ -10,6 +10,9 @@ import torch
 from .plan.ir import Attend, Comm, SwapHeads
 from .plan.names import named
 from .transport import Work
+
+
+_NOTHING = nullcontext()
 
 
 class Mark(NamedTuple):
@@ -33,14 +36,9 @@ class Marks:
         self.on = False
         self.batches: list[Mark] = []
 
-    @contextmanager
-    def block(self, attend: Attend) -> Iterator[None]:
+    def block(self, attend: Attend) -> AbstractContextManager:
         """Around a block."""
-        if not self.on:
-            yield
-            return
-        with torch.profiler.record_function(named((attend,))):
-            yield
+        return torch.profiler.record_function(named((attend,))) if self.on else _NOTHING
 
     def batch(self, channel: str, comm: Sequence[Comm | SwapHeads], work: Work) -> Work:
         """Communication that has just been launched, to wait for."""

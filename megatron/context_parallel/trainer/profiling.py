@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..marks import Mark, marks
+from .checkpoint import say
 from .flags import Arguments
 
 
@@ -16,6 +17,7 @@ class Profile:
     def __init__(self, args: Arguments) -> None:
         self.args = args
         self._asked = args.profile and args.rank in args.profile_ranks
+        self._first = True
         self._torch: torch.profiler.profile | None = None
         self._nsys: Any = None
 
@@ -23,10 +25,14 @@ class Profile:
         """Begins or ends before an iteration."""
         if not self._asked:
             return
-        if marks.on and iteration >= self.args.profile_step_end:
+        start, end = self.args.profile_step_start, self.args.profile_step_end
+        if marks.on and iteration >= end:
             self.end()
-        elif iteration == self.args.profile_step_start:
+        elif not marks.on and start <= iteration < end:
             self._begin()
+        elif self._first and iteration >= end:
+            say(f"--profile-step-end {end}: the run goes on at iteration {iteration}; nothing is profiled")
+        self._first = False
 
     def _begin(self) -> None:
         marks.on, marks.batches = True, []
