@@ -11,7 +11,6 @@ from .plan.ir import Attend, Comm, SwapHeads
 from .plan.names import named
 from .transport import Work
 
-
 _NOTHING = nullcontext()
 
 
