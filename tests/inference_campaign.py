@@ -1,13 +1,14 @@
 """Inference in every combination: attention of all stages, plans to 64 ranks, and tokens of long conversations.
 
     PYTHONPATH=. python tests/inference_campaign.py
-    PYTHONPATH=. python tests/inference_campaign.py --only attention
+    PYTHONPATH=. python tests/inference_campaign.py --only "tokens of 3 ranks"
 
 Prints the largest error, and what failed. Exit status 1 if anything did.
 """
 
 import argparse
 import sys
+from functools import partial
 from itertools import product
 from random import Random
 
@@ -98,24 +99,26 @@ def _conversations() -> list:
     ]
 
 
-def check_tokens() -> list[str]:
-    """Conversations of three turns of 64 tokens, on 1 to 4 ranks."""
-    ranks, failed = Ranks(), list[str]()
+def check_tokens(n: int) -> list[str]:
+    """Conversations of three turns of 64 tokens."""
+    ranks = Ranks()
     (expected,) = ranks(1, _expected)
-    for n in (1, 2, 3, 4):
-        of_ranks = ranks(n, _conversations)
-        failed += [
-            f"tokens: {n} ranks, {case}"
-            for texts in of_ranks
-            for case, text in zip(HOW, texts, strict=True)
-            if text != expected
-        ]
+    found = ranks(n, _conversations)
     ranks.close()
-    print(f"tokens: {len(HOW)} ways on 1 to 4 ranks, {sum(map(len, expected))} tokens each", flush=True)
-    return failed
+    print(f"tokens of {n} ranks: {len(HOW)} ways, {', '.join(str(len(text)) for text in expected)} tokens", flush=True)
+    return [
+        f"tokens of {n} ranks: {how}"
+        for of_rank in found
+        for how, texts in zip(HOW, of_rank, strict=True)
+        if texts != expected
+    ]
 
 
-CHECKS = {"attention": check_attention, "plans": check_plans, "tokens": check_tokens}
+CHECKS = {
+    "attention": check_attention,
+    "plans": check_plans,
+    **{f"tokens of {n} ranks": partial(check_tokens, n) for n in (1, 2, 3, 4)},
+}
 
 
 def main() -> int:

@@ -138,7 +138,8 @@ class Session:
         if total > len(new):
             cached = sum(map(self.tables.length, counts))
             self.variant = self._choose(prefill or self.prefill, total, cached)
-        turn = Turn(self.tables, new, self.tables.add(counts), self.cp.rank)
+        self.tables.add(counts)
+        turn = Turn(self.tables, new, self.cp.rank)
         self._sequences = turn.sequences
         tokens, places = (x.to(self.device) if len(x) else x.new_zeros(1) for x in (turn.tokens, turn.positions))
         with torch.no_grad(), self._installed(turn, places):
@@ -160,7 +161,8 @@ class Session:
         for sequence, of in values.items():
             numbers[row[sequence]] = torch.tensor(of, dtype=torch.float64)
         numbers = numbers.to(self.device)
-        dist.all_reduce(numbers, group=self.cp.group)
+        if self.cp.n > 1:
+            dist.all_reduce(numbers, group=self.cp.group)
         return dict(zip(row, numbers.tolist(), strict=True))
 
     def _choose(self, how: str, new: int, cached: int) -> str:

@@ -19,27 +19,23 @@ class Turn:
     Args:
         tables: of all ranks.
         new: the new tokens of each sequence.
-        dealt: how many of them each rank got.
         rank: this rank.
 
     Attributes:
         sequences: in ascending order, as their rows follow each other.
-        new, cached: tokens of all sequences.
         tokens, positions: int64 [rows], this rank's new rows.
         last: for each sequence whose last token is on this rank, its row.
     """
 
-    def __init__(
-        self, tables: PageTables, new: Mapping[int, Sequence[int]], dealt: Mapping[int, list[int]], rank: int
-    ) -> None:
-        self.tables, self.dealt, self.rank = tables, dealt, rank
+    def __init__(self, tables: PageTables, new: Mapping[int, Sequence[int]], rank: int) -> None:
+        self.tables, self.rank = tables, rank
         self.sequences = sorted(new)
         lengths = {s: tables.length(s) for s in self.sequences}
         self.starts = {s: length - len(new[s]) for s, length in lengths.items()}  # the place of the first new token
-        self.new, self.cached = sum(map(len, new.values())), sum(self.starts.values())
         self.batch = Sequences([lengths[s] for s in self.sequences])
         self.begins = dict(zip(self.sequences, self.batch.bounds.tolist(), strict=False))
-        self.queries = ListedChunks(tuple(self._count(r) for r in range(tables.n)), self._query_positions)
+        counts = (sum(tables.count(s, r, start) for s, start in self.starts.items()) for r in range(tables.n))
+        self.queries = ListedChunks(tuple(counts), self._query_positions)
         tokens, positions, self.last = list[int](), list[Ints](), dict[int, int]()
         for s in self.sequences:
             places = self._new_places(s, rank)
@@ -48,15 +44,8 @@ class Turn:
             if len(places) and places[-1] == lengths[s] - 1:
                 self.last[s] = len(tokens) - 1
         self.tokens, self.positions = torch.tensor(tokens, dtype=torch.int64), _joined(positions)
-        self.new_slots = _joined([self._tail(tables.slots(s, rank), s, rank) for s in self.sequences])
+        self.new_slots = _joined([tables.slots(s, rank, start) for s, start in self.starts.items()])
         self._views: dict[tuple, tuple[Blocks, Tensor | slice]] = {}
-
-    def _count(self, rank: int) -> int:
-        return sum(self.dealt[s][rank] for s in self.sequences)
-
-    def _tail(self, rows: Ints, sequence: int, rank: int) -> Ints:
-        """Of the rows of a sequence on a rank, the new ones."""
-        return rows[len(rows) - self.dealt[sequence][rank] :]
 
     def _new_places(self, sequence: int, rank: int) -> Ints:
         return self.tables.positions(sequence, rank, self.starts[sequence])
