@@ -178,6 +178,7 @@ def save_and_generate(family: str, folder: str, tokens: list[int]) -> list[int]:
     args = training_case.case_args(
         family,
         save=folder,
+        cp_layout="contiguous",
         tokenizer_type="NullTokenizer",
         vocab_size=training_case.VOCABULARY - 1,
         transformer_impl="local",
