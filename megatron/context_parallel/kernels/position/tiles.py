@@ -113,7 +113,7 @@ TILES: dict[int, dict[str, dict[int, Tiles]]] = {
         "dkv": {
             64: Tiles(64, 128, 8, 3),
             80: Tiles(32, 128, 8, 2),
-            96: Tiles(64, 128, 8, 2),
+            96: Tiles(64, 128, 8, 3),
             128: Tiles(64, 128, 8, 2),
             192: Tiles(32, 64, 8, 2),
             256: Tiles(32, 64, 8, 2),
@@ -124,7 +124,7 @@ TILES: dict[int, dict[str, dict[int, Tiles]]] = {
         "capped dkv": {
             64: Tiles(32, 128, 8, 3),
             80: Tiles(16, 128, 8, 2),
-            96: Tiles(32, 64, 8, 2),
+            96: Tiles(32, 64, 4, 2),
             128: Tiles(32, 128, 8, 2),
             192: Tiles(16, 64, 8, 2),
             256: Tiles(16, 64, 8, 2),
