@@ -42,12 +42,12 @@ class Links:
         devices: Sequence[int] | None = None,
         others: Sequence[Sequence[int]] = (),
     ) -> None:
-        devices = devices or range(cluster.ranks)
-        self.cluster, self.like = cluster, [like(rank) for rank in range(len(devices))]
-        self.nodes = [device // cluster.devices_per_node for device in devices]  # of each rank
-        self.places = [divmod(devices[rank], cluster.devices_per_node) for rank in self.like]  # node, device in it
+        self.cluster, self.devices = cluster, devices or range(cluster.ranks)
+        self.like = [like(rank) for rank in range(len(self.devices))]
+        self.nodes = [device // cluster.devices_per_node for device in self.devices]  # of each rank
+        self.places = [divmod(self.devices[rank], cluster.devices_per_node) for rank in self.like]  # node, device in it
         self.together = 1 + len(others)
-        self.sharing = Counter(part for group in (devices, *others) for part in {*self._parts(group)})
+        self.sharing = Counter(part for group in (self.devices, *others) for part in {*self._parts(group)})
         self.path = cache(self._path)
 
     def _parts(self, group: Iterable[int]) -> Iterator[tuple]:
