@@ -10,7 +10,8 @@ from megatron.context_parallel import UsageError
 from megatron.context_parallel.cluster.attention_pass import attention_forecast
 from megatron.context_parallel.cluster.collectives import exchange, ring
 from megatron.context_parallel.cluster.description import AttentionRate, Cluster, Device, GemmRate, Inside, Nics
-from megatron.context_parallel.cluster.memory import memory
+from megatron.context_parallel.cluster.layer_time import LayerTime
+from megatron.context_parallel.cluster.memory import fullest_stage, memory, total
 from megatron.context_parallel.cluster.model import Model
 from megatron.context_parallel.cluster.run import Run
 from megatron.context_parallel.cluster.training_step import forecast_step
@@ -67,6 +68,7 @@ def test_an_ideal_device_takes_the_models_operations():
     assert forecast.seconds == pytest.approx((flops + 0.5 * attention_flops(MODEL, 1024)) / 1e12, rel=1e-3)
     assert forecast.mfu == pytest.approx(flops / 1e12 / forecast.seconds)
     assert sum(forecast.parts.values()) == pytest.approx(forecast.seconds)
+    assert forecast.fits and not forecast_step(MODEL, RUN, replace(ALONE, device=replace(IDEAL, memory_GiB=0.001))).fits
     assert seconds(replace(RUN, micro_batch_size=2, global_batch_size=4), ALONE) == pytest.approx(4 * forecast.seconds)
 
 
@@ -100,6 +102,8 @@ def test_rates_of_products_memory_and_launches_count():
     parts = forecast_step(MODEL, RUN, replace(ALONE, device=slow)).parts
     assert parts["norms and the like"] == pytest.approx(norms * 1024 * 2 / 1e6, rel=1e-6)
     assert parts["optimizer"] == pytest.approx(MODEL.parameters * 42 / 1e6)
+    loss = 4 * 256 * 2 + 1024 * (13 * 4 + 2 * 2)  # of a token, forward and backward
+    assert parts["logits and loss"] == pytest.approx(1024 * loss / 1e6, rel=1e-3)
     parts = forecast_step(MODEL, RUN, replace(ALONE, device=replace(IDEAL, kernel_us=1e6))).parts
     assert parts["kernel launches"] == 4 * (11 + 15) + 2 + 20
     sizes = GemmRate(size=256, TFLOP_s=1), GemmRate(size=1024, TFLOP_s=3)
@@ -170,6 +174,7 @@ def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
     assert forecast_step(MODEL, half, far).parts["pipeline bubble"] == pytest.approx(2 * layer / 2, rel=1e-3)
     slow = replace(far, inside=Inside(GB_s=1, latency_us=0))
     assert forecast_step(MODEL, run, slow).parts["pipeline traffic"] == pytest.approx(6 * 2 * 1024 * 256 * 2 / 1e9)
+    assert forecast_step(MODEL, half, slow).parts["pipeline traffic"] == 0  # hidden
 
 
 def test_context_groups_beside_each_other_share_the_nics():
@@ -182,8 +187,42 @@ def test_context_groups_beside_each_other_share_the_nics():
         run = replace(RUN, context_parallel_size=4, tensor_model_parallel_size=2)
         forecast = attention_forecast(MODEL, run, cluster, False)
         assert forecast.seconds == pytest.approx(3 * keys * groups / 10e9, rel=1e-3)
-    apart = replace(RUN, context_parallel_size=4, data_parallel_size=2, global_batch_size=2)
-    assert attention_forecast(MODEL, apart, cluster, False).seconds == pytest.approx(3 * 2 * keys / 100e9, rel=1e-3)
+    thin = replace(slow, nodes=4, nodes_per_switch=2, oversubscription=8.0)  # 8 NICs of 10 GB/s and an uplink of 10
+    run = replace(run, context_parallel_size=8)
+    assert attention_forecast(MODEL, run, thin, False).seconds == pytest.approx(7 * keys / 2 * 2 / 10e9, rel=1e-3)
+    apart = replace(RUN, context_parallel_size=2, data_parallel_size=2, global_batch_size=2)
+    assert attention_forecast(MODEL, apart, cluster, False).seconds == pytest.approx(4 * keys / 100e9, rel=1e-3)
+    bus = replace(cluster, inside=replace(cluster.inside, shared=True))
+    assert attention_forecast(MODEL, apart, bus, False).seconds == pytest.approx(4 * 4 * keys / 100e9, rel=1e-3)
+
+
+def test_ranks_that_share_processors_take_longer():
+    run = replace(RUN, tensor_model_parallel_size=2, context_parallel_size=4)
+    far = replace(BOX, inside=Inside(GB_s=1e9, latency_us=0), nics=Nics(per_node=4, GB_s=1e9, latency_us=0))
+    alone, shared = (forecast_step(MODEL, run, replace(far, shared_cores=cores)) for cores in (None, 2))
+    flops = MODEL.flops_per_sequence(1024)
+    assert alone.mfu == pytest.approx(flops / 8 / 1e12 / alone.seconds)
+    for part in ("attention", "products of matrices", "logits and loss"):
+        assert shared.parts[part] == pytest.approx(4 * alone.parts[part], rel=1e-2)
+
+
+def test_key_heads_are_repeated_for_more_tensor_parallel_ranks():
+    for tensor, width in ((4, 256 // 4 + 2 * 128 // 4), (8, 256 // 8 + 2 * 32)):
+        time = LayerTime(MODEL, replace(RUN, tensor_model_parallel_size=tensor), IDEAL)
+        assert time.products["qkv"] == pytest.approx(2 * 1024 * 256 * width / 1e12)
+
+
+def test_the_fullest_stage_has_most_micro_batches_or_the_logits():
+    run = replace(RUN, pipeline_model_parallel_size=2, global_batch_size=8)
+    sizes = [{part.what: part.bytes for part in memory(MODEL, run, stage)} for stage in (0, 1)]
+    layer = (4 * 256 + 2 * 256 + 2 * 128 + 3 * 512) * 2 * 1024
+    assert [size["activations"] for size in sizes] == [2 * 2 * layer, 2 * layer]
+    assert (fullest_stage(MODEL, run), fullest_stage(replace(MODEL, padded_vocab_size=8192), run)) == (0, 1)
+    for stage, temporary in ((0, "attention buffers"), (1, "logits and loss")):
+        rest = sum(
+            bytes for what, bytes in sizes[stage].items() if what not in ("attention buffers", "logits and loss")
+        )
+        assert total(memory(MODEL, run, stage)) == rest + sizes[stage][temporary]
 
 
 def test_a_group_with_gaps_is_simulated_in_part(monkeypatch):
