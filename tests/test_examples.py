@@ -147,6 +147,14 @@ def test_slurm_passes_a_failure_on_and_does_not_repeat_it(tmp_path, slurm):
     assert not (tmp_path / "scontrol").exists()
 
 
+def test_slurm_serves_with_all_nodes(tmp_path, slurm):
+    script = ["bash", str(ROOT / "examples/slurm/serve.sbatch"), "--load", "llama"]
+    subprocess.run(script, env=slurm, check=True, capture_output=True)
+    call = (tmp_path / "srun").read_text().splitlines()
+    assert call[-7:-3] == ["--nnodes=2", "--nproc-per-node=8", "--master-addr=n7", "--master-port=20041"]
+    assert call[-3:] == ["tools/run_text_generation_server.py", "--load", "llama"]
+
+
 @pytest.mark.parametrize(("family", "preset"), [("llama", "tiny-llama"), ("gpt3", "tiny-gpt3")])
 def test_launch_scripts_of_the_families(family, preset):
     script = ["bash", str(ROOT / f"examples/{family}/pretrain.sh"), preset]
