@@ -16,14 +16,12 @@ import torch
 from rich.table import Table
 
 from megatron.context_parallel import AllRanks
+from megatron.context_parallel.commands.gpu_checks.documents import CASES, end_tokens, plan_and_cut
 from megatron.context_parallel.commands.run import run_main
 from megatron.context_parallel.kernels.choose import LibraryAndPosition
 from megatron.context_parallel.kernels.masks import Piece, Runs
 from megatron.context_parallel.mask import Documents, Mask
-from megatron.context_parallel.plan.liveness import last_reads
 from megatron.context_parallel.tables import show
-
-CASES = ["ring", "ring:layout=contiguous", "ring:layout=cyclic", "lightseq", "ulysses", "attention2d", "mesh"]
 
 
 class Runner:
@@ -45,29 +43,6 @@ class Runner:
 KERNEL = LibraryAndPosition(Runner(), Runner())
 
 
-def end_tokens(length: int, documents: int, seed: int) -> torch.Tensor:
-    """Where documents of random lengths end: bool [1, length]."""
-    draw = torch.Generator().manual_seed(seed)
-    ends = torch.zeros(1, length, dtype=torch.bool)
-    ends[0, torch.randperm(length - 1, generator=draw)[: documents - 1]] = True
-    return ends
-
-
-def plan_and_cut(cp: AllRanks, rank: int, mask: Mask, length: int, heads: int) -> tuple[float, float]:
-    """Seconds of the plans of both passes, and of all blocks of a rank in them."""
-    shape = (length, length), heads, heads
-    start = time.process_time()
-    plans = [cp.plan(mask, *shape, backward=backward) for backward in (False, True)]
-    for plan in plans:
-        last_reads(plan, rank)
-    planned = time.process_time()
-    blocks = cp.blocks(mask, shape[0], KERNEL)
-    for attend in (attend for plan in plans for step in plan.steps[rank] for attend in step.attend):
-        for q in attend.q_chunks:
-            blocks.pieces(q, attend.kv_chunks)
-    return planned - start, time.process_time() - planned
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=8)
@@ -87,7 +62,7 @@ def main() -> None:
             start = time.process_time()
             mask = Mask(documents=Documents.after(ends))
             made = time.process_time() - start
-            of_ranks = [plan_and_cut(cp, rank, mask, length, heads) for rank, cp in enumerate(cps)]
+            of_ranks = [plan_and_cut(cp, rank, mask, length, heads, KERNEL) for rank, cp in enumerate(cps)]
             if turn:  # the first meets the layout for the first time
                 times.append((made, *max(of_ranks, key=sum)))
         made, planned, worst = (1000 * statistics.median(column) for column in zip(*times, strict=True))

@@ -111,10 +111,10 @@ class NcclOptions:
 
 def test_communicators_have_the_priority_and_limits_of_their_group(monkeypatch):
     given = NcclOptions(True)
-    given.config.max_ctas = 16
+    given.config.max_ctas, given._timeout = 16, 7
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
     monkeypatch.setattr(communicators, "_backend_options", lambda group: given)
     own = communicators.options_of(None)
-    assert own is not given and own.is_high_priority_stream and own.config.max_ctas == 16
+    assert own is not given and own.is_high_priority_stream and (own.config.max_ctas, own._timeout) == (16, 7)
     monkeypatch.setattr(communicators, "_backend_options", lambda group: object())
     assert communicators.options_of(None) is None

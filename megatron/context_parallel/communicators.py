@@ -44,7 +44,7 @@ def options_of(group: dist.ProcessGroup) -> Any:
     if not hasattr(given, "is_high_priority_stream"):
         return None
     own = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.is_high_priority_stream)
-    own.config = given.config
+    own.config, own._timeout = given.config, given._timeout
     return own
 
 

@@ -5,7 +5,7 @@ kv_heads. These are views of Megatron's [s, b, heads, d], and rows stay contiguo
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +17,12 @@ from .kernels.masks import Piece
 from .kernels.merge import merge
 from .marks import marks
 from .plan.ir import IN_FLIGHT, PARTIAL, AllGather, Attend, Key, Plan, Recv, ReduceScatter, Send, T
-from .plan.liveness import last_reads
+from .plan.liveness import freed
 from .recorder import recorder
 from .transport import Program, Transport, Work
 
 Value = tuple[Tensor, ...]
+Part = slice | tuple[slice, slice]  # rows, or rows and heads
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Executor:
         self.held: dict[Key, Value] = {(t, rank): value for t, value in inputs.items()}
         self.arriving: dict[Key, list[tuple[Work, int, Value]]] = defaultdict(list)  # with the peer that sends it
         self.launched: dict[str, deque[Work]] = defaultdict(deque)
-        self.last_reads = last_reads(plan, rank)
+        self.freed = freed(plan, rank)
+        self.shapes: dict[T, list[tuple[tuple[int, ...], torch.dtype]]] = {}
         self.q, (self.k, self.v) = inputs[plan.starts[0]][0], inputs[T.KV]
         self.wide = torch.promote_types(self.q.dtype, torch.float32)
 
@@ -54,7 +56,8 @@ class Executor:
             yield from self._launch(step.comm)
             for attend in step.attend:
                 yield from self._attend(attend)
-            self._free(s)
+            for key in self.freed.get(s, ()):
+                self.held.pop(key, None)
         recorder.at_step(len(steps))
         ends = {}
         for t in self.plan.ends:
@@ -128,7 +131,7 @@ class Executor:
         """A reduce-scatter by the transport, which needs no buffer for each other rank."""
         parts = []
         for chunk in op.chunks:
-            parts.append((yield from self._take(op.tensor, chunk)))
+            parts.append((yield from self._leaving(op.tensor, chunk)))
         yield from self._make_room(op.channel)
         mine = self._empty(op.tensor, op.chunks[place])
         together = [torch.cat(of_chunks) for of_chunks in zip(*parts, strict=True)]
@@ -183,31 +186,28 @@ class Executor:
         del self.held[tensor, chunk]
         return (value[0], value[1].to(self.wide).contiguous()) if tensor is T.O else value
 
-    def _free(self, step: int) -> None:
-        done = [
-            (tensor, chunk)
-            for (tensor, chunk) in self.held
-            if tensor not in PARTIAL and chunk != self.rank and self.last_reads.get((tensor, chunk), -1) <= step
-        ]
-        for key in done:
-            del self.held[key]
-
     # -- values ------------------------------------------------------------------------------------------------
 
     def _empty(self, tensor: T, chunk: int) -> Value:
-        rows, q, values = self.problem.blocks.chunks(tensor).rows(chunk), self.q.shape[1:], self.v.shape[-1]
-        if tensor in (T.KV, T.DKV):
-            shapes = [(rows, *x.shape[1:]) for x in (self.k, self.v)]
-        else:
-            by_row = (rows, *q[:2])
-            queries, outputs = (*by_row, q[2]), (*by_row, values)
-            shapes = {T.Q: [queries], T.DQ: [queries], T.O: [outputs], T.QDO: [queries, outputs]}[tensor]
-        dtype = self.wide if tensor in PARTIAL else self.q.dtype
-        stats = {T.O: 1, T.QDO: 2}.get(tensor, 0)  # log-sum-exp, delta
-        return (
-            *(self.q.new_empty(shape, dtype=dtype) for shape in shapes),
-            *(self.q.new_empty(by_row, dtype=self.wide) for _ in range(stats)),
-        )
+        rows, device = self.problem.blocks.chunks(tensor).rows(chunk), self.q.device
+        if tensor not in self.shapes:
+            self.shapes[tensor] = self._shapes(tensor)
+        return tuple([torch.empty((rows, *x), dtype=dtype, device=device) for x, dtype in self.shapes[tensor]])
+
+    def _shapes(self, tensor: T) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The shape of a row and the dtype of each part of a tensor."""
+        dtype, by_row, stats = self.wide if tensor in PARTIAL else self.q.dtype, self.q.shape[1:3], 0
+        queries, outputs = (*by_row, self.q.shape[3]), (*by_row, self.v.shape[-1])
+        match tensor:
+            case T.KV | T.DKV:
+                parts = [tuple(x.shape[1:]) for x in (self.k, self.v)]
+            case T.Q | T.DQ:
+                parts = [queries]
+            case T.O:
+                parts, stats = [outputs], 1  # log-sum-exp
+            case _:
+                parts, stats = [queries, outputs], 2  # and delta
+        return [*((part, dtype) for part in parts), *[(tuple(by_row), self.wide)] * stats]
 
     def _zero(self, tensor: T, chunk: int) -> Value:
         value = self._empty(tensor, chunk)
@@ -235,10 +235,10 @@ class Executor:
     # -- blocks ------------------------------------------------------------------------------------------------
 
     def _attend(self, attend: Attend) -> Program[None]:
-        for chunk in attend.kv_chunks:
-            yield from self._need((T.KV, chunk))
-        for chunk in attend.q_chunks:
-            yield from self._need((self.plan.starts[0], chunk))
+        query = self.plan.starts[0]
+        for key in [*((T.KV, chunk) for chunk in attend.kv_chunks), *((query, chunk) for chunk in attend.q_chunks)]:
+            if key in self.arriving:
+                yield from self._need(key)
         with marks.block(attend):
             self._block(attend)
 
@@ -263,19 +263,21 @@ class Executor:
                 x[where] = part[own]
         return gathered
 
-    def _heads(self, piece: Piece) -> slice:
+    def _rows(self, piece: Piece) -> tuple[Part, Part]:
+        """Where the piece is in queries and in keys: rows, and the heads of its sample."""
         if piece.sample is None:
-            return slice(None)
+            return piece.q, piece.kv
         documents = self.problem.blocks.mask.documents
         assert documents is not None  # only they give a piece to one sample
         per_sample = self.q.shape[1] // documents.shape[0]
-        return slice(piece.sample * per_sample, (piece.sample + 1) * per_sample)
+        heads = slice(piece.sample * per_sample, (piece.sample + 1) * per_sample)
+        return (piece.q, heads), (piece.kv, heads)
 
     def _forward(self, chunk: int, queries: Value, keys: Value, cut: list[Piece]) -> None:
         key, (q,) = (T.O, chunk), queries
         for piece in cut:
-            rows, kv_rows = (piece.q, self._heads(piece)), (piece.kv, self._heads(piece))
-            k, v = (x[kv_rows] for x in keys)
+            rows, kv_rows = self._rows(piece)
+            k, v = keys[0][kv_rows], keys[1][kv_rows]
             out, lse = self.problem.kernel.forward(q[rows], k, v, piece.mask, self.problem.scores)
             if key not in self.held and len(out) == len(q) and out.shape[1] == q.shape[1]:
                 self._put(key, (out.contiguous(), lse))
@@ -290,8 +292,8 @@ class Executor:
         kernel, scores = self.problem.kernel, self.problem.scores
         gathered: Value | None = None  # gradients of the keys of several chunks
         for piece in cut:
-            rows, kv_rows = (piece.q, self._heads(piece)), (piece.kv, self._heads(piece))
-            k, v = (x[kv_rows] for x in keys)
+            rows, kv_rows = self._rows(piece)
+            k, v = keys[0][kv_rows], keys[1][kv_rows]
             block = BlockGrad(dout[rows], q[rows], k, v, lse[rows], delta[rows], piece.mask)
             dq, *dkv = kernel.backward(block, scores)
             self.held[T.DQ, chunk] = self._plus(self.held.get((T.DQ, chunk)), (q,), rows, (dq,))
@@ -303,11 +305,12 @@ class Executor:
         if gathered:
             self._scatter(kv_chunks, gathered)
 
-    def _plus(self, total: Value | None, like: Value, rows: tuple[slice, slice], parts: Iterable[Tensor]) -> Value:
+    def _plus(self, total: Value | None, like: Value, rows: Part, parts: Sequence[Tensor]) -> Value:
         """`total`, new in the shape of `like` if None, with `parts` added to its rows."""
-        if total is None and all(part.shape == x.shape for part, x in zip(parts, like, strict=True)):
-            return tuple(part.to(self.wide).contiguous() for part in parts)
-        total = total or tuple(torch.zeros_like(x, dtype=self.wide) for x in like)
+        if total is None:
+            if all([part.shape == x.shape for part, x in zip(parts, like, strict=True)]):
+                return tuple([part.to(self.wide).contiguous() for part in parts])
+            total = tuple([torch.zeros_like(x, dtype=self.wide) for x in like])
         for x, part in zip(total, parts, strict=True):
             x[rows].add_(part)
         return total

@@ -178,20 +178,23 @@ class _Message:
 
 
 class _Exchange:
-    """A batch of messages of one rank, each with a description."""
+    """A batch of messages of one rank, each with what it does, its peer and its channel."""
 
     def __init__(self) -> None:
-        self.messages: list[tuple[_Message, str]] = []
+        self.messages: list[tuple[_Message, str, int, str]] = []
 
     def missing(self) -> str:
         """The first message whose other end is not there yet; nothing if the batch is complete."""
-        return next((what for message, what in self.messages if not message.complete), "")
+        for message, what, peer, channel in self.messages:
+            if not message.complete:
+                return f"to {what} rank {peer} on channel {channel}"
+        return ""
 
     def ready(self) -> bool:
-        return all(message.complete for message, _ in self.messages)
+        return all([message.complete for message, *_ in self.messages])
 
     def wait(self) -> None:
-        for message, _ in self.messages:
+        for message, *_ in self.messages:
             message.deliver()
         self.messages = []
 
@@ -213,11 +216,11 @@ class LocalTransport:
         for peer, x in sends:
             message = self._next((channel, self.rank, peer))
             message.send(x)
-            batch.messages.append((message, f"to send to rank {peer} on channel {channel}"))
+            batch.messages.append((message, "send to", peer, channel))
         for peer, x in receives:
             message = self._next((channel, peer, self.rank))
             message.receive(x)
-            batch.messages.append((message, f"to receive from rank {peer} on channel {channel}"))
+            batch.messages.append((message, "receive from", peer, channel))
         return batch
 
     def _next(self, line: tuple[str, int, int]) -> _Message:

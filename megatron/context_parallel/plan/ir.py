@@ -11,6 +11,7 @@ for a received chunk where it first uses it. The batches of one channel (`batche
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from ..layout import parts
@@ -244,6 +245,11 @@ class Plan:
     channels: tuple[str, ...] = ("ring",)  # of messages
     heads: int = 1
     placement: str = PLACEMENTS[0]
+
+    @cached_property
+    def freed(self) -> dict[int, dict[int, list[Key]]]:
+        """What `liveness.freed` has found, by rank."""
+        return {}
 
     @property
     def n(self) -> int:

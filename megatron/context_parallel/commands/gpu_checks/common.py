@@ -1,7 +1,9 @@
 """What the GPU checks share: sizes, the tables they fill, random blocks, and the backends there are."""
 
+import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,6 +31,25 @@ class Sizes:
     repeats: int = 5
     overhead_rows_per_rank: int = 8192
     overhead_heads: tuple[int, int] = (32, 8)
+    odd_rows: int = 333  # no multiple of a tile
+    documents: int = 200
+    document_tokens: int = 2**20
+    document_ranks: int = 8
+    memory_rows: tuple[int, ...] = (32768, 131072)
+
+
+@contextmanager
+def synchronisations(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Yields a function that says how often the host waited for the GPU meanwhile, as PyTorch warns of it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield lambda: sum("synchroniz" in str(warning.message) for warning in caught)
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
 
 
 @dataclass

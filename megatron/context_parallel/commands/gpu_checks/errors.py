@@ -76,6 +76,10 @@ def check_blocks(report: Report, names: list[str], sizes: Sizes, device: torch.d
                         errors = block_errors(kernel, block, mask)
                         row = {"backend": name, "mask": what, "head_dim": dim, "heads": f"{heads * group}:{heads}"}
                         add_errors(report, "blocks against float64", errors, dtype, **row)
+                if dtype is torch.bfloat16 and dim in sizes.speed_head_dims:
+                    block = Block.random(sizes.odd_rows, sizes.odd_rows, 2, 8, dim, dtype, device)
+                    row = {"backend": name, "mask": "causal, odd rows", "head_dim": dim, "heads": "16:2"}
+                    add_errors(report, "blocks against float64", block_errors(kernel, block, CAUSAL), dtype, **row)
 
 
 def block_errors(kernel: Kernel, block: Block, mask: PieceMask) -> list[float]:

@@ -15,7 +15,9 @@ from megatron.context_parallel.kernels.masks import Piece, PieceMask, Runs, cut
 from megatron.context_parallel.kernels.merge import merge
 from megatron.context_parallel.mask import Mask
 
-from .common import STEP, Block, Report, Sizes, kernels
+from .common import STEP, Block, Report, Sizes, kernels, synchronisations
+
+REPEATS = 5
 
 
 class GpuClock:
@@ -153,6 +155,29 @@ def measure_overhead(report: Report, names: list[str], sizes: Sizes, device: tor
             forward, blocks = launches(cp, kernel, clock, q, k, v)
             row |= {"backend": name, "heads": f"{heads}:{kv_heads}", "launches": forward, "blocks": blocks}
             report.add("executor", **row, overhead=statistics.median(shares))
+
+
+def check_repeats(report: Report, sizes: Sizes, device: torch.device) -> None:
+    """Five times the same, bit for bit, in deterministic mode; and no wait of the host for the GPU after the first."""
+    n, dim, (heads, kv_heads) = 4, sizes.speed_head_dims[-1], sizes.overhead_heads
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        kernel = kernel_for(device, torch.bfloat16, dim)
+        for strategy in ("ring", "attention2d", "mesh"):
+            torch.manual_seed(0)
+            cp, shapes = AllRanks(n, strategy), [(12 * n * 32, 1, h, dim) for h in (heads, kv_heads, kv_heads, heads)]
+            q, k, v, dout = (torch.randn(shape, device=device).to(torch.bfloat16) for shape in shapes)
+            leaves, results, waits = [x.requires_grad_() for x in (q, k, v)], [], 0
+            for turn in range(REPEATS):
+                with synchronisations(device) as counted:
+                    out = context_parallel_attention(*leaves, cp, kernel=kernel)
+                    results.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
+                waits += counted() if turn else 0
+            differ = sum(not torch.equal(a, b) for again in results[1:] for a, b in zip(results[0], again, strict=True))
+            report.add("repeats", strategy=strategy, repeats=REPEATS, differ=differ, synchronisations=waits)
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def launches(cp: AllRanks, kernel: Kernel, clock: GpuClock, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:

@@ -1,0 +1,102 @@
+"""The peak of memory of one rank's share of an attention, with the other ranks left out."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from megatron.context_parallel import AllRanks, context_parallel_attention
+from megatron.context_parallel.kernels.choose import kernel_for
+from megatron.context_parallel.mask import Mask
+from megatron.context_parallel.plan.ir import Plan
+from megatron.context_parallel.plan.liveness import peak
+from megatron.context_parallel.transport import Program, run_here
+
+from .common import Report, Sizes
+
+CASES = ("ring", "attention2d", "mesh")
+KERNEL = 4  # units of float32 that a kernel and its caller hold for a moment: results, and a gathered block's
+
+
+class Meter(Protocol):
+    """The peak of allocated bytes since `start`."""
+
+    def start(self) -> None: ...
+
+    def peak(self) -> int: ...
+
+
+class GpuMeter:
+    """Of PyTorch's allocator on the current GPU."""
+
+    def start(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self.before = torch.cuda.memory_allocated()
+
+    def peak(self) -> int:
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - self.before
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class Silence:
+    """A transport on which nothing travels: what is received is what was in memory."""
+
+    sums = False
+
+    def world(self, peer: int) -> int:
+        return peer
+
+    def _nothing(self, *_: object) -> _Done:
+        return _Done()
+
+    exchange = trade = all_gather = reduce_scatter = _nothing
+
+
+class OneRank(AllRanks):
+    """Rank 0 of n. Its results are of no use."""
+
+    def length(self, x: torch.Tensor) -> int:
+        return len(x) * self.n
+
+    def split(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x]
+
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return parts[0]
+
+    def run(self, program: Callable[..., Program], plan: Plan, problem, parts: list[tuple]) -> list:
+        return [run_here(program(plan, problem, 0, Silence(), *parts[0]))]
+
+
+def formula(cp: OneRank, rows: int, heads: int, kv_heads: int, dim: int) -> float:
+    """Bytes at most: the units that the plans hold at their peak, and a kernel's, as if all were float32."""
+    plans = [cp.plan(Mask(), (rows * cp.n,) * 2, heads, kv_heads, backward=backward) for backward in (False, True)]
+    units = max(peak(plan, 0, kv_heads / heads) for plan in plans)
+    return (units + KERNEL) * rows * heads * dim * 4
+
+
+def measure_memory(report: Report, sizes: Sizes, device: torch.device, meter: Meter) -> None:
+    """Peak bytes of rank 0 of 8, forward and backward, over the formula."""
+    dim, (heads, kv_heads) = sizes.speed_head_dims[-1], sizes.overhead_heads
+    kernel = kernel_for(device, torch.bfloat16, dim)
+    for strategy in CASES:
+        for rows in sizes.memory_rows:
+            cp = OneRank(8, strategy)
+            q, k, v, dout = (
+                torch.zeros(rows, 1, h, dim, device=device, dtype=torch.bfloat16)
+                for h in (heads, kv_heads, kv_heads, heads)
+            )
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            for _ in range(2):  # the first compiles
+                meter.start()
+                torch.autograd.grad(context_parallel_attention(*leaves, cp, kernel=kernel), leaves, dout)
+                measured = meter.peak()
+            limit = formula(cp, rows, heads, kv_heads, dim)
+            row = {"strategy": strategy, "ranks": 8, "rows": rows, "heads": f"{heads}:{kv_heads}", "head_dim": dim}
+            report.add("memory", **row, GB=measured / 1e9, formula_GB=limit / 1e9, share=measured / limit)

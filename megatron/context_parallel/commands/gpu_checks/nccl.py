@@ -1,0 +1,75 @@
+"""Every strategy between the GPUs of this host, one process each, against all its ranks in one process."""
+
+import os
+import tempfile
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError
+
+from .common import Report, Sizes
+from .errors import WHAT, compare, with_gradients
+
+BOUND = 1e-4  # of float32: sums in another order
+
+
+def check_nccl(report: Report, sizes: Sizes, ranks: int, backend: str = "nccl") -> None:
+    """Errors of each strategy, worst rank; with fewer than two GPUs it says what was left out."""
+    if ranks < 2:
+        report.add("nccl", left_out="communication between GPUs: it needs two GPUs or more, and here is one")
+        return
+    context, pipes = multiprocessing.get_context("spawn"), []
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            store = f"file://{os.path.join(folder, 'store')}"
+            processes.append(context.Process(target=_rank, args=(rank, ranks, backend, store, sizes, theirs)))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        of_ranks = [pipe.recv() for pipe in pipes]
+        for process in processes:
+            process.join()
+    for rows in zip(*of_ranks, strict=True):
+        errors = [max(of) for of in zip(*(errors for _, errors in rows), strict=True)]
+        named = dict(zip(WHAT, errors, strict=True))
+        report.add("nccl", **rows[0][0], **named, verdict="PASS" if max(errors) <= BOUND else "FAIL")
+
+
+def _rank(rank: int, ranks: int, backend: str, store: str, sizes: Sizes, pipe: Connection) -> None:
+    """One rank. The world is bound to its device, as trainers bind it."""
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    bound = device if device.type == "cuda" else None
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, device_id=bound)
+    try:
+        pipe.send([(row, errors) for row, errors in _errors(ranks, sizes, device)])
+    finally:
+        dist.destroy_process_group()
+
+
+def _errors(ranks: int, sizes: Sizes, device: torch.device) -> list[tuple[dict, list[float]]]:
+    from megatron.context_parallel import context_parallel_attention
+
+    torch.manual_seed(0)
+    dim, found = sizes.speed_head_dims[0], []
+    whole = [torch.randn(sizes.rows_per_rank * ranks, 1, h, dim, device=device) for h in (8, 4, 4, 8)]
+    for name, strategy in STRATEGIES.items():
+        for options in ({}, {"head_parallel_size": 2}, {"overlap": "no"}):
+            if not options.keys() <= {"head_parallel_size", *strategy.options}:
+                continue
+            try:
+                local, cp = AllRanks(ranks, name, **options), ContextParallel(name, **options)
+                attend = [lambda *x, cp=cp: context_parallel_attention(*x, cp, return_lse=True) for cp in (local, cp)]
+                expected = with_gradients(attend[0], *whole)
+            except UsageError:
+                continue  # a number of ranks that the strategy does not have
+            got = with_gradients(attend[1], *(cp.shard(x) for x in whole))
+            row = {"strategy": name, "options": " ".join(map(str, options)), "ranks": ranks}
+            found.append((row, compare(got, tuple(cp.shard(x).double() for x in expected))))
+    return found
