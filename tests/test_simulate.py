@@ -77,6 +77,7 @@ def test_what_a_task_leaves_of_a_link_goes_to_the_others():
     flows.add(Task("a", 1.0, (narrow,)))
     flows.add(Task("b", 1.0, (narrow, wide)))
     flows.add(Task("c", 1.5, (wide,)))  # b takes half of the narrow link, so c has 1.5 of the wide one
+    assert (flows.users(narrow), flows.users(wide)) == (2, 2)
     flows.add(Task("late", 1.0, (wide,)), delay=2.0)
     flows.add(Task("alone", 0.25))
     assert ends(flows) == [(0.25, ["alone"]), (1.0, ["c"]), (2.0, ["a", "b"]), (2.5, ["late"])]

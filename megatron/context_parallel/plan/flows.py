@@ -68,7 +68,7 @@ class Flows:
 
     def users(self, resource: int) -> int:
         """How many tasks use a resource now."""
-        return sum(resource in task.uses for task in (*self._tasks, *self._new))
+        return len(self._users[resource])
 
     def add(self, task: Task, delay: float = 0.0) -> None:
         """Starts a task, after `delay` seconds."""
