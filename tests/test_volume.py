@@ -6,8 +6,8 @@ import pytest
 
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.pairs import Pairs
-from megatron.context_parallel.plan.ir import AllGather, Attend, Plan, Recv, ReduceScatter, Send, Step, T
-from megatron.context_parallel.plan.liveness import last_reads, peak
+from megatron.context_parallel.plan.ir import PARTIAL, AllGather, Attend, Plan, Recv, ReduceScatter, Send, Step, T
+from megatron.context_parallel.plan.liveness import freed, last_reads, peak
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes, received, received_bytes, units
 
@@ -114,3 +114,13 @@ def test_copies_of_a_swap_are_alive_with_what_they_are_made_of():
     assert verify(ulysses.plan(4, backward=True)).peak == (4 + 3 + 3,)
     assert verify(ulysses.plan(4), kv_ratio=0.25).peak == (1.5 + 1 + 1,)
     assert verify(ulysses.plan(4), kv_ratio=1.0).peak == (3 + 3,)
+
+
+def test_received_copies_are_freed_after_their_last_read():
+    for name in ("ring", "mesh", "attention2d"):
+        plan = STRATEGIES[name].plan(4, backward=True)
+        for rank in range(4):
+            found = {key: step for step, keys in freed(plan, rank).items() for key in keys}
+            last = last_reads(plan, rank)
+            assert found == {key: last[key] for key in last if key[0] not in PARTIAL and key[1] != rank} and found
+            assert freed(plan, rank) is freed(plan, rank)

@@ -139,8 +139,9 @@ def main(argv: list[str] | None = None) -> int:
         shown, start = set(report.numbers), time.perf_counter()
         bars += run_stage(stage, report, list(BACKENDS[1:]), Sizes(), host)
         seconds[stage] = time.perf_counter() - start
-        for title in report.numbers.keys() - shown:
-            print_table(title, report.numbers[title])
+        for title, rows in report.numbers.items():
+            if rows and title not in shown:
+                print_table(title, rows)
         content = {"setup": setup(device), "seconds": seconds, "bars": bars, "tables": report.numbers}
         args.output.write_text(json.dumps(content, indent=2) + "\n")
         print(f"\n{stage}: {seconds[stage]:.0f} s; wrote {args.output}", flush=True)
