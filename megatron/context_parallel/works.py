@@ -1,6 +1,6 @@
 """Operations of torch.distributed under way: messages, and what NCCL does in one call where gloo prefers messages."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain
 from typing import Protocol
 
@@ -27,7 +27,7 @@ class Work(Protocol):
 class Batch:
     """Works of torch.distributed. Each has an end of its own, or all have all of them."""
 
-    def __init__(self, works: list[Work], channel: str, ends: Ends) -> None:
+    def __init__(self, works: Sequence[Work], channel: str, ends: Ends) -> None:
         self.works, self.channel, self.ends = works, channel, ends
         recorder.launch(channel, ends)
 

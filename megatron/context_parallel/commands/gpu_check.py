@@ -29,7 +29,7 @@ from .gpu_checks.memory import GpuMeter, Meter, measure_memory
 from .gpu_checks.nccl import check_nccl
 from .gpu_checks.speed import GpuClock, check_repeats, measure_overhead, measure_speed, ratios
 
-BARS = {
+BARS: dict[str, dict[str, tuple[str, float]]] = {
     "errors": {"errors over their bound": ("at most", 0)},
     "speed": {
         "step / best library's causal, forward": ("at least", 0.70),

@@ -92,10 +92,11 @@ def measure_memory(report: Report, sizes: Sizes, device: torch.device, meter: Me
                 torch.zeros(rows, 1, h, dim, device=device, dtype=torch.bfloat16)
                 for h in (heads, kv_heads, kv_heads, heads)
             )
-            leaves = [x.requires_grad_() for x in (q, k, v)]
+            for x in (q, k, v):
+                x.requires_grad_()
             for _ in range(2):  # the first compiles
                 meter.start()
-                torch.autograd.grad(context_parallel_attention(*leaves, cp, kernel=kernel), leaves, dout)
+                torch.autograd.grad(context_parallel_attention(q, k, v, cp, kernel=kernel), (q, k, v), dout)
                 measured = meter.peak()
             limit = formula(cp, rows, heads, kv_heads, dim)
             row = {"strategy": strategy, "ranks": 8, "rows": rows, "heads": f"{heads}:{kv_heads}", "head_dim": dim}

@@ -2,13 +2,14 @@
 
 import os
 import tempfile
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError
+from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError, context_parallel_attention
 
 from .common import Report, Sizes
 from .errors import WHAT, compare, with_gradients
@@ -53,9 +54,11 @@ def _rank(rank: int, ranks: int, backend: str, store: str, sizes: Sizes, pipe: C
         dist.destroy_process_group()
 
 
-def _errors(ranks: int, sizes: Sizes, device: torch.device) -> list[tuple[dict, list[float]]]:
-    from megatron.context_parallel import context_parallel_attention
+def _attention(cp: ContextParallel | AllRanks) -> Callable:
+    return lambda q, k, v: context_parallel_attention(q, k, v, cp, return_lse=True)
 
+
+def _errors(ranks: int, sizes: Sizes, device: torch.device) -> list[tuple[dict, list[float]]]:
     torch.manual_seed(0)
     dim, found = sizes.speed_head_dims[0], []
     whole = [torch.randn(sizes.rows_per_rank * ranks, 1, h, dim, device=device) for h in (8, 4, 4, 8)]
@@ -65,11 +68,10 @@ def _errors(ranks: int, sizes: Sizes, device: torch.device) -> list[tuple[dict, 
                 continue
             try:
                 local, cp = AllRanks(ranks, name, **options), ContextParallel(name, **options)
-                attend = [lambda *x, cp=cp: context_parallel_attention(*x, cp, return_lse=True) for cp in (local, cp)]
-                expected = with_gradients(attend[0], *whole)
+                expected = with_gradients(_attention(local), *whole)
             except UsageError:
                 continue  # a number of ranks that the strategy does not have
-            got = with_gradients(attend[1], *(cp.shard(x) for x in whole))
+            got = with_gradients(_attention(cp), *(cp.shard(x) for x in whole))
             row = {"strategy": name, "options": " ".join(map(str, options)), "ranks": ranks}
             found.append((row, compare(got, tuple(cp.shard(x).double() for x in expected))))
     return found
