@@ -1,14 +1,16 @@
 """Chunks of any rows: each rank has any number of queries and of keys, also none."""
 
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from rows_case import VARIANTS, Batch, error
 
 from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError
 from megatron.context_parallel.attention import attention_of_rows
-from megatron.context_parallel.mask import Mask, Sequences
+from megatron.context_parallel.mask import Documents, Mask, Sequences
 from megatron.context_parallel.plan.volume import Shape, received_bytes
 from megatron.context_parallel.transport import LocalTransport
 
@@ -34,7 +36,10 @@ def _between_processes() -> list[float]:
     groups = [ContextParallel(spec) for spec in specs]
     batches = [Batch.draw(3, UNEVEN, seed=1), Batch.draw(3, [(1, 50), (1, 0)], seed=2)]
     batches.append(Batch([30], [6], torch.full((30,), 1), n=3))
-    return [error(batch, cp) for cp in groups for batch in batches]
+    with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as started:
+        errors = [error(batch, cp) for cp in groups for batch in batches]
+    assert all(op.tensor.numel() for call in started.call_args_list for op in call.args[0]), "no rows, no message"
+    return errors
 
 
 def test_between_processes(ranks):
@@ -89,8 +94,6 @@ def test_a_sequence_is_computed_alone():
 
 
 def test_sequences_and_documents_are_the_same_mask():
-    from megatron.context_parallel.mask import Documents
-
     lengths = [3, 1, 5]
     ids = torch.repeat_interleave(torch.tensor(lengths))
     at = torch.arange(9)

@@ -68,7 +68,7 @@ class Session:
         attentions = [layer.self_attention for layer in model.decoder.layers]
         shapes = [(a.num_query_groups_per_partition, a.key_hidden_size, a.val_hidden_size) for a in attentions]
         self.sizes = Sizes(model.config.num_attention_heads // tensor, *shapes[0], self.dtype.itemsize)
-        self.rates = Rates.of(cluster, cp.n, DTYPES[self.dtype], self.sizes.head_dim) if cluster else None
+        self.rates = Rates.of(cluster, cp.n, DTYPES.get(self.dtype, "fp32"), self.sizes.head_dim) if cluster else None
         self._choose(prefill, 1, 0)
         pages = -(-cache_tokens // (cp.n * page))
         self.tables = PageTables(cp.n, pages, page)
@@ -139,9 +139,9 @@ class Session:
             cached = sum(map(self.tables.length, counts))
             self.variant = self._choose(prefill or self.prefill, total, cached)
         self.tables.add(counts)
-        turn = Turn(self.tables, new, self.cp.rank)
+        turn = Turn(self.tables, new, self.cp.rank, self.device)
         self._sequences = turn.sequences
-        tokens, places = (x.to(self.device) if len(x) else x.new_zeros(1) for x in (turn.tokens, turn.positions))
+        tokens, places = (x if len(x) else x.new_zeros(1) for x in (turn.tokens, turn.positions))
         with torch.no_grad(), self._installed(turn, places):
             logits = self.model(tokens.unsqueeze(0), places.unsqueeze(0), None, runtime_gather_output=True)
         rows = logits[0, :, : self.vocabulary].float()
@@ -219,8 +219,8 @@ class Session:
         """
         rows, layer = len(turn.tokens), core.layer_number - 1
         kernel = kernel_for(q.device, q.dtype, q.shape[-1], core.backend, value_dim=v.shape[-1])
-        blocks, slots = turn.view(core.window, kernel, self.device)
-        self.cache.append(layer, turn.new_slots.to(self.device), k[:rows, 0], v[:rows, 0])
+        blocks, slots = turn.view(core.window, kernel)
+        self.cache.append(layer, turn.new_slots, k[:rows, 0], v[:rows, 0])
         keys, values = (x.unsqueeze(1) for x in self.cache.rows(layer, slots))
         inputs = [(q[:rows], keys, values)]
         group = self._groups[self.variant]

@@ -19,16 +19,16 @@ class Turn:
     Args:
         tables: of all ranks.
         new: the new tokens of each sequence.
-        rank: this rank.
+        rank: this rank; device: where its cache is.
 
     Attributes:
         sequences: in ascending order, as their rows follow each other.
-        tokens, positions: int64 [rows], this rank's new rows.
+        tokens, positions: int64 [rows], this rank's new rows; new_slots: where they are in the cache. On the device.
         last: for each sequence whose last token is on this rank, its row.
     """
 
-    def __init__(self, tables: PageTables, new: Mapping[int, Sequence[int]], rank: int) -> None:
-        self.tables, self.rank = tables, rank
+    def __init__(self, tables: PageTables, new: Mapping[int, Sequence[int]], rank: int, device: torch.device) -> None:
+        self.tables, self.rank, self.device = tables, rank, device
         self.sequences = sorted(new)
         lengths = {s: tables.length(s) for s in self.sequences}
         self.starts = {s: length - len(new[s]) for s, length in lengths.items()}  # the place of the first new token
@@ -43,8 +43,9 @@ class Turn:
             positions.append(places)
             if len(places) and places[-1] == lengths[s] - 1:
                 self.last[s] = len(tokens) - 1
-        self.tokens, self.positions = torch.tensor(tokens, dtype=torch.int64), _joined(positions)
-        self.new_slots = _joined([tables.slots(s, rank, start) for s, start in self.starts.items()])
+        self.tokens = torch.tensor(tokens, dtype=torch.int64, device=device)
+        self.positions = _joined(positions).to(device)
+        self.new_slots = _joined([tables.slots(s, rank, start) for s, start in self.starts.items()]).to(device)
         self._views: dict[tuple, tuple[Blocks, Tensor | slice]] = {}
 
     def _new_places(self, sequence: int, rank: int) -> Ints:
@@ -53,7 +54,7 @@ class Turn:
     def _query_positions(self, rank: int) -> Tensor:
         return _joined([self._new_places(s, rank) + self.begins[s] for s in self.sequences])
 
-    def view(self, window: tuple[int, int], kernel: Kernel, device: torch.device) -> tuple[Blocks, Tensor | slice]:
+    def view(self, window: tuple[int, int], kernel: Kernel) -> tuple[Blocks, Tensor | slice]:
         """The blocks under a window, the same for all layers that have it, and where this rank's keys are.
 
         Keys that no new token sees are left out.
@@ -70,7 +71,7 @@ class Turn:
             mask = Mask(True, window, self.batch)
             blocks = Blocks(mask, self.queries, ListedChunks(counts, key_positions), kernel)
             slots = _joined([self.tables.slots(s, self.rank, first[s]) for s in self.sequences])
-            self._views[key] = blocks, _as_slice(slots, device)
+            self._views[key] = blocks, _as_slice(slots, self.device)
         return self._views[key]
 
 
