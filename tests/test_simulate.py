@@ -241,3 +241,60 @@ def test_the_plan_tool_predicts_and_writes_a_timeline(tmp_path, capsys):
     assert {e["pid"] for e in events} == set(range(16)) and {e["tid"] for e in events} == {"blocks", "keys", "queries"}
     pairs = [e for e in events if e["tid"] == "blocks" and e["args"]["pass"] == "forward"]
     assert len(pairs) == 16 * 16
+
+
+HOST = replace(BOX, device=NO_WORK, shared_cores=2)
+
+
+def test_processors_work_for_messages():
+    """8 ranks send and receive 7 chunks of keys and values; two processors do the work."""
+    each = replace(HOST, nics=replace(HOST.nics, GB_s=1e6), inside=replace(HOST.inside, GB_s=1e6), message_us=100)
+    assert seconds("ring", each) == pytest.approx(8 * 7 * 4 * 100e-6 / 2, rel=0.01)
+    links = replace(HOST.nics, processor_ns_per_byte=1), replace(HOST.inside, processor_ns_per_byte=1)
+    bytewise = replace(HOST, nics=links[0], inside=links[1])
+    assert seconds("ring", bytewise) == pytest.approx(8 * 7 * 2 * KV * 1e-9 / 2, rel=0.01)
+    assert seconds("ring", replace(bytewise, shared_cores=None)) == pytest.approx(7 * KV / 10e9, rel=0.01)
+
+
+def test_steps_and_merges_take_time():
+    idle = replace(BOX, device=replace(NO_WORK, step_us=50), nics=replace(BOX.nics, GB_s=1e6))
+    idle = replace(idle, inside=replace(idle.inside, GB_s=1e6))
+    assert seconds("ring", idle) == pytest.approx(8 * 50e-6, rel=0.01)
+    slow = replace(idle, device=replace(NO_WORK, memory_GB_s=1))
+    plan = choose("attention2d:grid=8x1").plan(8)  # all queries gathered: a reduce-scatter of 7 outputs
+    merged = 7 * 3 * 4 * (1024 * 8 * 64 + 1024 * 8) / 1e9
+    written = simulate(plan, slow, SHAPE).seconds - merged
+    assert 0 < written < 8 * 12 * 1024 * 8 * 64 / 1e9 * 1.01  # each block adds its output to a partial
+
+
+def test_exchanges_of_all_pairs_crowd_nics():
+    slow = replace(BOX, device=NO_WORK, nodes=8, devices_per_node=1, nics=replace(BOX.nics, per_node=1))
+    times = [seconds("attention2d:grid=8x1", replace(slow, nics=replace(slow.nics, crowding=c))) for c in (0.0, 0.1)]
+    outputs = 7 * 4 * (1024 * 8 * 64 + 1024 * 8) / 10e9  # of which a NIC then carries 1 / (1 + 0.1 * 6)
+    assert times[1] - times[0] == pytest.approx(0.6 * outputs, rel=0.02)
+
+
+def test_buffered_sends_do_not_wait_for_the_receiver():
+    """The contiguous ring sends gradients home across the messages of the ring, which delays one hop, not all."""
+    waits, buffered = (replace(BOX, device=NO_WORK, buffered_sends=b) for b in (False, True))
+    shape = replace(SHAPE, itemsize=4)
+    times = [seconds("ring:layout=contiguous", cluster, shape, backward=True) for cluster in (waits, buffered)]
+    assert times[1] < 0.95 * times[0]
+    assert seconds("ring", waits) == pytest.approx(seconds("ring", buffered), rel=1e-6)
+
+
+def test_blocks_are_computed_in_pieces_of_their_mask():
+    """A zigzag chunk against itself is a causal square, and against any other a full rectangle."""
+    rates = [
+        AttentionRate(rows=1, mask=m, forward_TFLOP_s=f, backward_TFLOP_s=f) for m, f in (("full", 2), ("causal", 1))
+    ]
+    device = replace(DEVICE, attention=tuple(rates), block_us=100)
+    time = BlockTime(device, choose("ring").plan(4), SHAPE, Mask(), 4096, "bf16")
+    half = 4 * 1024**2 / 2 * 8 * 64 / 1e12
+    assert time(Attend((0,), (0,))) == pytest.approx(100e-6 + half, rel=1e-3)
+    assert time(Attend((0,), (1,))) == pytest.approx(100e-6 + half / 2, rel=1e-3)
+    assert time(Attend((2,), (0, 1))) == pytest.approx(100e-6 + half, rel=1e-3)
+    cyclic = BlockTime(device, choose("ring:layout=cyclic").plan(4), SHAPE, Mask(), 4096, "bf16")
+    assert cyclic(Attend((2,), (0, 1))) == pytest.approx(2 * (100e-6 + half), rel=5e-3)
+    with pytest.raises(UsageError, match="mask half: give full or causal"):
+        replace(rates[0], mask="half")
