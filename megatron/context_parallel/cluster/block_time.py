@@ -34,8 +34,8 @@ class Part(NamedTuple):
 class BlockTime:
     """Seconds of the blocks of one pass.
 
-    A block is cut into pieces, as before a kernel computes it. A piece takes `block_us`, its operations at the rate that
-    was measured for its size and mask, and the adding of its result to partials.
+    A block is cut into pieces, as before a kernel computes it. A piece takes `block_us`, its operations at the rate
+    measured for its size and mask, and the adding of its result to partials.
 
     Args:
         device: computes them.

@@ -128,27 +128,28 @@ class Links:
 
     def busy_latency_us(self) -> float:
         """How much longer a message takes while the other ranks compute."""
-        meter, found = self.meter, 0.0
-        if not meter.shared or meter.n < meter.processors + 2:
+        if not self.meter.shared or self.meter.n < self.meter.processors + 2:
             return 0.0
-        more, back, times = torch.ones(1), torch.ones(1), 0
+        idle, busy = (self.meter.everyone(self._ping(compute))[0] for compute in (False, True))
+        return max(0.0, busy - idle) * 1e6
+
+    def _ping(self, compute: bool) -> float:
+        """Seconds of a message of rank 0 to rank 1 and back. The others wait meanwhile, or compute."""
+        meter, more, back, times, spent = self.meter, torch.ones(1), torch.ones(1), 0, 0.0
         meter.start_together()
         begin = time.perf_counter()
-        while (spent := time.perf_counter() - begin) < 3 * meter.target or meter.rank == 1:
+        if meter.rank > 1:
+            while compute and time.perf_counter() - begin < 3 * meter.target:
+                self.block()
+        while meter.rank < 2 and more:
+            spent = time.perf_counter() - begin
             if meter.rank == 0:
+                more.fill_(spent < 2 * meter.target)
                 meter.exchange([(1, more)], [(1, back)]).wait()
                 times += 1
-                found = spent / times
-            elif meter.rank > 1:
-                self.block()
             else:
                 meter.exchange([(0, back)], [(0, more)]).wait()
-                if not more:
-                    break
-        if meter.rank == 0:
-            meter.exchange([(1, torch.zeros(1))], [(1, back)]).wait()
-        quiet = meter.seconds(lambda: self._pair(1, back).wait())
-        return max(0.0, meter.everyone(found)[0] - quiet) * 1e6
+        return spent / max(times - 1, 1)
 
     def _work(self, action: Callable[[], object]) -> tuple[float, int]:
         """Seconds of all processors for one call, and how many calls they were measured in."""

@@ -141,9 +141,10 @@ class _Costs:
             path, uses, ends = self.route(None if swap else group, t.sender, t.receiver)
             size, delay = self.bytes[t.tensor, swap] * t.share * hops, path.seconds + wake
             yield Task(None, size * (crowd if path.between_nodes else 1.0), uses, ends), delay * hops
-            if path.processor and self.cluster.shared_cores:  # at both ends, beside what the ranks compute
-                for _ in ends:
-                    yield Task(None, size * path.processor, [self._cores]), delay
+            if path.processor and self.cluster.shared_cores:  # at both ends, as fast as the links bring the bytes
+                for end, (link, rate) in zip(ends, (path.links[0], path.links[-1]), strict=True):
+                    pace = self.flows.resource(("work", end, link), rate * path.processor)
+                    yield Task(None, size * path.processor, [pace, self._cores]), delay
 
     def _wake(self) -> float:
         """Seconds until a rank gets a processor that it needs for a message."""

@@ -107,8 +107,8 @@ class Machine:
     Where rank r + `period` does what rank r does, with all ranks and chunks `period` further, only the ranks below
     `period` run. Each stands for those that are a multiple of `period` further.
 
-    With `buffered` a message that is sent is done for its sender when it starts, and a batch starts beside the one before
-    it on its channel, as with gloo.
+    With `buffered` a message is done for its sender when it starts, and a batch starts beside the one before it on its
+    channel, as with gloo.
 
     Attributes:
         started: operations that all parties have started, for the clock to run. It tells `complete` when they are done.
