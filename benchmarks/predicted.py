@@ -1,19 +1,22 @@
-"""Predicts the runs of attention.py on a described cluster, and compares with what was measured.
+"""Predicts runs of attention.py on a described cluster: beside what was measured, or before it is measured.
 
-    PYTHONPATH=. python benchmarks/predicted.py cluster.yaml runs/4x4 runs/placement
+    PYTHONPATH=. python benchmarks/predicted.py cluster.yaml runs/4x4 runs/4x4-more
+    PYTHONPATH=. python benchmarks/predicted.py cluster.yaml -- --nodes 4 --node-rate 50mbit --strategies ring mesh --output X
 
-The cluster file is one that tools/cluster_probe.py wrote where the runs were made. A folder without a `run.json` whose
-cases are to be predicted before they are measured: see `--predict`.
+The first form compares the runs in these folders; those of one problem on one cluster share a table. The second one takes
+the flags of attention.py after `--` and measures nothing. `cluster.yaml` is what tools/cluster_probe.py wrote there.
 """
 
 import argparse
 import json
 import statistics
+import sys
 from itertools import combinations
 from pathlib import Path
 
 from rich.table import Table
 
+from benchmarks import attention
 from benchmarks.cases import DTYPES, Workload, parse_case
 from benchmarks.report import title
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
@@ -23,66 +26,91 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.mask import Mask
 from megatron.context_parallel.plan.volume import Shape
 from megatron.context_parallel.tables import show
+from tools.netlab import cluster_of
 
 APART = 0.05  # cases that differ by less may be in any order
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: list[str]) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
-    parser.add_argument("cluster", help="file of the cluster")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="folders of measured runs")
+    parser.add_argument("cluster", metavar="FILE", help="description of the cluster, or a preset")
+    parser.add_argument("runs", nargs="*", type=Path, metavar="DIR", help="folders of measured runs")
     return parser.parse_args(argv)
 
 
-def predicted(text: str, problem: Workload, cluster: Cluster) -> float:
-    """Seconds of forward and backward of a case."""
+def seconds(text: str, problem: Workload, cluster: Cluster) -> float:
+    """Predicted time of a forward and backward pass of a case."""
     rows = problem.length // problem.ranks * problem.batch
-    itemsize = DTYPES[problem.dtype].itemsize
-    shape = Shape(rows, problem.heads, problem.kv_heads, problem.head_dim, itemsize)
+    shape = Shape(rows, problem.heads, problem.kv_heads, problem.head_dim, DTYPES[problem.dtype].itemsize)
     how = {"mask": Mask(problem.causal), "batch": problem.batch, "dtype": problem.dtype}
     plans = parse_case(text).plans(problem)
     return sum(simulate(plan, cluster.part(problem.ranks), shape, **how).seconds for plan in plans)
 
 
-def wrong_order(found: dict[str, tuple[float, dict]]) -> list[str]:
-    """Pairs of cases that are apart by more than 5 % and their spreads, and predicted the other way round."""
+def wrong_order(predicted: dict[str, float], measured: dict[str, dict]) -> list[str]:
+    """Pairs of cases that are predicted the other way round, of those apart by more than 5 % and than their spreads."""
     lines = []
-    for (a, (said_a, was_a)), (b, (said_b, was_b)) in combinations(found.items(), 2):
-        low, high = sorted((was_a, was_b), key=lambda was: was["median"])
-        apart = high["median"] / low["median"] > 1 + APART and min(high["times"]) > max(low["times"])
-        if apart and (said_a < said_b) != (was_a["median"] < was_b["median"]):
-            lines.append(f"wrong order: {a} and {b}")
+    for a, b in combinations(measured, 2):
+        fast, slow = sorted((a, b), key=lambda case: measured[case]["median"])
+        apart = measured[slow]["median"] / measured[fast]["median"] > 1 + APART
+        if apart and max(measured[fast]["times"]) < min(measured[slow]["times"]) and predicted[slow] < predicted[fast]:
+            lines.append(f"wrong order: {slow} was slower than {fast}")
     return lines
 
 
-def compare(folder: Path, cluster: Cluster) -> None:
-    run = json.loads((folder / "run.json").read_text())
-    problem = Workload(**run["problem"])
-    found, errors = dict[str, tuple[float, dict]](), list[float]()
-    table = Table("case", title=title(run))
+def compare(heading: str, problem: Workload, measured: dict[str, dict], cluster: Cluster) -> None:
+    """Shows both, and how well they agree. `measured`: summaries of `report.summarize`, by case."""
+    predicted = {case: seconds(case, problem, cluster) for case in measured}
+    errors = {case: predicted[case] / was["median"] - 1 for case, was in measured.items()}
+    table = Table("case", title=heading)
     for name in ("predicted", "measured", "spread", "error"):
         table.add_column(name, justify="right")
-    for text, was in run["summaries"].items():
-        if not was or text.startswith("peer:"):
-            continue
-        said = predicted(text, problem, cluster)
-        found[text] = said, was
-        errors.append(said / was["median"] - 1)
-        table.add_row(text, f"{said:.3f}", f"{was['median']:.3f}", f"{was['spread']:.0%}", f"{errors[-1]:+.1%}")
+    for case, was in measured.items():
+        times = f"{predicted[case]:.3f}", f"{was['median']:.3f}"
+        table.add_row(case, *times, f"{was['spread']:.0%}", f"{errors[case]:+.1%}")
     show(table)
-    sizes = [abs(error) for error in errors]
+    sizes = [abs(error) for error in errors.values()]
     print(f"error: median {statistics.median(sizes):.1%}, worst {max(sizes):.1%}")
-    print("\n".join(wrong_order(found)) or "all cases are in the right order")
+    print("\n".join(wrong_order(predicted, measured)) or "every pair that differs is in the right order")
+
+
+def compare_runs(folders: list[Path], cluster: Cluster) -> None:
+    together: dict[str, tuple[Workload, dict[str, dict]]] = {}
+    for folder in folders:
+        if not (folder / "run.json").is_file():
+            raise UsageError(f"{folder}: no run.json there; give a folder that benchmarks/attention.py wrote")
+        run = json.loads((folder / "run.json").read_text())
+        own = {case: was for case, was in run["summaries"].items() if was and not case.startswith("peer:")}
+        together.setdefault(title(run), (Workload(**run["problem"]), {}))[1].update(own)
+    for heading, (problem, measured) in together.items():
+        compare(heading, problem, measured, cluster)
+
+
+def before(flags: list[str], cluster: Cluster) -> None:
+    """Shows what a command of attention.py is predicted to measure."""
+    args = attention.parse_args(flags)
+    place = cluster_of(args)
+    problem = attention.problem_of(args, place.ranks)
+    cases, _ = attention.cases_of(args, problem)
+    table = Table("case", title=f"predicted, not measured: {' '.join(flags)}")
+    table.add_column("seconds", justify="right")
+    for case in cases:
+        table.add_row(case.text, f"{seconds(case.text, problem, cluster):.3f}")
+    show(table)
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    own, flags = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    args = parse_args(own)
+    if bool(args.runs) == bool(flags):
+        raise UsageError("runs: give folders of measured runs, or the flags of attention.py after --")
     cluster = load_cluster(args.cluster)
-    for folder in args.runs:
-        if not (folder / "run.json").is_file():
-            raise UsageError(f"{folder}: no run.json there; give a folder that benchmarks/attention.py wrote")
-        compare(folder, cluster)
+    if flags:
+        before(flags, cluster)
+    else:
+        compare_runs(args.runs, cluster)
 
 
 if __name__ == "__main__":
