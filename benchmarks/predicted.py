@@ -1,10 +1,11 @@
 """Predicts runs of attention.py on a described cluster: beside what was measured, or before it is measured.
 
     PYTHONPATH=. python benchmarks/predicted.py cluster.yaml runs/4x4 runs/4x4-more
-    PYTHONPATH=. python benchmarks/predicted.py cluster.yaml -- --nodes 4 --node-rate 50mbit --strategies ring mesh --output X
+    PYTHONPATH=. python benchmarks/predicted.py cluster.yaml -- --nodes 4 --strategies ring mesh --output runs/4x1
 
-The first form compares the runs in these folders; those of one problem on one cluster share a table. The second one takes
-the flags of attention.py after `--` and measures nothing. `cluster.yaml` is what tools/cluster_probe.py wrote there.
+The first form compares the runs in these folders; those of one problem on one cluster share a table. The second one
+takes the flags of attention.py after `--` and measures nothing. `cluster.yaml` is what tools/cluster_probe.py wrote
+there.
 """
 
 import argparse

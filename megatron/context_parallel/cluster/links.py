@@ -15,13 +15,13 @@ class Path(NamedTuple):
         links: (name, bytes a second) of each.
         seconds: before the first byte arrives.
         processor: seconds a byte that it takes of a processor at each end.
-        between_nodes: it crosses NICs.
+        crowding: of its links, as in `Nics`.
     """
 
     links: tuple[tuple[tuple, float], ...]
     seconds: float
     processor: float
-    between_nodes: bool
+    crowding: float
 
 
 class Links:
@@ -73,7 +73,7 @@ class Links:
             if cluster.inside.shared:
                 links = [(("inside", out[0]), rate / sharing["node", out[0]])]
             costs = cluster.inside.latency_us * 1e-6, cluster.inside.processor_ns_per_byte * 1e-9
-            return Path(tuple(links), *costs, False)
+            return Path(tuple(links), *costs, 0.0)
         nics = cluster.nics
         assert nics  # as above
         ends = [("out", out[0], self._nic(out[1])), ("in", into[0], self._nic(into[1]))]
@@ -82,7 +82,7 @@ class Links:
             uplink = leaf * nics.per_node * nics.GB_s * 1e9 / cluster.oversubscription
             switches = [(way, node // leaf) for way, node, _ in ends]
             links += [((f"switch {way}", switch), uplink / sharing["leaf", switch]) for way, switch in switches]
-        return Path(tuple(links), nics.latency_us * 1e-6, nics.processor_ns_per_byte * 1e-9, True)
+        return Path(tuple(links), nics.latency_us * 1e-6, nics.processor_ns_per_byte * 1e-9, nics.crowding)
 
 
 def period_of_links(cluster: Cluster, devices: Sequence[int]) -> int:

@@ -83,7 +83,7 @@ class Meter:
                 torch.cuda.synchronize(self.device)
             times.append(clock() - begin)
             spent += times[-1]
-        return statistics.median(self.everyone(statistics.median(times)))
+        return statistics.median(self.everyone(statistics.mean(times)))
 
     def busy(self, action: Action, times: int) -> float:
         """Seconds of all processors that `times` calls of `action` on all ranks take."""

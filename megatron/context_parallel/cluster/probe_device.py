@@ -2,6 +2,7 @@
 
 import os
 from functools import partial
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from .meter import Meter
 
 SHORT = 16  # rows of a block that costs its launch
 FEWEST, MOST = 128, 16384  # rows of blocks
+SETS = 4  # inputs of a block, in turn
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -26,61 +28,63 @@ class Blocks:
         self.meter, self.dtype, self.heads, self.kv_heads, self.head_dim = meter, dtype, heads, kv_heads, head_dim
         self.kernel, self.scores = kernel_for(meter.device, dtype, head_dim), Scores(head_dim**-0.5)
 
-    def seconds(self, rows: int, mask: str) -> tuple[float, float]:
-        """Of a forward and a backward pass."""
-        q, k, v, dout = self._inputs(rows)
-        _, lse = self.kernel.forward(q, k, v, mask, self.scores)
-        lse = lse.to(torch.promote_types(self.dtype, torch.float32))
-        grad = BlockGrad(dout, q, k, v, lse, torch.zeros_like(lse), mask)
+    def seconds(self, rows: int, mask: str, kv_heads: int) -> tuple[float, float]:
+        """Of a forward and a backward pass, each time with other inputs: in training too they are new to the caches."""
+        sets = [self._inputs(rows, kv_heads) for _ in range(SETS)]
+        grads = []
+        for q, k, v, dout in sets:
+            lse = self.kernel.forward(q, k, v, mask, self.scores)[1].to(torch.promote_types(self.dtype, torch.float32))
+            grads.append(BlockGrad(dout, q, k, v, lse, torch.zeros_like(lse), mask))
+        inputs, blocks = cycle(sets), cycle(grads)
         return (
-            self.meter.computing(lambda: self.kernel.forward(q, k, v, mask, self.scores)),
-            self.meter.computing(lambda: self.kernel.backward(grad, self.scores)),
+            self.meter.computing(lambda: self.kernel.forward(*next(inputs)[:3], mask, self.scores)),
+            self.meter.computing(lambda: self.kernel.backward(next(blocks), self.scores)),
         )
 
     def one(self) -> None:
         """A small one, forward."""
-        q, k, v, _ = self._inputs(FEWEST)
+        q, k, v, _ = self._inputs(FEWEST, self.kv_heads)
         self.kernel.forward(q, k, v, FULL, self.scores)
 
-    def _inputs(self, rows: int) -> list[Tensor]:
-        groups = self.heads // self.kv_heads
-        by_row, device = (self.kv_heads, groups, self.head_dim), self.meter.device
-        shapes = [(rows, *by_row), (rows, self.kv_heads, self.head_dim), (rows, self.kv_heads, self.head_dim)]
-        return [torch.randn(shape, device=device).to(self.dtype) for shape in (*shapes, (rows, *by_row))]
+    def _inputs(self, rows: int, kv_heads: int) -> list[Tensor]:
+        """Queries, keys, values and the gradient of the output."""
+        groups, device = self.heads // self.kv_heads, self.meter.device
+        queries, keys = (rows, kv_heads, groups, self.head_dim), (rows, kv_heads, self.head_dim)
+        return [torch.randn(shape, device=device).to(self.dtype) for shape in (queries, keys, keys, queries)]
 
-    def rate(self, rows: int, mask: str, launch: float) -> tuple[AttentionRate, float]:
-        """What is measured, and the seconds of a pass of both."""
-        forward, backward = self.seconds(rows, mask)
-        operations = 4 * self.heads * self.head_dim * rows**2 / (2 if mask == CAUSAL else 1) / 1e12
-        rate = AttentionRate(
+    def rates(self, launch: float) -> tuple[AttentionRate, ...]:
+        """Of growing blocks. Where they take long, of fewer heads, and at last of none."""
+        found, turns = list[AttentionRate](), self.meter.n / self.meter.processors if self.meter.shared else 1
+        for mask in (FULL, CAUSAL):
+            rows, kv_heads = FEWEST, self.kv_heads
+            while rows <= MOST:
+                forward, backward = self.meter.everyone(self.seconds(rows, mask, kv_heads))[0]
+                found.append(self._rate(rows, mask, kv_heads, *(max(t - launch, t / 10) for t in (forward, backward))))
+                larger = 4 * (forward + backward) * turns  # the next size
+                while larger > self.meter.target and kv_heads > 1:
+                    kv_heads, larger = kv_heads // 2, larger / 2
+                if larger > 4 * self.meter.target:
+                    break
+                rows *= 2
+        return tuple(found)
+
+    def _rate(self, rows: int, mask: str, kv_heads: int, forward: float, backward: float) -> AttentionRate:
+        heads = self.heads // self.kv_heads * kv_heads
+        operations = 4 * heads * self.head_dim * rows**2 / (2 if mask == CAUSAL else 1) / 1e12
+        return AttentionRate(
             rows=rows,
             mask=mask,
             dtype=NAMES[self.dtype],
             head_dim=self.head_dim,
-            forward_TFLOP_s=_digits(operations / max(forward - launch, 0.1 * forward)),
-            backward_TFLOP_s=_digits(operations * BACKWARD / max(backward - launch, 0.1 * backward)),
+            forward_TFLOP_s=_digits(operations / forward),
+            backward_TFLOP_s=_digits(operations * BACKWARD / backward),
         )
-        return rate, forward + backward
-
-    def rates(self, launch: float) -> tuple[AttentionRate, ...]:
-        """Of growing blocks, up to those that take long."""
-        found, enough = list[AttentionRate](), self.meter.target * 2
-        for mask in (FULL, CAUSAL):
-            rows, took = FEWEST, 0.0
-            while (
-                rows <= MOST and 4 * took * (self.meter.n / self.meter.processors if self.meter.shared else 1) < enough
-            ):
-                rate, took = self.rate(rows, mask, launch)
-                took = self.meter.everyone(took)[0]
-                found.append(rate)
-                rows *= 2
-        return tuple(found)
 
 
 def measured_device(meter: Meter, blocks: Blocks) -> Device:
     """The device of each rank, while all compute."""
     dtype = blocks.dtype
-    launch = sum(blocks.seconds(SHORT, FULL)) / 2
+    launch = meter.everyone(min(blocks.seconds(SHORT, FULL, blocks.kv_heads)))[0]
     gemm = _gemms(meter, dtype)
     return Device(
         name=torch.cuda.get_device_name(meter.device) if meter.device.type == "cuda" else _processor(),

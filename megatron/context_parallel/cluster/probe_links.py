@@ -80,7 +80,7 @@ class Links:
             GB_s=rate / 1e9,
             latency_us=self._latency(self.each, message_us),
             processor_ns_per_byte=self._per_byte(partial(self._shift, self.each), message_us, together),
-            crowding=self._crowding(rate * per_node),
+            crowding=self._crowding(rate, self.each // per_node),
         )
 
     # -- exchanges, started: each rank gets as much as it sends ------------------------------------------------
@@ -179,13 +179,12 @@ class Links:
         more = spent - self.meter.busy(compute, times) / times
         return max(0.0, more / (2 * self.meter.n) - message_us * 1e-6) / len(x) * 1e9
 
-    def _crowding(self, node_rate: float) -> float:
-        """How much less NICs carry when each rank exchanges with all of the other nodes at once."""
-        others = self.meter.n - self.each
-        if others < 3:
+    def _crowding(self, rate: float, ranks: int) -> float:
+        """How much less a NIC of some ranks carries when each of them exchanges with all of the other nodes at once."""
+        messages = ranks * (self.meter.n - self.each)
+        if messages < 3:
             return 0.0
-        rate = self.meter.rate(self._all_pairs)
-        return max(0.0, node_rate / self.each / rate - 1) / (others - 1)
+        return max(0.0, rate / ranks / self.meter.rate(self._all_pairs) - 1) / (messages - 1)
 
 
 class _Nothing:

@@ -128,19 +128,17 @@ class _Costs:
         return self.flows.resource("cores", self.cluster.shared_cores * self.fold.share / self.links.together)
 
     def messages(self, group: int, op: Comm | SwapHeads, transfers: Sequence[Transfer]) -> Iterator[tuple[Task, float]]:
-        swap, hops, crowd = isinstance(op, SwapHeads), 1, 1.0
+        swap, hops = isinstance(op, SwapHeads), 1
         if isinstance(op, AllGather):  # libraries pass the chunks on along a ring
             hops = len(op.group) - 1
             transfers = [
                 t for t in transfers if op.group.index(t.receiver) == (op.group.index(t.sender) + 1) % (hops + 1)
             ]
-        elif isinstance(op, ReduceScatter) and self.cluster.nics:  # all pairs at once
-            crowd += self.cluster.nics.crowding * (len(op.group) - 2)
         wake = self._wake()
         for t in transfers:
             path, uses, ends = self.route(None if swap else group, t.sender, t.receiver)
             size, delay = self.bytes[t.tensor, swap] * t.share * hops, path.seconds + wake
-            yield Task(None, size * (crowd if path.between_nodes else 1.0), uses, ends), delay * hops
+            yield Task(None, size, uses, ends), delay * hops
             if path.processor and self.cluster.shared_cores:  # at both ends, as fast as the links bring the bytes
                 for end, (link, rate) in zip(ends, (path.links[0], path.links[-1]), strict=True):
                     pace = self.flows.resource(("work", end, link), rate * path.processor)
@@ -156,7 +154,8 @@ class _Costs:
         if group is not None:
             sender, receiver = self.ranks[group][sender], self.ranks[group][receiver]
         path = self.links.path(sender, receiver)
-        uses = [self.flows.resource(link, rate) for link, rate in path.links]
+        crowding = 0.0 if group is None else path.crowding  # heads are swapped with one peer after the other
+        uses = [self.flows.resource((link, group is None), rate, crowding) for link, rate in path.links]
         return path, uses, (self.links.like[sender], self.links.like[receiver])
 
 

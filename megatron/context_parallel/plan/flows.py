@@ -52,17 +52,22 @@ class Flows:
         self._slowdown = slowdown
         self._numbers: dict[Hashable, int] = {}
         self._capacity: list[float] = []
+        self._crowding: list[float] = []
         self._users: list[dict[_Running, None]] = []  # of each resource, in the order of their start
         self._changed: dict[int, None] = {}  # resources whose users are new or gone
         self._timed: list[tuple[float, int, Task, bool]] = []  # time, order, task, whether it starts then
         self._ends: list[tuple[float, int, _Running]] = []  # also of tasks that have ended, or whose end has changed
         self._order = 0
 
-    def resource(self, name: Hashable, capacity: float) -> int:
-        """The number of a resource that does `capacity` units a second. It is made at its first use."""
+    def resource(self, name: Hashable, capacity: float, crowding: float = 0.0) -> int:
+        """The number of a resource that does `capacity` / (1 + `crowding` (k - 1)) units a second for k tasks.
+
+        It is made at its first use.
+        """
         number = self._numbers.setdefault(name, len(self._capacity))
         if number == len(self._capacity):
             self._capacity.append(capacity)
+            self._crowding.append(crowding)
             self._users.append({})
         return number
 
@@ -156,8 +161,8 @@ class Flows:
 
     def _fair(self, tasks: list[_Running]) -> list[float]:
         """The rate of each task. The tightest resource is shared out equally, then the next, and so on."""
-        left = {use: self._capacity[use] for running in tasks for use in running.uses}
-        users = {use: len(self._users[use]) for use in left}
+        users = {use: len(self._users[use]) for running in tasks for use in running.uses}
+        left = {use: self._capacity[use] / (1 + self._crowding[use] * (count - 1)) for use, count in users.items()}
         rates, waiting = [0.0] * len(tasks), list(range(len(tasks)))
         while waiting:
             share = {use: left[use] / count for use, count in users.items() if count}
