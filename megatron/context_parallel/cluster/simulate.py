@@ -140,7 +140,7 @@ class _Costs:
             size, delay = self.bytes[t.tensor, swap] * t.share * hops, path.seconds + wake
             yield Task(None, size, uses, ends), delay * hops
             if path.processor and self.cluster.shared_cores:  # at both ends, as fast as the links bring the bytes
-                for end, (link, rate) in zip(ends, (path.links[0], path.links[-1]), strict=True):
+                for end, (link, rate) in zip(ends, (path.links[0], path.links[:2][-1]), strict=True):
                     pace = self.flows.resource(("work", end, link), rate * path.processor)
                     yield Task(None, size * path.processor, [pace, self._cores]), delay
 
