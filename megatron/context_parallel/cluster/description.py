@@ -75,7 +75,9 @@ class Nics:
     GB_s: float
     latency_us: float
     processor_ns_per_byte: float = 0.0  # as inside
-    crowding: float = 0.0  # with k messages at once in a direction, a NIC has 1 / (1 + crowding (k - 1)) of its rate
+    crowding: float = (
+        0.0  # a NIC that carries for k pairs of ranks in a direction has 1 / (1 + crowding (k - 1)) of its rate
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,9 +60,9 @@ class Flows:
         self._order = 0
 
     def resource(self, name: Hashable, capacity: float, crowding: float = 0.0) -> int:
-        """The number of a resource that does `capacity` / (1 + `crowding` (k - 1)) units a second for k tasks.
+        """The number of a resource that does `capacity` units a second. It is made at its first use.
 
-        It is made at its first use.
+        For tasks between k pairs of ranks it does 1 / (1 + `crowding` (k - 1)) of that.
         """
         number = self._numbers.setdefault(name, len(self._capacity))
         if number == len(self._capacity):
@@ -162,7 +162,7 @@ class Flows:
     def _fair(self, tasks: list[_Running]) -> list[float]:
         """The rate of each task. The tightest resource is shared out equally, then the next, and so on."""
         users = {use: len(self._users[use]) for running in tasks for use in running.uses}
-        left = {use: self._capacity[use] / (1 + self._crowding[use] * (count - 1)) for use, count in users.items()}
+        left = {use: self._capacity[use] / self._crowd(use) for use in users}
         rates, waiting = [0.0] * len(tasks), list(range(len(tasks)))
         while waiting:
             share = {use: left[use] / count for use, count in users.items() if count}
@@ -178,6 +178,11 @@ class Flows:
                     users[use] -= 1
             waiting = more
         return rates
+
+    def _crowd(self, resource: int) -> float:
+        """By how much a resource is slower than for one pair of ranks."""
+        crowding = self._crowding[resource]
+        return 1 + crowding * (len({running.task.ranks for running in self._users[resource]}) - 1) if crowding else 1.0
 
     def _slowed(self, tasks: list[_Running], rates: list[float]) -> list[float]:
         ranks = [running.task.ranks for running in tasks]
