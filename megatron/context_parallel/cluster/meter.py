@@ -4,6 +4,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -100,14 +101,18 @@ class Meter:
         size = 2**16
         while True:
             tensor = torch.zeros(size, dtype=torch.uint8, device=self.device)
-            took = self.seconds(lambda tensor=tensor: exchange(tensor).wait(), 1)
+            took = self.seconds(partial(_complete, exchange, tensor), 1)
             if took >= self.target or size == LARGEST:
-                return size / self.seconds(lambda tensor=tensor: exchange(tensor).wait(), 3)
+                return size / self.seconds(partial(_complete, exchange, tensor), 3)
             size = min(LARGEST, size * (16 if took < self.target / 16 else 2))
 
     def exchange(self, sends: Messages, receives: Messages) -> Work:
         """Starts messages."""
         return self.transport.exchange(CHANNEL, sends, receives)
+
+
+def _complete(exchange: Exchange, tensor: Tensor) -> None:
+    exchange(tensor).wait()
 
 
 def _busy() -> float:

@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -65,5 +65,5 @@ def probe(
 
 
 def _rounded(section: Section) -> Section:
-    numbers = {f.name: getattr(section, f.name) for f in fields(section)}
+    numbers: dict[str, Any] = {f.name: getattr(section, f.name) for f in fields(section)}
     return replace(section, **{name: float(f"{x:.4g}") for name, x in numbers.items() if isinstance(x, float)})

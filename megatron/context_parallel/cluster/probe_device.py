@@ -37,14 +37,17 @@ class Blocks:
             grads.append(BlockGrad(dout, q, k, v, lse, torch.zeros_like(lse), mask))
         inputs, blocks = cycle(sets), cycle(grads)
         return (
-            self.meter.computing(lambda: self.kernel.forward(*next(inputs)[:3], mask, self.scores)),
+            self.meter.computing(lambda: self._forward(next(inputs), mask)),
             self.meter.computing(lambda: self.kernel.backward(next(blocks), self.scores)),
         )
 
+    def _forward(self, inputs: list[Tensor], mask: str) -> None:
+        q, k, v, _ = inputs
+        self.kernel.forward(q, k, v, mask, self.scores)
+
     def one(self) -> None:
         """A small one, forward."""
-        q, k, v, _ = self._inputs(FEWEST, self.kv_heads)
-        self.kernel.forward(q, k, v, FULL, self.scores)
+        self._forward(self._inputs(FEWEST, self.kv_heads), FULL)
 
     def _inputs(self, rows: int, kv_heads: int) -> list[Tensor]:
         """Queries, keys, values and the gradient of the output."""
