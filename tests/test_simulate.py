@@ -261,7 +261,7 @@ def test_steps_and_merges_take_time():
     idle = replace(idle, inside=replace(idle.inside, GB_s=1e6))
     assert seconds("ring", idle) == pytest.approx(8 * 50e-6, rel=0.01)
     slow = replace(idle, device=replace(NO_WORK, memory_GB_s=1))
-    plan = choose("attention2d:grid=8x1").plan(8)  # all queries gathered: a reduce-scatter of 7 outputs
+    plan = choose("attention2d:grid=1x8").plan(8)  # queries pass by, and 7 outputs are merged on their way
     merged = 7 * 3 * 4 * (1024 * 8 * 64 + 1024 * 8) / 1e9
     written = simulate(plan, slow, SHAPE).seconds - merged
     assert 0 < written < 8 * 12 * 1024 * 8 * 64 / 1e9 * 1.01  # each block adds its output to a partial
@@ -269,7 +269,10 @@ def test_steps_and_merges_take_time():
 
 def test_exchanges_of_all_pairs_crowd_nics():
     slow = replace(BOX, device=NO_WORK, nodes=8, devices_per_node=1, nics=replace(BOX.nics, per_node=1))
-    times = [seconds("attention2d:grid=8x1", replace(slow, nics=replace(slow.nics, crowding=c))) for c in (0.0, 0.1)]
+    times = [
+        seconds("attention2d:grid=1x8,overlap=no", replace(slow, nics=replace(slow.nics, crowding=c)))
+        for c in (0.0, 0.1)
+    ]
     outputs = 7 * 4 * (1024 * 8 * 64 + 1024 * 8) / 10e9  # of which a NIC then carries 1 / (1 + 0.1 * 6)
     assert times[1] - times[0] == pytest.approx(0.6 * outputs, rel=0.02)
 
