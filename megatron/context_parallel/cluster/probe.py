@@ -66,4 +66,5 @@ def probe(
 
 def _rounded(section: Section) -> Section:
     numbers: dict[str, Any] = {f.name: getattr(section, f.name) for f in fields(section)}
-    return replace(section, **{name: float(f"{x:.4g}") for name, x in numbers.items() if isinstance(x, float)})
+    rounded: dict[str, Any] = {name: float(f"{x:.4g}") for name, x in numbers.items() if isinstance(x, float)}
+    return replace(section, **rounded)
