@@ -50,7 +50,7 @@ def test_candidates_are_what_strategies_declare():
     assert {"ulysses", "usp:head_parallel_size=2,layout=cyclic,placement=context-first"} <= {*specs}
     assert not any(spec.startswith("ring:head") for spec in specs)  # it is usp
     mesh = {spec for spec in specs if spec.startswith("mesh:grid=2x2") and "layout" not in spec}
-    assert mesh == {"mesh:grid=2x2"} | {f"mesh:grid=2x2,q_cost={cost}" for cost in (2, 4)}
+    assert mesh == {"mesh:grid=2x2"} | {f"mesh:grid=2x2,q_cost={cost}" for cost in (2.0, 4.0)}
     assert "loongtrain:inner_ring_size=2" in specs and "lightseq:balance=False,prefetch=False" in specs
     for one in found:
         assert one.choice.plan(4).layout == one.plans[0].layout and one.plans[1].backward
@@ -108,13 +108,13 @@ def test_the_fastest_is_that_of_all():
     best = next(spec for spec in found.ranked if "+" not in spec)
     assert found.ranked[best].seconds == pytest.approx(times[best])
     assert found.ranked[best].seconds <= min(times.values()) * (1 + 1e-9)
-    assert best.startswith("mesh") and times["ring"] > 1.5 * times[best]
+    assert best.startswith("mesh") and times["ring"] > 1.4 * times[best]
     assert [*found.ranked] == [*search(WORKLOAD, Place(SLOW), fixed).ranked]
     assert len(found.slower) > len(found.ranked)
 
 
 def test_other_groups_take_their_part_of_a_nic():
-    shared = replace(BOX, nics=replace(BOX.nics, per_node=1))
+    shared = replace(BOX, nics=replace(BOX.nics, per_node=1, GB_s=0.01))
     alone, beside = Place(shared, (0, 4)), Place(shared, (0, 4), ((1, 5), (2, 6), (3, 7)))
     ways = {"ring": choose_plans("ring", 2)}
     times = [fastest(ways, place, WORKLOAD)[0]["ring"].seconds for place in (alone, beside)]
@@ -140,7 +140,7 @@ def test_passes_may_have_different_strategies():
 
 
 def test_a_sweep_has_every_strategy_and_twelve_cases():
-    cases = [*sweep(WORKLOAD, BOX, {}, 14)]
+    cases = [*sweep(WORKLOAD, BOX.part(4), {}, 14)]
     assert 12 <= len(cases) <= 14 and {case.split(":")[0] for case in cases} == {*STRATEGIES}
 
 
@@ -148,7 +148,8 @@ def test_a_sweep_has_every_strategy_and_twelve_cases():
 
 
 def _agreed(cluster: str, layout: str | None) -> str:
-    return ContextParallel("auto", layout, workload=WORKLOAD, cluster=cluster).choice.spec
+    options = {"head_parallel_size": 1, "workload": WORKLOAD, "cluster": cluster}
+    return ContextParallel("auto", layout, **options).choice.spec
 
 
 def _refused(**options) -> str:
@@ -160,7 +161,7 @@ def _refused(**options) -> str:
 def test_all_ranks_take_the_same(ranks, tmp_path):
     path = tmp_path / "box.yaml"
     path.write_text(BOX_TEXT)
-    best = search(WORKLOAD, Place(BOX.part(4)), {"layout": "cyclic"}).best
+    best = search(WORKLOAD, Place(BOX.part(4)), {"layout": "cyclic", "head_parallel_size": 1}).best
     assert ranks(4, _agreed, str(path), "cyclic") == [best] * 4
     for said in ranks(2, partial(_refused, workload=WORKLOAD, cluster="nowhere")):
         assert said.startswith("--cp-cluster nowhere: no such file or preset")
@@ -240,7 +241,7 @@ SEARCH = ["--model", "llama3-8b", "--seq-length", "128K", "--cluster", "dgx-h100
 def test_plan_search(capsys, tmp_path):
     plan_search(SEARCH)
     table, rejected = capsys.readouterr().out.split("rejected\n")
-    rows = [line.split() for line in table.splitlines() if re.match(r"\d+ ", line)]
+    rows = [line.split() for line in table.splitlines() if re.match(r"\d+\*? +[\d.]+ +[\d.]+% ", line)]
     times = [float(row[1]) for row in rows]
     assert times == sorted(times) and len(rows) == 12
     assert "needs more than the 80 GiB of a device" in rejected

@@ -24,7 +24,7 @@ from .registry import Pass, register
 def _near(n: int, q_cost: float) -> list[float]:
     """1, and powers of two about `q_cost`; the schedule rounds costs up to blocks, of which a tile has n."""
     nearest = round(math.log2(min(max(q_cost, 0.5), n)))
-    return sorted({1, *(2**power for power in (nearest - 1, nearest, nearest + 1))})
+    return sorted({1.0, *(2.0**power for power in (nearest - 1, nearest, nearest + 1))})
 
 
 @register("mesh", layouts=("zigzag", "cyclic"), channels=("keys", "queries"))
