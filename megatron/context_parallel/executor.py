@@ -56,8 +56,7 @@ class Executor:
             yield from self._launch(step.comm)
             for attend in step.attend:
                 yield from self._attend(attend)
-            for key in self.freed.get(s, ()):
-                self.held.pop(key, None)
+            self._free(s)
         recorder.at_step(len(steps))
         ends = {}
         for t in self.plan.ends:
@@ -185,6 +184,10 @@ class Executor:
         value = yield from self._need((tensor, chunk))
         del self.held[tensor, chunk]
         return (value[0], value[1].to(self.wide).contiguous()) if tensor is T.O else value
+
+    def _free(self, step: int) -> None:
+        for key in self.freed.get(step, ()):
+            self.held.pop(key, None)
 
     # -- values ------------------------------------------------------------------------------------------------
 
