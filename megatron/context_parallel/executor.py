@@ -112,7 +112,7 @@ class Executor:
         """Each rank receives all partials of its chunk and merges them: gloo's own sum moves twice the bytes."""
         place, size = op.group.index(self.rank), len(op.group)
         rows = self.problem.blocks.chunks(op.tensor).rows
-        if self.transport.sums and op.tensor is not T.O and len({rows(chunk) for chunk in op.chunks}) == 1:
+        if op.tensor is not T.O and self.transport.sums and len({rows(chunk) for chunk in op.chunks}) == 1:
             yield from self._sum(op, place)
             return
         sends, receives, values = [], [], []
