@@ -31,7 +31,8 @@ def probe(
         group: ranks node by node; default: the world.
         device: of this rank.
         dtype: of the model.
-        heads, kv_heads: of one rank, query and key/value heads.
+        heads: query heads of one rank.
+        kv_heads: key/value heads of one rank.
         head_dim: size of a head.
         quick: a few seconds instead of one or two minutes: fewer and shorter measurements.
 

@@ -37,7 +37,8 @@ def forecast_step(model: Model, run: Run, cluster: Cluster) -> StepForecast:
     Rank r is device r of the cluster, counted node by node; ranks are in Megatron's order tp-cp-dp-pp.
 
     Args:
-        model, run: what is trained, and how.
+        model: what is trained.
+        run: how it is trained.
         cluster: its nodes, as many as the run needs.
 
     Raises:
