@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import test_simulate
 import torch
 import training_case
 
@@ -29,15 +30,7 @@ IDEAL = Device(
     gemm=(GemmRate(size=1, TFLOP_s=1),),
     attention=(AttentionRate(rows=1, forward_TFLOP_s=1, backward_TFLOP_s=1),),
 )
-BOX = Cluster(
-    name="box",
-    source="made up",
-    nodes=2,
-    devices_per_node=4,
-    device=IDEAL,
-    inside=Inside(GB_s=100, latency_us=0),
-    nics=Nics(per_node=4, GB_s=10, latency_us=0),
-)
+BOX = replace(test_simulate.BOX, device=IDEAL)
 MODEL = Model(
     num_layers=4,
     hidden_size=256,

@@ -12,7 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from ..attention import context_parallel_attention
 from ..context import ContextParallel
 from ..errors import UsageError
-from ..layout import positions
+from ..layout import unshard
 from ..mask import Documents
 
 NAME = "context_parallel"
@@ -148,7 +148,8 @@ class _Attention:
         """The packed documents that the position ids of all ranks tell; None for whole sequences."""
         if places not in self.documents:
             parts = self._gathered(places)
-            whole = self._joined(parts)
+            by_chunk = dict(zip(self.cp.chunks, parts, strict=True))
+            whole = unshard([by_chunk[chunk] for chunk in range(self.cp.n)], self.cp.layout, dim=1)
             before, after = whole[:, :-1], whole[:, 1:]
             ascend = not whole[:, 0].any() and torch.where(after > 0, after == before + 1, True).all()
             # Those that transformers makes up count a rank's own tokens. In chunks they would look like documents.
@@ -166,11 +167,3 @@ class _Attention:
         parts = [torch.empty_like(places, memory_format=torch.contiguous_format) for _ in range(self.cp.n)]
         dist.all_gather(parts, places.contiguous(), group=self.cp.group)
         return parts
-
-    def _joined(self, parts: list[Tensor]) -> Tensor:
-        """[b, s] of each rank to [b, length]."""
-        samples, rows = parts[0].shape
-        whole = parts[0].new_empty(samples, rows * self.cp.n)
-        for chunk, part in zip(self.cp.chunks, parts, strict=True):
-            whole[:, positions(self.cp.layout, chunk, self.cp.n, whole.shape[1]).to(part.device)] = part
-        return whole

@@ -82,3 +82,8 @@ def _named(declared: Flag, name: str, hint: Any) -> Flag:
     option = declared.option or "--" + name.replace("_", "-")
     found = replace(declared, name=name, kind=kind, optional=optional, many=many)
     return replace(found, option=option, unit=unit, example=example)
+
+
+def fields_given(args: object, config: type) -> dict[str, Any]:
+    """What `args` has of the fields of a dataclass, by their names."""
+    return {entry.name: getattr(args, entry.name) for entry in fields(config) if hasattr(args, entry.name)}

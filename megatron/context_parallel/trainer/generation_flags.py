@@ -1,8 +1,7 @@
 """The flags of the programs that generate text."""
 
+from ..inference.choose import CHOICES
 from .declare import Section, flag
-
-PREFILL = ("auto", "pass-kv", "pass-q", "alg1", "alg5", "empirical")
 
 
 class Source(Section, title="model"):
@@ -21,7 +20,7 @@ class Cache(Section, title="cache"):
     cache_tokens: int | None = flag(
         "tokens whose keys and values all ranks together keep", derived="the positions of the model", example=8192
     )
-    cp_prefill: str = flag("what travels in a prefill: keys and values, or queries", "auto", choices=PREFILL)
+    cp_prefill: str = flag("what travels in a prefill: keys and values, or queries", "auto", choices=CHOICES)
     cluster: str | None = flag(
         "a cluster whose rates --cp-prefill decides by: a preset or a file",
         unit="NAME",

@@ -1,6 +1,5 @@
 """From the arguments to megatron-core's objects: model chunks, optimizer, learning-rate schedule."""
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +24,7 @@ from ..context import ContextParallel
 from ..integration.rope import use_layout
 from ..integration.spec import block_spec
 from ..integration.vocabulary import draw_rows, leave_out_padding
+from .declare import fields_given
 from .flags import Arguments
 
 
@@ -83,7 +83,7 @@ def _draw_vocabulary(args: Arguments, table: str, weight: Tensor) -> None:
 
 def transformer_config(args: Arguments) -> TransformerConfig:
     """megatron-core's model configuration: every argument that has one of its fields' names, and what follows."""
-    given = _fields_given(args, TransformerConfig)
+    given = fields_given(args, TransformerConfig)
     interleaved = bool(args.virtual_pipeline_model_parallel_size)
     if args.swiglu:
         given.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
@@ -132,7 +132,7 @@ def build_optimizer(
     args: Arguments, model: list[DistributedDataParallel]
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer of these chunks, and the schedule of its learning rate and weight decay (in samples)."""
-    config = OptimizerConfig(**_fields_given(args, OptimizerConfig))
+    config = OptimizerConfig(**fields_given(args, OptimizerConfig))
     optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
     if args.fp16:
         model[0].config.grad_scale_func = optimizer.scale_loss
@@ -156,10 +156,6 @@ def build_optimizer(
         override_opt_param_scheduler=True,
     )
     return optimizer, scheduler
-
-
-def _fields_given(args: Arguments, config: type) -> dict[str, object]:
-    return {f.name: getattr(args, f.name) for f in dataclasses.fields(config) if hasattr(args, f.name)}
 
 
 @contextmanager
