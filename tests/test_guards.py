@@ -17,7 +17,7 @@ from megatron.context_parallel.pairs import Pairs
 from megatron.context_parallel.plan.ir import AllGather, Plan, PlanError, Recv, ReduceScatter, Send, Step, T
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.plan.volume import units
-from megatron.context_parallel.transport import LocalTransport
+from megatron.context_parallel.transport import Line, LocalTransport
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -80,7 +80,7 @@ def test_a_rank_has_two_batches_of_a_channel_under_way(ops):
 
 
 def test_what_is_being_sent_must_not_change():
-    post: dict = defaultdict(list)
+    post: dict = defaultdict(Line)
     x, into = torch.zeros(2), torch.ones(2)
     first, second = LocalTransport(0, post), LocalTransport(1, post)
     first.exchange("ring", [(1, x)], [])

@@ -27,7 +27,7 @@ from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.plan.volume import units
 from megatron.context_parallel.strategies import head_parallel_sizes
-from megatron.context_parallel.transport import LocalTransport
+from megatron.context_parallel.transport import Line, LocalTransport
 
 INNER = [name for name, strategy in STRATEGIES.items() if strategy.head_parallel != "all"]
 PASSES = [(causal, backward) for causal in (True, False) for backward in (False, True)]
@@ -250,7 +250,7 @@ def test_turns_of_a_swap_meet():
             turns[self.rank] = [[{peer for peer, _ in turn} for turn in of] for of in (sends, receives)]
             return super().trade(channel, sends, receives)
 
-    post = defaultdict(list)
+    post = defaultdict(Line)
     for swap in (HeadGroup.to_heads, HeadGroup.to_chunks):
         for rank in range(4):
             next(swap(HeadGroup(plan, rank, Noted(rank, post)), torch.zeros(16, 1, 8, 2)))

@@ -7,7 +7,8 @@ import pytest
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.pairs import Pairs
 from megatron.context_parallel.plan.ir import PARTIAL, AllGather, Attend, Plan, Recv, ReduceScatter, Send, Step, T
-from megatron.context_parallel.plan.liveness import freed, last_reads, peak
+from megatron.context_parallel.plan.liveness import last_reads, peak
+from megatron.context_parallel.plan.schedule import schedule
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes, received, received_bytes, units
 
@@ -120,7 +121,7 @@ def test_received_copies_are_freed_after_their_last_read():
     for name in ("ring", "mesh", "attention2d"):
         plan = STRATEGIES[name].plan(4, backward=True)
         for rank in range(4):
-            found = {key: step for step, keys in freed(plan, rank).items() for key in keys}
+            found = {key: s for s, step in enumerate(schedule(plan, rank)) for key in step.freed}
             last = last_reads(plan, rank)
             assert found == {key: last[key] for key in last if key[0] not in PARTIAL and key[1] != rank} and found
-            assert freed(plan, rank) is freed(plan, rank)
+            assert schedule(plan, rank) is schedule(plan, rank)

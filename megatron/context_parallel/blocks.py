@@ -12,6 +12,7 @@ from .layout import Chunks, ListedChunks
 from .mask import Documents, Mask, Sequences
 from .plan.ir import T
 
+ALL = slice(None)  # in a piece: all rows of the chunk, or of the gathered keys
 Rows = tuple[int, slice, slice | Tensor]  # chunk, rows of the chunk, and where they are among the gathered rows
 
 
@@ -114,7 +115,11 @@ class Blocks:
                 parts = zip(*([slice(*pair) for pair in pairwise(of.tolist())] for of in edges), strict=True)
                 self._pieces[key] = [p for q, kv in parts for p in self._shifted(block.of(q, kv), q.start, kv)]
             else:
-                self._pieces[key] = self._cut(block, self.keys(kv_chunks))
+                rows, keys = self.q.rows(q_chunk), self.keys(kv_chunks)
+                self._pieces[key] = [
+                    piece._replace(q=_all_or(piece.q, rows), kv=_all_or(piece.kv, keys))
+                    for piece in self._cut(block, keys)
+                ]
         return self._pieces[key]
 
     def _cut(self, block: Runs, keys: int) -> list[Piece]:
@@ -126,6 +131,10 @@ class Blocks:
             piece._replace(q=_moved(piece.q, first), kv=_moved(piece.kv, keys.start))
             for piece in self._cut(block, keys.stop - keys.start)
         ]
+
+
+def _all_or(rows: slice, count: int) -> slice:
+    return ALL if range(*rows.indices(count)) == range(count) else rows
 
 
 def _moved(rows: slice, by: int) -> slice:

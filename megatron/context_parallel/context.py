@@ -18,7 +18,7 @@ from .plan.ir import Plan
 from .plan.verify import verify
 from .recorder import recorder
 from .strategies import AUTO, COMMON, Choice, asked, choose
-from .transport import LocalTransport, Program, TorchTransport, run_all, run_here
+from .transport import Line, LocalTransport, Program, TorchTransport, run_all, run_here
 
 ALL_RANKS_UP_TO = 64  # beyond, what goes through the steps of all ranks (verifying, plans by document) is left out
 REMEMBERED = 32  # plans and blocks kept; those of packed documents change with each batch
@@ -188,6 +188,6 @@ class AllRanks(_Strategy):
         return unshard([by_chunk[chunk] for chunk in range(self.n)], self.layout)
 
     def run(self, program: Callable[..., Program], plan: Plan, problem: Problem, parts: list[tuple]) -> list:
-        post: dict = defaultdict(list)
+        post: dict[tuple[str, int, int], Line] = defaultdict(Line)
         programs = [program(plan, problem, r, LocalTransport(r, post), *part) for r, part in enumerate(parts)]
         return run_all(programs, plan)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .blocks import Blocks
+from .blocks import ALL, Blocks
 from .kernels import BlockGrad, Kernel, Scores
 from .kernels.masks import Piece
 from .kernels.merge import merge
 from .marks import marks
-from .plan.ir import IN_FLIGHT, PARTIAL, AllGather, Attend, Key, Plan, Recv, ReduceScatter, Send, T
-from .plan.liveness import freed
+from .plan.ir import IN_FLIGHT, PARTIAL, AllGather, Attend, Key, Plan, ReduceScatter, T
+from .plan.schedule import Messages, schedule
 from .recorder import recorder
 from .transport import Program, Transport, Work
 
@@ -43,59 +43,67 @@ class Executor:
         self.held: dict[Key, Value] = {(t, rank): value for t, value in inputs.items()}
         self.arriving: dict[Key, list[tuple[Work, int, Value]]] = defaultdict(list)  # with the peer that sends it
         self.launched: dict[str, deque[Work]] = defaultdict(deque)
-        self.freed = freed(plan, rank)
         self.shapes: dict[T, list[tuple[tuple[int, ...], torch.dtype]]] = {}
         self.q, (self.k, self.v) = inputs[plan.starts[0]][0], inputs[T.KV]
         self.wide = torch.promote_types(self.q.dtype, torch.float32)
 
     def run(self) -> Program[dict[T, Value]]:
         """Yields each communication that it must wait for; returns the tensors that the plan ends with."""
-        steps = self.plan.steps[self.rank]
+        steps = schedule(self.plan, self.rank)
         for s, step in enumerate(steps):
             recorder.at_step(s)
-            yield from self._launch(step.comm)
-            for attend in step.attend:
-                yield from self._attend(attend)
-            self._free(s)
+            for op in step.collectives:
+                yield from self._all_gather(op) if isinstance(op, AllGather) else self._reduce_scatter(op)
+            if step.messages:
+                yield from self._launch(step.messages)
+            for attend, needed in step.attend:
+                for key in needed:
+                    if key in self.arriving:
+                        yield from self._arrive(key)
+                if marks.on:
+                    with marks.block(attend):
+                        self._block(attend)
+                else:
+                    self._block(attend)
+            self._free(step.freed)
         recorder.at_step(len(steps))
-        ends = {}
         for t in self.plan.ends:
-            ends[t] = yield from self._take(t, self.rank)
+            if (t, self.rank) in self.arriving:
+                yield from self._arrive((t, self.rank))
         for works in self.launched.values():
             yield from works
-        return ends
+        return {t: self._take((t, self.rank)) for t in self.plan.ends}
 
     # -- communication -----------------------------------------------------------------------------------------
 
-    def _launch(self, comm: tuple) -> Program[None]:
-        batches: dict[str, tuple[list, list, list]] = defaultdict(lambda: ([], [], []))
-        received: dict[str, list] = defaultdict(list)
-        for op in comm:
-            sends, receives, ops = batches[op.channel]
-            ops += [op] if isinstance(op, Send | Recv) else []
-            match op:
-                case Send():
-                    sends += [(op.peer, x) for x in (yield from self._leaving(op.tensor, op.chunk))]
-                case Recv():
-                    value = self._empty(op.tensor, op.chunk)
-                    receives += [(op.peer, x) for x in value]
-                    received[op.channel].append((op, value))
-                case AllGather():
-                    yield from self._all_gather(op)
-                case ReduceScatter():
-                    yield from self._reduce_scatter(op)
-        for channel, (sends, receives, ops) in batches.items():
-            if not sends and not receives:
-                continue
-            yield from self._make_room(channel)
-            work = marks.batch(channel, ops, self.transport.exchange(channel, sends, receives))
-            self.launched[channel].append(work)
-            for op, value in received[channel]:
-                self.arriving[op.tensor, op.chunk].append((work, op.peer, value))
+    def _launch(self, messages: tuple[Messages, ...]) -> Program[None]:
+        """Launches a batch on each channel, when all that they send is here."""
+        arriving, leaving = self.arriving, []
+        for batch in messages:
+            sends = []
+            for key, peer in batch.sends:
+                if key in arriving:
+                    yield from self._arrive(key)
+                sends += [(peer, x) for x in self._leaving(key)]
+            leaving.append(sends)
+        for batch, sends in zip(messages, leaving, strict=True):
+            values = [(key, peer, self._empty(*key)) for key, peer in batch.receives]
+            receives = [(peer, x) for _, peer, value in values for x in value]
+            if len(self.launched[batch.channel]) >= IN_FLIGHT:
+                yield from self._make_room(batch.channel)
+            work = self.transport.exchange(batch.channel, sends, receives)
+            if marks.on:
+                work = marks.batch(batch.channel, batch.ops, work)
+            self.launched[batch.channel].append(work)
+            for key, peer, value in values:
+                arriving[key].append((work, peer, value))
 
     def _all_gather(self, op: AllGather) -> Program[None]:
         """Gathers into one buffer, of which each chunk becomes a view."""
-        mine = yield from self._take(op.tensor, op.chunks[op.group.index(self.rank)])
+        own = op.tensor, op.chunks[op.group.index(self.rank)]
+        if own in self.arriving:
+            yield from self._arrive(own)
+        mine = self._take(own)
         yield from self._make_room(op.channel)
         chunks = self.problem.blocks.chunks(op.tensor)
         rows = tuple(chunks.rows(chunk) for chunk in op.chunks)
@@ -112,13 +120,17 @@ class Executor:
         """Each rank receives all partials of its chunk and merges them: gloo's own sum moves twice the bytes."""
         place, size = op.group.index(self.rank), len(op.group)
         rows = self.problem.blocks.chunks(op.tensor).rows
-        if op.tensor is not T.O and self.transport.sums and len({rows(chunk) for chunk in op.chunks}) == 1:
+        together = op.tensor is not T.O and self.transport.sums and len({rows(chunk) for chunk in op.chunks}) == 1
+        for chunk in op.chunks if together else op.chunks[:place] + op.chunks[place + 1 :]:
+            if (op.tensor, chunk) in self.arriving:
+                yield from self._arrive((op.tensor, chunk))
+        if together:
             yield from self._sum(op, place)
             return
         sends, receives, values = [], [], []
         for k in range(1, size):
             after, before = (place + k) % size, (place - k) % size
-            sends += [(op.group[after], x) for x in (yield from self._leaving(op.tensor, op.chunks[after]))]
+            sends += [(op.group[after], x) for x in self._leaving((op.tensor, op.chunks[after]))]
             values.append((op.group[before], self._empty(op.tensor, op.chunks[place])))
             receives += [(op.group[before], x) for x in values[-1][1]]
         yield from self._make_room(op.channel)
@@ -128,9 +140,7 @@ class Executor:
 
     def _sum(self, op: ReduceScatter, place: int) -> Program[None]:
         """A reduce-scatter by the transport, which needs no buffer for each other rank."""
-        parts = []
-        for chunk in op.chunks:
-            parts.append((yield from self._leaving(op.tensor, chunk)))
+        parts = [self._leaving((op.tensor, chunk)) for chunk in op.chunks]
         yield from self._make_room(op.channel)
         mine = self._empty(op.tensor, op.chunks[place])
         together = [torch.cat(of_chunks) for of_chunks in zip(*parts, strict=True)]
@@ -156,37 +166,35 @@ class Executor:
             if rest := [entry for entry in waiting if entry[0] is not done]:
                 self.arriving[key] = rest
 
-    def _need(self, key: Key) -> Program[Value]:
-        """The value of `key`, after everything that was sent for it has arrived and been merged."""
-        for work, peer, value in self.arriving.pop(key, ()):
+    def _arrive(self, key: Key) -> Program[None]:
+        """Waits for everything that was sent for `key`, and merges it."""
+        for work, peer, value in self.arriving.pop(key):
             recorder.need(*key, self.transport.world(peer))
             yield work
             self._put(key, value)
-        return self.held[key]
 
     def _put(self, key: Key, value: Value) -> None:
         if key[0] in PARTIAL and key in self.held:
-            self._reduce(key[0], self._partial(*key), value)
+            self._reduce(key[0], self._partial(key), value)
         else:
             self.held[key] = value
 
-    def _leaving(self, tensor: T, chunk: int) -> Program[Value]:
+    def _leaving(self, key: Key) -> Value:
         """The value to send. Partials travel in float32, or wider."""
-        value = yield from self._take(tensor, chunk)
-        return tuple(x.to(self.wide) for x in value) if tensor in PARTIAL else value
+        value = self._take(key)
+        if key[0] not in PARTIAL:
+            return value
+        return tuple([x if x.dtype is self.wide else x.to(self.wide) for x in value])
 
-    def _take(self, tensor: T, chunk: int) -> Program[Value]:
+    def _take(self, key: Key) -> Value:
         """The value to send or to end with. A partial leaves this rank; it is zero if nothing was added to it."""
-        if tensor not in PARTIAL:
-            return (yield from self._need((tensor, chunk)))
-        if (tensor, chunk) not in self.held and (tensor, chunk) not in self.arriving:
-            return self._zero(tensor, chunk)
-        value = yield from self._need((tensor, chunk))
-        del self.held[tensor, chunk]
-        return (value[0], value[1].to(self.wide).contiguous()) if tensor is T.O else value
+        if key[0] not in PARTIAL:
+            return self.held[key]
+        value = self.held.pop(key, None) or self._zero(*key)
+        return (value[0], value[1].to(self.wide).contiguous()) if key[0] is T.O else value
 
-    def _free(self, step: int) -> None:
-        for key in self.freed.get(step, ()):
+    def _free(self, keys: tuple[Key, ...]) -> None:
+        for key in keys:
             self.held.pop(key, None)
 
     # -- values ------------------------------------------------------------------------------------------------
@@ -220,12 +228,12 @@ class Executor:
             value[1].fill_(float("-inf"))
         return value
 
-    def _partial(self, tensor: T, chunk: int) -> Value:
+    def _partial(self, key: Key) -> Value:
         """The partial that more is added to. An output stays in the dtype of its kernel until then."""
-        value = self.held.get((tensor, chunk)) or self._zero(tensor, chunk)
-        if tensor is T.O:
+        value = self.held.get(key) or self._zero(*key)
+        if key[0] is T.O and value[1].dtype is not torch.float64:
             value = value[0].to(self.wide), value[1].double()  # see `merge`
-        self.held[tensor, chunk] = value
+        self.held[key] = value
         return value
 
     def _reduce(self, tensor: T, into: Value, value: Value) -> None:
@@ -237,23 +245,15 @@ class Executor:
 
     # -- blocks ------------------------------------------------------------------------------------------------
 
-    def _attend(self, attend: Attend) -> Program[None]:
-        query = self.plan.starts[0]
-        for key in [*((T.KV, chunk) for chunk in attend.kv_chunks), *((query, chunk) for chunk in attend.q_chunks)]:
-            if key in self.arriving:
-                yield from self._need(key)
-        with marks.block(attend):
-            self._block(attend)
-
     def _block(self, attend: Attend) -> None:
-        cut = {chunk: self.problem.blocks.pieces(chunk, attend.kv_chunks) for chunk in attend.q_chunks}
-        keys = self._keys(attend.kv_chunks) if any(cut.values()) else ()
-        for chunk in attend.q_chunks:
-            queries = self.held[self.plan.starts[0], chunk]
+        kv_chunks, start = attend.kv_chunks, self.plan.starts[0]
+        cuts = [(chunk, self.problem.blocks.pieces(chunk, kv_chunks)) for chunk in attend.q_chunks]
+        keys = self._keys(kv_chunks) if any([cut for _, cut in cuts]) else ()
+        for chunk, cut in cuts:
             if self.plan.backward:
-                self._backward(chunk, queries, attend.kv_chunks, keys, cut[chunk])
+                self._backward(chunk, self.held[start, chunk], kv_chunks, keys, cut)
             else:
-                self._forward(chunk, queries, keys, cut[chunk])
+                self._forward(chunk, self.held[start, chunk], keys, cut)
 
     def _keys(self, chunks: tuple[int, ...]) -> Value:
         """Keys and values of the chunks, [rows, B, d] each, in ascending order of position."""
@@ -280,26 +280,25 @@ class Executor:
         key, (q,) = (T.O, chunk), queries
         for piece in cut:
             rows, kv_rows = self._rows(piece)
-            k, v = keys[0][kv_rows], keys[1][kv_rows]
-            out, lse = self.problem.kernel.forward(q[rows], k, v, piece.mask, self.problem.scores)
+            k, v = [_part(x, kv_rows) for x in keys]
+            out, lse = self.problem.kernel.forward(_part(q, rows), k, v, piece.mask, self.problem.scores)
             if key not in self.held and len(out) == len(q) and out.shape[1] == q.shape[1]:
                 self._put(key, (out.contiguous(), lse))
             else:
-                into_out, into_lse = self._partial(*key)
-                merge(into_out[rows], into_lse[rows], out, lse)
+                into_out, into_lse = self._partial(key)
+                merge(_part(into_out, rows), _part(into_lse, rows), out, lse)
         if not cut:
-            self._partial(*key)
+            self._partial(key)
 
     def _backward(self, chunk: int, queries: Value, kv_chunks: tuple[int, ...], keys: Value, cut: list[Piece]) -> None:
-        q, dout, lse, delta = queries
         kernel, scores = self.problem.kernel, self.problem.scores
         gathered: Value | None = None  # gradients of the keys of several chunks
         for piece in cut:
             rows, kv_rows = self._rows(piece)
-            k, v = keys[0][kv_rows], keys[1][kv_rows]
-            block = BlockGrad(dout[rows], q[rows], k, v, lse[rows], delta[rows], piece.mask)
-            dq, *dkv = kernel.backward(block, scores)
-            self.held[T.DQ, chunk] = self._plus(self.held.get((T.DQ, chunk)), (q,), rows, (dq,))
+            q, dout, lse, delta = [_part(x, rows) for x in queries]
+            k, v = [_part(x, kv_rows) for x in keys]
+            dq, *dkv = kernel.backward(BlockGrad(dout, q, k, v, lse, delta, piece.mask), scores)
+            self.held[T.DQ, chunk] = self._plus(self.held.get((T.DQ, chunk)), queries[:1], rows, (dq,))
             if len(kv_chunks) == 1:
                 key = T.DKV, kv_chunks[0]
                 self.held[key] = self._plus(self.held.get(key), keys, kv_rows, dkv)
@@ -315,7 +314,7 @@ class Executor:
                 return tuple([part.to(self.wide).contiguous() for part in parts])
             total = tuple([torch.zeros_like(x, dtype=self.wide) for x in like])
         for x, part in zip(total, parts, strict=True):
-            x[rows].add_(part)
+            _part(x, rows).add_(part)
         return total
 
     def _scatter(self, chunks: tuple[int, ...], gathered: Value) -> None:
@@ -329,3 +328,7 @@ class Executor:
                     total[own] = part[where]
                 else:
                     total[own].add_(part[where])
+
+
+def _part(x: Tensor, part: Part) -> Tensor:
+    return x if part is ALL else x[part]

@@ -7,7 +7,7 @@ other module knows what the name of a layout means.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import UsageError
@@ -46,6 +46,7 @@ _PROGRESSIONS = {"contiguous": _contiguous, "zigzag": _zigzag, "cyclic": _cyclic
 LAYOUTS = tuple(_PROGRESSIONS)
 
 
+@lru_cache(4096)
 def progressions(layout: str, chunk: int, n: int, length: int) -> tuple[Progression, ...]:
     """The positions of `chunk` (of `n`) in a sequence of `length` tokens, in local order.
 
@@ -94,9 +95,14 @@ class Chunks:
     def n(self) -> int:
         return len(self.progressions)
 
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """The tokens of each chunk."""
+        return tuple(sum(p.length for p in chunk) for chunk in self.progressions)
+
     def rows(self, chunk: int) -> int:
         """Tokens of `chunk`."""
-        return sum(p.length for p in self.progressions[chunk])
+        return self.counts[chunk]
 
     def positions(self, chunk: int) -> "Tensor":
         """The positions of `chunk`, int64 [rows], in the order its rank stores its tokens."""

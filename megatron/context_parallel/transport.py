@@ -1,6 +1,6 @@
 """How chunks travel: through torch.distributed, or between ranks that are all in this process."""
 
-from collections import defaultdict
+from collections import deque
 from collections.abc import Generator, Iterable
 from functools import partial
 from itertools import chain
@@ -145,7 +145,10 @@ def _as_messages(rank: int, group: tuple[int, ...], rows: Counts, tensors: list[
 
 def _version(x: Tensor) -> int:
     """How often `x` was written to; tensors of inference mode do not count."""
-    return 0 if x.is_inference() else x._version
+    try:
+        return x._version
+    except RuntimeError:
+        return 0
 
 
 class _Message:
@@ -153,6 +156,8 @@ class _Message:
 
     The end that waits first copies it. To overwrite it before that is an error.
     """
+
+    __slots__ = ("complete", "content", "into", "version")
 
     def __init__(self) -> None:
         self.content: Tensor | None = None
@@ -177,11 +182,38 @@ class _Message:
         self.content = self.into = None
 
 
+class Line:
+    """Messages from one rank to another on a channel. They match in order; either end may name its tensor first."""
+
+    __slots__ = ("sent", "wanted")
+
+    def __init__(self) -> None:
+        self.sent, self.wanted = deque[_Message](), deque[_Message]()
+
+    def send(self, content: Tensor) -> _Message:
+        if self.wanted:
+            message = self.wanted.popleft()
+        else:
+            self.sent.append(message := _Message())
+        message.send(content)
+        return message
+
+    def receive(self, into: Tensor) -> _Message:
+        if self.sent:
+            message = self.sent.popleft()
+        else:
+            self.wanted.append(message := _Message())
+        message.receive(into)
+        return message
+
+
 class _Exchange:
     """A batch of messages of one rank, each with what it does, its peer and its channel."""
 
-    def __init__(self) -> None:
-        self.messages: list[tuple[_Message, str, int, str]] = []
+    __slots__ = ("messages",)
+
+    def __init__(self, messages: list[tuple[_Message, str, int, str]]) -> None:
+        self.messages = messages
 
     def missing(self) -> str:
         """The first message whose other end is not there yet; nothing if the batch is complete."""
@@ -200,36 +232,21 @@ class _Exchange:
 
 
 class LocalTransport:
-    """All ranks of a plan in this process; `post` (a `defaultdict(list)`) is shared between them."""
+    """All ranks of a plan in this process; `post`, a `defaultdict(Line)`, is shared between them."""
 
     sums = False
 
-    def __init__(self, rank: int, post: dict[tuple, list]) -> None:
+    def __init__(self, rank: int, post: dict[tuple[str, int, int], Line]) -> None:
         self.rank, self.post = rank, post
-        self._named: dict[tuple, int] = defaultdict(int)  # messages of a line from this rank or to it
 
     def world(self, peer: int) -> int:
         return peer
 
     def exchange(self, channel: str, sends: Messages, receives: Messages) -> _Exchange:
-        batch = _Exchange()
-        for peer, x in sends:
-            message = self._next((channel, self.rank, peer))
-            message.send(x)
-            batch.messages.append((message, "send to", peer, channel))
-        for peer, x in receives:
-            message = self._next((channel, peer, self.rank))
-            message.receive(x)
-            batch.messages.append((message, "receive from", peer, channel))
-        return batch
-
-    def _next(self, line: tuple[str, int, int]) -> _Message:
-        """The next message on a line. The other end may have named it already."""
-        queue, place = self.post[line], self._named[line]
-        self._named[line] += 1
-        if place == len(queue):
-            queue.append(_Message())
-        return queue[place]
+        rank, post = self.rank, self.post
+        messages = [(post[channel, rank, to].send(x), "send to", to, channel) for to, x in sends]
+        messages += [(post[channel, of, rank].receive(x), "receive from", of, channel) for of, x in receives]
+        return _Exchange(messages)
 
     def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> _Exchange:
         return self.exchange(channel, list(chain(*sends)), list(chain(*receives)))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..layout import parts
 from ..pairs import Pairs
@@ -247,8 +247,8 @@ class Plan:
     placement: str = PLACEMENTS[0]
 
     @cached_property
-    def freed(self) -> dict[int, dict[int, list[Key]]]:
-        """What `liveness.freed` has found, by rank."""
+    def schedules(self) -> dict[int, Any]:
+        """What `schedule` has found, by rank."""
         return {}
 
     @property
@@ -261,7 +261,7 @@ class Plan:
         """All ranks, those of other heads included."""
         return self.n * self.heads
 
-    @property
+    @cached_property
     def grid(self) -> ProcessMesh:
         """All ranks as a grid: their part of the heads (`heads`), and their rank in the steps (`context`)."""
         if self.placement == "head-first":

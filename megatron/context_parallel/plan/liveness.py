@@ -17,17 +17,6 @@ def last_reads(plan: Plan, r: int) -> dict[Key, int]:
     }
 
 
-def freed(plan: Plan, r: int) -> dict[int, list[Key]]:
-    """By step, the received copies that rank r frees after it. Found once for a plan and rank."""
-    if r not in plan.freed:
-        by_step: dict[int, list[Key]] = {}
-        for (tensor, chunk), step in last_reads(plan, r).items():
-            if tensor not in PARTIAL and chunk != r:
-                by_step.setdefault(step, []).append((tensor, chunk))
-        plan.freed[r] = by_step
-    return plan.freed[r]
-
-
 def peak(plan: Plan, r: int, kv_ratio: float = 1.0) -> float:
     """The most units alive in a step: own inputs always, copies until their last read, partials until they leave."""
     return _peak(plan, r, lambda tensor, swap: units(tensor, kv_ratio))

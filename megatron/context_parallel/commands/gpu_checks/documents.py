@@ -9,7 +9,7 @@ from megatron.context_parallel import AllRanks
 from megatron.context_parallel.kernels import Kernel
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.mask import Documents, Mask
-from megatron.context_parallel.plan.liveness import freed
+from megatron.context_parallel.plan.schedule import schedule
 
 from .common import Report, Sizes, synchronisations
 
@@ -32,7 +32,7 @@ def plan_and_cut(
     start = clock()
     plans = [cp.plan(mask, *shape, backward=backward) for backward in (False, True)]
     for plan in plans:
-        freed(plan, rank)
+        schedule(plan, rank)
     planned = clock()
     blocks = cp.blocks(mask, shape[0], kernel)
     for attend in (attend for plan in plans for step in plan.steps[rank] for attend in step.attend):
