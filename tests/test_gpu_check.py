@@ -5,15 +5,19 @@ import os
 import subprocess
 import sys
 import time
+import types
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import transformer_engine_standin
 
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.commands import gpu_check
-from megatron.context_parallel.commands.gpu_checks import common, errors, speed
+from megatron.context_parallel.commands.gpu_checks import common, errors, speed, te
+from megatron.context_parallel.integration.host import support_cpu_host
+from megatron.context_parallel.integration.transformer_engine import DotProductAttention
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Piece
 from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.plan.liveness import peak
@@ -34,6 +38,7 @@ TINY = common.Sizes(
     document_tokens=160,
     document_ranks=2,
     memory_rows=(16,),
+    te_rows=32,
 )
 
 
@@ -102,6 +107,7 @@ def test_everything_runs_and_agrees_with_float64(kernels, capsys):
     (row, *_) = report.numbers["memory"]
     assert share == pytest.approx(max(1e-9 / r["formula_GB"] for r in report.numbers["memory"]))
     assert row["formula_GB"] * 1e9 == pytest.approx((memory_units() + 4) * 16 * 4 * 8 * 4)
+    assert "left_out" in report.numbers["te"][0]
     assert report.numbers["nccl"] == [
         {"left_out": "communication between GPUs: it needs two GPUs or more, and here is one"}
     ]
@@ -120,6 +126,50 @@ def test_everything_runs_and_agrees_with_float64(kernels, capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["errors", "over", "their", "bound", "at", "most", "0", "0", "PASS"] in lines
     json.dumps(report.numbers)
+
+
+class Layer(torch.nn.Module):
+    """As a layer of Transformer Engine, with nothing but attention of one projection."""
+
+    def __init__(self, hidden, ffn, heads, num_gqa_groups, params_dtype, device, **options):
+        super().__init__()
+        assert options["attention_dropout"] == 0 and options["self_attn_mask_type"] == "causal"
+        self.sizes = heads, num_gqa_groups
+        self.project = torch.nn.Linear(hidden, hidden + 2 * hidden // heads * num_gqa_groups, dtype=params_dtype)
+        self.self_attention = torch.nn.Module()
+        self.self_attention.core_attention = None
+
+    def set_context_parallel_group(self, group, ranks, stream):
+        self.self_attention.core_attention.set_context_parallel_group(group, ranks, stream)
+
+    def forward(self, x):
+        heads, groups = self.sizes
+        qkv = self.project(x).unflatten(2, (heads + 2 * groups, -1))
+        q, k, v = qkv.split([heads, groups, groups], 2)
+        if ours := self.self_attention.core_attention:
+            return ours(q, k, v, qkv_format="sbhd", attn_mask_type="causal")
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_inside_transformer_engine(wrong, monkeypatch):
+    stand_in = types.ModuleType("transformer_engine.pytorch")
+    stand_in.TransformerLayer = Layer
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", stand_in)
+    monkeypatch.setattr(te, "why_not_importable", lambda: "")
+    spec = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec"
+    monkeypatch.setattr(spec, lambda: transformer_engine_standin._layer(False))
+    support_cpu_host()
+    if wrong:
+        monkeypatch.setattr(DotProductAttention, "forward", lambda self, q, k, v, **_: q.flatten(2))
+    report = common.Report()
+    te.check_te(report, TINY, CPU)
+    verdicts = {row["checked"]: row["verdict"] for row in report.numbers["te"]}
+    assert verdicts == {"TransformerLayer": "FAIL" if wrong else "PASS", "GPTModel": "PASS"}
+    bars = gpu_check.run_stage("te", common.Report(report.numbers), [], TINY, gpu_check.Host(CPU, 1, None, None))
+    assert [bar["verdict"] for bar in bars] == ["FAIL" if wrong else "PASS"]
 
 
 def test_wrong_gradients_fail(kernels):

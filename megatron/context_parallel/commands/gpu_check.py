@@ -1,4 +1,4 @@
-"""Checks the GPU path on one GPU, in stages: errors, speed, the executor, documents, memory, and NCCL where it can.
+"""Checks the GPU path on one GPU, in stages; NCCL and Transformer Engine where they can be.
 
     cp-gpu-check --stage errors speed --output gpu_check.json
 
@@ -28,6 +28,7 @@ from .gpu_checks.errors import check_blocks, check_strategies
 from .gpu_checks.memory import GpuMeter, Meter, measure_memory
 from .gpu_checks.nccl import check_nccl
 from .gpu_checks.speed import GpuClock, check_repeats, measure_overhead, measure_speed, ratios
+from .gpu_checks.te import check_te
 
 BARS: dict[str, dict[str, tuple[str, float]]] = {
     "errors": {"errors over their bound": ("at most", 0)},
@@ -47,6 +48,7 @@ BARS: dict[str, dict[str, tuple[str, float]]] = {
     },
     "memory": {"peak of a rank's share / formula": ("at most", 1)},
     "nccl": {"errors between GPUs over their bound": ("at most", 0)},
+    "te": {"errors inside Transformer Engine over their bound": ("at most", 0)},
 }
 STAGES = tuple(BARS)
 
@@ -92,10 +94,13 @@ def run_stage(stage: str, report: Report, names: list[str], sizes: Sizes, host: 
         case "memory":
             measure_memory(report, sizes, device, host.meter)
             return judge(stage, max(r["share"] for r in tables["memory"]))
-    check_nccl(report, sizes, host.gpus)
-    if host.gpus < 2:
+        case "nccl":
+            check_nccl(report, sizes, host.gpus)
+        case _:
+            check_te(report, sizes, device)
+    if any("left_out" in row for row in tables[stage]):
         return []
-    return judge(stage, sum(row["verdict"] == "FAIL" for row in tables["nccl"]))
+    return judge(stage, sum(row["verdict"] == "FAIL" for row in tables[stage]))
 
 
 def judge(stage: str, *reached: float | None) -> list[dict]:

@@ -36,6 +36,7 @@ class Sizes:
     document_tokens: int = 2**20
     document_ranks: int = 8
     memory_rows: tuple[int, ...] = (32768, 131072)
+    te_rows: int = 1024
 
 
 @contextmanager
