@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -92,7 +93,7 @@ def _model(sizes: Sizes, device: torch.device) -> tuple[list[Tensor], list[Tenso
         tokens = torch.randint(vocabulary, (1, length + 1), device=device)
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         places = torch.arange(length, device=device)[None]
-        theirs, ours = (_results(m, lambda m=m: m(inputs, places, None, labels=labels)) for m in models)
+        theirs, ours = (_results(m, partial(m, inputs, places, None, labels=labels)) for m in models)
         return theirs, ours
     finally:
         parallel_state.destroy_model_parallel()
