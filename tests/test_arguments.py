@@ -409,7 +409,7 @@ def test_dry_run_prints_without_a_process_group():
     ],
 )
 def test_strategy_flags_reach_the_strategy(flags, options):
-    choice = parsed(f"{SMALL} --context-parallel-size 4 {flags}").cp
+    choice = parsed(f"{SMALL} --context-parallel-size 4 {flags}").cp_layers[0]
     assert choice.strategy is STRATEGIES[flags.split()[1]]
     assert {**choice.common, **choice.options} == options
 
@@ -417,7 +417,7 @@ def test_strategy_flags_reach_the_strategy(flags, options):
 def test_strategy_flags_in_a_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("cp-strategy: attention2d\ncp-overlap: false\ncontext-parallel-size: 4\n")
-    assert parsed(f"{SMALL} --config {file}").cp.options == {"overlap": False}
+    assert parsed(f"{SMALL} --config {file}").cp_layers[0].options == {"overlap": False}
 
 
 def test_a_strategy_of_ones_own_that_fails_is_one_line(tmp_path):

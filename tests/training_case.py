@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.context_parallel.integration.host import support_cpu_host
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.strategies import choose_by_layer
 from megatron.context_parallel.trainer import setup, training
 from megatron.context_parallel.trainer.checkpoint import save_checkpoint
 from megatron.context_parallel.trainer.data import collate
@@ -87,7 +87,8 @@ def case_args(family: str, **changes) -> Namespace:
         **changes,
     }
     options = values.pop("cp_options", {})
-    values["cp"] = choose(values["cp_strategy"], layout=values["cp_layout"], **options)
+    options["layout"] = values["cp_layout"]
+    values["cp_layers"] = choose_by_layer(values["cp_strategy"], values["num_layers"], **options)
     args = Namespace(**values, world_size=dist.get_world_size(), rank=dist.get_rank())
     parts = args.tensor_model_parallel_size * args.context_parallel_size * args.pipeline_model_parallel_size
     args.data_parallel_size = args.world_size // parts

@@ -36,14 +36,14 @@ def complete(given: Flags, tokenizer: tuple[int, int | None] | None = None) -> t
         UsageError: anything that would not run as asked.
     """
     check_each(given)
-    choice = chosen(given)
+    specs, choices = chosen(given)
     needed = given.tensor_model_parallel_size * given.pipeline_model_parallel_size * given.context_parallel_size
     world_size = ranks_in("WORLD_SIZE", needed if given.dry_run else 1)
     check_world(given, world_size, needed)
     import torch  # takes a second, for which a mistake in a flag need not wait
 
     given = _fill_in_batch(complete_model(given), world_size // needed)
-    given = replace(given, cp_layout=choice.layout) if choice else given
+    given = replace(given, cp_strategy=specs, cp_layout=choices[0].layout if choices else given.cp_layout)
     tokens, eod = tokenizer or vocabulary(given)
     given, size = _fill_in_vocabulary(given, tokens)
     layers, each = given.num_layers // given.pipeline_model_parallel_size, given.num_layers_per_virtual_pipeline_stage
@@ -54,7 +54,7 @@ def complete(given: Flags, tokenizer: tuple[int, int | None] | None = None) -> t
         data_parallel_size=world_size // needed,
         virtual_pipeline_model_parallel_size=layers // each if each and layers > each else None,
         params_dtype=torch.bfloat16 if given.bf16 else torch.float16 if given.fp16 else torch.float32,
-        cp=choice,
+        cp_layers=choices,
         eod_token=eod,
         vocabulary=size,
         padded_vocab_size=padded_vocab_size(given, size),

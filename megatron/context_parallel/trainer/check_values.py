@@ -3,14 +3,11 @@
 import math
 import os
 from traceback import extract_tb
-from typing import TYPE_CHECKING
 
 from ..errors import UsageError
+from ..strategies import Choice, check_same_tokens, distinct
 from .check_flags import refuse
 from .flags import FLAGS, Arguments, Flags
-
-if TYPE_CHECKING:
-    from ..strategies import Choice
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
@@ -76,16 +73,19 @@ def _check_sequence(args: Arguments) -> None:
     n, tensor = args.context_parallel_size, args.tensor_model_parallel_size
     sharers, what = tensor if args.sequence_parallel else 1, ""
     parts = n * sharers
-    if args.cp:
-        _check_plan(args, args.cp)
-        parts, what = n * math.lcm(2 if args.cp.layout == "zigzag" else 1, sharers), f"the {args.cp.layout} layout "
+    if args.cp_layers:
+        for choice in distinct(args.cp_layers):
+            _check_plan(args, choice)
+        check_same_tokens(args.cp_layers, n)
+        layout = args.cp_layers[0].layout
+        parts, what = n * math.lcm(2 if layout == "zigzag" else 1, sharers), f"the {layout} layout "
     if args.seq_length % parts:
         over = f"{n} context-parallel" + (f" x {sharers} sequence-parallel" if sharers > 1 else "")
         why = f"{what or 'its split '}over {over} ranks needs a multiple of {parts}"
         refuse(args, "seq_length", why, seq_length=math.ceil(args.seq_length / parts) * parts)
 
 
-def _check_plan(args: Arguments, choice: "Choice") -> None:
+def _check_plan(args: Arguments, choice: Choice) -> None:
     n, tensor = args.context_parallel_size, args.tensor_model_parallel_size
     heads, kv_heads = args.num_attention_heads // tensor, max(1, args.num_query_groups // tensor)
     try:

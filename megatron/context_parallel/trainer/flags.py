@@ -288,7 +288,7 @@ class Arguments(Flags):
     data_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None  # None: the pipeline is not interleaved
     params_dtype: "torch.dtype"
-    cp: "Choice | None"  # None: --cp-strategy auto, until the job has begun
+    cp_layers: "tuple[Choice, ...]"  # of each layer; empty: --cp-strategy auto, until the job has begun
     eod_token: int | None  # None: the tokenizer has none
     vocabulary: int  # token ids that the model knows: vocab_size, with NullTokenizer one more
     padded_vocab_size: int  # rows of the embedding; those beyond the vocabulary have no part in the loss

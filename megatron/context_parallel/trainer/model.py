@@ -1,6 +1,6 @@
 """From the arguments to megatron-core's objects: model chunks, optimizer, learning-rate schedule."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -20,9 +20,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch import Tensor
 
-from ..context import ContextParallel
+from ..integration.groups import contexts_by_layer
 from ..integration.rope import use_layout
-from ..integration.spec import block_spec
+from ..integration.spec import Contexts, block_spec
 from ..integration.vocabulary import draw_rows, leave_out_padding
 from .declare import fields_given
 from .flags import Arguments
@@ -32,8 +32,7 @@ def build_model(args: Arguments) -> list[DistributedDataParallel]:
     """This rank's model chunks (one, or one per virtual pipeline stage), ready for gradient reduction."""
     config = transformer_config(args)
     group = parallel_state.get_context_parallel_group()
-    assert args.cp  # chosen when the job began
-    cp = ContextParallel(args.cp, group=group)
+    cp = contexts_by_layer(args.cp_layers, group)
     chunks = args.virtual_pipeline_model_parallel_size or 1
     virtual = range(chunks) if chunks > 1 else [None]
     model = [_wrap(args, config, index, build_gpt(args, config, cp, stage)) for index, stage in enumerate(virtual)]
@@ -41,7 +40,7 @@ def build_model(args: Arguments) -> list[DistributedDataParallel]:
     return model
 
 
-def build_gpt(args: Arguments, config: TransformerConfig, cp: ContextParallel, vp_stage: int | None = None) -> GPTModel:
+def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage: int | None = None) -> GPTModel:
     """The plain GPTModel of this pipeline rank's (virtual) stage, with our attention and its layout's RoPE."""
     keep_output = "core_attention" in (args.recompute_whitelist or ())
     layers = get_num_layers_to_build(config, vp_stage)
@@ -61,7 +60,7 @@ def build_gpt(args: Arguments, config: TransformerConfig, cp: ContextParallel, v
         rope_scaling_factor=args.rope_scaling_factor,
         vp_stage=vp_stage,
     )
-    use_layout(model, cp)
+    use_layout(model, cp[0] if isinstance(cp, Sequence) else cp)  # all layers have one layout
     leave_out_padding(model, args.vocabulary)
     if config.perform_initialization and model.post_process and args.untie_embeddings_and_output_weights:
         _draw_vocabulary(args, "output layer", model.output_layer.weight)
@@ -89,6 +88,7 @@ def transformer_config(args: Arguments) -> TransformerConfig:
         given.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
     given.update(
         layernorm_epsilon=args.norm_epsilon,
+        cp_comm_type=None,  # each layer has its strategy
         embedding_init_method=partial(_draw_embedding, args),
         # The loss is exact for any loss mask in any layout only if it is divided by the token count of all ranks.
         calculate_per_token_loss=True,

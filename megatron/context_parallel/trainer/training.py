@@ -49,7 +49,7 @@ def pretrain(args: Arguments) -> None:
     check_trackers(args)
     started, progress = time.monotonic(), Progress()
     with distributed_job(args, progress), save_lock(args):
-        args = args if args.cp else choose_strategy(args)
+        args = args if args.cp_layers else choose_strategy(args)
         tokenizer, samples = build_tokenizer(args), samples_needed(args)
         datasets = build_datasets(args, tokenizer, samples)
         state = build_state(args, progress)
