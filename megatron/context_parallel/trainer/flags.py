@@ -251,14 +251,6 @@ class Profiling(Section, title="profiling"):
     profile_ranks: list[int] = flag("ranks to profile", derived="0", unit="RANK", at_least=0, needs="profile")
 
 
-class AlwaysOn(Section, title="always on (accepted so that Megatron command lines run unchanged)"):
-    use_mcore_models: bool = flag("models are megatron-core's, with or without this flag", True)
-    use_flash_attn: bool = flag("attention never stores its score matrix, with or without this flag", True)
-    calculate_per_token_loss: bool = flag("the loss is a mean over the tokens of all ranks, anyway", True)
-    accumulate_allreduce_grads_in_fp32: bool = flag("gradients are float32, with or without this flag", True)
-    log_throughput: bool = flag("every log line has TFLOP/s, with or without this flag", True)
-
-
 class Flags(
     Run,
     Model,
@@ -272,7 +264,6 @@ class Flags(
     Data,
     Logging,
     Profiling,
-    AlwaysOn,
 ):
     """The flags of a run. Those with a derived default are None as given and have their types once it is filled in."""
 
