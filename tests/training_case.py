@@ -75,6 +75,8 @@ def case_args(family: str, **changes) -> Namespace:
         **{"virtual_pipeline_model_parallel_size": None, "distributed_timeout_minutes": 1, "seed": 1234},
         **{"micro_batch_size": 2, "global_batch_size": BATCH, "train_iters": 20, "eval_iters": 0, "eval_interval": 10},
         **{"lr": 1e-2, "min_lr": 1e-3, "lr_decay_style": "cosine", "lr_decay_iters": 20, "lr_warmup_iters": 2},
+        **{"rampup_batch_size": None, "train_samples": None, "lr_decay_samples": None, "lr_warmup_samples": 0},
+        **{"decoupled_lr": None, "decoupled_min_lr": None, "skip_train": False, "bias_gelu_fusion": True},
         **{"lr_warmup_fraction": None, "weight_decay": 0.01, "clip_grad": 1.0},
         **{"use_distributed_optimizer": True, "overlap_grad_reduce": False, "overlap_param_gather": False},
         **{"save": None, "load": None, "save_interval": None, "finetune": False, "exit_on_missing_checkpoint": False},

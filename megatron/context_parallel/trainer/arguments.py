@@ -5,10 +5,11 @@ import os
 from dataclasses import replace
 
 from .check_flags import check_each, check_multiple, check_relations, refuse
-from .check_values import check_together, check_world, ranks_in
+from .check_values import check_rampup, check_together, check_world, ranks_in
 from .command_line import read_flags
 from .context_parallel_flags import chosen
 from .flags import SPLIT, Arguments, Flags
+from .samples import iterations
 from .tokenizer import vocabulary
 
 
@@ -92,18 +93,14 @@ def complete_model(given: Flags) -> Flags:
 
 def _fill_in_batch(given: Flags, data_parallel_size: int) -> Flags:
     batch = given.global_batch_size or given.micro_batch_size * data_parallel_size
-    train, decay, warmup = given.train_iters or 0, given.lr_decay_iters, given.lr_warmup_iters
-    if given.train_samples:
-        train, warmup = given.train_samples // batch, given.lr_warmup_samples // batch
-        decay = given.lr_decay_samples and given.lr_decay_samples // batch
+    given = replace(given, global_batch_size=batch)
+    if given.rampup_batch_size:
+        check_rampup(given, data_parallel_size)
     return replace(
         given,
-        global_batch_size=batch,
-        train_iters=train,
+        train_iters=iterations(given) if given.train_samples else given.train_iters or 0,
         lr=given.lr or 0.0,
-        lr_decay_iters=decay,
-        lr_warmup_iters=warmup,
-        split=given.split or (SPLIT if given.data_path else None),
+        split=given.split or (SPLIT if given.data_path or given.mock_data else None),
         profile_ranks=given.profile_ranks or [0],
         tensorboard_dir=given.tensorboard_dir or (given.save and os.path.join(given.save, "tensorboard")),
     )

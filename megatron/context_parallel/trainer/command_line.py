@@ -9,6 +9,7 @@ import yaml
 from ..errors import UsageError
 from .flag_parser import FlagParser
 from .flags import PRESETS, SECTIONS, Flags
+from .saved_flags import saved_flags
 from .upstream_flags import UPSTREAM, meaningless
 
 PARSER = FlagParser(
@@ -36,6 +37,8 @@ def read_flags(argv: list[str] | None = None) -> Flags:
     line = meaningless({option: found.pop(option) for option in [*found] if option in UPSTREAM})
     if line and os.environ.get("RANK", "0") == "0":
         print(line, flush=True)
+    if found.get("use_checkpoint_args") and found.get("load"):
+        found = saved_flags(Flags(**found)) | found
     return Flags(**found)
 
 

@@ -5,17 +5,11 @@ import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import UsageError
 from .declare import Flag, Section, flags_of
-
-
-class ForeignFlag(Protocol):
-    """A flag of another program, which is read too."""
-
-    @property
-    def nargs(self) -> str | int | None: ...
+from .upstream_flags import UpstreamFlag
 
 
 class FlagParser:
@@ -37,7 +31,7 @@ class FlagParser:
         sections: Sequence[type[Section]],
         description: str,
         usage: str,
-        foreign: Mapping[str, ForeignFlag] | None = None,
+        foreign: Mapping[str, UpstreamFlag] | None = None,
     ) -> None:
         self.sections, self.description, self.usage = sections, description, usage
         self.flags = {name: flag for section in sections for name, flag in flags_of(section).items()}

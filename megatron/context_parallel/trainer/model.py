@@ -26,6 +26,7 @@ from ..integration.spec import Contexts, block_spec
 from ..integration.vocabulary import draw_rows, leave_out_padding
 from .declare import fields_given
 from .flags import Arguments
+from .samples import decay_samples, train_samples, warmup_samples
 
 
 def build_model(args: Arguments) -> list[DistributedDataParallel]:
@@ -101,7 +102,8 @@ def transformer_config(args: Arguments) -> TransformerConfig:
         gradient_accumulation_fusion=False,
         # These two are compiled, which needs a GPU or a C++ compiler.
         bias_dropout_fusion=torch.cuda.is_available(),
-        bias_activation_fusion=torch.cuda.is_available() and (args.swiglu or args.add_bias_linear),
+        bias_activation_fusion=torch.cuda.is_available()
+        and (args.swiglu or (args.add_bias_linear and args.bias_gelu_fusion)),
     )
     return TransformerConfig(**given)
 
@@ -136,21 +138,17 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
     if args.fp16:
         model[0].config.grad_scale_func = optimizer.scale_loss
-    decay_iters = args.lr_decay_iters or args.train_iters
-    warmup: float = args.lr_warmup_iters * args.global_batch_size
-    if args.lr_warmup_fraction is not None:
-        warmup = args.lr_warmup_fraction * decay_iters * args.global_batch_size
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=decay_iters * args.global_batch_size,
+        lr_warmup_steps=warmup_samples(args),
+        lr_decay_steps=decay_samples(args) or 1,  # of --skip-train
         lr_decay_style=args.lr_decay_style,
         start_wd=args.weight_decay,
         end_wd=args.weight_decay,
-        wd_incr_steps=args.train_iters * args.global_batch_size,
+        wd_incr_steps=train_samples(args),
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,

@@ -13,7 +13,7 @@ _COLLECTED = "Python collects garbage as usual"
 _OVERLAP = "a matter of speed; tensor-parallel communication is not overlapped here"
 _BUCKETS = "a matter of speed; megatron-core's default buckets are used"
 _STORED = "checkpoints are sharded over all ranks and written in parallel"
-_LOGGED = "what is logged does not depend on it; metrics.jsonl and TensorBoard have every metric"
+_LOGGED = "logs have losses, rates, gradient norm and memory, whatever it says"
 _PROFILED = "traces have what --use-pytorch-profiler records"
 
 MEANS_NOTHING = {
@@ -24,7 +24,6 @@ MEANS_NOTHING = {
     "--calculate-per-token-loss": "the loss is a mean over the tokens of all ranks",
     "--accumulate-allreduce-grads-in-fp32": "gradients are added up in float32",
     "--no-masked-softmax-fusion": _FUSED,
-    "--no-bias-gelu-fusion": _FUSED,
     "--no-bias-swiglu-fusion": _FUSED,
     "--no-bias-dropout-fusion": _FUSED,
     "--no-rope-fusion": _FUSED,
@@ -113,11 +112,12 @@ GIVE_INSTEAD = {
     "--use-rotary-position-embeddings": _ROPE,
     "--no-position-embedding": _ROPE,
     "--rotary-interleaved": "halves of a head rotate, not pairs; leave it out",
-    "--rotary-seq-len-interpolation-factor N": "positions are not interpolated; give --use-rope-scaling, or leave it out",
+    "--rotary-seq-len-interpolation-factor N": "positions are not interpolated; give --use-rope-scaling",
     "--squared-relu": "give --swiglu, or neither for GELU",
-    "--openai-gelu": "GELU is the exact one; leave it out",
+    "--openai-gelu": "GELU is megatron-core's; leave it out",
     "--apply-residual-connection-post-layernorm": "residuals are added before the norm; leave it out",
     "--apply-query-key-layer-scaling": "scores are not scaled by layer; leave it out",
+    "--apply-layernorm-1p": "weights of norms start at 1, not at 0 with 1 added; leave it out",
     "--init-method-xavier-uniform": "give --init-method-std",
     "--use-cpu-initialization": "weights are drawn on the device of the rank; leave it out",
     "--data-parallel-random-init": "data-parallel ranks start with the same weights; leave it out",
@@ -136,7 +136,7 @@ GIVE_INSTEAD = {
     "--start-weight-decay X": _CONSTANT,
     "--end-weight-decay X": _CONSTANT,
     "--lr-warmup-init X": "the warm-up starts from 0; leave it out",
-    "--use-checkpoint-opt_param-scheduler": "the schedule is that of the flags; give the checkpoint's --lr, --min-lr, ...",
+    "--use-checkpoint-opt_param-scheduler": "the schedule is that of --lr, --min-lr and the others; leave it out",
     "--wandb-entity NAME": "set WANDB_ENTITY in the environment",
     "--mtp-num-layers N": "there is no multi-token prediction; leave it out",
     "--fim-data": "there is no fill-in-the-middle; leave it out",
