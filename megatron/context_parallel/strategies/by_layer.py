@@ -41,7 +41,9 @@ def choose_by_layer(specs: str, layers: int, n: int | None = None, /, **options:
         raise UsageError(f"--cp-strategy {specs}: {AUTO} chooses one strategy for all layers; give {AUTO} alone")
     if sum(counts) != layers:
         works = f"{texts[0]}*{layers - 1},{texts[-1]}" if layers > 1 else texts[0]
-        raise UsageError(f"--cp-strategy {specs}: is for {sum(counts)} layers, and there are {layers}; give {works}")
+        raise UsageError(
+            f"--cp-strategy {specs}: is for {sum(counts)} layers, and --num-layers is {layers}; give {works}"
+        )
     choices = _with_one_layout(specs, [choose(text, n, **options) for text in texts], n)
     return tuple(choice for choice, count in zip(choices, counts, strict=True) for _ in range(count))
 
