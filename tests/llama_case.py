@@ -80,5 +80,5 @@ def load_llama(folder: Path, tensor: int = 1, **changes) -> tuple[Arguments, Con
     """The model of `folder` on the ranks of this world; call `parallel_state.destroy_model_parallel` after use."""
     args = model_arguments(Source(load=str(folder), tensor_model_parallel_size=tensor, **changes))
     initialize_model_parallel(args)
-    cp = ContextParallel(args.cp, group=parallel_state.get_context_parallel_group())
+    cp = ContextParallel(args.cp_layers[0], group=parallel_state.get_context_parallel_group())
     return args, cp, load_model(args, cp)

@@ -20,6 +20,7 @@ from megatron.context_parallel.trainer import dry_run
 from megatron.context_parallel.trainer.arguments import parse_args
 from megatron.context_parallel.trainer.command_line import PARSER, read_flags
 from megatron.context_parallel.trainer.flags import FLAGS, PRESETS
+from megatron.context_parallel.trainer.samples import decay_samples, train_samples, warmup_samples
 from megatron.context_parallel.trainer.tokenizer import build_tokenizer, vocabulary
 from megatron.context_parallel.trainer.workload import model_of, preset_model, run_of
 
@@ -107,9 +108,9 @@ def test_bounds_are_those_in_the_words():
 
 def test_unknown_flags_are_told_at_once_and_none_is_taken_for_one_of_another_kind():
     with pytest.raises(UsageError) as refusal:
-        parsed("ring --num-layer=4 --vocab-file a.json --tensor-parallel-size 2")
+        parsed("ring --num-layer=4 --vocab-dir a.json --tensor-parallel-size 2")
     assert str(refusal.value) == (
-        "ring: unknown word; --num-layer: unknown flag (did you mean --num-layers?); --vocab-file: unknown flag; "
+        "ring: unknown word; --num-layer: unknown flag (did you mean --num-layers?); --vocab-dir: unknown flag; "
         "--tensor-parallel-size: unknown flag (did you mean --tensor-model-parallel-size?); "
         "--help lists the flags, such as --num-layers"
     )
@@ -155,21 +156,18 @@ def test_virtual_stages(monkeypatch):
 
 
 def test_sample_counts_become_iterations():
-    args = parsed(
-        f"{SMALL} --global-batch-size 8 --train-samples 800 --lr-decay-samples 640 --lr-warmup-samples 80 --lr 1"
-    )
-    assert (args.train_iters, args.lr_decay_iters, args.lr_warmup_iters) == (100, 80, 10)
-    with pytest.raises(UsageError, match=r"--train-samples 801: .* give --train-samples 800"):
-        parsed(f"{SMALL} --global-batch-size 8 --train-samples 801")
+    samples = "--global-batch-size 8 --train-samples 803 --lr-decay-samples 641 --lr-warmup-samples 81 --lr 1"
+    args = parsed(f"{SMALL} {samples}")
+    assert (args.train_iters, train_samples(args), decay_samples(args), warmup_samples(args)) == (100, 803, 641, 81)
+    args = parsed(f"{SMALL} --global-batch-size 8 --train-iters 100 --lr-warmup-fraction 0.1 --lr 1")
+    assert (args.train_iters, train_samples(args), decay_samples(args), warmup_samples(args)) == (100, 800, 800, 80)
+    with pytest.raises(UsageError, match=r"--lr-warmup-samples 90: .* after 80 samples; give --lr-warmup-samples 8$"):
+        parsed(f"{SMALL} --global-batch-size 8 --train-samples 80 --lr-warmup-samples 90")
 
 
 def test_null_tokenizer_has_one_token_more_than_its_vocabulary():
     args = parsed(f"{SMALL} --tokenizer-type NullTokenizer --vocab-size 128 --make-vocab-size-divisible-by 1")
     assert (args.vocab_size, args.padded_vocab_size) == (128, 129)
-
-
-def test_megatron_flags_for_what_is_always_so_are_accepted():
-    assert parsed(f"{SMALL} --use-mcore-models --use-flash-attn --accumulate-allreduce-grads-in-fp32 --log-throughput")
 
 
 # ---------------------------------------------------------------------------------------------------- files
@@ -409,7 +407,7 @@ def test_dry_run_prints_without_a_process_group():
     ],
 )
 def test_strategy_flags_reach_the_strategy(flags, options):
-    choice = parsed(f"{SMALL} --context-parallel-size 4 {flags}").cp
+    choice = parsed(f"{SMALL} --context-parallel-size 4 {flags}").cp_layers[0]
     assert choice.strategy is STRATEGIES[flags.split()[1]]
     assert {**choice.common, **choice.options} == options
 
@@ -417,7 +415,7 @@ def test_strategy_flags_reach_the_strategy(flags, options):
 def test_strategy_flags_in_a_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("cp-strategy: attention2d\ncp-overlap: false\ncontext-parallel-size: 4\n")
-    assert parsed(f"{SMALL} --config {file}").cp.options == {"overlap": False}
+    assert parsed(f"{SMALL} --config {file}").cp_layers[0].options == {"overlap": False}
 
 
 def test_a_strategy_of_ones_own_that_fails_is_one_line(tmp_path):

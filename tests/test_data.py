@@ -55,6 +55,8 @@ def arguments(tmp_path, **changes) -> Namespace:
         "eod_token": EOD,
         "micro_batch_size": 2,
         "num_workers": 0,
+        "mock_data": False,
+        "skip_train": False,
     }
     return Namespace(**(values | changes))
 

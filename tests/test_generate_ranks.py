@@ -195,7 +195,7 @@ def save_and_generate(family: str, folder: str, tokens: list[int]) -> list[int]:
 def load_and_generate(folder: str, tensor: int, tokens: list[int]) -> list[int]:
     args = model_arguments(Source(load=folder, tensor_model_parallel_size=tensor))
     initialize_model_parallel(args)
-    cp = ContextParallel(args.cp, group=parallel_state.get_context_parallel_group())
+    cp = ContextParallel(args.cp_layers[0], group=parallel_state.get_context_parallel_group())
     engine = Engine(Session(load_model(args, cp), cp, cache_tokens=256), ByteTokenizer(256), step_tokens=7)
     engine.add(request("0", tokens, 12))
     found = [token.id for _ in range(16) for output in engine.step() for token in output.tokens]

@@ -22,22 +22,22 @@ from megatron.context_parallel.integration import megatron_lm
 STEPS = 5
 
 
-def train(strategy: str | None) -> list[float]:
+def train(strategies: list[str]) -> list[float]:
     """Losses by Megatron-LM's way: its spec, its function that cuts batches, its rotary embedding."""
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name, value in megatron_lm.replacements(strategy) if strategy else ():
+        for owner, name, value in megatron_lm.replacements(strategies) if strategies else ():
             patch.setattr(owner, name, value)
         model_parallel_cuda_manual_seed(3)
         spec = get_gpt_layer_local_spec(normalization="RMSNorm")
         model = GPTModel(config(), spec, VOCABULARY, LENGTH, position_embedding_type="rope")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
         data = {**batch(), "attention_mask": None}
-        if strategy:
+        if strategies:
             data = utils.get_batch_on_this_cp_rank(data)
         losses = []
         for _ in range(STEPS):
-            mask = None if strategy else hidden(None)
+            mask = None if strategies else hidden(None)
             out = model(data["tokens"], data["position_ids"], mask, labels=data["labels"])
             loss = (out * data["weight"]).sum()
             loss.backward()
@@ -51,16 +51,16 @@ def train(strategy: str | None) -> list[float]:
 
 
 def test_training_equals_one_rank(ranks):
-    (expected,) = ranks(1, train, None)
+    (expected,) = ranks(1, train, [])
     assert expected[-1] < expected[0]
-    for strategy in ("mesh:layout=cyclic", "usp:head_parallel_size=2"):
-        for losses in ranks(4, train, strategy):
-            assert losses == pytest.approx(expected, rel=1e-6), strategy
+    for strategies in (["mesh:layout=cyclic"], ["usp:head_parallel_size=2", "ring"]):
+        for losses in ranks(4, train, strategies):
+            assert losses == pytest.approx(expected, rel=1e-6), strategies
 
 
 def packed_and_masked() -> list[str]:
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    said, replaced = [], {name: value for _, name, value in megatron_lm.replacements("ring")}
+    said, replaced = [], {name: value for _, name, value in megatron_lm.replacements(["ring"])}
     mask = torch.ones(BATCH, 1, LENGTH, LENGTH)
     for name, arguments in (
         ("get_thd_batch_on_this_cp_rank", ({}, None, None, None)),
@@ -81,9 +81,21 @@ def test_batches_that_would_be_cut_wrong_are_refused(ranks):
 
 def test_flags_are_told_apart_and_completed():
     flags = ["--num-layers", "4", "--cp-strategy", "mesh:grid=2x2", "--context-parallel-size", "4"]
-    strategy, backend, theirs = megatron_lm.split_flags(flags)
-    assert (strategy, backend) == ("mesh:grid=2x2", "auto")
+    strategies, backend, theirs = megatron_lm.split_flags(flags)
+    assert (strategies, backend) == (["mesh:grid=2x2"], "auto")
     assert theirs == ["--num-layers", "4", "--context-parallel-size", "4"]
+    both = [
+        *theirs,
+        "--cp-comm-type",
+        "a2a+p2p",
+        "p2p",
+        "p2p",
+        "p2p",
+        "--hierarchical-context-parallel-sizes",
+        "2",
+        "2",
+    ]
+    assert megatron_lm.split_flags(both) == (["usp:head_parallel_size=2", *["ring"] * 3], "auto", theirs)
     whole, added = megatron_lm.complete([*theirs, "--attention-dropout=0"])
     assert added == ["--no-create-attention-mask-in-dataloader", "--calculate-per-token-loss"]
     assert whole == [*theirs, "--attention-dropout=0", *added]
@@ -105,7 +117,7 @@ import sys
 from megatron.context_parallel.integration import host, megatron_lm
 sys.path.insert(0, sys.argv[1])
 host.support_cpu_host()
-ours = {name: value for owner, name, value in megatron_lm.replacements("ring") if not setattr(owner, name, value)}
+ours = {name: value for owner, name, value in megatron_lm.replacements(["ring"]) if not setattr(owner, name, value)}
 import megatron.core, pretrain_gpt
 assert megatron.core.__file__.startswith(sys.argv[1]), megatron.core.__file__
 for name in ("get_batch_on_this_cp_rank", "get_thd_batch_on_this_cp_rank", "get_batch_on_this_hybrid_cp_rank"):

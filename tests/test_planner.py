@@ -180,9 +180,9 @@ def _settled(flags: str, world: str) -> tuple:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", world)
         args = parse_args(flags.split())
-        assert args.cp is None
+        assert not args.cp_layers
         args = choose_strategy(args)
-    return args.cp.spec, args.cp_strategy, args.cp_layout, args.cp_cluster
+    return args.cp_layers[0].spec, args.cp_strategy, args.cp_layout, args.cp_cluster
 
 
 def test_trainer_takes_what_is_fastest(ranks, tmp_path, capsys):
@@ -195,7 +195,7 @@ def test_trainer_takes_what_is_fastest(ranks, tmp_path, capsys):
     assert f"{spec}, " in said.split("strategy and layout")[1]
     layout = choose(spec).layout
     assert ranks(4, _settled, flags, "4") == [(spec, spec, layout, None)] * 4
-    assert parse_args(f"{TRAINER.replace('auto', spec)}".split()).cp.spec == spec
+    assert parse_args(f"{TRAINER.replace('auto', spec)}".split()).cp_layers[0].spec == spec
     describe(parse_args(TRAINER.split()))
     assert "--cp-strategy auto: chosen when the run starts" in capsys.readouterr().out
 

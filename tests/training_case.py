@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.context_parallel.integration.host import support_cpu_host
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.strategies import choose_by_layer
 from megatron.context_parallel.trainer import setup, training
 from megatron.context_parallel.trainer.checkpoint import save_checkpoint
 from megatron.context_parallel.trainer.data import collate
@@ -75,6 +75,8 @@ def case_args(family: str, **changes) -> Namespace:
         **{"virtual_pipeline_model_parallel_size": None, "distributed_timeout_minutes": 1, "seed": 1234},
         **{"micro_batch_size": 2, "global_batch_size": BATCH, "train_iters": 20, "eval_iters": 0, "eval_interval": 10},
         **{"lr": 1e-2, "min_lr": 1e-3, "lr_decay_style": "cosine", "lr_decay_iters": 20, "lr_warmup_iters": 2},
+        **{"rampup_batch_size": None, "train_samples": None, "lr_decay_samples": None, "lr_warmup_samples": 0},
+        **{"decoupled_lr": None, "decoupled_min_lr": None, "skip_train": False, "bias_gelu_fusion": True},
         **{"lr_warmup_fraction": None, "weight_decay": 0.01, "clip_grad": 1.0},
         **{"use_distributed_optimizer": True, "overlap_grad_reduce": False, "overlap_param_gather": False},
         **{"save": None, "load": None, "save_interval": None, "finetune": False, "exit_on_missing_checkpoint": False},
@@ -87,7 +89,8 @@ def case_args(family: str, **changes) -> Namespace:
         **changes,
     }
     options = values.pop("cp_options", {})
-    values["cp"] = choose(values["cp_strategy"], layout=values["cp_layout"], **options)
+    options["layout"] = values["cp_layout"]
+    values["cp_layers"] = choose_by_layer(values["cp_strategy"], values["num_layers"], **options)
     args = Namespace(**values, world_size=dist.get_world_size(), rank=dist.get_rank())
     parts = args.tensor_model_parallel_size * args.context_parallel_size * args.pipeline_model_parallel_size
     args.data_parallel_size = args.world_size // parts

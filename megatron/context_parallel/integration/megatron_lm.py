@@ -4,16 +4,16 @@
     torchrun --nproc-per-node 8 -m megatron.context_parallel.integration.megatron_lm pretrain_gpt.py \\
         --context-parallel-size 8 --cp-strategy mesh [Megatron's flags]
 
-`--cp-strategy` takes a spec, such as mesh:grid=2x4,layout=cyclic. The only other flag of ours is
-`--cp-attention-backend`. The checkout's own `megatron.core` is used. What must be replaced there is replaced before the
-script imports it by value.
+`--cp-strategy` takes a spec, such as mesh:grid=2x4,layout=cyclic, or one for each layer. Megatron's `--cp-comm-type`
+names strategies too. The only other flag of ours is `--cp-attention-backend`. The checkout's own `megatron.core` is
+used. What must be replaced there is replaced before the script imports it by value.
 """
 
 import argparse
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from ..backends import BACKENDS
 from ..context import ContextParallel
 from ..errors import UsageError
-from ..strategies import choose
+from ..strategies import check_same_tokens, choose_by_layer, distinct, specs_given
 from .groups import context_of
 
 # What Megatron's flags must say, and why. They are added where they are missing.
@@ -47,31 +47,41 @@ def main(argv: list[str] | None = None) -> None:
     script, *flags = (sys.argv[1:] if argv is None else argv) or [""]
     if not os.path.isfile(script):
         raise UsageError(f"script {script}: no such file; give Megatron's, such as pretrain_gpt.py")
-    strategy, backend, theirs = split_flags(flags)
+    strategies, backend, theirs = split_flags(flags)
     theirs, added = complete(theirs)
     if added and os.environ.get("RANK", "0") == "0":
         print(f"cp: added {' '.join(added)}", flush=True)
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    for owner, name, value in replacements(strategy, backend):
+    for owner, name, value in replacements(strategies, backend):
         setattr(owner, name, value)
     sys.argv = [script, *theirs]
     runpy.run_path(script, run_name="__main__")
 
 
-def split_flags(flags: list[str]) -> tuple[str, str, list[str]]:
-    """The strategy of `--cp-strategy`, `--cp-attention-backend`, and the flags that are Megatron's.
+def split_flags(flags: list[str]) -> tuple[list[str], str, list[str]]:
+    """The strategies of all layers or of each, `--cp-attention-backend`, and the flags that are Megatron's alone.
 
     Raises:
-        UsageError: an unknown strategy, option or backend.
+        UsageError: an unknown strategy, option or backend, or strategies that do not go with the layers or each other.
     """
+    shared = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    shared.add_argument("--num-layers", type=int, default=1)
+    shared.add_argument("--context-parallel-size", type=int, default=1)
+    sizes = shared.parse_known_args(flags)[0]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--cp-strategy", default="ring")
+    parser.add_argument("--cp-strategy")
     parser.add_argument("--cp-attention-backend", default="auto")
+    parser.add_argument("--cp-comm-type", nargs="+")
+    parser.add_argument("--hierarchical-context-parallel-sizes", nargs="+", type=int)
     ours, theirs = parser.parse_known_args(flags)
     if ours.cp_attention_backend not in BACKENDS:
         raise UsageError(f"--cp-attention-backend {ours.cp_attention_backend}: unknown; choose {' or '.join(BACKENDS)}")
-    choose(ours.cp_strategy)  # refuses what is none
-    return ours.cp_strategy, ours.cp_attention_backend, theirs
+    layers, n = sizes.num_layers, sizes.context_parallel_size
+    specs = specs_given(ours.cp_strategy, ours.cp_comm_type, ours.hierarchical_context_parallel_sizes, n, layers)
+    choices = choose_by_layer(specs, layers, n)
+    check_same_tokens(choices, n)
+    per_layer = choices if len(distinct(choices)) > 1 else choices[:1]
+    return [choice.spec for choice in per_layer], ours.cp_attention_backend, theirs
 
 
 def complete(flags: list[str]) -> tuple[list[str], list[str]]:
@@ -94,11 +104,11 @@ def complete(flags: list[str]) -> tuple[list[str], list[str]]:
     return [*flags, *(part for needed in added for part in needed.split())], added
 
 
-def replacements(strategy: str, backend: str = "auto") -> Iterator[tuple[Any, str, Callable]]:
+def replacements(strategies: Sequence[str], backend: str = "auto") -> Iterator[tuple[Any, str, Callable]]:
     """(owner, name, value) of all that is replaced in megatron-core. Give it to `setattr` before Megatron is imported.
 
     Attention in megatron-core's specs and Transformer Engine's becomes ours; batches and rotary embeddings are cut by
-    the layout of the strategy.
+    the layout of the strategies, one for all layers or one for each.
     """
     from megatron.core import parallel_state, utils
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -109,10 +119,13 @@ def replacements(strategy: str, backend: str = "auto") -> Iterator[tuple[Any, st
     from .spec import ContextParallelAttention
 
     def context() -> ContextParallel:
-        return context_of(parallel_state.get_context_parallel_group(), strategy)
+        return context_of(parallel_state.get_context_parallel_group(), strategies[0])
 
     def core_attention(self: object) -> ModuleSpec:
-        return ModuleSpec(ContextParallelAttention, params={"cp": context(), "backend": backend})
+        group = parallel_state.get_context_parallel_group()
+        layers = [context_of(group, strategy) for strategy in strategies]
+        params = {"cp": layers if len(layers) > 1 else layers[0], "backend": backend}
+        return ModuleSpec(ContextParallelAttention, params=params)
 
     def batch_here(batch: dict[str, Tensor | None], cp_group: object = None, **others: object) -> dict:
         if batch.get("attention_mask") is not None:

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -31,6 +31,7 @@ from .packed import PackedDocuments
 from .transformer_engine import check_importable
 
 Attend = Callable[["ContextParallelAttention", Tensor, Tensor, Tensor], Tensor]
+Contexts = ContextParallel | Sequence[ContextParallel]  # the context group of all layers, or of each of the whole model
 
 
 class ContextParallelAttention(MegatronModule):
@@ -56,7 +57,7 @@ class ContextParallelAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         *,
-        cp: ContextParallel,
+        cp: Contexts,
         backend: str = "auto",
         keep_output: bool = False,
     ) -> None:
@@ -72,7 +73,8 @@ class ContextParallelAttention(MegatronModule):
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = tuple(config.window_size) if windowed else (-1, -1)
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
-        self.cp, self.backend, self.layer_number = cp, backend, layer_number
+        self.cp = cp[layer_number - 1] if isinstance(cp, Sequence) else cp
+        self.backend, self.layer_number = backend, layer_number
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
         self.softmax_offset = self._softmax_offset()
         # Recomputations follow their forward passes in order, so those of a layer can wait in a line.
@@ -152,14 +154,13 @@ class ContextParallelAttention(MegatronModule):
         return out.flatten(2)
 
 
-def use_core_attention(
-    layer: ModuleSpec, cp: ContextParallel, backend: str = "auto", keep_output: bool = False
-) -> ModuleSpec:
+def use_core_attention(layer: ModuleSpec, cp: Contexts, backend: str = "auto", keep_output: bool = False) -> ModuleSpec:
     """Puts our attention into a layer spec of megatron-core, its own or Transformer Engine's; the rest stays.
 
     Args:
         layer: with self-attention; it is changed and returned.
-        cp: the context-parallel group; all layers share it, for it holds communicators.
+        cp: the context-parallel group; all layers share it, for it holds communicators. Or one for each layer of the
+            whole model, all with one layout (`groups.contexts_by_layer`): the layer's number decides.
         backend: `--cp-attention-backend`.
         keep_output: recomputation takes the attention's output and log-sum-exp from the forward pass (LoongTrain's
             Selective Checkpoint++, section 5.2; LightSeq's section 3.3).
@@ -171,7 +172,7 @@ def use_core_attention(
 
 
 def block_spec(
-    config: TransformerConfig, cp: ContextParallel, layers: int, backend: str = "auto", keep_output: bool = False
+    config: TransformerConfig, cp: Contexts, layers: int, backend: str = "auto", keep_output: bool = False
 ) -> TransformerBlockSubmodules:
     """megatron-core's GPT layers with our attention, and the norm behind them.
 

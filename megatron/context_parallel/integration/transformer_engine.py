@@ -11,9 +11,9 @@ from torch import Tensor
 from ..attention import context_parallel_attention
 from ..context import ContextParallel
 from ..errors import UsageError
+from ..strategies.by_layer import COMM_TYPES
 from .groups import context_of
 
-COMM_TYPES = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}  # Transformer Engine's names
 _MASKS = {"causal": True, "causal_bottom_right": True, "no_mask": False}
 _CHANGES_NOTHING = ("max_seqlen_q", "max_seqlen_kv", "bottom_right_diagonal", "fast_zero_fill", "qkv_interleave_dim")
 

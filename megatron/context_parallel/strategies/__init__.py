@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 
 from .allgather import allgather
 from .attention2d import attention2d
+from .by_layer import check_same_tokens, choose_by_layer, distinct, specs_given
 from .double_ring import double_ring
 from .lightseq import lightseq
 from .mesh import mesh
@@ -32,7 +33,10 @@ __all__ = [
     "allgather",
     "asked",
     "attention2d",
+    "check_same_tokens",
     "choose",
+    "choose_by_layer",
+    "distinct",
     "double_ring",
     "head_parallel_sizes",
     "lightseq",
@@ -40,6 +44,7 @@ __all__ = [
     "register",
     "relay",
     "ring",
+    "specs_given",
     "ulysses",
     "usp",
 ]

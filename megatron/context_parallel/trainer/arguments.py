@@ -5,10 +5,11 @@ import os
 from dataclasses import replace
 
 from .check_flags import check_each, check_multiple, check_relations, refuse
-from .check_values import check_together, check_world, ranks_in
+from .check_values import check_rampup, check_together, check_world, ranks_in
 from .command_line import read_flags
 from .context_parallel_flags import chosen
 from .flags import SPLIT, Arguments, Flags
+from .samples import iterations
 from .tokenizer import vocabulary
 
 
@@ -36,14 +37,14 @@ def complete(given: Flags, tokenizer: tuple[int, int | None] | None = None) -> t
         UsageError: anything that would not run as asked.
     """
     check_each(given)
-    choice = chosen(given)
+    specs, choices = chosen(given)
     needed = given.tensor_model_parallel_size * given.pipeline_model_parallel_size * given.context_parallel_size
     world_size = ranks_in("WORLD_SIZE", needed if given.dry_run else 1)
     check_world(given, world_size, needed)
     import torch  # takes a second, for which a mistake in a flag need not wait
 
     given = _fill_in_batch(complete_model(given), world_size // needed)
-    given = replace(given, cp_layout=choice.layout) if choice else given
+    given = replace(given, cp_strategy=specs, cp_layout=choices[0].layout if choices else given.cp_layout)
     tokens, eod = tokenizer or vocabulary(given)
     given, size = _fill_in_vocabulary(given, tokens)
     layers, each = given.num_layers // given.pipeline_model_parallel_size, given.num_layers_per_virtual_pipeline_stage
@@ -54,7 +55,7 @@ def complete(given: Flags, tokenizer: tuple[int, int | None] | None = None) -> t
         data_parallel_size=world_size // needed,
         virtual_pipeline_model_parallel_size=layers // each if each and layers > each else None,
         params_dtype=torch.bfloat16 if given.bf16 else torch.float16 if given.fp16 else torch.float32,
-        cp=choice,
+        cp_layers=choices,
         eod_token=eod,
         vocabulary=size,
         padded_vocab_size=padded_vocab_size(given, size),
@@ -92,18 +93,14 @@ def complete_model(given: Flags) -> Flags:
 
 def _fill_in_batch(given: Flags, data_parallel_size: int) -> Flags:
     batch = given.global_batch_size or given.micro_batch_size * data_parallel_size
-    train, decay, warmup = given.train_iters or 0, given.lr_decay_iters, given.lr_warmup_iters
-    if given.train_samples:
-        train, warmup = given.train_samples // batch, given.lr_warmup_samples // batch
-        decay = given.lr_decay_samples and given.lr_decay_samples // batch
+    given = replace(given, global_batch_size=batch)
+    if given.rampup_batch_size:
+        check_rampup(given, data_parallel_size)
     return replace(
         given,
-        global_batch_size=batch,
-        train_iters=train,
+        train_iters=iterations(given) if given.train_samples else given.train_iters or 0,
         lr=given.lr or 0.0,
-        lr_decay_iters=decay,
-        lr_warmup_iters=warmup,
-        split=given.split or (SPLIT if given.data_path else None),
+        split=given.split or (SPLIT if given.data_path or given.mock_data else None),
         profile_ranks=given.profile_ranks or [0],
         tensorboard_dir=given.tensorboard_dir or (given.save and os.path.join(given.save, "tensorboard")),
     )

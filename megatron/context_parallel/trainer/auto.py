@@ -34,7 +34,8 @@ def choose_strategy(args: Arguments) -> Arguments:
 
 def settled(args: Arguments, choice: Choice) -> Arguments:
     """`args` with a strategy, as if it had been given."""
-    args = replace(args, cp=choice, cp_strategy=choice.spec, cp_layout=choice.layout, cp_cluster=None)
+    layers = (choice,) * args.num_layers
+    args = replace(args, cp_layers=layers, cp_strategy=choice.spec, cp_layout=choice.layout, cp_cluster=None)
     check_together(args)
     return args
 

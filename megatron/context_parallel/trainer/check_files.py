@@ -23,7 +23,7 @@ def check_files(args: Arguments, vocabulary: int) -> None:
         UsageError: one line that names the flag and the file.
     """
     given = [name for name in _DATA_FLAGS if getattr(args, name)]
-    if not given and not args.dry_run:
+    if not given and not args.mock_data and not args.dry_run:
         raise UsageError(f"--data-path: missing; give the prefix of .bin/.idx files, or {_MAKE_DATA}")
     for name in given:
         for prefix in _prefixes(args, name):

@@ -30,7 +30,7 @@ def check_each(args: Section, flags: dict[str, Flag] = FLAGS) -> None:
     """Refuse what is missing, without what it needs or beside what it excludes."""
     for name, flag in flags.items():
         value, others = getattr(args, name), [other for other in flag.excludes.split() if holds(args, other, flags)]
-        if value is None and flag.required and not others and not (flag.to_train and getattr(args, "dry_run", False)):
+        if value is None and flag.required and not others and not (flag.to_train and _trains_not(args)):
             elsewhere = ", or a --preset or --config that has it" if flags is FLAGS else ""
             raise UsageError(f"{flag.option}: missing; give {flag.works}{elsewhere}")
         if value == flag.default:
@@ -40,6 +40,10 @@ def check_each(args: Section, flags: dict[str, Flag] = FLAGS) -> None:
         if others:
             other = given(args, others[0].partition("=")[0], flags)
             raise UsageError(f"{given(args, name, flags)}: does not go with {other}; give only one of the two")
+
+
+def _trains_not(args: Section) -> bool:
+    return any(getattr(args, name, False) for name in ("dry_run", "skip_train"))
 
 
 def _in_words(condition: str, flags: dict[str, Flag]) -> str:

@@ -3,14 +3,12 @@
 import math
 import os
 from traceback import extract_tb
-from typing import TYPE_CHECKING
 
 from ..errors import UsageError
+from ..strategies import Choice, check_same_tokens, distinct
 from .check_flags import refuse
 from .flags import FLAGS, Arguments, Flags
-
-if TYPE_CHECKING:
-    from ..strategies import Choice
+from .samples import decay_samples, warmup_samples
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
@@ -76,16 +74,19 @@ def _check_sequence(args: Arguments) -> None:
     n, tensor = args.context_parallel_size, args.tensor_model_parallel_size
     sharers, what = tensor if args.sequence_parallel else 1, ""
     parts = n * sharers
-    if args.cp:
-        _check_plan(args, args.cp)
-        parts, what = n * math.lcm(2 if args.cp.layout == "zigzag" else 1, sharers), f"the {args.cp.layout} layout "
+    if args.cp_layers:
+        for choice in distinct(args.cp_layers):
+            _check_plan(args, choice)
+        check_same_tokens(args.cp_layers, n)
+        layout = args.cp_layers[0].layout
+        parts, what = n * math.lcm(2 if layout == "zigzag" else 1, sharers), f"the {layout} layout "
     if args.seq_length % parts:
         over = f"{n} context-parallel" + (f" x {sharers} sequence-parallel" if sharers > 1 else "")
         why = f"{what or 'its split '}over {over} ranks needs a multiple of {parts}"
         refuse(args, "seq_length", why, seq_length=math.ceil(args.seq_length / parts) * parts)
 
 
-def _check_plan(args: Arguments, choice: "Choice") -> None:
+def _check_plan(args: Arguments, choice: Choice) -> None:
     n, tensor = args.context_parallel_size, args.tensor_model_parallel_size
     heads, kv_heads = args.num_attention_heads // tensor, max(1, args.num_query_groups // tensor)
     try:
@@ -99,11 +100,26 @@ def _check_plan(args: Arguments, choice: "Choice") -> None:
 
 
 def _check_schedule(args: Arguments) -> None:
-    decay = args.lr_decay_iters or args.train_iters
-    if decay and args.lr_warmup_iters >= decay:
-        unit, scale = ("samples", args.global_batch_size) if args.train_samples else ("iters", 1)
-        why, name = f"must end before the decay does, after {decay * scale} {unit}", f"lr_warmup_{unit}"
-        refuse(args, name, why, **{name: decay // 10 * scale})
+    decay = decay_samples(args)
+    if decay and warmup_samples(args) >= decay:
+        unit, each = ("samples", 1) if args.train_samples else ("iters", args.global_batch_size)
+        why, name = f"must end before the decay does, after {decay // each} {unit}", f"lr_warmup_{unit}"
+        refuse(args, name, why, **{name: decay // each // 10})
+
+
+def check_rampup(args: Flags, data_parallel_size: int) -> None:
+    """Refuse a ramp-up of the batch whose steps do not lead to the global batch, or cannot be dealt to the ranks."""
+    given, each, whole = (
+        args.rampup_batch_size or [],
+        args.micro_batch_size * data_parallel_size,
+        args.global_batch_size,
+    )
+    if args.num_layers_per_virtual_pipeline_stage:
+        each *= args.pipeline_model_parallel_size  # whose schedule deals whole rounds
+    why = f"must be three numbers, START + a multiple of INCREMENT = --global-batch-size {whole}, multiples of {each}"
+    good = len(given) == 3 and given[0] <= whole and (whole - given[0]) % given[1] == 0
+    if not good or given[0] % each or given[1] % each:
+        refuse(args, "rampup_batch_size", why, rampup_batch_size=[each, each, 100 * whole])
 
 
 def _check_devices(args: Arguments) -> None:
@@ -159,7 +175,7 @@ def _check_profile(args: Arguments) -> None:
 
 
 def _check_data(args: Arguments) -> None:
-    for name in ("eod_mask_loss", "reset_attention_mask", "reset_position_ids"):
+    for name in ("eod_mask_loss", "reset_attention_mask", "reset_position_ids", "mock_data"):
         if args.eod_token is None and getattr(args, name):
             why = f"the tokenizer {args.tokenizer_model or args.tokenizer_type} has no end-of-document token"
             refuse(args, name, f"{why}; leave the flag out or give a tokenizer with an eos_token")

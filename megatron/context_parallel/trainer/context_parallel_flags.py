@@ -6,19 +6,28 @@ from typing import TYPE_CHECKING, Any
 from ..backends import BACKENDS
 from ..cluster.description import load_cluster
 from ..errors import UsageError
-from ..strategies import AUTO, COMMON, STRATEGIES, Choice, Grid, Option, choose
+from ..strategies import AUTO, COMMON, STRATEGIES, Choice, Grid, Option, choose_by_layer, specs_given
+from ..strategies.by_layer import BOTH, COMM_TYPES
 from .declare import Section, flag
 
 if TYPE_CHECKING:
     from .flags import Flags
 
 _STRATEGY = f"""distributed attention: {", ".join(STRATEGIES)}; NAME:OPTION=VALUE,... gives options, MODULE:NAME and
-FILE.py:NAME a strategy of your own, SPEC+SPEC another one for the backward pass; {AUTO}: the fastest as predicted"""
+FILE.py:NAME a strategy of your own, SPEC+SPEC another one for the backward pass, SPEC*4,SPEC*2 one for 4 layers and one
+for 2; {AUTO}: the fastest as predicted"""
 
 
 class _Group(Section):
     context_parallel_size: int = flag("ranks that share each sequence", 1)
-    cp_strategy: str = flag(_STRATEGY, "ring", unit="SPEC")
+    cp_strategy: str = flag(_STRATEGY, derived="ring, or what --cp-comm-type names", unit="SPEC", example="ring")
+    cp_comm_type: list[str] | None = flag(
+        f"Megatron's names of {', '.join(COMM_TYPES.values())} and usp, for all layers or each",
+        choices=(*COMM_TYPES, BOTH),
+    )
+    hierarchical_context_parallel_sizes: list[int] | None = flag(
+        f"of --cp-comm-type {BOTH}: ranks that split the heads, and ranks of a ring", needs="cp_comm_type", example=2
+    )
     cp_cluster: str | None = flag(
         f"description of the cluster that --cp-strategy {AUTO} plans for, a preset or a .yaml file",
         derived="measured at start",
@@ -60,21 +69,25 @@ else:
     ContextParallel = type("ContextParallel", (_Group,), _body, title="context parallel")
 
 
-def chosen(args: "Flags") -> Choice | None:
-    """The strategy and options that the `--cp-...` flags give; None for "auto", which chooses when sizes are known.
+def chosen(args: "Flags") -> tuple[str, tuple[Choice, ...]]:
+    """The specs that the `--cp-...` flags give, and the strategy of each layer.
+
+    There is none for "auto", which chooses when sizes are known.
 
     Raises:
         UsageError: an unknown strategy, or an option it does not have or with another value; no such cluster.
     """
     given = {name: getattr(args, f"cp_{name}") for name in _OPTIONS}
-    if args.cp_strategy != AUTO:
-        return choose(args.cp_strategy, args.context_parallel_size, **given)
+    types, sizes = args.cp_comm_type, args.hierarchical_context_parallel_sizes
+    specs = specs_given(args.cp_strategy, types, sizes, args.context_parallel_size, args.num_layers)
+    if specs != AUTO:
+        return specs, choose_by_layer(specs, args.num_layers, args.context_parallel_size, **given)
     fixed_options(args)
     if own := next((name for name in _OPTIONS if name not in COMMON and given[name] is not None), None):
         raise UsageError(f"{_OPTIONS[own].given(given[own])}: --cp-strategy {AUTO} chooses it; leave it out")
     if args.cp_cluster:
         load_cluster(args.cp_cluster, "--cp-cluster")
-    return None
+    return AUTO, ()
 
 
 def fixed_options(args: "Flags") -> dict[str, Any]:

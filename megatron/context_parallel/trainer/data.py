@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_idx_path
 from megatron.core.datasets.utils import Split, get_blend_from_list
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -41,9 +41,15 @@ def build_datasets(args: Arguments, tokenizer, train_val_test_num_samples: tuple
         # An unwanted split is left out: megatron-core would look for a sample in it for ever if it is empty.
         if train_val_test_num_samples[split.value] == 0:
             (config.blend_per_split or config.split_matrix)[split.value] = None
+    if args.mock_data:
+        return tuple(BlendedMegatronDatasetBuilder(MockGPTDataset, train_val_test_num_samples, _always, config).build())
     _check_splits(args, config)
-    builder = BlendedMegatronDatasetBuilder(GPTDataset, train_val_test_num_samples, lambda: True, config)
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, train_val_test_num_samples, _always, config)
     return _build(builder, Path(config.path_to_cache))
+
+
+def _always() -> bool:
+    return True
 
 
 def _build(
@@ -70,6 +76,8 @@ def _dataset_config(args: Arguments, tokenizer) -> GPTDatasetConfig:
     if any(per_split):
         source: dict[str, Any] = {"blend_per_split": [get_blend_from_list(paths) for paths in per_split]}
         prefixes = [prefix for blend in source["blend_per_split"] if blend for prefix in blend[0]]
+    elif args.mock_data:
+        source, prefixes = {"split": args.split}, []
     elif args.data_path:
         source = {"blend": get_blend_from_list(args.data_path), "split": args.split}
         prefixes = source["blend"][0]
@@ -78,7 +86,7 @@ def _dataset_config(args: Arguments, tokenizer) -> GPTDatasetConfig:
     return GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
-        path_to_cache=_cache_path(args.data_cache_path, prefixes),
+        path_to_cache=_cache_path(args.data_cache_path, prefixes) if prefixes else args.data_cache_path,
         tokenizer=tokenizer,
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=False,  # documents reach the attention by their end tokens, not as a square mask
@@ -103,7 +111,7 @@ def _check_splits(args: Arguments, config: GPTDatasetConfig) -> None:
             blend, share = config.blend_per_split[split.value], (0.0, 1.0)
         else:
             blend, share = config.blend, config.split_matrix[split.value]
-        if split is Split.train and not (blend and share):
+        if split is Split.train and not args.skip_train and not (blend and share):
             raise UsageError(f"--split {args.split} leaves nothing to train on; give --split 969,30,1")
         for prefix in blend[0] if blend and share else ():
             index = IndexedDataset(prefix)  # named, because its arrays die with it

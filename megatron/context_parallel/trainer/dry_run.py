@@ -1,6 +1,7 @@
 """What a run would be: parallel layout, attention traffic, parameters and memory, worked out on this process alone."""
 
 import os
+from itertools import product
 
 from rich.table import Table
 
@@ -11,7 +12,8 @@ from ..cluster.memory import fullest_stage, memory, total
 from ..context import ALL_RANKS_UP_TO
 from ..layout import positions
 from ..plan.volume import received_bytes
-from ..strategies import AUTO, Choice, choose
+from ..strategies import AUTO, Choice, choose, distinct
+from ..strategies.by_layer import written
 from ..tables import show
 from .auto import planned, settled
 from .flags import Arguments
@@ -28,18 +30,18 @@ def describe(args: Arguments) -> None:
             f"WORLD_SIZE is not set: assuming {args.world_size} ranks (tensor x pipeline x context), "
             "data-parallel size 1"
         )
-    if args.cp is None and args.cp_cluster:
+    if not args.cp_layers and args.cp_cluster:
         found = planned(args, load_cluster(args.cp_cluster, "--cp-cluster"))
         print(headline(found))
         args = settled(args, choose(found.best))
-    if args.cp is None:
+    if not args.cp_layers:
         show(_layout(args))
         print(
             f"--cp-strategy {AUTO}: chosen when the run starts, for the cluster that is measured then; "
             "--cp-cluster shows it now, with traffic and memory"
         )
     else:
-        show(_layout(args), _work(args, args.cp), _memory(args))
+        show(_layout(args), _work(args), _memory(args))
     if not any((args.data_path, args.train_data_path)):
         print("No data given, so none was checked.")
 
@@ -71,30 +73,35 @@ def _short(ranks: tuple[int, ...]) -> str:
 # ---------------------------------------------------------------------------------------------------- work
 
 
-def _work(args: Arguments, choice: Choice) -> Table:
+def _work(args: Arguments) -> Table:
     n = args.context_parallel_size
     micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    first = positions(choice.layout, 0, n, args.seq_length)
+    layout = args.cp_layers[0].layout
+    first = positions(layout, 0, n, args.seq_length)
     table = Table("quantity", "value", title="work")
-    table.add_row("strategy and layout", f"{choice.spec}, {choice.layout}")
+    table.add_row("strategy and layout", f"{written(args.cp_layers)}, {layout}")
     table.add_row("sequence", f"{args.seq_length} tokens, {len(first)} per context rank")
     table.add_row(
         "batch",
         f"{args.global_batch_size} sequences = {micro_batches} micro batches of {args.micro_batch_size}"
         f" on each of {args.data_parallel_size} data ranks",
     )
-    for name, backward in (("forward", False), ("backward", True)):
-        volume = _gib(attention_bytes(args, backward))
-        table.add_row(f"attention {name} traffic", f"{volume} received by the busiest rank per layer and micro batch")
+    choices = distinct(args.cp_layers)
+    for choice, (name, backward) in product(choices, (("forward", False), ("backward", True))):
+        volume, of = _gib(attention_bytes(args, backward, choice)), f" of {choice.spec}" if len(choices) > 1 else ""
+        what = f"{volume} received by the busiest rank per layer{of} and micro batch"
+        table.add_row(f"attention {name} traffic", what)
     return table
 
 
-def attention_bytes(args: Arguments, backward: bool) -> int:
+def attention_bytes(args: Arguments, backward: bool, choice: Choice | None = None) -> int:
     """Bytes the busiest context rank receives for one layer's attention of one micro batch, counted from the plan.
+
+    `choice` is the layer's strategy (default: that of the first layer).
 
     Of too many ranks it looks at the first, the middle and the last.
     """
-    model, run, n = model_of(args), run_of(args), args.context_parallel_size
+    model, run, n = model_of(args), run_of(args, choice), args.context_parallel_size
     plan, shape = attention_plan(model, run, backward), attention_shape(model, run)
     ranks = range(n) if n <= ALL_RANKS_UP_TO else (0, n // 2, n - 1)
     return max(received_bytes(plan, rank, shape) for rank in ranks)
@@ -104,7 +111,8 @@ def attention_bytes(args: Arguments, backward: bool) -> int:
 
 
 def _memory(args: Arguments) -> Table:
-    model, run = model_of(args), run_of(args)
+    model, runs = model_of(args), [run_of(args, choice) for choice in distinct(args.cp_layers)]
+    run = max(runs, key=lambda run: total(memory(model, run)))  # only the buffers of attention differ
     fullest = fullest_stage(model, run)
     title = f"{model.parameters:,} parameters ({model.table_parameters:,} in embeddings); "
     table = Table("memory", "per rank", "formula", title=f"{title}a rank of stage {fullest}, the fullest")

@@ -2,13 +2,14 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from itertools import takewhile
 from typing import Any
 
 from ..errors import UsageError
 from .declare import Flag, Section, flags_of
+from .upstream_flags import UpstreamFlag
 
 
 class FlagParser:
@@ -18,19 +19,27 @@ class FlagParser:
         sections: what declares them, in the order of `--help`.
         description: what the program does.
         usage: what follows its name.
+        foreign: flags of another program by option, which `--help` does not list.
 
     Attributes:
         flags: by field.
         by_option: by their names on the command line.
     """
 
-    def __init__(self, sections: Sequence[type[Section]], description: str, usage: str) -> None:
+    def __init__(
+        self,
+        sections: Sequence[type[Section]],
+        description: str,
+        usage: str,
+        foreign: Mapping[str, UpstreamFlag] | None = None,
+    ) -> None:
         self.sections, self.description, self.usage = sections, description, usage
         self.flags = {name: flag for section in sections for name, flag in flags_of(section).items()}
         self.by_option = {flag.option: flag for flag in self.flags.values()}
+        self.foreign = foreign or {}
 
     def read(self, argv: list[str] | None = None) -> dict[str, Any]:
-        """The values that a command line (default: the program's) gives, by field.
+        """The values that a command line (default: the program's) gives, by field; those of foreign flags by option.
 
         Raises:
             UsageError: one line that names every unknown flag, or the flag whose value is none, and a value that works.
@@ -38,11 +47,14 @@ class FlagParser:
         try:
             given, unknown = self.build().parse_known_args(argv)
         except argparse.ArgumentError as error:
-            flag = self.by_option[str(error.argument_name).split("/")[0]]
-            raise UsageError(f"{flag.option}: {error.message}; give {flag.works}") from None
+            option = str(error.argument_name).split("/")[0]
+            works = f"; give {self.by_option[option].works}" if option in self.by_option else ""
+            raise UsageError(f"{option}: {error.message}{works}") from None
         if unknown:
             raise UsageError(self.explain_unknown(unknown))
-        return {name: self.flags[name].value(text) for name, text in vars(given).items()}
+        return {
+            name: self.flags[name].value(text) if name in self.flags else text for name, text in vars(given).items()
+        }
 
     def build(self) -> argparse.ArgumentParser:
         """A parser of every flag, in groups by section. What it finds are texts, for `Flag.value` to read."""
@@ -58,6 +70,9 @@ class FlagParser:
                 if flag.kind is bool:
                     words = {"action": argparse.BooleanOptionalAction if flag.optional else "store_true"}
                 group.add_argument(flag.option, dest=flag.name, help=self._help(flag), **words)
+        for option, other in self.foreign.items():
+            words = {"nargs": other.nargs} if other.nargs else {"action": "store_const", "const": []}
+            parser.add_argument(option, dest=option, help=argparse.SUPPRESS, **words)
         return parser
 
     def _help(self, flag: Flag) -> str:
@@ -90,7 +105,7 @@ class FlagParser:
         given = word.strip("-").replace("_", "-").lower()
         alike = [
             name
-            for name in (option[2:] for option in self.by_option)
+            for name in (option[2:] for option in [*self.by_option, *self.foreign])
             if all(get_close_matches(part, name.split("-"), 1, 0.7) for part in given.split("-"))
         ]
         return next((f"--{name}" for name in get_close_matches(given, alike, 1, 0.7)), None)

@@ -29,6 +29,7 @@ data_order = partial(flag, decides="data order")
 
 def _shares(text: str) -> str:
     """`text`, if it gives up to three shares, the first above 0."""
+    text = text.strip("'\"")  # which scripts leave there
     first, *others = map(float, text.split(","))
     if not (0 < first < math.inf and len(others) < 3 and all(0 <= share < math.inf for share in others)):
         raise ValueError
@@ -67,6 +68,11 @@ class Model(Section, title="model"):
     softmax_type: str = weights("one more score per head: none, 0, or learned (a sink)", "vanilla", choices=SOFTMAX)
     qk_layernorm: bool = weights("normalize queries and keys in each head", False)
     swiglu: bool = weights("gated linear units with SiLU instead of GELU", False)
+    bias_gelu_fusion: bool = flag(
+        "on GPUs, GELU and its bias in two kernels; the fused one approximates by tanh",
+        True,
+        option="--no-bias-gelu-fusion",
+    )
     add_bias_linear: bool = weights("no biases in linear layers", True, option="--disable-bias-linear")
     add_qkv_bias: bool = weights("biases in the query/key/value projection even with --disable-bias-linear", False)
     untie_embeddings_and_output_weights: bool = weights("an output layer of its own", False)
@@ -97,10 +103,14 @@ class Training(Section, title="training"):
         example=8,
         multiple_of="micro_batch_size data_parallel_size interleaved_stages",
     )
-    train_iters: int = flag("updates", to_train=True, example=1000, excludes="train_samples")
-    train_samples: int | None = flag(
-        "sequences to train on, in whole global batches", example=100000, multiple_of="global_batch_size"
+    rampup_batch_size: list[int] | None = data_order(
+        "grow to --global-batch-size: from so many sequences, by so many, over so many samples",
+        unit="START INCREMENT SAMPLES",
+        example=[16, 8, 300000],
+        needs="train_samples",
     )
+    train_iters: int = flag("updates", to_train=True, example=1000, excludes="train_samples")
+    train_samples: int | None = flag("sequences to train on, in whole global batches", example=100000)
     exit_interval: int | None = flag("save and leave after an iteration that is a multiple of this", example=100)
     exit_duration_in_mins: int | None = flag("save and leave after this time", unit="MINUTES", example=230)
     exit_signal_handler: bool = flag("save and leave on SIGTERM", False)
@@ -127,17 +137,17 @@ class LearningRate(Section, title="learning rate"):
     lr: float = flag("largest learning rate", example=3e-4, to_train=True)
     lr_decay_style: str = flag("shape of the decay", "linear", choices=DECAYS)
     lr_decay_iters: int | None = flag("updates until --min-lr", derived="all", example=1000, excludes="train_samples")
-    lr_decay_samples: int | None = flag(
-        "the same in sequences", example=100000, needs="train_samples", multiple_of="global_batch_size"
-    )
+    lr_decay_samples: int | None = flag("the same in sequences", example=100000, needs="train_samples")
     lr_warmup_iters: int = flag("updates of linear warm-up from 0", 0, at_least=0, excludes="train_samples")
-    lr_warmup_samples: int = flag(
-        "the same in sequences", 0, at_least=0, example=10000, needs="train_samples", multiple_of="global_batch_size"
-    )
+    lr_warmup_samples: int = flag("the same in sequences", 0, at_least=0, example=10000, needs="train_samples")
     lr_warmup_fraction: float | None = flag(
         "warm-up as part of the decay", at_least=0, below=1, example=0.01, excludes="lr_warmup_iters lr_warmup_samples"
     )
     min_lr: float = flag("smallest learning rate", 0.0, at_least=0, not_above="lr")
+    decoupled_lr: float | None = flag("--lr of the embedding and the output layer", derived="lr", example=3e-4)
+    decoupled_min_lr: float | None = flag(
+        "their --min-lr", derived="min-lr", example=1e-5, at_least=0, needs="decoupled_lr", not_above="decoupled_lr"
+    )
 
 
 class Checkpointing(Section, title="checkpointing"):
@@ -159,6 +169,9 @@ class Checkpointing(Section, title="checkpointing"):
     no_load_optim: bool = flag("do not restore the optimizer", False)
     no_load_rng: bool = flag("do not restore the random generators", False)
     finetune: bool = flag("restore the weights alone and start at iteration 0", False)
+    use_checkpoint_args: bool = flag(
+        "take flags of the model that are not given from the checkpoint", False, needs="load"
+    )
     ckpt_step: int | None = flag("iteration to load", derived="the latest", at_least=0, example=100, needs="load")
     load_fallback: bool = flag("load the newest complete checkpoint where the one to load is not", False, needs="load")
     no_verify_checkpoint: bool = flag("load without checking the contents of the files", False, needs="load")
@@ -177,6 +190,8 @@ class MixedPrecision(Section, title="mixed precision"):
         excludes="recompute_whitelist",
     )
     fp8_recipe: str = flag("how FP8 is scaled", "delayed", choices=FP8_RECIPES, needs="fp8")
+    fp8_amax_history_len: int = flag("steps whose largest values decide a scale", 1, needs="fp8")
+    fp8_amax_compute_algo: str = flag("which of them", "most_recent", choices=("most_recent", "max"), needs="fp8")
     loss_scale: float | None = flag("a constant loss scale", derived="dynamic", example=65536, needs="fp16")
     initial_loss_scale: float = flag("fp16: first dynamic loss scale", 2**32)
     min_loss_scale: float = flag("fp16: smallest dynamic loss scale", 1.0)
@@ -213,10 +228,18 @@ class Data(Section, title="data"):
     data_path: list[str] | None = data_order(
         "prefixes of .bin/.idx files from tools/preprocess_data.py, each with a weight before it or none", unit="PREFIX"
     )
+    mock_data: bool = data_order("train on made-up documents of any length: 1, 2, 3, ...", False, excludes="data_path")
     split: str | None = data_order(
-        "for training, validation, test", derived=SPLIT, example=SPLIT, read=_shares, unit="SHARES", needs="data_path"
+        "for training, validation, test",
+        derived=SPLIT,
+        example=SPLIT,
+        read=_shares,
+        unit="SHARES",
+        excludes="train_data_path",
     )
-    train_data_path: list[str] | None = data_order("--data-path of training", unit="PREFIX", excludes="data_path")
+    train_data_path: list[str] | None = data_order(
+        "--data-path of training", unit="PREFIX", excludes="data_path mock_data"
+    )
     valid_data_path: list[str] | None = flag("--data-path of validation", unit="PREFIX", needs="train_data_path")
     test_data_path: list[str] | None = flag("--data-path of testing", unit="PREFIX", needs="train_data_path")
     data_cache_path: str | None = flag("where sample indices are kept", derived="cache/ beside the data", unit="DIR")
@@ -233,6 +256,7 @@ class Data(Section, title="data"):
 
 
 class Logging(Section, title="validation and logging"):
+    skip_train: bool = flag("only evaluate, on validation and test data", False)
     eval_iters: int = flag("global batches per evaluation; 0: none", 100, at_least=0)
     eval_interval: int = flag("iterations between evaluations", 1000)
     log_interval: int = flag("iterations between log lines", 100)
@@ -251,14 +275,6 @@ class Profiling(Section, title="profiling"):
     profile_ranks: list[int] = flag("ranks to profile", derived="0", unit="RANK", at_least=0, needs="profile")
 
 
-class AlwaysOn(Section, title="always on (accepted so that Megatron command lines run unchanged)"):
-    use_mcore_models: bool = flag("models are megatron-core's, with or without this flag", True)
-    use_flash_attn: bool = flag("attention never stores its score matrix, with or without this flag", True)
-    calculate_per_token_loss: bool = flag("the loss is a mean over the tokens of all ranks, anyway", True)
-    accumulate_allreduce_grads_in_fp32: bool = flag("gradients are float32, with or without this flag", True)
-    log_throughput: bool = flag("every log line has TFLOP/s, with or without this flag", True)
-
-
 class Flags(
     Run,
     Model,
@@ -272,7 +288,6 @@ class Flags(
     Data,
     Logging,
     Profiling,
-    AlwaysOn,
 ):
     """The flags of a run. Those with a derived default are None as given and have their types once it is filled in."""
 
@@ -288,7 +303,7 @@ class Arguments(Flags):
     data_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None  # None: the pipeline is not interleaved
     params_dtype: "torch.dtype"
-    cp: "Choice | None"  # None: --cp-strategy auto, until the job has begun
+    cp_layers: "tuple[Choice, ...]"  # of each layer; empty: --cp-strategy auto, until the job has begun
     eod_token: int | None  # None: the tokenizer has none
     vocabulary: int  # token ids that the model knows: vocab_size, with NullTokenizer one more
     padded_vocab_size: int  # rows of the embedding; those beyond the vocabulary have no part in the loss

@@ -24,8 +24,7 @@ def build_engine(args: Arguments, flags: Cache, length: int | None = None) -> En
         UsageError: the model or its tokenizer cannot be read; every rank raises the same.
     """
     tokenizer = text_tokenizer(args)
-    assert args.cp is not None  # a session chooses by itself
-    cp = ContextParallel(args.cp, group=parallel_state.get_context_parallel_group())
+    cp = ContextParallel(args.cp_layers[0], group=parallel_state.get_context_parallel_group())
     model = load_model(args, cp)
     positions = args.max_position_embeddings
     session = Session(

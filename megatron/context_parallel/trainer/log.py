@@ -51,19 +51,20 @@ class Record:
 class RunLog:
     """Collects iterations and tells rank 0's terminal, files and trackers about them; other ranks stay silent."""
 
-    def __init__(self, args: Arguments, iteration: int) -> None:
+    def __init__(self, args: Arguments, progress: RunProgress) -> None:
         self.args = args
         self.speaks = dist.get_rank() == 0
         self.peak = args.peak_tflops or _device_peak()
         self.losses: list[float] = []
         self.seconds = 0.0
+        self.consumed = progress.consumed_train_samples
         self.metrics: IO[str] | None = None
         self.tensorboard: SummaryWriter | None = None
         self.wandb: Any = None
         self.bar: Progress | None = None
         self.warned = False
         if self.speaks:
-            self._open(iteration)
+            self._open(progress.iteration)
             self.say(_explain(args, self.peak))
 
     def _open(self, iteration: int) -> None:
@@ -111,11 +112,11 @@ class RunLog:
             self.bar.update(self.task, completed=progress.iteration)
         if progress.iteration % self.args.log_interval == 0:
             self._write(self._record(progress, lr, grad_norm))
-            self.losses, self.seconds = [], 0.0
+            self.losses, self.seconds, self.consumed = [], 0.0, progress.consumed_train_samples
 
     def _record(self, progress: RunProgress, lr: float, grad_norm: float | None) -> Record:
         args, step_time = self.args, self.seconds / len(self.losses)
-        sequences = args.global_batch_size / step_time / args.world_size
+        sequences = (progress.consumed_train_samples - self.consumed) / self.seconds / args.world_size
         return Record(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_train_samples,

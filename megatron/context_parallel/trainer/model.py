@@ -1,6 +1,6 @@
 """From the arguments to megatron-core's objects: model chunks, optimizer, learning-rate schedule."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -20,20 +20,20 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch import Tensor
 
-from ..context import ContextParallel
+from ..integration.groups import contexts_by_layer
 from ..integration.rope import use_layout
-from ..integration.spec import block_spec
+from ..integration.spec import Contexts, block_spec
 from ..integration.vocabulary import draw_rows, leave_out_padding
 from .declare import fields_given
 from .flags import Arguments
+from .samples import decay_samples, train_samples, warmup_samples
 
 
 def build_model(args: Arguments) -> list[DistributedDataParallel]:
     """This rank's model chunks (one, or one per virtual pipeline stage), ready for gradient reduction."""
     config = transformer_config(args)
     group = parallel_state.get_context_parallel_group()
-    assert args.cp  # chosen when the job began
-    cp = ContextParallel(args.cp, group=group)
+    cp = contexts_by_layer(args.cp_layers, group)
     chunks = args.virtual_pipeline_model_parallel_size or 1
     virtual = range(chunks) if chunks > 1 else [None]
     model = [_wrap(args, config, index, build_gpt(args, config, cp, stage)) for index, stage in enumerate(virtual)]
@@ -41,7 +41,7 @@ def build_model(args: Arguments) -> list[DistributedDataParallel]:
     return model
 
 
-def build_gpt(args: Arguments, config: TransformerConfig, cp: ContextParallel, vp_stage: int | None = None) -> GPTModel:
+def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage: int | None = None) -> GPTModel:
     """The plain GPTModel of this pipeline rank's (virtual) stage, with our attention and its layout's RoPE."""
     keep_output = "core_attention" in (args.recompute_whitelist or ())
     layers = get_num_layers_to_build(config, vp_stage)
@@ -61,7 +61,7 @@ def build_gpt(args: Arguments, config: TransformerConfig, cp: ContextParallel, v
         rope_scaling_factor=args.rope_scaling_factor,
         vp_stage=vp_stage,
     )
-    use_layout(model, cp)
+    use_layout(model, cp[0] if isinstance(cp, Sequence) else cp)  # all layers have one layout
     leave_out_padding(model, args.vocabulary)
     if config.perform_initialization and model.post_process and args.untie_embeddings_and_output_weights:
         _draw_vocabulary(args, "output layer", model.output_layer.weight)
@@ -89,6 +89,7 @@ def transformer_config(args: Arguments) -> TransformerConfig:
         given.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
     given.update(
         layernorm_epsilon=args.norm_epsilon,
+        cp_comm_type=None,  # each layer has its strategy
         embedding_init_method=partial(_draw_embedding, args),
         # The loss is exact for any loss mask in any layout only if it is divided by the token count of all ranks.
         calculate_per_token_loss=True,
@@ -101,7 +102,8 @@ def transformer_config(args: Arguments) -> TransformerConfig:
         gradient_accumulation_fusion=False,
         # These two are compiled, which needs a GPU or a C++ compiler.
         bias_dropout_fusion=torch.cuda.is_available(),
-        bias_activation_fusion=torch.cuda.is_available() and (args.swiglu or args.add_bias_linear),
+        bias_activation_fusion=torch.cuda.is_available()
+        and (args.swiglu or (args.add_bias_linear and args.bias_gelu_fusion)),
     )
     return TransformerConfig(**given)
 
@@ -136,21 +138,17 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
     if args.fp16:
         model[0].config.grad_scale_func = optimizer.scale_loss
-    decay_iters = args.lr_decay_iters or args.train_iters
-    warmup: float = args.lr_warmup_iters * args.global_batch_size
-    if args.lr_warmup_fraction is not None:
-        warmup = args.lr_warmup_fraction * decay_iters * args.global_batch_size
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=decay_iters * args.global_batch_size,
+        lr_warmup_steps=warmup_samples(args),
+        lr_decay_steps=decay_samples(args) or 1,  # of --skip-train
         lr_decay_style=args.lr_decay_style,
         start_wd=args.weight_decay,
         end_wd=args.weight_decay,
-        wd_incr_steps=args.train_iters * args.global_batch_size,
+        wd_incr_steps=train_samples(args),
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,

@@ -8,6 +8,7 @@ from .check_flags import refuse
 from .checkpoint_store import plain_args
 from .declare import Flag, flags_of
 from .flags import FLAGS, Arguments, LearningRate, MixedPrecision, Regularization
+from .samples import train_samples
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -91,7 +92,7 @@ def check_shuffle(
         UsageError: the samples differ.
     """
     planned, consumed = progress.planned_train_samples, progress.consumed_train_samples
-    if args.override_data_order or not (planned and consumed) or planned == args.train_iters * args.global_batch_size:
+    if args.override_data_order or not (planned and consumed) or planned == train_samples(args):
         return
     before = planned_for(planned)
     assert before is not None  # it had samples

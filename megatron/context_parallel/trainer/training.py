@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from .model import build_model, build_optimizer, weights_gathered
 from .profiling import Profile
 from .rerun import Batches, StepRejectedError, replayable
 from .resume import check_shuffle
+from .samples import batch_size, train_samples
 from .save_lock import save_lock
 from .saver import Saver
 from .setup import distributed_job, sigterm_came
@@ -49,23 +51,33 @@ def pretrain(args: Arguments) -> None:
     check_trackers(args)
     started, progress = time.monotonic(), Progress()
     with distributed_job(args, progress), save_lock(args):
-        args = args if args.cp else choose_strategy(args)
+        args = args if args.cp_layers else choose_strategy(args)
+        if args.skip_train:
+            args = replace(args, no_load_optim=True, no_load_rng=True)
         tokenizer, samples = build_tokenizer(args), samples_needed(args)
         datasets = build_datasets(args, tokenizer, samples)
         state = build_state(args, progress)
         if datasets[0]:
             check_shuffle(args, state.progress, datasets[0], lambda n: build_datasets(args, tokenizer, (n, 0, 0))[0])
         state.progress.planned_train_samples = samples[0]
-        log = RunLog(args, state.progress.iteration)
+        log = RunLog(args, state.progress)
         train, valid, test = (
             None if dataset is None else [_batches(args, state, dataset, consumed) for _ in state.model]
             for dataset, consumed in zip(
                 datasets,
-                (state.progress.consumed_train_samples, state.progress.consumed_valid_samples, 0),
+                (
+                    state.progress.consumed_train_samples,
+                    0 if args.skip_train else state.progress.consumed_valid_samples,
+                    0,
+                ),
                 strict=True,
             )
         )
-        if state.progress.iteration >= args.train_iters:
+        if args.skip_train:
+            for split, batches in (("validation", valid), ("test", test)):
+                if batches:
+                    log.evaluation_done(state.progress.iteration, split, evaluate(args, state, batches))
+        elif state.progress.iteration >= args.train_iters:
             log.say(f"nothing to do: --train-iters {args.train_iters} are done")
         else:
             assert train is not None  # there are iterations to train
@@ -94,9 +106,10 @@ def build_state(args: Arguments, progress: Progress) -> TrainState:
 
 def samples_needed(args: Arguments) -> tuple[int, int, int]:
     """Samples of the whole run for training, validation and test."""
-    evaluations = args.train_iters // args.eval_interval + 1 if args.eval_iters else 0
     per_evaluation = args.eval_iters * args.global_batch_size
-    return args.train_iters * args.global_batch_size, evaluations * per_evaluation, per_evaluation
+    if args.skip_train:
+        return 0, per_evaluation, per_evaluation
+    return train_samples(args), (args.train_iters // args.eval_interval + 1) * per_evaluation, per_evaluation
 
 
 def _batches(args: Arguments, state: TrainState, dataset: Dataset, consumed: int) -> Batches:
@@ -160,12 +173,13 @@ def train_step(
         StepRejectedError: `--rerun-mode` ends the run before this iteration changes the weights.
     """
     progress, findings = state.progress, state.findings
+    sequences = batch_size(args, progress.consumed_train_samples)
     recorder.enter("forward", progress.iteration + 1)
     for _ in rerun.passes(findings, train):
         for chunk in state.model:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
-        data = run_micro_batches(args, state.model, train, forward_only=False)
+        data = run_micro_batches(args, state.model, train, sequences, forward_only=False)
         findings.look(data)
     recorder.enter("optimizer")
     warnings = rerun.settle(findings, progress.iteration + 1)
@@ -173,24 +187,24 @@ def train_step(
     if found:
         warnings = findings.settle(progress.iteration + 1) + warnings
     progress.iteration += 1
-    progress.consumed_train_samples += args.global_batch_size
+    progress.consumed_train_samples += sequences
     updated, grad_norm, _ = state.optimizer.step()
     if updated:
         if args.check_for_nan_in_loss_and_grad and not math.isfinite(grad_norm):
             raise FloatingPointError(f"iteration {progress.iteration}: the gradient norm of all ranks is {grad_norm}")
-        state.scheduler.step(increment=args.global_batch_size)
+        state.scheduler.step(increment=sequences)
     return loss, grad_norm if updated else None, votes > 0, warnings
 
 
 def run_micro_batches(
-    args: Arguments, model: list[DistributedDataParallel], batches: ChunkBatches, *, forward_only: bool
+    args: Arguments, model: list[DistributedDataParallel], batches: ChunkBatches, sequences: int, *, forward_only: bool
 ) -> list[Tensor]:
-    """A global batch through the pipeline schedule; on the last stage, per micro batch, float64 [loss sum, tokens]."""
+    """A batch of `sequences` through the pipeline schedule; on the last stage, per micro batch, [loss sum, tokens]."""
     return get_forward_backward_func()(
         forward_step_func=partial(_forward_step, args),
         data_iterator=batches if len(model) > 1 else batches[0],
         model=model,
-        num_microbatches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
+        num_microbatches=sequences // (args.micro_batch_size * args.data_parallel_size),
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         forward_only=forward_only,
@@ -256,7 +270,7 @@ def evaluate(args: Arguments, state: TrainState, batches: ChunkBatches) -> float
             chunk.eval()
         data = []
         for _ in range(args.eval_iters):
-            data += run_micro_batches(args, state.model, batches, forward_only=True)
+            data += run_micro_batches(args, state.model, batches, args.global_batch_size, forward_only=True)
         for chunk in state.model:
             chunk.train()
     loss, _, found = _mean_loss(data, state.findings)

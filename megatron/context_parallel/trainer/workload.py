@@ -2,6 +2,7 @@
 
 from ..cluster.model import Model
 from ..cluster.run import Run
+from ..strategies import Choice
 from .arguments import complete_model, padded_vocab_size
 from .command_line import read_flags
 from .declare import fields_given
@@ -37,10 +38,11 @@ def _model(flags: Flags, padded: int) -> Model:
     return Model(**given)
 
 
-def run_of(args: Arguments) -> Run:
-    """How a run trains its model."""
+def run_of(args: Arguments, choice: Choice | None = None) -> Run:
+    """How a run trains its model, with the strategy `choice` of some layers (default: of the first)."""
+    choices = [choice] if choice else args.cp_layers[:1]
     given = fields_given(args, Run) | {
-        "cp_strategy": args.cp.spec if args.cp else "ring:layout=contiguous",  # one that fits, until it is chosen
+        "cp_strategy": choices[0].spec if choices else "ring:layout=contiguous",  # one that fits, until it is chosen
         "data_parallel_sharding_strategy": "optim" if args.use_distributed_optimizer else "no_shard",
         "recompute_whitelist": bool(args.recompute_whitelist),
         "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
