@@ -1,4 +1,4 @@
-"""Every way to train a plain PyTorch model with FSDP2 and our attention, against one rank; about 2 minutes.
+"""Every way to train a plain PyTorch model with FSDP2, and models of diffusers, against one rank; minutes.
 
 PYTHONPATH=. python -m pytest tests/torch_campaign.py
 """
@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch_case
+from test_diffusers import check, flux, wan
 from test_torch import fsdp_losses, one_rank  # noqa: F401  # a fixture
 
 SPECS = ("ring", "mesh", "lightseq", "ulysses")
@@ -20,3 +21,8 @@ def test_training_equals_one_rank(ranks, one_rank, spec, data, recompute, compil
         pytest.skip("torch.compile takes non-reentrant checkpoints only")
     for losses in fsdp_losses(ranks, spec, {**data, "recompute": recompute, "compiled": compiled}):
         assert losses == pytest.approx(one_rank, abs=1e-6)
+
+
+@pytest.mark.parametrize("make,spec", product((flux, wan), (*SPECS, "attention2d", "usp")))
+def test_diffusers_equal_one_rank(ranks, make, spec):
+    check(ranks, 4, make, spec)
