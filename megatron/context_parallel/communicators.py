@@ -6,21 +6,29 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import UsageError
 
 
-def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """`group`, by default the world.
+def joined(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """`group` (that of a mesh of one dimension), by default the world.
 
     Raises:
-        UsageError: there are no process groups, or this rank is not in this one.
+        UsageError: there are no process groups, this rank is not in this one, or a mesh has more dimensions.
     """
     if not dist.is_initialized():
         raise UsageError(
             "ContextParallel: there is no process group; call torch.distributed.init_process_group() before, or use "
             "AllRanks(n) to have n ranks in this process"
         )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise UsageError(
+                f"group: a DeviceMesh of {group.ndim} dimensions, {group.mesh_dim_names or tuple(group.shape)}; give "
+                'one of them, such as mesh["cp"]'
+            )
+        group = group.get_group()
     group = group or dist.group.WORLD
     assert group is not None  # there is a world
     if dist.get_rank(group) < 0:

@@ -6,11 +6,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .blocks import Blocks
 from .communicators import joined
 from .errors import UsageError
 from .executor import Problem
+from .handles import Handled
 from .kernels import Kernel
 from .layout import Chunks, positions, shard, unshard
 from .mask import Mask
@@ -26,7 +28,7 @@ Made = TypeVar("Made")
 Lengths = tuple[int, int]  # queries and keys of the whole sequence
 
 
-class _Strategy:
+class _Strategy(Handled):
     """A strategy as chosen, and its plans for n ranks. Each is made once, and verified unless documents shape it."""
 
     def __init__(self, strategy: str | Choice, layout: str | None, n: int, options: dict[str, object]) -> None:
@@ -36,6 +38,11 @@ class _Strategy:
         plan = self.choice.plan(n)
         self.steps_on = plan.n  # ranks that run the steps of a plan together
         self.chunks = [plan.chunk_of(r) for r in range(n)]  # of each rank
+
+    @property
+    def head_parallel_size(self) -> int:
+        """Parts of the heads, each of which a group of ranks computes."""
+        return self.n // self.steps_on
 
     def plan(self, mask: Mask, lengths: Lengths, heads: int, kv_heads: int, *, backward: bool) -> Plan:
         """The plan of one pass. A strategy may leave out what the mask empties.
@@ -87,7 +94,7 @@ class ContextParallel(_Strategy):
             rank takes what is predicted to be fastest for the `workload`, on the `cluster` or else on one that the
             ranks measure now (`cluster.auto.agree`).
         layout: `--cp-layout`; default: the strategy's own.
-        group: the ranks that share a sequence; default: the world.
+        group: the ranks that share a sequence, or a DeviceMesh of one dimension; default: the world.
         options: `head_parallel_size`, `placement`, and the options of the strategy; for "auto" also `workload`, and
             `cluster`, a description or the name of one.
 
@@ -106,7 +113,7 @@ class ContextParallel(_Strategy):
         self,
         strategy: str | Choice = "ring",
         layout: str | None = None,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         **options: object,
     ) -> None:
         group = joined(group)

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from .errors import UsageError
+from .handles import Handled
 from .layout import Chunks
 from .pairs import Pairs
 
 
-class Documents:
+class Documents(Handled):
     """Packed documents: a token sees only tokens of its document. Make one per batch and pass it to every layer.
 
     It holds no number for each token, so making one from end tokens or from `cu_seqlens` takes little time.

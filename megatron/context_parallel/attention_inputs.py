@@ -1,0 +1,65 @@
+"""What attention takes: tensors that fit together, in an order of their dimensions, cast as autocast says."""
+
+import torch
+from torch import Tensor
+
+from .errors import UsageError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ORDERS = {"sbhd": (0, 1, 2, 3), "bshd": (1, 0, 2, 3), "bhsd": (2, 0, 1, 3)}  # where s, b, h and d are
+INVERSE = {"sbhd": (0, 1, 2, 3), "bshd": (1, 0, 2, 3), "bhsd": (1, 2, 0, 3)}
+
+
+def to_sbhd(x: Tensor, tensor_layout: str) -> Tensor:
+    return x if tensor_layout == "sbhd" else x.permute(ORDERS[tensor_layout])
+
+
+def from_sbhd(x: Tensor, tensor_layout: str) -> Tensor:
+    """The inverse of `to_sbhd`, also without the last dimension."""
+    return x if tensor_layout == "sbhd" else x.permute(INVERSE[tensor_layout][: x.dim()])
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype that torch.autocast asks for, as of the inputs of `scaled_dot_product_attention`."""
+    device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype is torch.float64 or not x.is_floating_point() else x.to(dtype) for x in tensors)
+
+
+def check(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tensor_layout: str = "sbhd", *, smallest: int = 1
+) -> None:
+    """Raises UsageError for tensors that do not fit together, or have fewer tokens than `smallest`."""
+    if tensor_layout not in ORDERS:
+        raise UsageError(f"tensor_layout {tensor_layout!r}: unknown; there is {', '.join(ORDERS)}")
+    (s, b, h, d), shapes = ORDERS[tensor_layout], f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    fits = q.dim() == k.dim() == v.dim() == 4 and all(k.shape[i] == v.shape[i] for i in (s, b, h))
+    if not fits or (q.shape[b], q.shape[d]) != (k.shape[b], k.shape[d]):
+        raise UsageError(f"{shapes}: need {_needed(tensor_layout)}")
+    if 0 in [x.shape[i] for x in (q, k, v) for i in (b, h, d)] or min(q.shape[s], k.shape[s]) < smallest:
+        raise UsageError(f"{shapes}: a size is 0; each must be 1 or more")
+    heads, kv_heads = q.shape[h], k.shape[h]
+    if heads % kv_heads:
+        raise UsageError(f"{kv_heads} key/value heads do not divide {heads} query heads")
+    if not q.dtype == k.dtype == v.dtype:
+        raise UsageError(f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype}: need one dtype")
+    if q.dtype not in DTYPES:
+        raise UsageError(f"q, k, v of {q.dtype}: need one of {', '.join(map(str, DTYPES))}")
+    if not q.device == k.device == v.device:
+        raise UsageError(f"q, k, v on {q.device}, {k.device}, {v.device}: need one device")
+    if sinks is not None and (sinks.shape != (heads,) or not sinks.is_floating_point() or sinks.device != q.device):
+        raise UsageError(
+            f"sinks {list(sinks.shape)} of {sinks.dtype} on {sinks.device}: need floating-point [{heads}], one a "
+            f"query head, on {q.device}"
+        )
+
+
+def _needed(tensor_layout: str) -> str:
+    names = {"q": ("s", "heads", "d"), "k": ("t", "kv_heads", "d"), "v": ("t", "kv_heads", "dv")}
+    q, k, v = (
+        f"{x} [{', '.join({'s': s, 'b': 'b', 'h': h, 'd': d}[letter] for letter in tensor_layout)}]"
+        for x, (s, h, d) in names.items()
+    )
+    return f"{q}, {k} and {v}"

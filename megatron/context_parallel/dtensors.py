@@ -1,0 +1,50 @@
+"""DTensors that are sharded along the sequence: attention of their local parts."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .context import AllRanks, ContextParallel
+from .errors import UsageError
+
+
+def local_parts(
+    q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel | AllRanks, sequence: int
+) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor] | None]:
+    """The local parts of q, k and v, and what makes a local result a DTensor placed like q; None for no DTensors.
+
+    Args:
+        sequence: the dimension of the tokens.
+
+    Raises:
+        UsageError: not all are DTensors with one mesh and placement; they are not sharded along the sequence by the
+            context group alone; a layout that is not contiguous, as the shards of a DTensor are.
+    """
+    if not any(isinstance(x, DTensor) for x in (q, k, v)):
+        return q, k, v, None
+    if not (isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor)):
+        raise UsageError("q, k, v: some are DTensors and some are not; give all of one kind, such as q.to_local()")
+    mesh, placements = q.device_mesh, q.placements
+    if not (mesh == k.device_mesh == v.device_mesh and placements == k.placements == v.placements):
+        raise UsageError(f"q, k, v placed {placements}, {k.placements}, {v.placements}: need one mesh and placement")
+    by = [i for i, placement in enumerate(placements) if placement.is_shard(sequence)]
+    odd = any(placement.is_partial() or placement.is_shard(3) or placement.is_shard(-1) for placement in placements)
+    if isinstance(cp, AllRanks) or odd or len(by) != 1 or _ranks(mesh.get_group(by[0])) != _ranks(cp.group):
+        raise UsageError(
+            f"q, k, v are DTensors placed {placements}: need them sharded along dimension {sequence}, the sequence, by "
+            "the context group alone; redistribute them, or give q.to_local()"
+        )
+    if cp.layout != "contiguous" and cp.n > 1:
+        raise UsageError(
+            f"--cp-layout {cp.layout}: DTensors have contiguous shards; give contiguous, or q.to_local() of tokens in "
+            "the order of cp.positions"
+        )
+    placed = partial(DTensor.from_local, device_mesh=mesh, placements=placements, run_check=False)
+    return q.to_local(), k.to_local(), v.to_local(), placed
+
+
+def _ranks(group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)
