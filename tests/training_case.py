@@ -77,6 +77,8 @@ def case_args(family: str, **changes) -> Namespace:
         **{"lr": 1e-2, "min_lr": 1e-3, "lr_decay_style": "cosine", "lr_decay_iters": 20, "lr_warmup_iters": 2},
         **{"lr_warmup_fraction": None, "weight_decay": 0.01, "clip_grad": 1.0},
         **{"use_distributed_optimizer": True, "overlap_grad_reduce": False, "overlap_param_gather": False},
+        **{"num_distributed_optimizer_instances": 1, "use_megatron_fsdp": False, "use_torch_fsdp2": False},
+        **{"data_parallel_sharding_strategy": "no_shard"},
         **{"save": None, "load": None, "save_interval": None, "finetune": False, "exit_on_missing_checkpoint": False},
         **{"save_on_error": "stop"},
         **{"no_save_optim": False, "no_save_rng": False, "no_load_optim": False, "no_load_rng": False},
