@@ -10,7 +10,6 @@ import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.distributed import DeviceMesh
@@ -88,16 +87,24 @@ def on_cpu_mesh() -> Iterator[None]:
         return
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
-    def from_group(group: Any, device_type: str, **how: Any) -> DeviceMesh:
-        return DeviceMesh.from_group(group, "cpu", **how)
+    class Meshes:
+        @staticmethod
+        def from_group(group: Any, device_type: str, **how: Any) -> DeviceMesh:
+            return DeviceMesh.from_group(group, "cpu", **how)
 
-    fsdp = logging.getLogger("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp")
-    with (
-        mock.patch.object(mcore_fsdp_adapter, "DeviceMesh", mock.Mock(from_group=from_group)),
-        mock.patch.object(torch.cuda, "current_device", lambda: 0),
-        mock.patch.object(fsdp, "warning"),  # the CPU is not device 0
-    ):
+    log = logging.getLogger("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp")
+    cuda: Any = torch.cuda
+    before, mcore_fsdp_adapter.DeviceMesh, cuda.current_device = cuda.current_device, Meshes, lambda: 0
+    log.addFilter(_no_other_device)
+    try:
         yield
+    finally:
+        mcore_fsdp_adapter.DeviceMesh, cuda.current_device = DeviceMesh, before
+        log.removeFilter(_no_other_device)
+
+
+def _no_other_device(record: logging.LogRecord) -> bool:
+    return "instead of the current device" not in record.getMessage()
 
 
 def _keep_tensors_in_place() -> None:

@@ -35,7 +35,8 @@ class TorchFSDP2(_BaseDataParallel):
         mesh = DeviceMesh.from_group(group, "cuda" if torch.cuda.is_available() else "cpu")
         policy = MixedPrecisionPolicy(args.params_dtype, torch.float32, cast_forward_inputs=False)
         marks = {name: vars(parameter) for name, parameter in module.named_parameters()}
-        kinds = (TransformerLayer,) if args.untie_embeddings_and_output_weights is False else (TransformerLayer, LanguageModelEmbedding)
+        # A tied embedding is gathered with the whole model: the output layer needs it too.
+        kinds = (TransformerLayer, *((LanguageModelEmbedding,) if args.untie_embeddings_and_output_weights else ()))
         units = [unit for unit in module.modules() if isinstance(unit, kinds)]
         for unit in (*units, module):
             sharded = fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
@@ -69,6 +70,7 @@ def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         use_megatron_fsdp=args.use_megatron_fsdp,
         data_parallel_sharding_strategy=args.data_parallel_sharding_strategy,
+        preserve_fp32_weights=args.params_dtype is not torch.float32,  # else a second copy of the same weights
     )
 
 
@@ -82,14 +84,14 @@ def wrap(args: Arguments, config: TransformerConfig, module: torch.nn.Module, in
         sharded: DataParallel = TorchFSDP2(args, config, module)
     else:
         with on_cpu_mesh():
-            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-            sharded = FullyShardedDataParallel(config, ddp_config(args), module, device=device or torch.device("cpu"))
+            device = None if torch.cuda.is_available() else torch.device("cpu")
+            sharded = FullyShardedDataParallel(config, ddp_config(args), module, device=device)
     sharded.descriptions = known
     return sharded
 
 
 def descriptions(module: torch.nn.Module) -> dict[str, tuple[ShardedBase, str]]:
-    """How checkpoints know what is in a model, and the names of its weights, or ""; to be asked before FSDP wraps it."""
+    """How checkpoints know what is in a model, and the names of its weights, or "". Ask before FSDP wraps it."""
     weights = {id(parameter): name for name, parameter in module.named_parameters()}
     found: dict[str, tuple[ShardedBase, str]] = {}
     for name, entry in module.sharded_state_dict().items():  # type: ignore[operator]

@@ -47,8 +47,8 @@ class Findings:
     """What this rank found in the running step: `found`.
 
     `values` are the numbers of the last pass by name: the mean loss of each micro batch on ranks of the last pipeline
-    stage, then the norm of each parameter's gradient before the ranks add theirs up. FSDP keeps only the sum: with it the
-    norms are those of this rank's share of the sum.
+    stage, then the norm of each parameter's gradient before the ranks add theirs up. FSDP keeps only the sum:
+    its norms are those of this rank's share of the sum.
     """
 
     def __init__(self, args: Arguments, model: list[DataParallel], machine: RerunStateMachine) -> None:

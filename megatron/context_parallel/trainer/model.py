@@ -115,9 +115,7 @@ def _synchronise_by(args: Arguments, config: TransformerConfig, model: list[Data
         config.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
 
 
-def build_optimizer(
-    args: Arguments, model: list[DataParallel]
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+def build_optimizer(args: Arguments, model: list[DataParallel]) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer of these chunks, and the schedule of its learning rate and weight decay (in samples)."""
     given = fields_given(args, OptimizerConfig)
     if args.use_torch_fsdp2:  # its weights are float32 already

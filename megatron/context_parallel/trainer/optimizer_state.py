@@ -11,7 +11,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from .data_parallel import DataParallel
-from .shares import described, empty, install_weights, take, whole
+from .shares import Rows, described, empty, install_weights, rows_of, take, whole
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 _FROM_FLAGS = ("max_lr", "min_lr", "betas", "eps")  # of a group of parameters; the schedule sets lr and weight decay
@@ -35,10 +35,7 @@ def sharded_optimizer(
         "optimizer": {"param_groups": [_without_parameters(group) | {"step": _step(part)} for part, group in groups]},
         **({"grad_scaler": scaler.state_dict()} if scaler else {}),
         "param_state": {
-            f"{number}.{name}": {
-                kind: replace(entry, key=f"optimizer.state.{kind}.{entry.key}", **_data(entry, tensor, loading))
-                for kind, tensor in _states(parts, parameter).items()
-            }
+            f"{number}.{name}": _sharded_states(entry, _states(parts, parameter), rows_of(parameter), loading)
             for number, chunk in enumerate(model)
             for name, entry, parameter in described(chunk)
         },
@@ -54,8 +51,9 @@ def load_optimizer(optimizer: MegatronOptimizer, model: list[DataParallel], load
     parts = _parts(optimizer)
     for number, chunk in enumerate(model):
         for name, _, parameter in described(chunk):
+            rows = rows_of(parameter)
             for kind, tensor in _states(parts, parameter).items():
-                take(tensor, loaded["param_state"][f"{number}.{name}"][kind])
+                take(tensor, loaded["param_state"][f"{number}.{name}"][kind], rows)
         install_weights(chunk)
     step = loaded["optimizer"]["param_groups"][0]["step"]
     for part in parts:
@@ -88,9 +86,16 @@ def _states(parts: list[MegatronOptimizer], parameter: torch.nn.Parameter) -> di
     return {"param": main, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
 
 
-def _data(entry: ShardedBase, tensor: Tensor, loading: bool) -> dict[str, Any]:
-    data = empty(tensor, torch.float32) if loading else whole(tensor, torch.float32)
-    return {"data": data} | ({"dtype": torch.float32} if isinstance(entry, ShardedTensor) else {})
+def _sharded_states(
+    entry: ShardedBase, states: dict[str, Tensor], rows: Rows | None, loading: bool
+) -> dict[str, ShardedBase]:
+    """The states of a weight that checkpoints know as `entry`."""
+    found = {}
+    for kind, tensor in states.items():
+        data = empty(tensor, torch.float32) if loading else whole(tensor, rows, torch.float32)
+        dtype = {"dtype": torch.float32} if isinstance(entry, ShardedTensor) else {}
+        found[kind] = replace(entry, key=f"optimizer.state.{kind}.{entry.key}", data=data, **dtype)
+    return found
 
 
 def _step(part: MegatronOptimizer) -> float:

@@ -1,18 +1,18 @@
 """Weights that ranks share out, whole as checkpoints have them.
 
-FSDP gives each rank some rows of every weight, and of what the optimizer keeps of it. Checkpoints hold whole tensors, so
-that any other way to share them out can go on from them.
+FSDP gives each rank some rows of every weight, and of what the optimizer keeps of it. Checkpoints hold whole tensors,
+so a run that shares them out in another way can go on from them.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from .data_parallel import DataParallel, TorchFSDP2
 
@@ -41,7 +41,8 @@ def sharded_weights(chunk: DataParallel, loading: bool) -> dict[str, ShardedBase
     entries = {name: x for name, (x, weight) in chunk.descriptions.items() if not weight}
     for name, entry, parameter in described(chunk):
         dtype = chunk.config.params_dtype
-        entries[name] = replace(entry, data=empty(parameter, dtype) if loading else whole(parameter, dtype))
+        data = empty(parameter, dtype) if loading else whole(parameter, rows_of(parameter), dtype)
+        entries[name] = replace(entry, data=data)
     return entries
 
 
@@ -51,7 +52,7 @@ def load_weights(chunk: DataParallel, loaded: dict[str, Any]) -> None:
         chunk.module.load_state_dict(loaded)
         return
     for name, _, parameter in described(chunk):
-        take(parameter, loaded[name])
+        take(parameter, loaded[name], rows_of(parameter))
     install_weights(chunk)
 
 
@@ -65,44 +66,51 @@ def install_weights(chunk: DataParallel) -> None:
 # --------------------------------------------------------------------------------------------------- one tensor
 
 
+class Rows(NamedTuple):
+    """The ranks that share out the rows of a weight, and how many each has: Megatron-FSDP cuts where buckets end."""
+
+    group: dist.ProcessGroup
+    counts: list[int]
+
+
+def rows_of(parameter: Tensor) -> Rows | None:
+    """How the rows of a weight are shared out; None if each rank has all of them. All of these ranks call it."""
+    if not isinstance(parameter, DTensor):
+        return None
+    group = parameter.device_mesh.get_group(next(i for i, x in enumerate(parameter.placements) if x.is_shard()))
+    mine = torch.tensor([len(parameter.to_local())], device=parameter.to_local().device)
+    counts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, mine, group)
+    return Rows(group, [int(count) for count in counts])
+
+
 def empty(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor on the host for all rows of one that ranks share out."""
+    """A tensor on the host for all rows of one that ranks may share out."""
     return torch.empty(tensor.shape, dtype=dtype)
 
 
-def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """All rows of a tensor that ranks share out, on the host; all of these ranks call it."""
+def whole(tensor: Tensor, rows: Rows | None, dtype: torch.dtype) -> Tensor:
+    """All rows of a tensor, on the host; the ranks that share it out call this together."""
     tensor = tensor.detach()
-    if not isinstance(tensor, DTensor) or not (group := _sharers(tensor)):
+    if not rows:
         return tensor.to(device="cpu", dtype=dtype)
-    local, counts = tensor.to_local(), _rows(tensor)
-    padded = local.new_zeros(max(counts), *tensor.shape[1:])
+    local = _local(tensor)
+    padded = local.new_zeros(max(rows.counts), *tensor.shape[1:])
     padded[: len(local)] = local
-    gathered = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(gathered, padded, group)
-    return torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)]).to(device="cpu", dtype=dtype)
+    gathered = [torch.empty_like(padded) for _ in rows.counts]
+    dist.all_gather(gathered, padded, rows.group)
+    parts = [part[:count] for part, count in zip(gathered, rows.counts, strict=True)]
+    return torch.cat(parts).to(device="cpu", dtype=dtype)
 
 
 @torch.no_grad()
-def take(tensor: Tensor, values: Tensor) -> None:
-    """Copy this rank's rows of the whole `values`; all ranks that share the tensor out call it."""
-    if isinstance(tensor, DTensor):
-        if group := _sharers(tensor):
-            counts, rank = _rows(tensor), dist.get_rank(group)
-            values = values[sum(counts[:rank]) : sum(counts[: rank + 1])]
-        tensor = tensor.to_local()
-    tensor.copy_(values)
+def take(tensor: Tensor, values: Tensor, rows: Rows | None) -> None:
+    """Copy what this rank has of the whole `values`."""
+    if rows:
+        rank = dist.get_rank(rows.group)
+        values = values[sum(rows.counts[:rank]) : sum(rows.counts[: rank + 1])]
+    _local(tensor).copy_(values)
 
 
-def _sharers(tensor: DTensor) -> dist.ProcessGroup | None:
-    """The ranks that share out the rows of a tensor; None if each has all of them."""
-    sharded = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
-    return tensor.device_mesh.get_group(sharded[0]) if sharded else None
-
-
-def _rows(tensor: DTensor) -> list[int]:
-    """How many rows each of the sharers has: Megatron-FSDP cuts where its buckets end."""
-    mine = torch.tensor([len(tensor.to_local())], device=tensor.to_local().device)
-    counts = [torch.empty_like(mine) for _ in range(dist.get_world_size(_sharers(tensor)))]
-    dist.all_gather(counts, mine, _sharers(tensor))
-    return [int(count) for count in counts]
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
