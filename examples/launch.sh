@@ -27,9 +27,12 @@ if [[ " $* " == *" --dry-run "* ]]; then # one process, here, whatever LAUNCH sa
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
+sharding=(--use-distributed-optimizer)
+[[ " $* " != *" --use-torch-fsdp2 "* ]] || sharding=()
+
 exec "${launch[@]}" \
     --preset "$preset" --cp-strategy "$strategy" --context-parallel-size "$ranks" \
-    "${precision[@]}" --use-distributed-optimizer --micro-batch-size 1 --train-iters 1000 \
+    "${precision[@]}" "${sharding[@]}" --micro-batch-size 1 --train-iters 1000 \
     --lr-decay-style cosine --lr-warmup-fraction 0.01 \
     --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
     "$@"

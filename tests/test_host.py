@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
 from megatron.context_parallel.integration import host
 from megatron.context_parallel.integration.norm import Norm
@@ -28,6 +29,22 @@ def test_current_device_is_the_cpu():
 
 def test_synchronize_returns():
     assert torch.cuda.synchronize() is None
+
+
+def test_streams_and_events_have_nothing_to_wait_for():
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+    torch.cuda.Event().record().wait()
+    assert torch.cuda.empty_cache() is None
+
+
+def test_megatron_fsdp_is_built_on_meshes_of_the_cpu():
+    meshes = mcore_fsdp_adapter.DeviceMesh
+    with host.on_cpu_mesh():
+        assert torch.device(f"cuda:{torch.cuda.current_device()}").type == "cuda"
+        assert mcore_fsdp_adapter.DeviceMesh is not meshes
+    assert mcore_fsdp_adapter.DeviceMesh is meshes
+    assert torch.cuda.current_device() == torch.device("cpu")
 
 
 def test_tensors_stay_where_they_are():

@@ -6,6 +6,9 @@ import pytest
 import test_simulate
 import torch
 import training_case
+import zero_case
+from megatron.core.distributed import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.cluster.attention_pass import attention_forecast
@@ -17,6 +20,7 @@ from megatron.context_parallel.cluster.model import Model
 from megatron.context_parallel.cluster.run import Run
 from megatron.context_parallel.cluster.training_step import forecast_step
 from megatron.context_parallel.trainer import training
+from megatron.context_parallel.trainer.data_parallel import TorchFSDP2
 from megatron.context_parallel.trainer.workload import model_of, run_of
 
 # Memory and launches cost nothing, and all computing has the peak rate.
@@ -272,6 +276,23 @@ def test_the_buffers_of_a_ring():
     assert sizes["attention buffers"] == output_gradient + 4 * queries + 2 * 2 * keys + 4 * 4 * keys
 
 
+def _bytes(tensor: torch.Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+
+
+def _weights_and_gradients(chunk) -> dict[str, int]:
+    weights = [*chunk.parameters()]
+    if isinstance(chunk, DistributedDataParallel):
+        return {"weights": sum(map(_bytes, weights)), "gradients": sum(x.grad_data.nbytes for x in chunk.buffers)}
+    if isinstance(chunk, TorchFSDP2):
+        return {"weights": sum(map(_bytes, weights)), "gradients": sum(_bytes(x.grad) for x in weights)}
+    groups = chunk.param_and_grad_buffer.parameter_groups
+    return {
+        "weights": sum(group.model_weight_buffer.data.nbytes for group in groups),
+        "gradients": sum(group.main_grad_buffer.data.nbytes for group in groups),
+    }
+
+
 def _real_memory(family: str, changes: dict) -> tuple[dict, dict]:
     """Bytes that a rank holds after an iteration, and those predicted."""
     recompute = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
@@ -285,13 +306,9 @@ def _real_memory(family: str, changes: dict) -> tuple[dict, dict]:
         inner = state.optimizer.optimizer
         numbers = [value for kept in inner.state.values() for value in kept.values() if torch.is_tensor(value)]
         numbers = [value for value in numbers if value.ndim]
-        if args.params_dtype is not torch.float32:
+        if args.params_dtype is not torch.float32 and not args.use_torch_fsdp2:
             numbers += [parameter for group in inner.param_groups for parameter in group["params"]]
-        real = {
-            "weights": sum(p.nbytes for chunk in state.model for p in chunk.parameters()),
-            "gradients": sum(buffer.grad_data.nbytes for chunk in state.model for buffer in chunk.buffers),
-            "optimizer": sum(value.nbytes for value in numbers),
-        }
+        real = _weights_and_gradients(state.model[0]) | {"optimizer": sum(map(_bytes, numbers))}
     predicted = {part.what: part.bytes for part in memory(model_of(args), run_of(args))}
     return real, {name: predicted[name] for name in real}
 
@@ -302,3 +319,14 @@ def _real_memory(family: str, changes: dict) -> tuple[dict, dict]:
 def test_memory_is_that_of_a_real_run(ranks, changes):
     for real, predicted in ranks(2, _real_memory, "llama", {"context_parallel_size": 2, **changes}):
         assert real == predicted
+
+
+@pytest.mark.parametrize("way", ["torch_fsdp2", "optim_grads_params, 2 instances"])
+def test_memory_of_what_ranks_share_out(ranks, way):
+    changes = {"context_parallel_size": 2, "params_dtype": torch.bfloat16, "bf16": True}
+    runs = ranks(4, _real_memory, "llama", changes | zero_case.WAYS[way])
+    for part in ("weights", "gradients", "optimizer"):  # Megatron-FSDP pads its buckets of weights and gradients
+        total = sum(real[part] for real, _ in runs)
+        assert total == pytest.approx(
+            sum(predicted[part] for _, predicted in runs), rel=0 if part == "optimizer" else 5e-3
+        )

@@ -19,6 +19,7 @@ from megatron.context_parallel.trainer.arguments import parse_args
 
 ROOT = Path(__file__).parent.parent
 RUN = "--preset tiny-llama --micro-batch-size 1 --train-iters 10 --lr 1e-3 --data-path {data}"
+FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a mistake only where there is no GPU")
 without_te = pytest.mark.skipif(not why_not_importable(), reason="Transformer Engine is here")
 
@@ -54,7 +55,7 @@ def folder(tmp_path_factory):
     _checkpoint(folder / "gelu", {"swiglu": False})
     _checkpoint(folder / "biased", {"add_bias_linear": True})
     _checkpoint(folder / "longer", {"max_position_embeddings": 256})
-    _checkpoint(folder / "sharded", {"use_distributed_optimizer": True})
+    _checkpoint(folder / "old_optimizer", {"use_distributed_optimizer": False})
     _checkpoint(folder / "unreadable", {}, tracker="soon")
     _checkpoint(folder / "incomplete", {}, tracker="9")
     _checkpoint(folder / "windowed", {"window_size": [64, 0]})
@@ -163,6 +164,30 @@ MISTAKES = [
      "--transformer-impl transformer_engine"),
     pytest.param("--transformer-impl transformer_engine", 1, ["--transformer-impl transformer_engine", "not installed"],
                  "--transformer-impl local", marks=without_te),
+    # what ranks share out
+    ("--use-distributed-optimizer --num-distributed-optimizer-instances 3", 4,
+     ["--num-distributed-optimizer-instances 3", "4 data x context ranks"], "--num-distributed-optimizer-instances 1"),
+    ("--num-distributed-optimizer-instances 2", 4,
+     ["--num-distributed-optimizer-instances 2", "sharded optimizer"], "--use-distributed-optimizer"),
+    ("--data-parallel-sharding-strategy optim", 2,
+     ["--data-parallel-sharding-strategy optim", "--use-megatron-fsdp"], "--use-megatron-fsdp"),
+    ("--use-megatron-fsdp", 2, ["--use-megatron-fsdp", "fails without"],
+     "--data-parallel-sharding-strategy optim_grads_params"),
+    (f"{FSDP} optim --num-distributed-optimizer-instances 2", 4,
+     ["--num-distributed-optimizer-instances 2", "wrong gradients"], "--data-parallel-sharding-strategy optim_grads"),
+    (f"{FSDP} optim --overlap-grad-reduce", 4,
+     ["--overlap-grad-reduce", "wrong"], "--data-parallel-sharding-strategy optim_grads"),
+    (f"{FSDP} optim_grads_params --outer-dp-sharding-strategy optim", 4,
+     ["--outer-dp-sharding-strategy optim", "norm"], "--outer-dp-sharding-strategy no_shard"),
+    (f"{FSDP} optim_grads --tensor-model-parallel-size 2", 4,
+     ["--tensor-model-parallel-size 2", "--use-torch-fsdp2"], "--tensor-model-parallel-size 1"),
+    ("--use-torch-fsdp2 --pipeline-model-parallel-size 2", 4,
+     ["--use-torch-fsdp2", "pipeline"], "--pipeline-model-parallel-size 1"),
+    ("--use-torch-fsdp2 --use-distributed-optimizer", 4,
+     ["--use-torch-fsdp2", "--use-distributed-optimizer", "only one"], None),
+    ("--use-torch-fsdp2 --rerun-mode validate_results", 4,
+     ["--rerun-mode validate_results", "FSDP"], "--rerun-mode disabled"),
+    (f"{FSDP} optim --fp16 --dry-run", 4, ["--fp16", "FSDP"], None),
     ("--rerun-mode report_stats", 1, ["--rerun-mode report_stats", "0.16.1"], "--rerun-mode validate_results"),
     ("--rerun-mode validate_results --no-check-for-nan-in-loss-and-grad", 1,
      ["--rerun-mode validate_results", "nothing to validate"], "--check-for-spiky-loss"),
@@ -235,7 +260,7 @@ MISTAKES = [
     ("--load {folder}/biased", 1, ["--disable-bias-linear: given", "leave out --disable-bias-linear"], None),
     ("--load {folder}/longer --position-embedding-type learned_absolute", 1,
      ["--max-position-embeddings 128", "with 256"], "--max-position-embeddings 256"),
-    ("--load {folder}/sharded", 1, ["--use-distributed-optimizer: not given"], "--use-distributed-optimizer"),
+    ("--load {folder}/old_optimizer", 1, ["--load", "another format"], "--no-load-optim"),
     ("--load {folder}/unreadable", 1, ["--load {folder}/unreadable", "'soon'", "100"], None),
     ("--load {folder}/incomplete", 1, ["--load {folder}/incomplete", "iter_0000009 is not there"], "--ckpt-step 3"),
     ("--load {folder}/trained --ckpt-step 2", 1, ["iter_0000002 is not there", "or --load-fallback"], "--ckpt-step 3"),

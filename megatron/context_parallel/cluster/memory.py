@@ -51,13 +51,14 @@ def _states(model: Model, run: Run, count: int) -> Iterator[Part]:
     dtype, layer = run.itemsize, model.layer_parameters(run.tensor_model_parallel_size)
     over = {what: run.shards(what) for what in ("params", "grads", "optim")}
     by = {what: f" / {n} data x context ranks that shard it" if n > 1 else "" for what, n in over.items()}
-    yield Part("weights", count * dtype // over["params"], f"{count:,} parameters x {dtype} bytes{by['params']}")
+    kept = 4 if run.use_torch_fsdp2 else dtype
+    yield Part("weights", count * kept // over["params"], f"{count:,} parameters x {kept} bytes{by['params']}")
     if over["params"] > 1:
         yield Part("gathered weights", 2 * layer * dtype, f"2 layers of {layer:,} parameters x {dtype} bytes")
     yield Part("gradients", count * 4 // over["grads"], f"4 bytes (float32){by['grads']}")
     if over["grads"] > 1:
         yield Part("whole gradients", layer * 4, f"1 layer of {layer:,} parameters x 4 bytes")
-    state, parts = (12, "float32 copy and two moments") if dtype == 2 else (8, "two moments")
+    state, parts = (12, "float32 copy and two moments") if kept == 2 else (8, "two moments")
     yield Part("optimizer", count * state // over["optim"], f"{state} bytes ({parts}){by['optim']}")
 
 

@@ -19,6 +19,8 @@ class Run:
         cp_strategy: spec of the attention, with layout and head-parallel size.
         data_parallel_sharding_strategy: what the data and context ranks share out. "optim" is
             `--use-distributed-optimizer` (ZeRO 1), "optim_grads" ZeRO 2, "optim_grads_params" ZeRO 3 or FSDP.
+        num_distributed_optimizer_instances: copies of what they share out.
+        use_torch_fsdp2: the weights that are shared out are float32, and the optimizer has no copy of them.
         recompute_whitelist: whether the output of attention is kept (`--recompute-whitelist core_attention`).
         dtype: of weights and activations: "bf16", "fp16" or "fp32".
 
@@ -37,6 +39,8 @@ class Run:
     data_parallel_size: int = 1
     sequence_parallel: bool = False
     data_parallel_sharding_strategy: str = "no_shard"
+    num_distributed_optimizer_instances: int = 1
+    use_torch_fsdp2: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     recompute_granularity: str | None = None
@@ -61,6 +65,11 @@ class Run:
             raise UsageError(
                 f"--seq-length {self.seq_length}: no multiple of --context-parallel-size "
                 f"{self.context_parallel_size}; give {good}"
+            )
+        if self.sharers % (instances := self.num_distributed_optimizer_instances):
+            raise UsageError(
+                f"--num-distributed-optimizer-instances {instances}: does not divide the {self.sharers} data x context "
+                "ranks; give 1"
             )
         if self.recompute_granularity == "full" and not (self.recompute_method and self.recompute_num_layers):
             raise UsageError("--recompute-granularity full: needs --recompute-method and --recompute-num-layers")
@@ -107,7 +116,8 @@ class Run:
 
     def shards(self, what: str) -> int:
         """Ranks that share out "optim", "grads" or "params"."""
-        return self.sharers if what in self.data_parallel_sharding_strategy.split("_") else 1
+        shared = what in self.data_parallel_sharding_strategy.split("_")
+        return self.sharers // self.num_distributed_optimizer_instances if shared else 1
 
     def groups(self, *names: str) -> list[tuple[int, ...]]:
         """The groups of ranks that differ only in the dimensions `names` of `ORDER`."""

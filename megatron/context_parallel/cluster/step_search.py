@@ -18,7 +18,6 @@ TAKEN = 8  # strategies that a whole step is predicted with, of each split of th
 SIMULATED_OF_MANY = 8  # strategies that are simulated for each of many splits
 FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RECOMPUTE: tuple[dict[str, Any], ...] = ({}, {**FULL, "recompute_whitelist": True}, FULL)
-TRAINED = SHARDING[:2]  # what the trainer can run
 
 
 class Found(NamedTuple):
@@ -29,8 +28,10 @@ class Found(NamedTuple):
 
     @property
     def trains(self) -> bool:
-        """Whether the trainer can run it."""
-        return self.run.data_parallel_sharding_strategy in TRAINED
+        """Whether the trainer can run it: Megatron-FSDP has neither a pipeline nor tensor-parallel ranks."""
+        run = self.run
+        alone = run.pipeline_model_parallel_size == run.tensor_model_parallel_size == 1
+        return alone or run.data_parallel_sharding_strategy in SHARDING[:2]
 
 
 @dataclass(frozen=True)

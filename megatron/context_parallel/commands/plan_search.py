@@ -12,7 +12,7 @@ from megatron.context_parallel import UsageError
 from megatron.context_parallel.cluster.attention_pass import attention_forecast
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.cluster.model import Model
-from megatron.context_parallel.cluster.run import ITEMSIZE, Run
+from megatron.context_parallel.cluster.run import ITEMSIZE, SHARDING, Run
 from megatron.context_parallel.cluster.stage_time import EXPOSED
 from megatron.context_parallel.cluster.step_search import Found, StepSearch, search_steps
 from megatron.context_parallel.cluster.timeline import write_timeline
@@ -104,9 +104,10 @@ def flags(run: Run) -> str:
     if sharding == "optim":
         words.append("--use-distributed-optimizer")
     elif sharding != "no_shard":
-        words.append(f"--data-parallel-sharding-strategy {sharding}")
-    words += ["--overlap-grad-reduce"] if run.overlap_grad_reduce else []
-    words += ["--overlap-param-gather"] if run.overlap_param_gather else []
+        words.append(f"--use-megatron-fsdp --data-parallel-sharding-strategy {sharding}")
+    if sharding in SHARDING[:2]:  # Megatron-FSDP overlaps by itself
+        words += ["--overlap-grad-reduce"] if run.overlap_grad_reduce else []
+        words += ["--overlap-param-gather"] if run.overlap_param_gather else []
     if run.recompute_granularity:
         words.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
         words += ["--recompute-whitelist core_attention"] if run.recompute_whitelist else []

@@ -5,11 +5,14 @@ GPU `support_cpu_host()` answers those places with the CPU; with a GPU it does n
 replaced, not intercepted by a TorchFunctionMode: a mode is suspended inside the backward pass.
 """
 
+import contextlib
 import functools
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed import DeviceMesh
 
 _FACTORIES = ("tensor", "zeros", "ones")
 _CUDA_TYPE = {
@@ -28,6 +31,7 @@ def support_cpu_host() -> None:
     _supported = True
     _create_on_cpu()
     _answer_device_questions()
+    _work_in_order()
     _keep_tensors_in_place()
     _name_types_as_cuda()
     _share_cpu_generator()
@@ -53,6 +57,54 @@ def _answer_device_questions() -> None:
     cuda.current_device = lambda: torch.device("cpu")
     # Pipeline communication and the checkpoint writer wait for the device; a CPU has finished already.
     cuda.synchronize = lambda device=None: None
+
+
+class _NoStream:
+    """Stands in for a CUDA stream or event: what it is given is done already."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def done(self, *args: object) -> "_NoStream":
+        return self
+
+    wait_stream = wait_event = record_event = record = wait = synchronize = done
+
+
+def _work_in_order() -> None:
+    # Megatron-FSDP and several instances of the distributed optimizer communicate on streams of their own.
+    cuda: Any = torch.cuda
+    cuda.Stream = cuda.Event = _NoStream
+    cuda.current_stream = cuda.default_stream = lambda device=None: _NoStream()
+    cuda.stream = contextlib.nullcontext
+    cuda.empty_cache = lambda: None
+
+
+@contextlib.contextmanager
+def on_cpu_mesh() -> Iterator[None]:
+    """While Megatron-FSDP is built, its device meshes are of this host, and the current device has a number."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+
+    class Meshes:
+        @staticmethod
+        def from_group(group: Any, device_type: str, **how: Any) -> DeviceMesh:
+            return DeviceMesh.from_group(group, "cpu", **how)
+
+    log = logging.getLogger("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp")
+    cuda: Any = torch.cuda
+    before, mcore_fsdp_adapter.DeviceMesh, cuda.current_device = cuda.current_device, Meshes, lambda: 0
+    log.addFilter(_no_other_device)
+    try:
+        yield
+    finally:
+        mcore_fsdp_adapter.DeviceMesh, cuda.current_device = DeviceMesh, before
+        log.removeFilter(_no_other_device)
+
+
+def _no_other_device(record: logging.LogRecord) -> bool:
+    return "instead of the current device" not in record.getMessage()
 
 
 def _keep_tensors_in_place() -> None:

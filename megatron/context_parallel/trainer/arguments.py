@@ -87,6 +87,7 @@ def complete_model(given: Flags) -> Flags:
         num_query_groups=groups,
         max_position_embeddings=given.max_position_embeddings or given.seq_length,
         recompute_granularity=given.recompute_granularity or selective,
+        use_distributed_optimizer=given.use_distributed_optimizer or given.use_megatron_fsdp,
         transformer_impl=given.transformer_impl or ("local" if why_not_importable() else "transformer_engine"),
     )
 

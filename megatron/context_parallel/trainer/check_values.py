@@ -7,6 +7,7 @@ from traceback import extract_tb
 from ..errors import UsageError
 from ..strategies import Choice, check_same_tokens, distinct
 from .check_flags import refuse
+from .check_sharding import check_sharding
 from .flags import FLAGS, Arguments, Flags
 from .samples import decay_samples, warmup_samples
 
@@ -45,6 +46,7 @@ def check_together(args: Arguments) -> None:
         UsageError: one line that names one of the flags, its value and a value that fits.
     """
     _check_model(args)
+    check_sharding(args)
     _check_sequence(args)
     _check_schedule(args)
     _check_devices(args)

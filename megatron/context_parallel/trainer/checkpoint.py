@@ -46,9 +46,11 @@ from .manifest import (
     share_of,
     write_manifest,
 )
+from .optimizer_state import METADATA, load_optimizer
 from .resume import check_resume, check_samples
+from .shares import load_weights
 from .storage import begin_save, cause_of, raise_alike, raise_kept
-from .train_state import METADATA, Progress, TrainState, load_optimizer, set_generators, sharded_state
+from .train_state import Progress, TrainState, set_generators, sharded_state
 
 _RANK_LAYOUT = (
     "tensor_model_parallel_size",
@@ -246,9 +248,9 @@ def load_checkpoint(args: Arguments, state: TrainState) -> bool:
         check_samples(args, saved, progress.iteration, progress.consumed_train_samples)
         state.progress.__dict__.update(loaded["progress"])
     for index, chunk in enumerate(state.model):
-        chunk.module.load_state_dict(loaded[f"model{index}"] | absent[index])
+        load_weights(chunk, loaded[f"model{index}"] | absent[index])
     if optimizer:
-        load_optimizer(state.optimizer, loaded["optimizer"])
+        load_optimizer(state.optimizer, state.model, loaded["optimizer"])
     else:
         state.optimizer.reload_model_params()
     if generators:

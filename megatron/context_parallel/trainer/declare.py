@@ -24,7 +24,7 @@ class Flag(Option):
     not_above: str = ""  # the field that limits it
     to_train: bool = False  # not required by a dry run
     # What it decides that a checkpoint must share.
-    decides: Literal["", "weights", "model", "position table", "optimizer", "data order"] = ""
+    decides: Literal["", "weights", "model", "position table", "data order"] = ""
     optional: bool = False  # None is a value: not given
     many: bool = False  # it takes several values
 

@@ -15,8 +15,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..errors import UsageError
+from .data_parallel import DataParallel
 from .flags import Arguments
 
 SPIKE = 10  # times the largest loss of the first 100 micro batches, as in Megatron-LM
@@ -45,19 +47,24 @@ class Findings:
     """What this rank found in the running step: `found`.
 
     `values` are the numbers of the last pass by name: the mean loss of each micro batch on ranks of the last pipeline
-    stage, then the norm of each parameter's gradient before the ranks add theirs up.
+    stage, then the norm of each parameter's gradient before the ranks add theirs up. FSDP keeps only the sum:
+    its norms are those of this rank's share of the sum.
     """
 
-    def __init__(self, args: Arguments, model: list[DistributedDataParallel], machine: RerunStateMachine) -> None:
+    def __init__(self, args: Arguments, model: list[DataParallel], machine: RerunStateMachine) -> None:
         self.args, self.machine = args, machine
         self.found: list[Finding] = []
         self.values: dict[str, float] = {}
         self.passes = 0  # over the batches of the step
         self._norms: dict[str, Tensor] = {}
+        self._sharded: list[DataParallel] = []
         # A dynamic loss scale is found by gradients that are not finite.
         if args.check_for_nan_in_loss_and_grad and (args.loss_scale or not args.fp16):
             for chunk in model:
-                self._watch_gradients(chunk)
+                if isinstance(chunk, DistributedDataParallel):
+                    self._watch_gradients(chunk)
+                else:
+                    self._sharded.append(chunk)
 
     def _watch_gradients(self, chunk: DistributedDataParallel) -> None:
         names = _names(chunk)
@@ -82,6 +89,8 @@ class Findings:
             f"loss of micro batch {number} of {len(pairs)}": total / max(tokens, 1.0)
             for number, (total, tokens) in enumerate(pairs, 1)
         }
+        for chunk in self._sharded:
+            self._norms.update(_norms_of_shares(chunk))
         if self._norms:
             norms = torch.stack(list(self._norms.values())).tolist()
             self.values.update(zip((f"gradient of {name}" for name in self._norms), norms, strict=True))
@@ -132,7 +141,13 @@ def _told(findings: list[Finding]) -> str:
     return text
 
 
-def _names(chunk: DistributedDataParallel) -> dict[torch.nn.Parameter, str]:
+def _norms_of_shares(chunk: DataParallel) -> dict[str, Tensor]:
+    gradients = {name: parameter.grad for parameter, name in _names(chunk).items()}
+    shares = {name: x.to_local() for name, x in gradients.items() if isinstance(x, DTensor) and x.to_local().numel()}
+    return {name: share.norm() for name, share in shares.items()}
+
+
+def _names(chunk: DataParallel) -> dict[torch.nn.Parameter, str]:
     """megatron-core's names of the parameters, with the layer's number in the whole model, from 0."""
     layers = get_attr_wrapped_model(chunk, "decoder").layers
     numbers = {
@@ -140,7 +155,8 @@ def _names(chunk: DistributedDataParallel) -> dict[torch.nn.Parameter, str]:
     }
     names = {}
     for name, parameter in chunk.module.named_parameters():
-        name = name.removeprefix("module.")  # of Float16Module
+        while name.startswith("module."):  # of Float16Module and Megatron-FSDP
+            name = name.removeprefix("module.")
         prefix = next((prefix for prefix in numbers if name.startswith(prefix)), "")
         names[parameter] = numbers.get(prefix, "") + name.removeprefix(prefix)
     return names

@@ -208,7 +208,29 @@ class Distributed(Section, title="distributed"):
         "layers per turn of an interleaved pipeline", needs="pipeline_model_parallel_size", divides="layers_of_a_stage"
     )
     sequence_parallel: bool = flag("split norms and residuals too", False, needs="tensor_model_parallel_size")
-    use_distributed_optimizer: bool = flag("shard it over data and context ranks", False, decides="optimizer")
+    use_distributed_optimizer: bool = flag("shard it over data and context ranks (ZeRO 1)", False)
+    num_distributed_optimizer_instances: int = flag(
+        "copies of what is sharded: each is shared by data x context ranks / this", 1, example=2
+    )
+    use_megatron_fsdp: bool = flag("share out what --data-parallel-sharding-strategy says", False)
+    data_parallel_sharding_strategy: str = flag(
+        "optimizer (ZeRO 1), gradients too (ZeRO 2), weights too (ZeRO 3)",
+        "no_shard",
+        choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+        example="optim_grads_params",
+        needs="use_megatron_fsdp",
+    )
+    outer_dp_sharding_strategy: str = flag(
+        "what the instances share out; only no_shard is accepted",
+        "no_shard",
+        choices=("no_shard", "optim"),
+        needs="use_megatron_fsdp",
+    )
+    use_torch_fsdp2: bool = flag(
+        "share out optimizer, gradients and weights with PyTorch's FSDP2",
+        False,
+        excludes="use_megatron_fsdp use_distributed_optimizer",
+    )
     overlap_grad_reduce: bool = flag("reduce gradients during the backward pass", False)
     overlap_param_gather: bool = flag(
         "gather sharded weights during the forward pass", False, needs="use_distributed_optimizer overlap_grad_reduce"

@@ -1,16 +1,11 @@
 """From the arguments to megatron-core's objects: model chunks, optimizer, learning-rate schedule."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -24,12 +19,13 @@ from ..integration.groups import contexts_by_layer
 from ..integration.rope import use_layout
 from ..integration.spec import Contexts, block_spec
 from ..integration.vocabulary import draw_rows, leave_out_padding
+from .data_parallel import DataParallel, wrap
 from .declare import fields_given
 from .flags import Arguments
 from .samples import decay_samples, train_samples, warmup_samples
 
 
-def build_model(args: Arguments) -> list[DistributedDataParallel]:
+def build_model(args: Arguments) -> list[DataParallel]:
     """This rank's model chunks (one, or one per virtual pipeline stage), ready for gradient reduction."""
     config = transformer_config(args)
     group = parallel_state.get_context_parallel_group()
@@ -108,33 +104,26 @@ def transformer_config(args: Arguments) -> TransformerConfig:
     return TransformerConfig(**given)
 
 
-def _wrap(args: Arguments, config: TransformerConfig, index: int, gpt: GPTModel) -> DistributedDataParallel:
+def _wrap(args: Arguments, config: TransformerConfig, index: int, gpt: GPTModel) -> DataParallel:
     if torch.cuda.is_available():
         gpt.cuda(torch.cuda.current_device())
     gpt.model_type = ModelType.encoder_or_decoder
-    module = Float16Module(config, gpt) if args.bf16 or args.fp16 else gpt
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=args.overlap_grad_reduce,
-        overlap_param_gather=args.overlap_param_gather,
-        use_distributed_optimizer=args.use_distributed_optimizer,
-    )
-    # Only the first chunk's buckets overlap with what follows them: later chunks reduce in one piece.
-    return DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
+    return wrap(args, config, Float16Module(config, gpt) if args.bf16 or args.fp16 else gpt, index)
 
 
-def _synchronise_by(args: Arguments, config: TransformerConfig, model: list[DistributedDataParallel]) -> None:
+def _synchronise_by(args: Arguments, config: TransformerConfig, model: list[DataParallel]) -> None:
     config.finalize_model_grads_func = finalize_model_grads
-    if args.overlap_grad_reduce:
+    if model[0].ddp_config.overlap_grad_reduce:  # Megatron-FSDP sets it where gradients are sharded
         no_sync = [chunk.no_sync for chunk in model]
         config.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
 
 
-def build_optimizer(
-    args: Arguments, model: list[DistributedDataParallel]
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+def build_optimizer(args: Arguments, model: list[DataParallel]) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer of these chunks, and the schedule of its learning rate and weight decay (in samples)."""
-    config = OptimizerConfig(**fields_given(args, OptimizerConfig))
+    given = fields_given(args, OptimizerConfig)
+    if args.use_torch_fsdp2:  # its weights are float32 already
+        given |= {"bf16": False, "params_dtype": torch.float32}
+    config = OptimizerConfig(**given)
     optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
     if args.fp16:
         model[0].config.grad_scale_func = optimizer.scale_loss
@@ -154,15 +143,3 @@ def build_optimizer(
         override_opt_param_scheduler=True,
     )
     return optimizer, scheduler
-
-
-@contextmanager
-def weights_gathered(args: Arguments, model: list[DistributedDataParallel]) -> Iterator[None]:
-    """All weights up to date on every rank; with `--overlap-param-gather` the last arrive in the next forward pass."""
-    for chunk in model if args.overlap_param_gather else ():
-        chunk.disable_forward_pre_hook()
-    try:
-        yield
-    finally:
-        for chunk in model if args.overlap_param_gather else ():
-            chunk.enable_forward_pre_hook()

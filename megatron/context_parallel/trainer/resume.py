@@ -39,6 +39,7 @@ def check_resume(args: Arguments, saved: dict) -> str | None:
     Raises:
         UsageError: a flag decides the model, or the order of the data, and has another value.
     """
+    _check_optimizer(args, saved)
     refused, now = _decisions(args, saved), plain_args(args)
     told = []
     for name, flag in FLAGS.items():
@@ -55,13 +56,18 @@ def check_resume(args: Arguments, saved: dict) -> str | None:
     return f"{what} with other {', '.join(told)}" if told else None
 
 
+def _check_optimizer(args: Arguments, saved: dict) -> None:
+    restored = not (args.finetune or args.no_load_optim or saved.get("no_save_optim"))
+    if restored and saved.get("use_distributed_optimizer") is False and "use_torch_fsdp2" not in saved:
+        why = "without --use-distributed-optimizer its version kept the optimizer in another format"
+        raise UsageError(f"--load {args.load}: {why}; give --no-load-optim")
+
+
 def _decisions(args: Arguments, saved: dict) -> set[str]:
     """What a flag may decide that must be as in the checkpoint."""
     decisions = {"weights"}
     if args.position_embedding_type == "learned_absolute":
         decisions.add("position table")
-    if not (args.finetune or args.no_load_optim or saved.get("no_save_optim")):
-        decisions.add("optimizer")
     if not args.finetune:
         decisions.add("model")
         if not args.override_data_order:

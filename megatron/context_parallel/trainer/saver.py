@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from ..errors import UsageError
 from ..recorder import recorder
 from .checkpoint import Save
+from .data_parallel import weights_gathered
 from .flags import Arguments
 from .log import RunLog
-from .model import weights_gathered
 from .storage import DiskError, not_saved
 from .train_state import TrainState
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
@@ -24,10 +23,11 @@ from . import rerun
 from .auto import choose_strategy
 from .checkpoint import load_checkpoint, say
 from .data import KEYS, build_data_iterator, build_datasets
+from .data_parallel import DataParallel, weights_gathered
 from .findings import Findings
 from .flags import Arguments
 from .log import RunLog, check_trackers
-from .model import build_model, build_optimizer, weights_gathered
+from .model import build_model, build_optimizer
 from .profiling import Profile
 from .rerun import Batches, StepRejectedError, replayable
 from .resume import check_shuffle
@@ -197,7 +197,7 @@ def train_step(
 
 
 def run_micro_batches(
-    args: Arguments, model: list[DistributedDataParallel], batches: ChunkBatches, sequences: int, *, forward_only: bool
+    args: Arguments, model: list[DataParallel], batches: ChunkBatches, sequences: int, *, forward_only: bool
 ) -> list[Tensor]:
     """A batch of `sequences` through the pipeline schedule; on the last stage, per micro batch, [loss sum, tokens]."""
     return get_forward_backward_func()(
@@ -211,7 +211,7 @@ def run_micro_batches(
     )
 
 
-def _forward_step(args: Arguments, batches: Batches, model: DistributedDataParallel):
+def _forward_step(args: Arguments, batches: Batches, model: DataParallel):
     batch: dict[str, Any] = dict.fromkeys(("tokens", "position_ids", "labels", "loss_mask"))
     packed = None
     at_an_end = get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process")

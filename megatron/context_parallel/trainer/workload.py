@@ -43,8 +43,16 @@ def run_of(args: Arguments, choice: Choice | None = None) -> Run:
     choices = [choice] if choice else args.cp_layers[:1]
     given = fields_given(args, Run) | {
         "cp_strategy": choices[0].spec if choices else "ring:layout=contiguous",  # one that fits, until it is chosen
-        "data_parallel_sharding_strategy": "optim" if args.use_distributed_optimizer else "no_shard",
+        "data_parallel_sharding_strategy": _sharding(args),
         "recompute_whitelist": bool(args.recompute_whitelist),
         "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
     }
     return Run(**given)
+
+
+def _sharding(args: Arguments) -> str:
+    if args.use_torch_fsdp2:
+        return "optim_grads_params"
+    if args.use_megatron_fsdp:
+        return args.data_parallel_sharding_strategy
+    return "optim" if args.use_distributed_optimizer else "no_shard"
