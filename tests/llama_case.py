@@ -1,4 +1,4 @@
-"""Tiny random Llamas of transformers, saved as folders of HuggingFace, and the same models as our GPTModel."""
+"""Tiny random models of transformers, saved as folders of HuggingFace, and the same models as our GPTModel."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from megatron.context_parallel import ContextParallel
 from megatron.context_parallel.integration.host import support_cpu_host
@@ -31,19 +31,22 @@ FAMILIES = {
     "llama2": {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "llama3": {"num_key_value_heads": 2, "rope_parameters": SCALED},
     "llama3-tied": {"num_key_value_heads": 1, "rope_parameters": SCALED, "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 11},
+    "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "tie_word_embeddings": True},
 }
 
 
-def save_llama(folder: Path, family: str, max_shard_size: str = "20KB", **changes) -> LlamaForCausalLM:
-    """A random Llama of 2 layers, also saved in `folder`."""
+def save_llama(folder: Path, family: str, max_shard_size: str = "20KB", **changes) -> PreTrainedModel:
+    """A random model of 2 layers, also saved in `folder`."""
     values = {
         **{"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4},
         **{"head_dim": 16, "vocab_size": VOCABULARY, "max_position_embeddings": 512, "rms_norm_eps": 1e-6},
         **{"initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2},
+        **{"model_type": "llama"},
         **FAMILIES[family],
     }
     torch.manual_seed(5)
-    model = LlamaForCausalLM(LlamaConfig(**values | changes)).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values | changes)).eval()
     for name, weight in model.named_parameters():
         if "norm" in name:
             torch.nn.init.normal_(weight, 1.0, 0.2)

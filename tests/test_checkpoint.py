@@ -7,7 +7,7 @@ import pytest
 import training_case
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.trainer import checkpoint
+from megatron.context_parallel.trainer import checkpoint, publish
 from megatron.context_parallel.trainer.checkpoint_store import iteration_directory, latest_iteration
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
@@ -53,7 +53,7 @@ def interrupt(directory: str, how: str) -> list[float]:
     training_case.train("llama", train_iters=STOP, save=directory)
     part, name = {
         "writing": (checkpoint.dist_checkpointing, "save"),
-        "flushing": (checkpoint, "_flush"),
+        "flushing": (publish, "_flush"),
         "publishing": (Path, "replace"),
     }[how]
     with pytest.MonkeyPatch.context() as patch, pytest.raises((OSError, UsageError), match="disk full"):

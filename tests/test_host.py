@@ -18,6 +18,11 @@ def test_factories_create_on_the_cpu(factory):
     assert getattr(torch, factory)([1, 2], device="cuda").device.type == "cpu"
 
 
+def test_a_device_context_decides_where_factories_create():
+    with torch.device("meta"):
+        assert {getattr(torch, name)([2]).device.type for name in ("tensor", "zeros", "ones")} == {"meta"}
+
+
 def test_factories_still_refuse_a_device_that_is_not_there():
     with pytest.raises(Exception, match=r"(?i)cuda"):
         torch.zeros(2, device="cuda:3")

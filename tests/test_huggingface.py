@@ -1,4 +1,4 @@
-"""Llamas of HuggingFace: the same logits as transformers, every weight once, and folders that are refused."""
+"""Models of HuggingFace: the same logits as transformers, every weight once, and folders that are refused."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def logits(folder: Path, tensor: int) -> tuple[torch.Tensor, dict[str, torch.Ten
     out = model(tokens(), positions, None, runtime_gather_output=True)
     names = {}
     if tensor == 1:
-        names = dict(to_huggingface(dict(model.named_parameters()), model.config, args.vocabulary))
+        names = dict(to_huggingface(model.named_parameters(), model.config, args.vocabulary))
     parallel_state.destroy_model_parallel()
     return out, {name: weight.detach() for name, weight in names.items()}
 
@@ -51,7 +51,7 @@ def test_logits_are_those_of_transformers_and_weights_go_back_bit_for_bit(ranks,
 
 
 CONFIGS = {
-    "model_type": "mistral",
+    "model_type": "gemma",
     "hidden_act": "gelu",
     "attention_bias": True,
     "mlp_bias": True,
@@ -80,6 +80,22 @@ def test_a_config_that_gpt_model_does_not_compute_is_refused(tmp_path):
         model_flags(tmp_path)
     path.write_text("{")
     with pytest.raises(UsageError, match="cannot be read"):
+        model_flags(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [
+        ("qwen3", "use_sliding_window", True),
+        ("qwen3", "layer_types", ["full_attention", "sliding_attention"]),
+        ("mistral", "layer_types", ["sliding_attention", "full_attention"]),
+    ],
+)
+def test_windows_of_some_layers_are_refused(tmp_path, family, name, value):
+    save_llama(tmp_path, family)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(UsageError, match=name):
         model_flags(tmp_path)
 
 

@@ -1,16 +1,20 @@
 """What a checkout of Megatron-LM uses of megatron-core, with our replacements: losses of one rank without them.
 
-With MEGATRON_LM_PATH=CHECKOUT the same holds for its own functions.
+With MEGATRON_LM_PATH=CHECKOUT the same holds for its own training loop.
 """
 
 import os
+import re
 import subprocess
 import sys
+from inspect import signature
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, utils
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -58,25 +62,63 @@ def test_training_equals_one_rank(ranks):
             assert losses == pytest.approx(expected, rel=1e-6), strategies
 
 
-def packed_and_masked() -> list[str]:
+def refused_batches() -> list[str]:
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    said, replaced = [], {name: value for _, name, value in megatron_lm.replacements(["ring"])}
-    mask = torch.ones(BATCH, 1, LENGTH, LENGTH)
-    for name, arguments in (
-        ("get_thd_batch_on_this_cp_rank", ({}, None, None, None)),
-        ("get_batch_on_this_cp_rank", ({"tokens": None, "attention_mask": mask},)),
-    ):
+    replaced = {name: value for _, name, value in megatron_lm.replacements(["ring"])}
+    cut, said = replaced["get_batch_on_this_cp_rank"], []
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    mask, lengths = torch.ones(BATCH, 1, LENGTH, LENGTH), torch.tensor([0, LENGTH])
+    for name, call in {
+        "packed": lambda: replaced["get_thd_batch_on_this_cp_rank"]({}, None, None, None),
+        "with lengths": lambda: cut({"tokens": None, "cu_seqlens": lengths}, is_hybrid_cp=False),
+        "hybrid": lambda: cut({"tokens": None}, True),
+        "masked": lambda: cut({"tokens": None, "attention_mask": mask}),
+        "group": lambda: cut({"tokens": None}, alone),
+    }.items():
         with pytest.raises(UsageError) as caught:
-            replaced[name](*arguments)
-        said.append(str(caught.value))
+            call()
+        said.append(f"{name}: {caught.value}")
     parallel_state.destroy_model_parallel()
     return said
 
 
 def test_batches_that_would_be_cut_wrong_are_refused(ranks):
-    ((packed, masked),) = ranks(1, packed_and_masked)
-    assert packed.startswith("packed sequences (thd): not supported in Megatron-LM")
-    assert masked == "attention_mask in the batch: give --no-create-attention-mask-in-dataloader"
+    packed = "packed sequences (thd): not supported in Megatron-LM; use this project's trainer"
+    for said in ranks(2, refused_batches):
+        assert said == [
+            f"packed: {packed}",
+            f"with lengths: {packed}",
+            f"hybrid: {packed}",
+            "masked: attention_mask in the batch: give --no-create-attention-mask-in-dataloader",
+            "group: cp_group of 1 ranks: batches are cut for the context group of 2",
+        ]
+
+
+def cut_by_bridge() -> tuple[torch.Tensor, ...]:
+    """A batch and an embedding, cut as Megatron-Bridge's gpt_step and megatron-core's RotaryEmbedding ask for it."""
+    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
+    group = parallel_state.get_context_parallel_group()
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, value in megatron_lm.replacements(["ring:layout=cyclic"]):
+            patch.setattr(owner, name, value)
+        from megatron.core.utils import get_batch_on_this_cp_rank  # by value, as Megatron-Bridge does
+
+        whole = {"tokens": torch.arange(LENGTH).expand(BATCH, -1), "labels": None}
+        part = get_batch_on_this_cp_rank(whole, is_hybrid_cp=False, cp_group=group)
+        rotary = RotaryEmbedding(8, 1.0, rotary_base=10000, use_cpu_initialization=True)
+        # The argument for the group came with 0.13.
+        named = {"cp_group": group} if "cp_group" in signature(rotary.forward).parameters else {}
+        angles = rotary(LENGTH, **named)[:, 0, 0]
+        expected = rotary.get_emb(LENGTH)[:, 0, 0]
+    parallel_state.destroy_model_parallel()
+    assert part["labels"] is None
+    return part["tokens"], angles, expected
+
+
+def test_what_bridge_calls_cuts_by_the_layout(ranks):
+    for rank, (tokens, angles, expected) in enumerate(ranks(2, cut_by_bridge)):
+        assert torch.equal(tokens, torch.arange(rank, LENGTH, 2).expand(BATCH, -1))
+        assert torch.equal(angles, expected[rank::2])
 
 
 def test_flags_are_told_apart_and_completed():
@@ -112,19 +154,18 @@ def test_flags_are_told_apart_and_completed():
         megatron_lm.main(["pretrain.py", "--cp-strategy", "ring"])
 
 
-_IMPORTS = """
-import sys
-from megatron.context_parallel.integration import host, megatron_lm
-sys.path.insert(0, sys.argv[1])
-host.support_cpu_host()
-ours = {name: value for owner, name, value in megatron_lm.replacements(["ring"]) if not setattr(owner, name, value)}
-import megatron.core, pretrain_gpt
-assert megatron.core.__file__.startswith(sys.argv[1]), megatron.core.__file__
-for name in ("get_batch_on_this_cp_rank", "get_thd_batch_on_this_cp_rank", "get_batch_on_this_hybrid_cp_rank"):
-    assert getattr(pretrain_gpt, name) is ours[name], name
-"""
+def losses_of_a_checkout(ranks: int, *flags: str) -> list[float]:
+    """What a checkout's own training loop prints, by its unmodified pretrain_gpt.py."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    program = [str(Path(__file__).with_name("megatron_lm_checkout.py")), os.environ["MEGATRON_LM_PATH"], *flags]
+    done = subprocess.run([sys.executable, *launch, *program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
 
 
 @pytest.mark.skipif("MEGATRON_LM_PATH" not in os.environ, reason="MEGATRON_LM_PATH names no checkout of Megatron-LM")
-def test_a_checkout_imports_what_is_replaced():
-    subprocess.run([sys.executable, "-c", _IMPORTS, os.environ["MEGATRON_LM_PATH"]], check=True, timeout=300)
+def test_a_checkout_trains_as_one_rank():
+    expected = losses_of_a_checkout(1)
+    assert len(expected) == STEPS
+    spread = ["--cp-strategy", "mesh:layout=cyclic", "--context-parallel-size", "2"]
+    assert losses_of_a_checkout(2, *spread) == pytest.approx(expected, rel=1e-6)

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.trainer import checkpoint, lifetime, log, storage
+from megatron.context_parallel.trainer import lifetime, log, publish, storage
 from megatron.context_parallel.trainer.checkpoint_store import latest_iteration
 from megatron.context_parallel.trainer.save_lock import check_save_lock, save_lock
 
@@ -61,7 +61,7 @@ def test_a_directory_that_was_replaced_is_noticed(ranks, tmp_path):
 STEPS = {  # of a save: which function takes it, on which rank the disk is full
     "shard": (filesystem_async, "_write_item", 1),
     "metadata": (FileSystem, "rename", 0),
-    "publish": (checkpoint, "_flush", 0),
+    "publish": (publish, "_flush", 0),
 }
 
 

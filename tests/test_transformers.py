@@ -26,20 +26,28 @@ def model_of(family: str):
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
-def batch(packed: bool) -> dict[str, torch.Tensor]:
+def batch(kind: str = "whole") -> dict[str, torch.Tensor]:
     torch.manual_seed(2)
     tokens = torch.randint(1, VOCABULARY, (BATCH, LENGTH))
     labels = tokens.masked_fill(torch.rand(BATCH, LENGTH) < 0.2, -100)
-    if not packed:
+    if kind == "whole":
         return {"input_ids": tokens, "labels": labels}
+    if kind == "padded":
+        mask = torch.arange(LENGTH) < torch.tensor([[LENGTH // 2], [LENGTH - 1]])
+        return {"input_ids": tokens, "labels": labels.masked_fill(~mask, -100), "attention_mask": mask.long()}
     places = torch.cat([torch.arange(n) for n in (5, 1, 30, 12)])
     return {"input_ids": tokens, "labels": labels, "position_ids": places.expand(BATCH, -1)}
 
 
-def train(family: str, spec: str | None, packed: bool = False) -> list[float]:
+def train(family: str, spec: str | None, kind: str = "whole", lora: bool = False) -> list[float]:
     """Losses of three steps of SGD; without a strategy, on one rank with the model's own attention."""
-    model, data = model_of(family), batch(packed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, data = model_of(family), batch(kind)
+    if lora:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=32, target_modules="all-linear"))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.5)
     if spec:
         from megatron.context_parallel.integration.transformers import register, shard_batch
 
@@ -50,7 +58,7 @@ def train(family: str, spec: str | None, packed: bool = False) -> list[float]:
     for _ in range(3):
         loss = model(**data, use_cache=False).loss
         loss.backward()
-        for tensor in (loss.detach(), *(p.grad for p in model.parameters())):
+        for tensor in (loss.detach(), *(p.grad for p in trained)):
             if spec:
                 dist.all_reduce(tensor)
                 tensor /= dist.get_world_size()
@@ -61,21 +69,30 @@ def train(family: str, spec: str | None, packed: bool = False) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("family", "specs", "packed"),
+    ("family", "specs", "kind"),
     [
-        ("llama", ["mesh", "lightseq", "ulysses"], False),
-        ("llama", ["ring", "attention2d"], True),
-        ("qwen3", ["ring"], False),
-        ("mistral", ["ring:layout=contiguous"], False),
-        ("gemma2", ["mesh"], False),
+        ("llama", ["mesh", "lightseq", "ulysses"], "whole"),
+        ("llama", ["ring", "attention2d"], "packed"),
+        ("llama", ["ring:layout=contiguous", "mesh"], "padded"),
+        ("qwen3", ["ring"], "whole"),
+        ("mistral", ["ring:layout=contiguous"], "whole"),
+        ("gemma2", ["mesh"], "whole"),
     ],
 )
-def test_training_equals_one_rank(ranks, family, specs, packed):
-    (expected,) = ranks(1, train, family, None, packed)
+def test_training_equals_one_rank(ranks, family, specs, kind):
+    (expected,) = ranks(1, train, family, None, kind)
     for spec in specs:
-        for losses in ranks(4, train, family, spec, packed):
+        for losses in ranks(4, train, family, spec, kind):
             assert losses == pytest.approx(expected, abs=1e-6), spec
     assert expected[2] < expected[0] - 0.05
+
+
+def test_lora_equals_one_rank(ranks):
+    pytest.importorskip("peft", reason="needs the package peft")
+    (expected,) = ranks(1, train, "llama", None, "whole", True)
+    for losses in ranks(4, train, "llama", "mesh", "whole", True):
+        assert losses == pytest.approx(expected, abs=1e-6)
+    assert abs(expected[2] - expected[0]) > 0.01  # the adapters were trained
 
 
 def made_up(model, tokens: torch.Tensor) -> None:
@@ -94,18 +111,21 @@ def mistakes() -> list[str]:
     """What is said of each wrong use."""
     from megatron.context_parallel.integration.transformers import register, shard_batch
 
-    cp, model, data = ContextParallel("ring"), model_of("llama"), batch(False)
+    cp, model, data = ContextParallel("ring"), model_of("llama"), batch()
     register(cp, model)
     cut = shard_batch(cp, data)
     tokens, places = cut["input_ids"], cut["position_ids"]
     padding = torch.ones_like(data["input_ids"])
     padding[0, -3:] = 0
+    tail = data["labels"].clone()
+    tail[0, -3:] = 5
     uses = {
         "labels": lambda: model(input_ids=tokens, position_ids=places, labels=tokens),
         "positions": lambda: model(input_ids=tokens),
         "made up": lambda: made_up(model, tokens),
         "mask": lambda: model(input_ids=tokens, position_ids=places, attention_mask=padding[:, -tokens.shape[1] :]),
-        "padding": lambda: shard_batch(cp, {**data, "attention_mask": padding}),
+        "left": lambda: shard_batch(cp, {**data, "attention_mask": padding.flip(1)}),
+        "padding": lambda: shard_batch(cp, {**data, "labels": tail, "attention_mask": padding}),
         "cache": lambda: model(input_ids=tokens, position_ids=places, past_key_values=transformers.DynamicCache()),
         "length": lambda: shard_batch(cp, {"input_ids": data["input_ids"][:, :-1]}),
         "unknown": lambda: shard_batch(cp, {**data, "token_type_ids": padding}),
@@ -127,8 +147,9 @@ def test_wrong_uses_are_told(ranks):
                 "labels: labels without shift_labels: they must be shifted before they are cut; give model(",
                 "positions: position_ids: they are not those of this rank's tokens; give model(",
                 "made up: position_ids: they are not those of this rank's tokens; give model(",
-                "mask: attention_mask: padding is not supported; pack documents by position_ids",
-                "padding: attention_mask: padding inside a batch is not supported; pack documents",
+                "mask: attention_mask: a rank's part tells too little; give the whole mask to shard_batch",
+                "left: attention_mask: padding before a token; pad on the right",
+                "padding: labels: padding has some; give -100 there",
                 "cache: past_key_values: there is no cache under context parallelism; give model(",
                 "length: ",
                 "unknown: batch: token_type_ids is unknown; there is attention_mask, input_ids",
@@ -156,7 +177,7 @@ def accelerated(family: str) -> list[float]:
     model = model_of(family)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
     use_context_parallel(accelerator, "ring", model)
-    data = batch(packed=False)
+    data = batch()
     tokens = (data["labels"][:, 1:] != -100).sum() / dist.get_world_size()
     mine = accelerator.torch_device_mesh["dp_shard"].get_local_rank()
     losses = []

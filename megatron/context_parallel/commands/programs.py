@@ -13,6 +13,7 @@ def _program(name: str) -> Callable[[], NoReturn]:
 
 checkpoint = _program("checkpoint")
 cluster_probe = _program("cluster_probe")
+convert_hf = _program("convert_hf")
 generate = _program("generate")
 gpu_check = _program("gpu_check")
 plan = _program("plan")

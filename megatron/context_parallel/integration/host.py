@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed import DeviceMesh
+from torch.utils._device import _device_constructors
 
 _FACTORIES = ("tensor", "zeros", "ones")
 _CUDA_TYPE = {
@@ -39,6 +40,8 @@ def support_cpu_host() -> None:
 
 def _create_on_cpu() -> None:
     # Schedules, optimizer and gradient clipping create scalars and buffers with device="cuda".
+    # `with torch.device(...)` knows the factories by identity from its first use on, and must know the original ones.
+    _device_constructors()
     for name in _FACTORIES:
         factory = getattr(torch, name)
 

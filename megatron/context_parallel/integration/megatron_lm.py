@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from torch import Tensor
 
 from ..backends import BACKENDS
@@ -36,6 +37,8 @@ _REFUSED = {
     "--sft": "its packed sequences (thd) are cut by Transformer Engine",
     "--attention-backend": "the strategy computes attention; give --cp-attention-backend",
 }
+
+_PACKED = ("get_thd_batch_on_this_cp_rank", "get_batch_on_this_hybrid_cp_rank", "get_sft_batch_on_this_cp_rank")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -127,10 +130,15 @@ def replacements(strategies: Sequence[str], backend: str = "auto") -> Iterator[t
         params = {"cp": layers if len(layers) > 1 else layers[0], "backend": backend}
         return ModuleSpec(ContextParallelAttention, params=params)
 
-    def batch_here(batch: dict[str, Tensor | None], cp_group: object = None, **others: object) -> dict:
+    def batch_here(batch: dict[str, Tensor | None], *args: Any, **kwargs: Any) -> dict:
+        # Later releases and Megatron-Bridge name the group, and whether the batch is hybrid.
+        cp, (hybrid, group) = context(), _asked(*args, **kwargs)
+        if hybrid or batch.get("cu_seqlens") is not None or batch.get("cu_seqlens_q") is not None:
+            refuse_packed()
         if batch.get("attention_mask") is not None:
             raise UsageError("attention_mask in the batch: give --no-create-attention-mask-in-dataloader")
-        cp = context()
+        if group is not None and group.size() != cp.n:
+            raise UsageError(f"cp_group of {group.size()} ranks: batches are cut for the context group of {cp.n}")
         return {name: x if x is None else cp.shard(x, dim=1) for name, x in batch.items()}
 
     def embedding_here(pos_emb: Tensor, seq_dim: int, cp_group: object = None) -> Tensor:
@@ -142,10 +150,23 @@ def replacements(strategies: Sequence[str], backend: str = "auto") -> Iterator[t
     for provider in (LocalSpecProvider, TESpecProvider):
         yield provider, "core_attention", core_attention
     yield utils, "get_batch_on_this_cp_rank", batch_here
-    for packed in ("get_thd_batch_on_this_cp_rank", "get_batch_on_this_hybrid_cp_rank"):
-        yield utils, packed, refuse_packed
+    for packed in _PACKED:
+        if hasattr(utils, packed):  # no release has all of them
+            yield utils, packed, refuse_packed
     for module in (rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding):
         yield module, "get_pos_emb_on_this_cp_rank", embedding_here
+
+
+def _asked(
+    *args: Any, is_hybrid_cp: bool = False, cp_group: dist.ProcessGroup | None = None, **others: object
+) -> tuple[bool, dist.ProcessGroup | None]:
+    """What Megatron says of a batch: whether it is hybrid, and its group. Until 0.17 the group comes first."""
+    for given in args:
+        if isinstance(given, bool):
+            is_hybrid_cp = given
+        elif isinstance(given, dist.ProcessGroup):
+            cp_group = given
+    return is_hybrid_cp, cp_group
 
 
 if __name__ == "__main__":

@@ -46,7 +46,8 @@ def shard_batch(
     Args:
         cp: the context group.
         batch: `input_ids` int64 [b, length]; optional `labels` [b, length], not shifted, -100 for no loss; optional
-            `position_ids` [b, length] or [1, length], which start anew with each packed document.
+            `position_ids` [b, length] or [1, length], which start anew with each packed document; optional
+            `attention_mask` [b, length], 0 for padding, which is on the right and has no labels.
         group: the ranks whose gradients are averaged; default: the context group.
 
     Returns:
@@ -55,21 +56,22 @@ def shard_batch(
             the mean of the losses, and of the gradients, over `group` is the mean over all tokens that have a label.
 
     Raises:
-        UsageError: an attention mask with padding; anything else in the batch; a length that n ranks do not share.
+        UsageError: padding before a token, or with a label; anything else in the batch; a length that n ranks do not
+            share.
     """
     known = {"input_ids", "labels", "position_ids", "attention_mask"}
     if unknown := batch.keys() - known:
         raise UsageError(f"batch: {min(unknown)} is unknown; there is {', '.join(sorted(known))}")
-    if (mask := batch.get("attention_mask")) is not None and not mask.all():
-        raise UsageError("attention_mask: padding inside a batch is not supported; pack documents by position_ids")
-    tokens = batch["input_ids"]
+    tokens, labels = batch["input_ids"], batch.get("labels")
     length = tokens.shape[1]
     places = batch.get("position_ids")
+    if (mask := batch.get("attention_mask")) is not None and not mask.all():
+        places = _apart(mask.bool(), torch.arange(length, device=tokens.device) if places is None else places, labels)
     cut = {
         "input_ids": cp.shard(tokens, dim=1),
         "position_ids": cp.positions(length)[None].to(tokens.device) if places is None else cp.shard(places, dim=1),
     }
-    if (labels := batch.get("labels")) is not None:
+    if labels is not None:
         shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         cut["labels"] = cut["shift_labels"] = cp.shard(shifted, dim=1).contiguous()
         count = (cut["labels"] != IGNORED).sum()
@@ -77,6 +79,15 @@ def shard_batch(
         dist.all_reduce(count, group=group)
         cut["num_items_in_batch"] = count / dist.get_world_size(group)
     return cut
+
+
+def _apart(real: Tensor, places: Tensor, labels: Tensor | None) -> Tensor:
+    """Position ids [b, length] with which each token of padding is a document of its own, which no other token sees."""
+    if (real[:, 1:] & ~real[:, :-1]).any():
+        raise UsageError("attention_mask: padding before a token; pad on the right (padding_side='right')")
+    if labels is not None and (labels[~real] != IGNORED).any():
+        raise UsageError(f"labels: padding has some; give {IGNORED} there")
+    return places.expand_as(real).masked_fill(~real, 0)
 
 
 def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -91,7 +102,7 @@ def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) ->
 def _no_mask(*args: object, attention_mask: Tensor | None = None, **kwargs: object) -> None:
     """Tells transformers to make no mask; a rank has a part of it only."""
     if attention_mask is not None and not attention_mask.all():
-        raise UsageError("attention_mask: padding is not supported; pack documents by position_ids, or leave it out")
+        raise UsageError("attention_mask: a rank's part tells too little; give the whole mask to shard_batch")
 
 
 class _Attention:

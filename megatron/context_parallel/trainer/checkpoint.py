@@ -1,8 +1,6 @@
 """Saves and loads checkpoints: an interrupted save harms nothing, and damage is found before anything is loaded."""
 
 import gc
-import json
-import os
 import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +19,6 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from ..errors import UsageError
 from .checkpoint_store import (
-    ARGUMENTS,
-    TRACKER,
     candidates,
     choose,
     clear_leftovers,
@@ -32,7 +28,6 @@ from .checkpoint_store import (
     plain_args,
     quick_fault,
     read_saved_args,
-    replaced,
     superseded,
 )
 from .flags import Arguments
@@ -41,12 +36,11 @@ from .manifest import (
     Manifest,
     content_faults,
     file_record,
-    make_manifest,
     read_manifest,
     share_of,
-    write_manifest,
 )
 from .optimizer_state import METADATA, load_optimizer
+from .publish import publish
 from .resume import check_resume, check_samples
 from .shares import load_weights
 from .storage import begin_save, cause_of, raise_alike, raise_kept
@@ -177,22 +171,7 @@ class Save:
 
     def _publish(self, records: Manifest) -> None:
         raise_kept()
-        (self.temporary / ARGUMENTS).write_text(json.dumps(plain_args(self.args), indent=1, sort_keys=True))
-        write_manifest(self.temporary, make_manifest(self.temporary, records))
-        for path in [*self.temporary.rglob("*"), self.temporary]:
-            _flush(path)
-        if self.final.exists():
-            self.final.rename(replaced(self.final))
-        self.temporary.rename(self.final)
-        _flush(self.final.parent)
-        tracker = self.final.parent / TRACKER
-        draft = tracker.with_suffix(".incomplete")
-        draft.write_text(str(self.iteration))
-        _flush(draft)
-        draft.replace(tracker)
-        _flush(self.final.parent)
-        if replaced(self.final).exists():
-            delete(replaced(self.final))
+        publish(self.temporary, self.final, plain_args(self.args), records)
         if self.args.keep_last or self.args.save_retain_interval:
             for old in superseded(self.final.parent, self.args.keep_last or 1, self.args.save_retain_interval):
                 delete(old)
@@ -207,14 +186,6 @@ def _on_host(request: AsyncRequest, copy: bool) -> list:
         (path, name, (values, [(item, tensor.clone()) for item, tensor in tensors]))
         for path, name, (values, tensors) in buckets
     ]
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --------------------------------------------------------------------------------------------------- loading

@@ -6,7 +6,7 @@ from .declare import Section, flag
 
 class Source(Section, title="model"):
     load: str = flag(
-        "a directory of checkpoints of the trainer, or a folder of HuggingFace with a Llama in safetensors",
+        "a directory of checkpoints of the trainer, or a folder of HuggingFace: Llama, Mistral or Qwen3 in safetensors",
         unit="DIR",
         example="runs/quickstart",
     )

@@ -39,6 +39,9 @@ def check_resume(args: Arguments, saved: dict) -> str | None:
     Raises:
         UsageError: a flag decides the model, or the order of the data, and has another value.
     """
+    if "converted_from" in saved and not args.finetune:
+        why = f"its weights were converted from {saved['converted_from']}, and there is no run to go on with"
+        refuse(args, "load", f"{why}; add --finetune")
     _check_optimizer(args, saved)
     refused, now = _decisions(args, saved), plain_args(args)
     told = []

@@ -1,13 +1,31 @@
-"""A Llama's config.json of HuggingFace as arguments of Megatron."""
+"""A config.json of HuggingFace (Llama, Mistral, Qwen3) as arguments of Megatron, and back."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...errors import UsageError
 
+# What GPTModel computes of each family, by model_type.
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "mistral": {"hidden_act": "silu"},
+    "qwen3": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+}
+_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _DTYPES = {"float32": {}, "bfloat16": {"bf16": True}, "float16": {"fp16": True}}
+# Flags of Megatron with the value that all families share.
+_SHARED = {
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "softmax_type": "vanilla",
+}
 
 
 def is_huggingface(folder: str | Path) -> bool:
@@ -16,7 +34,7 @@ def is_huggingface(folder: str | Path) -> bool:
 
 
 def model_flags(folder: Path) -> dict[str, Any]:
-    """The trainer's flags that describe the Llama in `folder`, by field.
+    """The trainer's flags that describe the model in `folder`, by field.
 
     Raises:
         UsageError: config.json cannot be read, is of another family, or asks for what GPTModel does not compute.
@@ -33,42 +51,54 @@ def model_flags(folder: Path) -> dict[str, Any]:
 
 
 def _flags(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    _check(config, path)
+    family = _family(config, path)
     heads = config["num_attention_heads"]
+    # The classes of the other families have defaults of their own for these.
+    groups = config.get("num_key_value_heads") or heads if family == "llama" else config["num_key_value_heads"]
+    width = config["head_dim"] if family == "qwen3" else config.get("head_dim") or config["hidden_size"] // heads
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     if dtype not in _DTYPES:
         raise UsageError(f"{path}: dtype {dtype}; weights in {', '.join(_DTYPES)} are read")
     return {
+        **_SHARED,
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
         "ffn_hidden_size": config["intermediate_size"],
         "num_attention_heads": heads,
-        "kv_channels": config.get("head_dim") or config["hidden_size"] // heads,
+        "kv_channels": width,
         "group_query_attention": True,
-        "num_query_groups": config.get("num_key_value_heads") or heads,
+        "num_query_groups": groups,
         "max_position_embeddings": config["max_position_embeddings"],
-        "position_embedding_type": "rope",
-        "normalization": "RMSNorm",
         "norm_epsilon": config["rms_norm_eps"],
-        "swiglu": True,
-        "add_bias_linear": False,
+        "qk_layernorm": family == "qwen3",
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         "vocab_size": config["vocab_size"],
         "make_vocab_size_divisible_by": 1,
+        **_window(config, path),
         **_rope(config, path),
         **_DTYPES[dtype],
     }
 
 
-def _check(config: dict[str, Any], path: Path) -> None:
-    computed = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    for name, value in computed.items():
+def _family(config: dict[str, Any], path: Path) -> str:
+    family = config.get("model_type")
+    if family not in _FAMILIES:
+        raise UsageError(f"{path}: model_type {family}; only {', '.join(_FAMILIES)} are read")
+    for name, value in _FAMILIES[family].items():
         if config.get(name, value) != value:
-            raise UsageError(f"{path}: {name} {config[name]}; only Llama models with {name} {value} are read")
-    if "model_type" not in config:
-        raise UsageError(f"{path}: no model_type; only Llama models are read")
+            raise UsageError(f"{path}: {name} {config[name]}; only {family} with {name} {value} is read")
     if config.get("quantization_config"):
         raise UsageError(f"{path}: quantization_config; only weights that are not quantized are read")
+    return family
+
+
+def _window(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A token sees itself and the `sliding_window` - 1 tokens before it."""
+    window = config["sliding_window"] if config["model_type"] == "mistral" else None
+    kind = "sliding_attention" if window else "full_attention"
+    if others := {*(config.get("layer_types") or ())} - {kind}:
+        raise UsageError(f"{path}: layer_types {min(others)}; only models whose layers are all {kind} are read")
+    return {"window_size": (window - 1, 0)} if window else {}
 
 
 def _rope(config: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -88,3 +118,45 @@ def _rope(config: dict[str, Any], path: Path) -> dict[str, Any]:
         if rope[name] != value:
             raise UsageError(f"{path}: {name} {rope[name]} of rope_type llama3; megatron-core computes {value} alone")
     return {"rotary_base": int(base), "use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+
+
+def config_of(flags: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    """The config.json of the model that the trainer's flags describe, by field: the inverse of `model_flags`.
+
+    Args:
+        flags: complete, as those of a run.
+        vocabulary: rows of the tables that are tokens.
+
+    Raises:
+        UsageError: a flag has a value that no family of HuggingFace known here has.
+    """
+    window = flags["window_size"] if flags["window_size"] and flags["window_size"][0] >= 0 else None
+    family = "qwen3" if flags["qk_layernorm"] else "mistral" if window else "llama"
+    needed = {**_SHARED, "qk_layernorm": False} if window else _SHARED
+    for name, value in needed.items():
+        if flags[name] != value:
+            why = f"no model of {', '.join(_FAMILIES)} has it" + " beside a window" * (name == "qk_layernorm")
+            raise UsageError(f"{name} {flags[name]}: {why}; they have {value}")
+    dtype = "bfloat16" if flags["bf16"] else "float16" if flags["fp16"] else "float32"
+    scaling = {"rope_type": "llama3", "factor": flags["rope_scaling_factor"], **_SCALED}
+    return {
+        "architectures": [_CLASSES[family]],
+        "model_type": family,
+        **_FAMILIES[family],
+        "num_hidden_layers": flags["num_layers"],
+        "hidden_size": flags["hidden_size"],
+        "intermediate_size": flags["ffn_hidden_size"],
+        "num_attention_heads": flags["num_attention_heads"],
+        "num_key_value_heads": flags["num_query_groups"],
+        "head_dim": flags["kv_channels"],
+        "max_position_embeddings": flags["max_position_embeddings"],
+        "rms_norm_eps": flags["norm_epsilon"],
+        "rope_theta": float(flags["rotary_base"]),
+        "rope_scaling": scaling if flags["use_rope_scaling"] else None,
+        **({"sliding_window": window[0] + 1 if window else None} if family != "llama" else {}),
+        "tie_word_embeddings": not flags["untie_embeddings_and_output_weights"],
+        "vocab_size": vocabulary,
+        "dtype": dtype,
+        "torch_dtype": dtype,  # for transformers before 4.56
+        "use_cache": True,
+    }

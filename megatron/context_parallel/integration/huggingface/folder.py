@@ -1,9 +1,12 @@
 """The weights in a folder of HuggingFace: safetensors alone, never pickles."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ...errors import UsageError
@@ -54,6 +57,48 @@ class SafetensorsFolder:
         Raises:
             UsageError: there is none of that name.
         """
+        self.check_has(name)
+        return self._files[self._file_of[name]].get_tensor(name)
+
+    def check_has(self, name: str) -> None:
+        """Refuse the name of a weight that is not there.
+
+        Raises:
+            UsageError: there is none of that name.
+        """
         if name not in self._file_of:
             raise UsageError(f"{self.folder}: no weight {name} in its .safetensors files")
-        return self._files[self._file_of[name]].get_tensor(name)
+
+
+def write_safetensors(folder: Path, weights: Iterable[tuple[str, Tensor]], most_bytes: int) -> None:
+    """Write weights as they come into files of at most `most_bytes`, as transformers names them.
+
+    The weights of one file are in memory at a time. One that is larger alone gets a file of its own.
+
+    Raises:
+        OSError, SafetensorError: writing failed.
+    """
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total = size = 0
+
+    def write() -> None:
+        save_file(pending, folder / f"{len(shards)}.part", metadata={"format": "pt"})
+        shards.append([*pending])
+        pending.clear()
+
+    for name, weight in weights:
+        if pending and size + weight.nbytes > most_bytes:
+            write()
+            size = 0
+        pending[name] = weight.clone(memory_format=torch.contiguous_format)  # safetensors refuses views
+        size, total = size + weight.nbytes, total + weight.nbytes
+    write()
+    files = [_SINGLE]
+    if len(shards) > 1:
+        files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    for i, file in enumerate(files):
+        (folder / f"{i}.part").rename(folder / file)

@@ -1,7 +1,7 @@
-"""Llama weights of HuggingFace as those of megatron-core's GPTModel, and back: the map of their names and shapes."""
+"""Weights of HuggingFace as those of megatron-core's GPTModel, and back: the map of their names and shapes."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +59,7 @@ class Table(Weight):
 
 _ATTENTION, _MLP = "model.layers.{}.self_attn", "model.layers.{}.mlp"
 OUTPUT = Table("output_layer.weight", ("lm_head.weight",), along=0)
-LLAMA = (
+WEIGHTS = (
     Table("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), along=0),
     Weight("decoder.layers.{}.input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",)),
     QKV(
@@ -67,6 +67,8 @@ LLAMA = (
         tuple(f"{_ATTENTION}.{x}_proj.weight" for x in "qkv"),
         along=0,
     ),
+    Weight("decoder.layers.{}.self_attention.q_layernorm.weight", (f"{_ATTENTION}.q_norm.weight",)),
+    Weight("decoder.layers.{}.self_attention.k_layernorm.weight", (f"{_ATTENTION}.k_norm.weight",)),
     Weight("decoder.layers.{}.self_attention.linear_proj.weight", (f"{_ATTENTION}.o_proj.weight",), along=1),
     Weight("decoder.layers.{}.pre_mlp_layernorm.weight", ("model.layers.{}.post_attention_layernorm.weight",)),
     Weight(
@@ -83,7 +85,7 @@ _NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq")  # older folders have thi
 
 @torch.no_grad()
 def load_weights(model: GPTModel, folder: Path, vocabulary: int) -> None:
-    """Fill `model`, a Llama, with the weights in `folder`; each tensor-parallel rank takes its slices.
+    """Fill `model` with the weights in `folder`; each tensor-parallel rank takes its slices.
 
     One weight of the folder is in memory at a time, besides the model. Weights get the dtype of the model.
 
@@ -95,27 +97,49 @@ def load_weights(model: GPTModel, folder: Path, vocabulary: int) -> None:
     Raises:
         UsageError: the folder has no safetensors, or lacks a weight, or has one more or of another shape.
     """
-    source, unread = SafetensorsFolder(folder), set[str]()
-    unread.update(name for name in source.names if not _NOT_WEIGHTS.fullmatch(name))
+    source = SafetensorsFolder(folder)
+    check_names(model, source)
+    for name, parameter in model.named_parameters():
+        fill(name, parameter, source, model.config, vocabulary)
+
+
+def check_names(model: GPTModel, source: SafetensorsFolder) -> None:
+    """Refuse a folder that lacks a weight of `model`, or has one more.
+
+    Raises:
+        UsageError: it names the weight.
+    """
+    unread = {name for name in source.names if not _NOT_WEIGHTS.fullmatch(name)}
     if model.share_embeddings_and_output_weights:
         unread.discard(OUTPUT.theirs[0])  # some folders have the tied weight twice
-    for name, parameter in model.named_parameters():
+    for name, _ in model.named_parameters():
         weight, layer = _find(name)
-        theirs = [name.format(layer) for name in weight.theirs]
-        unread.difference_update(theirs)
-        _fill(parameter, weight.join([source.read(name) for name in theirs], model.config), weight, vocabulary)
+        for theirs in weight.theirs:
+            source.check_has(theirs.format(layer))
+            unread.discard(theirs.format(layer))
     if unread:
         more = f" and {len(unread) - 1} more weights" if len(unread) > 1 else ""
-        raise UsageError(f"{folder}: {min(unread)}{more}, which the Llama of its config.json does not have")
+        raise UsageError(f"{source.folder}: {min(unread)}{more}, which the model of its config.json does not have")
+
+
+def fill(name: str, parameter: Tensor, source: SafetensorsFolder, config: TransformerConfig, vocabulary: int) -> None:
+    """Fill this tensor-parallel rank's part of the weight `name` of a GPTModel from a folder of HuggingFace.
+
+    Raises:
+        UsageError: the folder lacks a weight for it, or has it in another shape.
+    """
+    weight, layer = _find(name)
+    parts = weight.join([source.read(theirs.format(layer)) for theirs in weight.theirs], config)
+    _fill(parameter, parts, weight, vocabulary)
 
 
 def _find(name: str) -> tuple[Weight, int]:
     """The entry of a weight of ours, and its layer (0 outside of layers)."""
     layer = re.search(r"\.layers\.(\d+)\.", name)
     pattern = name.replace(layer[0], ".layers.{}.") if layer else name
-    found = next((weight for weight in LLAMA if weight.ours == pattern), None)
+    found = next((weight for weight in WEIGHTS if weight.ours == pattern), None)
     if found is None:
-        raise UsageError(f"a Llama has no weight {name}: the model was built with arguments of another family")
+        raise UsageError(f"no model of HuggingFace known here has the weight {name}")
     return found, int(layer[1]) if layer else 0
 
 
@@ -141,14 +165,14 @@ def _check_shape(weight: Weight, found: Tensor, expected: list[int]) -> None:
 
 
 def to_huggingface(
-    weights: Mapping[str, Tensor], config: TransformerConfig, vocabulary: int
+    weights: Iterable[tuple[str, Tensor]], config: TransformerConfig, vocabulary: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights as HuggingFace has them, of the whole weights of a Llama (tensor-parallel size 1) by name.
+    """Names and weights as HuggingFace has them, of the whole weights of a GPTModel (tensor-parallel size 1) by name.
 
     Raises:
-        UsageError: a weight that a Llama does not have.
+        UsageError: a weight that no family known here has.
     """
-    for name, tensor in weights.items():
+    for name, tensor in weights:
         weight, layer = _find(name)
         whole = tensor[:vocabulary] if isinstance(weight, Table) else tensor
         for theirs, part in zip(weight.theirs, weight.split(whole, config), strict=True):

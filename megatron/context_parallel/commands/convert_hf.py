@@ -1,0 +1,119 @@
+"""Convert a model of HuggingFace to a checkpoint of the trainer, or a checkpoint to a model of HuggingFace.
+
+    cp-convert-hf to-megatron --load FOLDER --save DIR
+    cp-convert-hf to-hf --load DIR --save FOLDER [--ckpt-step N] [--max-shard-size 2GB]
+
+Llama 2 and 3, Mistral, Qwen3; weights in safetensors. One weight, or one file of them, is in memory at a time.
+"""
+
+import os
+import re
+import warnings
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.context_parallel.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron.context_parallel.trainer.flags import Arguments
+    from megatron.context_parallel.trainer.outline import Done
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Convert. Raises UsageError for what cannot be converted, read or written."""
+    args = parse(argv)
+    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise UsageError(f"WORLD_SIZE={ranks}: one process converts; start it without torchrun")
+    to_megatron = args.action == "to-megatron"
+    _check_source(args.load, to_megatron)
+    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
+    from megatron.context_parallel.trainer.generation_flags import Source
+    from megatron.context_parallel.trainer.model_source import model_arguments
+    from megatron.context_parallel.trainer.setup import distributed_job
+
+    step = None if to_megatron else args.ckpt_step
+    source = Source(load=str(args.load), ckpt_step=step, load_fallback=False, tensor_model_parallel_size=1, bf16=False)
+    ours = model_arguments(source)
+    with distributed_job(ours):
+        count = write_checkpoint(ours, args.save) if to_megatron else write_folder(ours, args)
+    print(f"{count:,} weights of {args.load} are in {args.save}", flush=True)
+
+
+def write_checkpoint(args: "Arguments", save: Path) -> int:
+    """From HuggingFace to a checkpoint; how many weights it has. The world has one rank, as for `write_folder`."""
+    from megatron.context_parallel.trainer.convert_to_megatron import to_megatron
+    from megatron.context_parallel.trainer.outline import bytes_of, outline
+
+    model = outline(args)
+    with _progress(bytes_of(model)) as done:
+        to_megatron(args, model, str(save), done)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def write_folder(args: "Arguments", asked: Namespace) -> int:
+    """From a checkpoint to HuggingFace; how many weights it has."""
+    from megatron.context_parallel.trainer.checkpoint import fault_everywhere
+    from megatron.context_parallel.trainer.checkpoint_store import candidates, choose
+    from megatron.context_parallel.trainer.convert_to_hf import to_folder
+    from megatron.context_parallel.trainer.outline import bytes_of, outline
+
+    checkpoint = choose(args, *candidates(args), lambda path: fault_everywhere(args, path), print)
+    assert checkpoint is not None  # its arguments were read
+    model = outline(args)
+    with _progress(bytes_of(model)) as done:
+        to_folder(args, model, checkpoint, asked.save, asked.max_shard_size, done)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def _check_source(folder: Path, foreign: bool) -> None:
+    is_foreign = (folder / "config.json").is_file()
+    if foreign and not is_foreign:
+        raise UsageError(f"--load {folder}: no config.json there; give a folder of HuggingFace")
+    if is_foreign and not foreign:
+        raise UsageError(f"--load {folder}: a folder of HuggingFace already; give the --save of a training run")
+
+
+@contextmanager
+def _progress(total: int) -> "Iterator[Done]":
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda size: bar.advance(task, size)
+
+
+def parse(argv: list[str] | None) -> Namespace:
+    """The flags of the command."""
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    actions = parser.add_subparsers(dest="action", required=True)
+    inward = actions.add_parser(
+        "to-megatron", help="from HuggingFace to a checkpoint for --finetune and tools/generate.py"
+    )
+    inward.add_argument("--load", metavar="FOLDER", type=Path, required=True, help="config.json and .safetensors")
+    inward.add_argument("--save", metavar="DIR", type=Path, required=True, help="a new directory of checkpoints")
+    outward = actions.add_parser("to-hf", help="from a checkpoint of the trainer to HuggingFace")
+    outward.add_argument("--load", metavar="DIR", type=Path, required=True, help="the --save of a training run")
+    outward.add_argument("--save", metavar="FOLDER", type=Path, required=True, help="a new folder")
+    outward.add_argument("--ckpt-step", metavar="N", type=int, help="iteration (default: the latest)")
+    outward.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        type=_size,
+        default="2GB",
+        help="largest file of weights, which is in memory at a time (default: %(default)s)",
+    )
+    return parser.parse_args(argv)
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d+)(KB|MB|GB)", text)
+    if not found or not int(found[1]):
+        raise ArgumentTypeError(f"{text} is no size such as 2GB or 500MB")
+    return int(found[1]) * _UNITS[found[2]]
