@@ -72,7 +72,7 @@ def to_megatron(args: Arguments, model: GPTModel, save: str, done: Done) -> None
 
 def _with_tokenizer(args: Arguments, folder: Path) -> Arguments:
     """`args` as a checkpoint keeps them: the tokenizer of the folder, if it has one, else ids without text."""
-    args = replace(args, load=None, no_save_optim=True, no_save_rng=True)
+    args = replace(args, load=None, seq_length=args.max_position_embeddings, no_save_optim=True, no_save_rng=True)
     if not any((folder / name).exists() for name in _TOKENIZERS):
         return replace(args, tokenizer_type="NullTokenizer", vocab_size=args.vocabulary - 1)
     args = replace(args, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))

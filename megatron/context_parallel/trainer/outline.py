@@ -21,8 +21,7 @@ def outline(args: Arguments) -> GPTModel:
     """The model of `args` on one rank, whose weights have names, shapes and dtypes only."""
     config = transformer_config(args)
     config.perform_initialization = False
-    assert args.cp
-    cp = ContextParallel(args.cp, group=parallel_state.get_context_parallel_group())
+    cp = ContextParallel(args.cp_layers[0], group=parallel_state.get_context_parallel_group())
     with FakeTensorMode():
         return build_gpt(args, config, cp)
 
