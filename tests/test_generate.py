@@ -15,13 +15,17 @@ from megatron.context_parallel.commands import generate as command
 from megatron.context_parallel.inference.engine import Engine, Output, Request
 from megatron.context_parallel.inference.prefixes import BLOCK, Prefixes
 from megatron.context_parallel.inference.rank_loop import RankLoop
-from megatron.context_parallel.inference.sampling import choose_token
+from megatron.context_parallel.inference.sampling import Token, choose_tokens
 from megatron.context_parallel.inference.text_stream import TextStream
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer
 
 # -------------------------------------------------------------------------------------------------- sampling
 
 LOGITS = torch.tensor([0.0, 1.0, 3.0, 2.0, -math.inf])
+
+
+def choose_token(logits: torch.Tensor, params: SamplingParams, seed: int, position: int) -> Token | None:
+    return choose_tokens([logits], [(params, seed, position)])[0]
 
 
 def shares(**params) -> dict[int, float]:
@@ -60,9 +64,11 @@ def test_draws_depend_on_seed_and_position():
     assert sum(a == b for a, b in zip(draws(1), draws(2), strict=True)) < 3
 
 
-def test_a_logit_that_is_no_number_is_an_error():
-    with pytest.raises(FloatingPointError, match="position 3 is NaN"):
-        choose_token(torch.tensor([0.0, math.nan]), SamplingParams(top_k=1), 0, 4)
+def test_a_logit_that_is_no_number_chooses_nothing_and_others_do_not_notice():
+    rows = [torch.tensor(row) for row in ([0.0, math.nan], [0.0, 1.0], [math.inf, 0.0], [-math.inf, -math.inf])]
+    asked = (SamplingParams(top_k=1), 0, 4)
+    tokens = choose_tokens(rows, [asked] * 4)
+    assert tokens == [None, choose_token(rows[1], *asked), None, None] and tokens[1].id == 1
 
 
 # ------------------------------------------------------------------------------------------------------ text
@@ -274,6 +280,22 @@ def test_who_is_cancelled_leaves_at_once_and_the_others_do_not_notice():
     assert [o.request for o in outputs if o.finish == "cancelled"] == ["running", "waiting"]
     assert len(ids([o for o in outputs if o.request == "stays"])) == 14 and engine.idle
     assert not engine.running and not engine.waiting
+
+
+def test_a_logit_that_is_no_number_ends_one_text():
+    session = Fixed(100).session
+
+    def logits(tokens, positions, mask, runtime_gather_output):
+        found = torch.zeros(1, 1, 101)
+        found[..., 9] = math.nan if tokens.shape[1] == 12 else 1.0
+        return found
+
+    session.model = logits
+    engine = Engine(session, Letters(), 512)
+    outputs = finished(engine, request("bad", prompt(9), 9, top_k=1), request("good", prompt(30, 1), 9, top_k=1))
+    assert ids(outputs["bad"]) == [9] * 3 and [o.finish for o in outputs["bad"]][-1] == "error"
+    assert ids(outputs["good"]) == [9] * 9 and outputs["good"][-1].finish == "length"
+    assert {*session.sequences} == {*engine._kept} and len(engine._kept) == 1
 
 
 def test_a_text_ends_at_end_tokens_and_stop_strings():

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from session_case import VOCABULARY, greedy, greedy_from_the_start, model, next_token, poison, session, start
 
 from megatron.context_parallel import UsageError
+from megatron.context_parallel.inference import session as session_module
 from megatron.context_parallel.inference.pages import CacheFull
 from megatron.context_parallel.inference.session import Session
 
@@ -173,6 +174,37 @@ def _a_model_stays_what_it_was() -> None:
         of.forward({of.open(): [1]})
     assert torch.equal(of.model(tokens, tokens, None), before)
     dist.barrier()
+
+
+def _recorded() -> None:
+    """Decode steps that come often are recorded: the same bits, and what changes in the model counts."""
+    start()
+    changes = {"add_bias_linear": True, "normalization": "LayerNorm", "qk_layernorm": True}
+    for positions, changed in (("rope", {}), ("learned_absolute", changes)):
+        of, plain = session(positions, changes=changed), session(positions, changes=changed)
+        plain._silent = False
+        sequences = [of.open(), of.open()], [plain.open(), plain.open()]
+        weight = "decoder.layers.0.mlp.linear_fc1"
+        for step_ in range(session_module.OFTEN + 8):
+            if step_ == session_module.OFTEN + 2:
+                for model_ in (of.model, plain.model):
+                    model_.get_submodule(weight).weight.data.mul_(1.5)  # as an optimizer does
+            if step_ == session_module.OFTEN + 4:
+                assert len(of._recorded) == 1 and of._recorded[2].current and not plain._recorded
+                for model_ in (of.model, plain.model):
+                    layer = model_.get_submodule(weight)
+                    layer.weight = torch.nn.Parameter(layer.weight * 0.5)  # another tensor
+                assert not of._recorded[2].current
+            tokens = [(step_ * 7 + 3) % VOCABULARY, (step_ * 5 + 1) % VOCABULARY]
+            found = of.forward({s: [t] for s, t in zip(sequences[0], tokens, strict=True)})
+            expected = plain.forward({s: [t] for s, t in zip(sequences[1], tokens, strict=True)})
+            for one, two in zip(sequences[0], sequences[1], strict=True):
+                assert torch.equal(found[one], expected[two]), (positions, step_)
+        assert of._recorded == {} and of._seen[2] == 4  # counted again
+
+
+def test_decode_steps_are_recorded(ranks):
+    ranks(1, _recorded)
 
 
 def _two_ranks() -> None:

@@ -14,8 +14,10 @@ from .errors import UsageError
 from .executor import Problem
 from .handles import Handed, handle_of
 from .kernels import Kernel, Scores
+from .kernels.merge import merge
 from .mask import Documents, Mask
 from .passes import forward
+from .sinks import add_sinks
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -127,10 +129,37 @@ def attention_of_rows(
         if given != chunks:
             raise UsageError(f"rank {rank}: {given} rows of queries and keys where its chunks have {chunks}")
     q, k, _ = inputs[0]
+    scores = Scores(1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap)
+    if cp.n == 1:
+        return [_of_one_rank(blocks, scores, sinks, *inputs[0])]
     plan = cp.full_plan(q.shape[2], k.shape[2])
     if plan.heads > 1:
         raise UsageError(f"--cp-head-parallel-size {plan.heads}: chunks of any rows have no head parallelism; give 1")
-    problem = Problem(
-        blocks, k.shape[2], blocks.kernel, Scores(1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap)
-    )
+    problem = Problem(blocks, k.shape[2], blocks.kernel, scores)
     return [out for out, *_ in cp.run(forward, plan, problem, [(sinks, *part) for part in inputs])]
+
+
+def _of_one_rank(blocks: Blocks, scores: Scores, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The one block that a plan of one rank computes, without the plan: it takes as long as the block in decode."""
+    s, b, heads, d = q.shape
+    q = q.reshape(s, b * k.shape[2], heads // k.shape[2], d)
+    k, v = k.flatten(1, 2), v.flatten(1, 2)
+    pieces = blocks.pieces(0, (0,))
+    parts = (blocks.kernel.forward(q[p.q], k[p.kv], v[p.kv], p.mask, scores) for p in pieces)
+    if len(pieces) == 1 and pieces[0].q == slice(0, s):
+        out, lse = next(parts)
+    else:
+        out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=torch.promote_types(q.dtype, torch.float32))
+        lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float64)
+        done = 0  # rows before it may have a result
+        for piece, part in zip(pieces, parts, strict=True):
+            if piece.q.start < done:
+                merge(out[piece.q], lse[piece.q], *part)
+            else:
+                out[piece.q], lse[piece.q] = part
+            done = max(done, piece.q.stop)
+    out, lse = out.reshape(s, b, heads, v.shape[-1]), lse.reshape(s, b, heads)
+    if sinks is not None:
+        out = out.to(torch.promote_types(out.dtype, torch.float32))
+        add_sinks(out, lse, sinks)
+    return out.to(q.dtype)

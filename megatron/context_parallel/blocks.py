@@ -108,29 +108,34 @@ class Blocks:
         """The block of a query chunk against gathered key/value chunks, cut for the kernel."""
         key = q_chunk, kv_chunks
         if key not in self._pieces:
-            block, sequences = self.runs(q_chunk, kv_chunks), self.mask.documents
+            sequences = self.mask.documents
             if isinstance(sequences, Sequences):
                 bounds = sequences.bounds.numpy()
                 edges = self.q.before((q_chunk,), bounds), self.kv.before(kv_chunks, bounds)
                 parts = zip(*([slice(*pair) for pair in pairwise(of.tolist())] for of in edges), strict=True)
-                self._pieces[key] = [p for q, kv in parts for p in self._shifted(block.of(q, kv), q.start, kv)]
+                self._pieces[key] = [p for q, kv in parts for p in self._of_sequence(key, q, kv)]
             else:
                 rows, keys = self.q.rows(q_chunk), self.keys(kv_chunks)
                 self._pieces[key] = [
                     piece._replace(q=_all_or(piece.q, rows), kv=_all_or(piece.kv, keys))
-                    for piece in self._cut(block, keys)
+                    for piece in self._cut(self.runs(*key), keys)
                 ]
         return self._pieces[key]
 
+    def _of_sequence(self, key: tuple[int, tuple[int, ...]], rows: slice, keys: slice) -> list[Piece]:
+        """The pieces of the rows and keys of a sequence, in rows and keys of the whole block."""
+        count = keys.stop - keys.start
+        if self.mask.causal or self.mask.window != (-1, -1):
+            block = self.runs(*key).of(rows, keys)
+        else:
+            block = Runs(*(torch.full((1, rows.stop - rows.start), x, dtype=torch.int32) for x in (0, count)))
+        return [
+            piece._replace(q=_moved(piece.q, rows.start), kv=_moved(piece.kv, keys.start))
+            for piece in self._cut(block, count)
+        ]
+
     def _cut(self, block: Runs, keys: int) -> list[Piece]:
         return self.kernel.pieces(block, keys) if np.greater(block.end.numpy(), block.first.numpy()).any() else []
-
-    def _shifted(self, block: Runs, first: int, keys: slice) -> list[Piece]:
-        """The pieces of a part of a block, from its rows and keys to those of the whole block."""
-        return [
-            piece._replace(q=_moved(piece.q, first), kv=_moved(piece.kv, keys.start))
-            for piece in self._cut(block, keys.stop - keys.start)
-        ]
 
 
 def _all_or(rows: slice, count: int) -> slice:

@@ -111,6 +111,8 @@ def write_text(flags: Generate, engine: "Engine", coming: Iterator[None], output
             print(output.text, end="", flush=True)
         written = len(outputs)
     print()
+    if outputs[-1].finish == "error":
+        raise UsageError(f"--load {flags.load}: a logit is NaN; check the weights, or leave --bf16 out if it is given")
     for token in (token for output in outputs if flags.logprobs for token in output.tokens):
         print(f"{token.logprob:10.4f}  {token.id:7}  {engine.tokenizer.decode([token.id])!r}")
 

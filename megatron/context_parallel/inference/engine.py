@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from .prefixes import Prefixes
-from .sampling import Token, choose_token
+from .sampling import Token, choose_tokens
 from .text_stream import TextStream
 from .tokenizer import Tokenizer
 
@@ -56,8 +56,8 @@ class Output:
         request: its name.
         tokens: the new one, if any.
         text: that has become certain.
-        finish: "" while it goes on; "stop" (an end token or a stop string), "length" (as many tokens as asked for), or
-            "cancelled".
+        finish: "" while it goes on; "stop" (an end token or a stop string), "length" (as many tokens as asked for),
+            "cancelled", or "error" (a logit was NaN).
         first: whether it has the first token.
         reused: of the first, tokens of the prompt that were in the cache already.
     """
@@ -184,23 +184,25 @@ class Engine:
                 left -= share
         return new
 
-    def _choose(self, runs: list[_Running], logits: Mapping[int, Tensor]) -> list[Token]:
+    def _choose(self, runs: list[_Running], logits: Mapping[int, Tensor]) -> list[Token | None]:
         """The next token of each: the rank that has its logits chooses, and tells the others."""
         if not runs:
             return []
         most = max(run.request.params.top_n_logprobs for run in runs)
-        chosen = {
-            run.sequence: _numbers(
-                choose_token(logits[run.sequence], run.request.params, run.request.seed, len(run.tokens)), most
-            )
-            for run in runs
-            if run.sequence in logits
-        }
+        ours = [run for run in runs if run.sequence in logits]
+        asked = [(run.request.params, run.request.seed, len(run.tokens)) for run in ours]
+        tokens = choose_tokens([logits[run.sequence] for run in ours], asked) if ours else []
+        chosen = {run.sequence: _numbers(token, most) for run, token in zip(ours, tokens, strict=True)}
         shared = self.cache.share(chosen, width=2 + 2 * most)
         return [_token(shared[run.sequence], run.request.params.top_n_logprobs) for run in runs]
 
-    def _take(self, run: _Running, token: Token) -> Output:
-        """Append a token; the end of its request, if it is that."""
+    def _take(self, run: _Running, token: Token | None) -> Output:
+        """Append a token; the end of its request, if it is that, or if there is none."""
+        if token is None:
+            del self.running[run.request.name]
+            self._prefixes.remove(run.sequence)
+            self.cache.free(run.sequence)  # what is cached may be NaN too
+            return Output(run.request.name, text=run.stream.finish(), finish="error")
         run.tokens.append(token.id)
         run.chosen.append(token)
         first = len(run.chosen) == 1
@@ -278,13 +280,17 @@ class Engine:
         self.cache.free(sequence)
 
 
-def _numbers(token: Token, most: int) -> list[float]:
+def _numbers(token: Token | None, most: int) -> list[float]:
     """A token as numbers, with room for `most` pairs of `Token.top`."""
+    if token is None:
+        return [-1.0] * (2 + 2 * most)
     pairs = [x for pair in token.top for x in pair]
     return [token.id, token.logprob, *pairs, *[-1.0] * (2 * most - len(pairs))]
 
 
-def _token(numbers: Sequence[float], top: int) -> Token:
+def _token(numbers: Sequence[float], top: int) -> Token | None:
+    if numbers[0] < 0:
+        return None
     pairs = zip(numbers[2::2], numbers[3::2], strict=True)
     return Token(
         int(numbers[0]), numbers[1], tuple((int(token), logprob) for token, logprob in pairs if token >= 0)[:top]

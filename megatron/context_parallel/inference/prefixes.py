@@ -19,11 +19,13 @@ class Prefixes:
 
     def add(self, sequence: int, key: str, tokens: Sequence[int], cached: int) -> None:
         """Index the first `cached` tokens of a sequence; again, once more of them are cached. They must not change."""
+        self._cached[sequence] = tokens, cached
         known = self._hashes.setdefault(sequence, [])
+        if cached < (len(known) + 1) * BLOCK:
+            return
         for digest in _chain(key, tokens, cached, known):
             known.append(digest)
             self._holders.setdefault(digest, {})[sequence] = None
-        self._cached[sequence] = tokens, cached
 
     def remove(self, sequence: int) -> None:
         """Forget a sequence; one that is not there is none."""

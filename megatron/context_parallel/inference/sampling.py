@@ -1,6 +1,8 @@
-"""The next token of a sequence from its logits: the most likely one, or one drawn by temperature, top-k and top-p."""
+"""The next tokens of sequences from their logits: the most likely one, or one drawn by temperature, top-k and top-p."""
 
 import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,30 +25,34 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def choose_token(logits: Tensor, params: SamplingParams, seed: int, position: int) -> Token:
-    """The token at `position` of a sequence.
+def choose_tokens(logits: Sequence[Tensor], asked: Sequence[tuple[SamplingParams, int, int]]) -> list[Token | None]:
+    """The next token of each of some sequences; None where a logit is NaN or all are infinite.
 
-    The draw depends on `seed` and `position` alone: not on the number of ranks, nor on other sequences.
+    A draw depends on its seed and position alone: not on the number of ranks, nor on other sequences.
 
     Args:
-        logits: [vocabulary], of the row before; float32 or another floating dtype.
-        params: megatron-core's. `top_k` 1 or `temperature` 0 takes the most likely token, the first of equals. `top_k`
-            0 and `top_p` 0 or 1 leave those out. `top_n_logprobs` is how many `Token.top` has.
-        seed: of the request, any integer.
-        position: of the new token, from 0.
-
-    Raises:
-        FloatingPointError: a logit is NaN.
+        logits: of each sequence [vocabulary], of the row before; float32 or another floating dtype.
+        asked: of each sequence the parameters, the seed, any integer, and the position of the new token, from 0. Of
+            megatron-core's parameters, `top_k` 1 or `temperature` 0 takes the most likely token, the first of equals;
+            `top_k` 0 and `top_p` 0 or 1 leave those out; `top_n_logprobs` is how many `Token.top` has.
     """
-    if logits.isnan().any():
-        raise FloatingPointError(f"a logit at position {position - 1} is NaN")
-    logits = logits.to("cpu", torch.float64)
-    greedy = params.top_k == 1 or params.temperature == 0
-    token = int(logits.argmax()) if greedy else _draw(logits, params, _uniform(seed, position))
-    logprobs = logits.log_softmax(0)
-    top = logprobs.topk(min(params.top_n_logprobs, len(logprobs)))
-    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return Token(token, logprobs[token].item(), tuple(pairs))
+    rows = torch.stack([*logits]).to("cpu", torch.float64)
+    logprobs, likeliest = rows.log_softmax(-1), rows.argmax(-1).tolist()
+    tokens = list[Token | None]()
+    for row, of_row, token, (params, seed, position) in zip(rows, logprobs, likeliest, asked, strict=True):
+        if math.isnan(of_row[token]):
+            tokens.append(None)
+            continue
+        if params.top_k != 1 and params.temperature != 0:
+            token = _draw(row, params, _uniform(seed, position))
+        top = _top(of_row, params.top_n_logprobs) if params.top_n_logprobs else ()
+        tokens.append(Token(token, of_row[token].item(), top))
+    return tokens
+
+
+def _top(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    top = logprobs.topk(min(count, len(logprobs)))
+    return tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
 
 
 def _draw(logits: Tensor, params: SamplingParams, uniform: float) -> int:

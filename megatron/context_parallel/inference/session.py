@@ -3,6 +3,7 @@
 All ranks of the group (and of tensor parallelism) make the same calls with the same arguments.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -17,14 +18,17 @@ from ..cluster.description import Cluster
 from ..context import ContextParallel
 from ..errors import UsageError
 from ..integration.rope import LayoutRotaryEmbedding
-from ..integration.spec import ContextParallelAttention
+from ..integration.spec import Attend, ContextParallelAttention
 from ..kernels.choose import kernel_for
 from .cache import Cache
 from .choose import EMPIRICAL, PASS_KV, PASS_Q, Rates, Sizes, choose
 from .pages import PAGE, PageTables
+from .recorded import Recorded
 from .turn import Turn
 
 DECODE = "decode"
+OFTEN = 8  # decode steps of as many rows before they are recorded
+RECORDINGS = 64  # at most
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # as in a cluster's rates
 
 
@@ -64,6 +68,8 @@ class Session:
         tensor = self.cores[0].pg_collection.tp.size()
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
+        rope = getattr(model, "rotary_pos_emb", None)
+        self._rope = rope if isinstance(rope, LayoutRotaryEmbedding) else None
         self.vocabulary: int = getattr(model, "vocabulary", model.vocab_size)
         attentions = [layer.self_attention for layer in model.decoder.layers]
         shapes = [(a.num_query_groups_per_partition, a.key_hidden_size, a.val_hidden_size) for a in attentions]
@@ -77,6 +83,8 @@ class Session:
         specs = {PASS_KV: "ring", PASS_Q: grid, DECODE: f"{grid},overlap=false"}
         self._groups = {variant: ContextParallel(spec, group=cp.group) for variant, spec in specs.items()}
         self.variant, self._sequences = DECODE, list[int]()
+        self._silent = cp.n == tensor == 1  # no rank sends anything in a pass
+        self._seen, self._recorded = Counter[int](), dict[int, Recorded]()  # by the rows of a decode step
 
     # -- sequences ---------------------------------------------------------------------------------------------
 
@@ -139,11 +147,13 @@ class Session:
             cached = sum(map(self.tables.length, counts))
             self.variant = self._choose(prefill or self.prefill, total, cached)
         self.tables.add(counts)
-        turn = Turn(self.tables, new, self.cp.rank, self.device)
+        self._turn = turn = Turn(self.tables, new, self.cp.rank, self.device)
         self._sequences = turn.sequences
         tokens, places = (x if len(x) else x.new_zeros(1) for x in (turn.tokens, turn.positions))
-        with torch.no_grad(), self._installed(turn, places):
-            logits = self.model(tokens.unsqueeze(0), places.unsqueeze(0), None, runtime_gather_output=True)
+        wanted = torch.tensor([*turn.last.values()] or [0], device=self.device)
+        with torch.no_grad():
+            angles = self._rope.at(places, turn.longest) if self._rope else None
+            logits = self._run(tokens, places, wanted, angles)
         rows = logits[0, :, : self.vocabulary].float()
         return {sequence: rows[i] for i, sequence in enumerate(turn.last)}
 
@@ -182,21 +192,53 @@ class Session:
             if self.model.position_embedding_type == "learned_absolute" and length > most:
                 raise UsageError(f"sequence {sequence}: {length} tokens; --max-position-embeddings {most} is the most")
 
+    def _run(self, *inputs: Tensor | None) -> Tensor:
+        """The logits [1, wanted, vocabulary] of a pass; `inputs` are those of `_model_pass`.
+
+        Where nothing is sent and the linear layers have little to do, Python is most of the time of a pass. So passes
+        of a shape that comes again and again are recorded.
+        """
+        rows = len(inputs[0])
+        if not self._silent or self.variant != DECODE:
+            return self._through_model(self._attend, *inputs)
+        if recorded := self._recorded.get(rows):
+            if recorded.current:
+                return recorded(*inputs)
+            self._recorded.clear()
+            self._seen.clear()
+        logits = self._through_model(self._attend, *inputs)
+        self._seen[rows] += 1
+        if self._seen[rows] == OFTEN and len(self._recorded) < RECORDINGS:
+            recorded = Recorded(self.model, self.cores, self._attend, self._through_model, inputs)
+            if torch.equal(recorded(*inputs), logits):  # the rows of this pass are only written again
+                self._recorded[rows] = recorded
+        return logits
+
+    def _through_model(
+        self, attend: Attend, tokens: Tensor, places: Tensor, wanted: Tensor, angles: Tensor | None
+    ) -> Tensor:
+        """A pass through the model.
+
+        Args:
+            attend: computes the attention of each layer.
+            tokens, places: int64 [rows], and their positions.
+            wanted: int64 [sequences], the rows whose logits are computed.
+            angles: of the rotary embedding, if the model has one.
+        """
+        with self._installed(attend, wanted, angles):
+            return self.model(tokens.unsqueeze(0), places.unsqueeze(0), None, runtime_gather_output=True)
+
     @contextmanager
-    def _installed(self, turn: Turn, places: Tensor) -> Iterator[None]:
+    def _installed(self, attend: Attend, wanted: Tensor, angles: Tensor | None) -> Iterator[None]:
         """The model as it is needed for a pass: over the cache, at given positions, logits of last rows only."""
-        wanted = torch.tensor([*turn.last.values()] or [0], device=self.device)
 
         def last_rows(_: object, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             return (args[0].index_select(0, wanted), *args[1:]), kwargs
 
-        def attend(core: ContextParallelAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._attend(turn, core, q, k, v)
-
-        rope, training = getattr(self.model, "rotary_pos_emb", None), self.model.training
+        training = self.model.training
         hook = self.model.output_layer.register_forward_pre_hook(last_rows, with_kwargs=True)
-        if isinstance(rope, LayoutRotaryEmbedding):
-            rope.places = places
+        if self._rope:
+            self._rope.angles = angles
         for core in self.cores:
             core.instead = attend
         if training:
@@ -205,18 +247,19 @@ class Session:
             yield
         finally:
             hook.remove()
-            if isinstance(rope, LayoutRotaryEmbedding):
-                rope.places = None
+            if self._rope:
+                self._rope.angles = None
             for core in self.cores:
                 core.instead = None
             if training:
                 self.model.train()
 
-    def _attend(self, turn: Turn, core: ContextParallelAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, core: ContextParallelAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The attention of this rank's new rows over all cached rows; [s, 1, heads, d].
 
         A rank without new rows has one in the model, because layers cannot do without. It is neither query nor key.
         """
+        turn = self._turn
         rows, layer = len(turn.tokens), core.layer_number - 1
         kernel = kernel_for(q.device, q.dtype, q.shape[-1], core.backend, value_dim=v.shape[-1])
         blocks, slots = turn.view(core.window, kernel)

@@ -25,6 +25,7 @@ class Turn:
         sequences: in ascending order, as their rows follow each other.
         tokens, positions: int64 [rows], this rank's new rows; new_slots: where they are in the cache. On the device.
         last: for each sequence whose last token is on this rank, its row.
+        longest: tokens of the longest sequence; several: whether a sequence has more than one new token.
     """
 
     def __init__(self, tables: PageTables, new: Mapping[int, Sequence[int]], rank: int, device: torch.device) -> None:
@@ -32,6 +33,7 @@ class Turn:
         self.sequences = sorted(new)
         lengths = {s: tables.length(s) for s in self.sequences}
         self.starts = {s: length - len(new[s]) for s, length in lengths.items()}  # the place of the first new token
+        self.longest, self.several = max(lengths.values()), any(len(new[s]) > 1 for s in new)
         self.batch = Sequences([lengths[s] for s in self.sequences])
         self.begins = dict(zip(self.sequences, self.batch.bounds.tolist(), strict=False))
         counts = (sum(tables.count(s, r, start) for s, start in self.starts.items()) for r in range(tables.n))
@@ -68,9 +70,10 @@ class Turn:
 
             ranks = range(self.tables.n)
             counts = tuple(sum(self.tables.count(s, r, first[s]) for s in self.sequences) for r in ranks)
-            mask = Mask(True, window, self.batch)
+            # A single new token sees all keys that are left.
+            mask = Mask(True, window, self.batch) if self.several else Mask(False, documents=self.batch)
             blocks = Blocks(mask, self.queries, ListedChunks(counts, key_positions), kernel)
-            slots = _joined([self.tables.slots(s, self.rank, first[s]) for s in self.sequences])
+            slots = numpy.concatenate([self.tables.slots(s, self.rank, first[s]) for s in self.sequences])
             self._views[key] = blocks, _as_slice(slots, self.device)
         return self._views[key]
 
@@ -79,8 +82,8 @@ def _joined(parts: list[Ints]) -> Tensor:
     return torch.from_numpy(numpy.concatenate(parts))
 
 
-def _as_slice(slots: Tensor, device: torch.device) -> Tensor | slice:
+def _as_slice(slots: Ints, device: torch.device) -> Tensor | slice:
     """Slots that follow each other as a slice: their rows need no copy."""
-    if len(slots) and bool((slots.diff() == 1).all()):
+    if len(slots) and (numpy.diff(slots) == 1).all():
         return slice(int(slots[0]), int(slots[-1]) + 1)
-    return slots.to(device)
+    return torch.from_numpy(slots).to(device)

@@ -16,14 +16,14 @@ class LayoutRotaryEmbedding(torch.nn.Module):
     """Stands in for a model's rotary embedding: the same table, in the order of this rank's tokens.
 
     Attributes:
-        places: while they are set, int64 [rows], the positions of the rows, which no layout has dealt: inference.
+        angles: while they are set, those of the rows, whose positions no layout has dealt: inference.
     """
 
     def __init__(self, table: RotaryEmbedding, cp: ContextParallel) -> None:
         super().__init__()
         self.table, self.cp = table, cp
-        self.places: Tensor | None = None
-        self._rows, self._angles = cache(self._make_rows), cache(table.get_emb)
+        self.angles: Tensor | None = None
+        self._rows, self._tables = cache(self._make_rows), cache(table.get_emb)
 
     def _make_rows(self, length: int) -> Tensor:
         whole = self.table.get_emb(length)
@@ -34,7 +34,7 @@ class LayoutRotaryEmbedding(torch.nn.Module):
         return self.table.get_rotary_seq_len(context, decoder, decoder_input, config, None)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None) -> Tensor:
-        """Angles [max_seq_len / n, 1, 1, d] of this rank's positions (or `places`), as megatron-core calls it.
+        """Angles [max_seq_len / n, 1, 1, d] of this rank's positions (or `angles`), as megatron-core calls it.
 
         Raises:
             UsageError: an offset, or packed sequences that `use_layout` did not take over.
@@ -43,10 +43,12 @@ class LayoutRotaryEmbedding(torch.nn.Module):
             raise UsageError(
                 "the layout's RoPE has no offsets, and packed sequences only in a model given to use_layout"
             )
-        if self.places is None:
-            return self._rows(max_seq_len)
-        table = self._angles(1 << int(self.places.max()).bit_length())  # few tables serve all lengths
-        return table.index_select(0, self.places.to(table.device))
+        return self._rows(max_seq_len) if self.angles is None else self.angles
+
+    def at(self, positions: Tensor, length: int) -> Tensor:
+        """Angles [rows, 1, 1, d] of positions int64 [rows] below `length`."""
+        table = self._tables(1 << (length - 1).bit_length())  # few tables serve all lengths
+        return table.index_select(0, positions.to(table.device))
 
 
 def use_layout(model: GPTModel, cp: ContextParallel) -> None:

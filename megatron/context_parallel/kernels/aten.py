@@ -81,6 +81,8 @@ class AtenFlash:
 
 
 def _widen(*tensors: Tensor) -> tuple[Tensor, ...]:
+    if tensors[0].dtype in (torch.float32, torch.float64):  # all have one dtype
+        return tensors
     return tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
 
 

@@ -74,6 +74,10 @@ def cut(block: Runs, short: int = SHORT, most: int | None = None) -> list[Piece]
 
 def _cut_sample(block: Runs, sample: int | None, short: int) -> Iterator[Piece]:
     first, end = (bound[0].numpy() for bound in block)
+    if len(first) == 1:  # as in each sequence of a decode step
+        if end[0] > first[0]:
+            yield Piece(slice(0, 1), slice(int(first[0]), int(end[0])), FULL, sample)
+        return
     short = min(short, len(first))
     irregular: slice | None = None  # rows that wait for their neighbours: one piece with runs serves them all
     for rows, first_step, end_step in _segments(first, end):

@@ -180,6 +180,8 @@ class Service:
     def _check_end(self, output: Output) -> None:
         if output.finish == "cancelled":
             raise Refused(503, "the server stopped before the end of the text", kind="server_error")
+        if output.finish == "error":
+            raise Refused(500, "a logit of the model is NaN, so the text ends", kind="server_error")
 
     # -- who may, and how much -----------------------------------------------------------------------------------------
 

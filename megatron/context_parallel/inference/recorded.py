@@ -1,0 +1,123 @@
+"""A forward pass as the operations it consists of, without the Python of the modules around them."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from unittest import mock
+
+import megatron.core.utils
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..integration.spec import Attend, ContextParallelAttention
+from ..recorder import recorder
+
+_library = torch.library.Library("megatron_context_parallel", "FRAGMENT")
+_library.define("attend(Tensor q, Tensor k, Tensor v, int layer) -> Tensor")
+_library.impl(
+    "attend",
+    lambda q, k, v, layer: q.new_empty(*q.shape[:3], v.shape[-1]),  # while recording: only its place counts
+    "CompositeExplicitAutograd",
+)
+_attend = torch.ops.megatron_context_parallel.attend.default
+
+
+class Recorded:
+    """What a pass of a model computes for inputs of certain shapes, to be called in place of it.
+
+    The same operations in the same order on the same weights, so the results are the same bits. Weights may change in
+    place; `current` tells whether the model still has the same tensors.
+
+    Args:
+        model: without communication of its own.
+        cores: its core attentions; `attend` is called in place of each.
+        run: calls the model; takes `attend` and the inputs.
+        inputs: of a pass; their shapes are recorded with it.
+    """
+
+    def __init__(
+        self,
+        model: GPTModel,
+        cores: Sequence[ContextParallelAttention],
+        attend: Attend,
+        run: Callable[..., Tensor],
+        inputs: tuple[Tensor | None, ...],
+    ) -> None:
+        self._weights = [
+            (of, name, weight)
+            for module in model.modules()
+            for of in (module._parameters, module._buffers)
+            for name, weight in of.items()
+        ]
+        mark = partial(run, lambda core, q, k, v: _attend(q, k, v, core.layer_number - 1))
+        # megatron-core puts data into new tensors behind the back of a recording, to be rid of views.
+        with mock.patch.object(megatron.core.utils, "_kernel_make_viewless_tensor", lambda x, *_: x):
+            graph = make_fx(mark, pre_dispatch=True)(*inputs)
+
+        def attend_layer(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+            recorder.at_layer(layer + 1)
+            return attend(cores[layer], q, k, v)
+
+        for node in graph.graph.nodes:
+            if node.target is _attend:
+                node.target = attend_layer
+        _shorten(graph.graph)
+        graph.recompile()
+        self._run: Callable[..., Tensor] = graph.forward
+
+    @property
+    def current(self) -> bool:
+        """Whether the model has the tensors that were recorded."""
+        return all([of.get(name) is weight for of, name, weight in self._weights])
+
+    def __call__(self, *inputs: Tensor | None) -> Tensor:
+        return self._run(*inputs)
+
+
+def _shorten(graph: fx.Graph) -> None:
+    """Takes out what returns its input, and what each layer computes of the inputs again: rotations.
+
+    PyTorch's functions replace its operators: the same, but called faster.
+    """
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:  # nothing here has a gradient
+            graph.erase_node(node)
+        elif (same := _same(node)) is not None:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+    known: dict[fx.Node | tuple, fx.Node] = {node: node for node in graph.nodes if node.op == "placeholder"}
+    for node in graph.nodes:
+        of = (node.target, *node.args, *node.kwargs.items())
+        if node.target in _PURE and any(x in known for x in node.args if isinstance(x, fx.Node)):
+            if of in known:
+                node.replace_all_uses_with(known[of])
+            else:
+                known[of] = known[node] = node
+    graph.eliminate_dead_code()
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
+            name = node.target._schema.name.removeprefix("aten::")
+            node.target = getattr(torch, name, None) or getattr(torch.Tensor, name, node.target)
+
+
+_ops = torch.ops.aten
+_PURE = {_ops.cos.default, _ops.sin.default, _ops.mul.Tensor}  # nothing is written to their results in place
+
+
+def _same(node: fx.Node) -> fx.Node | None:
+    """The input that an operation returns as it is."""
+    args = node.args
+    match node.target:
+        case _ops.alias.default:
+            return args[0]
+        case _ops.view_as.default if args[0] is args[1]:
+            return args[0]
+        case _ops.dropout.default | _ops.dropout_.default if not args[2]:
+            return args[0]
+        case _ops.to.dtype if node.meta["val"].dtype == args[0].meta["val"].dtype:
+            return args[0]
+        case _ops.cat.default:
+            parts = [part for part in args[0] if part.meta["val"].numel()]
+            return parts[0] if len(parts) == 1 else None
+    return None
