@@ -2,8 +2,9 @@
 
 Weights and cached keys are random. Run it from the project's folder:
 
-    PYTHONPATH=. python benchmarks/inference.py --ranks 4 --context 1024 --output runs/inference
+    PYTHONPATH=. python benchmarks/inference.py --counts 1 2 4 --context 1024 2048 --output runs/inference
     PYTHONPATH=. python benchmarks/inference.py --nodes 4 --node-rate 10mbit --output runs/inference
+    PYTHONPATH=. python benchmarks/inference.py --decode-speed
 """
 
 import argparse
@@ -21,16 +22,17 @@ from rich.table import Table
 from benchmarks import job, report
 from megatron.context_parallel.commands.run import run_main
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.inference.choose import CHOICES
+from megatron.context_parallel.inference.choose import CHOICES, Sizes, sent_bytes
 from megatron.context_parallel.tables import show
 from tools.netlab import add_flags, cluster_of, exits_as_ranks_did
 
 RANK = Path(__file__).with_name("inference_rank.py")
 MISS_RATES = (0.01, 0.025, 0.05, 0.1, 0.2, 1.0)
-COLUMNS = ("miss_rate", "new", "cached", "choice", "variant", "milliseconds", "spread", "received")
+COLUMNS = (
+    *("ranks", "context", "batch", "miss_rate", "new", "cached", "choice", "variant"),
+    *("milliseconds", "spread", "received", "formula", "nic_over_formula"),
+)
 SIZES = {  # flag: (default, help); one layer of one key/value head, so that links decide
-    "context": (4096, "cached and new tokens of a sequence"),
-    "batch-size": (1, "sequences"),
     "num-layers": (1, "layers"),
     "hidden-size": (128, "of the model"),
     "num-attention-heads": (16, "query heads"),
@@ -39,12 +41,22 @@ SIZES = {  # flag: (default, help); one layer of one key/value head, so that lin
     "rounds": (5, "timed rounds"),
     "warm-up": (1, "passes of each case before"),
 }
+LISTS = {  # flag: (default, help); a case of each with each
+    "context": ([4096], "cached and new tokens of a sequence"),
+    "batch-size": ([1], "sequences"),
+}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     add_flags(parser)
+    parser.add_argument(
+        "--counts", nargs="+", type=int, metavar="N", help="ranks on loopback, or with --node-rate nodes, one by one"
+    )
+    for name, (several, text) in LISTS.items():
+        default = " ".join(map(str, several))
+        parser.add_argument(f"--{name}", nargs="+", type=int, default=several, help=f"{text}; default: {default}")
     for name, (default, text) in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text}; default: %(default)s")
     rates = " ".join(map(str, MISS_RATES))
@@ -55,7 +67,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--cluster", metavar="FILE", help="whose rates decide auto, alg1 and alg5; default: bytes decide"
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for CSV, JSON and plot")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for CSV, JSON and plots; required")
+    parser.add_argument(
+        "--decode-speed",
+        action="store_true",
+        help="measure tokens a second on one rank beside transformers, of --num-layers and --hidden-size, and no more",
+    )
     return parser.parse_args(argv)
 
 
@@ -65,52 +82,98 @@ def check(args: argparse.Namespace) -> None:
         value, least = getattr(args, name.replace("-", "_")), 0 if name == "warm-up" else 1
         if value < least:
             raise UsageError(f"--{name} {value}: need at least {least}")
+    for name in ("counts", *LISTS):
+        if wrong := [value for value in getattr(args, name.replace("-", "_")) or () if value < 1]:
+            raise UsageError(f"--{name} {wrong[0]}: need at least 1")
+    if args.output is None and not args.decode_speed:
+        raise UsageError("--output: missing; give a folder, such as --output runs/inference")
+    if args.counts and (args.ranks or args.nodes):
+        raise UsageError("--counts: does not go with --ranks or --nodes; give only --counts")
     if args.num_attention_heads % args.num_query_groups:
         raise UsageError(f"--num-query-groups {args.num_query_groups}: must divide --num-attention-heads, as 1 does")
     if wrong := [rate for rate in args.miss_rates if not 0 < rate <= 1]:
         raise UsageError(f"--miss-rates {wrong[0]:g}: give shares above 0, 1 at most, such as 0.05")
 
 
-def rows_of(entries: list[dict]) -> list[dict]:
-    """A row for each entry. A round takes as long as its slowest rank; the median of the rounds counts."""
+def rows_of(entries: list[dict], ranks: int, layers: int, sizes: Sizes) -> list[dict]:
+    """A row for each entry. A round takes as long as its slowest rank; the median of the rounds counts.
+
+    `received` are the most bytes of a rank's connections, `formula` those of docs/inference.md for all ranks together.
+    The NIC's are compared where each rank has one.
+    """
     rows = []
     for entry in entries:
-        times = [max(rank["seconds"] for rank in ranks) for ranks in entry["rounds"]]
+        times = [max(rank["seconds"] for rank in of_ranks) for of_ranks in entry["rounds"]]
         median = statistics.median_low(times)
-        received = max(rank["received"] for ranks in entry["rounds"] for rank in ranks)
+        received = max(rank["received"] for of_ranks in entry["rounds"] for rank in of_ranks)
+        tokens = [entry["batch"] * entry[name] for name in ("new", "cached")]
+        variant = "pass-kv" if entry["variant"] == "pass-kv" else "pass-q"  # decode sends what pass-Q does
+        formula = round(layers * ranks * sent_bytes(variant, *tokens, ranks, sizes))
+        nic = [sum(rank["link_received"] or 0 for rank in of_ranks) for of_ranks in entry["rounds"]]
+        over = statistics.median(nic) / formula - 1 if formula and min(nic) else None
         measured = {"milliseconds": 1000 * median, "spread": (max(times) - min(times)) / median, "received": received}
+        measured |= {"ranks": ranks, "formula": formula, "nic_over_formula": over}
         rows.append({name: entry.get(name) for name in COLUMNS} | measured)
     return rows
 
 
 def table(rows: list[dict], choices: list[str], title: str) -> Table:
-    """As Table 4 of the paper, with a line for the decode step below."""
-    shown = Table("miss rate", title=title)
-    for name in ("P", "T", *(f"{choice} ms" for choice in choices), "auto takes"):
+    """As Table 4 of the paper, with a line for the decode step of each number of ranks, context and batch size."""
+    shown = Table("ranks", title=title)
+    for name in ("context", "batch", "miss rate", "P", "T", *(f"{choice} ms" for choice in choices), "auto takes"):
         shown.add_column(name, justify="right")
-    cases = {(row["miss_rate"], row["choice"]): row for row in rows}
-    for rate in dict.fromkeys(row["miss_rate"] for row in rows if row["miss_rate"]):
-        of = [cases[rate, choice] for choice in choices]
-        taken = cases[rate, "auto"]["variant"] if "auto" in choices else "-"
-        times = [f"{row['milliseconds']:.1f}" for row in of]
-        shown.add_row(f"{rate:.2%}", str(of[0]["cached"]), str(of[0]["new"]), *times, taken)
-    decode = cases[None, "decode"]
-    shown.caption = f"a decode step over {decode['cached']} cached tokens (TTIT): {decode['milliseconds']:.1f} ms"
+    cases = {(row["ranks"], row["context"], row["batch"], row["miss_rate"], row["choice"]): row for row in rows}
+    for *where, rate in dict.fromkeys(key[:4] for key in cases):
+        head = [*map(str, where), "decode" if rate is None else f"{rate:.2%}"]
+        of = [cases[*where, rate, choice] for choice in (choices if rate else ["decode"])]
+        times = [f"{row['milliseconds']:.1f}" for row in of] + [""] * (len(choices) - len(of))
+        taken = cases[*where, rate, "auto"]["variant"] if rate and "auto" in choices else ""
+        shown.add_row(*head, str(of[0]["cached"]), str(of[0]["new"]), *times, taken)
     return shown
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    """As Figure 9 of the paper: how much faster each choice is than pass-KV, by miss rate."""
-    by_choice: dict[str, dict[float, float]] = {}
+def nic_lines(rows: list[dict]) -> list[str]:
+    """How far the bytes on the NICs are from the formula, at most, by variant."""
+    over: dict[str, list[float]] = {}
     for row in rows:
-        if row["miss_rate"]:
-            by_choice.setdefault(row["choice"], {})[row["miss_rate"]] = row["milliseconds"]
+        if row["nic_over_formula"] is not None:
+            over.setdefault(row["variant"], []).append(row["nic_over_formula"])
+    return [
+        f"bytes on the NICs, {variant}: {min(found):+.2%} to {max(found):+.2%} of the formula"
+        for variant, found in over.items()
+    ]
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """As Figure 9 of the paper: how much faster each choice is than the first, by miss rate."""
+    times = {(row["ranks"], row["context"], row["batch"], row["choice"], row["miss_rate"]): row for row in rows}
+    last = max(key[:3] for key in times)
+    shown = {key[3:]: row["milliseconds"] for key, row in times.items() if key[:3] == last and key[4]}
     figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
-    first = next(iter(by_choice))
-    for choice, times in by_choice.items():
-        axes.plot([*times], [by_choice[first][rate] / ms for rate, ms in times.items()], marker="o", label=choice)
-    axes.set(xscale="log", yscale="log", xlabel="miss rate T / (T + P)", ylabel=f"times faster than {first}")
+    choices, rates = (list(dict.fromkeys(of)) for of in zip(*shown, strict=True))
+    for choice in choices:
+        axes.plot(rates, [shown[choices[0], r] / shown[choice, r] for r in rates], marker="o", label=choice)
+    axes.set(xscale="log", yscale="log", xlabel="miss rate T / (T + P)", ylabel=f"times faster than {choices[0]}")
+    axes.set_title("{} ranks, context {}, batch {}".format(*last))
     axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def plot_lengths(rows: list[dict], path: Path) -> None:
+    """As Figure 6 of the paper: the time of a prompt's first token by context, and of a decode step."""
+    figure, both = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    highest = max(row["miss_rate"] or 0 for row in rows)
+    for axes, rate, title in zip(both, (highest, None), (f"TTFT, {highest:.0%} new", "TTIT"), strict=True):
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for row in rows:
+            if row["miss_rate"] == rate:
+                name = "{choice}, {ranks} ranks, batch {batch}".format(**row)
+                lines.setdefault(name, []).append((row["context"], row["milliseconds"]))
+        for name, points in lines.items():
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
+        axes.set(xscale="log", yscale="log", xlabel="context", ylabel="ms", title=title)
+        axes.legend(fontsize=6)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -118,25 +181,34 @@ def plot(rows: list[dict], path: Path) -> None:
 @exits_as_ranks_did
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    place = cluster_of(args)
     check(args)
+    if args.decode_speed:
+        from benchmarks import decode_speed
+
+        return decode_speed.run(args.hidden_size, args.num_layers, args.rounds)
+    name = "nodes" if args.node_rate else "ranks"
+    places = [cluster_of(argparse.Namespace(**vars(args) | {name: n})) for n in args.counts or [getattr(args, name)]]
     report.make_folder(args.output)
-    task = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in SIZES}
+    task = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in (*SIZES, *LISTS)}
     task |= {"miss_rates": list(args.miss_rates), "choices": args.choices, "cluster": args.cluster}
-    surroundings = job.surroundings(place)
-    entries = job.results_of(RANK, task, place)
-    rows = rows_of(entries)
+    sizes = Sizes(args.num_attention_heads, args.num_query_groups, args.kv_channels, args.kv_channels, 4)
+    rows, runs = [], []
+    for place in places:
+        surroundings = job.surroundings(place)
+        entries = job.results_of(RANK, task, place)
+        rows += rows_of(entries, place.ranks, args.num_layers, sizes)
+        runs.append({"surroundings": surroundings, "entries": entries})
     with (args.output / "passes.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
-    run = {"task": task, "surroundings": surroundings, "entries": entries}
-    (args.output / "run.json").write_text(json.dumps(run, indent=1) + "\n")
+    (args.output / "run.json").write_text(json.dumps({"task": task, "runs": runs}, indent=1) + "\n")
     plot(rows, args.output / "miss_rates.png")
+    plot_lengths(rows, args.output / "contexts.png")
     heads = f"{args.num_attention_heads} heads ({args.num_query_groups} kv) x {args.kv_channels}"
-    where = f"{place.ranks} ranks, {args.node_rate or 'unshaped'}; {args.num_layers} layers, {heads}, fp32"
-    show(table(rows, args.choices, f"time to the first token (TTFT): {where}"))
-    print(f"wrote {args.output}/passes.csv, run.json and miss_rates.png")
+    where = f"{args.node_rate or 'loopback'}; {args.num_layers} layers, {heads}, fp32"
+    show(table(rows, args.choices, f"time to the first token (TTFT), and of a decode step (TTIT): {where}"))
+    print("\n".join([*nic_lines(rows), f"wrote {args.output}/passes.csv, run.json, miss_rates.png and contexts.png"]))
     return 0
 
 

@@ -1,5 +1,8 @@
 """What each rank of inference.py runs: a model over a cache that holds cached tokens already, timed pass by pass."""
 
+from functools import partial
+from itertools import product
+
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -42,7 +45,7 @@ def build(job: dict) -> Session:
     cp = ContextParallel("ring", group=parallel_state.get_context_parallel_group())
     model = GPTModel(config, block_spec(config, cp, config.num_layers), VOCABULARY, 1, position_embedding_type="rope")
     use_layout(model, cp)
-    tokens = 2 * job["batch_size"] * (job["context"] + 64 * n)
+    tokens = 2 * max(job["batch_size"]) * (max(job["context"]) + 64 * n)
     cluster = load_cluster(job["cluster"]) if job["cluster"] else None
     session = Session(model.eval(), cp, cache_tokens=tokens, cluster=cluster)
     for pages in (x for layer in session.cache.layers for x in layer):
@@ -51,37 +54,38 @@ def build(job: dict) -> Session:
 
 
 def measure(job: dict) -> list[dict]:
-    """Rounds of each miss rate and choice, and of a decode step; collective over the world.
+    """Rounds of each context, batch size, miss rate and choice, and of a decode step; collective over the world.
 
-    Returns an entry for each: `miss_rate`, `new` and `cached` tokens of a sequence, `choice`, the `variant` that it
-    took, and `rounds` as `rounds.interleave` fills them.
+    Returns an entry for each: `context`, `batch`, `miss_rate`, `new` and `cached` tokens of a sequence, `choice`, the
+    `variant` that it took, and `rounds` as `rounds.interleave` fills them.
     """
     session, watch, entries = build(job), Stopwatch(), list[dict]()
     watch.watch_waits()
-    for rate in job["miss_rates"]:
-        new = max(1, round(job["context"] * rate))
-        cached = job["context"] - new
-        before = [session.open() for _ in range(job["batch_size"])]
-        if cached:
-            session.tables.add(dict.fromkeys(before, cached))
-        runs = [(dict(miss_rate=rate, new=new, cached=cached, choice=c, rounds=[]), c) for c in job["choices"]]
-        if rate == min(job["miss_rates"]):
-            runs.append((dict(miss_rate=None, new=1, cached=cached, choice="decode", rounds=[]), None))
-
-        def turn(entry: dict, choice: str | None, before: list[int] = before) -> None:
-            """A turn of each conversation, which is then forgotten."""
-            turns = [session.fork(sequence, entry["cached"]) for sequence in before]
-            session.forward({sequence: [7] * entry["new"] for sequence in turns}, choice)
-            entry["variant"] = session.variant
-            for sequence in turns:
+    for context, batch in product(job["context"], job["batch_size"]):
+        cases = [(max(1, round(context * rate)), rate, job["choices"]) for rate in job["miss_rates"]]
+        for new, rate, choices in [*cases, (1, None, ["decode"])]:
+            of = dict(context=context, batch=batch, miss_rate=rate, new=new, cached=context - new)
+            runs = [of | {"choice": choice, "rounds": []} for choice in choices]
+            before = [session.open() for _ in range(batch)]
+            if of["cached"]:
+                session.tables.add(dict.fromkeys(before, of["cached"]))
+            timed = [(entry, partial(turn, session, entry, before)) for entry in runs]
+            interleave(timed, job["rounds"], job["warm_up"], watch)
+            entries += runs
+            for sequence in before:
                 session.free(sequence)
-
-        interleave([(e, lambda e=e, c=c: turn(e, c)) for e, c in runs], job["rounds"], job["warm_up"], watch)
-        entries += [entry for entry, _ in runs]
-        for sequence in before:
-            session.free(sequence)
     parallel_state.destroy_model_parallel()
     return entries
+
+
+def turn(session: Session, entry: dict, before: list[int]) -> None:
+    """A turn of each conversation, which is then forgotten."""
+    turns = [session.fork(sequence, entry["cached"]) for sequence in before]
+    choice = None if entry["choice"] == "decode" else entry["choice"]
+    session.forward({sequence: [7] * entry["new"] for sequence in turns}, choice)
+    entry["variant"] = session.variant
+    for sequence in turns:
+        session.free(sequence)
 
 
 if __name__ == "__main__":

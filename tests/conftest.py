@@ -41,12 +41,12 @@ def _serve(rank: int, pipe) -> None:
 class Ranks:
     """`ranks(n, function, *args)` runs `function(*args)` on n ranks and returns their results in rank order."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: int = WORLD) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "megatron.core.parallel_state"])
         self.directory = tempfile.TemporaryDirectory()
         self.pipes, self.processes, self.calls = [], [], 0
-        for rank in range(WORLD):
+        for rank in range(world):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, theirs))  # no daemon: it has children
             process.start()

@@ -8,14 +8,15 @@ Prints the largest error, and what failed. Exit status 1 if anything did.
 
 import argparse
 import sys
+import tempfile
 from functools import partial
 from itertools import product
 from random import Random
 
 import torch
+import trained_case
 from conftest import Ranks
 from rows_case import VARIANTS, Batch, error
-from session_case import greedy, greedy_from_the_start, session, start
 
 from megatron.context_parallel import AllRanks
 from megatron.context_parallel.inference.pages import PageTables
@@ -26,7 +27,6 @@ RANKS = (1, 2, 3, 4, 8)
 HEADS = ((4, 4), (4, 2), (4, 1))  # MHA, GQA, MQA
 WINDOWS = (-1, 5)
 STAGES = ("full prefill", "partial prefill", "decode", "mixed")
-STEPS, TURNS = 64, [[17, 1, 9], [3, 6, 0], [1, 12, 5]]  # 64 tokens a turn
 
 
 def tokens_of(stage: str, n: int, batch: int, draw: Random) -> list[tuple[int, int]]:
@@ -58,7 +58,7 @@ def dealt(tokens: list[tuple[int, int]], n: int, window: int) -> Batch:
 def check_attention() -> list[str]:
     """Each stage, variant, number of ranks, batch, kind of heads and window."""
     failed, worst, cases = list[str](), 0.0, 0
-    groups = {(n, v): AllRanks(n, spec.format(n=n)) for n in RANKS for v, spec in VARIANTS.items()}
+    groups = {(n, v): AllRanks(n, spec(n)) for n in RANKS for v, spec in VARIANTS.items()}
     for case in product(STAGES, RANKS, (1, 3, 8), HEADS, WINDOWS):
         stage, n, batch, heads, window = case
         batch_of = dealt(tokens_of(stage, n, batch, Random(str(case))), n, window)
@@ -75,7 +75,7 @@ def check_plans() -> list[str]:
     """Each plan of a pass, verified up to 64 ranks."""
     for n in range(1, 65):
         for spec in VARIANTS.values():
-            verify(AllRanks(n, spec.format(n=n)).full_plan(4, 2))
+            verify(AllRanks(n, spec(n)).full_plan(4, 2))
     print(f"plans: {len(VARIANTS)} of 1 to 64 ranks verified", flush=True)
     return []
 
@@ -83,30 +83,24 @@ def check_plans() -> list[str]:
 HOW = [
     {"prefill": "pass-kv"},
     {"prefill": "pass-q"},
-    *({"chunk": chunk, "variants": ("pass-kv", "pass-q", "auto")} for chunk in (1, 3, 16)),
+    {"prefill": "pass-q-all-to-all"},
+    *({"chunk": chunk, "variants": ("pass-kv", "pass-q", "auto")} for chunk in (1, 3, 16, 64)),
 ]
 
 
-def _expected() -> list:
-    start()
-    return greedy_from_the_start(TURNS, STEPS)
-
-
-def _conversations() -> list:
-    start()
-    return [
-        greedy(session(prefill=case.pop("prefill", "auto"), cache_tokens=1024), TURNS, STEPS, **case) for case in HOW
-    ]
-
-
 def check_tokens(n: int) -> list[str]:
-    """Conversations of three turns of 64 tokens."""
-    ranks = Ranks()
-    (expected,) = ranks(1, _expected)
-    found = ranks(n, _conversations)
+    """Conversations of three turns of 64 tokens with a trained model, in each way, and among others."""
+    ranks = Ranks(n)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks(1, trained_case.train, folder)
+        (expected,) = ranks(1, trained_case.from_the_start, folder)
+        found = ranks(n, trained_case.over_the_cache, folder, HOW)
+        apart = max(ranks(n, trained_case.among_others, folder))
     ranks.close()
-    print(f"tokens of {n} ranks: {len(HOW)} ways, {', '.join(str(len(text)) for text in expected)} tokens", flush=True)
-    return [
+    lengths = ", ".join(str(len(text)) for text in expected)
+    print(f"tokens of {n} ranks: {len(HOW)} ways, {lengths} tokens; among others {apart:.1e} apart", flush=True)
+    failed = [] if apart < 1e-5 else [f"tokens of {n} ranks: {apart:.1e} apart among others"]
+    return failed + [
         f"tokens of {n} ranks: {how}"
         for of_rank in found
         for how, texts in zip(HOW, of_rank, strict=True)
@@ -117,7 +111,7 @@ def check_tokens(n: int) -> list[str]:
 CHECKS = {
     "attention": check_attention,
     "plans": check_plans,
-    **{f"tokens of {n} ranks": partial(check_tokens, n) for n in (1, 2, 3, 4)},
+    **{f"tokens of {n} ranks": partial(check_tokens, n) for n in RANKS},
 }
 
 

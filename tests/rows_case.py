@@ -8,12 +8,18 @@ from torch import Tensor
 from megatron.context_parallel import AllRanks, ContextParallel
 from megatron.context_parallel.attention import attention_of_rows
 from megatron.context_parallel.blocks import Blocks
+from megatron.context_parallel.inference.pass_q import RING_PASS_Q
 from megatron.context_parallel.kernels import Kernel
 from megatron.context_parallel.kernels.aten import AtenFlash
 from megatron.context_parallel.layout import ListedChunks
 from megatron.context_parallel.mask import Mask, Sequences
 
-VARIANTS = {"pass-kv": "ring", "pass-q": "attention2d:grid=1x{n}", "decode": "attention2d:grid=1x{n},overlap=false"}
+VARIANTS = {
+    "pass-kv": lambda n: "ring",
+    "pass-q": lambda n: f"attention2d:grid=1x{n}",
+    "pass-q-all-to-all": lambda n: RING_PASS_Q,
+    "decode": lambda n: f"attention2d:grid=1x{n},overlap=false",
+}
 
 
 @dataclass

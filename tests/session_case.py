@@ -1,5 +1,7 @@
 """A tiny GPTModel over a shared cache, and the same model that computes each token from the start on one rank."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -90,17 +92,24 @@ def next_token(whole: GPTModel, tokens: list[int], window: int = -1) -> tuple[in
     hide = at[None, :] > at[:, None]
     if window >= 0:
         hide |= at[None, :] < at[:, None] - window
-    logits = whole(torch.tensor([tokens]), at.unsqueeze(0), hide[None, None])[0, -1, :VOCABULARY]
+    vocabulary = getattr(whole, "vocabulary", whole.vocab_size)
+    logits = whole(torch.tensor([tokens]), at.unsqueeze(0), hide[None, None])[0, -1, :vocabulary]
     return int(logits.argmax()), logits
 
 
 def greedy_from_the_start(turns: list[list[int]], steps: int, positions: str = "rope", **changes) -> list[list[int]]:
     """The whole conversations, each token computed from the start on this rank alone."""
     window = changes.pop("window_size", (-1, 0))[0]
-    whole = model(False, positions, **changes).eval()
+    return answer_from_the_start(model(False, positions, **changes).eval(), prompts, turns, steps, window)
+
+
+def answer_from_the_start(
+    whole: GPTModel, say: Callable, turns: list[list[int]], steps: int, window: int = -1
+) -> list[list[int]]:
+    """The same with a given model; `say(turn, lengths)` is what a user says."""
     texts: list[list[int]] = [[] for _ in turns[0]]
     for turn, lengths in enumerate(turns):
-        for text, prompt in zip(texts, prompts(turn, lengths), strict=True):
+        for text, prompt in zip(texts, say(turn, lengths), strict=True):
             text += prompt
             for _ in range(steps if prompt else 0):
                 text.append(next_token(whole, text, window)[0])
@@ -113,7 +122,14 @@ def step(of: Session, new: Tokens, prefill: str | None = None) -> Tokens:
     return {sequence: [int(token)] for sequence, (token,) in of.share(chosen).items()}
 
 
-def greedy(of: Session, turns: list[list[int]], steps: int, chunk: int = 1000, variants: tuple = (None,)) -> list:
+def greedy(
+    of: Session,
+    turns: list[list[int]],
+    steps: int,
+    chunk: int = 1000,
+    variants: tuple = (None,),
+    say: Callable = prompts,
+) -> list[list[int]]:
     """The whole conversations over the cache. Prompts come in chunks, and variants take turns."""
     sequences = [of.open() for _ in turns[0]]
     texts: list[list[int]] = [[] for _ in sequences]
@@ -122,7 +138,7 @@ def greedy(of: Session, turns: list[list[int]], steps: int, chunk: int = 1000, v
     for turn, lengths in enumerate(turns):
         talking = [i for i, count in enumerate(lengths) if count]
         for i in talking:
-            texts[i] += prompts(turn, lengths)[i]
+            texts[i] += say(turn, lengths)[i]
         left = {i: steps for i in talking}
         while left:
             new = {sequences[i]: texts[i][done[i] : done[i] + chunk] for i in left}

@@ -4,8 +4,10 @@ import math
 
 import pytest
 
+from benchmarks.prefill_choices import LLAMA_405B, RATES, TABLE_4, lost
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.cluster.description import AttentionRate, Cluster, Device, Inside, Nics
+from megatron.context_parallel.commands import generate, run_text_generation_server
 from megatron.context_parallel.inference.choose import (
     PASS_KV,
     PASS_Q,
@@ -19,36 +21,11 @@ from megatron.context_parallel.inference.choose import (
     sent_bytes,
 )
 
-LLAMA_405B = Sizes(128, 8, 128, 128, 2)
-# Table 4 of the paper: 4 ranks, T + P = 128,000; milliseconds of pass-KV and pass-Q by T.
-TABLE_4 = {
-    1280: (1023.39, 898.71),
-    3200: (1110.18, 1046.43),
-    4160: (1298.92, 1280.1),
-    6400: (1305.56, 1302.01),
-    12800: (2080.67, 2205.27),
-    25600: (3353.02, 3617.02),
-    38400: (4629.23, 4922.52),
-    51200: (5745.08, 6217.83),
-    64000: (6845.21, 7367.99),
-    76800: (7890.35, 8468.66),
-    89600: (8697.27, 9666.62),
-    102400: (10105.78, 10652.39),
-    115200: (11136.4, 11571.62),
-    128000: (11462.15, 12360.57),
-}
-# Its Table 5: achieved rates of a rank of 8 GPUs, from 627 us for keys and values and 1608 us for a block.
-RATES = Rates(compute=8 * 510e12, bandwidth=8 * 26.1e9)
 
-
-def test_algorithm_5_against_table_4():
-    """12 of 14 rows; the two others cost 1.5% and 0.3%."""
-    lost = {}
-    for new, (kv, q) in TABLE_4.items():
-        found = algorithm_5(new, 128000 - new, 4, LLAMA_405B, RATES)
-        if (found == PASS_KV) != (kv < q):
-            lost[new] = abs(kv - q) / min(kv, q)
-    assert len(lost) == 2 and sorted(lost.values()) == pytest.approx([0.0027, 0.0147], abs=2e-4), lost
+def test_the_rules_against_table_4():
+    """Algorithm 5: 12 of 14 rows; the two others cost 1.5% and 0.3%."""
+    assert sorted(lost("alg5").values()) == pytest.approx([0.0027, 0.0147], abs=2e-4)
+    assert len(lost("alg1")) == 1 and len(lost("printed")) == 10 and not lost("fitted")
 
 
 def test_equation_2_gives_the_tie_that_was_measured():
@@ -123,9 +100,34 @@ def test_rates_of_a_cluster():
 
 
 def test_what_is_refused():
-    with pytest.raises(UsageError, match="--cp-prefill best: unknown; choose one of pass-kv, pass-q, auto, alg1, "):
+    with pytest.raises(UsageError, match="--cp-prefill best: unknown; choose one of pass-kv, pass-q, "):
         choose("best", 1, 1, 4, SIZES)
     for how in ("alg1", "alg5"):
         with pytest.raises(UsageError, match=f"--cp-prefill {how}: needs the rates of a cluster; give --cluster"):
             choose(how, 1, 1, 4, SIZES)
     assert [choose(how, 9, 1, 4, SIZES) for how in (PASS_KV, PASS_Q)] == [PASS_KV, PASS_Q]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("alg1", "--cp-prefill alg1: needs the rates of a cluster; give --cluster dgx-h100"),
+        ("alg5", "--cp-prefill alg5: needs the rates of a cluster"),
+        ("alg1 --cluster nowhere.yaml", "nowhere.yaml"),
+        ("empirical", "--cp-prefill empirical: needs constants .* give --cp-prefill-constants ALPHA BETA GAMMA"),
+        ("empirical --cp-prefill-constants 1 2", "--cp-prefill-constants 1 2: give three numbers"),
+        ("auto --cp-prefill-constants 1 2 3", "needs --cp-prefill empirical"),
+    ],
+)
+def test_mistakes_are_told_before_ranks_meet(given, says):
+    flags = ["--load", "x", "--cp-prefill", *given.split()]
+    with pytest.raises(UsageError, match=says):
+        generate.read_flags([*flags, "--prompt", "a"])
+    with pytest.raises(UsageError, match=says):
+        run_text_generation_server.main(flags)
+
+
+def test_what_is_complete_is_accepted():
+    flags = ["--load", "x", "--prompt", "a", "--cp-prefill", "empirical", "--cp-prefill-constants", "1", "-0.5", "2"]
+    assert generate.read_flags(flags).cp_prefill_constants == [1.0, -0.5, 2.0]
+    generate.read_flags(["--load", "x", "--prompt", "a", "--cp-prefill", "alg5", "--cluster", "dgx-h100"])

@@ -28,11 +28,11 @@ def test_every_strategy(name):
 def test_one_rank_has_all_or_nothing():
     for spec in VARIANTS.values():
         batch = Batch([40, 3], [7, 3], torch.full((43,), 2), n=4)
-        assert error(batch, AllRanks(4, spec.format(n=4))) < EXACT
+        assert error(batch, AllRanks(4, spec(4))) < EXACT
 
 
 def _between_processes() -> list[float]:
-    specs = [spec.format(n=3) for spec in VARIANTS.values()] + ["allgather"]
+    specs = [*(spec(3) for spec in VARIANTS.values()), "allgather"]
     groups = [ContextParallel(spec) for spec in specs]
     batches = [Batch.draw(3, UNEVEN, seed=1), Batch.draw(3, [(1, 50), (1, 0)], seed=2)]
     batches.append(Batch([30], [6], torch.full((30,), 1), n=3))
@@ -65,10 +65,11 @@ def test_bytes_on_the_wire(monkeypatch):
     formulas = {
         "pass-kv": lambda r: (sum(kv) - kv[r]) * 2 * kv_heads * d * 4,
         "pass-q": lambda r: (sum(q) - q[r]) * heads * d * 4 + (sum(q) - q[(r + 1) % n]) * partial,
+        "pass-q-all-to-all": lambda r: (sum(q) - q[r]) * heads * d * 4 + (n - 1) * q[r] * partial,
         "decode": lambda r: (sum(q) - q[r]) * heads * d * 4 + (n - 1) * q[r] * partial,
     }
     for variant, formula in formulas.items():
-        cp = AllRanks(n, VARIANTS[variant].format(n=n))
+        cp = AllRanks(n, VARIANTS[variant](n))
         sent.clear()
         assert error(batch, cp, heads, kv_heads) < EXACT
         counted_by_plan = [
@@ -91,6 +92,25 @@ def test_a_sequence_is_computed_alone():
     outs = attention_of_rows([batch.inputs(r, blocks, q, k, v) for r in range(n)], cp, blocks)
     for out, one in zip(outs, expected, strict=True):
         assert torch.equal(out[: len(one)], one)
+
+
+def test_one_rank_alone():
+    """Several tokens of a sequence and single ones, a window, sinks, and no rows at all."""
+    for tokens, window in ((UNEVEN, -1), (UNEVEN, 7), ([(1, 30), (1, 0), (1, 9)], -1), ([(70, 90), (40, 0)], 33)):
+        assert error(Batch.draw(1, tokens, seed=1, window=window), AllRanks(1)) < EXACT, (tokens, window)
+    batch, sinks = Batch.draw(2, UNEVEN, seed=2), torch.tensor([0.3, -1.0, 0.0, 2.0])
+    q, k, v = batch.tensors(4, 2)
+    blocks = batch.blocks()
+    several = attention_of_rows([batch.inputs(r, blocks, q, k, v) for r in range(2)], AllRanks(2), blocks, sinks=sinks)
+    whole = Batch(batch.lengths, batch.new, torch.zeros_like(batch.rank_of), 1)
+    own = whole.blocks()
+    (alone,) = attention_of_rows([whole.inputs(0, own, q, k, v)], AllRanks(1), own, sinks=sinks)
+    places = torch.searchsorted(own.q.positions(0), torch.cat([blocks.q.positions(r) for r in range(2)]))
+    assert (alone[places] - torch.cat(several)).abs().max() < EXACT
+    none = Batch([9], [0], torch.zeros(9, dtype=torch.int64), 1)
+    q, k, v = none.tensors(4, 2)
+    (nothing,) = attention_of_rows([none.inputs(0, none.blocks(), q, k, v)], AllRanks(1), none.blocks())
+    assert nothing.shape == (0, 1, 4, 8)
 
 
 def test_sequences_and_documents_are_the_same_mask():

@@ -32,6 +32,8 @@ class Parrot:
     def __call__(self, tokens, positions, mask, runtime_gather_output):
         time.sleep(self.pause)
         said = TEXT.encode()
+        if tokens[0, 0] == ord("!") and tokens.shape[1] > 6:
+            return torch.full((1, 1, 257), float("nan"))
         return torch.nn.functional.one_hot(torch.tensor([[said[(tokens.shape[1] - 4) % len(said)]]]), 257) * 50.0
 
 
@@ -221,6 +223,17 @@ def test_keys_bodies_and_the_number_of_requests_have_limits(caplog):
         slow.close()
         wait_until(lambda: call(port, "/v1/completions", GOOD, key)[0] == 200)
         assert worker.loop.engine.idle
+
+
+def test_a_logit_that_is_no_number_ends_one_request(server):
+    worker, port, _ = server
+    status, _, text = call(port, "/v1/completions", GOOD | {"prompt": "!234", "max_tokens": 9})
+    assert status == 500 and "a logit of the model is NaN" in text
+    status, _, text = call(port, "/v1/completions", GOOD | {"prompt": "!234", "max_tokens": 9, "stream": True})
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
+    assert status == 200 and "NaN" in events[-1]["error"]["message"] and len(events) == 3
+    assert call(port, "/v1/completions", GOOD)[0] == 200 and worker.loop.engine.idle
+    assert 'requests_total{finish="error"} 2.0' in call(port, "/metrics")[2]
 
 
 def test_who_leaves_costs_nothing_more():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.check_flags import check_each
 from megatron.context_parallel.trainer.flag_parser import FlagParser
-from megatron.context_parallel.trainer.generation_flags import Generate
+from megatron.context_parallel.trainer.generation_flags import Generate, check_prefill
 from megatron.context_parallel.trainer.lifetime import end_with_parent
 from megatron.context_parallel.trainer.model_source import model_arguments
 
@@ -49,6 +49,7 @@ def read_flags(argv: list[str] | None) -> Generate:
     """The flags, checked as far as they go without files."""
     flags = Generate(**PARSER.read(argv))
     check_each(flags, PARSER.flags)
+    check_prefill(flags)
     if not (flags.prompt or flags.prompts_file or flags.interactive):
         raise UsageError('--prompt: missing; give --prompt "def ", --prompts-file FILE or --interactive')
     return flags

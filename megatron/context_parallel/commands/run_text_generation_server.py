@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.check_flags import check_each
 from megatron.context_parallel.trainer.flag_parser import FlagParser
-from megatron.context_parallel.trainer.generation_flags import Serve
+from megatron.context_parallel.trainer.generation_flags import Serve, check_prefill
 from megatron.context_parallel.trainer.lifetime import end_with_parent
 from megatron.context_parallel.trainer.model_source import model_arguments
 
@@ -27,6 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     end_with_parent()
     flags = Serve(**PARSER.read(argv))
     check_each(flags, PARSER.flags)
+    check_prefill(flags)
     keys = read_keys(flags)
     args = model_arguments(flags)
     if flags.dry_run:

@@ -12,7 +12,8 @@ from ..cluster.links import Links
 from ..errors import UsageError
 
 PASS_KV, PASS_Q = "pass-kv", "pass-q"
-CHOICES = (PASS_KV, PASS_Q, "auto", "alg1", "alg5", "empirical")
+PASS_Q_PAPER = "pass-q-all-to-all"
+CHOICES = (PASS_KV, PASS_Q, PASS_Q_PAPER, "auto", "alg1", "alg5", "empirical")
 EMPIRICAL = (-1.059, 1.145, 12.112)  # Appendix D as printed; it contradicts Table 4, so fit your own
 
 
@@ -147,7 +148,7 @@ def choose(
     """
     if how not in CHOICES:
         raise UsageError(f"--cp-prefill {how}: unknown; choose one of {', '.join(CHOICES)}")
-    if how in (PASS_KV, PASS_Q):
+    if how in (PASS_KV, PASS_Q, PASS_Q_PAPER):
         return how
     if how == "empirical":
         return empirical(new, cached, constants)

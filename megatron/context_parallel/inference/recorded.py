@@ -26,53 +26,63 @@ _attend = torch.ops.megatron_context_parallel.attend.default
 class Recorded:
     """What a pass of a model computes for inputs of certain shapes, to be called in place of it.
 
-    The same operations in the same order on the same weights, so the results are the same bits. Weights may change in
-    place; `current` tells whether the model still has the same tensors.
+    The same operations in the same order on the same weights, so the results are the same bits.
 
-    Args:
-        model: without communication of its own.
-        cores: its core attentions; `attend` is called in place of each.
-        run: calls the model; takes `attend` and the inputs.
-        inputs: of a pass; their shapes are recorded with it.
+    Attributes:
+        checked: whether results were compared with those of the model.
     """
 
-    def __init__(
-        self,
-        model: GPTModel,
-        cores: Sequence[ContextParallelAttention],
-        attend: Attend,
-        run: Callable[..., Tensor],
-        inputs: tuple[Tensor | None, ...],
-    ) -> None:
-        self._weights = [
-            (of, name, weight)
-            for module in model.modules()
-            for of in (module._parameters, module._buffers)
-            for name, weight in of.items()
-        ]
-        mark = partial(run, lambda core, q, k, v: _attend(q, k, v, core.layer_number - 1))
-        # megatron-core puts data into new tensors behind the back of a recording, to be rid of views.
-        with mock.patch.object(megatron.core.utils, "_kernel_make_viewless_tensor", lambda x, *_: x):
-            graph = make_fx(mark, pre_dispatch=True)(*inputs)
-
-        def attend_layer(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-            recorder.at_layer(layer + 1)
-            return attend(cores[layer], q, k, v)
-
-        for node in graph.graph.nodes:
-            if node.target is _attend:
-                node.target = attend_layer
-        _shorten(graph.graph)
-        graph.recompile()
-        self._run: Callable[..., Tensor] = graph.forward
+    def __init__(self, run: Callable[..., Tensor], weights: list[tuple[dict, str, Tensor | None]]) -> None:
+        self._run, self._weights, self.checked = run, weights, False
 
     @property
     def current(self) -> bool:
-        """Whether the model has the tensors that were recorded."""
+        """Whether the model has the tensors that were recorded; they may have changed in place."""
         return all([of.get(name) is weight for of, name, weight in self._weights])
 
     def __call__(self, *inputs: Tensor | None) -> Tensor:
         return self._run(*inputs)
+
+
+def record(
+    model: GPTModel,
+    cores: Sequence[ContextParallelAttention],
+    attend: Attend,
+    run: Callable[..., Tensor],
+    inputs: tuple[Tensor | None, ...],
+) -> Recorded | None:
+    """Records a pass; None if it uses tensors that are neither inputs nor weights.
+
+    Args:
+        model: of megatron-core's own modules, without communication.
+        cores: its core attentions; `attend` is called in place of each.
+        run: calls the model; takes `attend` and the inputs.
+        inputs: of a pass; their shapes are recorded with it.
+    """
+    weights = [
+        (of, name, weight)
+        for module in model.modules()
+        for of in (module._parameters, module._buffers)
+        for name, weight in of.items()
+    ]
+    mark = partial(run, lambda core, q, k, v: _attend(q, k, v, core.layer_number - 1))
+    # megatron-core puts data into new tensors behind the back of a recording, to be rid of views.
+    with mock.patch.object(megatron.core.utils, "_kernel_make_viewless_tensor", lambda x, *_: x):
+        graph = make_fx(mark, pre_dispatch=True)(*inputs)
+    constants = [getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"]
+    if not {*map(id, constants)} <= {id(weight) for *_, weight in weights}:
+        return None
+
+    def attend_layer(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        recorder.at_layer(layer + 1)
+        return attend(cores[layer], q, k, v)
+
+    for node in graph.graph.nodes:
+        if node.target is _attend:
+            node.target = attend_layer
+    _shorten(graph.graph)
+    graph.recompile()
+    return Recorded(graph.forward, weights)
 
 
 def _shorten(graph: fx.Graph) -> None:

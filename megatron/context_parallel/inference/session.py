@@ -21,9 +21,10 @@ from ..integration.rope import LayoutRotaryEmbedding
 from ..integration.spec import Attend, ContextParallelAttention
 from ..kernels.choose import kernel_for
 from .cache import Cache
-from .choose import EMPIRICAL, PASS_KV, PASS_Q, Rates, Sizes, choose
+from .choose import EMPIRICAL, PASS_KV, PASS_Q, PASS_Q_PAPER, Rates, Sizes, choose
 from .pages import PAGE, PageTables
-from .recorded import Recorded
+from .pass_q import RING_PASS_Q
+from .recorded import Recorded, record
 from .turn import Turn
 
 DECODE = "decode"
@@ -80,10 +81,11 @@ class Session:
         self.tables = PageTables(cp.n, pages, page)
         self.cache = Cache(pages, page, shapes, self.dtype, self.device)
         grid = f"attention2d:grid=1x{cp.n}"
-        specs = {PASS_KV: "ring", PASS_Q: grid, DECODE: f"{grid},overlap=false"}
+        specs = {PASS_KV: "ring", PASS_Q: grid, PASS_Q_PAPER: RING_PASS_Q, DECODE: f"{grid},overlap=false"}
         self._groups = {variant: ContextParallel(spec, group=cp.group) for variant, spec in specs.items()}
         self.variant, self._sequences = DECODE, list[int]()
-        self._silent = cp.n == tensor == 1  # no rank sends anything in a pass
+        # No rank sends anything in a pass, and modules are of PyTorch's operations alone.
+        self._silent = cp.n == tensor == 1 and model.config.transformer_impl == "local"
         self._seen, self._recorded = Counter[int](), dict[int, Recorded]()  # by the rows of a decode step
 
     # -- sequences ---------------------------------------------------------------------------------------------
@@ -193,25 +195,29 @@ class Session:
                 raise UsageError(f"sequence {sequence}: {length} tokens; --max-position-embeddings {most} is the most")
 
     def _run(self, *inputs: Tensor | None) -> Tensor:
-        """The logits [1, wanted, vocabulary] of a pass; `inputs` are those of `_model_pass`.
+        """The logits [1, wanted, vocabulary] of a pass; `inputs` are those of `_through_model`.
 
         Where nothing is sent and the linear layers have little to do, Python is most of the time of a pass. So passes
         of a shape that comes again and again are recorded.
         """
         rows = len(inputs[0])
-        if not self._silent or self.variant != DECODE:
-            return self._through_model(self._attend, *inputs)
-        if recorded := self._recorded.get(rows):
-            if recorded.current:
-                return recorded(*inputs)
+        recorded = self._recorded.get(rows) if self.variant == DECODE else None
+        if recorded and not recorded.current:
             self._recorded.clear()
             self._seen.clear()
+            recorded = None
+        if recorded and recorded.checked:
+            return recorded(*inputs)
         logits = self._through_model(self._attend, *inputs)
-        self._seen[rows] += 1
-        if self._seen[rows] == OFTEN and len(self._recorded) < RECORDINGS:
-            recorded = Recorded(self.model, self.cores, self._attend, self._through_model, inputs)
-            if torch.equal(recorded(*inputs), logits):  # the rows of this pass are only written again
-                self._recorded[rows] = recorded
+        if recorded:
+            recorded.checked = torch.equal(recorded(*inputs), logits)  # the rows of the pass are only written again
+            if not recorded.checked:
+                del self._recorded[rows]
+        elif self._silent and self.variant == DECODE and len(self._recorded) < RECORDINGS:
+            self._seen[rows] += 1
+            if self._seen[rows] == OFTEN:
+                found = record(self.model, self.cores, self._attend, self._through_model, inputs)
+                self._recorded |= {rows: found} if found else {}
         return logits
 
     def _through_model(

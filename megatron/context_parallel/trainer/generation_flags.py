@@ -1,5 +1,7 @@
 """The flags of the programs that generate text."""
 
+from ..cluster.description import load_cluster
+from ..errors import UsageError
 from ..inference.choose import CHOICES
 from .declare import Section, flag
 
@@ -27,7 +29,32 @@ class Cache(Section, title="cache"):
         derived="auto counts bytes",
         example="dgx-h100",
     )
+    cp_prefill_constants: list[float] | None = flag(
+        "alpha, beta and gamma of the formula, fitted to measured times",
+        needs="cp_prefill=empirical",
+        read=float,
+        example=1.0,
+    )
     inference_dynamic_batching_max_tokens: int = flag("most tokens of prompts in one step", 512)
+
+
+def check_prefill(flags: Cache) -> None:
+    """Refuse a way to choose without what it needs, before ranks meet.
+
+    Raises:
+        UsageError: no cluster or constants where they are needed; a cluster that cannot be read.
+    """
+    how, constants = f"--cp-prefill {flags.cp_prefill}", flags.cp_prefill_constants
+    if flags.cp_prefill in ("alg1", "alg5") and not flags.cluster:
+        raise UsageError(f"{how}: needs the rates of a cluster; give --cluster dgx-h100, or --cp-prefill auto")
+    if flags.cp_prefill == "empirical" and not constants:
+        why = "needs constants fitted to your own times: those of the paper contradict its measurements"
+        raise UsageError(f"{how}: {why}; give --cp-prefill-constants ALPHA BETA GAMMA, or --cp-prefill auto")
+    if constants and len(constants) != 3:
+        given = " ".join(f"{x:g}" for x in constants)
+        raise UsageError(f"--cp-prefill-constants {given}: give three numbers, alpha, beta and gamma")
+    if flags.cluster:
+        load_cluster(flags.cluster)
 
 
 class Prompts(Section, title="prompts"):

@@ -5,6 +5,7 @@ from megatron.core import parallel_state
 from ..cluster.description import load_cluster
 from ..context import ContextParallel
 from ..errors import UsageError
+from ..inference.choose import EMPIRICAL
 from ..inference.engine import Engine
 from ..inference.session import Session
 from ..inference.tokenizer import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
@@ -33,6 +34,7 @@ def build_engine(args: Arguments, flags: Cache, length: int | None = None) -> En
         cache_tokens=flags.cache_tokens or positions,
         prefill=flags.cp_prefill,
         cluster=load_cluster(flags.cluster) if flags.cluster else None,
+        constants=tuple(flags.cp_prefill_constants or EMPIRICAL),
     )
     length, waste = min(length or positions, positions), session.tables.n * session.tables.page
     return Engine(session, tokenizer, flags.inference_dynamic_batching_max_tokens, length, waste)

@@ -1,0 +1,27 @@
+"""Ring pass-Q as in the paper: queries circle, and partial outputs go home by an all-to-all after the last block.
+
+Algorithm 3 of Yang et al., Context Parallelism for Scalable Million-Token Inference (2024). For comparison: on a grid
+of 1 x n, `attention2d` sends partial outputs along behind the queries.
+"""
+
+from collections.abc import Iterator
+
+from ..layout import LAYOUTS
+from ..plan.ir import Attend, ReduceScatter, Step
+from ..strategies import Choice, Pass, Ring, Strategy
+
+
+def _write(at: Pass) -> Iterator[Step]:
+    circle, everyone = Ring(at.rank, at.n), tuple(range(at.n))
+
+    def hop(s: int):
+        """The s-th queries that came to each place move on."""
+        return circle.shift(at.query, lambda p: circle.rank(p + s), by=-1) if s + 1 < at.n else ()
+
+    for s in range(at.n):
+        yield Step(hop(s), (Attend((circle.rank(at.rank + s),), (at.rank,)),))
+    if at.n > 1:
+        yield Step((ReduceScatter(at.result, everyone, everyone, circle.channel),))
+
+
+RING_PASS_Q = Choice(Strategy("pass-q", tuple(LAYOUTS), _write, {}, ("ring",)))
