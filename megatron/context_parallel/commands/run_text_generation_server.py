@@ -73,7 +73,7 @@ def read_keys(flags: Serve) -> tuple[str, ...]:
         raise UsageError(f"{source}: no key in it; write one on each line")
     if any(not key.isascii() or " " in key for key in keys):
         raise UsageError(f"{source}: a key has a space or a letter that is not ASCII; write keys without them")
-    if flags.host not in _LOOPBACK and not keys:
+    if flags.host not in _LOOPBACK and not keys and os.environ.get("RANK", "0") == "0":
         print(
             f"warning: --host {flags.host}: everybody who reaches it may use it; give --api-key-file", file=sys.stderr
         )
