@@ -81,7 +81,7 @@ class AtenFlash:
 
 
 def _widen(*tensors: Tensor) -> tuple[Tensor, ...]:
-    if tensors[0].dtype in (torch.float32, torch.float64):  # all have one dtype
+    if {x.dtype for x in tensors} <= {torch.float32, torch.float64}:
         return tensors
     return tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
 
