@@ -21,6 +21,7 @@ class Run:
             `--use-distributed-optimizer` (ZeRO 1), "optim_grads" ZeRO 2, "optim_grads_params" ZeRO 3 or FSDP.
         recompute_whitelist: whether the output of attention is kept (`--recompute-whitelist core_attention`).
         dtype: of weights and activations: "bf16", "fp16" or "fp32".
+        partial_dtype: of partial outputs and gradients between context ranks. The trainer sends float32.
 
     Raises:
         UsageError: sizes that do not fit each other, or an unknown value.
@@ -44,9 +45,14 @@ class Run:
     recompute_num_layers: int | None = None
     recompute_whitelist: bool = False
     dtype: str = "bf16"
+    partial_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        for name, known in (("dtype", ITEMSIZE), ("data_parallel_sharding_strategy", SHARDING)):
+        for name, known in (
+            ("dtype", ITEMSIZE),
+            ("partial_dtype", ITEMSIZE),
+            ("data_parallel_sharding_strategy", SHARDING),
+        ):
             if (value := getattr(self, name)) not in known:
                 raise UsageError(f"{name} {value}: unknown; give one of {', '.join(known)}")
         each = self.micro_batch_size * self.data_parallel_size
