@@ -17,6 +17,7 @@ from .run import ITEMSIZE, Run
 from .simulate import ALL_UP_TO, Forecast, simulate
 
 KEPT = 4096  # results that are kept: of a search over other options they are the same
+KEPT_PLANS = 128
 
 
 def attention_shape(model: Model, run: Run) -> Shape:
@@ -38,6 +39,11 @@ def attention_plan(model: Model, run: Run, backward: bool) -> Plan:
     Raises:
         UsageError: a strategy that does not fit the ranks, the heads or the layout.
     """
+    return _plan(*_attention_only(model, run), backward)
+
+
+@lru_cache(KEPT_PLANS)
+def _plan(model: Model, run: Run, backward: bool) -> Plan:
     n, choice, shape = run.context_parallel_size, choose(run.cp_strategy), attention_shape(model, run)
     chunks = Chunks.pair(choice.layout, choice.plan(n).n, run.seq_length)
     sees = attention_mask(model).pairs(*chunks)
@@ -76,11 +82,21 @@ def attention_forecast(
 
 
 class Attention(NamedTuple):
-    """Seconds of a pass: of the busiest rank's blocks, of what they do not hide, and of the first swap of heads."""
+    """Seconds of a pass: of the busiest rank's blocks, of what they do not hide, and of the swaps of heads.
+
+    Attributes:
+        swap: of the swap of queries, keys and values.
+        swaps: of both swaps, before and after the steps, with the packing of heads.
+    """
 
     compute: float
     exposed: float
     swap: float
+    swaps: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.exposed
 
 
 def attention_seconds(model: Model, run: Run, cluster: Cluster, backward: bool) -> Attention:
@@ -91,10 +107,11 @@ def attention_seconds(model: Model, run: Run, cluster: Cluster, backward: bool) 
 @lru_cache(KEPT)
 def _seconds(model: Model, run: Run, cluster: Cluster, backward: bool) -> Attention:
     forecast = attention_forecast(model, run, cluster, backward, all_up_to=1)
-    swaps = [
-        span.end for span in forecast.spans if isinstance(span.what[0], SwapHeads) and T.KV in span.what[0].tensors
-    ]
-    return Attention(forecast.compute, forecast.exposed, max(swaps, default=0.0))
+    swaps = [(span.what[0].tensors, span.end) for span in forecast.spans if isinstance(span.what[0], SwapHeads)]
+    steps = max((span.end for span in forecast.spans if not isinstance(span.what[0], SwapHeads)), default=0.0)
+    before = max((end for tensors, end in swaps if T.KV in tensors or T.DO in tensors), default=0.0)
+    after = forecast.seconds - steps if swaps else 0.0
+    return Attention(forecast.compute, forecast.exposed, 0.0 if backward else before, before + after)
 
 
 def attention_buffers(model: Model, run: Run) -> int:

@@ -72,8 +72,9 @@ def simulate(
     devices = devices or range(cluster.ranks)
     if len(devices) != plan.size:
         raise UsageError(f"{cluster.name}: {len(devices)} devices for {plan.size} ranks; give as many")
-    blocks = BlockTime(cluster.device, plan, shape, mask or Mask(), shape.rows * plan.size // batch, dtype)
-    few = fold(plan, blocks, period_of_links(cluster, devices)) if plan.size > all_up_to else Fold.none(plan)
+    mask, length = mask or Mask(), shape.rows * plan.size // batch
+    blocks = BlockTime(cluster.device, plan, shape, mask, length, dtype)
+    few = Fold.none(plan) if plan.size <= all_up_to else _folded(plan, blocks, period_of_links(cluster, devices))
     links = Links(cluster, few.like, devices, others)
     clock = Clock(plan, _Costs(plan, shape, blocks, links, few), few.groups, few.ranks, cluster.buffered_sends)
     clock.run()
@@ -81,6 +82,14 @@ def simulate(
     for span in clock.spans:
         busy[span.rank] += span.end - span.start if not span.channel else 0.0
     return Forecast(clock.flows.now, max(busy), clock.spans, few)
+
+
+def _folded(plan: Plan, blocks: BlockTime, links: int) -> Fold:
+    """The fold of a plan is the same on devices of any speed."""
+    key = links, blocks.mask, blocks.length
+    if key not in plan.folds:
+        plan.folds[key] = fold(plan, blocks.look, links)
+    return plan.folds[key]
 
 
 TENSORS = {T.Q: 1, T.KV: 2, T.O: 2, T.QDO: 4, T.DO: 2, T.DQ: 1, T.DKV: 2}  # of torch, each a message of its own

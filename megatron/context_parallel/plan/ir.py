@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..layout import parts
 from ..pairs import Pairs
@@ -245,6 +245,11 @@ class Plan:
     channels: tuple[str, ...] = ("ring",)  # of messages
     heads: int = 1
     placement: str = PLACEMENTS[0]
+
+    @cached_property
+    def folds(self) -> dict[tuple, Any]:
+        """What `cluster.fold.fold` has found, by what it depends on beside the plan."""
+        return {}
 
     @cached_property
     def freed(self) -> dict[int, dict[int, list[Key]]]:
