@@ -157,20 +157,51 @@ FOLDS = {  # ranks of a group, and groups, that are simulated of 64 ranks
 
 
 @pytest.mark.parametrize("spec", FOLDS)
-def test_ranks_that_do_the_same_are_simulated_once(spec, monkeypatch):
-    cluster = load_cluster("dgx-h100").part(64)
+def test_ranks_that_do_the_same_are_simulated_once(spec):
+    box = load_cluster("dgx-h100").part(64)
+    streams = {"inside": replace(box.inside, stream_GB_s=100.0), "nics": replace(box.nics, stream_GB_s=20.0)}
+    cluster = replace(box, **streams)
     for backward in (False, True):
         plan = choose(spec).plan(64, backward=backward, heads=64, kv_heads=64)
         every = simulate(plan, cluster, SHAPE)
-        with monkeypatch.context() as patch:
-            patch.setattr("megatron.context_parallel.cluster.simulate.ALL_UP_TO", 1)
-            few = simulate(plan, cluster, SHAPE)
+        few = simulate(plan, cluster, SHAPE, all_up_to=1)
         assert (every.fold.ranks, every.fold.groups) == (plan.n, plan.heads)
         assert (few.fold.ranks, few.fold.groups) == FOLDS[spec]
         assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
         assert few.compute == pytest.approx(every.compute, rel=1e-9)
         assert len(few.spans) == len(every.spans) * few.fold.ranks / plan.n
         assert simulate(plan, cluster, SHAPE).spans == every.spans  # the same numbers on every run
+
+
+def test_a_device_that_stands_for_its_peer_is_slowed_once():
+    """The two ranks of a head group lie alike on other nodes, so one device sends and receives for both."""
+    cluster = replace(BOX, nodes=4, compute_slowdown=0.5, message_slowdown=0.5)
+    plan = choose("usp:head_parallel_size=2,placement=context-first").plan(16, heads=8, kv_heads=8)
+    few = simulate(plan, cluster, SHAPE, all_up_to=1)
+    assert (few.fold.ranks, few.fold.groups) == (4, 1)
+    assert few.seconds == pytest.approx(simulate(plan, cluster, SHAPE).seconds, rel=1e-9)
+
+
+def test_messages_between_two_ranks_are_one_stream():
+    """In the backward pass keys and their gradients are on the way together. A swap of heads has no such limit."""
+    slow = replace(BOX, device=NO_WORK)
+    thin = replace(slow, nics=replace(slow.nics, stream_GB_s=5), inside=replace(slow.inside, stream_GB_s=50))
+    half = replace(SHAPE, partial_itemsize=2)
+    assert seconds("ring", thin) == pytest.approx(7 * KV / 5e9, rel=1e-3)
+    assert seconds("ring", thin.part(4)) == pytest.approx(3 * KV / 50e9, rel=1e-3)
+    assert seconds("ring", thin, half, backward=True) == pytest.approx(14 * KV / 5e9, rel=1e-3)
+    assert seconds("ring", thin, backward=True) == pytest.approx((7 + 2 * 7) * KV / 5e9, rel=1e-3)
+    assert seconds("ulysses", thin) == seconds("ulysses", slow)
+
+
+def test_a_pass_and_a_swap_have_costs_of_their_own():
+    slow = replace(BOX, device=NO_WORK)
+    dear = replace(slow, device=replace(NO_WORK, pass_us=1000, swap_us=200))
+    assert seconds("ring", dear) == pytest.approx(seconds("ring", slow) + 1e-3)
+    assert seconds("ulysses", dear) == pytest.approx(seconds("ulysses", slow) + 1e-3 + 2 * 200e-6)
+    packing = replace(slow, device=replace(NO_WORK, packing_GB_s=100.0))
+    moved = 4 * (2 * KV + 4 * 1024 * 8)  # queries, keys, values and outputs with log-sum-exp
+    assert seconds("ulysses", packing) == pytest.approx(seconds("ulysses", slow) + moved / 100e9, rel=1e-4)
 
 
 def test_a_rank_that_does_something_else_is_not_folded():

@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch.distributed.tensor import DTensor
 
 from megatron.context_parallel import UsageError
-from megatron.context_parallel.cluster.attention_pass import attention_forecast
+from megatron.context_parallel.cluster.attention_pass import attention_forecast, attention_shape
 from megatron.context_parallel.cluster.collectives import exchange, ring
 from megatron.context_parallel.cluster.description import AttentionRate, Cluster, Device, GemmRate, Inside, Nics
 from megatron.context_parallel.cluster.layer_time import LayerTime
@@ -223,12 +223,11 @@ def test_the_fullest_stage_has_most_micro_batches_or_the_logits():
         assert total(memory(MODEL, run, stage)) == rest + sizes[stage][temporary]
 
 
-def test_a_group_with_gaps_is_simulated_in_part(monkeypatch):
+def test_a_group_with_gaps_is_simulated_in_part():
     run = replace(RUN, context_parallel_size=32, tensor_model_parallel_size=2, seq_length=32768)
     cluster = replace(BOX, nodes=16)
     every = attention_forecast(MODEL, run, cluster, True)
-    monkeypatch.setattr("megatron.context_parallel.cluster.simulate.ALL_UP_TO", 1)
-    few = attention_forecast(MODEL, run, cluster, True)
+    few = attention_forecast(MODEL, run, cluster, True, all_up_to=1)
     assert (every.fold.ranks, few.fold.ranks) == (32, 2)
     assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
 
@@ -330,3 +329,16 @@ def test_memory_of_what_ranks_share_out(ranks, way):
         assert total == pytest.approx(
             sum(predicted[part] for _, predicted in runs), rel=0 if part == "optimizer" else 5e-3
         )
+
+
+def test_an_iteration_has_a_fixed_cost():
+    dear = replace(BOX, iteration_ms=250.0)
+    run = replace(RUN, global_batch_size=4)
+    assert forecast_step(MODEL, run, dear).seconds == pytest.approx(forecast_step(MODEL, run, BOX).seconds + 0.25)
+
+
+def test_gradients_may_travel_in_the_dtype_of_the_model():
+    assert attention_shape(MODEL, RUN).partial_itemsize == 4
+    assert attention_shape(MODEL, replace(RUN, partial_dtype="bf16")).partial_itemsize == 2
+    with pytest.raises(UsageError, match="partial_dtype fp8: unknown; give one of fp32, bf16, fp16"):
+        replace(RUN, partial_dtype="fp8")

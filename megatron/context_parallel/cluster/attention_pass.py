@@ -13,17 +13,19 @@ from ..plan.volume import Shape, chunk_bytes
 from ..strategies import choose
 from .description import Cluster
 from .model import Model
-from .run import Run
-from .simulate import Forecast, simulate
+from .run import ITEMSIZE, Run
+from .simulate import ALL_UP_TO, Forecast, simulate
 
 KEPT = 4096  # results that are kept: of a search over other options they are the same
+KEPT_PLANS = 128
 
 
 def attention_shape(model: Model, run: Run) -> Shape:
     """The sizes of the attention of a rank, with the heads that tensor parallelism leaves to it."""
     tensor = run.tensor_model_parallel_size
     heads, kv_heads = model.num_attention_heads // tensor, max(1, model.num_query_groups // tensor)
-    return Shape(run.tokens, heads, kv_heads, model.kv_channels, run.itemsize)
+    sizes = run.tokens, heads, kv_heads, model.kv_channels, run.itemsize
+    return Shape(*sizes, partial_itemsize=ITEMSIZE[run.partial_dtype])
 
 
 def attention_mask(model: Model) -> Mask:
@@ -37,16 +39,24 @@ def attention_plan(model: Model, run: Run, backward: bool) -> Plan:
     Raises:
         UsageError: a strategy that does not fit the ranks, the heads or the layout.
     """
+    return _plan(*_attention_only(model, run), backward)
+
+
+@lru_cache(KEPT_PLANS)
+def _plan(model: Model, run: Run, backward: bool) -> Plan:
     n, choice, shape = run.context_parallel_size, choose(run.cp_strategy), attention_shape(model, run)
     chunks = Chunks.pair(choice.layout, choice.plan(n).n, run.seq_length)
     sees = attention_mask(model).pairs(*chunks)
     return choice.plan(n, sees=sees, backward=backward, heads=shape.heads, kv_heads=shape.kv_heads)
 
 
-def attention_forecast(model: Model, run: Run, cluster: Cluster, backward: bool) -> Forecast:
+def attention_forecast(
+    model: Model, run: Run, cluster: Cluster, backward: bool, all_up_to: int = ALL_UP_TO
+) -> Forecast:
     """Predicts a pass of the attention of one layer and micro batch, of the context group that takes longest.
 
-    All context groups compute at the same time. Rank r of the run is device r of the cluster.
+    All context groups compute at the same time. Rank r of the run is device r of the cluster. `all_up_to`: as in
+    `simulate`.
     """
     plan, shape, mask = attention_plan(model, run, backward), attention_shape(model, run), attention_mask(model)
     groups, each = run.groups("context"), cluster.devices_per_node
@@ -55,7 +65,15 @@ def attention_forecast(model: Model, run: Run, cluster: Cluster, backward: bool)
     return max(
         (
             simulate(
-                plan, cluster, shape, mask, run.micro_batch_size, run.dtype, group, [g for g in groups if g != group]
+                plan,
+                cluster,
+                shape,
+                mask,
+                run.micro_batch_size,
+                run.dtype,
+                group,
+                [g for g in groups if g != group],
+                all_up_to,
             )
             for group in unlike.values()
         ),
@@ -64,25 +82,36 @@ def attention_forecast(model: Model, run: Run, cluster: Cluster, backward: bool)
 
 
 class Attention(NamedTuple):
-    """Seconds of a pass: of the busiest rank's blocks, of what they do not hide, and of the first swap of heads."""
+    """Seconds of a pass: of the busiest rank's blocks, of what they do not hide, and of the swaps of heads.
+
+    Attributes:
+        swap: of the swap of queries, keys and values.
+        swaps: of both swaps, before and after the steps, with the packing of heads.
+    """
 
     compute: float
     exposed: float
     swap: float
+    swaps: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.exposed
 
 
 def attention_seconds(model: Model, run: Run, cluster: Cluster, backward: bool) -> Attention:
     """Seconds of one layer and micro batch, as `attention_forecast` predicts. Results are kept."""
-    return _seconds(*_attention_only(model, run), cluster, backward)
+    return _seconds(*_attention_only(model, run), _attention_cluster(cluster), backward)
 
 
 @lru_cache(KEPT)
 def _seconds(model: Model, run: Run, cluster: Cluster, backward: bool) -> Attention:
-    forecast = attention_forecast(model, run, cluster, backward)
-    swaps = [
-        span.end for span in forecast.spans if isinstance(span.what[0], SwapHeads) and T.KV in span.what[0].tensors
-    ]
-    return Attention(forecast.compute, forecast.exposed, max(swaps, default=0.0))
+    forecast = attention_forecast(model, run, cluster, backward, all_up_to=1)
+    swaps = [(span.what[0].tensors, span.end) for span in forecast.spans if isinstance(span.what[0], SwapHeads)]
+    steps = max((span.end for span in forecast.spans if not isinstance(span.what[0], SwapHeads)), default=0.0)
+    before = max((end for tensors, end in swaps if T.KV in tensors or T.DO in tensors), default=0.0)
+    after = forecast.seconds - steps if swaps else 0.0
+    return Attention(forecast.compute, forecast.exposed, 0.0 if backward else before, before + after)
 
 
 def attention_buffers(model: Model, run: Run) -> int:
@@ -127,3 +156,10 @@ def _attention_only(model: Model, run: Run) -> tuple[Model, Run]:
         recompute_whitelist=False,
     )
     return model, run
+
+
+def _attention_cluster(cluster: Cluster) -> Cluster:
+    """A cluster on which attention takes as long, alike for all that differ in nothing else."""
+    return replace(
+        cluster, name="", source="", iteration_ms=0.0, device=replace(cluster.device, gemm=None, kernel_us=0.0)
+    )

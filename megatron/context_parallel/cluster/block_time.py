@@ -1,6 +1,7 @@
 """How long the blocks of a plan take on a device."""
 
 import math
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -48,7 +49,7 @@ class BlockTime:
     def __init__(self, device: Device, plan: Plan, shape: Shape, mask: Mask, length: int, dtype: str) -> None:
         self.device, self.backward = device, plan.backward
         self.rates = {causal: _nearest(device.attention, dtype, shape.head_dim, causal) for causal in (False, True)}
-        self.mask, self.chunks = mask, Chunks.of(plan.layout, plan.n, length)
+        self.mask, self.length, self.chunks = mask, length, Chunks.of(plan.layout, plan.n, length)
         self.keys = numpy.array([p for chunk in self.chunks.progressions for p in chunk]).T
         self.rows = length / plan.n
         heads = shape.heads / plan.heads * (shape.rows * plan.size / length)  # times batch
@@ -56,7 +57,7 @@ class BlockTime:
         self.query_numbers = heads * self.rows * shape.head_dim
         self.key_numbers = 2 * self.query_numbers * max(shape.kv_heads, plan.heads) / shape.heads
         self.itemsize = shape.itemsize
-        self.seen, self.seconds = cache(self._seen), cache(self._seconds)
+        self.seen, self.seconds, self.pieces = cache(self._seen), cache(self._seconds), cache(self._pieces)
         self._small = _small_blocks(plan, mask, length)
         self._parts: dict[tuple, list[Part]] = {}
 
@@ -65,6 +66,14 @@ class BlockTime:
         if len(attend.q_chunks) == len(attend.kv_chunks) == 1:
             return self._pairs[attend.q_chunks[0]][attend.kv_chunks[0]]
         return self.seconds(attend.q_chunks, tuple(sorted(attend.kv_chunks)))
+
+    def look(self, attend: Attend) -> Hashable:
+        """What the time of a block depends on, on any device. What would differ by less than 1e-9 is the same."""
+        return self.pieces(attend.q_chunks, tuple(sorted(attend.kv_chunks)))
+
+    def _pieces(self, q_chunks: tuple[int, ...], kv_chunks: tuple[int, ...]) -> Hashable:
+        parts = [part for q in q_chunks for part in self.parts(q, kv_chunks)]
+        return len(kv_chunks), tuple(tuple(round(number, 9) for number in part) for part in parts)
 
     def _seconds(self, q_chunks: tuple[int, ...], kv_chunks: tuple[int, ...]) -> float:
         parts = [part for q in q_chunks for part in self.parts(q, kv_chunks)]

@@ -55,6 +55,9 @@ class Device:
     gemm: tuple[GemmRate, ...] | None = None  # default: 0.7 of the peak at every size
     kernel_us: float = 5.0  # what a kernel outside attention costs before it computes
     step_us: float = 0.0  # what a step of a plan costs before its communication starts
+    pass_us: float = 0.0  # what a pass of attention costs once, before its first step
+    swap_us: float = 0.0  # what a swap of heads costs before its messages start
+    packing_GB_s: float | None = None  # memory traffic while heads are packed for a swap; default: `memory_GB_s`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,7 @@ class Inside:
 
     GB_s: float
     latency_us: float
+    stream_GB_s: float | None = None  # the most that messages of steps from one rank to another reach
     shared: bool = False
     processor_ns_per_byte: float = 0.0  # at each end, of a processor that ranks share; 0 where devices do this work
 
@@ -74,6 +78,7 @@ class Nics:
     per_node: int
     GB_s: float
     latency_us: float
+    stream_GB_s: float | None = None  # as inside
     processor_ns_per_byte: float = 0.0  # as inside
     crowding: float = (
         0.0  # a NIC that carries for k pairs of ranks in a direction has 1 / (1 + crowding (k - 1)) of its rate
@@ -95,6 +100,7 @@ class Cluster:
         buffered_sends: a message is done for its sender when it starts, and messages of a channel go beside each other
             (gloo); otherwise when it is there, and they follow each other (NCCL).
         message_us: what a message takes of a processor at each end, whatever its size; 0 where devices do this work.
+        iteration_ms: what an iteration of training takes beside all that is computed and sent.
     """
 
     name: str
@@ -112,6 +118,7 @@ class Cluster:
     busy_latency_us: float = 0.0
     buffered_sends: bool = False
     message_us: float = 0.0
+    iteration_ms: float = 0.0
 
     def __post_init__(self) -> None:
         if self.devices_per_node > 1 and self.inside is None:
@@ -204,7 +211,7 @@ def _read(kind: Any, value: object, where: str) -> Any:
     )
 
 
-_MAY_BE_ZERO = ("_us", "_slowdown", "_ns_per_byte", "crowding")
+_MAY_BE_ZERO = ("_us", "_ms", "_slowdown", "_ns_per_byte", "crowding")
 
 
 def _checked(kind: type, value: Any, where: str) -> Any:

@@ -1,6 +1,6 @@
 """Which ranks stand for all: those after which the steps, the blocks and the links of a plan repeat."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,12 +43,12 @@ class Fold:
         return self.grid.rank(heads=at["heads"] % self.groups, context=at["context"] % self.ranks)
 
 
-def fold(plan: Plan, seconds: Callable[[Attend], float], links: int) -> Fold:
+def fold(plan: Plan, look: Callable[[Attend], Hashable], links: int) -> Fold:
     """The fewest ranks that stand for all.
 
     Args:
         plan: the pass.
-        seconds: of a block.
+        look: blocks of the same look take the same time.
         links: devices after which the links of the cluster repeat.
     """
     apart = {"heads": plan.grid.rank(heads=1), "context": plan.grid.rank(context=1)}  # devices between neighbours
@@ -59,15 +59,15 @@ def fold(plan: Plan, seconds: Callable[[Attend], float], links: int) -> Fold:
                 yield part
         yield size
 
-    alike = _Alike(plan, seconds)
+    alike = _Alike(plan, look)
     return Fold(plan, next(filter(alike, fits("context", plan.n))), next(fits("heads", plan.heads)))
 
 
 class _Alike:
     """Whether rank r + period does what rank r does, for every r."""
 
-    def __init__(self, plan: Plan, seconds: Callable[[Attend], float]) -> None:
-        self.plan, self.seconds = plan, seconds
+    def __init__(self, plan: Plan, look: Callable[[Attend], Hashable]) -> None:
+        self.plan, self.look = plan, look
         self.write = plan.steps.write if isinstance(plan.steps, Steps) else plan.steps.__getitem__  # keeps nothing
         self.seen: dict[int, list] = {}  # what the first ranks do
 
@@ -91,7 +91,7 @@ class _Alike:
                 work.append((s, *_turned(op, rank, n)))
             for block in step.attend:
                 queries, keys = ([(c - rank) % n for c in chunks] for chunks in (block.q_chunks, block.kv_chunks))
-                work.append((s, sorted(queries), sorted(keys), round(self.seconds(block), 12)))
+                work.append((s, sorted(queries), sorted(keys), self.look(block)))
         return work
 
 

@@ -16,12 +16,14 @@ class Path(NamedTuple):
         seconds: before the first byte arrives.
         processor: seconds a byte that it takes of a processor at each end.
         crowding: of its links, as in `Nics`.
+        stream: bytes a second that messages of steps from one rank to the other reach at most; 0: as the links.
     """
 
     links: tuple[tuple[tuple, float], ...]
     seconds: float
     processor: float
     crowding: float
+    stream: float
 
 
 class Links:
@@ -73,7 +75,7 @@ class Links:
             if cluster.inside.shared:
                 links = [(("inside", out[0]), rate / sharing["node", out[0]])]
             costs = cluster.inside.latency_us * 1e-6, cluster.inside.processor_ns_per_byte * 1e-9
-            return Path(tuple(links), *costs, 0.0)
+            return Path(tuple(links), *costs, 0.0, (cluster.inside.stream_GB_s or 0.0) * 1e9)
         nics = cluster.nics
         assert nics  # as above
         ends = [("out", out[0], self._nic(out[1])), ("in", into[0], self._nic(into[1]))]
@@ -82,7 +84,8 @@ class Links:
             uplink = leaf * nics.per_node * nics.GB_s * 1e9 / cluster.oversubscription
             switches = [(way, node // leaf) for way, node, _ in ends]
             links += [((f"switch {way}", switch), uplink / sharing["leaf", switch]) for way, switch in switches]
-        return Path(tuple(links), nics.latency_us * 1e-6, nics.processor_ns_per_byte * 1e-9, nics.crowding)
+        costs = nics.latency_us * 1e-6, nics.processor_ns_per_byte * 1e-9
+        return Path(tuple(links), *costs, nics.crowding, (nics.stream_GB_s or 0.0) * 1e9)
 
 
 def period_of_links(cluster: Cluster, devices: Sequence[int]) -> int:

@@ -23,6 +23,7 @@ class Run:
         use_torch_fsdp2: the weights that are shared out are float32, and the optimizer has no copy of them.
         recompute_whitelist: whether the output of attention is kept (`--recompute-whitelist core_attention`).
         dtype: of weights and activations: "bf16", "fp16" or "fp32".
+        partial_dtype: of partial outputs and gradients between context ranks. The trainer sends float32.
 
     Raises:
         UsageError: sizes that do not fit each other, or an unknown value.
@@ -48,9 +49,14 @@ class Run:
     recompute_num_layers: int | None = None
     recompute_whitelist: bool = False
     dtype: str = "bf16"
+    partial_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        for name, known in (("dtype", ITEMSIZE), ("data_parallel_sharding_strategy", SHARDING)):
+        for name, known in (
+            ("dtype", ITEMSIZE),
+            ("partial_dtype", ITEMSIZE),
+            ("data_parallel_sharding_strategy", SHARDING),
+        ):
             if (value := getattr(self, name)) not in known:
                 raise UsageError(f"{name} {value}: unknown; give one of {', '.join(known)}")
         each = self.micro_batch_size * self.data_parallel_size

@@ -50,6 +50,7 @@ def simulate(
     dtype: str = "bf16",
     devices: Sequence[int] | None = None,
     others: Sequence[Sequence[int]] = (),
+    all_up_to: int = ALL_UP_TO,
 ) -> Forecast:
     """Predicts one pass on a cluster.
 
@@ -62,6 +63,7 @@ def simulate(
         dtype: of the model, as in the cluster's attention rates.
         devices: the device of each rank; default: all of the cluster, in order.
         others: the devices of other context groups, which run the same pass at the same time (`Links`).
+        all_up_to: up to so many ranks each is simulated, and `spans` tell of it.
 
     Raises:
         UsageError: another number of devices than ranks.
@@ -70,8 +72,9 @@ def simulate(
     devices = devices or range(cluster.ranks)
     if len(devices) != plan.size:
         raise UsageError(f"{cluster.name}: {len(devices)} devices for {plan.size} ranks; give as many")
-    blocks = BlockTime(cluster.device, plan, shape, mask or Mask(), shape.rows * plan.size // batch, dtype)
-    few = fold(plan, blocks, period_of_links(cluster, devices)) if plan.size > ALL_UP_TO else Fold.none(plan)
+    mask, length = mask or Mask(), shape.rows * plan.size // batch
+    blocks = BlockTime(cluster.device, plan, shape, mask, length, dtype)
+    few = Fold.none(plan) if plan.size <= all_up_to else _folded(plan, blocks, period_of_links(cluster, devices))
     links = Links(cluster, few.like, devices, others)
     clock = Clock(plan, _Costs(plan, shape, blocks, links, few), few.groups, few.ranks, cluster.buffered_sends)
     clock.run()
@@ -79,6 +82,14 @@ def simulate(
     for span in clock.spans:
         busy[span.rank] += span.end - span.start if not span.channel else 0.0
     return Forecast(clock.flows.now, max(busy), clock.spans, few)
+
+
+def _folded(plan: Plan, blocks: BlockTime, links: int) -> Fold:
+    """The fold of a plan is the same on devices of any speed."""
+    key = links, blocks.mask, blocks.length
+    if key not in plan.folds:
+        plan.folds[key] = fold(plan, blocks.look, links)
+    return plan.folds[key]
 
 
 TENSORS = {T.Q: 1, T.KV: 2, T.O: 2, T.QDO: 4, T.DO: 2, T.DQ: 1, T.DKV: 2}  # of torch, each a message of its own
@@ -106,12 +117,20 @@ class _Costs:
         else:
             messages = sum([_messages(op) for op in work.comm]) if self.cluster.message_us else 0
             seconds = (self.cluster.device.step_us + self.cluster.message_us * messages) * 1e-6
-            # A swap packs what it sends and unpacks what it receives.
-            moved = sum([4 * self.bytes[t, True] for op in work.comm if isinstance(op, SwapHeads) for t in op.tensors])
+            seconds += sum([self._packing(op) for op in work.comm if isinstance(op, SwapHeads)])
+            if work.first:
+                seconds += self.cluster.device.pass_us * 1e-6
+            moved = 0
             if work.first and self.plan.backward:  # delta reads output and gradient, and writes and reads their product
-                moved += 4 * self.bytes[T.DO, True]
+                moved = 4 * self.bytes[T.DO, True]
             seconds += moved / memory
         return self._on_rank(group, rank, seconds) if seconds else None
+
+    def _packing(self, op: SwapHeads) -> float:
+        """Seconds in which a rank packs what it sends in a swap, and unpacks what it receives."""
+        device = self.cluster.device
+        moved = sum([4 * self.bytes[t, True] for t in op.tensors])
+        return device.swap_us * 1e-6 + moved / ((device.packing_GB_s or device.memory_GB_s) * 1e9)
 
     def _on_rank(self, group: int, rank: int, seconds: float) -> Task:
         if not self.compute_is_shared:
@@ -151,11 +170,16 @@ class _Costs:
 
     def _route(self, group: int | None, sender: int, receiver: int) -> tuple[Path, list[int], tuple[int, int]]:
         """The path, its resources and the devices of a message between two ranks: of a group, or of all."""
+        stream = "stream", group, sender % self.fold.ranks, (receiver - sender) % self.plan.n
         if group is not None:
             sender, receiver = self.ranks[group][sender], self.ranks[group][receiver]
         path = self.links.path(sender, receiver)
-        crowding = 0.0 if group is None else path.crowding  # heads are swapped with one peer after the other
-        uses = [self.flows.resource((link, group is None), rate, crowding) for link, rate in path.links]
+        if group is None:  # heads are swapped with one peer after the other, which no stream limits
+            uses = [self.flows.resource((link, True), rate) for link, rate in path.links]
+        else:
+            uses = [self.flows.resource((link, False), rate, path.crowding) for link, rate in path.links]
+            if path.stream:
+                uses.append(self.flows.resource(stream, path.stream))
         return path, uses, (self.links.like[sender], self.links.like[receiver])
 
 

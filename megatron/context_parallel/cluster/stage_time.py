@@ -22,8 +22,9 @@ PARTS = (
     "pipeline bubble",
     "gradients and weights, exposed",
     "optimizer",
+    "fixed cost",
 )
-ATTENTION, EXPOSED, PRODUCTS, NORMS, LOGITS, LAUNCHES, TENSOR, PIPELINE, BUBBLE, SHARED, OPTIMIZER = PARTS
+ATTENTION, EXPOSED, PRODUCTS, NORMS, LOGITS, LAUNCHES, TENSOR, PIPELINE, BUBBLE, SHARED, OPTIMIZER, FIXED = PARTS
 Parts = dict[str, float]
 
 
@@ -54,7 +55,8 @@ class StageTime:
         self.micro_batch = add((forward, backward))
         count = model.parameters_on_stage(stage, run.pipeline_model_parallel_size, run.tensor_model_parallel_size)
         shared = self._shared(count, *(parts[PRODUCTS] + parts[NORMS] for parts in (forward, backward)))
-        self.once = {SHARED: shared, OPTIMIZER: self.time.optimizer(count // run.shards("optim"))}
+        optimizer = self.time.optimizer(count // run.shards("optim"))
+        self.once = {SHARED: shared, OPTIMIZER: optimizer, FIXED: cluster.iteration_ms * 1e-3}
 
     def _pass(self, backward: bool) -> Parts:
         several = [self._layers(self.layers, backward), self._attention(self.layers, backward)]

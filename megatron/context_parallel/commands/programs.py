@@ -11,6 +11,7 @@ def _program(name: str) -> Callable[[], NoReturn]:
     return lambda: run_main(lambda: import_module(f"{__package__}.{name}").main())
 
 
+calibrate = _program("calibrate")
 checkpoint = _program("checkpoint")
 cluster_probe = _program("cluster_probe")
 convert_hf = _program("convert_hf")

@@ -25,6 +25,7 @@ NEEDS = {  # what is imported: (the package that has it, the extra that installs
     "pydantic": ("pydantic", "serve"),
     "prometheus_client": ("prometheus-client", "serve"),
     "wandb": ("wandb", "wandb"),
+    "scipy": ("scipy", "calibrate"),
 }
 
 

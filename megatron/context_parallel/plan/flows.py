@@ -113,7 +113,7 @@ class Flows:
     def _start(self, task: Task) -> None:
         uses = task.uses
         if any(self._slowdown):  # what a rank computes and moves changes each other's rate
-            uses = (*uses, *(self.resource(("rank", rank), math.inf) for rank in task.ranks))
+            uses = (*uses, *(self.resource(("rank", rank), math.inf) for rank in dict.fromkeys(task.ranks)))
         self._order += 1
         running = _Running(task, uses, self.now, self._order)
         for resource in uses:

@@ -251,6 +251,11 @@ class Plan:
         """What `schedule` has found, by rank."""
         return {}
 
+    @cached_property
+    def folds(self) -> dict[tuple, Any]:
+        """What `cluster.fold.fold` has found, by what it depends on beside the plan."""
+        return {}
+
     @property
     def n(self) -> int:
         """Ranks that run the steps together."""

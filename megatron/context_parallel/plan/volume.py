@@ -30,8 +30,9 @@ class Shape:
         heads: query heads.
         kv_heads: key/value heads.
         head_dim: of queries and keys.
-        itemsize: bytes of a number in the model's dtype. Partials, log-sum-exp and delta are float32.
+        itemsize: bytes of a number in the model's dtype. Log-sum-exp and delta are float32.
         value_dim: head_dim of values; default: that of keys.
+        partial_itemsize: bytes of a number of a partial that travels. This project sends float32.
     """
 
     rows: int
@@ -40,6 +41,7 @@ class Shape:
     head_dim: int
     itemsize: int
     value_dim: int | None = None
+    partial_itemsize: int = 4
 
 
 Rows = tuple[Sequence[int], Sequence[int]]  # of queries and of keys, of each chunk, times batch size
@@ -82,4 +84,4 @@ def chunk_bytes(plan: Plan, tensor: T, shape: Shape, swap: bool) -> int:
         T.DQ: (query, 0),
         T.DKV: (keys, 0),
     }[tensor]
-    return numbers * (shape.itemsize if whole else 4) + statistics * statistic
+    return numbers * (shape.itemsize if whole else shape.partial_itemsize) + statistics * statistic

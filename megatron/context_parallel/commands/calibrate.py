@@ -1,0 +1,126 @@
+"""Fits a cluster's description to numbers that were printed or measured on it, and says how well it predicts others.
+
+    tools/calibrate.py examples/paper_tables/loongtrain --cluster loongtrain --output fitted.yaml
+
+DIR has the numbers, NAME.csv with the columns row, column, unit and paper, and a predict.py with
+
+    CLUSTER     {NAME: preset} of each table
+    FIELDS      {preset: {field: (start, least, most)}}, such as {"nics.GB_s": (25, 10, 25)}
+    FITTED      {NAME: (row, column) -> whether the fit may use the cell}
+    predict     (NAME, cluster, wanted) -> a number or None for each cell; wanted(row, column) may be heeded for speed
+"""
+
+import argparse
+import csv
+import importlib
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from megatron.context_parallel.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron.context_parallel.cluster.calibrate import Calibration, Cell
+
+FITTED_TO = " Fitted by tools/calibrate.py"
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder with the numbers and predict.py")
+    parser.add_argument("--cluster", required=True, metavar="NAME", help="preset that is fitted")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="YAML file to write")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    if args.output.suffix not in (".yaml", ".yml"):
+        raise UsageError(f"--output {args.output}: must end in .yaml, such as cluster.yaml")
+    if not args.output.absolute().parent.is_dir():
+        raise UsageError(f"--output {args.output}: no folder {args.output.parent}; make it first")
+    if not (args.folder / "predict.py").is_file():
+        raise UsageError(f"DIR {args.folder}: no predict.py; give a folder such as examples/paper_tables/loongtrain")
+    paper = _module(args.folder)
+    if args.cluster not in paper.FIELDS:
+        raise UsageError(f"--cluster {args.cluster}: not in FIELDS; give one of {', '.join(paper.FIELDS)}")
+
+    from megatron.context_parallel.cluster.calibrate import Calibration, Field
+    from megatron.context_parallel.cluster.description import load_cluster, save_cluster
+
+    cells = read_cells(args.folder, args.cluster, paper)
+    fields = {path: Field(*given) for path, given in paper.FIELDS[args.cluster].items()}
+    fit = Calibration(load_cluster(args.cluster), fields, cells, paper.predict)
+    known = fit.fitted.source.split(FITTED_TO)[0]
+    save_cluster(
+        replace(fit.fitted, source=known + f"{FITTED_TO} to {_said(fit.used)}: {', '.join(fields)}."), args.output
+    )
+    _show(fit)
+    print(f"wrote {args.output}")
+
+
+def _module(folder: Path) -> ModuleType:
+    """Its predict.py, imported as part of what stands in the working directory."""
+    try:
+        parts = folder.absolute().resolve().relative_to(Path.cwd().resolve()).parts
+    except ValueError:
+        raise UsageError(f"DIR {folder}: not below the working directory; start this where its package is") from None
+    sys.path.insert(0, str(Path.cwd()))
+    return importlib.import_module(".".join((*parts, "predict")))
+
+
+def read_cells(folder: Path, preset: str, paper: ModuleType) -> "list[Cell]":
+    """The cells of all tables of a testbed, table by table, each in the order of its file."""
+    from megatron.context_parallel.cluster.calibrate import Cell
+
+    cells = []
+    for table in (table for table, name in paper.CLUSTER.items() if name == preset):
+        used = paper.FITTED.get(table, lambda row, column: False)
+        with (folder / f"{table}.csv").open(newline="") as file:
+            for line in csv.DictReader(file):
+                value = float(line["paper"]) if line["paper"] else None
+                place = line["row"], line["column"]
+                cells.append(Cell(table, *place, value, bool(value) and used(*place)))
+    return cells
+
+
+def _said(used: "list[Cell]") -> str:
+    """Which cells were used: those of each table, by the labels of columns or of rows, whichever are fewer."""
+    tables = []
+    for table in dict.fromkeys(cell.table for cell in used):
+        own = [cell for cell in used if cell.table == table]
+        labels = min(({cell.row: 0 for cell in own}, {cell.column: 0 for cell in own}), key=len)
+        tables.append(f"{table} ({'; '.join(labels)})")
+    return " and ".join(tables)
+
+
+def _show(fit: "Calibration") -> None:
+    """Fields, and the errors of each table: of fitted cells, of others, and of columns that are left out."""
+    from rich.table import Table
+
+    from megatron.context_parallel.cluster.calibrate import field_of
+    from megatron.context_parallel.tables import show
+
+    fields = Table("field", "start", "fitted", "least", "most", title=f"{fit.fitted.name}: {fit.steps} steps")
+    for name, (start, least, most) in zip(fit.names, fit.fields, strict=True):
+        fields.add_row(name, *(f"{value:g}" for value in (start, field_of(fit.fitted, name), least, most)))
+    errors = Table("table", "fitted cells", "other cells", "column left out", title="median / worst error (cells)")
+    for table in dict.fromkeys(cell.table for cell in fit.cells):
+        own = [cell for cell in fit.cells if cell.table == table and cell.counts]
+        found, left_out = fit.errors(own, fit.fitted), list[float]()
+        for column in dict.fromkeys(cell.column for cell in own if cell.fitted):
+            out = [cell for cell in own if cell.column == column]
+            left_out += fit.errors(out, fit.without(out)).values()
+        columns = {cell.column for cell in own if cell.fitted}
+        left_out += [error for cell, error in found.items() if cell.column not in columns]
+        kinds = [error for cell, error in found.items() if cell.fitted], [e for c, e in found.items() if not c.fitted]
+        errors.add_row(table, *map(_median, (*kinds, left_out)))
+    show(fields, errors)
+
+
+def _median(errors: list[float]) -> str:
+    return f"{statistics.median(errors):.1%} / {max(errors):.1%} ({len(errors)})" if errors else "-"
