@@ -1,0 +1,2 @@
+#!/usr/bin/env bash
+exec bash "$(dirname "${BASH_SOURCE[0]}")/../table.sh" mesh_attention table_5 "$@"
