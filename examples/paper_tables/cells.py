@@ -1,6 +1,7 @@
 """The numbers of the papers' tables and figures, and what this project says of each: CSV files."""
 
 import csv
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -74,6 +75,11 @@ class Result:
 
 
 COLUMNS = ("table", "row", "column", "unit", "paper", "predicted", "measured", "error_percent", "fitted")
+
+
+def words(path: Path) -> str:
+    """A page's words, as a part of a page in docs/: links lead from there."""
+    return re.sub(r"\]\((?:\.\./)+docs/", "](", path.read_text()).strip() + "\n"
 
 
 def text(value: float | None) -> str:

@@ -13,7 +13,7 @@ from megatron.context_parallel.cluster.step_search import workload_of
 from megatron.context_parallel.cluster.training_step import forecast_step
 from megatron.context_parallel.trainer.workload import preset_model
 
-from .cells import HERE, PAPERS, ROOT
+from .cells import HERE, PAPERS, ROOT, words
 from .systems import best_of, best_of_all
 
 PAGE = ROOT / "docs" / "five_papers.md"
@@ -99,5 +99,4 @@ def _marked(text: str, row: Row) -> str:
 def write_page(pool: Executor) -> None:
     """Fills the words of `five_papers.md` with the tables."""
     of = dict(zip(LENGTHS, pool.map(rows_of, LENGTHS), strict=True))
-    words = (HERE / "five_papers.md").read_text()
-    PAGE.write_text(words.replace(TABLES, "\n".join(_tables(of)) + "\n"))
+    PAGE.write_text(words(HERE / "five_papers.md").replace(TABLES, "\n".join(_tables(of))))

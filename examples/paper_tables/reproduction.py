@@ -4,7 +4,7 @@ import csv
 import re
 from collections.abc import Iterable, Sequence
 
-from .cells import HERE, PAPERS, ROOT, Result
+from .cells import HERE, PAPERS, ROOT, Result, words
 from .drawing import draw_residuals
 from .judged import BARS, CHOICES, Errors, as_printed, percent, regret
 from .predictions import predictor
@@ -28,14 +28,14 @@ def write_page(results: dict[tuple[str, str], Sequence[Result]], beyond: dict[st
         results: of each paper's tables.
         beyond: for each paper the rows of what this project would choose, as a Markdown table.
     """
-    words = (HERE / "page.md").read_text()
+    page = words(HERE / "page.md")
     summary = [
         "| table | testbed | cells | fitted | errors of cells not fitted | of all | a column left out | bar |",
         "|---|---|---|---|---|---|---|---|",
         *(_line(paper, table, of) for (paper, table), of in results.items()),
     ]
     sections = [_section(paper, {t: r for (p, t), r in results.items() if p == paper}, beyond) for paper in PAPERS]
-    page = words.replace(SUMMARY, "\n".join(summary) + "\n").replace(EACH, "\n".join(filter(None, sections)))
+    page = page.replace(SUMMARY, "\n".join(summary) + "\n").replace(EACH, "\n".join(filter(None, sections)))
     PAGE.write_text(re.sub(r"\n{3,}", "\n\n", page).rstrip() + "\n")
 
 
@@ -86,7 +86,7 @@ def _section(paper: str, tables: dict[str, Sequence[Result]], beyond: dict[str, 
         return ""
     lines = [f"## {PAPERS[paper]}", ""]
     notes = HERE / paper / "notes.md"
-    lines += [notes.read_text().strip(), ""] if notes.exists() else []
+    lines += [words(notes)] if notes.exists() else []
     lines += ["Commands, each with `--mode run` or `--mode slurm` to measure:", ""]
     lines += [f"    bash examples/paper_tables/{paper}/{table}.sh" for table in tables]
     lines += ["", *filter(None, (_choosing(paper, table, of) for table, of in tables.items())), ""]
