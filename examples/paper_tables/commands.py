@@ -1,10 +1,11 @@
-"""The commands that measure a cell of a paper: programs of this project, started by torchrun."""
+"""The commands that measure a cell of a paper: programs of this project."""
 
 import shlex
 
 LAUNCHER = "torchrun"
 ATTENTION = "benchmarks/attention_time.py"
 TRAINING = "pretrain_gpt.py"
+INFERENCE = "benchmarks/inference.py"
 
 
 def _launched(ranks: int, per_node: int, program: str, words: list[str]) -> str:
@@ -39,3 +40,8 @@ def attention_command(
 def training_command(ranks: int, flags: str, per_node: int = 8) -> str:
     """Trains on `ranks` ranks with the flags of pretrain_gpt.py: a model, its sizes, parallelism and recomputation."""
     return _launched(ranks, per_node, TRAINING, shlex.split(flags))
+
+
+def inference_command(flags: str) -> str:
+    """Times passes over a cache on one machine; the program starts its own ranks."""
+    return shlex.join(["python", INFERENCE, *shlex.split(flags)])

@@ -55,10 +55,10 @@ def _draw_panel(axes: pyplot.Axes, results: Sequence[Result]) -> None:
     rows, columns = _labels(results)
     for number, row in enumerate(rows):
         color = pyplot.get_cmap("tab20")(number % 20)
-        for marker, line, value in (("_", "-", _predicted), ("o", "", _paper), ("x", "", _measured)):
+        for marker, line, value in (("_", "-", _predicted), ("o", "none", _paper), ("x", "none", _measured)):
             found = [(columns.index(r.column), value(r)) for r in results if r.row == row]
             if points := [point for point in found if point[1] is not None]:
-                axes.plot(*zip(*points, strict=True), line, marker=marker, color=color, markersize=5)
+                axes.plot(*zip(*points, strict=True), linestyle=line, marker=marker, color=color, markersize=5)
         axes.plot([], [], color=color, label=row)
     shown = [y for r in results for y in (_paper(r), r.predicted) if y]
     if shown and 0 < SPREAD * min(shown) < max(shown):

@@ -17,8 +17,8 @@ class Predictor(Protocol):
 
     Attributes:
         CLUSTER: the preset of each table's testbed.
-        FITTED: `FITTED[table](row, column)` says whether the calibration of the testbed used a cell; of a table that is
-            not there it used none.
+        FITTED: `FITTED[table](row, column)` says whether the calibration of the testbed used a cell, if visible; of a
+            table that is not there it used none.
     """
 
     CLUSTER: Mapping[str, str]
@@ -39,19 +39,17 @@ def predicted(paper: str, table: str, kept: Path) -> list[Result]:
     """The results of a table. What was measured is kept from the file of the same table in folder `kept`.
 
     Raises:
-        ValueError: `predict` has another number of cells, or fits withheld cells or more of a table than `MOST_FITTED`.
+        ValueError: `predict` has another number of cells, or more of a table were fitted than `MOST_FITTED`.
     """
     cells, of = read_cells(paper, table), predictor(paper)
     values = of.predict(table, load_cluster(of.CLUSTER[table]))
     if len(values) != len(cells):
         raise ValueError(f"{paper} {table}: {len(values)} predictions for {len(cells)} cells")
     used = of.FITTED.get(table, lambda row, column: False)
-    fitted = [used(cell.row, cell.column) for cell in cells]
+    fitted = [bool(cell.paper) and used(cell.row, cell.column) for cell in cells]
     visible = sum(bool(cell.paper) for cell in cells)
     if sum(fitted) > MOST_FITTED * visible:
         raise ValueError(f"{paper} {table}: {sum(fitted)} cells fitted of {visible} visible ones; fit a third at most")
-    if any(use and not cell.paper for use, cell in zip(fitted, cells, strict=True)):
-        raise ValueError(f"{paper} {table}: a withheld cell is fitted")
     measured = {(old.row, old.column): old.measured for old in read_results(results_file(paper, table, kept))}
     return [
         Result(table, cell.row, cell.column, cell.unit, cell.paper, value, measured.get((cell.row, cell.column)), use)

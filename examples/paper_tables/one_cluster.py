@@ -1,0 +1,102 @@
+"""Writes docs/five_papers.md: the attention of all five papers in the same training step, on one common cluster."""
+
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from functools import cache
+
+from megatron.context_parallel.cluster.description import Cluster, load_cluster
+from megatron.context_parallel.cluster.model import Model
+from megatron.context_parallel.cluster.planner import Place
+from megatron.context_parallel.cluster.run import Run
+from megatron.context_parallel.cluster.step_search import workload_of
+from megatron.context_parallel.cluster.training_step import forecast_step
+from megatron.context_parallel.trainer.workload import preset_model
+
+from .cells import HERE, PAPERS, ROOT, words
+from .systems import best_of, best_of_all
+
+PAGE = ROOT / "docs" / "five_papers.md"
+PRESET, NODES, MODEL = "dgx-h100", 8, "llama3-8b"
+LENGTHS = {"128K": 2**17, "256K": 2**18, "512K": 2**19, "1M": 2**20, "2M": 2**21, "4M": 2**22}
+AUTO = "auto"
+NAMES = PAPERS | {"cp_inference": "Million-Token Inference (ring)", AUTO: "this project, `auto`"}
+TABLES = "<!-- the tables -->\n"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A system at a length.
+
+    Attributes:
+        spec: the fastest way of the system, by prediction.
+        attention: seconds of one attention, forward and backward.
+        step, mfu: of a training step.
+        fits: whether the step fits the memory.
+    """
+
+    spec: str
+    attention: float
+    step: float
+    mfu: float
+    fits: bool
+
+
+@cache
+def cluster() -> Cluster:
+    return replace(load_cluster(PRESET), nodes=NODES)
+
+
+def run_of(length: int, spec: str) -> Run:
+    """All 64 GPUs share one sequence; weights and optimizer are sharded; all is recomputed but attention."""
+    return Run(
+        seq_length=length,
+        cp_strategy=spec,
+        context_parallel_size=cluster().ranks,
+        data_parallel_sharding_strategy="optim",
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+        recompute_whitelist=True,
+    )
+
+
+def rows_of(label: str) -> dict[str, Row]:
+    """Of every system at one length."""
+    length, place = LENGTHS[label], Place(cluster())
+    model: Model = preset_model(MODEL, length, 1)
+    workload = workload_of(model, run_of(length, "ring"))
+    found = {paper: best_of(paper, workload, place) for paper in PAPERS}
+    found[AUTO] = min([best_of_all(workload, place), *found.values()], key=lambda item: item[1])
+    rows = {}
+    for name, (spec, attention) in found.items():
+        step = forecast_step(model, run_of(length, spec), cluster())
+        rows[name] = Row(spec, attention, step.seconds, step.mfu, step.fits)
+    return rows
+
+
+def _tables(of: dict[str, dict[str, Row]]) -> Iterator[str]:
+    heads = f"| system | {' | '.join(of)} |\n|---|" + "---|" * len(of)
+    kinds = {
+        "Tokens a second and GPU": lambda row, tokens: _marked(f"{tokens / row.step / cluster().ranks:.0f}", row),
+        "MFU, percent": lambda row, tokens: _marked(f"{100 * row.mfu:.1f}", row),
+        "One attention, forward and backward, ms": lambda row, tokens: f"{1e3 * row.attention:.4g}",
+        "What each system takes": lambda row, tokens: f"`{row.spec}`",
+    }
+    for title, cell in kinds.items():
+        yield f"## {title}\n\n{heads}"
+        for name in NAMES:
+            yield f"| {NAMES[name]} | {' | '.join(cell(rows[name], LENGTHS[label]) for label, rows in of.items())} |"
+        yield ""
+
+
+def _marked(text: str, row: Row) -> str:
+    return text if row.fits else f"{text}*"
+
+
+def write_page(pool: Executor) -> None:
+    """Fills the words of `five_papers.md` with the tables."""
+    of = dict(zip(LENGTHS, pool.map(rows_of, LENGTHS), strict=True))
+    PAGE.write_text(words(HERE / "five_papers.md").replace(TABLES, "\n".join(_tables(of))))

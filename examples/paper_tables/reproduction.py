@@ -1,0 +1,122 @@
+"""docs/reproduction.md: the words are people's, the numbers are those of the output files."""
+
+import csv
+import re
+from collections.abc import Iterable, Sequence
+
+from .cells import HERE, PAPERS, ROOT, Result, words
+from .drawing import draw_residuals
+from .judged import BARS, CHOICES, Errors, as_printed, percent, regret
+from .predictions import predictor
+from .simulate import name_of
+from .volumes import volume_table
+
+PAGE = ROOT / "docs" / "reproduction.md"
+PICTURES = ROOT / "docs" / "images" / "reproduction"
+SUMMARY = "<!-- the tables -->\n"
+VOLUMES = (
+    "What a rank receives at most in one attention, forward and backward, with a causal mask, in units of N d (one\n"
+    "tensor of all tokens). Partials count as in the papers, without regard to their dtype."
+)
+EACH = "<!-- the papers -->\n"
+
+
+def write_page(results: dict[tuple[str, str], Sequence[Result]], beyond: dict[str, str]) -> None:
+    """Fills the template with a summary of all tables and a section for each paper.
+
+    Args:
+        results: of each paper's tables.
+        beyond: for each paper the rows of what this project would choose, as a Markdown table.
+    """
+    page = words(HERE / "page.md")
+    summary = [
+        "| table | testbed | cells | fitted | errors of cells not fitted | of all | a column left out | bar |",
+        "|---|---|---|---|---|---|---|---|",
+        *(_line(paper, table, of) for (paper, table), of in results.items()),
+    ]
+    sections = [_section(paper, {t: r for (p, t), r in results.items() if p == paper}, beyond) for paper in PAPERS]
+    page = page.replace(SUMMARY, "\n".join(summary) + "\n").replace(EACH, "\n".join(filter(None, sections)))
+    PAGE.write_text(re.sub(r"\n{3,}", "\n\n", page).rstrip() + "\n")
+
+
+def left_out(paper: str) -> dict[str, float]:
+    """The median errors in percent that the calibration found when it left out one column after the other."""
+    path = HERE / paper / "left_out.csv"
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        return {line["table"]: float(line["error_percent"]) for line in csv.DictReader(file)}
+
+
+def _line(paper: str, table: str, results: Sequence[Result]) -> str:
+    used = sum(r.fitted for r in results)
+    name = f"{PAPERS[paper] if len(PAPERS[paper]) < 20 else 'Million-Token Inference'} {table.replace('_', ' ')}"
+    out = left_out(paper).get(table)
+    parts = [name, f"`{predictor(paper).CLUSTER[table]}`", _cells(results), str(used) if used else ""]
+    parts += [
+        _errors(r for r in results if not r.fitted),
+        _errors(results) if used else "",
+        f"{percent(out)} %" if out else "",
+    ]
+    return f"| {' | '.join([*parts, verdict(paper, table, results)])} |"
+
+
+def _cells(results: Sequence[Result]) -> str:
+    withheld = sum(not r.paper for r in results)
+    return f"{len(results)}" + (f", {withheld} withheld" if withheld else "")
+
+
+def _errors(results: Iterable[Result]) -> str:
+    found = Errors.of(results)
+    return f"{percent(found.median)} / {percent(found.worst)} %" if found else ""
+
+
+def verdict(paper: str, table: str, results: Sequence[Result]) -> str:
+    """The bar of a table, and whether it is reached. Tables that are withheld as a whole cannot be judged."""
+    bar, found = BARS.get((paper, table)), Errors.of(r for r in results if not r.fitted)
+    if bar is None:
+        return ""
+    if found is None:
+        return f"{bar:g} %: not judged" if not any(r.paper for r in results) else f"{bar:g} %: no prediction"
+    return f"{bar:g} %: {'reached' if round(found.median, 1) <= bar else '**missed**'}"
+
+
+def _section(paper: str, tables: dict[str, Sequence[Result]], beyond: dict[str, str]) -> str:
+    if not tables:
+        return ""
+    lines = [f"## {PAPERS[paper]}", ""]
+    notes = HERE / paper / "notes.md"
+    lines += [words(notes)] if notes.exists() else []
+    lines += ["Commands, each with `--mode run` or `--mode slurm` to measure:", ""]
+    lines += [f"    bash examples/paper_tables/{paper}/{table}.sh" for table in tables]
+    lines += ["", *filter(None, (_choosing(paper, table, of) for table, of in tables.items())), ""]
+    for table, results in tables.items():
+        lines += _missed(paper, table, results)
+    if paper == "attention2d":
+        lines += ["### Table 1 as volumes of the plans", "", VOLUMES, "", volume_table(), ""]
+    if paper in beyond:
+        lines += ["### Beyond the paper (predictions)", "", beyond[paper], ""]
+    return "\n".join(lines) + "\n"
+
+
+def _choosing(paper: str, table: str, results: Sequence[Result]) -> str:
+    if (paper, table) == ("mesh_attention", "table_5"):
+        same, all_of = as_printed(r for r in results if r.column.startswith("ring"))
+        return f"- Table 5: {same} of {all_of} ring cells are as printed."
+    found = regret(results, CHOICES[paper, table]) if (paper, table) in CHOICES else None
+    if not found:
+        return ""
+    return (
+        f"- {table.replace('_', ' ').capitalize()}: choosing by prediction is right within 1 % in {found.right} of "
+        f"{found.choices} choices; the worst one loses {percent(found.worst)} %."
+    )
+
+
+def _missed(paper: str, table: str, results: Sequence[Result]) -> list[str]:
+    """The errors of a table that misses its bar, as a picture."""
+    path = PICTURES / f"{paper}_{table}.png"
+    if "missed" not in verdict(paper, table, results):
+        path.unlink(missing_ok=True)
+        return []
+    draw_residuals(results, name_of(paper, table), path)
+    return [f"![errors of {name_of(paper, table)}](images/reproduction/{path.name})", ""]

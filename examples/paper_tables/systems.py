@@ -1,0 +1,79 @@
+"""The attention of each paper as specs of this project's strategies, and what the planner would take instead."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from megatron.context_parallel.cluster.candidates import Workload
+from megatron.context_parallel.cluster.planner import Place, Prediction, fastest, search
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.layout import Chunks
+from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
+from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.strategies.options import divisors
+
+SIMULATED = 8  # ways of each system, the likeliest
+SEARCHED = 16  # of all strategies
+RING = "ring"
+
+
+def specs(paper: str, n: int, heads: int) -> Iterator[str]:
+    """All that the paper describes for n ranks: its grids, tiles, sizes and placements."""
+    if paper == "attention2d":
+        for rows in divisors(n):
+            yield from (f"attention2d:grid={rows}x{n // rows},layout=cyclic,overlap={o}" for o in ("yes", "no"))
+    elif paper == "mesh_attention":
+        for a in divisors(n):
+            yield from (f"mesh:grid={a}x{n // a},layout=cyclic,q_cost={cost}" for cost in (0.25, 1))
+    elif paper == "lightseq":
+        yield "lightseq"
+    elif paper == "cp_inference":
+        yield RING  # pass-KV; the paper has no backward pass
+    else:
+        yield from _loongtrain(n, heads)
+
+
+def _loongtrain(n: int, heads: int) -> Iterator[str]:
+    """2D-Attention with every size, placement and inner ring."""
+    for hp in divisors(n):
+        if heads % hp:
+            continue
+        for placement in PLACEMENTS[: 1 + (1 < hp < n)]:
+            common = f"head_parallel_size={hp},placement={placement}"
+            if hp == n:
+                yield "ulysses"
+                continue
+            yield f"ring:{common}" if hp > 1 else RING
+            yield from (
+                f"loongtrain:{common if hp > 1 else 'head_parallel_size=1'},inner_ring_size={w}"
+                for w in divisors(n // hp)[1:-1]
+            )
+
+
+def ways(names: Iterator[str], workload: Workload, n: int) -> Mapping[str, Sequence[Plan]]:
+    """The forward and the backward plan of each spec that fits the ranks and the sequence."""
+    found = dict[str, Sequence[Plan]]()
+    for spec in names:
+        try:
+            choice = choose(spec, n)
+            steps = choice.plan(n).n
+            sees = workload.mask.pairs(*Chunks.pair(choice.layout, steps, workload.length))
+            how = {"sees": sees, "heads": workload.heads, "kv_heads": workload.kv_heads}
+            found[spec] = [choice.plan(n, backward=backward, **how) for backward in (False, True)]
+        except UsageError:
+            continue  # a size that the heads or the ranks do not have
+    return found
+
+
+def best_of(paper: str, workload: Workload, place: Place, passes: int = 2) -> tuple[str, float]:
+    """The fastest way of a paper's system, and the seconds of its forward pass, or of both, by prediction."""
+    ranked, _ = fastest(ways(specs(paper, place.n, workload.heads), workload, place.n), place, workload, SIMULATED)
+    return _first(ranked, passes)
+
+
+def best_of_all(workload: Workload, place: Place, passes: int = 2) -> tuple[str, float]:
+    """What `--cp-strategy auto` would take; of one pass, the fastest there of what it simulates."""
+    return _first(search(workload, place, most=SEARCHED).ranked, passes)
+
+
+def _first(ranked: Mapping[str, Prediction], passes: int) -> tuple[str, float]:
+    seconds = {spec: sum(of.seconds for of in found.passes[:passes]) for spec, found in ranked.items()}
+    return min(seconds.items(), key=lambda item: item[1])
