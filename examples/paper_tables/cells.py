@@ -2,7 +2,7 @@
 
 import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -113,6 +113,18 @@ def read_cells(paper: str, table: str) -> list[Cell]:
         raise UsageError(f"TABLE {table}: {paper} has {', '.join(known)}")
     with (HERE / paper / f"{table}.csv").open(newline="") as file:
         return [Cell(**line) for line in csv.DictReader(file)]
+
+
+def every_third_row(paper: str, table: str) -> Callable[[str, str], bool]:
+    """Whether the calibration may use a cell: the rule of this folder's README."""
+    visible = [cell for cell in read_cells(paper, table) if cell.paper]
+    chosen, count = set[str](), 0
+    for row in list(dict.fromkeys(cell.row for cell in visible))[1::3]:
+        count += sum(cell.row == row for cell in visible)
+        if 3 * count > len(visible):
+            break
+        chosen.add(row)
+    return lambda row, column: (row, column) in {(cell.row, cell.column) for cell in visible if cell.row in chosen}
 
 
 def results_file(paper: str, table: str, folder: Path) -> Path:
