@@ -19,7 +19,7 @@ from megatron.context_parallel.cluster.description import (
 from megatron.context_parallel.cluster.fold import fold
 from megatron.context_parallel.cluster.simulate import simulate
 from megatron.context_parallel.commands.plan import main as plan_tool
-from megatron.context_parallel.layout import LAYOUTS
+from megatron.context_parallel.layout import LAYOUTS, Chunks
 from megatron.context_parallel.mask import Mask
 from megatron.context_parallel.plan.flows import Flows, Task
 from megatron.context_parallel.plan.ir import Attend, Step
@@ -202,6 +202,22 @@ def test_a_pass_and_a_swap_have_costs_of_their_own():
     packing = replace(slow, device=replace(NO_WORK, packing_GB_s=100.0))
     moved = 4 * (2 * KV + 4 * 1024 * 8)  # queries, keys, values and outputs with log-sum-exp
     assert seconds("ulysses", packing) == pytest.approx(seconds("ulysses", slow) + moved / 100e9, rel=1e-4)
+
+
+def test_more_nodes_have_a_slower_one():
+    """A ring over 8 nodes of one device waits for its messages only."""
+    slow = replace(BOX, device=NO_WORK, nodes=8, devices_per_node=1, nics=replace(BOX.nics, per_node=1))
+    wide = replace(slow, nics=replace(slow.nics, spread=0.1, stream_GB_s=5.0))
+    assert seconds("ring", wide) == pytest.approx(2 * 1.3 * seconds("ring", slow))  # log2(8) times 0.1
+
+
+def test_striped_blocks_of_many_ranks_are_alike():
+    """They differ by half a row of 1024, on and off the diagonal."""
+    n, length = 64, 2**16
+    choice = choose("ring", layout="cyclic")
+    plan = choice.plan(n, sees=Mask(True).pairs(*Chunks.pair("cyclic", n, length)))
+    shape = replace(SHAPE, rows=length // n)
+    assert fold(plan, BlockTime(DEVICE, plan, shape, Mask(True), length, "bf16"), 8).ranks == 8
 
 
 def test_a_rank_that_does_something_else_is_not_folded():

@@ -104,10 +104,7 @@ class BlockTime:
         return 12 * (part.queries * self.query_numbers + part.keys * self.key_numbers * self.backward)
 
     def _rate(self, part: Part) -> float:
-        """Operations a second, between the sizes that were measured."""
-        rates, rows = self.rates[part.causal], self.rows * math.sqrt(part.queries * part.keys)
-        known = [rate.backward_TFLOP_s if self.backward else rate.forward_TFLOP_s for rate in rates]
-        return 1e12 * float(numpy.interp(math.log(rows), [math.log(rate.rows) for rate in rates], known))
+        return _between(self.rates[part.causal], self.rows * math.sqrt(part.queries * part.keys), self.backward)
 
     def parts(self, q: int, kv_chunks: tuple[int, ...]) -> list[Part]:
         """The pieces of a query chunk against gathered key chunks, in ascending order."""
@@ -144,7 +141,8 @@ class BlockTime:
         shares = []
         for rows in self.chunks.progressions[q]:
             count = min(SAMPLES, rows.length)
-            places = torch.tensor([int((i + 0.5) * rows.length / count) for i in range(count)])
+            # Every other one is rounded down, so that their mean is that of all.
+            places = torch.tensor([int((i + 0.5) * rows.length / count - i % 2 / 2) for i in range(count)])
             first, end = (bound[0].numpy() for bound in self.mask.seen(rows.start + places * rows.stride))
             seen = (self._before(end) - self._before(first)).clip(0).sum(0)
             shares.append((rows.length / count / self.rows**2 * seen).reshape(self.chunks.n, -1))
@@ -162,6 +160,16 @@ def _small_blocks(plan: Plan, mask: Mask, length: int) -> Blocks:
     before, after = (-1 if side < 0 else -(-side * small // length) for side in mask.window)
     chunks = Chunks.of(plan.layout, plan.n, small)
     return Blocks(replace(mask, window=(before, after)), chunks, chunks, AtenFlash())
+
+
+def rate_at(device: Device, dtype: str, head_dim: int, causal: bool, rows: float, backward: bool) -> float:
+    """Operations a second of a call of the kernel with as many queries and keys, between the sizes measured."""
+    return _between(_nearest(device.attention, dtype, head_dim, causal), rows, backward)
+
+
+def _between(rates: list[AttentionRate], rows: float, backward: bool) -> float:
+    known = [rate.backward_TFLOP_s if backward else rate.forward_TFLOP_s for rate in rates]
+    return 1e12 * float(numpy.interp(math.log(rows), [math.log(rate.rows) for rate in rates], known))
 
 
 def _nearest(rates: tuple[AttentionRate, ...], dtype: str, head_dim: int, causal: bool) -> list[AttentionRate]:

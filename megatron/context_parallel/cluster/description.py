@@ -56,6 +56,7 @@ class Device:
     kernel_us: float = 5.0  # what a kernel outside attention costs before it computes
     step_us: float = 0.0  # what a step of a plan costs before its communication starts
     pass_us: float = 0.0  # what a pass of attention costs once, before its first step
+    cache_us: float = 0.0  # what a prefill over cached keys costs more in each layer: page tables, copies, launches
     swap_us: float = 0.0  # what a swap of heads costs before its messages start
     packing_GB_s: float | None = None  # memory traffic while heads are packed for a swap; default: `memory_GB_s`
 
@@ -83,6 +84,7 @@ class Nics:
     crowding: float = (
         0.0  # a NIC that carries for k pairs of ranks in a direction has 1 / (1 + crowding (k - 1)) of its rate
     )
+    spread: float = 0.0  # ranks wait for the slowest NIC: of k nodes it has 1 / (1 + spread log2(k)) of the rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +213,7 @@ def _read(kind: Any, value: object, where: str) -> Any:
     )
 
 
-_MAY_BE_ZERO = ("_us", "_ms", "_slowdown", "_ns_per_byte", "crowding")
+_MAY_BE_ZERO = ("_us", "_ms", "_slowdown", "_ns_per_byte", "crowding", "spread")
 
 
 def _checked(kind: type, value: Any, where: str) -> Any:

@@ -1,5 +1,6 @@
 """Which links of a cluster a message crosses."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
@@ -78,14 +79,15 @@ class Links:
             return Path(tuple(links), *costs, 0.0, (cluster.inside.stream_GB_s or 0.0) * 1e9)
         nics = cluster.nics
         assert nics  # as above
+        pace = 1e9 / (1 + nics.spread * math.log2(cluster.nodes))  # bytes a second for each GB_s
         ends = [("out", out[0], self._nic(out[1])), ("in", into[0], self._nic(into[1]))]
-        links = [((f"nic {way}", *nic), nics.GB_s * 1e9 / sharing["nic", *nic]) for way, *nic in ends]
+        links = [((f"nic {way}", *nic), nics.GB_s * pace / sharing["nic", *nic]) for way, *nic in ends]
         if (leaf := cluster.nodes_per_switch) and nodes[0] // leaf != nodes[1] // leaf:
-            uplink = leaf * nics.per_node * nics.GB_s * 1e9 / cluster.oversubscription
+            uplink = leaf * nics.per_node * nics.GB_s * pace / cluster.oversubscription
             switches = [(way, node // leaf) for way, node, _ in ends]
             links += [((f"switch {way}", switch), uplink / sharing["leaf", switch]) for way, switch in switches]
         costs = nics.latency_us * 1e-6, nics.processor_ns_per_byte * 1e-9
-        return Path(tuple(links), *costs, nics.crowding, (nics.stream_GB_s or 0.0) * 1e9)
+        return Path(tuple(links), *costs, nics.crowding, (nics.stream_GB_s or 0.0) * pace)
 
 
 def period_of_links(cluster: Cluster, devices: Sequence[int]) -> int:

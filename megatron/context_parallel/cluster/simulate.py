@@ -1,6 +1,6 @@
 """How long a plan takes on a cluster: the symbolic machine with the cluster's links and devices."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -51,6 +51,7 @@ def simulate(
     devices: Sequence[int] | None = None,
     others: Sequence[Sequence[int]] = (),
     all_up_to: int = ALL_UP_TO,
+    blocks: Callable[[Attend], float] | None = None,
 ) -> Forecast:
     """Predicts one pass on a cluster.
 
@@ -64,6 +65,7 @@ def simulate(
         devices: the device of each rank; default: all of the cluster, in order.
         others: the devices of other context groups, which run the same pass at the same time (`Links`).
         all_up_to: up to so many ranks each is simulated, and `spans` tell of it.
+        blocks: seconds of a block; default: a `BlockTime`.
 
     Raises:
         UsageError: another number of devices than ranks.
@@ -72,9 +74,9 @@ def simulate(
     devices = devices or range(cluster.ranks)
     if len(devices) != plan.size:
         raise UsageError(f"{cluster.name}: {len(devices)} devices for {plan.size} ranks; give as many")
-    mask, length = mask or Mask(), shape.rows * plan.size // batch
-    blocks = BlockTime(cluster.device, plan, shape, mask, length, dtype)
-    few = Fold.none(plan) if plan.size <= all_up_to else _folded(plan, blocks, period_of_links(cluster, devices))
+    if blocks is None:
+        blocks = BlockTime(cluster.device, plan, shape, mask or Mask(), shape.rows * plan.size // batch, dtype)
+    few = _folded(plan, blocks, period_of_links(cluster, devices)) if plan.size > all_up_to else Fold.none(plan)
     links = Links(cluster, few.like, devices, others)
     clock = Clock(plan, _Costs(plan, shape, blocks, links, few), few.groups, few.ranks, cluster.buffered_sends)
     clock.run()
@@ -84,8 +86,10 @@ def simulate(
     return Forecast(clock.flows.now, max(busy), clock.spans, few)
 
 
-def _folded(plan: Plan, blocks: BlockTime, links: int) -> Fold:
-    """The fold of a plan is the same on devices of any speed."""
+def _folded(plan: Plan, blocks: Callable[[Attend], float], links: int) -> Fold:
+    """The fold of a plan. That of a mask is kept, because it is the same on devices of any speed."""
+    if not isinstance(blocks, BlockTime):
+        return fold(plan, blocks, links)
     key = links, blocks.mask, blocks.length
     if key not in plan.folds:
         plan.folds[key] = fold(plan, blocks.look, links)
@@ -96,7 +100,7 @@ TENSORS = {T.Q: 1, T.KV: 2, T.O: 2, T.QDO: 4, T.DO: 2, T.DQ: 1, T.DKV: 2}  # of 
 
 
 class _Costs:
-    def __init__(self, plan: Plan, shape: Shape, blocks: BlockTime, links: Links, few: Fold) -> None:
+    def __init__(self, plan: Plan, shape: Shape, blocks: Callable[[Attend], float], links: Links, few: Fold) -> None:
         self.plan, self.shape, self.blocks, self.links, self.fold = plan, shape, blocks, links, few
         self.cluster = cluster = links.cluster
         self.flows = Flows((cluster.compute_slowdown, cluster.message_slowdown))

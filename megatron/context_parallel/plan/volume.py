@@ -33,6 +33,7 @@ class Shape:
         itemsize: bytes of a number in the model's dtype. Log-sum-exp and delta are float32.
         value_dim: head_dim of values; default: that of keys.
         partial_itemsize: bytes of a number of a partial that travels. This project sends float32.
+        key_rows: keys of a rank times batch size, cached ones included; default: as many as queries.
     """
 
     rows: int
@@ -42,6 +43,7 @@ class Shape:
     itemsize: int
     value_dim: int | None = None
     partial_itemsize: int = 4
+    key_rows: int | None = None
 
 
 Rows = tuple[Sequence[int], Sequence[int]]  # of queries and of keys, of each chunk, times batch size
@@ -73,7 +75,7 @@ def chunk_bytes(plan: Plan, tensor: T, shape: Shape, swap: bool) -> int:
     value_dim = shape.head_dim if shape.value_dim is None else shape.value_dim
     statistic = 4 * shape.rows * shape.heads  # log-sum-exp or delta
     query, out = shape.rows * shape.heads * shape.head_dim, shape.rows * shape.heads * value_dim
-    keys = shape.rows * max(shape.kv_heads, plan.heads) * (shape.head_dim + value_dim)
+    keys = (shape.key_rows or shape.rows) * max(shape.kv_heads, plan.heads) * (shape.head_dim + value_dim)
     whole = tensor not in PARTIAL or (swap and not (tensor is T.DKV and plan.heads > shape.kv_heads))
     numbers, statistics = {
         T.Q: (query, 0),
