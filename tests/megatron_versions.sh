@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 versions=("$@")
-((${#versions[@]})) || versions=(0.14.0 0.15.0 0.15.3 0.16.0 0.16.1 0.17.1 0.18.2 0.19.2)
+((${#versions[@]})) || versions=(0.16.0 0.16.1 0.17.1 0.18.2 0.19.2)
 tests=(tests/test_megatron_lm.py tests/test_model.py tests/test_training.py tests/test_checkpoint.py)
 chosen="megatron_lm or test_model or packed or kept or learns or another_layout"
 folder=$(mktemp -d)

@@ -158,7 +158,9 @@ def losses_of_a_checkout(ranks: int, *flags: str) -> list[float]:
     """What a checkout's own training loop prints, by its unmodified pretrain_gpt.py."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     program = [str(Path(__file__).with_name("megatron_lm_checkout.py")), os.environ["MEGATRON_LM_PATH"], *flags]
-    done = subprocess.run([sys.executable, *launch, *program], capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    command = [sys.executable, *launch, *program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
 
