@@ -1,7 +1,9 @@
 """PyTorch around attention: torch.compile, selective checkpoints, autocast, orders of dimensions, DTensors, meshes."""
 
 import pickle
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from megatron.context_parallel.handles import held
 from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.mask import Documents
 
+PAGE = Path(__file__).parents[1] / "docs" / "torch.md"
 ATTENTION = torch.ops.context_parallel.attention.default
 SPECS = ["ring", "usp:head_parallel_size=2"]
 
@@ -247,3 +250,12 @@ def test_training_with_fsdp_equals_one_rank(ranks, one_rank, spec, how):
 
 def test_a_checkpoint_of_fsdp_loads_in_hsdp(ranks, tmp_path):
     assert all(ranks(4, torch_case.save_and_load, str(tmp_path)))
+
+
+def example() -> None:
+    source = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+    exec(compile(source, str(PAGE), "exec"), {"__name__": "example"})
+
+
+def test_the_example_of_the_page_runs(ranks):
+    ranks(4, example)

@@ -2,11 +2,12 @@
 
 from typing import cast
 
-from diffusers import ContextParallelConfig, ModelMixin
 from diffusers.hooks.context_parallel import apply_context_parallel
+from diffusers.models._modeling_parallel import ContextParallelConfig
 from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from diffusers.models.attention_processor import Attention, MochiAttention
+from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
