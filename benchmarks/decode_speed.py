@@ -51,7 +51,7 @@ def models(folder: str, hidden: int, layers: int) -> tuple[LlamaForCausalLM, Eng
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     args = model_arguments(Source(load=folder))
     initialize_model_parallel(args)
-    cp = ContextParallel(args.cp, group=parallel_state.get_context_parallel_group())
+    cp = ContextParallel(args.cp_layers[0], group=parallel_state.get_context_parallel_group())
     return theirs, Engine(Session(load_model(args, cp), cp, cache_tokens=4096), Endless())
 
 

@@ -73,7 +73,7 @@ def load(folder: str) -> tuple[ContextParallel, GPTModel]:
     """The trained model over the ranks of this world; call `parallel_state.destroy_model_parallel` after use."""
     args = model_arguments(Source(load=folder))
     initialize_model_parallel(args)
-    cp = ContextParallel(args.cp, group=parallel_state.get_context_parallel_group())
+    cp = ContextParallel(args.cp_layers[0], group=parallel_state.get_context_parallel_group())
     return cp, load_model(args, cp)
 
 

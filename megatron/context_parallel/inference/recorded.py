@@ -116,12 +116,10 @@ _PURE = {_ops.cos.default, _ops.sin.default, _ops.mul.Tensor}  # nothing is writ
 
 
 def _same(node: fx.Node) -> fx.Node | None:
-    """The input that an operation returns as it is."""
+    """The input that an operation returns as it is; not of a view, which may have other strides."""
     args = node.args
     match node.target:
         case _ops.alias.default:
-            return args[0]
-        case _ops.view_as.default if args[0] is args[1]:
             return args[0]
         case _ops.dropout.default | _ops.dropout_.default if not args[2]:
             return args[0]
