@@ -11,6 +11,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.marks import marks
 from megatron.context_parallel.plan.ir import batches
 from megatron.context_parallel.plan.names import named
+from megatron.context_parallel.strategies import choose
 from megatron.context_parallel.trainer.arguments import parse_args
 from megatron.context_parallel.trainer.profiling import trace_path
 
@@ -42,7 +43,7 @@ def test_a_trace_has_the_blocks_and_batches_of_the_plans(strategy, ranks, tmp_pa
     ranks(2, profiled, str(tmp_path), strategy)
     assert [path.name for path in tmp_path.iterdir()] == [trace_path("", 1).name]  # of the ranks asked for
     events = json.loads(trace_path(str(tmp_path), 1).read_text())["traceEvents"]
-    want = expected(training_case.choose(strategy, layout="zigzag"), 1)
+    want = expected(choose(strategy, layout="zigzag"), 1)
     lanes = [("blocks", e["name"], e) for e in events if e.get("cat") == "user_annotation" and "queries" in e["name"]]
     lanes += [(e["tid"], e["name"], e) for e in events if e.get("cat") == "plan"]
     assert Counter((lane, name) for lane, name, _ in lanes) == want
