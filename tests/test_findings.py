@@ -2,12 +2,14 @@
 
 import math
 import os
+import re
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 import training_case
+import zero_case
 
 from megatron.context_parallel.trainer import training
 
@@ -56,6 +58,12 @@ def inject(fault: str, state, strikes) -> None:
     if fault.startswith("gradient"):
         weight = layer.mlp.linear_fc2.weight
         weight.register_hook(lambda gradient: gradient.index_fill(0, nothing, math.nan) if strikes() else gradient)
+    elif fault == "sum of gradients":
+        layer.input_layernorm.register_forward_hook(
+            lambda module, inputs, out: (
+                out.register_hook(lambda gradient: gradient * math.nan if strikes() else gradient) and None
+            )
+        )
     elif fault == "bit flip":
         layer.input_layernorm.register_forward_hook(lambda module, inputs, out: flip(out) if strikes() else out)
     if fault.endswith("spike"):
@@ -87,6 +95,16 @@ def test_a_gradient_is_named_with_its_rank_on_every_rank(ranks, whole):
     for result in ranks(2, run, "gradient"):
         assert result.end == f"iteration {FAULTY}: gradient of decoder.layers.1.{WEIGHT} is nan on rank 1"
         assert result.losses == whole[: FAULTY - 1]
+
+
+def sharded() -> Run:
+    return run("sum of gradients", **zero_case.WAYS["optim_grads_params"])
+
+
+def test_fsdp_names_a_gradient_before_the_weights_change(ranks, whole):
+    for result in ranks(2, sharded):
+        assert re.match(rf"iteration {FAULTY}: gradient of \S+ is nan on rank \d; \d+ values", result.end)
+        assert result.losses == pytest.approx(whole[: FAULTY - 1], rel=1e-6)
 
 
 def in_a_pipeline() -> Run:

@@ -150,7 +150,7 @@ def _caption(found: StepSearch) -> str:
     trained = next((one for one in found.ranked if one.trains), None)
     lines = [
         "seconds of an iteration, predicted; exposed: communication of attention that no block hides;",
-        "shared out: over data and context ranks; *: the trainer cannot run it yet.",
+        "shared out: over data and context ranks; *: the trainer refuses it.",
         f"{found.slower} slower strategies were not simulated, or not taken for a whole step.",
     ]
     if trained:

@@ -92,6 +92,7 @@ _TOKENIZER = (
 _CONSTANT = "the weight decay is constant; give --weight-decay"
 _ROPE = "give --position-embedding-type rope"
 _STATES = "the optimizer has float32 states on the device; leave it out"
+_EXPERTS = "there is no mixture of experts; leave it out"
 _STAGES = "all pipeline stages have as many layers; leave it out"
 
 GIVE_INSTEAD = {
@@ -138,6 +139,11 @@ GIVE_INSTEAD = {
     "--lr-warmup-init X": "the warm-up starts from 0; leave it out",
     "--use-checkpoint-opt_param-scheduler": "the schedule is that of --lr, --min-lr and the others; leave it out",
     "--wandb-entity NAME": "set WANDB_ENTITY in the environment",
+    "--num-experts N": _EXPERTS,
+    "--expert-model-parallel-size N": _EXPERTS,
+    "--expert-tensor-parallel-size N": _EXPERTS,
+    "--moe-router-topk N": _EXPERTS,
+    "--multi-latent-attention": "attention is multi-head or grouped-query; leave it out",
     "--mtp-num-layers N": "there is no multi-token prediction; leave it out",
     "--fim-data": "there is no fill-in-the-middle; leave it out",
     "--sft": "there is no fine-tuning on chats; leave it out",
