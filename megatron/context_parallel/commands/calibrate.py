@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     fit = Calibration(load_cluster(args.cluster), fields, cells, paper.predict)
     known = fit.fitted.source.split(FITTED_TO)[0]
     save_cluster(
-        replace(fit.fitted, source=known + f"{FITTED_TO} to {_said(fit.used)}: {', '.join(fields)}."), args.output
+        replace(fit.fitted, source=known + f"{FITTED_TO} to {_said(cells)}: {', '.join(fields)}."), args.output
     )
     _show(fit)
     print(f"wrote {args.output}")
@@ -88,13 +88,16 @@ def read_cells(folder: Path, preset: str, paper: ModuleType) -> "list[Cell]":
     return cells
 
 
-def _said(used: "list[Cell]") -> str:
-    """Which cells were used: those of each table, by the labels of columns or of rows, whichever are fewer."""
+def _said(cells: "list[Cell]") -> str:
+    """Which cells were used: rows of tables, and their columns where not all cells of these rows were used."""
     tables = []
-    for table in dict.fromkeys(cell.table for cell in used):
-        own = [cell for cell in used if cell.table == table]
-        labels = min(({cell.row: 0 for cell in own}, {cell.column: 0 for cell in own}), key=len)
-        tables.append(f"{table} ({'; '.join(labels)})")
+    for table in dict.fromkeys(cell.table for cell in cells if cell.fitted):
+        used = [cell for cell in cells if cell.table == table and cell.fitted]
+        rows = list(dict.fromkeys(cell.row for cell in used))
+        said = f"{table} ({'; '.join(rows)}"
+        if any(cell.table == table and cell.row in rows and cell.counts and not cell.fitted for cell in cells):
+            said += f": {'; '.join(dict.fromkeys(cell.column for cell in used))}"
+        tables.append(said + ")")
     return " and ".join(tables)
 
 
