@@ -125,7 +125,8 @@ class BlockTime:
         """
         rows, full, squares = self._small.q.rows(q), 0.0, list[float]()
         for piece in self._small.pieces(q, kv_chunks):
-            queries, keys = (len(range(*x.indices(rows * len(kv_chunks)))) / rows for x in (piece.q, piece.kv))
+            sizes = (piece.q, rows), (piece.kv, rows * len(kv_chunks))
+            queries, keys = (len(range(*part.indices(size))) / rows for part, size in sizes)
             if piece.mask == CAUSAL:
                 squares.append(round(16 * queries) / 16)  # a diagonal may be a row shorter
             else:
