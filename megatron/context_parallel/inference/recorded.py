@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import megatron.core.utils
@@ -117,7 +118,7 @@ _PURE = {_ops.cos.default, _ops.sin.default, _ops.mul.Tensor}  # nothing is writ
 
 def _same(node: fx.Node) -> fx.Node | None:
     """The input that an operation returns as it is; not of a view, which may have other strides."""
-    args = node.args
+    args: Any = node.args
     match node.target:
         case _ops.alias.default:
             return args[0]

@@ -6,6 +6,7 @@ All ranks of the group (and of tensor parallelism) make the same calls with the 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from ..errors import UsageError
 from ..integration.rope import LayoutRotaryEmbedding
 from ..integration.spec import Attend, ContextParallelAttention
 from ..kernels.choose import kernel_for
+from ..strategies import Choice
 from .cache import Cache
 from .choose import EMPIRICAL, PASS_KV, PASS_Q, PASS_Q_PAPER, Rates, Sizes, choose
 from .pages import PAGE, PageTables
@@ -81,7 +83,12 @@ class Session:
         self.tables = PageTables(cp.n, pages, page)
         self.cache = Cache(pages, page, shapes, self.dtype, self.device)
         grid = f"attention2d:grid=1x{cp.n}"
-        specs = {PASS_KV: "ring", PASS_Q: grid, PASS_Q_PAPER: RING_PASS_Q, DECODE: f"{grid},overlap=false"}
+        specs: dict[str, str | Choice] = {
+            PASS_KV: "ring",
+            PASS_Q: grid,
+            PASS_Q_PAPER: RING_PASS_Q,
+            DECODE: f"{grid},overlap=false",
+        }
         self._groups = {variant: ContextParallel(spec, group=cp.group) for variant, spec in specs.items()}
         self.variant, self._sequences = DECODE, list[int]()
         # No rank sends anything in a pass, and modules are of PyTorch's operations alone.
@@ -194,7 +201,7 @@ class Session:
             if self.model.position_embedding_type == "learned_absolute" and length > most:
                 raise UsageError(f"sequence {sequence}: {length} tokens; --max-position-embeddings {most} is the most")
 
-    def _run(self, *inputs: Tensor | None) -> Tensor:
+    def _run(self, *inputs: Any) -> Tensor:
         """The logits [1, wanted, vocabulary] of a pass; `inputs` are those of `_through_model`.
 
         Where nothing is sent and the linear layers have little to do, Python is most of the time of a pass. So passes

@@ -28,13 +28,14 @@ def build_engine(args: Arguments, flags: Cache, length: int | None = None) -> En
     cp = ContextParallel(args.cp_layers[0], group=parallel_state.get_context_parallel_group())
     model = load_model(args, cp)
     positions = args.max_position_embeddings
+    alpha, beta, gamma = flags.cp_prefill_constants or EMPIRICAL
     session = Session(
         model,
         cp,
         cache_tokens=flags.cache_tokens or positions,
         prefill=flags.cp_prefill,
         cluster=load_cluster(flags.cluster) if flags.cluster else None,
-        constants=tuple(flags.cp_prefill_constants or EMPIRICAL),
+        constants=(alpha, beta, gamma),
     )
     length, waste = min(length or positions, positions), session.tables.n * session.tables.page
     return Engine(session, tokenizer, flags.inference_dynamic_batching_max_tokens, length, waste)
