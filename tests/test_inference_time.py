@@ -6,19 +6,16 @@ import pytest
 from test_simulate import BOX
 from test_training_step import IDEAL, MODEL
 
-from examples.paper_tables.cells import HERE
 from megatron.context_parallel.cluster.collectives import ring
 from megatron.context_parallel.cluster.decode_time import decode_step
 from megatron.context_parallel.cluster.description import Inside, Nics
 from megatron.context_parallel.cluster.layer_time import LayerTime
 from megatron.context_parallel.cluster.prefill_time import Prefill, prefill_seconds
 from megatron.context_parallel.cluster.run import Run
-from megatron.context_parallel.plan.verify import verify
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.inference.pass_q import RING_PASS_Q
 
 CLUSTER = replace(BOX, device=IDEAL)
 HEADS, HEAD_DIM, LAYERS = MODEL.num_attention_heads, MODEL.kv_channels, MODEL.num_layers
-PASS_Q = f"{HERE / 'cp_inference' / 'pass_q.py'}:paper_pass_q"
 
 
 def attention(pairs: float, tensor: int = 1) -> float:
@@ -47,11 +44,12 @@ def test_keys_hide_behind_blocks_and_outputs_of_pass_q_do_not():
     keys = (new + cached) / 4 * 2 * MODEL.keys * 2 / 10e9 + 3e-6
     queries = new / 4 * MODEL.queries * 2 / 10e9 + 3e-6
     outputs = 3 * new / 4 * (MODEL.queries * 2 + HEADS * 4) / 10e9 + 3e-6
-    for spec, expected in (
+    for choice, expected in (
         ("ring", 3 * max(keys, block) + block),
-        (PASS_Q, 3 * max(queries, block) + block + outputs),
+        (RING_PASS_Q, 3 * max(queries, block) + block + outputs),
     ):
-        found = prefill_seconds(MODEL, replace(run, cp_strategy=spec), hosts, Prefill(new, cached, partial_itemsize=2))
+        prefill = Prefill(new, cached, partial_itemsize=2, choice=choice)
+        found = prefill_seconds(MODEL, run, hosts, prefill)
         assert found.attention == pytest.approx(LAYERS * expected, rel=1e-6)
 
 
@@ -61,11 +59,6 @@ def test_tensor_ranks_add_two_sums():
     one = ring(CLUSTER.part(4), ((0, 1, 2, 3),)).seconds(1024 * MODEL.hidden_size * 2)
     assert found.tensor == pytest.approx(LAYERS * 4 * one)
     assert found.attention == pytest.approx(LAYERS * attention(1024 * 512, tensor=4))
-
-
-def test_pass_q_of_the_paper_is_exact():
-    for n in (1, 2, 5):
-        assert verify(choose(PASS_Q).plan(n)).received == 2 * (n - 1)
 
 
 def test_a_decode_step_reads_weights_and_keys_and_waits_for_messages():

@@ -2,20 +2,21 @@
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 from megatron.context_parallel.cluster.decode_time import decode_step
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.model import Model
 from megatron.context_parallel.cluster.prefill_time import Forecast, Prefill, prefill_seconds
 from megatron.context_parallel.cluster.run import Run
+from megatron.context_parallel.inference.pass_q import RING_PASS_Q
+from megatron.context_parallel.strategies import Choice
 from megatron.context_parallel.trainer.workload import preset_model
 
 from ..cells import Cell, every_third_row, read_cells
 from ..commands import inference_command
 
 PASS_KV, PASS_Q = "pass-KV", "pass-Q"
-PLANS = {PASS_KV: "ring", PASS_Q: f"{Path(__file__).with_name('pass_q.py')}:paper_pass_q"}
+PLANS: dict[str, str | Choice] = {PASS_KV: "ring", PASS_Q: RING_PASS_Q}
 FULL = 128_000  # tokens of "128K": the paper's K is 1000
 SENT = 2  # bytes of a number of a partial output: Table 5's All2All fits 16 bits
 FP8 = 1  # bytes of a weight of the feed-forward layers (section 4.1)
@@ -59,10 +60,8 @@ def first_token(
     path: bool = False,
 ) -> Forecast:
     """A prefill. `hosts`: context ranks; `path`: over a cache."""
-    run = Run(
-        seq_length=new, context_parallel_size=hosts, tensor_model_parallel_size=tensor, cp_strategy=PLANS[variant]
-    )
-    return prefill_seconds(model(), run, cluster, Prefill(new, cached, SENT, path))
+    run = Run(seq_length=new, context_parallel_size=hosts, tensor_model_parallel_size=tensor)
+    return prefill_seconds(model(), run, cluster, Prefill(new, cached, SENT, path, PLANS[variant]))
 
 
 def ttft(cluster: Cluster, system: str, new: int = FULL) -> float:

@@ -10,7 +10,7 @@ from ..mask import Mask
 from ..plan.ir import Attend
 from ..plan.trace import Span
 from ..plan.volume import Shape
-from ..strategies import choose
+from ..strategies import Choice, choose
 from .block_time import rate_at
 from .collectives import ring
 from .description import Cluster, Device
@@ -55,12 +55,14 @@ class Prefill:
         new, cached: tokens of the whole sequence.
         partial_itemsize: bytes of a number of a partial output between ranks.
         through_cache: whether the layers run the path over a cache, also where it is empty.
+        choice: the attention, such as `inference.pass_q.RING_PASS_Q`.
     """
 
     new: int
     cached: int = 0
     partial_itemsize: int = 4
     through_cache: bool = False
+    choice: str | Choice = "ring"
 
 
 class Forecast(NamedTuple):
@@ -93,7 +95,7 @@ def prefill_seconds(model: Model, run: Run, cluster: Cluster, prefill: Prefill) 
 
     Args:
         model: its sizes.
-        run: `seq_length` is that of the new tokens; its strategy, context and tensor ranks count.
+        run: `seq_length` is that of the new tokens; its context and tensor ranks count.
         cluster: its nodes, as many as the run needs. Rank r is device r; tensor ranks are neighbours.
         prefill: the tokens.
     """
@@ -118,7 +120,7 @@ class _Prefill:
 
     def attention(self) -> tuple[float, Sequence[Span]]:
         run, n = self.run, self.run.context_parallel_size
-        choice = choose(run.cp_strategy, layout="zigzag")
+        choice = choose(self.prefill.choice, layout="zigzag")
         sees = Mask(True).pairs(*Chunks.pair("zigzag", n, 2 * n))
         plan = choice.plan(n, sees=sees, heads=self.shape.heads, kv_heads=self.shape.kv_heads)
         pairs = run.tokens * (self.prefill.cached + self.prefill.new / 2) / n

@@ -64,6 +64,9 @@ class Choice:
     source: str = ""
     back: "Choice | None" = None
 
+    def __hash__(self) -> int:
+        return hash(self.spec)
+
     @property
     def layout(self) -> str:
         return self.common.get("layout") or self.strategy.layouts[0]
