@@ -58,7 +58,7 @@ def measure(job: dict) -> list[dict]:
 
 def training_step(args: Arguments, case: Case, losses: list[float]) -> Callable[[], None]:
     """One step of the trainer with this strategy, from the same weights and data as any other; appends the loss."""
-    own = replace(args, cp=case.choice, cp_layout=case.choice.layout)
+    own = replace(args, cp_layers=(case.choice,) * args.num_layers, cp_layout=case.choice.layout)
     setup.seed_all(args.seed)
     state, data = training.build_state(own, Progress()), [random_batches(own)]
 

@@ -26,7 +26,7 @@ from benchmarks.report import COLUMNS, speed_up, summarize
 from benchmarks.stopwatch import Stopwatch
 from benchmarks.volume import planned_bytes
 from megatron.context_parallel import UsageError
-from megatron.context_parallel import attention as attention_module
+from megatron.context_parallel import attention_op as attention_module
 from megatron.context_parallel.kernels.reference import attention
 from megatron.context_parallel.layout import positions
 from megatron.context_parallel.strategies import choose

@@ -12,7 +12,7 @@ import training_case
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.trainer import checkpoint, checkpoint_store
+from megatron.context_parallel.trainer import checkpoint, checkpoint_store, publish
 from megatron.context_parallel.trainer.checkpoint_store import (
     candidates,
     choose,
@@ -194,7 +194,7 @@ def kill_everywhere(directory: str) -> int:
             with pytest.MonkeyPatch.context() as patch:
                 for part, name in (
                     (Path, "rename"), (Path, "replace"), (Path, "write_text"),
-                    (checkpoint, "write_manifest"), (shutil, "rmtree"),
+                    (publish, "write_manifest"), (shutil, "rmtree"),
                 ):  # fmt: skip
                     patch.setattr(part, name, killed_at(getattr(part, name)))
                 try:

@@ -100,7 +100,7 @@ def tables_of(paper: str) -> list[str]:
         kind, number = name.split("_")
         return ("table", "figure").index(kind), int(number)
 
-    return sorted((path.stem for path in (HERE / paper).glob("*_*.csv")), key=place)
+    return sorted((path.stem for path in (HERE / paper).glob("*_[0-9]*.csv")), key=place)
 
 
 def read_cells(paper: str, table: str) -> list[Cell]:
