@@ -59,9 +59,10 @@ def errors(got: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]
     return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, expected, strict=True)]
 
 
-@pytest.mark.parametrize("n", RANKS)
-@pytest.mark.parametrize("heads,kv_heads,causal", MASKED)
-def test_float32(n, causal, heads, kv_heads):
+@pytest.mark.parametrize(
+    "n,heads,kv_heads,causal", [(n, *case) for n in RANKS for case in (MASKED if n < 64 else MASKED[:1])]
+)
+def test_float32(n, heads, kv_heads, causal):
     expected = exact(n, heads, kv_heads, torch.float32, causal)
     for name, layout in CASES:
         got = distributed(name, layout, n, heads, kv_heads, torch.float32, causal)
