@@ -146,18 +146,19 @@ def _of_one_rank(blocks: Blocks, scores: Scores, sinks: Tensor | None, q: Tensor
     k, v = k.flatten(1, 2), v.flatten(1, 2)
     pieces = blocks.pieces(0, (0,))
     parts = (blocks.kernel.forward(q[p.q], k[p.kv], v[p.kv], p.mask, scores) for p in pieces)
-    if len(pieces) == 1 and pieces[0].q == slice(0, s):
+    if len(pieces) == 1 and pieces[0].q.indices(s) == (0, s, 1):
         out, lse = next(parts)
     else:
         out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=torch.promote_types(q.dtype, torch.float32))
         lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float64)
         done = 0  # rows before it may have a result
         for piece, part in zip(pieces, parts, strict=True):
-            if piece.q.start < done:
+            start, stop, _ = piece.q.indices(s)
+            if start < done:
                 merge(out[piece.q], lse[piece.q], *part)
             else:
                 out[piece.q], lse[piece.q] = part
-            done = max(done, piece.q.stop)
+            done = max(done, stop)
     out, lse = out.reshape(s, b, heads, v.shape[-1]), lse.reshape(s, b, heads)
     if sinks is not None:
         out = out.to(torch.promote_types(out.dtype, torch.float32))
