@@ -12,7 +12,7 @@ from .simulate import name_of
 from .volumes import volume_table
 
 PAGE = ROOT / "docs" / "reproduction.md"
-PICTURES = ROOT / "docs" / "images" / "reproduction"
+PICTURES = ROOT / "docs" / "reproduction"
 SUMMARY = "<!-- the tables -->\n"
 VOLUMES = (
     "What a rank receives at most in one attention, forward and backward, with a causal mask, in units of N d (one\n"
@@ -119,4 +119,4 @@ def _missed(paper: str, table: str, results: Sequence[Result]) -> list[str]:
         path.unlink(missing_ok=True)
         return []
     draw_residuals(results, name_of(paper, table), path)
-    return [f"![errors of {name_of(paper, table)}](images/reproduction/{path.name})", ""]
+    return [f"![errors of {name_of(paper, table)}](reproduction/{path.name})", ""]
