@@ -216,12 +216,15 @@ $("strategy").dispatchEvent(new Event("change"));
 $("way").querySelectorAll("input")[1].click();
 seen.chosen = [$("title").textContent, location.hash];
 $("play").click();
-setTimeout(() => {
+let looks = 0;
+const watch = setInterval(() => {
   seen.played = state.t > 0 && state.t < shown.finish;
+  if (!seen.played && ++looks < 40) return;  // frames come late on a busy machine
+  clearInterval(watch);
   $("play").click();
   seen.paused = $("play").textContent;
   $("probe").textContent = JSON.stringify(seen);
-}, 500);
+}, 50);
 </script>
 """
 
