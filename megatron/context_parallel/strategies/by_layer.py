@@ -27,7 +27,8 @@ def choose_by_layer(specs: str, layers: int, n: int | None = None, /, **options:
     Args:
         specs: as above.
         layers: of the whole model.
-        n, options: as for `choose`; options are for the strategies of all layers.
+        n: as for `choose`.
+        options: as for `choose`, for the strategies of all layers.
 
     Raises:
         UsageError: a spec that `choose` refuses, for another number of layers, or no layout works with all of them.
