@@ -90,6 +90,7 @@ def _checkpoint(directory: Path, args: dict, tracker: str = "3") -> None:
 MISTAKES = [
     # spelling
     ("--num-layer 4", 1, ["--num-layer:", "--num-layers"], None),
+    ("--num-layers 1000000000", 1, ["--num-layers 1000000000", "10000 at most, such as 24"], None),
     ("--cp-stategy ring", 1, ["--cp-stategy", "--cp-strategy"], None),
     ("--bf16 ring", 1, ["ring: unknown word", "--help"], None),
     ("--num-layers four", 1, ["--num-layers four", "a whole number, 1 or more"], "--num-layers 24"),

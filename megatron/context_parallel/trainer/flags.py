@@ -44,7 +44,7 @@ class Run(Section, title="run"):
 
 
 class Model(Section, title="model"):
-    num_layers: int = weights("transformer layers", example=24)
+    num_layers: int = weights("transformer layers", example=24, at_most=10_000)
     hidden_size: int = weights("model width", example=1024)
     ffn_hidden_size: int = weights("MLP width", derived="4 hidden-size; with --swiglu 2/3 of it, in 64s", example=4096)
     num_attention_heads: int = weights("query heads", example=16)
