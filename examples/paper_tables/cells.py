@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.context_parallel.errors import UsageError
 
+Wanted = Callable[[str, str], bool]  # whether the cell of a row and a column is asked for
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAPERS = {  # in the order of pages
@@ -115,6 +116,15 @@ def read_cells(paper: str, table: str) -> list[Cell]:
         return [Cell(**line) for line in csv.DictReader(file)]
 
 
+def everything(row: str, column: str) -> bool:
+    return True
+
+
+def cell_by_cell(paper: str, table: str, predict: Callable[[Cell], float | None], wanted: Wanted) -> list[float | None]:
+    """A number for each cell of a table; None where none is possible, and for cells that are not wanted."""
+    return [predict(cell) if wanted(cell.row, cell.column) else None for cell in read_cells(paper, table)]
+
+
 def every_third_row(paper: str, table: str) -> Callable[[str, str], bool]:
     """Whether the calibration may use a cell: the rule of this folder's README."""
     visible = [cell for cell in read_cells(paper, table) if cell.paper]
@@ -124,7 +134,8 @@ def every_third_row(paper: str, table: str) -> Callable[[str, str], bool]:
         if 3 * count > len(visible):
             break
         chosen.add(row)
-    return lambda row, column: (row, column) in {(cell.row, cell.column) for cell in visible if cell.row in chosen}
+    used = {(cell.row, cell.column) for cell in visible if cell.row in chosen}
+    return lambda row, column: (row, column) in used
 
 
 def results_file(paper: str, table: str, folder: Path) -> Path:

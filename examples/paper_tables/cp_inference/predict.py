@@ -12,7 +12,7 @@ from megatron.context_parallel.inference.pass_q import RING_PASS_Q
 from megatron.context_parallel.strategies import Choice
 from megatron.context_parallel.trainer.workload import preset_model
 
-from ..cells import Cell, every_third_row, read_cells
+from ..cells import Cell, Wanted, cell_by_cell, every_third_row, everything
 from ..commands import inference_command
 
 PASS_KV, PASS_Q = "pass-KV", "pass-Q"
@@ -179,11 +179,8 @@ PREDICTED: dict[str, Callable[[Cluster, Cell], float | None]] = {
 }
 
 
-def predict(
-    table: str, cluster: Cluster, wanted: Callable[[str, str], bool] = lambda row, column: True
-) -> list[float | None]:
-    cells = read_cells("cp_inference", table)
-    return [PREDICTED[table](cluster, cell) if wanted(cell.row, cell.column) else None for cell in cells]
+def predict(table: str, cluster: Cluster, wanted: Wanted = everything) -> list[float | None]:
+    return cell_by_cell("cp_inference", table, lambda cell: PREDICTED[table](cluster, cell), wanted)
 
 
 def command(table: str, row: str, column: str) -> str:

@@ -1,7 +1,6 @@
 """LightSeq's numbers on one and two boxes of 8 A100: iterations of Llama-7B and its variants, in three systems."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.strategies import choose
 from megatron.context_parallel.trainer.workload import preset_model
 
-from ..cells import Cell, every_third_row, read_cells
+from ..cells import Wanted, cell_by_cell, every_third_row, everything
 from ..commands import training_command
 
 CLUSTER = dict.fromkeys(("table_1", "table_2", "table_3", "table_4", "figure_5"), "lightseq")
@@ -43,7 +42,6 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 SYSTEMS = "Megatron-LM", "DeepSpeed-Ulysses", "LightSeq"
 LONGEST = 512  # K tokens, the longest sequence that the paper tried
 SMALL_GIB = 40.0  # of a GPU of Table 2
-Wanted = Callable[[str, str], bool]
 
 
 class Case(NamedTuple):
@@ -154,7 +152,7 @@ def figure_5(row: str, column: str, cluster: Cluster) -> float:
         spec = "lightseq:balance=no" if row.startswith("unbalanced") else "lightseq"
         if column.startswith("most"):
             plan = choose(spec).plan(8)
-            return sum(map(len, map(_seen, plan.sees.rows))) / trace(plan).finish
+            return sum(row.bit_count() for row in plan.sees.rows) / trace(plan).finish
         alone, together = (replace(Case("LightSeq", "llama-7b", n, 2**18 // n).run, cp_strategy=spec) for n in (1, 8))
         times = [
             attention_seconds(_model("llama-7b"), run, cluster.part(run.world_size), False).seconds
@@ -168,23 +166,9 @@ def figure_5(row: str, column: str, cluster: Cluster) -> float:
     return 100 * sum(one.exposed for one in passes) / sum(one.compute for one in passes)
 
 
-def _seen(row: int) -> list[str]:
-    return [bit for bit in f"{row:b}" if bit == "1"]
-
-
-def _everything(row: str, column: str) -> bool:
-    return True
-
-
-def predict(table: str, cluster: Cluster, wanted: Wanted = _everything) -> list[float | None]:
+def predict(table: str, cluster: Cluster, wanted: Wanted = everything) -> list[float | None]:
     """A number for each cell; None for cells that are not wanted."""
-    places = [(one.row, one.column) for one in _cells(table)]
-    return [cell(table, *place, cluster) if wanted(*place) else None for place in places]
-
-
-@cache
-def _cells(table: str) -> list[Cell]:
-    return read_cells("lightseq", table)
+    return cell_by_cell("lightseq", table, lambda one: cell(table, one.row, one.column, cluster), wanted)
 
 
 def command(table: str, row: str, column: str) -> str:

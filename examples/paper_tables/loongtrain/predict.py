@@ -1,7 +1,6 @@
 """LoongTrain's numbers on 8 nodes of 8 A100: attention alone, and iterations of Llama2-7B with and without GQA."""
 
 import re
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from megatron.context_parallel.plan.ir import T
 from megatron.context_parallel.plan.volume import chunk_bytes, received_bytes
 from megatron.context_parallel.trainer.workload import preset_model
 
-from ..cells import Cell, every_third_row, read_cells
+from ..cells import Wanted, cell_by_cell, every_third_row, everything
 from ..commands import attention_command, training_command
 
 TABLES = [f"table_{n}" for n in range(2, 7)] + [f"figure_{n}" for n in (4, 5, 13, 14)]
@@ -44,7 +43,6 @@ FIELDS = {  # start: data sheets, and guesses where there are none; most: the ra
 LENGTHS = {"128K": 2**17, "256K": 2**18, "512K": 2**19, "1M": 2**20}
 PLACEMENTS = {"HF": "head-first", "CF": "context-first"}
 KEEPS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-Wanted = Callable[[str, str], bool]
 
 
 class Case(NamedTuple):
@@ -152,19 +150,9 @@ def cell(table: str, row: str, column: str, cluster: Cluster) -> float | None:
     return mfu(case, cluster)
 
 
-def _everything(row: str, column: str) -> bool:
-    return True
-
-
-def predict(table: str, cluster: Cluster, wanted: Wanted = _everything) -> list[float | None]:
+def predict(table: str, cluster: Cluster, wanted: Wanted = everything) -> list[float | None]:
     """A number for each cell; None where none is possible, and for cells that are not wanted."""
-    places = [(one.row, one.column) for one in _cells(table)]
-    return [cell(table, *place, cluster) if wanted(*place) else None for place in places]
-
-
-@cache
-def _cells(table: str) -> list[Cell]:
-    return read_cells("loongtrain", table)
+    return cell_by_cell("loongtrain", table, lambda one: cell(table, one.row, one.column, cluster), wanted)
 
 
 # -- figures ---------------------------------------------------------------------------------------------------

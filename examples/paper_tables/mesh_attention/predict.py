@@ -4,7 +4,6 @@ The tile of a case is the one that is predicted to be fastest, as the paper's tu
 in the model's dtype, as the paper counts them.
 """
 
-from collections.abc import Callable
 from functools import cache
 from math import sqrt
 from statistics import fmean
@@ -19,7 +18,7 @@ from megatron.context_parallel.plan.liveness import peak_bytes
 from megatron.context_parallel.plan.volume import Shape, received
 from megatron.context_parallel.strategies import choose
 
-from ..cells import every_third_row, read_cells
+from ..cells import Cell, Wanted, cell_by_cell, every_third_row, everything
 from ..commands import attention_command
 
 HEADS, HEAD_DIM = 32, 128  # section 4.1
@@ -152,28 +151,23 @@ def mfu(seconds: float, ranks: int, length: int, causal: bool, peak: float) -> f
     return 100 * 3 * forward / (seconds * ranks * peak * 1e12)
 
 
-def predict(
-    table: str, cluster: Cluster, wanted: Callable[[str, str], bool] = lambda row, column: True
-) -> list[float | None]:
+def predict(table: str, cluster: Cluster, wanted: Wanted = everything) -> list[float | None]:
     if table == "table_2":
         return _table_2()
     if table == "figure_8":
         return _figure_8(cluster)
     if table == "figure_9":
         return _figure_9(cluster)
-    found: list[float | None] = []
-    for cell in read_cells("mesh_attention", table):
-        if not wanted(cell.row, cell.column):
-            found.append(None)
-            continue
+
+    def value(cell: Cell) -> float:
         case = _case(cell.row, cell.column)
         if table == "table_5":
-            found.append(peak_memory(cluster, *case, backward=cell.column.endswith("backward")))
-        elif table == "table_3":
-            found.append(100 / time(cluster, *case))
-        else:
-            found.append(mfu(time(cluster, *case), *case[1:], cluster.device.peak_TFLOP_s))
-    return found
+            return peak_memory(cluster, *case, backward=cell.column.endswith("backward"))
+        if table == "table_3":
+            return 100 / time(cluster, *case)
+        return mfu(time(cluster, *case), *case[1:], cluster.device.peak_TFLOP_s)
+
+    return cell_by_cell("mesh_attention", table, value, wanted)
 
 
 def command(table: str, row: str, column: str) -> str:
