@@ -101,7 +101,8 @@ def test_bounds_are_those_in_the_words():
     ):
         assert [FLAGS[name].fits(value) for value in (inside, outside, math.nan)] == [True, False, False]
     assert FLAGS["rotary_percent"].fits(1.0) and not FLAGS["adam_beta1"].fits(1.0)
-    assert FLAGS["num_layers"].bounds == "1 or more"
+    assert FLAGS["hidden_size"].bounds == "1 or more"
+    assert FLAGS["num_layers"].bounds == "1 or more, 10000 at most"
     assert FLAGS["adam_beta1"].bounds == "0 or more, below 1"
     assert FLAGS["rotary_percent"].bounds == "above 0, 1 at most"
 
