@@ -58,7 +58,7 @@ class PositionKernel:
         Raises:
             UsageError: shapes, dtypes or strides other than the class takes.
         """
-        from .programs import forward_kernel
+        from .forward import forward_kernel
 
         common = _common(q, k, v, mask, scores)
         tiles = self._tiles("forward", q, v, scores)
@@ -75,7 +75,7 @@ class PositionKernel:
             UsageError: as `forward`.
         """
         from ..delta_triton import by_head
-        from .programs import key_grad_kernel, query_grad_kernel
+        from .backward import key_grad_kernel, query_grad_kernel
 
         dout, q, k, v, lse, delta, mask = grad
         if dout.shape != (*q.shape[:3], v.shape[-1]) or dout.dtype != q.dtype:
