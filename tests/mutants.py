@@ -55,6 +55,7 @@ TESTS = {
     "plan/machine.py": (*PLANS, "test_simulate.py"),
     "plan/flows.py": (*PLANS, "test_simulate.py"),
     "plan/trace.py": (*PLANS, "test_simulate.py"),
+    "plan/schedule.py": (*PLANS, *ATTENTION),
     "plan/verify.py": PLANS,
     "plan/liveness.py": PLANS,
     "plan/volume.py": PLANS,

@@ -5,7 +5,8 @@ import pytest
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.pairs import Pairs
 from megatron.context_parallel.plan.ir import AllGather, Attend, Plan, PlanError, Recv, ReduceScatter, Send, Step, T
-from megatron.context_parallel.plan.trace import trace
+from megatron.context_parallel.plan.trace import Clock, _Alone, trace
+from megatron.context_parallel.strategies import choose
 
 
 def plan(*steps: tuple[Step, ...], channels: tuple[str, ...] = ("ring", "gather"), backward: bool = False) -> Plan:
@@ -162,6 +163,15 @@ def test_a_block_reduced_twice():
                 backward=True,
             )
         )
+
+
+@pytest.mark.parametrize(("spec", "period"), [("mesh:grid=2x4", 4), ("allgather", 1), ("ring", 2)])
+def test_ranks_that_stand_for_others_hold_what_they_would(spec, period):
+    for backward in (False, True):
+        pass_ = choose(spec).plan(8, backward=backward)
+        clock = Clock(pass_, _Alone(pass_, lambda block, plan: 1.0, None), period=period)
+        clock.run()
+        assert clock.machines[0].held == trace(pass_).held[:period]
 
 
 def test_a_deadlock_names_first_who_has_waited_longest():

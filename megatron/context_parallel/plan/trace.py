@@ -140,7 +140,7 @@ class Clock:
             machine.check_matched()
 
     def _run(self) -> None:
-        while self.ready or self.programs:
+        while self.programs:
             while self.ready:
                 self._resume(self.ready.popleft())
             if not self.programs:
