@@ -85,6 +85,9 @@ def mistakes() -> list[str]:
     use_context_parallel(model, cp)
     planless = wan()[0]
     planless._cp_plan = None
+    changed, data = wan()
+    use_context_parallel(changed, cp)
+    changed.set_attention_backend("native")
     odd = wan()[0]
     for block in odd.blocks:
         del type(block.attn1.processor)._attention_backend
@@ -97,6 +100,7 @@ def mistakes() -> list[str]:
         lambda: use_context_parallel(odd, cp),
         lambda: attend(x, x, x, attn_mask=x),
         lambda: attend(x, x, x, is_causal=True),
+        lambda: changed(**data),
     ):
         with pytest.raises(UsageError) as caught:
             wrong()
@@ -114,6 +118,7 @@ def test_wrong_uses_are_told(ranks):
                 "WanTransformer3DModel: WanAttnProcessor takes no attention backend",
                 "attn_mask: a rank has a part of it only",
                 "dropout_p 0.0, is_causal True: not supported here",
+                "WanTransformer3DModel: attention backend AttentionBackendName.NATIVE was set since",
             ),
             strict=True,
         ):

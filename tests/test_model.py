@@ -188,3 +188,55 @@ def test_what_the_attention_cannot_do_is_refused(ranks):
         "3 key/value heads",
     ]
     assert all(word in message for word, message in zip(wanted, messages, strict=True)), messages
+
+
+def wrong_calls() -> list[str]:
+    """What is said of a layout, group, cache or batch that would give wrong numbers."""
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    model_parallel_cuda_manual_seed(3)
+    whole, settings = batch(), config()
+    cp = ContextParallel("ring", "cyclic", parallel_state.get_context_parallel_group())
+    spec = block_spec(settings, cp, 2)
+    model = GPTModel(settings, spec, VOCABULARY, LENGTH, position_embedding_type="learned_absolute")
+    attention, q = model.decoder.layers[0].self_attention.core_attention, torch.randn(4, 1, 4, 8)
+    settings.context_parallel_size = 4
+    how = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self", "cp": cp}
+    cut = shard_batch(whole, cp)
+    tokens, places = cut["tokens"], cut["position_ids"]
+    said = []
+    for attempt in (
+        lambda: attention(q, q, q, None),
+        lambda: attention(q[:1], q, q, None),
+        lambda: ContextParallelAttention(settings, **how),
+        lambda: use_layout(model, cp) or model(tokens, places, None, labels=whole["labels"]),
+        lambda: model(tokens, whole["position_ids"], None),
+        lambda: model(tokens, None, None),
+        lambda: model(whole["tokens"], whole["position_ids"], None, labels=whole["labels"]),
+        lambda: model(tokens, places, torch.ones(BATCH, 1, LENGTH, LENGTH)),
+        lambda: model(tokens, places, None, inference_context=object()),
+    ):
+        with pytest.raises(UsageError) as refused:
+            attempt()
+        said.append(str(refused.value))
+    parallel_state.destroy_model_parallel()
+    return said
+
+
+def test_wrong_calls_are_told(ranks):
+    for said in ranks(2, wrong_calls):
+        for line, start in zip(
+            said,
+            (
+                "--cp-layout cyclic: the model goes by zigzag; call use_layout(model, cp) first",
+                "1 queries, 4 keys: megatron-core's caches do not work here; use Session",
+                "--context-parallel-size 4: the group of cp has 2 ranks; give ContextParallel(strategy, group=",
+                "labels [2, 24] beside tokens [2, 12]: cut all of them alike, with shard_batch(batch, cp)",
+                "position_ids [2, 24] beside tokens [2, 12]: cut all of them alike, with shard_batch(batch, cp)",
+                "position_ids: missing; give those that shard_batch(batch, cp) has cut",
+                "tokens [2, 24] on each of 2 ranks: more than max_sequence_length 24; cut them with shard_batch",
+                "attention mask causal: only causal or no_mask, without a mask tensor",
+                "inference_context: megatron-core's caches know no layouts; generate with Session",
+            ),
+            strict=True,
+        ):
+            assert line.startswith(start) and "\n" not in line

@@ -193,6 +193,9 @@ def _on_a_mesh() -> tuple[list, list[str]]:
         lambda: attend(q, k, v, AllRanks(2)),
         lambda: attend(q, k, v, zigzag),
         lambda: ContextParallel(group=mesh),
+        lambda: ContextParallel(group=[0, 1]),
+        lambda: ContextParallel("ring", mesh["cp"]),
+        lambda: attend(q, k, v, mesh["cp"]),
     ):
         with pytest.raises(UsageError) as caught:
             wrong()
@@ -214,6 +217,9 @@ def test_dtensors_and_a_mesh(ranks):
                 *["q, k, v are DTensors placed"] * 5,
                 "--cp-layout zigzag: DTensors have contiguous shards; give contiguous",
                 "group: a DeviceMesh of 2 dimensions, ('tp', 'cp'); give one of them, such as mesh[\"cp\"]",
+                "group: of type list; give a process group, such as dist.new_group([0, 1]), or a DeviceMesh",
+                "layout: of type DeviceMesh; give its name, and the group as group=...",
+                "cp: of type DeviceMesh; give a ContextParallel(strategy, group=...). There are no mask tensors",
             ),
             strict=True,
         ):

@@ -83,6 +83,9 @@ def test_what_would_change_the_result_is_refused():
     with pytest.raises(UsageError, match="cp_comm_type a2a: does not go with cp_strategy ring"):
         DotProductAttention(HEADS, WIDTH, cp_strategy="ring").set_context_parallel_group(object(), [0], None, "a2a")
     module.cp = AllRanks(2)
+    q, k, v = tensors()
+    with pytest.raises(UsageError, match="8 queries, 48 keys: there are no caches here"):
+        module(q[:8], k, v)
     for wrong, message in (
         ({"qkv_format": "thd"}, "qkv_format thd: not supported; give sbhd or bshd"),
         ({"attn_mask_type": "padding_causal"}, "attn_mask_type padding_causal: not supported; give causal"),

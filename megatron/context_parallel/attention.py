@@ -69,9 +69,14 @@ def context_parallel_attention(
             (float64 for float64) and without gradients.
 
     Raises:
-        UsageError: shapes, dtypes, heads or a sequence length that do not fit; a scale that is not positive and finite;
-            a negative softcap; DTensors placed otherwise; second derivatives; `kernel` or `kept` under torch.compile.
+        UsageError: shapes, dtypes, heads or a sequence length that do not fit; something else as context group; a scale
+            that is not positive and finite; a negative softcap; DTensors placed otherwise; second derivatives; `kernel`
+            or `kept` under torch.compile.
     """
+    if not isinstance(cp, (ContextParallel, AllRanks)):
+        raise UsageError(
+            f"cp: of type {type(cp).__name__}; give a ContextParallel(strategy, group=...). There are no mask tensors"
+        )
     if torch.compiler.is_compiling() and (kernel is not None or kept is not None):
         raise UsageError("torch.compile: context_parallel_attention takes no `kernel` or `kept` there; leave them out")
     placed = None

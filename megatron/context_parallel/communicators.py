@@ -15,7 +15,7 @@ def joined(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """`group` (that of a mesh of one dimension), by default the world.
 
     Raises:
-        UsageError: there are no process groups, this rank is not in this one, or a mesh has more dimensions.
+        UsageError: there are no process groups, this is none, this rank is not in it, or a mesh has more dimensions.
     """
     if not dist.is_initialized():
         raise UsageError(
@@ -29,8 +29,12 @@ def joined(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
                 'one of them, such as mesh["cp"]'
             )
         group = group.get_group()
-    group = group or dist.group.WORLD
-    assert group is not None  # there is a world
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup) and group is not dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError(
+            f"group: of type {type(group).__name__}; give a process group, such as dist.new_group([0, 1]), or a "
+            "DeviceMesh of one dimension"
+        )
     if dist.get_rank(group) < 0:
         raise UsageError(
             f"ContextParallel: rank {dist.get_rank()} is not in the given group; give the group this rank is in"

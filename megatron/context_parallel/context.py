@@ -117,6 +117,8 @@ class ContextParallel(_Strategy):
         **options: object,
     ) -> None:
         group = joined(group)
+        if not isinstance(layout, str | None):
+            raise UsageError(f"layout: of type {type(layout).__name__}; give its name, and the group as group=...")
         # All meet before one may refuse what it was given.
         self._transport = TorchTransport(group, f"--cp-strategy {asked(strategy, layout=layout, **options)}")
         if strategy == AUTO:

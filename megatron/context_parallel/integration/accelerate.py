@@ -45,9 +45,11 @@ def _cut(
     no_restore_buffers: set[Tensor] | None = None,
 ) -> Iterator[None]:
     """Cuts the buffers in place, and makes them whole again behind, except those that need not be."""
-    buffers, kept = buffers or [], no_restore_buffers or set()
+    buffers, dims, kept = buffers or [], buffer_seq_dims or [], no_restore_buffers or set()
+    if len(buffers) != len(dims):
+        raise UsageError(f"buffer_seq_dims {dims}: of {len(buffers)} buffers; give the dimension of the tokens of each")
     wholes = [None if buffer in kept else buffer.clone() for buffer in buffers]
-    for buffer, dim in zip(buffers, buffer_seq_dims or [], strict=True):
+    for buffer, dim in zip(buffers, dims, strict=True):
         part = cp.shard(buffer, dim).clone()
         buffer.resize_(part.shape).copy_(part)
     yield

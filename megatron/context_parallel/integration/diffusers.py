@@ -1,6 +1,7 @@
 """HuggingFace diffusers: the attention of a diffusion transformer, computed by all ranks of a context group."""
 
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 from diffusers.hooks.context_parallel import apply_context_parallel
 from diffusers.models._modeling_parallel import ContextParallelConfig
@@ -29,7 +30,7 @@ def use_context_parallel(model: ModelMixin, cp: ContextParallel) -> None:
 
     Raises:
         UsageError: the model has no plan, is parallel already, or has an attention that takes no other backend. A call
-            of the model raises it for a mask, causal attention or dropout.
+            of the model raises it for a mask, causal attention or dropout, and if another backend was set since.
     """
     name = type(model).__name__
     if model._cp_plan is None:
@@ -43,11 +44,19 @@ def use_context_parallel(model: ModelMixin, cp: ContextParallel) -> None:
     backend = _new_backend(cp)
     for module in modules:
         module.processor._attention_backend = backend
+    model.register_forward_pre_hook(partial(_check_backends, backend, modules))
     if cp.n > 1:
         config = ContextParallelConfig(ring_degree=cp.n)  # only its mesh is read
         config._mesh = config._flattened_mesh = DeviceMesh.from_group(cp.group, model.device.type)
         apply_context_parallel(model, config, model._cp_plan)
         model._parallel_config = config
+
+
+def _check_backends(backend: AttentionBackendName, modules: list[Any], model: ModelMixin, args: tuple) -> None:
+    for module in modules:
+        if (now := module.processor._attention_backend) is not backend:
+            name = type(model).__name__
+            raise UsageError(f"{name}: attention backend {now} was set since; call set_attention_backend() before")
 
 
 def _new_backend(cp: ContextParallel) -> AttentionBackendName:

@@ -127,7 +127,7 @@ def replacements(strategies: Sequence[str], backend: str = "auto") -> Iterator[t
     def core_attention(self: object) -> ModuleSpec:
         group = parallel_state.get_context_parallel_group()
         layers = [context_of(group, strategy) for strategy in strategies]
-        params = {"cp": layers if len(layers) > 1 else layers[0], "backend": backend}
+        params = {"cp": layers if len(layers) > 1 else layers[0], "backend": backend, "follows_layout": True}
         return ModuleSpec(ContextParallelAttention, params=params)
 
     def batch_here(batch: dict[str, Tensor | None], *args: Any, **kwargs: Any) -> dict:

@@ -1,6 +1,7 @@
 """Rotary embeddings of the positions a rank really holds; megatron-core's own assumes the zigzag layout."""
 
 from functools import cache
+from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -10,6 +11,9 @@ from torch import Tensor
 from ..context import ContextParallel
 from ..errors import UsageError
 from .packed import accept_thd
+from .spec import ContextParallelAttention
+
+_CALL = ("input_ids", "position_ids", "attention_mask", "decoder_input", "labels")  # of GPTModel, in this order
 
 
 class LayoutRotaryEmbedding(torch.nn.Module):
@@ -55,9 +59,32 @@ def use_layout(model: GPTModel, cp: ContextParallel) -> None:
     """Makes `model` rotate by the layout of `cp`, and remember it as `model.context_parallel`, for its batches.
 
     Megatron's `thd` packed sequences are taken in the order of the layout too. The table of rotations has no
-    parameters, so checkpoints do not change.
+    parameters, so checkpoints do not change. A call of the model raises UsageError for labels or positions that are
+    not cut as the tokens are, and for a cache of megatron-core.
     """
     model.context_parallel = cp
     accept_thd(model)
+    model.register_forward_pre_hook(_check_call, with_kwargs=True)
+    for module in model.modules():
+        if isinstance(module, ContextParallelAttention):
+            module.follows_layout = True
     if model.position_embedding_type == "rope":
         model.rotary_pos_emb = LayoutRotaryEmbedding(model.rotary_pos_emb, cp)
+
+
+def _check_call(model: GPTModel, args: tuple, kwargs: dict[str, Any]) -> None:
+    given = dict(zip(_CALL, args, strict=False)) | kwargs
+    if (given.get("inference_context") or given.get("inference_params")) is not None:
+        raise UsageError("inference_context: megatron-core's caches know no layouts; generate with Session")
+    tokens = given.get("input_ids")
+    if tokens is not None and model.training and tokens.shape[1] * model.context_parallel.n > model.max_sequence_length:
+        each = f"tokens {list(tokens.shape)} on each of {model.context_parallel.n} ranks"
+        raise UsageError(
+            f"{each}: more than max_sequence_length {model.max_sequence_length}; cut them with shard_batch"
+        )
+    if given.get("position_ids") is None and model.pre_process and model.position_embedding_type == "learned_absolute":
+        raise UsageError("position_ids: missing; give those that shard_batch(batch, cp) has cut")
+    for name in ("position_ids", "labels"):
+        if tokens is not None and given.get(name) is not None and given[name].shape[-1] != tokens.shape[-1]:
+            shapes = f"{list(given[name].shape)} beside tokens {list(tokens.shape)}"
+            raise UsageError(f"{name} {shapes}: cut all of them alike, with shard_batch(batch, cp)")

@@ -40,6 +40,7 @@ class ContextParallelAttention(MegatronModule):
     Built and called by megatron-core like its own `DotProductAttention`. Also right for a group of one rank.
 
     Attributes:
+        follows_layout: the model rotates by the layout of `cp` (`use_layout`); megatron-core's own layout is zigzag.
         instead: while it is set, it computes [s, 1, heads, d] from this module, queries, keys and values: over a cache.
 
     Raises:
@@ -60,6 +61,7 @@ class ContextParallelAttention(MegatronModule):
         cp: Contexts,
         backend: str = "auto",
         keep_output: bool = False,
+        follows_layout: bool = False,
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -74,7 +76,12 @@ class ContextParallelAttention(MegatronModule):
         self.window = tuple(config.window_size) if windowed else (-1, -1)
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
         self.cp = cp[layer_number - 1] if isinstance(cp, Sequence) else cp
-        self.backend, self.layer_number = backend, layer_number
+        if self.cp.n != config.context_parallel_size:
+            raise UsageError(
+                f"--context-parallel-size {config.context_parallel_size}: the group of cp has {self.cp.n} ranks; give "
+                "ContextParallel(strategy, group=parallel_state.get_context_parallel_group())"
+            )
+        self.backend, self.layer_number, self.follows_layout = backend, layer_number, follows_layout
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
         self.softmax_offset = self._softmax_offset()
         # Recomputations follow their forward passes in order, so those of a layer can wait in a line.
@@ -122,7 +129,7 @@ class ContextParallelAttention(MegatronModule):
         """[s, b, heads, d] of this rank's tokens to [s, b, heads * d].
 
         Raises:
-            UsageError: an explicit mask, a bias, or packed sequences that `use_layout` did not take over.
+            UsageError: an explicit mask, a bias, a cache; a layout or packed sequences that need `use_layout`.
         """
         mask = attn_mask_type or self.attn_mask_type
         if mask not in (AttnMaskType.causal, AttnMaskType.no_mask) or attention_mask is not None:
@@ -132,6 +139,14 @@ class ContextParallelAttention(MegatronModule):
         recorder.at_layer(self.layer_number)
         if self.instead:
             return self.instead(self, query, key, value).flatten(2)
+        if len(key) != len(query):
+            raise UsageError(
+                f"{len(query)} queries, {len(key)} keys: megatron-core's caches do not work here; use Session"
+            )
+        if self.cp.layout != "zigzag" and self.cp.n > 1 and not self.follows_layout:
+            raise UsageError(
+                f"--cp-layout {self.cp.layout}: the model goes by zigzag; call use_layout(model, cp) first"
+            )
         documents = None
         if packed_seq_params is not None:
             if not isinstance(packed_seq_params, PackedDocuments):

@@ -106,12 +106,13 @@ class DotProductAttention(torch.nn.Module):
 
         Args:
             cp_group: the group.
-            cp_global_ranks, cp_stream: not needed.
+            cp_global_ranks: its ranks; not needed.
+            cp_stream: not needed.
             cp_comm_type: "p2p", "all_gather" or "a2a" stand for ring, allgather and ulysses, where the module was made
                 without a strategy.
 
         Raises:
-            UsageError: another `cp_comm_type`, or one beside a strategy; several groups.
+            UsageError: another `cp_comm_type`, or one beside a strategy; several groups; ranks of another group.
         """
         if cp_group is None:
             self.cp = None
@@ -121,6 +122,8 @@ class DotProductAttention(torch.nn.Module):
             raise UsageError(f"cp_comm_type {cp_comm_type}: {why} {', '.join(COMM_TYPES)}")
         if self.strategy and cp_comm_type != "p2p":
             raise UsageError(f"cp_comm_type {cp_comm_type}: does not go with cp_strategy {self.strategy}; leave it out")
+        if cp_global_ranks is not None and cp_global_ranks != dist.get_process_group_ranks(cp_group):
+            raise UsageError(f"cp_global_ranks {cp_global_ranks}: not those of cp_group; give both of the same ranks")
         self.cp = context_of(cp_group, self.strategy or COMM_TYPES[cp_comm_type])
 
     def forward(
@@ -152,6 +155,8 @@ class DotProductAttention(torch.nn.Module):
         q, k, v = (x.transpose(0, 1) if form == "bshd" else x for x in (query_layer, key_layer, value_layer))
         if (q.shape[2], k.shape[2]) != self.heads:
             raise UsageError(f"{q.shape[2]} query and {k.shape[2]} key heads: the module was made for {self.heads}")
+        if len(q) != len(k):
+            raise UsageError(f"{len(q)} queries, {len(k)} keys: there are no caches here; give as many of both")
         out = context_parallel_attention(
             q,
             k,

@@ -1,6 +1,7 @@
 """HuggingFace transformers: our attention for its models, and batches cut for the ranks of a context group."""
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -17,25 +18,26 @@ from ..mask import Documents
 
 NAME = "context_parallel"
 IGNORED = -100  # the label of a token that has no part in the loss
+_registered: WeakSet[torch.nn.Module] = WeakSet()  # modules of models whose batches are checked
 _USE_HELPER = "give model(**shard_batch(cp, batch), use_cache=False)"
 
 
-def register(cp: ContextParallel, model: PreTrainedModel | None = None) -> None:
-    """Makes "context_parallel" an attention of transformers: `model.set_attn_implementation("context_parallel")`.
+def register(cp: ContextParallel, model: PreTrainedModel) -> None:
+    """Makes a model compute attention with a context group: `model.set_attn_implementation("context_parallel")`.
 
-    Every model that uses the name computes with the context group registered last.
+    Every model that is registered computes with the context group registered last. Their batches are checked: labels
+    that were not shifted before they were cut would be wrong where a chunk ends, and only the model sees them.
 
     Args:
         cp: the context group.
-        model: is told to use it. Its batches are checked too: labels that were not shifted before they were cut would
-            be wrong where a chunk ends, and only the model sees them.
+        model: of transformers, or around one (peft).
     """
     attention = _Attention(cp)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, _no_mask)
-    if model is not None:
-        model.set_attn_implementation(NAME)
-        model.register_forward_pre_hook(_check_batch, with_kwargs=True)
+    model.set_attn_implementation(NAME)
+    model.register_forward_pre_hook(_check_batch, with_kwargs=True)
+    _registered.update(model.modules())
 
 
 def shard_batch(
@@ -93,6 +95,16 @@ def _apart(real: Tensor, places: Tensor, labels: Tensor | None) -> Tensor:
 def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise UsageError(f"labels without shift_labels: they must be shifted before they are cut; {_USE_HELPER}")
+    if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
+        raise UsageError(f"num_items_in_batch: missing; ranks have different numbers of labels; {_USE_HELPER}")
+    if len(args) > 1:
+        raise UsageError(f"{len(args)} inputs without a name: give each by name; {_USE_HELPER}")
+    for name in ("labels", "shift_labels"):
+        given, tokens = kwargs.get(name), args[0] if args else kwargs.get("input_ids")
+        if given is not None and tokens is not None and given.shape != tokens.shape:
+            raise UsageError(
+                f"{name} {list(given.shape)} beside input_ids {list(tokens.shape)}: not cut; {_USE_HELPER}"
+            )
     if kwargs.get("past_key_values") is not None:
         raise UsageError(f"past_key_values: there is no cache under context parallelism; {_USE_HELPER}")
     if kwargs.get("output_attentions"):
@@ -131,6 +143,8 @@ class _Attention:
         **others: object,
     ) -> tuple[Tensor, None]:
         """[b, heads, s, d] of this rank's tokens to [b, s, heads, d]."""
+        if module not in _registered:
+            raise UsageError(f"{type(module).__name__}: of a model that is not registered; call register(cp, model)")
         if dropout:
             raise UsageError(f"attention_dropout {dropout}: context-parallel attention has none; give 0")
         if attention_mask is not None or position_bias is not None:
