@@ -145,6 +145,7 @@ def test_flags_are_told_apart_and_completed():
         (["--attention-dropout", "0.1"], "--attention-dropout 0.1: context-parallel attention has no dropout; give"),
         (["--mtp-num-layers=1"], "--mtp-num-layers: not supported, it cuts sequences by itself"),
         (["--sft"], "--sft: not supported"),
+        (["--moe-aux-loss-coeff=0.01"], "--moe-aux-loss-coeff: not supported, over n context ranks .* 1/n of its"),
     ):
         with pytest.raises(UsageError, match=message):
             megatron_lm.complete(wrong)

@@ -49,6 +49,7 @@ def case_args(family: str, **changes) -> Namespace:
     """Arguments of a tiny run, as `parse_args` derives them, on the world this rank is in."""
     values = {
         **{"softmax_type": "vanilla", "qk_layernorm": False},
+        **{"num_experts": None, "expert_model_parallel_size": 1, "moe_router_topk": 2, "moe_ffn_hidden_size": None},
         **FAMILIES[family],
         **{"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "kv_channels": 8},
         **{"seq_length": SEQUENCE, "max_position_embeddings": SEQUENCE},

@@ -22,8 +22,9 @@ LOGITS, BUFFERS = "logits and loss", "attention buffers"
 def memory(model: Model, run: Run, stage: int = 0) -> list[Part]:
     """What a rank of pipeline stage `stage` (0 first) holds at most; `total` adds it up."""
     stages, tensor, dtype = run.pipeline_model_parallel_size, run.tensor_model_parallel_size, run.itemsize
-    count = model.parameters_on_stage(stage, stages, tensor)
-    parts = list(_states(model, run, count))
+    count = model.parameters_on_stage(stage, stages, tensor, model.expert_model_parallel_size)
+    # Of all experts, data x context ranks share out the optimizer, be they on one rank or on several.
+    parts = list(_states(model, run, count, model.parameters_on_stage(stage, stages, tensor)))
     parts.append(_activations(model, run, stage))
     if stage == stages - 1:
         logits = run.tokens * model.padded_vocab_size // tensor
@@ -47,7 +48,7 @@ def fullest_stage(model: Model, run: Run) -> int:
 # ------------------------------------------------------------------------------------------ weights and the rest
 
 
-def _states(model: Model, run: Run, count: int) -> Iterator[Part]:
+def _states(model: Model, run: Run, count: int, shared: int) -> Iterator[Part]:
     dtype, layer = run.itemsize, model.layer_parameters(run.tensor_model_parallel_size)
     over = {what: run.shards(what) for what in ("params", "grads", "optim")}
     by = {what: f" / {n} data x context ranks that shard it" if n > 1 else "" for what, n in over.items()}
@@ -59,7 +60,8 @@ def _states(model: Model, run: Run, count: int) -> Iterator[Part]:
     if over["grads"] > 1:
         yield Part("whole gradients", layer * 4, f"1 layer of {layer:,} parameters x 4 bytes")
     state, parts = (12, "float32 copy and two moments") if kept == 2 else (8, "two moments")
-    yield Part("optimizer", count * state // over["optim"], f"{state} bytes ({parts}){by['optim']}")
+    optimizer = (shared if over["optim"] > 1 else count) * state // over["optim"]
+    yield Part("optimizer", optimizer, f"{state} bytes ({parts}){by['optim']}")
 
 
 # ------------------------------------------------------------------------------------------------- activations
@@ -68,7 +70,7 @@ def _states(model: Model, run: Run, count: int) -> Iterator[Part]:
 def _activations(model: Model, run: Run, stage: int) -> Part:
     tensor, h, each = run.tensor_model_parallel_size, model.hidden_size, run.recompute_num_layers
     whole = h / (tensor if run.sequence_parallel else 1)
-    mlp = model.ffn_hidden_size * (3 if model.swiglu else 2)
+    mlp = model.mlp_width * (3 if model.swiglu else 2)
     layer = 4 * whole + (2 * model.queries + 2 * model.keys + mlp) / tensor
     layers = model.num_layers / run.pipeline_model_parallel_size
     how = f"4h + (2q + 2kv + {3 if model.swiglu else 2} ffn) / tensor ranks values per token and layer"

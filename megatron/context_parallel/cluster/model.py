@@ -11,6 +11,8 @@ class Model:
         padded_vocab_size: rows of the embedding. It depends on the tensor-parallel size.
         positions: rows of a learned position table; 0: RoPE.
         window_size: tokens that each sees before itself; None: all.
+        num_experts: MLPs of a layer, of width `moe_ffn_hidden_size`; None: one, of width `ffn_hidden_size`.
+        expert_model_parallel_size: ranks that share them out.
     """
 
     num_layers: int
@@ -29,6 +31,11 @@ class Model:
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
     untie_embeddings_and_output_weights: bool = True
+    num_experts: int | None = None
+    expert_model_parallel_size: int = 1
+    moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_router_topk: int = 2
 
     @property
     def queries(self) -> int:
@@ -39,6 +46,13 @@ class Model:
     def keys(self) -> int:
         """Width of all key heads together, or of all value heads."""
         return self.kv_channels * self.num_query_groups
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLP that a token passes, or of its experts together."""
+        if not self.num_experts:
+            return self.ffn_hidden_size
+        return self.moe_router_topk * (self.moe_ffn_hidden_size or 0) + (self.moe_shared_expert_intermediate_size or 0)
 
     @property
     def mlp_inputs(self) -> int:
@@ -57,9 +71,9 @@ class Model:
         """Those of them in token embedding, position table and untied output layer."""
         return self._input(1) + (self._output(1) if self.untie_embeddings_and_output_weights else 0)
 
-    def parameters_on_stage(self, stage: int, stages: int = 1, tensor: int = 1) -> int:
+    def parameters_on_stage(self, stage: int, stages: int = 1, tensor: int = 1, experts_over: int = 1) -> int:
         """Parameters of a rank of pipeline stage `stage` (0 first); both end stages keep a tied output layer."""
-        count = self.num_layers // stages * self.layer_parameters(tensor)
+        count = self.num_layers // stages * self.layer_parameters(tensor, experts_over)
         if stage == 0:
             count += self._input(tensor)
         if stage == stages - 1:
@@ -68,20 +82,31 @@ class Model:
                 count += self._output(tensor)
         return count
 
-    def layer_parameters(self, tensor: int = 1) -> int:
-        """One layer on one of `tensor` ranks: projections are split; norms and row-parallel biases are not."""
-        h, ffn = self.hidden_size, self.mlp_inputs
-        qkv = self.queries + 2 * self.keys
-        split = h * qkv + self.queries * h + h * ffn + self.ffn_hidden_size * h
+    def layer_parameters(self, tensor: int = 1, experts_over: int = 1) -> int:
+        """One layer on one of `tensor` ranks: projections are split; norms and row-parallel biases are not.
+
+        Its experts are split over `experts_over` ranks.
+        """
+        h, qkv = self.hidden_size, self.queries + 2 * self.keys
+        split = h * qkv + self.queries * h + self._mlp_parameters(experts_over)
         whole = 2 * self._norm(h) + (2 * self._norm(self.kv_channels) if self.qk_layernorm else 0)
+        whole += (self.num_experts or 0) * h  # the router
         if self.softmax_type == "learnable":
             split += self.num_attention_heads
         if self.add_bias_linear or self.add_qkv_bias:
             split += qkv
         if self.add_bias_linear:
-            split += ffn
+            split += self.mlp_inputs
             whole += 2 * h
         return split // tensor + whole
+
+    def _mlp_parameters(self, experts_over: int) -> int:
+        """Weights of a layer's MLP, or of the experts of one of `experts_over` ranks and of the shared one."""
+        width = self.ffn_hidden_size
+        if self.num_experts:
+            width = self.num_experts // experts_over * (self.moe_ffn_hidden_size or 0)
+            width += self.moe_shared_expert_intermediate_size or 0
+        return self.hidden_size * width * (3 if self.swiglu else 2)
 
     def _norm(self, width: int) -> int:
         return width * (2 if self.normalization == "LayerNorm" else 1)
@@ -102,14 +127,13 @@ class Model:
 
             2h(a + 2g) + 2ah        projections
             2 * 2 * a * seen        attention: QK^T and PV; of s tokens s / 2 are seen, of a window w < s, w - w^2 / 2s
-            2h * ffn * (3 or 2)     MLP: three products for SwiGLU, else two
+            2h * ffn * (3 or 2)     MLP: three products for SwiGLU, else two; ffn = mlp_width
 
         and 2h * padded_vocab_size for the logits. Recomputation does not count; packed documents count as one.
         """
         h, s, a, g = self.hidden_size, seq_length, self.queries, self.keys
         window = s if self.window_size is None else min(self.window_size, s)
         seen = window - window**2 / (2 * s)
-        layer = (
-            2 * h * (a + 2 * g) + 2 * a * h + 4 * a * seen + 2 * h * self.ffn_hidden_size * (3 if self.swiglu else 2)
-        )
+        layer = 2 * h * (a + 2 * g) + 2 * a * h + 4 * a * seen + 2 * h * self.mlp_width * (3 if self.swiglu else 2)
+        layer += 2 * h * (self.num_experts or 0)  # the router
         return 3.0 * s * (self.num_layers * layer + 2 * h * self.padded_vocab_size)

@@ -36,6 +36,7 @@ def support_cpu_host() -> None:
     _keep_tensors_in_place()
     _name_types_as_cuda()
     _share_cpu_generator()
+    _count_tokens_of_experts()
 
 
 def _create_on_cpu() -> None:
@@ -142,3 +143,13 @@ def _share_cpu_generator() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # The tracker warns when the CPU generator moves inside its fork: here it is the one that must.
     logging.getLogger(random.__name__).addFilter(lambda r: "CPU RNG state changed" not in r.getMessage())
+
+
+def _count_tokens_of_experts() -> None:
+    # Counts go to torch.distributed as arrays; megatron-core makes arrays of those alone that come from a GPU.
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def on_host(counts: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return counts.numpy() if as_numpy and torch.is_tensor(counts) else counts
+
+    token_dispatcher.maybe_move_tensor_to_cpu = on_host

@@ -31,7 +31,10 @@ NEEDED = {
     "--calculate-per-token-loss": "ranks have different numbers of tokens with a loss",
     "--attention-dropout 0.0": "context-parallel attention has no dropout",
 }
+_WEIGHED = "over n context ranks megatron-core gives it 1/n of its weight; this project's trainer has all of it"
 _REFUSED = {
+    "--moe-aux-loss-coeff": _WEIGHED,
+    "--moe-z-loss-coeff": _WEIGHED,
     "--mtp-num-layers": "it cuts sequences by itself",
     "--hybrid-context-parallel": "it cuts sequences by itself",
     "--sft": "its packed sequences (thd) are cut by Transformer Engine",

@@ -26,6 +26,7 @@ from ..context import ContextParallel
 from ..errors import UsageError
 from ..kernels.choose import kernel_for
 from ..recorder import recorder
+from .experts import Router
 from .norm import Norm
 from .packed import PackedDocuments
 from .transformer_engine import check_importable
@@ -207,7 +208,11 @@ def block_spec(
 
 
 def _local_layer(config: TransformerConfig) -> ModuleSpec:
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    layer = get_gpt_layer_local_spec(
+        config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
+    if config.num_moe_experts:
+        layer.submodules.mlp.submodules.router = Router
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     if config.qk_layernorm:
         attention = layer.submodules.self_attention.submodules

@@ -78,17 +78,20 @@ def complete_model(given: Flags) -> Flags:
     from ..integration.transformer_engine import why_not_importable
 
     wide = 4 * given.hidden_size
+    ffn = given.ffn_hidden_size or (wide * 2 // 3 // 64 * 64 if given.swiglu else wide)
     groups = (given.num_query_groups or 1) if given.group_query_attention else given.num_attention_heads
+    local = given.num_experts or why_not_importable()
     selective = "selective" if given.recompute_activations else None
     return replace(
         given,
         kv_channels=given.kv_channels or given.hidden_size // given.num_attention_heads,
-        ffn_hidden_size=given.ffn_hidden_size or (wide * 2 // 3 // 64 * 64 if given.swiglu else wide),
+        ffn_hidden_size=ffn,
+        moe_ffn_hidden_size=given.moe_ffn_hidden_size or (ffn if given.num_experts else None),
         num_query_groups=groups,
         max_position_embeddings=given.max_position_embeddings or given.seq_length,
         recompute_granularity=given.recompute_granularity or selective,
         use_distributed_optimizer=given.use_distributed_optimizer or given.use_megatron_fsdp,
-        transformer_impl=given.transformer_impl or ("local" if why_not_importable() else "transformer_engine"),
+        transformer_impl=given.transformer_impl or ("local" if local else "transformer_engine"),
     )
 
 

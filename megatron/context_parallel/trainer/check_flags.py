@@ -57,7 +57,7 @@ def check_relations(args: Arguments) -> None:
         if not (value := getattr(args, name)):
             continue
         for whole in flag.divides.split():
-            if rest := getattr(args, whole) % value:
+            if rest := (getattr(args, whole) or 0) % value:
                 refuse(args, name, f"does not divide {given(args, whole)}", **{name: math.gcd(value, rest)})
         if flag.multiple_of:
             check_multiple(args, name, *flag.multiple_of.split())

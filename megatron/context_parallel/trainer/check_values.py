@@ -6,6 +6,7 @@ from traceback import extract_tb
 
 from ..errors import UsageError
 from ..strategies import Choice, check_same_tokens, distinct
+from .check_experts import check_experts
 from .check_flags import refuse
 from .check_sharding import check_sharding
 from .flags import FLAGS, Arguments, Flags
@@ -47,6 +48,7 @@ def check_together(args: Arguments) -> None:
     """
     _check_model(args)
     check_sharding(args)
+    check_experts(args)
     _check_sequence(args)
     _check_schedule(args)
     _check_devices(args)

@@ -49,6 +49,7 @@ from .train_state import Progress, TrainState, set_generators, sharded_state
 _RANK_LAYOUT = (
     "tensor_model_parallel_size",
     "context_parallel_size",
+    "expert_model_parallel_size",
     "data_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
@@ -269,7 +270,7 @@ def fault_everywhere(args: Arguments, checkpoint: Path) -> str | None:
 def _parts_to_load(args: Arguments, saved: dict) -> tuple[bool, bool]:
     """Whether to restore the optimizer, and the random generators, of a checkpoint made with arguments `saved`."""
     optimizer = not (args.finetune or args.no_load_optim or saved["no_save_optim"])
-    same_ranks = all(saved[size] == getattr(args, size) for size in _RANK_LAYOUT)
+    same_ranks = all(saved.get(size, 1) == getattr(args, size) for size in _RANK_LAYOUT)
     return optimizer, same_ranks and not (args.finetune or args.no_load_rng or saved["no_save_rng"])
 
 
@@ -278,7 +279,7 @@ def _is_to_compute_again(args: Arguments, saved: dict, checkpoint: Path) -> bool
     if args.finetune or "rerun" not in read_checkpoint(args, None, checkpoint):
         return False
     reason = "" if args.rerun_mode == "validate_results" else "without --rerun-mode validate_results"
-    if not all(saved[size] == getattr(args, size) for size in _RANK_LAYOUT):
+    if not all(saved.get(size, 1) == getattr(args, size) for size in _RANK_LAYOUT):
         reason = "on another layout of ranks"
     if reason:
         say(f"--load {args.load}: its next step is not compared with the suspicious one, {reason}")

@@ -68,7 +68,7 @@ class Findings:
 
     def _watch_gradients(self, chunk: DistributedDataParallel) -> None:
         names = _names(chunk)
-        for group in chunk.bucket_groups:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             # megatron-core calls this before the ranks add up the gradients of the group.
             group.ddp_config.check_for_nan_in_grad = True
             parameters = [parameter for bucket in group.buckets for parameter in bucket.params_list]

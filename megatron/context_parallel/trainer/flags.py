@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .context_parallel_flags import ContextParallel
 from .declare import Section, flag, flags_of
+from .expert_flags import Experts
 from .output_flags import Checkpointing, Logging, Profiling
 from .tokenizer import TOKENIZERS
 
@@ -251,6 +252,7 @@ class Data(Section, title="data"):
 class Flags(
     Run,
     Model,
+    Experts,
     Regularization,
     Training,
     LearningRate,

@@ -84,6 +84,7 @@ def transformer_config(args: Arguments) -> TransformerConfig:
     if args.swiglu:
         given.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
     given.update(
+        num_moe_experts=args.num_experts,
         layernorm_epsilon=args.norm_epsilon,
         cp_comm_type=None,  # each layer has its strategy
         embedding_init_method=partial(_draw_embedding, args),

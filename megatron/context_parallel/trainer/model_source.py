@@ -24,6 +24,8 @@ def model_arguments(source: Source) -> Arguments:
     wanted: dict[str, Any] = {name: getattr(source, name) for name in ("load", "ckpt_step", "load_fallback")}
     foreign = is_huggingface(source.load)
     given = model_flags(Path(source.load)) if foreign else saved_flags(Flags(**wanted), "bf16", "fp16")
+    if given.get("num_experts"):
+        raise UsageError(f"--load {source.load}: has experts, with which generating was not tested; give another model")
     if source.bf16:
         given |= {"bf16": True, "fp16": False}
     context = ranks // tensor

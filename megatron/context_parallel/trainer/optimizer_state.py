@@ -27,7 +27,7 @@ def sharded_optimizer(
     _prime_adam(optimizer)
     if _has_buckets(optimizer, model):
         _count_bucket_padding(model)
-        return optimizer.sharded_state_dict(weights, is_loading=loading, metadata=METADATA)
+        return _sharded_buckets(optimizer, weights, loading)
     parts = _parts(optimizer)
     groups = [(part, group) for part in parts for group in part.optimizer.param_groups]
     scaler = getattr(parts[0], "grad_scaler", None)
@@ -111,10 +111,20 @@ def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- buckets
 
 
+def _sharded_buckets(optimizer: MegatronOptimizer, weights: dict[str, Any], loading: bool) -> dict[str, Any]:
+    """As of one optimizer, also where shared out experts have one of their own."""
+    parts = [part.sharded_state_dict(weights, is_loading=loading, metadata=METADATA) for part in _parts(optimizer)]
+    if len(parts) == 1:
+        return parts[0]
+    groups = [group for part in parts for group in part["optimizer"]["param_groups"]]
+    states = {number: part["param_state"] for number, part in enumerate(parts)}
+    return {**parts[0], "optimizer": {**parts[0]["optimizer"], "param_groups": groups}, "param_state": states}
+
+
 def _count_bucket_padding(model: list[DataParallel]) -> None:
     # megatron-core gathers the optimizer's buckets without the padding between them, then cuts parameters out at
     # offsets that count it: wrong values after a padded bucket. With the padding gathered too they are right.
-    for buffer in (buffer for chunk in model for buffer in chunk.buffers):
+    for buffer in (buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
         for bucket in buffer.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()
         buffer.numel_unpadded = buffer.numel
@@ -130,18 +140,28 @@ def _prime_adam(optimizer: MegatronOptimizer) -> None:
 
 def _load_buckets(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
     given = [{name: group[name] for name in _FROM_FLAGS} for group in optimizer.param_groups]
-    adams = [part for part in _parts(optimizer) if _is_torchs(part)]
-    per_parameter = loaded.pop("param_state", None) if adams else None
-    optimizer.load_state_dict(loaded)
-    for part in adams:
-        states = part.optimizer.state.values()
-        steps = [state.pop("step") for state in states]
-        if per_parameter is not None:  # megatron-core fills in all that a state has, and has no step for each parameter
-            part.load_parameter_state_from_fully_reshardable(per_parameter)
-        for state, step in zip(states, steps, strict=True):
-            state["step"] = step.clone()  # it restored one tensor for all parameters, which each would advance
+    parts, groups = _parts(optimizer), loaded["optimizer"]["param_groups"]
+    # Of what experts were not shared out: their optimizer has the groups of the other weights.
+    both = [group | {"is_expert_parallel": shared} for shared in (False, True) for group in groups]
+    for number, part in enumerate(parts):
+        states = loaded["param_state"] if len(parts) == 1 else loaded["param_state"][number]
+        copied = [dict(group) for group in both]
+        _load_part(part, {**loaded, "optimizer": {**loaded["optimizer"], "param_groups": copied}}, states)
     for group, values in zip(optimizer.param_groups, given, strict=True):
         group.update(values)  # megatron-core restored the old ones, and the schedule would follow them
+
+
+def _load_part(part: MegatronOptimizer, loaded: dict[str, Any], per_parameter: dict[int, Any]) -> None:
+    if not _is_torchs(part):
+        part.load_state_dict({**loaded, "param_state": per_parameter})
+        return
+    part.load_state_dict({name: value for name, value in loaded.items() if name != "param_state"})
+    states = part.optimizer.state.values()
+    steps = [state.pop("step") for state in states]
+    # megatron-core fills in all that a state has, and has no step for each parameter
+    part.load_parameter_state_from_fully_reshardable(per_parameter)
+    for state, step in zip(states, steps, strict=True):
+        state["step"] = step.clone()  # it restored one tensor for all parameters, which each would advance
 
 
 def _is_torchs(part: MegatronOptimizer) -> bool:

@@ -27,6 +27,7 @@ _TOLD = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
+    "expert_model_parallel_size",
 )
 _PROBES = 64  # samples that are compared
 

@@ -27,6 +27,8 @@ MEANS_NOTHING = {
     "--no-bias-swiglu-fusion": _FUSED,
     "--no-bias-dropout-fusion": _FUSED,
     "--no-rope-fusion": _FUSED,
+    "--moe-grouped-gemm": "an expert is computed after the other",
+    "--moe-permute-fusion": _FUSED,
     "--no-persist-layer-norm": _FUSED,
     "--no-gradient-accumulation-fusion": _FUSED,
     "--cross-entropy-loss-fusion": _FUSED,
@@ -92,7 +94,6 @@ _TOKENIZER = (
 _CONSTANT = "the weight decay is constant; give --weight-decay"
 _ROPE = "give --position-embedding-type rope"
 _STATES = "the optimizer has float32 states on the device; leave it out"
-_EXPERTS = "there is no mixture of experts; leave it out"
 _STAGES = "all pipeline stages have as many layers; leave it out"
 
 GIVE_INSTEAD = {
@@ -139,10 +140,11 @@ GIVE_INSTEAD = {
     "--lr-warmup-init X": "the warm-up starts from 0; leave it out",
     "--use-checkpoint-opt_param-scheduler": "the schedule is that of --lr, --min-lr and the others; leave it out",
     "--wandb-entity NAME": "set WANDB_ENTITY in the environment",
-    "--num-experts N": _EXPERTS,
-    "--expert-model-parallel-size N": _EXPERTS,
-    "--expert-tensor-parallel-size N": _EXPERTS,
-    "--moe-router-topk N": _EXPERTS,
+    "--expert-tensor-parallel-size N": "tensor-parallel ranks have no experts; leave it out",
+    "--moe-z-loss-coeff X": "there is no z-loss; give --moe-aux-loss-coeff",
+    "--moe-expert-capacity-factor X": "no token is dropped; leave it out",
+    "--moe-layer-freq N": "all layers have experts; leave it out",
+    "--moe-router-enable-expert-bias": "give --moe-aux-loss-coeff",
     "--multi-latent-attention": "attention is multi-head or grouped-query; leave it out",
     "--mtp-num-layers N": "there is no multi-token prediction; leave it out",
     "--fim-data": "there is no fill-in-the-middle; leave it out",

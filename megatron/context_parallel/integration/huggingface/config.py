@@ -25,6 +25,7 @@ _SHARED = {
     "add_bias_linear": False,
     "add_qkv_bias": False,
     "softmax_type": "vanilla",
+    "num_experts": None,
 }
 
 

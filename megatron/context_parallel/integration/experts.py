@@ -1,0 +1,34 @@
+"""The router of megatron-core's experts, with losses that do not depend on how many ranks share a sequence."""
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # type: ignore[attr-defined]  # unset without Transformer Engine, and asked for
+
+
+class Router(TopKRouter):
+    """Chooses the experts of each token.
+
+    Where losses are sums over tokens (`calculate_per_token_loss`), megatron-core 0.16 weighs a rank's part of the load
+    balancing loss by the rank's own tokens. With n ranks for a sequence that is 1/n of the loss of one rank.
+    """
+
+    def attach_and_log_load_balancing_loss(
+        self,
+        activation: Tensor,
+        aux_loss_coeff: float,
+        aux_loss: Tensor,
+        aux_loss_name: str,
+        reduce_group: dist.ProcessGroup,
+        *others: Any,
+        **named: Any,
+    ) -> Tensor:
+        """As in megatron-core; `aux_loss` [] is this rank's part of the loss of the micro batch."""
+        n = reduce_group.size() if self.calculate_per_token_loss else 1
+        given = activation, aux_loss_coeff * n, aux_loss * n, aux_loss_name, reduce_group  # the log takes their ratio
+        return super().attach_and_log_load_balancing_loss(*given, *others, **named)
