@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+from megatron.core.transformer.moe import token_dispatcher
 
 from megatron.context_parallel.integration import host
 from megatron.context_parallel.integration.norm import Norm
@@ -50,6 +51,12 @@ def test_megatron_fsdp_is_built_on_meshes_of_the_cpu():
         assert mcore_fsdp_adapter.DeviceMesh is not meshes
     assert mcore_fsdp_adapter.DeviceMesh is meshes
     assert torch.cuda.current_device() == torch.device("cpu")
+
+
+def test_counts_of_tokens_are_arrays():
+    counts = torch.tensor([3, 1])
+    assert token_dispatcher.maybe_move_tensor_to_cpu(counts) is counts
+    assert not torch.is_tensor(token_dispatcher.maybe_move_tensor_to_cpu(counts, as_numpy=True))
 
 
 def test_tensors_stay_where_they_are():

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 
@@ -18,30 +19,61 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from test_model import BATCH, LENGTH, VOCABULARY, batch, config, hidden
+from torch.nn.functional import scaled_dot_product_attention
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.integration import megatron_lm
+from megatron.context_parallel.integration.transformer_engine import why_not_importable
 
 STEPS = 5
 
 
-def train(strategies: list[str]) -> list[float]:
+class PlainAttention(torch.nn.Module):
+    """PyTorch's attention as core attention: megatron-core's own takes no multi-latent one."""
+
+    def __init__(self, softmax_scale: float, **others: object) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query, key, value, *others: object, **named: object) -> torch.Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def latent(strategies: list[str]) -> tuple[TransformerConfig, ModuleSpec]:
+    """Multi-latent attention as DeepSeek's: values of another width, rotary embeddings (yarn) of a part of a head."""
+    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
+    given = vars(config()) | sizes | {"num_query_groups": 4, "rope_type": "yarn", "multi_latent_attention": True}
+    names = {field.name for field in fields(MLATransformerConfig)}
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True, qk_layernorm=True)
+    if not strategies:
+        spec.submodules.self_attention.submodules.core_attention = PlainAttention
+    return MLATransformerConfig(**{name: value for name, value in given.items() if name in names}), spec
+
+
+def train(strategies: list[str], multi_latent: bool = False) -> list[float]:
     """Losses by Megatron-LM's way: its spec, its function that cuts batches, its rotary embedding."""
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, value in megatron_lm.replacements(strategies) if strategies else ():
             patch.setattr(owner, name, value)
         model_parallel_cuda_manual_seed(3)
-        spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-        model = GPTModel(config(), spec, VOCABULARY, LENGTH, position_embedding_type="rope")
+        settings, spec = config(), get_gpt_layer_local_spec(normalization="RMSNorm")
+        if multi_latent:
+            patch.setattr(multi_latent_attention, "HAVE_TE", not why_not_importable())
+            settings, spec = latent(strategies)
+        model = GPTModel(settings, spec, VOCABULARY, LENGTH, position_embedding_type="rope")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
         data = {**batch(), "attention_mask": None}
         if strategies:
             data = utils.get_batch_on_this_cp_rank(data)
         losses = []
         for _ in range(STEPS):
-            mask = None if strategies else hidden(None)
+            mask = None if strategies or multi_latent else hidden(None)
             out = model(data["tokens"], data["position_ids"], mask, labels=data["labels"])
             loss = (out * data["weight"]).sum()
             loss.backward()
@@ -60,6 +92,13 @@ def test_training_equals_one_rank(ranks):
     for strategies in (["mesh:layout=cyclic"], ["usp:head_parallel_size=2", "ring"]):
         for losses in ranks(4, train, strategies):
             assert losses == pytest.approx(expected, rel=1e-6), strategies
+
+
+def test_multi_latent_attention_equals_one_rank(ranks):
+    (expected,) = ranks(1, train, [], True)
+    assert expected[-1] < expected[0]
+    for losses in ranks(4, train, ["mesh:layout=cyclic"], True):
+        assert losses == pytest.approx(expected, rel=1e-6)
 
 
 def refused_batches() -> list[str]:

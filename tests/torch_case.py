@@ -68,6 +68,8 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def sharded(cp: ContextParallel, mesh: DeviceMesh, recompute: str = "", compiled: bool = False) -> Model:
     """The model with the same weights on all ranks, its blocks and itself sharded over all dimensions of `mesh`."""
+    if compiled:
+        torch.compiler.reset()  # else what earlier cases compiled counts against its limit
     torch.manual_seed(1)
     model = Model(cp, recompute)
     for block in model.blocks:

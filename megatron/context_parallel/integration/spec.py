@@ -58,6 +58,8 @@ class ContextParallelAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         *,
         cp: Contexts,
         backend: str = "auto",
@@ -70,6 +72,10 @@ class ContextParallelAttention(MegatronModule):
             raise UsageError(f"--attention-dropout {dropout}: context-parallel attention has none; use 0")
         if config.fp8_dot_product_attention or config.fp8_multi_head_attention:
             raise UsageError("fp8_dot_product_attention: attention is computed in 16 or 32 bits; leave it out")
+        if k_channels and not follows_layout:
+            raise UsageError("--multi-latent-attention: works with integration.megatron_lm only")
+        if k_channels and config.apply_rope_fusion:
+            raise UsageError("--multi-latent-attention: its fused RoPE goes by zigzag; give --no-rope-fusion")
         if attention_type != "self":
             raise UsageError(f"{attention_type} attention: the layer spec has self-attention only")
         self.attn_mask_type = attn_mask_type
