@@ -52,7 +52,11 @@ def train(family: str, spec: str | None, kind: str = "whole", lora: bool = False
         from megatron.context_parallel.integration.transformers import register, shard_batch
 
         cp = ContextParallel(spec)
-        register(cp, model)
+        if lora:
+            register(cp, model)
+        else:
+            register(cp)
+            model.set_attn_implementation("context_parallel")
         data = shard_batch(cp, data)
     losses = []
     for _ in range(STEPS):
@@ -121,7 +125,7 @@ def mistakes() -> list[str]:
     tail[0, -3:] = 5
     shifted = torch.nn.functional.pad(data["labels"][:, 1:], (0, 1), value=-100)
     unknown = model_of("llama")
-    unknown.set_attn_implementation("context_parallel")
+    unknown.config._attn_implementation = "context_parallel"  # as `from_pretrained` does
     named = {"input_ids": tokens, "position_ids": places}
     uses = {
         "labels": lambda: model(input_ids=tokens, position_ids=places, labels=tokens),
@@ -165,7 +169,7 @@ def test_wrong_uses_are_told(ranks):
                 "whole labels: labels [2, 48] beside input_ids [2, 24]: not cut; give model(",
                 "count: num_items_in_batch: missing; ranks have different numbers of labels; give model(",
                 "not named: 6 inputs without a name: give each by name; give model(",
-                "not registered: LlamaAttention: of a model that is not registered; call register(cp, model)",
+                "not registered: LlamaAttention: of a model whose batches nobody checks; call register(cp, model)",
             ),
             strict=True,
         ):

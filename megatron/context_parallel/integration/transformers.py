@@ -1,5 +1,6 @@
 """HuggingFace transformers: our attention for its models, and batches cut for the ranks of a context group."""
 
+from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
@@ -22,22 +23,33 @@ _registered: WeakSet[torch.nn.Module] = WeakSet()  # modules of models whose bat
 _USE_HELPER = "give model(**shard_batch(cp, batch), use_cache=False)"
 
 
-def register(cp: ContextParallel, model: PreTrainedModel) -> None:
-    """Makes a model compute attention with a context group: `model.set_attn_implementation("context_parallel")`.
+def register(cp: ContextParallel, model: PreTrainedModel | None = None) -> None:
+    """Lets models compute attention with a context group: `model.set_attn_implementation("context_parallel")`.
 
-    Every model that is registered computes with the context group registered last. Their batches are checked: labels
-    that were not shifted before they were cut would be wrong where a chunk ends, and only the model sees them.
+    All of them compute with the context group registered last. Their batches are checked: labels that were not shifted
+    before they were cut would be wrong where a chunk ends, and only the model sees them.
 
     Args:
         cp: the context group.
-        model: of transformers, or around one (peft).
+        model: of transformers, or around one (peft), that takes it at once.
     """
-    attention = _Attention(cp)
-    AttentionInterface.register(NAME, attention)
+    AttentionInterface.register(NAME, _Attention(cp))
     AttentionMaskInterface.register(NAME, _no_mask)
-    model.set_attn_implementation(NAME)
-    model.register_forward_pre_hook(_check_batch, with_kwargs=True)
-    _registered.update(model.modules())
+    # transformers tells nobody when a model takes it.
+    PreTrainedModel.set_attn_implementation = _set_attn_implementation  # type: ignore[method-assign]
+    if model is not None:
+        model.set_attn_implementation(NAME)
+
+
+_transformers_own = PreTrainedModel.set_attn_implementation
+
+
+@wraps(_transformers_own)
+def _set_attn_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    _transformers_own(self, *args, **kwargs)
+    if self.config._attn_implementation == NAME and self not in _registered:
+        self.register_forward_pre_hook(_check_batch, with_kwargs=True)
+        _registered.update(self.modules())
 
 
 def shard_batch(
@@ -144,7 +156,9 @@ class _Attention:
     ) -> tuple[Tensor, None]:
         """[b, heads, s, d] of this rank's tokens to [b, s, heads, d]."""
         if module not in _registered:
-            raise UsageError(f"{type(module).__name__}: of a model that is not registered; call register(cp, model)")
+            raise UsageError(
+                f"{type(module).__name__}: of a model whose batches nobody checks; call register(cp, model)"
+            )
         if dropout:
             raise UsageError(f"attention_dropout {dropout}: context-parallel attention has none; give 0")
         if attention_mask is not None or position_bias is not None:
