@@ -2,20 +2,26 @@
 
     PYTHONPATH=. python benchmarks/overhead.py
 
-Microseconds of CPU time for each step and rank, forward and backward, the least of several rounds.
+Microseconds of CPU time for each step and rank, the least of several rounds. The first two columns count all that a
+rank does in a pass but messages: steps, receive buffers, merging, and what comes before and after the steps. The other
+two also count messages, as copies between ranks that take turns in this process.
 """
 
 import argparse
 import time
+from collections.abc import Callable
 
 import torch
 from rich.table import Table
 
-from megatron.context_parallel import AllRanks, context_parallel_attention
+from megatron.context_parallel import AllRanks, passes
 from megatron.context_parallel.commands.run import run_main
+from megatron.context_parallel.executor import Problem
+from megatron.context_parallel.kernels import Scores
 from megatron.context_parallel.kernels.masks import Piece
 from megatron.context_parallel.mask import Mask
 from megatron.context_parallel.tables import show
+from megatron.context_parallel.transport import run_here
 
 CASES = ["ring", "lightseq", "attention2d", "mesh", "loongtrain:head_parallel_size=2"]
 
@@ -27,29 +33,53 @@ class Nothing:
         return [Piece(slice(0, block.first.shape[1]), slice(0, keys), "full")]
 
     def forward(self, q, k, v, mask, scores):
-        return torch.empty(q.shape), torch.empty(q.shape[:-1])
+        return torch.empty_like(q), q.squeeze(-1)  # head_dim is 1
 
     def backward(self, grad, scores):
-        return tuple([torch.empty(x.shape) for x in (grad.q, grad.k, grad.v)])
+        return torch.empty_like(grad.q), torch.empty_like(grad.k), torch.empty_like(grad.v)
 
 
-def microseconds(cp: AllRanks, rounds: int) -> tuple[float, float]:
+class Silent:
+    """A transport that moves nothing: what arrives is what was in memory."""
+
+    sums = False
+
+    def world(self, peer):
+        return peer
+
+    def exchange(self, channel, sends, receives):
+        return self
+
+    trade = all_gather = lambda self, *_: self
+
+    def wait(self):
+        pass
+
+
+def alone(program, plan, problem, parts):
+    """As `AllRanks.run`, without messages."""
+    return [run_here(program(plan, problem, rank, Silent(), *part)) for rank, part in enumerate(parts)]
+
+
+@torch.no_grad()
+def microseconds(cp: AllRanks, run: Callable, rounds: int) -> list[float]:
     """Of each step and rank: forward, backward."""
-    length, heads, kernel = 4 * cp.n, 2, Nothing()
-    q, k, v, dout = (torch.zeros(length, 1, heads, 1) for _ in range(4))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    plans = [cp.plan(Mask(), (length,) * 2, heads, heads, backward=backward) for backward in (False, True)]
-    steps = [sum(map(len, plan.steps)) * plan.heads for plan in plans]
+    lengths, heads, kernel = (4 * cp.n, 4 * cp.n), 2, Nothing()
+    problem = Problem(cp.blocks(Mask(), lengths, kernel), heads, kernel, Scores(1.0))
+    plans = [cp.plan(Mask(), lengths, heads, heads, backward=backward) for backward in (False, True)]
+    q, k, v, dout = (torch.zeros(4, 1, heads, 1) for _ in range(4))
     times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(rounds + 1):  # the first makes plans and blocks
+    for _ in range(rounds + 1):  # the first makes steps and blocks
         start = time.process_time()
-        out = context_parallel_attention(*leaves, cp, kernel=kernel)
+        ended = run(passes.forward, plans[0], problem, [(None, q, k, v)] * cp.n)
         middle = time.process_time()
-        torch.autograd.grad(out, leaves, dout)
+        inputs = [(None, dout, out, *folded) for out, _, *folded in ended]
+        begun = time.process_time()
+        run(passes.backward, plans[1], problem, inputs)
         times[0].append(middle - start)
-        times[1].append(time.process_time() - middle)
-    forward, backward = (1e6 * min(of[1:]) / count for of, count in zip(times, steps, strict=True))
-    return forward, backward
+        times[1].append(time.process_time() - begun)
+    counts = [sum(map(len, plan.steps)) * plan.heads for plan in plans]
+    return [1e6 * min(of[1:]) / count for of, count in zip(times, counts, strict=True)]
 
 
 def main() -> None:
@@ -59,10 +89,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    table = Table("case", "ranks", "forward", "backward", title="microseconds of a step and rank, an empty kernel")
+    columns = "case", "ranks", "forward", "backward", "forward, messages", "backward, messages"
+    table = Table(*columns, title="microseconds of a step and rank, an empty kernel")
     for text in args.strategies:
         for n in args.ranks:
-            table.add_row(text, str(n), *(f"{x:.1f}" for x in microseconds(AllRanks(n, text), args.rounds)))
+            cp = AllRanks(n, text)
+            found = [*microseconds(cp, alone, args.rounds), *microseconds(cp, cp.run, args.rounds)]
+            table.add_row(text, str(n), *(f"{x:.1f}" for x in found))
     show(table)
 
 

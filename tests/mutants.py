@@ -60,6 +60,7 @@ TESTS = {
     "plan/liveness.py": PLANS,
     "plan/volume.py": PLANS,
     "executor.py": ATTENTION,
+    "buffers.py": ATTENTION,
     "pairs.py": ("test_mask.py", "test_strategies.py", "test_corners.py", "test_plan.py"),
     "mask.py": ("test_mask.py", "test_strategies.py", "test_corners.py", "test_plan.py"),
     "layout.py": ("test_layout.py", "test_mask.py", "test_corners.py", "test_heads.py"),

@@ -16,7 +16,7 @@ from megatron.context_parallel.backends import BACKENDS
 from megatron.context_parallel.cluster.memory import memory
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.libraries import LIBRARIES
-from megatron.context_parallel.trainer import dry_run
+from megatron.context_parallel.trainer import dry_run, setup
 from megatron.context_parallel.trainer.arguments import parse_args
 from megatron.context_parallel.trainer.command_line import PARSER, read_flags
 from megatron.context_parallel.trainer.flags import FLAGS, PRESETS
@@ -285,8 +285,61 @@ def test_count_per_rank_is_that_of_the_real_stages(ranks, preset):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_run_on_gpus_is_planned_on_a_host_without_one(backend):
     flags = f"{SMALL} --kv-channels 64 --fp16 --distributed-backend nccl --context-parallel-size 4"
-    args = parsed(f"{flags} --cp-attention-backend {backend}")
+    args = parsed(f"{flags} --seq-length 1024 --cp-attention-backend {backend}")
     assert (args.params_dtype, args.distributed_backend) == (torch.float16, "nccl")
+
+
+@pytest.mark.parametrize(
+    "more,rows",
+    [
+        ("--cp-layout cyclic", "1023 rows by 1023 keys, causal"),
+        ("--seq-length 1000", "250 rows by 250 keys, causal"),
+        ("--cp-strategy mesh --cp-layout cyclic", "1023 rows by 1023 keys, causal"),
+    ],
+)
+def test_blocks_that_a_library_does_not_compute_are_refused_before_the_start(more, rows):
+    flags = f"{SMALL} --kv-channels 64 --bf16 --context-parallel-size 4 --seq-length 4096"
+    parsed(f"{flags} {more} --cp-attention-backend flash2")
+    parsed(f"{flags} {more} --cp-attention-backend auto")
+    message = f"--cp-attention-backend cudnn: .*128 rows, not {rows}; give --cp-attention-backend triton"
+    with pytest.raises(UsageError, match=message) as error:
+        parsed(f"{flags} {more} --cp-attention-backend cudnn")
+    assert "\n" not in str(error.value)
+
+
+NCCL = f"{SMALL} --context-parallel-size 4"
+
+
+def test_options_of_nccl_reach_the_groups(tmp_path, monkeypatch):
+    file, given = tmp_path / "nccl.yaml", {}
+    file.write_text("cp: {max_ctas: 16}")
+    flags = f"--high-priority-stream-groups cp tp --nccl-communicator-config-path {file}"
+    args = parsed(f"{NCCL} --distributed-backend nccl {flags}")
+    monkeypatch.setattr(setup, "seed_all", lambda seed: None)
+    monkeypatch.setattr(setup.parallel_state, "initialize_model_parallel", lambda **how: given.update(how))
+    setup.initialize_model_parallel(args)
+    assert given["high_priority_stream_groups"] == ["cp", "tp"]
+    assert given["nccl_communicator_config_path"] == str(file)
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("ring: {max_ctas: 16}", "ring is no group of NCCL's here; there are cp, dp_cp, pp, tp"),
+        ("cp: {most: 16}", "most is no option of NCCL's here; there are cga_cluster_size, .* max_ctas"),
+        ("cp: 16", "must hold options by group"),
+        ("cp: {", "cannot be read"),
+    ],
+)
+def test_options_of_nccl_that_nobody_reads_are_refused(text, message, tmp_path):
+    file = tmp_path / "nccl.yaml"
+    file.write_text(text)
+    flags = f"{NCCL} --nccl-communicator-config-path {file}"
+    with pytest.raises(UsageError, match=f"nccl.yaml: .*{message}") as error:
+        parsed(f"{flags} --distributed-backend nccl")
+    assert "\n" not in str(error.value)
+    with pytest.raises(UsageError, match="communication is not NCCL's; give --distributed-backend nccl"):
+        parsed(flags)
 
 
 def test_the_attention_backends_are_those_that_can_be_chosen():

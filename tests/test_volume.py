@@ -117,6 +117,16 @@ def test_copies_of_a_swap_are_alive_with_what_they_are_made_of():
     assert verify(ulysses.plan(4), kv_ratio=1.0).peak == (3 + 3,)
 
 
+def test_gathered_keys_are_kept_while_the_next_block_uses_them():
+    two, three = (Attend((0,), (0, 1)), Attend((1,), (0, 1))), Attend((0,), (0, 1, 2))
+    leaves, others = Step((Send(T.DKV, 1, 1),)), Step((Send(T.DKV, 2, 1), Recv(T.KV, 2, 1)))
+    steps = Step(attend=two), others, Step(attend=two[:1]), leaves, Step(attend=two[1:]), Step(attend=(three,))
+    blocks = [block for step in schedule(on_rank_0(*steps, backward=True), 0) for block in step.blocks]
+    assert [block.last for block in blocks] == [False, False, True, True, True]
+    plan = STRATEGIES["attention2d"].plan(64)  # a rank gathers the keys of its column once
+    assert sum(b.last for step in schedule(plan, 5) for b in step.blocks if len(b.attend.kv_chunks) > 1) == 1
+
+
 def test_received_copies_are_freed_after_their_last_read():
     for name in ("ring", "mesh", "attention2d"):
         plan = STRATEGIES[name].plan(4, backward=True)

@@ -81,6 +81,7 @@ def case_args(family: str, **changes) -> Namespace:
         **{"lr_warmup_fraction": None, "weight_decay": 0.01, "clip_grad": 1.0},
         **{"use_distributed_optimizer": True, "overlap_grad_reduce": False, "overlap_param_gather": False},
         **{"num_distributed_optimizer_instances": 1, "use_megatron_fsdp": False, "use_torch_fsdp2": False},
+        **{"nccl_communicator_config_path": None, "high_priority_stream_groups": None},
         **{"data_parallel_sharding_strategy": "no_shard"},
         **{"save": None, "load": None, "save_interval": None, "finetune": False, "exit_on_missing_checkpoint": False},
         **{"save_on_error": "stop"},

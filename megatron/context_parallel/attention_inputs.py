@@ -34,12 +34,12 @@ def check(
     """Raises UsageError for tensors that do not fit together, or have fewer tokens than `smallest`."""
     if tensor_layout not in ORDERS:
         raise UsageError(f"tensor_layout {tensor_layout!r}: unknown; there is {', '.join(ORDERS)}")
-    (s, b, h, d), shapes = ORDERS[tensor_layout], f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    s, b, h, d = ORDERS[tensor_layout]
     fits = q.dim() == k.dim() == v.dim() == 4 and all(k.shape[i] == v.shape[i] for i in (s, b, h))
     if not fits or (q.shape[b], q.shape[d]) != (k.shape[b], k.shape[d]):
-        raise UsageError(f"{shapes}: need {_needed(tensor_layout)}")
+        raise UsageError(f"{_shapes(q, k, v)}: need {_needed(tensor_layout)}")
     if 0 in [x.shape[i] for x in (q, k, v) for i in (b, h, d)] or min(q.shape[s], k.shape[s]) < smallest:
-        raise UsageError(f"{shapes}: a size is 0; each must be 1 or more")
+        raise UsageError(f"{_shapes(q, k, v)}: a size is 0; each must be 1 or more")
     heads, kv_heads = q.shape[h], k.shape[h]
     if heads % kv_heads:
         raise UsageError(f"{kv_heads} key/value heads do not divide {heads} query heads")
@@ -54,6 +54,10 @@ def check(
             f"sinks {list(sinks.shape)} of {sinks.dtype} on {sinks.device}: need floating-point [{heads}], one a "
             f"query head, on {q.device}"
         )
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
 
 
 def _needed(tensor_layout: str) -> str:

@@ -72,12 +72,19 @@ class _Call(NamedTuple):
 
 def _call(how: _How, q: Tensor, v: Tensor, lengths: Lengths, heads: int, kv_heads: int, *, backward: bool) -> _Call:
     cp, documents, given = how.objects()
-    mask = Mask(how.causal, (how.window[0], how.window[1]), documents)
-    plan = cp.plan(mask, lengths, heads, kv_heads, backward=backward)
     kernel: Kernel = (
         given.value if given else kernel_for(q.device, q.dtype, q.shape[-1], value_dim=v.shape[-1], softcap=how.softcap)
     )
-    return _Call(cp, plan, Problem(cp.blocks(mask, lengths, kernel), kv_heads, kernel, Scores(how.scale, how.softcap)))
+    window = how.window[0], how.window[1]
+
+    def make() -> tuple[Plan, Problem]:
+        mask = Mask(how.causal, window, documents)
+        blocks = cp.blocks(mask, lengths, kernel)
+        plan = cp.plan(mask, lengths, heads, kv_heads, backward=backward)
+        return plan, Problem(blocks, kv_heads, kernel, Scores(how.scale, how.softcap))
+
+    same = how.causal, window, how.documents, how.scale, how.softcap, lengths, heads, kv_heads, backward, kernel
+    return _Call(cp, *cp.remember(("call", *same), make))
 
 
 def _joined(parts: Parts) -> Tensor:
@@ -160,7 +167,11 @@ class _Attention(torch.autograd.Function):
         out, sinks, *seen = ctx.saved_tensors
         recorder.at_layer(ctx.layer)
         dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv, *dsinks = _gradients(dout, out, seen, sinks, ctx.kv_heads, *ctx.how)
+        if torch.is_grad_enabled():  # then they refuse to be differentiated
+            dq, dk, dv, *dsinks = _gradients(dout, out, seen, sinks, ctx.kv_heads, *ctx.how)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                dq, dk, dv, *dsinks = _gradients(dout, out, seen, sinks, ctx.kv_heads, *ctx.how)
         return dq, dk, dv, dsinks[0] if dsinks else None, *[None] * (len(ctx.how) + 1)
 
 

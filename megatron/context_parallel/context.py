@@ -52,7 +52,7 @@ class _Strategy(Handled):
         """
         if self.steps_on > ALL_RANKS_UP_TO:
             mask = Mask(mask.causal, mask.window)  # plans for the documents of each batch would take too long to make
-        sees = self._remember(("sees", mask, lengths), lambda: mask.pairs(*self._chunks(lengths)))
+        sees = self.remember(("sees", mask, lengths), lambda: mask.pairs(*self._chunks(lengths)))
 
         def make() -> Plan:
             plan = self.choice.plan(self.n, sees=sees, backward=backward, heads=heads, kv_heads=kv_heads)
@@ -60,7 +60,7 @@ class _Strategy(Handled):
                 verify(plan)
             return plan
 
-        return self._remember(("plan", sees, heads, kv_heads, backward), make)
+        return self.remember(("plan", sees, heads, kv_heads, backward), make)
 
     def full_plan(self, heads: int, kv_heads: int) -> Plan:
         """The plan of a forward pass in which every chunk may see every chunk, as chunks of any rows do."""
@@ -73,9 +73,10 @@ class _Strategy(Handled):
         """The blocks of `mask`, the same object for each layer of a model."""
         key = "blocks", mask, lengths, kernel
         undivided = self.blocks(Mask(mask.causal, mask.window), lengths, kernel) if mask.documents else None
-        return self._remember(key, lambda: Blocks(mask, *self._chunks(lengths), kernel, undivided))
+        return self.remember(key, lambda: Blocks(mask, *self._chunks(lengths), kernel, undivided))
 
-    def _remember(self, key: tuple, make: Callable[[], Made]) -> Made:
+    def remember(self, key: tuple, make: Callable[[], Made]) -> Made:
+        """What `make` made for `key`, or makes now. The oldest of what is kept is forgotten."""
         if key not in self._recent:
             self._recent[key] = make()
         self._recent.move_to_end(key)

@@ -7,21 +7,22 @@ kv_heads. These are views of Megatron's [s, b, heads, d], and rows stay contiguo
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from .blocks import ALL, Blocks
+from .buffers import Value, empty
 from .kernels import BlockGrad, Kernel, Scores
 from .kernels.masks import Piece
 from .kernels.merge import merge
 from .marks import marks
-from .plan.ir import IN_FLIGHT, PARTIAL, AllGather, Attend, Key, Plan, ReduceScatter, T
-from .plan.schedule import Messages, schedule
+from .plan.ir import IN_FLIGHT, PARTIAL, AllGather, Key, Plan, ReduceScatter, T
+from .plan.schedule import Block, Messages, schedule
 from .recorder import recorder
 from .transport import Program, Transport, Work
 
-Value = tuple[Tensor, ...]
 Part = slice | tuple[slice, slice]  # rows, or rows and heads
 
 
@@ -43,9 +44,12 @@ class Executor:
         self.held: dict[Key, Value] = {(t, rank): value for t, value in inputs.items()}
         self.arriving: dict[Key, list[tuple[Work, int, Value]]] = defaultdict(list)  # with the peer that sends it
         self.launched: dict[str, deque[Work]] = defaultdict(deque)
-        self.shapes: dict[T, list[tuple[tuple[int, ...], torch.dtype]]] = {}
+        self.keys: Value | None = None  # those of several chunks, while successive blocks use the same ones
+        self.key_grads: Value | None = None  # their gradients
         self.q, (self.k, self.v) = inputs[plan.starts[0]][0], inputs[T.KV]
         self.wide = torch.promote_types(self.q.dtype, torch.float32)
+        self.widen = Tensor.double if self.wide is torch.float64 else Tensor.float  # quicker than `to`
+        self.sizes = *self.q.shape[1:], self.v.shape[-1]
 
     def run(self) -> Program[dict[T, Value]]:
         """Yields each communication that it must wait for; returns the tensors that the plan ends with."""
@@ -56,15 +60,15 @@ class Executor:
                 yield from self._all_gather(op) if isinstance(op, AllGather) else self._reduce_scatter(op)
             if step.messages:
                 yield from self._launch(step.messages)
-            for attend, needed in step.attend:
-                for key in needed:
+            for block in step.blocks:
+                for key in block.needed:
                     if key in self.arriving:
                         yield from self._arrive(key)
                 if marks.on:
-                    with marks.block(attend):
-                        self._block(attend)
+                    with marks.block(block.attend):
+                        self._block(block)
                 else:
-                    self._block(attend)
+                    self._block(block)
             self._free(step.freed)
         recorder.at_step(len(steps))
         for t in self.plan.ends:
@@ -80,21 +84,24 @@ class Executor:
         """Launches a batch on each channel, when all that they send is here."""
         arriving, leaving = self.arriving, []
         for batch in messages:
-            sends = []
+            sends = list[tuple[int, Tensor]]()
             for key, peer in batch.sends:
                 if key in arriving:
                     yield from self._arrive(key)
-                sends += [(peer, x) for x in self._leaving(key)]
+                sends += zip(repeat(peer), self._leaving(key))
             leaving.append(sends)
         for batch, sends in zip(messages, leaving, strict=True):
-            values = [(key, peer, self._empty(*key)) for key, peer in batch.receives]
-            receives = [(peer, x) for _, peer, value in values for x in value]
-            if len(self.launched[batch.channel]) >= IN_FLIGHT:
+            values, receives = [], list[tuple[int, Tensor]]()
+            for key, peer in batch.receives:
+                values.append((key, peer, value := self._empty(*key)))
+                receives += zip(repeat(peer), value)
+            launched = self.launched[batch.channel]
+            if len(launched) >= IN_FLIGHT:
                 yield from self._make_room(batch.channel)
             work = self.transport.exchange(batch.channel, sends, receives)
             if marks.on:
                 work = marks.batch(batch.channel, batch.ops, work)
-            self.launched[batch.channel].append(work)
+            launched.append(work)
             for key, peer, value in values:
                 arriving[key].append((work, peer, value))
 
@@ -103,7 +110,7 @@ class Executor:
         own = op.tensor, op.chunks[op.group.index(self.rank)]
         if own in self.arriving:
             yield from self._arrive(own)
-        mine = self._take(own)
+        mine = self._leaving(own)
         yield from self._make_room(op.channel)
         chunks = self.problem.blocks.chunks(op.tensor)
         rows = tuple(chunks.rows(chunk) for chunk in op.chunks)
@@ -174,24 +181,24 @@ class Executor:
             self._put(key, value)
 
     def _put(self, key: Key, value: Value) -> None:
-        if key[0] in PARTIAL and key in self.held:
-            self._reduce(key[0], self._partial(key), value)
-        else:
+        if key[0] not in PARTIAL or key not in self.held:
             self.held[key] = value
+        elif key[0] is T.O:
+            merge(*self._partial(key), *value)
+        else:
+            for total, x in zip(self.held[key], value, strict=True):
+                total.add_(x)
 
     def _leaving(self, key: Key) -> Value:
         """The value to send. Partials travel in float32, or wider."""
-        value = self._take(key)
-        if key[0] not in PARTIAL:
-            return value
-        return tuple([x if x.dtype is self.wide else x.to(self.wide) for x in value])
-
-    def _take(self, key: Key) -> Value:
-        """The value to send or to end with. A partial leaves this rank; it is zero if nothing was added to it."""
         if key[0] not in PARTIAL:
             return self.held[key]
+        return tuple(map(self.widen, self._take(key)))
+
+    def _take(self, key: Key) -> Value:
+        """A partial to send or to end with. It leaves this rank, and is zero if nothing was added to it."""
         value = self.held.pop(key, None) or self._zero(*key)
-        return (value[0], value[1].to(self.wide).contiguous()) if key[0] is T.O else value
+        return (value[0], self.widen(value[1]).contiguous()) if key[0] is T.O else value
 
     def _free(self, keys: tuple[Key, ...]) -> None:
         for key in keys:
@@ -200,25 +207,8 @@ class Executor:
     # -- values ------------------------------------------------------------------------------------------------
 
     def _empty(self, tensor: T, chunk: int) -> Value:
-        rows, device = self.problem.blocks.chunks(tensor).rows(chunk), self.q.device
-        if tensor not in self.shapes:
-            self.shapes[tensor] = self._shapes(tensor)
-        return tuple([torch.empty((rows, *x), dtype=dtype, device=device) for x, dtype in self.shapes[tensor]])
-
-    def _shapes(self, tensor: T) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """The shape of a row and the dtype of each part of a tensor."""
-        dtype, by_row, stats = self.wide if tensor in PARTIAL else self.q.dtype, self.q.shape[1:3], 0
-        queries, outputs = (*by_row, self.q.shape[3]), (*by_row, self.v.shape[-1])
-        match tensor:
-            case T.KV | T.DKV:
-                parts = [tuple(x.shape[1:]) for x in (self.k, self.v)]
-            case T.Q | T.DQ:
-                parts = [queries]
-            case T.O:
-                parts, stats = [outputs], 1  # log-sum-exp
-            case _:
-                parts, stats = [queries, outputs], 2  # and delta
-        return [*((part, dtype) for part in parts), *[(tuple(by_row), self.wide)] * stats]
+        rows = self.problem.blocks.chunks(tensor).rows(chunk)
+        return empty(tensor, rows, self.sizes, self.q)
 
     def _zero(self, tensor: T, chunk: int) -> Value:
         value = self._empty(tensor, chunk)
@@ -229,42 +219,42 @@ class Executor:
         return value
 
     def _partial(self, key: Key) -> Value:
-        """The partial that more is added to. An output stays in the dtype of its kernel until then."""
+        """The partial output that more is merged into. It stays in the dtypes of its kernel until then."""
         value = self.held.get(key) or self._zero(*key)
-        if key[0] is T.O and value[1].dtype is not torch.float64:
-            value = value[0].to(self.wide), value[1].double()  # see `merge`
+        if value[1].dtype is not torch.float64:
+            value = self.widen(value[0]), value[1].double()  # see `merge`
         self.held[key] = value
         return value
 
-    def _reduce(self, tensor: T, into: Value, value: Value) -> None:
-        if tensor is T.O:
-            merge(*into, *value)
-        else:
-            for total, x in zip(into, value, strict=True):
-                total.add_(x)
-
     # -- blocks ------------------------------------------------------------------------------------------------
 
-    def _block(self, attend: Attend) -> None:
-        kv_chunks, start = attend.kv_chunks, self.plan.starts[0]
-        cuts = [(chunk, self.problem.blocks.pieces(chunk, kv_chunks)) for chunk in attend.q_chunks]
-        keys = self._keys(kv_chunks) if any([cut for _, cut in cuts]) else ()
-        for chunk, cut in cuts:
+    def _block(self, block: Block) -> None:
+        kv_chunks = block.attend.kv_chunks
+        for chunk in block.attend.q_chunks:
+            cut = self.problem.blocks.pieces(chunk, kv_chunks)
             if self.plan.backward:
-                self._backward(chunk, self.held[start, chunk], kv_chunks, keys, cut)
+                self._backward(chunk, kv_chunks, cut)
             else:
-                self._forward(chunk, self.held[start, chunk], keys, cut)
+                self._forward(chunk, kv_chunks, cut)
+        if block.last:
+            if self.key_grads:
+                self._scatter(kv_chunks, self.key_grads)
+            self.keys = self.key_grads = None
 
     def _keys(self, chunks: tuple[int, ...]) -> Value:
         """Keys and values of the chunks, [rows, B, d] each, in ascending order of position."""
         if len(chunks) == 1:
             return self.held[T.KV, chunks[0]]
-        blocks = self.problem.blocks
-        gathered = tuple(x.new_empty(blocks.keys(chunks), *x.shape[1:]) for x in (self.k, self.v))
-        for chunk, own, where in blocks.order(chunks):
-            for x, part in zip(gathered, self.held[T.KV, chunk], strict=True):
-                x[where] = part[own]
-        return gathered
+        if self.keys is None:
+            blocks = self.problem.blocks
+            self.keys = tuple([x.new_empty(blocks.keys(chunks), *x.shape[1:]) for x in (self.k, self.v)])
+            for chunk, own, where in blocks.order(chunks):
+                for x, part in zip(self.keys, self.held[T.KV, chunk], strict=True):
+                    if isinstance(where, slice):
+                        x[where].copy_(part[own])  # in half the time of an assignment
+                    else:
+                        x[where] = part[own]
+        return self.keys
 
     def _rows(self, piece: Piece) -> tuple[Part, Part]:
         """Where the piece is in queries and in keys: rows, and the heads of its sample."""
@@ -276,13 +266,14 @@ class Executor:
         heads = slice(piece.sample * per_sample, (piece.sample + 1) * per_sample)
         return (piece.q, heads), (piece.kv, heads)
 
-    def _forward(self, chunk: int, queries: Value, keys: Value, cut: list[Piece]) -> None:
-        key, (q,) = (T.O, chunk), queries
+    def _forward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Piece]) -> None:
+        key, q = (T.O, chunk), self.held[T.Q, chunk][0]
         for piece in cut:
             rows, kv_rows = self._rows(piece)
-            k, v = [_part(x, kv_rows) for x in keys]
+            k, v = self._keys(kv_chunks)
+            k, v = _part(k, kv_rows), _part(v, kv_rows)
             out, lse = self.problem.kernel.forward(_part(q, rows), k, v, piece.mask, self.problem.scores)
-            if key not in self.held and len(out) == len(q) and out.shape[1] == q.shape[1]:
+            if key not in self.held and out.shape[:2] == q.shape[:2]:
                 self._put(key, (out.contiguous(), lse))
             else:
                 into_out, into_lse = self._partial(key)
@@ -290,29 +281,28 @@ class Executor:
         if not cut:
             self._partial(key)
 
-    def _backward(self, chunk: int, queries: Value, kv_chunks: tuple[int, ...], keys: Value, cut: list[Piece]) -> None:
-        kernel, scores = self.problem.kernel, self.problem.scores
-        gathered: Value | None = None  # gradients of the keys of several chunks
+    def _backward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Piece]) -> None:
+        held, queries = self.held, self.held[T.QDO, chunk]
         for piece in cut:
             rows, kv_rows = self._rows(piece)
-            q, dout, lse, delta = [_part(x, rows) for x in queries]
-            k, v = [_part(x, kv_rows) for x in keys]
-            dq, *dkv = kernel.backward(BlockGrad(dout, q, k, v, lse, delta, piece.mask), scores)
-            self.held[T.DQ, chunk] = self._plus(self.held.get((T.DQ, chunk)), queries[:1], rows, (dq,))
+            keys = self._keys(kv_chunks)
+            q, dout, lse, delta = queries if rows is ALL else [_part(x, rows) for x in queries]
+            k, v = keys if kv_rows is ALL else [_part(x, kv_rows) for x in keys]
+            grad = BlockGrad(dout, q, k, v, lse, delta, piece.mask)
+            dq, *dkv = self.problem.kernel.backward(grad, self.problem.scores)
+            held[T.DQ, chunk] = self._plus(held.get((T.DQ, chunk)), queries, rows, (dq,))
             if len(kv_chunks) == 1:
                 key = T.DKV, kv_chunks[0]
-                self.held[key] = self._plus(self.held.get(key), keys, kv_rows, dkv)
+                held[key] = self._plus(held.get(key), keys, kv_rows, dkv)
             else:
-                gathered = self._plus(gathered, keys, kv_rows, dkv)
-        if gathered:
-            self._scatter(kv_chunks, gathered)
+                self.key_grads = self._plus(self.key_grads, keys, kv_rows, dkv)
 
     def _plus(self, total: Value | None, like: Value, rows: Part, parts: Sequence[Tensor]) -> Value:
-        """`total`, new in the shape of `like` if None, with `parts` added to its rows."""
+        """`total`, new in the shapes of `like` if None, with `parts` added to its rows."""
         if total is None:
-            if all([part.shape == x.shape for part, x in zip(parts, like, strict=True)]):
-                return tuple([part.to(self.wide).contiguous() for part in parts])
-            total = tuple([torch.zeros_like(x, dtype=self.wide) for x in like])
+            if all([part.shape == x.shape for part, x in zip(parts, like, strict=False)]):
+                return tuple([self.widen(part).contiguous() for part in parts])
+            total = tuple([torch.zeros_like(x, dtype=self.wide) for x in like[: len(parts)]])
         for x, part in zip(total, parts, strict=True):
             _part(x, rows).add_(part)
         return total
@@ -325,7 +315,7 @@ class Executor:
         for chunk, own, where in self.problem.blocks.order(chunks):
             for total, part in zip(self.held[T.DKV, chunk], gathered, strict=True):
                 if chunk in new:
-                    total[own] = part[where]
+                    total[own].copy_(part[where])
                 else:
                     total[own].add_(part[where])
 

@@ -4,6 +4,8 @@ The ranks of a head group swap (own chunk, all heads) for (the group's chunks, a
 steps with the ranks that have the same part, and swap back.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from .layout import rows_in
@@ -12,16 +14,38 @@ from .plan.ir import Plan, SwapHeads
 from .transport import Messages, Program, Subgroup, Transport
 
 
+class Place(NamedTuple):
+    """Where a rank is in the grid of a plan.
+
+    Attributes:
+        part: its part of the heads; context_rank: its rank in the steps.
+        members: its head group; same_heads: the ranks that run the steps together.
+        chunks: those of the members.
+    """
+
+    part: int
+    context_rank: int
+    members: tuple[int, ...]
+    same_heads: tuple[int, ...]
+    chunks: list[int]
+
+
+def place(plan: Plan, rank: int) -> Place:
+    """The place of `rank` (of all ranks). Found once for a plan and rank."""
+    if rank not in plan.places:
+        at, members = plan.grid.coordinates(rank), plan.grid.along(rank, "heads")
+        chunks = [plan.chunk_of(member) for member in members]
+        plan.places[rank] = Place(at["heads"], at["context"], members, plan.grid.along(rank, "context"), chunks)
+    return plan.places[rank]
+
+
 class HeadGroup:
     """The head group of one rank, its part of the heads, and the ranks with the same part."""
 
     def __init__(self, plan: Plan, rank: int, transport: Transport) -> None:
-        self.plan, grid = plan, plan.grid
-        place = grid.coordinates(rank)
-        self.part, self.context_rank = place["heads"], place["context"]
-        self.members, self.transport = grid.along(rank, "heads"), transport
-        self.context = Subgroup(transport, grid.along(rank, "context")) if plan.heads > 1 else transport
-        self.chunks = [plan.chunk_of(member) for member in self.members]
+        self.plan, self.transport = plan, transport
+        self.part, self.context_rank, self.members, same_heads, self.chunks = place(plan, rank)
+        self.context = Subgroup(transport, same_heads) if plan.heads > 1 else transport
 
     def slice_of(self, heads: int) -> slice:
         """Which of `heads` heads this rank computes."""

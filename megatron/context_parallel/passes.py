@@ -46,9 +46,10 @@ def _folded(group: HeadGroup, q: Tensor, k: Tensor, v: Tensor) -> Program[tuple[
 
 def fold(q: Tensor, k: Tensor, v: Tensor, *lses: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys, values (and log-sum-exp) of some heads, as the executor has them."""
-    batch, group = q.shape[1] * k.shape[2], q.shape[2] // k.shape[2]
-    q, *lse = (x.reshape(len(x), batch, group, *x.shape[3:]).contiguous() for x in (q, *lses))
-    return q, *(x.flatten(1, 2).contiguous() for x in (k, v)), *lse
+    s, b, heads, d = q.shape
+    rows = s, b * k.shape[2], heads // k.shape[2]
+    q, k, v = q.reshape(*rows, d).contiguous(), k.flatten(1, 2).contiguous(), v.flatten(1, 2).contiguous()
+    return q, k, v, *[lse.reshape(rows).contiguous() for lse in lses]
 
 
 def backward(

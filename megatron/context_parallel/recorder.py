@@ -115,8 +115,8 @@ class Recorder:
         self._note((notes + 1, *where, plan, backward, -1, None, None))
 
     def at_step(self, step: int) -> None:
-        notes, *where = self.now[:7]
-        self._note((notes + 1, *where, step, None, None))
+        notes, done, iteration, phase, layer, plan, backward, *_ = self.now  # written out, because it is called often
+        self._note((notes + 1, done, iteration, phase, layer, plan, backward, step, None, None))
 
     def end(self) -> None:
         """The plan has run. One that fails does not end: its position stays."""
@@ -124,8 +124,9 @@ class Recorder:
 
     def need(self, tensor: str, chunk: int, rank: int) -> None:
         """The plan needs a chunk that `rank` sends."""
-        notes, *where = self.now[:8]
-        self._note((notes + 1, *where, (str(tensor), chunk, rank), None))
+        notes, done, iteration, phase, layer, plan, backward, step, *_ = self.now
+        needs = str(tensor), chunk, rank
+        self._note((notes + 1, done, iteration, phase, layer, plan, backward, step, needs, None))
 
     def launch(self, channel: str, ends: Ends) -> None:
         """An operation starts."""

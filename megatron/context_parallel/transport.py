@@ -164,16 +164,8 @@ class _Message:
         self.into: Tensor | None = None
         self.version, self.complete = 0, False
 
-    def send(self, content: Tensor) -> None:
-        self.content, self.version, self.complete = content, _version(content), self.into is not None
-
-    def receive(self, into: Tensor) -> None:
-        self.into, self.complete = into, self.content is not None
-
     def deliver(self) -> None:
-        if self.content is None:  # the other end was here
-            return
-        assert self.into is not None  # only what is complete is delivered
+        assert self.content is not None and self.into is not None  # only what is complete is delivered
         if _version(self.content) != self.version:
             raise PlanError("a tensor was overwritten while it was being sent")
         if self.content.shape != self.into.shape:
@@ -193,41 +185,48 @@ class Line:
     def send(self, content: Tensor) -> _Message:
         if self.wanted:
             message = self.wanted.popleft()
+            message.complete = True
         else:
             self.sent.append(message := _Message())
-        message.send(content)
+        message.content, message.version = content, _version(content)
         return message
 
     def receive(self, into: Tensor) -> _Message:
         if self.sent:
             message = self.sent.popleft()
+            message.complete = True
         else:
             self.wanted.append(message := _Message())
-        message.receive(into)
+        message.into = into
         return message
 
 
 class _Exchange:
-    """A batch of messages of one rank, each with what it does, its peer and its channel."""
+    """A batch of messages of one rank on a channel, each with a peer."""
 
-    __slots__ = ("messages",)
+    __slots__ = ("channel", "messages", "peers")
 
-    def __init__(self, messages: list[tuple[_Message, str, int, str]]) -> None:
-        self.messages = messages
+    def __init__(self, channel: str, messages: list[_Message], peers: list[int]) -> None:
+        self.channel, self.messages, self.peers = channel, messages, peers
 
     def missing(self) -> str:
         """The first message whose other end is not there yet; nothing if the batch is complete."""
-        for message, what, peer, channel in self.messages:
+        for message, peer in zip(self.messages, self.peers, strict=False):  # no message once it has waited
             if not message.complete:
-                return f"to {what} rank {peer} on channel {channel}"
+                what = "send to" if message.into is None else "receive from"
+                return f"to {what} rank {peer} on channel {self.channel}"
         return ""
 
     def ready(self) -> bool:
-        return all([message.complete for message, *_ in self.messages])
+        for message in self.messages:  # noqa: SIM110 (`all` takes three times as long)
+            if not message.complete:
+                return False
+        return True
 
     def wait(self) -> None:
-        for message, *_ in self.messages:
-            message.deliver()
+        for message in self.messages:
+            if message.content is not None:  # else the other end was here
+                message.deliver()
         self.messages = []
 
 
@@ -244,9 +243,9 @@ class LocalTransport:
 
     def exchange(self, channel: str, sends: Messages, receives: Messages) -> _Exchange:
         rank, post = self.rank, self.post
-        messages = [(post[channel, rank, to].send(x), "send to", to, channel) for to, x in sends]
-        messages += [(post[channel, of, rank].receive(x), "receive from", of, channel) for of, x in receives]
-        return _Exchange(messages)
+        messages = [post[channel, rank, to].send(x) for to, x in sends]
+        messages += [post[channel, of, rank].receive(x) for of, x in receives]
+        return _Exchange(channel, messages, [peer for peer, _ in chain(sends, receives)])
 
     def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> _Exchange:
         return self.exchange(channel, list(chain(*sends)), list(chain(*receives)))

@@ -129,7 +129,7 @@ def _chosen(device: torch.device, need: Need, backend: str) -> tuple[Kernel, str
     no_position = _refusal("triton", need, capability)
     names = FASTEST.get(capability[0], OTHERS)
     if no_position:  # what computes only some blocks comes last, as nothing computes the others
-        names = tuple(sorted(names, key=lambda name: LIBRARIES[name].takes is not Library.takes))
+        names = tuple(sorted(names, key=lambda name: LIBRARIES[name].blocks != Library.blocks))
     passed = ""
     for name in names:
         library = LIBRARIES[name]

@@ -21,10 +21,10 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> Non
         from .merge_triton import merge_fused
 
         return merge_fused(out, lse, other_out, other_lse)
-    other_lse = other_lse.to(lse.dtype)
+    other_lse = other_lse.double()
     # Two sigmoids, because 1 - weight would lose all digits of a small one. A finite bound for -inf makes the weights
     # 1 and 0 where both are -inf, while NaN stays NaN. The rounded gap moves an output by less than its own rounding.
-    gap = lse.clamp_min(torch.finfo(lse.dtype).min).sub_(other_lse).to(out.dtype).unsqueeze_(-1)
+    gap = lse.clamp_min(torch.finfo(lse.dtype).min).sub_(other_lse).type_as(out).unsqueeze_(-1)
     out.mul_(gap.sigmoid())
-    out.addcmul_(other_out if other_out.dtype is out.dtype else other_out.to(out.dtype), gap.neg_().sigmoid_())
+    out.addcmul_(other_out if other_out.dtype is out.dtype else other_out.type_as(out), gap.neg_().sigmoid_())
     torch.logaddexp(lse, other_lse, out=lse)

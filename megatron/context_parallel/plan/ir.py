@@ -252,6 +252,11 @@ class Plan:
         return {}
 
     @cached_property
+    def places(self) -> dict[int, Any]:
+        """What `heads.place` has found, by rank."""
+        return {}
+
+    @cached_property
     def folds(self) -> dict[tuple, Any]:
         """What `cluster.fold.fold` has found, by what it depends on beside the plan."""
         return {}

@@ -1,8 +1,10 @@
 """A rank's steps as its executor runs them: what is launched together, waited for and freed."""
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
-from .ir import PARTIAL, AllGather, Attend, Comm, Key, Plan, Recv, ReduceScatter, Send, batches
+from .ir import PARTIAL, AllGather, Attend, Comm, Key, Plan, Recv, ReduceScatter, Send, T, batches
 from .liveness import last_reads
 
 
@@ -15,18 +17,32 @@ class Messages(NamedTuple):
     ops: tuple[Comm, ...]
 
 
+class Block(NamedTuple):
+    """A block of a step.
+
+    Attributes:
+        needed: the chunks that it needs.
+        last: whether the next block has other keys, or their gradients leave before it. Until then gathered keys are
+            kept, and their gradients are added up.
+    """
+
+    attend: Attend
+    needed: tuple[Key, ...]
+    last: bool
+
+
 class Scheduled(NamedTuple):
     """One step of a rank.
 
     Attributes:
         collectives, messages: what it launches, in this order.
-        attend: its blocks, each with the chunks that it needs.
+        blocks: what it computes.
         freed: the received copies that no later step reads.
     """
 
     collectives: tuple[AllGather | ReduceScatter, ...]
     messages: tuple[Messages, ...]
-    attend: tuple[tuple[Attend, tuple[Key, ...]], ...]
+    blocks: tuple[Block, ...]
     freed: tuple[Key, ...]
 
 
@@ -37,6 +53,7 @@ def schedule(plan: Plan, rank: int) -> tuple[Scheduled, ...]:
         for (tensor, chunk), step in last_reads(plan, rank).items():
             if tensor not in PARTIAL and chunk != rank:
                 freed.setdefault(step, []).append((tensor, chunk))
+        last = _last(plan, rank)
         plan.schedules[rank] = tuple(
             Scheduled(
                 tuple(op for op in step.comm if isinstance(op, AllGather | ReduceScatter)),
@@ -45,7 +62,7 @@ def schedule(plan: Plan, rank: int) -> tuple[Scheduled, ...]:
                     for channel, ops in batches(step.comm)
                     if isinstance(ops[0], Send | Recv)
                 ),
-                tuple((attend, attend.reads(plan.backward)) for attend in step.attend),
+                tuple(Block(attend, attend.reads(plan.backward), next(last)) for attend in step.attend),
                 tuple(freed.get(s, ())),
             )
             for s, step in enumerate(plan.steps[rank])
@@ -55,3 +72,14 @@ def schedule(plan: Plan, rank: int) -> tuple[Scheduled, ...]:
 
 def _ends(ops: list[Comm], kind: type[Send | Recv]) -> tuple[tuple[Key, int], ...]:
     return tuple(((op.tensor, op.chunk), op.peer) for op in ops if isinstance(op, kind))
+
+
+def _last(plan: Plan, rank: int) -> Iterator[bool]:
+    """`Block.last` of each block of `rank`, in order."""
+    steps = plan.steps[rank]
+    blocks = [(s, attend.kv_chunks) for s, step in enumerate(steps) for attend in step.attend]
+    for (before, chunks), (after, following) in pairwise(blocks):
+        ops = (op for step in steps[before + 1 : after + 1] for op in step.comm)
+        leaves = any(tensor is T.DKV and chunk in chunks for op in ops for tensor, chunk in op.reads(rank))
+        yield chunks != following or leaves
+    yield True

@@ -1,6 +1,7 @@
 """Checks on what the arguments name on disk: data, checkpoints and the directory to save in. Nothing is written."""
 
 import tempfile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from .resume import check_resume
 
 _DATA_FLAGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _MAKE_DATA = "make it with: python tools/preprocess_data.py --input FILES --output-prefix PREFIX --append-eod"
+_OF_NCCL = ("cga_cluster_size", "is_high_priority_stream", "max_ctas", "min_ctas", "net_name")
 _TOKENS_CHECKED = 1 << 20  # here; each batch is checked when it is made
 
 
@@ -28,6 +30,8 @@ def check_files(args: Arguments, vocabulary: int) -> None:
     for name in given:
         for prefix in _prefixes(args, name):
             _check_data(args, FLAGS[name].given(prefix), prefix, vocabulary)
+    if args.nccl_communicator_config_path:
+        _check_communicators(args, Path(args.nccl_communicator_config_path))
     if args.save:
         _check_writable(args, Path(args.save).absolute())
     if args.load:
@@ -78,6 +82,22 @@ def _check_tokenizer(args: Arguments, data: str, made_by: dict[str, Any], vocabu
     if size != vocabulary:
         why = f"has {vocabulary} tokens, and {data} was made with {size}"
         refuse(args, "tokenizer_model", why, tokenizer_model=model)
+
+
+def _check_communicators(args: Arguments, path: Path) -> None:
+    """Refuse names in a file of NCCL's options that megatron-core would not read."""
+    import yaml
+
+    groups, name = FLAGS["high_priority_stream_groups"].choices, "nccl_communicator_config_path"
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        refuse(args, name, f"cannot be read ({' '.join(str(error).split())})")
+    if not isinstance(found, dict) or not all(isinstance(options, dict) for options in found.values()):
+        refuse(args, name, "must hold options by group, such as {cp: {max_ctas: 16}}")
+    for what, known, words in (("group", groups, [*found]), ("option", _OF_NCCL, [*chain(*found.values())])):
+        if unknown := [word for word in words if word not in known]:
+            refuse(args, name, f"{unknown[0]} is no {what} of NCCL's here; there are {', '.join(known)}")
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints

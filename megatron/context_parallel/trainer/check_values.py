@@ -2,7 +2,9 @@
 
 import math
 import os
+from itertools import product
 from traceback import extract_tb
+from typing import cast
 
 from ..errors import UsageError
 from ..strategies import Choice, check_same_tokens, distinct
@@ -141,6 +143,10 @@ def _check_devices(args: Arguments) -> None:
         refuse(args, "fp16", "needs a GPU, and there is none here; give --bf16, or neither")
     if args.distributed_backend == "nccl" and not (gpus or args.dry_run):
         refuse(args, "distributed_backend", "needs GPUs, and there is none here", distributed_backend="gloo")
+    nccl = args.distributed_backend == "nccl" or (gpus and not args.distributed_backend)
+    for name in ("high_priority_stream_groups", "nccl_communicator_config_path"):
+        if getattr(args, name) and not nccl:
+            refuse(args, name, "communication is not NCCL's", distributed_backend="nccl")
     if args.transformer_impl == "transformer_engine" and not (args.dry_run and not gpus):
         check_importable()
     if args.fp8 and args.transformer_impl == "local":
@@ -149,6 +155,27 @@ def _check_devices(args: Arguments) -> None:
     device = "cuda" if gpus or elsewhere else "cpu"
     irregular = next((FLAGS[n].option for n in ("window_size", "reset_attention_mask") if getattr(args, n)), None)
     check_backend(backend, args.params_dtype, args.kv_channels, device=device, irregular=irregular, here=not elsewhere)
+    if device == "cuda":
+        _check_blocks(args)
+
+
+def _check_blocks(args: Arguments) -> None:
+    """Refuse a named library that does not compute all blocks of a plan. A block of its first or last rank tells."""
+    from ..blocks import Blocks
+    from ..kernels import Kernel
+    from ..kernels.libraries import LIBRARIES
+    from ..layout import Chunks
+    from ..mask import Mask
+
+    if (library := LIBRARIES.get(args.cp_attention_backend)) is None:
+        return
+    for choice, backward in product(distinct(args.cp_layers), (False, True)):
+        plan = choice.plan(args.context_parallel_size, backward=backward)
+        chunks = Chunks.pair(choice.layout, plan.n, args.seq_length)
+        blocks = Blocks(Mask(), *chunks, cast(Kernel, library))  # which only cuts here
+        for attend in (attend for rank in (0, plan.n - 1) for step in plan.steps[rank] for attend in step.attend):
+            for chunk in attend.q_chunks:
+                blocks.pieces(chunk, attend.kv_chunks)
 
 
 def _check_rerun(args: Arguments) -> None:

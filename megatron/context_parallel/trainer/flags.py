@@ -216,6 +216,10 @@ class Distributed(Section, title="distributed"):
         example=60,
         at_least=2,
     )
+    high_priority_stream_groups: list[str] | None = flag(
+        "groups whose NCCL kernels go before others", choices=("cp", "dp_cp", "pp", "tp")
+    )
+    nccl_communicator_config_path: str | None = flag("YAML with NCCL's options of such groups", unit="FILE")
 
 
 class Data(Section, title="data"):

@@ -102,6 +102,8 @@ def initialize_model_parallel(args: Arguments) -> None:
         expert_model_parallel_size=args.expert_model_parallel_size,
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
+        nccl_communicator_config_path=args.nccl_communicator_config_path,
+        high_priority_stream_groups=args.high_priority_stream_groups,
         order="tp-cp-ep-dp-pp",
         create_gloo_process_groups=False,
     )

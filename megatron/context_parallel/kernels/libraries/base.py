@@ -77,11 +77,13 @@ class Library(ABC):
     def head_dims(cls, capability: Capability, *, deterministic: bool) -> Sequence[int]:
         """The head_dims, forward and backward, on a GPU of that compute capability; none: does not run there so."""
 
-    def takes(self, piece: Piece, rows: int, keys: int) -> bool:
+    @classmethod
+    def takes(cls, piece: Piece, rows: int, keys: int) -> bool:
         """Whether it computes a piece of a block of `rows` query rows and `keys` key rows."""
         return not isinstance(piece.mask, Runs)
 
-    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+    @classmethod
+    def pieces(cls, block: Runs, keys: int) -> list[Piece]:
         """As `Kernel.pieces`.
 
         Raises:
@@ -89,10 +91,10 @@ class Library(ABC):
         """
         found, rows = cut(block, short=0), block.first.shape[1]
         for piece in found:
-            if not self.takes(piece, rows, keys):
+            if not cls.takes(piece, rows, keys):
                 mask = "irregular" if isinstance(piece.mask, Runs) else piece.mask
                 raise UsageError(
-                    f"--cp-attention-backend {self.name}: {self.title} computes {self.blocks}, not {length(piece.q)} "
+                    f"--cp-attention-backend {cls.name}: {cls.title} computes {cls.blocks}, not {length(piece.q)} "
                     f"rows by {length(piece.kv)} keys, {mask}; give --cp-attention-backend triton"
                 )
         return found

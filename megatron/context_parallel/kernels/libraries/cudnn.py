@@ -49,7 +49,8 @@ class Cudnn(Library):
             return ()
         return (*range(8, 129, 8), *([256] if capability == (9, 0) or capability[0] == 10 else []))
 
-    def takes(self, piece: Piece, rows: int, keys: int) -> bool:
+    @classmethod
+    def takes(cls, piece: Piece, rows: int, keys: int) -> bool:
         half = max(rows // 2, 1)
         sizes = (length(piece.q), rows), (length(piece.kv), keys)
         return super().takes(piece, rows, keys) and all(
