@@ -34,8 +34,8 @@ class Turn:
         self.tables, self.rank, self.device = tables, rank, device
         self.sequences = sorted(new)
         lengths = [tables.length(s) for s in self.sequences]
-        # the place of the first new token of each
-        self.starts = {s: length - len(new[s]) for s, length in zip(self.sequences, lengths, strict=True)}
+        pairs = zip(self.sequences, lengths, strict=True)
+        self.starts = {s: length - len(new[s]) for s, length in pairs}  # the place of the first new token
         self.longest, self.several = max(lengths), sum(map(len, new.values())) > len(new)
         self.batch, self.lengths = Sequences(lengths), lengths
         self.queries = self._chunks(self.starts)
