@@ -56,6 +56,7 @@ def test_sequences_share_no_row_with_a_page_of_others():
     pages = [{int(slot) // 4 for slot in tables.slots(x, 0)} for x in (a, b)]
     assert not pages[0] & pages[1]
     assert tables.span(a, 0, 5) is None and tables.span(a, 0) == slice(0, 3)
+    assert a in tables and b + 1 not in tables
     tables.add({a: 4, b: 4})
     assert tables.span(a, 0) is None  # b has the page between
     tables.free(b)
