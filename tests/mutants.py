@@ -1,11 +1,11 @@
-"""Mutants of the core: would the tests notice one changed place? A command of its own, not a part of the test run.
+"""Mutants of the core and of inference: would the tests notice one changed place? Not a part of the test run.
 
     PYTHONPATH=. python tests/mutants.py --count 300 --seed 0 --processes 1 --results mutants.txt
 
 Each mutant changes one place of one module: a comparison, operator, constant or condition, or a statement left out.
-First, every test of the core runs once, to see which lines it runs and how long it takes. Then each mutant meets the
-tests of its module that run its line, the quickest first, in a fork of a process that has collected all tests. It is
-killed if one fails or they do not end.
+First, every test of these modules runs once, to see which lines it runs and how long it takes. Then each mutant meets
+the tests of its module that run its line, the quickest first, in a fork of a process that has collected all tests. It
+is killed if one fails or they do not end.
 """
 
 import argparse
@@ -66,6 +66,12 @@ TESTS = {
     "layout.py": ("test_layout.py", "test_mask.py", "test_corners.py", "test_heads.py"),
     "heads.py": ("test_corners.py", "test_heads.py"),
     "transport.py": ("test_transport.py", "test_guards.py", EXACT, "test_plan.py", "test_heads.py", *RANKS),
+    "inference/pages.py": ("test_pages.py", "test_generate.py"),
+    "inference/choose.py": ("test_choose_prefill.py",),
+    "inference/sampling.py": ("test_generate.py",),
+    "inference/text_stream.py": ("test_generate.py",),
+    "inference/prefixes.py": ("test_generate.py",),
+    "inference/engine.py": ("test_generate.py",),
 }
 Mutation = tuple[str, int]  # a module, and the number of a place in it
 
@@ -107,12 +113,12 @@ class Campaign:
 
     @pytest.hookimpl
     def pytest_collection_modifyitems(self, items: list) -> None:
-        """Leaves out tests that start many processes, and drawings."""
+        """Leaves out tests that start many processes."""
         named = {f"tests/{name}" for name in RANKS}
         left = {  # once each
             item.nodeid: item
             for item in items
-            if "page" not in item.name and "pool" not in item.fixturenames
+            if "pool" not in item.fixturenames
             if "ranks" not in item.fixturenames or item.nodeid in named
         }
         items[:] = left.values()
@@ -259,7 +265,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--modules", nargs="+", choices=TESTS, default=[*TESTS], help="default: all of the core")
+    parser.add_argument("--modules", nargs="+", choices=TESTS, default=[*TESTS], help="default: all")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--results", type=Path, default="mutants.txt", help="a line a mutant; skips those in it")
     args = parser.parse_args()
@@ -270,7 +276,7 @@ def main() -> int:
     done = {tuple(line.split(maxsplit=3)[1:3]) for line in args.results.read_text().splitlines()}
     todo = [(module, number) for module, number in chosen if (module, str(number)) not in done]
     os.chdir(ROOT)
-    tests = sorted({f"tests/{test}" for tests in TESTS.values() for test in tests})
+    tests = sorted({f"tests/{test}" for module in args.modules for test in TESTS[module]})
     if failed := pytest.main([*FLAGS, *tests], plugins=[Campaign(todo, args.processes, args.results)]):
         return int(failed)
     report(args.results, chosen, len(every))

@@ -48,7 +48,9 @@ class Batch:
     def chunks(self, of: Tensor | bool = True) -> ListedChunks:
         """Of the marked tokens, those of each rank."""
         rows = [torch.nonzero((self.rank_of == r) & of).flatten() for r in range(self.n)]
-        return ListedChunks(tuple(map(len, rows)), rows.__getitem__)
+        document = torch.repeat_interleave(torch.tensor(self.lengths))
+        counts = (torch.bincount(document[own], minlength=len(self.lengths)).tolist() for own in rows)
+        return ListedChunks(tuple(map(tuple, counts)), rows.__getitem__)
 
     def blocks(self, kernel: Kernel | None = None) -> Blocks:
         mask = Mask(True, (self.window, -1), Sequences(self.lengths))

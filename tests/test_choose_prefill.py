@@ -82,7 +82,8 @@ def test_bytes():
 
 
 def cluster(**inside) -> Cluster:
-    rates = tuple(AttentionRate(rows=r, forward_TFLOP_s=r / 1024, backward_TFLOP_s=1.0) for r in (1024, 4096))
+    kinds = ((1024, "bf16", 1.0), (4096, "bf16", 4.0), (4096, "fp32", 0.5))
+    rates = tuple(AttentionRate(rows=r, dtype=t, forward_TFLOP_s=x, backward_TFLOP_s=1.0) for r, t, x in kinds)
     device = Device(name="d", peak_TFLOP_s=10.0, memory_GiB=1.0, memory_GB_s=1.0, attention=rates)
     nics = Nics(per_node=1, GB_s=0.5, latency_us=1000.0)
     return Cluster(
@@ -97,6 +98,7 @@ def test_rates_of_a_cluster():
     assert Rates.of(cluster(), 2) == Rates(4e12, 4e9, 1e-6)
     assert Rates.of(cluster(shared=True), 2) == Rates(4e12, 2e9, 1e-6)
     assert Rates.of(cluster(), 1) == Rates(4e12, math.inf, 0.0)
+    assert Rates.of(cluster(), 1, "fp32").compute == 5e11
 
 
 def test_what_is_refused():

@@ -113,6 +113,7 @@ def test_prefixes_are_found_to_the_token_within_one_key():
     assert index.longest("b", text) is None
     index.add(1, "a", text, 3 * BLOCK)
     assert index.longest("a", text) == (1, 3 * BLOCK)
+    assert index.longest("a", text[2 * BLOCK :]) is None  # no beginning, though a sequence has it
     index.remove(1)
     assert index.longest("a", text) == (2, BLOCK)
     index.remove(2)
@@ -245,13 +246,14 @@ def test_requests_wait_for_room_and_old_sequences_make_it():
     # The cached sequence begins like the prompt, but both together do not fit: it goes.
     alike = request("long", [*prompt(30, 3)[:20], *prompt(70, 9)], 10, key="k", top_k=1)
     long = finished(engine, alike)["long"]
-    assert len(ids(long)) == 10 and long[0].reused == 0
+    assert len(ids(long)) == 10 and not any(output.reused for output in long)
     with pytest.raises(UsageError, match="90 tokens and 12 new ones: more than 100; give 10 new tokens at most"):
         engine.add(request("more", prompt(90), 12))
     with pytest.raises(UsageError, match="give a prompt below 100 tokens"):
         engine.add(request("more", prompt(100), 1))
     with pytest.raises(UsageError, match="no tokens"):
         engine.add(request("none", [], 1))
+    engine.check([0, 100], 1)
     with pytest.raises(UsageError, match="token 101; the vocabulary is 0 to 100"):
         engine.add(request("unknown", [5, 101], 1))
 
@@ -292,7 +294,8 @@ def test_a_logit_that_is_no_number_ends_one_text():
 
     session.model = logits
     engine = Engine(session, Letters(), 512)
-    outputs = finished(engine, request("bad", prompt(9), 9, top_k=1), request("good", prompt(30, 1), 9, top_k=1))
+    good = request("good", prompt(30, 1), 9, top_k=1, top_n_logprobs=2)
+    outputs = finished(engine, request("bad", prompt(9), 9, top_k=1), good)
     assert ids(outputs["bad"]) == [9] * 3 and [o.finish for o in outputs["bad"]][-1] == "error"
     assert ids(outputs["good"]) == [9] * 9 and outputs["good"][-1].finish == "length"
     assert {*session.sequences} == {*engine._kept} and len(engine._kept) == 1

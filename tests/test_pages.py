@@ -30,6 +30,8 @@ def check(tables: PageTables, lengths: dict[int, int]) -> None:
                 assert kept.tolist() == [x for x in found[rank] if x >= first]
                 assert tables.slots(sequence, rank, first).tolist() == slots[len(slots) - len(kept) :].tolist()
                 assert tables.count(sequence, rank, first) == len(kept)
+                if span := tables.span(sequence, rank, first):
+                    assert [*range(span.start, span.stop)] == tables.slots(sequence, rank, first).tolist()
             used[rank] |= {*slots.tolist()}
     assert tables.rows() == [len(slots) for slots in used]
 
@@ -53,6 +55,12 @@ def test_sequences_share_no_row_with_a_page_of_others():
     check(tables, {a: 5, b: 5})
     pages = [{int(slot) // 4 for slot in tables.slots(x, 0)} for x in (a, b)]
     assert not pages[0] & pages[1]
+    assert tables.span(a, 0, 5) is None and tables.span(a, 0) == slice(0, 3)
+    assert a in tables and b + 1 not in tables
+    tables.add({a: 4, b: 4})
+    assert tables.span(a, 0) is None  # b has the page between
+    tables.free(b)
+    check(tables, {a: 9})
 
 
 def test_balance_while_sequences_come_and_go():

@@ -151,14 +151,14 @@ def _of_one_rank(blocks: Blocks, scores: Scores, sinks: Tensor | None, q: Tensor
     k, v = k.flatten(1, 2), v.flatten(1, 2)
     pieces = blocks.pieces(0, (0,))
     parts = (blocks.kernel.forward(q[p.q], k[p.kv], v[p.kv], p.mask, scores) for p in pieces)
-    if len(pieces) == 1 and pieces[0].q.indices(s) == (0, s, 1):
-        out, lse = next(parts)
+    rows = [p.q.indices(s) for p in pieces]
+    if pieces and [*(start for start, *_ in rows), s] == [0, *(stop for _, stop, _ in rows)]:  # each row in one piece
+        out, lse = next(parts) if len(pieces) == 1 else map(torch.cat, zip(*parts, strict=True))
     else:
         out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=torch.promote_types(q.dtype, torch.float32))
         lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float64)
         done = 0  # rows before it may have a result
-        for piece, part in zip(pieces, parts, strict=True):
-            start, stop, _ = piece.q.indices(s)
+        for piece, (start, stop, _), part in zip(pieces, rows, parts, strict=True):
             if start < done:
                 merge(out[piece.q], lse[piece.q], *part)
             else:

@@ -110,9 +110,9 @@ class Blocks:
         if key not in self._pieces:
             sequences = self.mask.documents
             if isinstance(sequences, Sequences):
-                bounds = sequences.bounds.numpy()
-                edges = self.q.before((q_chunk,), bounds), self.kv.before(kv_chunks, bounds)
-                parts = zip(*([slice(*pair) for pair in pairwise(of.tolist())] for of in edges), strict=True)
+                assert isinstance(self.q, ListedChunks) and isinstance(self.kv, ListedChunks)  # as sequences need
+                edges = self.q.edges((q_chunk,)), self.kv.edges(kv_chunks)
+                parts = zip(*([slice(*pair) for pair in pairwise(of)] for of in edges), strict=True)
                 self._pieces[key] = [p for q, kv in parts for p in self._of_sequence(key, q, kv)]
             else:
                 rows, keys = self.q.rows(q_chunk), self.keys(kv_chunks)
@@ -126,13 +126,13 @@ class Blocks:
         """The pieces of the rows and keys of a sequence, in rows and keys of the whole block."""
         count = keys.stop - keys.start
         if self.mask.causal or self.mask.window != (-1, -1):
-            block = self.runs(*key).of(rows, keys)
+            cut = self._cut(self.runs(*key).of(rows, keys), count)
+        elif rows.start < rows.stop and count:
+            seen = (torch.full((1, rows.stop - rows.start), x, dtype=torch.int32) for x in (0, count))
+            cut = self.kernel.pieces(Runs(*seen), count)
         else:
-            block = Runs(*(torch.full((1, rows.stop - rows.start), x, dtype=torch.int32) for x in (0, count)))
-        return [
-            piece._replace(q=_moved(piece.q, rows.start), kv=_moved(piece.kv, keys.start))
-            for piece in self._cut(block, count)
-        ]
+            cut = []
+        return [Piece(_moved(p.q, rows.start), _moved(p.kv, keys.start), p.mask, p.sample) for p in cut]
 
     def _cut(self, block: Runs, keys: int) -> list[Piece]:
         return self.kernel.pieces(block, keys) if np.greater(block.end.numpy(), block.first.numpy()).any() else []

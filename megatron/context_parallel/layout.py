@@ -8,6 +8,7 @@ other module knows what the name of a layout means.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import UsageError
@@ -122,24 +123,34 @@ class Chunks:
 
 @dataclass(frozen=True)
 class ListedChunks:
-    """Chunks of any rows, as many as there are, also none.
+    """Chunks of sequences that are laid end to end: any rows of each, also none.
 
     Attributes:
-        counts: the rows of each chunk.
+        of_sequences: of each chunk, the rows of each sequence.
         find: the positions of a chunk, int64 [rows], ascending.
     """
 
-    counts: tuple[int, ...]
+    of_sequences: tuple[tuple[int, ...], ...]
     find: "Callable[[int], Tensor]"
     _gathered: "dict[tuple[int, ...], np.ndarray]" = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def n(self) -> int:
-        return len(self.counts)
+        return len(self.of_sequences)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """The tokens of each chunk."""
+        return tuple(map(sum, self.of_sequences))
 
     def rows(self, chunk: int) -> int:
         """Tokens of `chunk`."""
         return self.counts[chunk]
+
+    def edges(self, chunks: tuple[int, ...]) -> list[int]:
+        """Where each sequence begins among the rows of `chunks` together, and where the last one ends."""
+        together = zip(*(self.of_sequences[chunk] for chunk in chunks), strict=True)
+        return [*accumulate(map(sum, together), initial=0)]
 
     def positions(self, chunk: int) -> "Tensor":
         """The positions of `chunk`, int64 [rows], in the order its rank stores its tokens."""

@@ -6,7 +6,7 @@ any layout (`kernels/masks.py`).
 """
 
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 import torch
@@ -130,7 +130,7 @@ class Sequences:
     """
 
     def __init__(self, lengths: list[int]) -> None:
-        self.bounds = torch.tensor([0, *lengths]).cumsum(0)
+        self.bounds = torch.tensor([*accumulate(lengths, initial=0)])
 
     @property
     def shape(self) -> torch.Size:

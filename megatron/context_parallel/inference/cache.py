@@ -20,16 +20,17 @@ class Cache:
             tuple(torch.empty(pages, page, heads, d, dtype=dtype, device=device) for d in dims)
             for heads, *dims in shapes
         ]
+        self._rows = [tuple(pages.flatten(0, 1) for pages in layer) for layer in self.layers]  # views
 
     def append(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores rows [rows, kv_heads, d] of a layer at `slots` int64 [rows]."""
-        for pages, x in zip(self.layers[layer], (keys, values), strict=True):
-            pages.flatten(0, 1).index_copy_(0, slots, x)
+        for rows, x in zip(self._rows[layer], (keys, values), strict=True):
+            rows.index_copy_(0, slots, x)
 
     def rows(self, layer: int, slots: Tensor | slice) -> tuple[Tensor, ...]:
         """Keys and values [rows, kv_heads, d] of a layer at `slots`; a view where these are a slice."""
-        whole = (pages.flatten(0, 1) for pages in self.layers[layer])
-        return tuple(x[slots] if isinstance(slots, slice) else x.index_select(0, slots) for x in whole)
+        whole = self._rows[layer]
+        return tuple([x[slots] if isinstance(slots, slice) else x.index_select(0, slots) for x in whole])
 
     def copy(self, source: int, target: int) -> None:
         """Copies a page in all layers."""

@@ -6,6 +6,7 @@ sequence, to deal its tokens or to free it. A page holds rows of one sequence; f
 
 import heapq
 from array import array
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -37,11 +38,13 @@ class Part:
     Attributes:
         pages: in which they are; all but the last are full.
         positions: the place in the sequence of each, ascending.
+        slots: where each is among all rows of the rank's pages.
         inherited: how many of them a fork took over.
     """
 
     pages: list[int] = field(default_factory=list)
     positions: array = field(default_factory=lambda: array("q"))
+    slots: array = field(default_factory=lambda: array("q"))
     inherited: int = 0
 
     @property
@@ -111,19 +114,25 @@ class PageTables:
     def count(self, sequence: int, rank: int, first: int = 0) -> int:
         """Rows of a sequence on a rank, of places from `first` on."""
         positions = self._parts[sequence][rank].positions
-        return len(positions) - (_below(positions, first) if first else 0)
+        return len(positions) - bisect_left(positions, first)
 
     def positions(self, sequence: int, rank: int, first: int = 0) -> Ints:
         """The places in the sequence of its rows on a rank, from `first` on, ascending."""
         positions = self._parts[sequence][rank].positions
-        return numpy.array(positions, numpy.int64)[_below(positions, first) if first else 0 :]
+        return _copied(positions[bisect_left(positions, first) :])
 
     def slots(self, sequence: int, rank: int, first: int = 0) -> Ints:
         """Where these rows are among all rows of the rank's pages."""
         part = self._parts[sequence][rank]
-        starts = numpy.array(part.pages, numpy.int64) * self.page
-        rows = (starts[:, None] + numpy.arange(self.page)).ravel()
-        return rows[_below(part.positions, first) if first else 0 : len(part.positions)]
+        return _copied(part.slots[bisect_left(part.positions, first) :])
+
+    def span(self, sequence: int, rank: int, first: int = 0) -> slice | None:
+        """The same as a slice, if its pages follow each other."""
+        part = self._parts[sequence][rank]
+        row = bisect_left(part.positions, first)
+        if row == len(part.slots) or part.pages != [*range(part.pages[0], part.pages[0] + len(part.pages))]:
+            return None
+        return slice(part.slots[row], part.slots[-1] + 1)
 
     def room(self, sequence: int | None = None) -> int:
         """Tokens that fit now: of one new sequence, or more of one that is there."""
@@ -190,14 +199,18 @@ class PageTables:
         halves += [(rank, share // 2) for rank, share in reversed([*enumerate(shares)])]
         for rank, rows in halves:
             part, store = self._parts[sequence][rank], self._stores[rank]
-            spare = len(part.pages) * self.page - len(part.positions)
             part.positions.extend(range(place, place + rows))
             place += rows
-            if into := min(spare, rows):
-                store.fill(part.pages[-1], into)
-            for start in range(into, rows, self.page):
-                part.pages.append(store.take())
-                store.fill(part.pages[-1], min(self.page, rows - start))
+            while (left := len(part.positions) - len(part.slots)) > 0:
+                if len(part.slots) == len(part.pages) * self.page:
+                    part.pages.append(store.take())
+                self._fill(part, store, min(left, len(part.pages) * self.page - len(part.slots)))
+
+    def _fill(self, part: Part, store: _Store, rows: int) -> None:
+        """Puts the next rows of a sequence into its last page."""
+        slot = part.pages[-1] * self.page + len(part.slots) % self.page
+        part.slots.extend(range(slot, slot + rows))
+        store.fill(part.pages[-1], rows)
 
     def fork(self, sequence: int, tokens: int) -> tuple[int, list[tuple[int, int] | None]]:
         """A new sequence that begins with the first tokens of another. It shares the full pages.
@@ -214,7 +227,7 @@ class PageTables:
                 f"fork of {tokens} tokens of sequence {sequence}: it has {self.length(sequence)}; give as many or less"
             )
         parts = self._parts[sequence]
-        rows = [_below(part.positions, tokens) for part in parts]
+        rows = [bisect_left(part.positions, tokens) for part in parts]
         if any(count % self.page and not store.free for count, store in zip(rows, self._stores, strict=True)):
             raise CacheFull(
                 f"fork of {tokens} tokens of sequence {sequence}: no page is left for a copy of its last one; free "
@@ -225,11 +238,12 @@ class PageTables:
         for part, store, count, own in zip(parts, self._stores, rows, self._parts[new], strict=True):
             full, rest = divmod(count, self.page)
             own.pages, own.positions, own.inherited = part.pages[:full], part.positions[:count], count
+            own.slots = part.slots[: full * self.page]
             for page in own.pages:
                 store.users[page] += 1
             if rest:
                 own.pages.append(store.take())
-                store.fill(own.pages[-1], rest)
+                self._fill(own, store, rest)
             copies.append((part.pages[full], own.pages[-1]) if rest else None)
         return new, copies
 
@@ -240,9 +254,9 @@ class PageTables:
                 store.release(page)
 
 
-def _below(positions: array, bound: int) -> int:
-    """How many of the ascending positions are below a bound."""
-    return int(numpy.searchsorted(numpy.frombuffer(positions, numpy.int64), bound)) if positions else 0
+def _copied(numbers: array) -> Ints:
+    """A slice of an array, which is a copy already: what it comes from may grow."""
+    return numpy.frombuffer(numbers, numpy.int64)
 
 
 def _shares(own: list[int], stored: list[int], rooms: list[int], tokens: int) -> list[int]:
@@ -253,6 +267,8 @@ def _shares(own: list[int], stored: list[int], rooms: list[int], tokens: int) ->
         stored: all rows that each rank has.
         rooms: rows that each rank could take, together `tokens` or more.
     """
+    if len(own) == 1:
+        return [tokens]
 
     def up_to(level: int) -> list[int]:
         return [min(max(level - rows, 0), room) for rows, room in zip(own, rooms, strict=True)]

@@ -7,6 +7,7 @@ from unittest import mock
 
 import megatron.core.utils
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -83,6 +84,7 @@ def record(
             node.target = attend_layer
     _shorten(graph.graph)
     graph.recompile()
+    graph.__dict__ |= graph._parameters  # found there before nn.Module looks for them
     return Recorded(graph.forward, weights)
 
 
@@ -105,11 +107,14 @@ def _shorten(graph: fx.Graph) -> None:
                 node.replace_all_uses_with(known[of])
             else:
                 known[of] = known[node] = node
+        elif node.target is _ops.matmul.default and getattr(node.args[1], "target", None) is _ops.t.default:
+            node.target, node.args = F.linear, (node.args[0], node.args[1].args[0])
     graph.eliminate_dead_code()
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
             name = node.target._schema.name.removeprefix("aten::")
-            node.target = getattr(torch, name, None) or getattr(torch.Tensor, name, node.target)
+            found = (getattr(of, name, None) for of in (torch, torch.Tensor, torch._C._nn))
+            node.target = next(filter(None, found), node.target)
 
 
 _ops = torch.ops.aten
@@ -121,6 +126,10 @@ def _same(node: fx.Node) -> fx.Node | None:
     args: Any = node.args
     match node.target:
         case _ops.alias.default:
+            return args[0]
+        case _ops.view_as.default if node.meta["val"].stride() == args[0].meta["val"].stride():
+            return args[0]
+        case _ops.mul.Tensor if args[1] == 1.0 and node.meta["val"].dtype == args[0].meta["val"].dtype:
             return args[0]
         case _ops.dropout.default | _ops.dropout_.default if not args[2]:
             return args[0]

@@ -37,16 +37,18 @@ def choose_tokens(logits: Sequence[Tensor], asked: Sequence[tuple[SamplingParams
             `top_k` 0 and `top_p` 0 or 1 leave those out; `top_n_logprobs` is how many `Token.top` has.
     """
     rows = torch.stack([*logits]).to("cpu", torch.float64)
-    logprobs, likeliest = rows.log_softmax(-1), rows.argmax(-1).tolist()
+    logprobs, likeliest = rows.log_softmax(-1), rows.argmax(-1, keepdim=True)
+    greedy = torch.cat([likeliest, logprobs.gather(-1, likeliest)], -1).tolist()  # in float64
     tokens = list[Token | None]()
-    for row, of_row, token, (params, seed, position) in zip(rows, logprobs, likeliest, asked, strict=True):
-        if math.isnan(of_row[token]):
+    for i, ((params, seed, position), (token, logprob)) in enumerate(zip(asked, greedy, strict=True)):
+        if math.isnan(logprob):
             tokens.append(None)
             continue
         if params.top_k != 1 and params.temperature != 0:
-            token = _draw(row, params, _uniform(seed, position))
-        top = _top(of_row, params.top_n_logprobs) if params.top_n_logprobs else ()
-        tokens.append(Token(token, of_row[token].item(), top))
+            token = _draw(rows[i], params, _uniform(seed, position))
+            logprob = logprobs[i, token].item()
+        top = _top(logprobs[i], params.top_n_logprobs) if params.top_n_logprobs else ()
+        tokens.append(Token(int(token), logprob, top))
     return tokens
 
 

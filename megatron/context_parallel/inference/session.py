@@ -158,7 +158,7 @@ class Session:
         self.tables.add(counts)
         self._turn = turn = Turn(self.tables, new, self.cp.rank, self.device)
         self._sequences = turn.sequences
-        tokens, places = (x if len(x) else x.new_zeros(1) for x in (turn.tokens, turn.positions))
+        tokens, places = (x if turn.rows else x.new_zeros(1) for x in (turn.tokens, turn.positions))
         wanted = torch.tensor([*turn.last.values()] or [0], device=self.device)
         with torch.no_grad():
             angles = self._rope.at(places, turn.longest) if self._rope else None
@@ -175,13 +175,14 @@ class Session:
         Returns:
             The numbers of all sequences of the last pass.
         """
+        if self.cp.n == 1:
+            return {sequence: [*map(float, values.get(sequence, [0.0] * width))] for sequence in self._sequences}
         row = {sequence: i for i, sequence in enumerate(self._sequences)}
         numbers = torch.zeros(len(row), width, dtype=torch.float64)
         for sequence, of in values.items():
             numbers[row[sequence]] = torch.tensor(of, dtype=torch.float64)
         numbers = numbers.to(self.device)
-        if self.cp.n > 1:
-            dist.all_reduce(numbers, group=self.cp.group)
+        dist.all_reduce(numbers, group=self.cp.group)
         return dict(zip(row, numbers.tolist(), strict=True))
 
     def _choose(self, how: str, new: int, cached: int) -> str:
@@ -194,8 +195,9 @@ class Session:
             self._known(sequence)
             if not len(tokens):
                 raise UsageError(f"sequence {sequence}: no new tokens; give one or more")
-            if min(tokens) < 0 or max(tokens) >= self.vocabulary:
-                wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+            low, high = min(tokens), max(tokens)
+            if low < 0 or high >= self.vocabulary:
+                wrong = low if low < 0 else high
                 raise UsageError(f"sequence {sequence}: token {wrong}; the vocabulary is 0 to {self.vocabulary - 1}")
             length, most = self.tables.length(sequence) + len(tokens), self.model.max_sequence_length
             if self.model.position_embedding_type == "learned_absolute" and length > most:
@@ -273,7 +275,7 @@ class Session:
         A rank without new rows has one in the model, because layers cannot do without. It is neither query nor key.
         """
         turn = self._turn
-        rows, layer = len(turn.tokens), core.layer_number - 1
+        rows, layer = turn.rows, core.layer_number - 1
         kernel = kernel_for(q.device, q.dtype, q.shape[-1], core.backend, value_dim=v.shape[-1])
         blocks, slots = turn.view(core.window, kernel)
         self.cache.append(layer, turn.new_slots, k[:rows, 0], v[:rows, 0])

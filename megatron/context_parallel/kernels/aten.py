@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import UsageError
 from . import BlockGrad, Scores
 from .delta import output_with
-from .masks import CAUSAL, Piece, PieceMask, Runs, cut, tiles
+from .masks import CAUSAL, FULL, Piece, PieceMask, Runs, cut, tiles
 from .merge import merge
 
 LEAF = 128  # rows of the smallest causal squares, unless they are 16 already
@@ -52,6 +52,10 @@ class AtenFlash:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
         group, scale, value_dim = q.shape[2], _uncapped(scores), v.shape[-1]
         q, k, v = _same_width(*_widen(q, k, v))
+        if mask == FULL and len(q) == 1:  # as in decode: heads of a group are rows, so that their keys are read once
+            k, v = k.transpose(0, 1).unsqueeze(1), v.transpose(0, 1).unsqueeze(1)
+            out, lse = _forward(q.transpose(0, 1), k, v, 0.0, False, scale=scale)
+            return out.transpose(0, 1)[..., :value_dim], lse.transpose(0, 1)
         q, k, v = _heads_first(q), _shared(k, group), _shared(v, group)
         if isinstance(mask, Runs):
             out, lse = _forward_runs(q, k, v, mask, scale)

@@ -66,6 +66,9 @@ def cut(block: Runs, short: int = SHORT, most: int | None = None) -> list[Piece]
     Nothing a row does not see is in a piece that could be cut off it; of a block that sees nothing there are none.
     Of more than `most` pieces it gives the first ones.
     """
+    if block.first.numel() == 1:  # as in each sequence of a decode step
+        first, end = int(block.first), int(block.end)
+        return [Piece(slice(0, 1), slice(first, end), FULL)] if end > first else []
     samples = range(len(block.first))
     alone = len(samples) == 1
     of_samples = (_cut_sample(Runs(*(x[i : i + 1] for x in block)), None if alone else i, short) for i in samples)
@@ -74,10 +77,6 @@ def cut(block: Runs, short: int = SHORT, most: int | None = None) -> list[Piece]
 
 def _cut_sample(block: Runs, sample: int | None, short: int) -> Iterator[Piece]:
     first, end = (bound[0].numpy() for bound in block)
-    if len(first) == 1:  # as in each sequence of a decode step
-        if end[0] > first[0]:
-            yield Piece(slice(0, 1), slice(int(first[0]), int(end[0])), FULL, sample)
-        return
     short = min(short, len(first))
     irregular: slice | None = None  # rows that wait for their neighbours: one piece with runs serves them all
     for rows, first_step, end_step in _segments(first, end):
