@@ -1,6 +1,7 @@
 """The blocks of a distributed attention: the order of gathered key rows, and the pieces that a kernel computes."""
 
 from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -60,16 +61,20 @@ class Blocks:
         if isinstance(self.kv, ListedChunks):
             before = (self.kv.before(chunks, self.kv.positions(chunk).numpy()) for chunk in chunks)
             return [(c, slice(None), torch.from_numpy(at).long()) for c, at in zip(chunks, before, strict=True)]
-        rows: list[Rows] = []
+        rows: list[tuple[int, Rows]] = []
         for chunk in chunks:
             start = 0
             for p in self.kv.progressions[chunk]:
                 ends = np.array((p.start, p.start + (p.length > 1) * p.stride, p.last))
                 first, second, last = self.kv.before(chunks, ends).tolist()
                 own = slice(start, start + p.length)
-                rows.append((chunk, own, slice(first, last + 1, max(1, second - first))))
+                rows.append((first, (chunk, own, slice(first, last + 1, max(1, second - first)))))
                 start += p.length
-        return rows
+        return [row for _, row in sorted(rows, key=itemgetter(0))]
+
+    def side_by_side(self, chunks: tuple[int, ...]) -> bool:
+        """Whether the parts of `order`, one after the other, are the rows of all of them."""
+        return all(isinstance(where, slice) and where.step == 1 for _, _, where in self.order(chunks))
 
     def runs(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> Runs:
         """The rows of the gathered key chunks that each query of a chunk sees."""

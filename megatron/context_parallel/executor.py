@@ -246,15 +246,19 @@ class Executor:
         if len(chunks) == 1:
             return self.held[T.KV, chunks[0]]
         if self.keys is None:
-            blocks = self.problem.blocks
-            self.keys = tuple([x.new_empty(blocks.keys(chunks), *x.shape[1:]) for x in (self.k, self.v)])
-            for chunk, own, where in blocks.order(chunks):
-                for x, part in zip(self.keys, self.held[T.KV, chunk], strict=True):
-                    if isinstance(where, slice):
-                        x[where].copy_(part[own])  # in half the time of an assignment
-                    else:
-                        x[where] = part[own]
+            self.keys = self._gathered(chunks)
         return self.keys
+
+    def _gathered(self, chunks: tuple[int, ...]) -> Value:
+        blocks = self.problem.blocks
+        parts = [([x[own] for x in self.held[T.KV, chunk]], where) for chunk, own, where in blocks.order(chunks)]
+        if blocks.side_by_side(chunks):
+            return tuple(map(torch.cat, zip(*[part for part, _ in parts], strict=True)))
+        gathered = tuple([x.new_empty(blocks.keys(chunks), *x.shape[1:]) for x in (self.k, self.v)])
+        for part, where in parts:
+            for x, rows in zip(gathered, part, strict=True):
+                x[where] = rows
+        return gathered
 
     def _rows(self, piece: Piece) -> tuple[Part, Part]:
         """Where the piece is in queries and in keys: rows, and the heads of its sample."""
