@@ -21,16 +21,15 @@ RECOMPUTED = {CP: 2, "recompute_granularity": "full", "recompute_method": "unifo
 KEPT = {"recompute_whitelist": ["core_attention"]}
 
 SPREADS = {  # name: families, ranks, arguments
-    "cp2": ("llama gpt3", 2, {CP: 2}),
+    "cp2": ("llama", 2, {CP: 2}),
     "cp4": ("llama gpt3", 4, {CP: 4}),
     "cp4 cyclic": ("llama", 4, {CP: 4, "cp_layout": "cyclic"}),
-    "cp4 contiguous": ("llama gpt3", 4, {CP: 4, "cp_layout": "contiguous"}),
-    "cp4 allgather": ("llama gpt3", 4, {CP: 4, "cp_strategy": "allgather"}),
+    "cp4 contiguous": ("llama", 4, {CP: 4, "cp_layout": "contiguous"}),
+    "cp4 allgather": ("llama", 4, {CP: 4, "cp_strategy": "allgather"}),
     **{
         f"cp4 {name} {options}": ("llama", 4, {CP: 4, "cp_strategy": name, "cp_layout": layout, "cp_options": options})
         for name, layout, options in (
             ("attention2d", "cyclic", {}),
-            ("attention2d", "cyclic", {"overlap": False}),
             ("lightseq", "contiguous", {}),
             ("mesh", "cyclic", {}),
             ("ulysses", "contiguous", {}),

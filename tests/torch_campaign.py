@@ -23,6 +23,6 @@ def test_training_equals_one_rank(ranks, one_rank, spec, data, recompute, compil
         assert losses == pytest.approx(one_rank, abs=1e-6)
 
 
-@pytest.mark.parametrize("make,spec", product((flux, wan), (*SPECS, "attention2d", "usp")))
+@pytest.mark.parametrize("make,spec", product((flux, wan), (*SPECS, "attention2d", "usp:head_parallel_size=2")))
 def test_diffusers_equal_one_rank(ranks, make, spec):
     check(ranks, 4, make, spec)
