@@ -3,6 +3,7 @@
 import math
 import os
 import socket
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,8 @@ from .meter import Exchange, Meter
 
 SMALL = 2  # messages of a small exchange, each way: keys and values
 WORK = 0.3  # seconds of processors' work that are enough to count
+TURNS = 3  # measurements of a difference
+PINGS = 0.5  # seconds of messages there and back
 
 
 class Links:
@@ -127,29 +130,30 @@ class Links:
         return max(0.0, meter.seconds(there_and_back) / 20 * 1e6 - message_us)
 
     def busy_latency_us(self) -> float:
-        """How much longer a message takes while the other ranks compute."""
-        if not self.meter.shared or self.meter.n < self.meter.processors + 2:
+        """How much longer a message takes for each rank that computes on a processor."""
+        computing = (self.meter.n - 2) / self.meter.processors
+        if not self.meter.shared or computing < 1:
             return 0.0
         idle, busy = (self.meter.everyone(self._ping(compute))[0] for compute in (False, True))
-        return max(0.0, busy - idle) * 1e6
+        return max(0.0, busy - idle) / computing * 1e6
 
     def _ping(self, compute: bool) -> float:
         """Seconds of a message of rank 0 to rank 1 and back. The others wait meanwhile, or compute."""
-        meter, more, back, times, spent = self.meter, torch.ones(1), torch.ones(1), 0, 0.0
+        meter, more, back, times = self.meter, torch.ones(1), torch.ones(1), list[float]()
         meter.start_together()
         begin = time.perf_counter()
         if meter.rank > 1:
-            while compute and time.perf_counter() - begin < 3 * meter.target:
+            while compute and time.perf_counter() - begin < 1.5 * PINGS:
                 self.block()
         while meter.rank < 2 and more:
-            spent = time.perf_counter() - begin
+            start = time.perf_counter()
             if meter.rank == 0:
-                more.fill_(spent < 2 * meter.target)
+                more.fill_(start - begin < PINGS)
                 meter.exchange([(1, more)], [(1, back)]).wait()
-                times += 1
+                times.append(time.perf_counter() - start)
             else:
                 meter.exchange([(0, back)], [(0, more)]).wait()
-        return spent / max(times - 1, 1)
+        return statistics.fmean(times[1:] or [0.0])  # others may not compute yet during the first
 
     def _work(self, action: Callable[[], object]) -> tuple[float, int]:
         """Seconds of all processors for one call, and how many calls they were measured in."""
@@ -175,9 +179,11 @@ class Links:
             compute()
             work.wait()
 
-        spent, times = self._work(both)
-        more = spent - self.meter.busy(compute, times) / times
-        return max(0.0, more / (2 * self.meter.n) - message_us * 1e-6) / len(x) * 1e9
+        more = []
+        for _ in range(TURNS):
+            spent, times = self._work(both)
+            more.append(spent - self.meter.busy(compute, times) / times)
+        return max(0.0, statistics.median(more) / (2 * self.meter.n) - message_us * 1e-6) / len(x) * 1e9
 
     def _crowding(self, rate: float, ranks: int) -> float:
         """How much less a NIC of some ranks carries when each of them exchanges with all of the other nodes at once."""
