@@ -14,11 +14,11 @@ from torch import Tensor
 from ..errors import UsageError
 from ..transport import Work
 from .description import Inside, Nics
-from .meter import Exchange, Meter
+from .meter import LARGEST, Exchange, Meter
 
 SMALL = 2  # messages of a small exchange, each way: keys and values
 WORK = 0.3  # seconds of processors' work that are enough to count
-TURNS = 3  # measurements of a difference
+TURNS = 3  # measurements of processors' work, of which the median counts: other processes may work too
 PINGS = 0.5  # seconds of messages there and back
 
 
@@ -53,7 +53,8 @@ class Links:
         if not self.meter.shared:
             return 0.0
         x = torch.zeros(1, device=self.meter.device)
-        return self._work(lambda: self._shift(1, *[x] * SMALL).wait())[0] / (2 * SMALL * self.meter.n) * 1e6
+        each = [self._work(lambda: self._shift(1, *[x] * SMALL).wait())[0] for _ in range(TURNS)]
+        return statistics.median(each) / (2 * SMALL * self.meter.n) * 1e6
 
     def inside(self, message_us: float) -> Inside | None:
         if self.each == 1:
@@ -166,7 +167,7 @@ class Links:
         """Nanoseconds of a processor at each end, while it computes: to switch between both is part of the work."""
         if not self.meter.shared:
             return 0.0
-        x = torch.zeros(max(2**20, int(rate * self.meter.target)), dtype=torch.uint8)
+        x = torch.zeros(min(LARGEST["cpu"], max(2**20, int(rate * self.meter.target))), dtype=torch.uint8)
         block = self.meter.everyone(self.meter.computing(self.block))[0]
         blocks = math.ceil(len(x) / rate * self.meter.processors / self.meter.n / block)
 
