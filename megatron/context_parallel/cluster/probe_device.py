@@ -18,6 +18,7 @@ from .meter import Meter
 SHORT = 16  # rows of a block that costs its launch
 LONG = 4  # keys for each query of a long block, as where keys are gathered
 FEWEST, MOST = 128, 16384  # rows of blocks
+LEAST = 0.06  # seconds: a quarter of what all calls of a block may take
 COLD = 2**26  # bytes that are used in turn: more than the caches of a processor keep
 SETS = range(4, 65)  # of inputs of a block
 CHUNKS = 4, 8  # of the small ring that costs its steps
@@ -36,10 +37,10 @@ class Blocks:
         first = self._inputs(rows, kv_heads, keys)
         count = max(SETS[0], min(SETS[-1], COLD // sum(x.nbytes for x in first)))
         sets = [first, *(self._inputs(rows, kv_heads, keys) for _ in range(count - 1))]
-        grads = []
-        for q, k, v, dout in sets:
-            lse = self.kernel.forward(q, k, v, mask, self.scores)[1].to(torch.promote_types(self.dtype, torch.float32))
-            grads.append(BlockGrad(dout, q, k, v, lse, torch.zeros_like(lse), mask))
+        q, k, v, _ = first
+        lse = self.kernel.forward(q, k, v, mask, self.scores)[1].to(torch.promote_types(self.dtype, torch.float32))
+        delta = torch.zeros_like(lse)  # the values of both do not change the time
+        grads = [BlockGrad(dout, q, k, v, lse, delta, mask) for q, k, v, dout in sets]
         inputs, blocks = cycle(sets), cycle(grads)
         return (
             self.meter.computing(lambda: self._forward(next(inputs), mask)),
@@ -73,7 +74,7 @@ class Blocks:
                 larger = 4 * (forward + backward) * turns  # the next size
                 while larger > self.meter.target and kv_heads > 1:
                     kv_heads, larger = kv_heads // 2, larger / 2
-                if larger > 8 * self.meter.target:
+                if larger > 4 * max(self.meter.target, LEAST):
                     break
                 rows *= 2
         return tuple(found)
