@@ -1,16 +1,16 @@
-"""What each rank of auto.py runs: measures the cluster, plans, and times the choice and a sweep of other cases."""
+"""What each rank of auto.py runs first: measures the cluster and plans."""
 
 import sys
 import time
+from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks import attention_rank
 from benchmarks.cases import Workload
 from benchmarks.job import run_job
 from megatron.context_parallel.cluster import candidates
 from megatron.context_parallel.cluster.auto import measured
-from megatron.context_parallel.cluster.description import Cluster, load_cluster
+from megatron.context_parallel.cluster.description import Cluster, load_cluster, save_cluster
 from megatron.context_parallel.cluster.planner import Place, search
 from megatron.context_parallel.mask import Mask
 from megatron.context_parallel.strategies import choose
@@ -21,23 +21,23 @@ EVERY = 10**6
 
 
 def measure(job: dict) -> list[dict]:
-    """As `attention_rank.measure`, of the choice and the sweep; each entry also has its `predicted` seconds, or null.
+    """The choice and the sweep, each a `case` with its `predicted` seconds, or null.
 
-    `job` has `problem`, `cluster` (a name or null), `fixed` options, `cases`, `rounds` and `warm_up`.
+    `job` has `problem`, `cluster` (a name or null), `fixed` options, `cases`, and `described`, where rank 0 writes the
+    cluster.
     """
     problem, begun = Workload(**job["problem"]), time.perf_counter()
     sizes = problem.length, problem.heads, problem.kv_heads, problem.head_dim, problem.batch, problem.dtype
     workload = candidates.Workload(*sizes, Mask(problem.causal))
     cluster = load_cluster(job["cluster"]) if job["cluster"] else measured(workload, dist.group.WORLD)
     probed = time.perf_counter() - begun
-    cases: list = [None]
-    if dist.get_rank() == 0:
-        cases = [sweep(workload, cluster.part(problem.ranks), job["fixed"], job["cases"])]
-        planned = time.perf_counter() - begun - probed
-        print(f"probe {probed:.1f} s, plan {planned:.1f} s; {cluster}", file=sys.stderr, flush=True)
-    dist.broadcast_object_list(cases)
-    entries = attention_rank.measure(job | {"cases": [*cases[0]]})
-    return [entry | {"predicted": cases[0][entry["case"]]} for entry in entries]
+    if dist.get_rank():
+        return []
+    save_cluster(cluster, Path(job["described"]))
+    cases = sweep(workload, cluster.part(problem.ranks), job["fixed"], job["cases"])
+    planned = time.perf_counter() - begun - probed
+    print(f"probe {probed:.1f} s, plan {planned:.1f} s", file=sys.stderr, flush=True)
+    return [{"case": case, "predicted": seconds} for case, seconds in cases.items()]
 
 
 def sweep(workload: candidates.Workload, cluster: Cluster, fixed: dict, count: int) -> dict[str, float | None]:

@@ -74,10 +74,10 @@ def seconds(spec: str, cluster: Cluster, shape: Shape = SHAPE, backward: bool = 
 def test_what_a_task_leaves_of_a_link_goes_to_the_others():
     flows = Flows()
     narrow, wide = flows.resource("narrow", 1.0), flows.resource("wide", 2.0)
-    flows.add(Task("a", 1.0, (narrow,)))
+    flows.add(Task("a", 1.0, (narrow,), (0,)))
     flows.add(Task("b", 1.0, (narrow, wide)))
     flows.add(Task("c", 1.5, (wide,)))  # b takes half of the narrow link, so c has 1.5 of the wide one
-    assert (flows.users(narrow), flows.users(wide)) == (2, 2)
+    assert (flows.computing(narrow), flows.computing(wide)) == (1, 0)
     flows.add(Task("late", 1.0, (wide,)), delay=2.0)
     flows.add(Task("alone", 0.25))
     assert ends(flows) == [(0.25, ["alone"]), (1.0, ["c"]), (2.0, ["a", "b"]), (2.5, ["late"])]
@@ -141,6 +141,20 @@ def test_rates_are_between_those_measured():
     rates = tuple(AttentionRate(rows=r, forward_TFLOP_s=f, backward_TFLOP_s=f) for r, f in ((256, 1.0), (4096, 3.0)))
     time = BlockTime(replace(DEVICE, attention=rates), choose("ring").plan(4), SHAPE, Mask(False), 4096, "bf16")
     assert time(Attend((0,), (1,))) == pytest.approx(4 * 1024**2 * 8 * 64 / 2e12, rel=1e-3)
+
+
+def test_gathered_keys_have_rates_of_their_own():
+    """A zigzag chunk is two progressions of 512 queries, each against up to 3.5 chunks of keys."""
+    square, long = (
+        AttentionRate(rows=512, keys=k, forward_TFLOP_s=f, backward_TFLOP_s=f) for k, f in ((None, 1.0), (1024, 2.0))
+    )
+    device = replace(DEVICE, attention=(square, long))
+    times = {
+        spec: BlockTime(device, choose(spec).plan(4), SHAPE, Mask(False), 4096, "bf16")(Attend((0,), kv))
+        for spec, kv in (("ring", (1,)), ("allgather", (0, 1, 2, 3)))
+    }
+    assert times["ring"] == pytest.approx(4 * 1024**2 * 8 * 64 / 1e12, rel=1e-3)
+    assert times["allgather"] == pytest.approx(4 * times["ring"] / 2, rel=1e-3)
 
 
 FOLDS = {  # ranks of a group, and groups, that are simulated of 64 ranks
@@ -301,6 +315,21 @@ def test_processors_work_for_messages():
     bytewise = replace(HOST, nics=links[0], inside=links[1])
     assert seconds("ring", bytewise) == pytest.approx(8 * 7 * 2 * KV * 1e-9 / 2, rel=0.01)
     assert seconds("ring", replace(bytewise, shared_cores=None)) == pytest.approx(7 * KV / 10e9, rel=0.01)
+
+
+def test_a_message_waits_for_processors_that_compute():
+    """Messages of a ring start while 8 ranks compute on 2 processors: each waits 4 times as long as for one of them."""
+    device = replace(DEVICE, attention=(AttentionRate(rows=1, forward_TFLOP_s=1, backward_TFLOP_s=1),))
+    fast = replace(HOST, device=device, inside=replace(HOST.inside, GB_s=1e6), nics=replace(HOST.nics, GB_s=1e6))
+    plan, far = choose("ring").plan(8), 1e6  # microseconds: far longer than blocks
+    waits = [simulate(plan, replace(fast, busy_latency_us=us), SHAPE, Mask(False)).seconds for us in (0.0, far)]
+    assert waits[0] < 1 and waits[1] >= 4
+
+
+def test_swaps_over_gloo_go_to_one_rank_after_the_other():
+    slow = replace(BOX, device=NO_WORK, inside=replace(BOX.inside, latency_us=1e6))
+    one, turns = (seconds("ulysses", replace(slow, buffered_sends=b)) for b in (False, True))
+    assert turns == pytest.approx(7 * one, rel=0.01)
 
 
 def test_steps_and_merges_take_time():

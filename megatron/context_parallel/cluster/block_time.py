@@ -104,7 +104,7 @@ class BlockTime:
         return 12 * (part.queries * self.query_numbers + part.keys * self.key_numbers * self.backward)
 
     def _rate(self, part: Part) -> float:
-        return _between(self.rates[part.causal], self.rows * math.sqrt(part.queries * part.keys), self.backward)
+        return _between(self.rates[part.causal], self.rows * part.queries, self.rows * part.keys, self.backward)
 
     def parts(self, q: int, kv_chunks: tuple[int, ...]) -> list[Part]:
         """The pieces of a query chunk against gathered key chunks, in ascending order."""
@@ -132,6 +132,8 @@ class BlockTime:
             else:
                 full += queries * keys
         side = min(1.0, math.sqrt(full))
+        if len(kv_chunks) > 1:  # gathered keys are many, for the queries of a progression
+            side = 1 / len(self.chunks.progressions[q])
         parts = [Part(False, side, full / side, full)] if full else []
         parts += [Part(True, square, square, square**2 / 2) for square in squares]
         total = sum(part.pairs for part in parts)
@@ -165,12 +167,22 @@ def _small_blocks(plan: Plan, mask: Mask, length: int) -> Blocks:
 
 def rate_at(device: Device, dtype: str, head_dim: int, causal: bool, rows: float, backward: bool) -> float:
     """Operations a second of a call of the kernel with as many queries and keys, between the sizes measured."""
-    return _between(_nearest(device.attention, dtype, head_dim, causal), rows, backward)
+    return _between(_nearest(device.attention, dtype, head_dim, causal), rows, rows, backward)
 
 
-def _between(rates: list[AttentionRate], rows: float, backward: bool) -> float:
+def _between(rates: list[AttentionRate], queries: float, keys: float, backward: bool) -> float:
+    """Between the square blocks measured and, with more keys than queries, those measured with more keys."""
+    side, long = math.sqrt(queries * keys), [rate for rate in rates if rate.keys]
+    square = _of_side([rate for rate in rates if not rate.keys], side, backward)
+    if not long or keys <= queries:
+        return square
+    part = min(1.0, math.log(keys / queries) / math.log(long[0].side ** 2 / long[0].rows ** 2))
+    return square + part * (_of_side(long, side, backward) - square)
+
+
+def _of_side(rates: list[AttentionRate], side: float, backward: bool) -> float:
     known = [rate.backward_TFLOP_s if backward else rate.forward_TFLOP_s for rate in rates]
-    return 1e12 * float(numpy.interp(math.log(rows), [math.log(rate.rows) for rate in rates], known))
+    return 1e12 * float(numpy.interp(math.log(side), [math.log(rate.side) for rate in rates], known))
 
 
 def _nearest(rates: tuple[AttentionRate, ...], dtype: str, head_dim: int, causal: bool) -> list[AttentionRate]:
@@ -181,4 +193,4 @@ def _nearest(rates: tuple[AttentionRate, ...], dtype: str, head_dim: int, causal
 
     best = min(map(distance, rates))
     like = [rate for rate in rates if distance(rate) == best]
-    return sorted(like, key=lambda rate: rate.rows)
+    return sorted(like, key=lambda rate: rate.side)

@@ -21,7 +21,8 @@ MASKS = ("full", "causal")
 class AttentionRate:
     """How fast one call of the kernel is. Only the pairs of rows that the mask leaves count as operations."""
 
-    rows: int  # queries, and as many keys
+    rows: int  # queries
+    keys: int | None = None  # more than queries; default: as many
     mask: str = "full"  # or "causal"
     dtype: str = "bf16"
     head_dim: int = 128
@@ -31,6 +32,16 @@ class AttentionRate:
     def __post_init__(self) -> None:
         if self.mask not in MASKS:
             raise UsageError(f"device.attention.mask {self.mask}: give {' or '.join(MASKS)}")
+        if self.keys is not None and (self.keys <= self.rows or self.mask != "full"):
+            raise UsageError(
+                f"device.attention.keys {self.keys}: give more than {self.rows} rows, and no mask; for as many leave "
+                "keys out"
+            )
+
+    @property
+    def side(self) -> float:
+        """Rows of a square block with as many pairs."""
+        return math.sqrt(self.rows * (self.keys or self.rows))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +109,8 @@ class Cluster:
         compute_slowdown, message_slowdown: what takes 1 second alone takes 1 + this while a device computes and sends
             or receives.
         shared_cores: processors that all ranks share; each computes on one at most. For a cluster emulated on one host.
-        busy_latency_us: what a message takes longer while ranks compute on all shared processors.
+        busy_latency_us: what a message takes longer for each rank that computes on a processor, if ranks compute on
+            all shared processors.
         buffered_sends: a message is done for its sender when it starts, and messages of a channel go beside each other
             (gloo); otherwise when it is there, and they follow each other (NCCL).
         message_us: what a message takes of a processor at each end, whatever its size; 0 where devices do this work.

@@ -3,6 +3,7 @@
 import math
 import os
 import socket
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,10 +14,12 @@ from torch import Tensor
 from ..errors import UsageError
 from ..transport import Work
 from .description import Inside, Nics
-from .meter import Exchange, Meter
+from .meter import LARGEST, Exchange, Meter
 
 SMALL = 2  # messages of a small exchange, each way: keys and values
 WORK = 0.3  # seconds of processors' work that are enough to count
+TURNS = 3  # measurements of processors' work, of which the median counts: other processes may work too
+PINGS = 0.5  # seconds of messages there and back
 
 
 class Links:
@@ -50,7 +53,8 @@ class Links:
         if not self.meter.shared:
             return 0.0
         x = torch.zeros(1, device=self.meter.device)
-        return self._work(lambda: self._shift(1, *[x] * SMALL).wait())[0] / (2 * SMALL * self.meter.n) * 1e6
+        each = [self._work(lambda: self._shift(1, *[x] * SMALL).wait())[0] for _ in range(TURNS)]
+        return statistics.median(each) / (2 * SMALL * self.meter.n) * 1e6
 
     def inside(self, message_us: float) -> Inside | None:
         if self.each == 1:
@@ -127,29 +131,30 @@ class Links:
         return max(0.0, meter.seconds(there_and_back) / 20 * 1e6 - message_us)
 
     def busy_latency_us(self) -> float:
-        """How much longer a message takes while the other ranks compute."""
-        if not self.meter.shared or self.meter.n < self.meter.processors + 2:
+        """How much longer a message takes for each rank that computes on a processor."""
+        computing = (self.meter.n - 2) / self.meter.processors
+        if not self.meter.shared or computing < 1:
             return 0.0
         idle, busy = (self.meter.everyone(self._ping(compute))[0] for compute in (False, True))
-        return max(0.0, busy - idle) * 1e6
+        return max(0.0, busy - idle) / computing * 1e6
 
     def _ping(self, compute: bool) -> float:
         """Seconds of a message of rank 0 to rank 1 and back. The others wait meanwhile, or compute."""
-        meter, more, back, times, spent = self.meter, torch.ones(1), torch.ones(1), 0, 0.0
+        meter, more, back, times = self.meter, torch.ones(1), torch.ones(1), list[float]()
         meter.start_together()
         begin = time.perf_counter()
         if meter.rank > 1:
-            while compute and time.perf_counter() - begin < 3 * meter.target:
+            while compute and time.perf_counter() - begin < 1.5 * PINGS:
                 self.block()
         while meter.rank < 2 and more:
-            spent = time.perf_counter() - begin
+            start = time.perf_counter()
             if meter.rank == 0:
-                more.fill_(spent < 2 * meter.target)
+                more.fill_(start - begin < PINGS)
                 meter.exchange([(1, more)], [(1, back)]).wait()
-                times += 1
+                times.append(time.perf_counter() - start)
             else:
                 meter.exchange([(0, back)], [(0, more)]).wait()
-        return spent / max(times - 1, 1)
+        return statistics.fmean(times[1:] or [0.0])  # others may not compute yet during the first
 
     def _work(self, action: Callable[[], object]) -> tuple[float, int]:
         """Seconds of all processors for one call, and how many calls they were measured in."""
@@ -162,7 +167,7 @@ class Links:
         """Nanoseconds of a processor at each end, while it computes: to switch between both is part of the work."""
         if not self.meter.shared:
             return 0.0
-        x = torch.zeros(max(2**20, int(rate * self.meter.target)), dtype=torch.uint8)
+        x = torch.zeros(min(LARGEST["cpu"], max(2**20, int(rate * self.meter.target))), dtype=torch.uint8)
         block = self.meter.everyone(self.meter.computing(self.block))[0]
         blocks = math.ceil(len(x) / rate * self.meter.processors / self.meter.n / block)
 
@@ -175,9 +180,11 @@ class Links:
             compute()
             work.wait()
 
-        spent, times = self._work(both)
-        more = spent - self.meter.busy(compute, times) / times
-        return max(0.0, more / (2 * self.meter.n) - message_us * 1e-6) / len(x) * 1e9
+        more = []
+        for _ in range(TURNS):
+            spent, times = self._work(both)
+            more.append(spent - self.meter.busy(compute, times) / times)
+        return max(0.0, statistics.median(more) / (2 * self.meter.n) - message_us * 1e-6) / len(x) * 1e9
 
     def _crowding(self, rate: float, ranks: int) -> float:
         """How much less a NIC of some ranks carries when each of them exchanges with all of the other nodes at once."""

@@ -151,9 +151,11 @@ class _Costs:
         return self.flows.resource("cores", self.cluster.shared_cores * self.fold.share / self.links.together)
 
     def messages(self, group: int, op: Comm | SwapHeads, transfers: Sequence[Transfer]) -> Iterator[tuple[Task, float]]:
-        swap, hops = isinstance(op, SwapHeads), 1
+        swap, hops, rounds = isinstance(op, SwapHeads), 1, 1
+        if isinstance(op, SwapHeads) and self.cluster.buffered_sends:  # with one rank after the other
+            rounds = op.size - 1
         if isinstance(op, AllGather):  # libraries pass the chunks on along a ring
-            hops = len(op.group) - 1
+            hops = rounds = len(op.group) - 1
             transfers = [
                 t for t in transfers if op.group.index(t.receiver) == (op.group.index(t.sender) + 1) % (hops + 1)
             ]
@@ -161,16 +163,19 @@ class _Costs:
         for t in transfers:
             path, uses, ends = self.route(None if swap else group, t.sender, t.receiver)
             size, delay = self.bytes[t.tensor, swap] * t.share * hops, path.seconds + wake
-            yield Task(None, size, uses, ends), delay * hops
+            yield Task(None, size, uses, ends), delay * rounds
             if path.processor and self.cluster.shared_cores:  # at both ends, as fast as the links bring the bytes
                 for end, (link, rate) in zip(ends, (path.links[0], path.links[:2][-1]), strict=True):
                     pace = self.flows.resource(("work", end, link), rate * path.processor)
                     yield Task(None, size * path.processor, [pace, self._cores]), delay
 
     def _wake(self) -> float:
-        """Seconds until a rank gets a processor that it needs for a message."""
+        """Seconds until a rank gets a processor that it needs for a message, while others compute on all."""
         cores, wait = self.cluster.shared_cores, self.cluster.busy_latency_us
-        return wait * 1e-6 if cores and wait and self.flows.users(self._cores) >= cores * self.fold.share else 0.0
+        if not cores or not wait:
+            return 0.0
+        computing = self.flows.computing(self._cores) / (cores * self.fold.share / self.links.together)
+        return wait * 1e-6 * computing if computing >= 1 else 0.0
 
     def _route(self, group: int | None, sender: int, receiver: int) -> tuple[Path, list[int], tuple[int, int]]:
         """The path, its resources and the devices of a message between two ranks: of a group, or of all."""

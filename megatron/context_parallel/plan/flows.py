@@ -71,9 +71,9 @@ class Flows:
             self._users.append({})
         return number
 
-    def users(self, resource: int) -> int:
-        """How many tasks use a resource now."""
-        return len(self._users[resource])
+    def computing(self, resource: int) -> int:
+        """How many ranks compute with a resource now."""
+        return sum(len(running.task.ranks) == 1 for running in self._users[resource])
 
     def add(self, task: Task, delay: float = 0.0) -> None:
         """Starts a task, after `delay` seconds."""
