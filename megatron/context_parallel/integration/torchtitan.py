@@ -1,0 +1,228 @@
+"""torchtitan: its models and its trainer with our attention.
+
+What is replaced has no public name there, so only the releases that were tried are taken.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import spmd_types
+import torch
+import torch.distributed as dist
+import torchtitan
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan import trainer
+from torchtitan.components import validate
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
+
+from ..attention import context_parallel_attention
+from ..context import ContextParallel
+from ..errors import UsageError
+from ..mask import Documents
+from ..strategies import choose
+
+TRIED = "0.3."
+_contexts: dict[dist.ProcessGroup, ContextParallel] = {}  # of the models made so far
+Config = TypeVar("Config", bound=trainer.Trainer.Config)
+
+
+class ContextParallelAttention(Module):
+    """Takes the place of torchtitan's FlexAttention. The documents of a batch come as its `attention_masks`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        pass
+
+    cp: ContextParallel | None = None
+    _sharding_config: ShardingConfig | None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+    def share(self, cp: ContextParallel) -> None:
+        """Computes with the ranks of `cp`. Call it before `parallelize`, which would gather keys and values."""
+        self.cp = cp
+        if (given := self._sharding_config) is not None:
+            self._sharding_config = _without_gathering(given)
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Documents | None = None,
+        scale: float | None = None,
+        **others: object,
+    ) -> Tensor:
+        """[b, s, heads, d] of this rank's tokens to [b, s, heads, dv].
+
+        Raises:
+            UsageError: anything that attention is to do beside causal attention within documents.
+        """
+        if wrong := [name for name in ("score_mod", "out_transform") if others.get(name) is not None]:
+            raise UsageError(f"{wrong[0]}: not supported under context parallelism; use a model without it")
+        if self.cp is None:
+            raise UsageError("the model was not made by its parallelize_fn; give its config to torchtitan's Trainer")
+        with spmd_types.no_typecheck():
+            out = context_parallel_attention(
+                q_BLNH, k_BLNH, v_BLNH, self.cp, documents=attention_masks, scale=scale, tensor_layout="bshd"
+            )
+        assert isinstance(out, Tensor)  # the log-sum-exp was not asked for
+        return out
+
+
+def use_context_parallel(config: Config, strategy: str) -> Config:
+    """Makes the context parallelism of a torchtitan run ours. Call it in your function of a config registry.
+
+    Every rank keeps its tokens in the layout of the strategy. Attention is causal within the documents that the
+    positions of a batch tell, as torchtitan's own.
+
+    Args:
+        config: of a decoder with torchtitan's FlexAttention, such as `llama3_8b()`. It is changed in place.
+        strategy: `--cp-strategy`.
+
+    Returns:
+        `config`.
+
+    Raises:
+        UsageError: another release than those tried; an unknown strategy; a model without FlexAttention, or with masks
+            of its own. The run raises it for what does not go with context parallelism.
+    """
+    if not torchtitan.__version__.startswith(TRIED):
+        raise UsageError(f"torchtitan {torchtitan.__version__}: tried with {TRIED}0; install torchtitan=={TRIED}0")
+    choose(strategy)  # says what is wrong with it
+    spec = config.model_spec
+    _replace_attention(spec.model)
+    spec.parallelize_fn = _parallelize_with(spec.parallelize_fn, strategy)
+    trainer.prepare_context_parallel_input = validate.prepare_context_parallel_input = cut
+    _save_attention()
+    return config
+
+
+def _replace_attention(model: Any) -> None:
+    """Makes every attention of a model's config ours."""
+    name = type(model).__qualname__.removesuffix(".Config")
+    if not isinstance(model, Decoder.Config):
+        raise UsageError(f"{name}: not a decoder of torchtitan; use a language model, such as llama3")
+    if model._owner.get_attention_masks is not Decoder.get_attention_masks:
+        raise UsageError(f"{name}: makes attention masks of its own; use a model with causal masks, such as llama3")
+    for layer in model.layers:
+        inner = layer.attention.inner_attention
+        if type(inner) is not FlexAttention.Config:
+            kind = type(inner).__qualname__.removesuffix(".Config")
+            raise UsageError(f"{name}: its attention is {kind}; give model_registry(..., attn_backend='flex')")
+        layer.attention.inner_attention = ContextParallelAttention.Config(sharding_config=inner.sharding_config)
+
+
+def _parallelize_with(theirs: Callable, strategy: str) -> Callable:
+    """A model's `parallelize_fn` that makes its attention context parallel first."""
+
+    def parallelize(
+        model: nn.Module, *, parallel_dims: ParallelDims, training: Any, parallelism: Any, **others: Any
+    ) -> nn.Module:
+        _check(parallel_dims, training, parallelism)
+        cp = ContextParallel(strategy, group=parallel_dims.get_mesh("cp"))
+        _contexts[cp.group] = cp
+        cp.positions(training.seq_len)  # says what length fits
+        for module in model.modules():
+            if isinstance(module, ContextParallelAttention):
+                module.share(cp)
+        with _left_as_it_is(theirs):
+            return theirs(model, parallel_dims=parallel_dims, training=training, parallelism=parallelism, **others)
+
+    return parallelize
+
+
+@contextmanager
+def _left_as_it_is(parallelize: Callable) -> Iterator[None]:
+    """Keeps a `parallelize_fn` from changing attention by `apply_cp_to_forward`, as it does for partial_dtensor."""
+    names, name = parallelize.__globals__, "apply_cp_to_forward"
+    if name not in names:
+        yield
+        return
+    kept, names[name] = names[name], lambda attention_modules, cp_mesh: None
+    try:
+        yield
+    finally:
+        names[name] = kept
+
+
+def _check(parallel_dims: ParallelDims, training: Any, parallelism: Any) -> None:
+    """Raises UsageError for settings of torchtitan that do not go with context parallelism as ours."""
+    balancer = parallelism.context_parallel_load_balancer
+    if not parallel_dims.cp_enabled:
+        raise UsageError("--parallelism.context_parallel_degree 1: no ranks to share a sequence; give 2 or more")
+    if parallel_dims.pp_enabled:
+        raise UsageError(f"--parallelism.pipeline_parallel_degree {parallel_dims.pp}: not tried; give 1")
+    if balancer != "headtail":
+        raise UsageError(
+            f"--parallelism.context_parallel_load_balancer {balancer}: the strategy decides which tokens a rank has; "
+            "leave it out"
+        )
+    if not training.disable_cuda_graphs:
+        raise UsageError("CUDA graphs: a graph holds no communication of ours; give --training.disable_cuda_graphs")
+
+
+def cut(
+    inputs: Tensor,
+    labels: Tensor,
+    extra_kwargs: dict[str, Any],
+    cp_mesh: DeviceMesh,
+    device: torch.device,
+    load_balancer_type: str | None = "headtail",
+    ptrr_mask_key: str | None = None,
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """In place of `prepare_context_parallel_input`: this rank's part of a batch.
+
+    Args:
+        inputs: int64 [b, length].
+        labels: int64 [b, length].
+        extra_kwargs: `positions` int64 [b, length], which start anew with each document.
+        cp_mesh: the ranks that share the batch.
+        device: not used.
+        load_balancer_type: not used, because the strategy decides which tokens a rank has.
+        ptrr_mask_key: not used.
+
+    Returns:
+        Inputs, labels and positions [b, length / n], these with the documents as `attention_masks`.
+
+    Raises:
+        UsageError: no positions, or anything else in the batch; a model that was not made for these ranks.
+    """
+    if unknown := extra_kwargs.keys() - {"positions"}:
+        raise UsageError(f"{min(unknown)} in the batch: not known how to cut it; there is input, positions, labels")
+    if (positions := extra_kwargs.get("positions")) is None:
+        raise UsageError("positions: the batch has none; use a data loader that gives them, as torchtitan's own do")
+    if (cp := _contexts.get(cp_mesh.get_group())) is None:
+        raise UsageError("the model was not made for these ranks by use_context_parallel; give its config to Trainer")
+    starts = positions == 0
+    documents = Documents(starts.cumsum(1)) if starts[:, 1:].any() else None
+    kept = {"positions": cp.shard(positions, dim=1), "attention_masks": documents}
+    return cp.shard(inputs, dim=1), cp.shard(labels, dim=1), kept
+
+
+def _without_gathering(given: ShardingConfig) -> ShardingConfig:
+    """How attention is sharded where a rank needs only its own keys and values: all in and out as they come."""
+    sharded = given.in_src_shardings or {}
+    whole = LocalMapConfig(in_grad_placements=tuple(sharded.values()))
+    return replace(given, in_dst_shardings=sharded, local_map=whole)
+
+
+def _save_attention() -> None:
+    """Lets selective activation checkpoints save what attention returns, as they save FlexAttention's."""
+    theirs = SelectiveAC.get_save_ops
+    if theirs.__module__ != __name__:
+
+        def get_save_ops(self: SelectiveAC) -> set:
+            return theirs(self) | {torch.ops.context_parallel.attention.default}
+
+        SelectiveAC.get_save_ops = get_save_ops
