@@ -149,7 +149,17 @@ def train(family: str, **changes) -> Recorder:
         data = [batches(args, state.progress.consumed_train_samples) for _ in state.model]
         valid = [batches(args, 1000 + state.progress.consumed_valid_samples) for _ in state.model]
         training.train_loop(args, state, recorder, data, valid if args.eval_iters else None, time.monotonic())
+        forget_graphs(state.model)
         return recorder
+
+
+def forget_graphs(model: list[torch.nn.Module]) -> None:
+    """Experts keep tensors of their last step. Their graph would keep the model, its groups and their threads for ever."""
+    for module in (module for chunk in model for module in chunk.modules()):
+        for owner in (module, getattr(module, "token_dispatcher", None)):
+            for name, value in vars(owner).items() if owner else ():
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    setattr(owner, name, None)
 
 
 def save_initial(family: str, directory: str, changes: dict) -> None:
