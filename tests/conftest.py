@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 
 WORLD = 6
 torch.set_num_threads(1)
@@ -36,6 +37,15 @@ def _serve(rank: int, pipe) -> None:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()  # with every group made in it: their threads would pile up
         gc.collect()
+        _empty_models()
+
+
+def _empty_models() -> None:
+    """What is left of Megatron's models: autograd's graphs keep some of them, with their groups and these's threads."""
+    left = [model for model in gc.get_objects() if isinstance(model, DistributedDataParallel) and vars(model)]
+    for module in [module for model in left for module in model.modules()]:
+        vars(module).clear()
+    gc.collect()
 
 
 class Ranks:

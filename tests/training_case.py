@@ -154,7 +154,7 @@ def train(family: str, **changes) -> Recorder:
 
 
 def forget_graphs(model: list[torch.nn.Module]) -> None:
-    """Experts keep tensors of their last step. Their graph would keep the model, its groups and their threads for ever."""
+    """Experts keep tensors of their last step, whose graph would keep the model, its groups and their threads."""
     for module in (module for chunk in model for module in chunk.modules()):
         for owner in (module, getattr(module, "token_dispatcher", None)):
             for name, value in vars(owner).items() if owner else ():
