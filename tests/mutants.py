@@ -44,7 +44,7 @@ ATTENTION = ("test_guards.py", EXACT, "test_corners.py", "test_mask.py", "test_h
 FLAGS = ("-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist")
 RANKS = (  # of `TorchTransport`, between processes
     "test_transport.py::test_torch_transport",
-    "test_gloo.py::test_exact_between_processes[4-4-2]",
+    "test_gloo.py::test_exact_between_processes[2-4-4]",
     "test_communicators.py::test_nccl_connects_each_communicator_on_the_current_device",
     "test_communicators.py::test_a_rank_outside_the_group_is_told",
     "test_communicators.py::test_one_made_after_another_has_communicators_of_its_own",
