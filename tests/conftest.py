@@ -42,7 +42,7 @@ def _serve(rank: int, pipe) -> None:
 
 def _empty_models() -> None:
     """What is left of Megatron's models: autograd's graphs keep some of them, with their groups and these's threads."""
-    left = [model for model in gc.get_objects() if isinstance(model, DistributedDataParallel) and vars(model)]
+    left = [model for model in gc.get_objects() if type(model) is DistributedDataParallel and vars(model)]
     for module in [module for model in left for module in model.modules()]:
         vars(module).clear()
     gc.collect()
