@@ -14,9 +14,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 WORLD = 6
-# Files that take long begin first, so that no process works alone at the end.
-LONG = ("training", "checkpoint", "model", "zero", "trained", "gloo", "findings")
-LONG += ("torch", "transformers", "watch", "probe")
 torch.set_num_threads(1)
 
 
@@ -41,10 +38,6 @@ def _serve(rank: int, pipe) -> None:
         dist.destroy_process_group()  # with every group made in it: their threads would pile up
         gc.collect()
         _empty_models()
-
-
-def pytest_collection_modifyitems(items: list) -> None:
-    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
 
 
 def _empty_models() -> None:

@@ -8,4 +8,4 @@ bash tools/venv.sh requirements-dev.txt
 .venv/bin/ruff check
 .venv/bin/ruff format --check
 .venv/bin/mypy megatron/context_parallel
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2 --dist loadfile "$@"
