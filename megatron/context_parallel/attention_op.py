@@ -6,6 +6,7 @@ values and log-sum-exp of each rank of the process, for the backward pass. Other
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -167,11 +168,9 @@ class _Attention(torch.autograd.Function):
         out, sinks, *seen = ctx.saved_tensors
         recorder.at_layer(ctx.layer)
         dout = torch.zeros_like(out) if dout is None else dout
-        if torch.is_grad_enabled():  # then they refuse to be differentiated
+        # With autograd they refuse to be differentiated.
+        with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
             dq, dk, dv, *dsinks = _gradients(dout, out, seen, sinks, ctx.kv_heads, *ctx.how)
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                dq, dk, dv, *dsinks = _gradients(dout, out, seen, sinks, ctx.kv_heads, *ctx.how)
         return dq, dk, dv, dsinks[0] if dsinks else None, *[None] * (len(ctx.how) + 1)
 
 

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import Library
 
 from ..integration.spec import Attend, ContextParallelAttention
 from ..recorder import recorder
 
-_library = torch.library.Library("megatron_context_parallel", "FRAGMENT")
+_library = Library("megatron_context_parallel", "FRAGMENT")
 _library.define("attend(Tensor q, Tensor k, Tensor v, int layer) -> Tensor")
 _library.impl(
     "attend",

@@ -1,8 +1,6 @@
 """Refuses what does not go with experts, or was not compared with one rank."""
 
-import math
-
-from .check_flags import refuse
+from .check_flags import check_sharers, refuse
 from .flags import Arguments
 
 
@@ -31,10 +29,7 @@ def check_experts(args: Arguments) -> None:
 
 def _check_expert_ranks(args: Arguments) -> None:
     name, size = "expert_model_parallel_size", args.expert_model_parallel_size
-    sharers = args.data_parallel_size * args.context_parallel_size
-    if sharers % size:
-        why = f"does not divide the {sharers} data x context ranks"
-        refuse(args, name, why, expert_model_parallel_size=math.gcd(sharers, size))
+    check_sharers(args, name)
     if size > 1 and args.tensor_model_parallel_size > 1:
         why = "was not compared with one rank beside tensor parallelism"
         refuse(args, name, why, expert_model_parallel_size=1)

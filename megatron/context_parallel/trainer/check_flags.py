@@ -72,3 +72,10 @@ def check_multiple(args: Flags, name: str, *of: str) -> None:
         product = " x ".join(given(args, factor) for factor in of if getattr(args, factor) > 1)
         equals = f" = {unit}" if " x " in product else ""
         refuse(args, name, f"must be a multiple of {product}{equals}", **{name: max(value // unit, 1) * unit})
+
+
+def check_sharers(args: Arguments, name: str) -> None:
+    """Refuse a value of field `name` that does not divide the data x context ranks."""
+    value, sharers = getattr(args, name), args.data_parallel_size * args.context_parallel_size
+    if sharers % value:
+        refuse(args, name, f"does not divide the {sharers} data x context ranks", **{name: math.gcd(sharers, value)})

@@ -1,9 +1,8 @@
 """Refuses ways to share out optimizer, gradients and weights that megatron-core 0.16.1 gets wrong, or has not."""
 
-import math
 import os
 
-from .check_flags import refuse
+from .check_flags import check_sharers, refuse
 from .flags import Arguments
 
 
@@ -22,10 +21,7 @@ def check_sharding(args: Arguments) -> None:
 
 def _check_instances(args: Arguments) -> None:
     name, instances = "num_distributed_optimizer_instances", args.num_distributed_optimizer_instances
-    sharers = args.data_parallel_size * args.context_parallel_size
-    if sharers % instances:
-        why = f"does not divide the {sharers} data x context ranks"
-        refuse(args, name, why, num_distributed_optimizer_instances=math.gcd(sharers, instances))
+    check_sharers(args, name)
     if instances > 1 and not args.use_distributed_optimizer:
         refuse(args, name, "needs a sharded optimizer", use_distributed_optimizer=True)
     if instances > 1 and args.data_parallel_sharding_strategy == "optim":

@@ -270,8 +270,11 @@ def fault_everywhere(args: Arguments, checkpoint: Path) -> str | None:
 def _parts_to_load(args: Arguments, saved: dict) -> tuple[bool, bool]:
     """Whether to restore the optimizer, and the random generators, of a checkpoint made with arguments `saved`."""
     optimizer = not (args.finetune or args.no_load_optim or saved["no_save_optim"])
-    same_ranks = all(saved.get(size, 1) == getattr(args, size) for size in _RANK_LAYOUT)
-    return optimizer, same_ranks and not (args.finetune or args.no_load_rng or saved["no_save_rng"])
+    return optimizer, _same_ranks(args, saved) and not (args.finetune or args.no_load_rng or saved["no_save_rng"])
+
+
+def _same_ranks(args: Arguments, saved: dict) -> bool:
+    return all(saved.get(size, 1) == getattr(args, size) for size in _RANK_LAYOUT)
 
 
 def _is_to_compute_again(args: Arguments, saved: dict, checkpoint: Path) -> bool:
@@ -279,7 +282,7 @@ def _is_to_compute_again(args: Arguments, saved: dict, checkpoint: Path) -> bool
     if args.finetune or "rerun" not in read_checkpoint(args, None, checkpoint):
         return False
     reason = "" if args.rerun_mode == "validate_results" else "without --rerun-mode validate_results"
-    if not all(saved.get(size, 1) == getattr(args, size) for size in _RANK_LAYOUT):
+    if not _same_ranks(args, saved):
         reason = "on another layout of ranks"
     if reason:
         say(f"--load {args.load}: its next step is not compared with the suspicious one, {reason}")
