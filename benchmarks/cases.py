@@ -13,6 +13,12 @@ from .peers import PEERS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SWITCH = {"yes": True, "no": False}
+_ALL_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTATION = {  # suffix of a case's name, and what it changes in the trainer's arguments
+    "": {},
+    ", recomputed": _ALL_LAYERS,
+    ", recomputed, attention kept": _ALL_LAYERS | {"recompute_whitelist": ["core_attention"]},
+}
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,27 @@
-"""Predicts runs of attention.py on a described cluster: beside what was measured, or before it is measured.
+"""Predicts runs of attention.py and training_step.py on a described cluster: beside what was measured, or before.
 
     PYTHONPATH=. python benchmarks/predicted.py cluster.yaml runs/4x4 runs/4x4-more
     PYTHONPATH=. python benchmarks/predicted.py cluster.yaml -- --nodes 4 --strategies ring mesh --output runs/4x1
 
 The first form compares the runs in these folders; those of one problem on one cluster share a table. The second one
-takes the flags of attention.py after `--` and measures nothing. `cluster.yaml` is what tools/cluster_probe.py wrote
-there.
+takes the flags of attention.py after `--` and measures nothing; with --training-step those of training_step.py.
+`cluster.yaml` is what tools/cluster_probe.py wrote there.
 """
 
 import argparse
 import json
 import statistics
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
 from rich.table import Table
 
-from benchmarks import attention
-from benchmarks.cases import DTYPES, Workload, parse_case
+from benchmarks import attention, training_step
+from benchmarks.cases import DTYPES, RECOMPUTATION, Workload, parse_case
 from benchmarks.report import title
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.cluster.simulate import simulate
@@ -30,12 +33,14 @@ from megatron.context_parallel.tables import show
 from tools.netlab import cluster_of
 
 APART = 0.05  # cases that differ by less may be in any order
+Predict = Callable[[str], float]  # seconds of a case
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     parser.add_argument("cluster", metavar="FILE", help="description of the cluster, or a preset")
+    parser.add_argument("--training-step", action="store_true", help="the flags after -- are those of training_step.py")
     parser.add_argument("runs", nargs="*", type=Path, metavar="DIR", help="folders of measured runs")
     return parser.parse_args(argv)
 
@@ -49,6 +54,16 @@ def seconds(text: str, problem: Workload, cluster: Cluster) -> float:
     return sum(simulate(plan, cluster.part(problem.ranks), shape, **how).seconds for plan in plans)
 
 
+def step_seconds(text: str, flags: list[str], ranks: int, cluster: Cluster) -> float:
+    """Predicted time of a training step of a case, with these flags of the trainer."""
+    from megatron.context_parallel.cluster.training_step import forecast_step
+    from megatron.context_parallel.trainer.workload import model_of, run_of
+
+    name, comma, how = text.partition(", ")
+    args = replace(training_step.trainer_args(flags, ranks), **RECOMPUTATION[comma + how])
+    return forecast_step(model_of(args), run_of(args, parse_case(name).choice), cluster).seconds
+
+
 def wrong_order(predicted: dict[str, float], measured: dict[str, dict]) -> list[str]:
     """Pairs of cases that are predicted the other way round, of those apart by more than 5 % and than their spreads."""
     lines = []
@@ -60,9 +75,9 @@ def wrong_order(predicted: dict[str, float], measured: dict[str, dict]) -> list[
     return lines
 
 
-def compare(heading: str, problem: Workload, measured: dict[str, dict], cluster: Cluster) -> None:
+def compare(heading: str, measured: dict[str, dict], predict: Predict) -> None:
     """Shows both, and how well they agree. `measured`: summaries of `report.summarize`, by case."""
-    predicted = {case: seconds(case, problem, cluster) for case in measured}
+    predicted = {case: predict(case) for case in measured}
     errors = {case: predicted[case] / was["median"] - 1 for case, was in measured.items()}
     table = Table("case", title=heading)
     for name in ("predicted", "measured", "spread", "error"):
@@ -77,15 +92,19 @@ def compare(heading: str, problem: Workload, measured: dict[str, dict], cluster:
 
 
 def compare_runs(folders: list[Path], cluster: Cluster) -> None:
-    together: dict[str, tuple[Workload, dict[str, dict]]] = {}
+    together: dict[str, tuple[Predict, dict[str, dict]]] = {}
     for folder in folders:
         if not (folder / "run.json").is_file():
             raise UsageError(f"{folder}: no run.json there; give a folder that benchmarks/attention.py wrote")
         run = json.loads((folder / "run.json").read_text())
         own = {case: was for case, was in run["summaries"].items() if was and not case.startswith("peer:")}
-        together.setdefault(title(run), (Workload(**run["problem"]), {}))[1].update(own)
-    for heading, (problem, measured) in together.items():
-        compare(heading, problem, measured, cluster)
+        problem = Workload(**run["problem"])
+        predict = partial(seconds, problem=problem, cluster=cluster)
+        if "trainer_flags" in run:
+            predict = partial(step_seconds, flags=run["trainer_flags"], ranks=problem.ranks, cluster=cluster)
+        together.setdefault(title(run), (predict, {}))[1].update(own)
+    for heading, (predict, measured) in together.items():
+        compare(heading, measured, predict)
 
 
 def before(flags: list[str], cluster: Cluster) -> None:
@@ -94,10 +113,24 @@ def before(flags: list[str], cluster: Cluster) -> None:
     place = cluster_of(args)
     problem = attention.problem_of(args, place.ranks)
     cases, _ = attention.cases_of(args, problem)
+    show_before([case.text for case in cases], partial(seconds, problem=problem, cluster=cluster), flags)
+
+
+def before_training(flags: list[str], cluster: Cluster) -> None:
+    """Shows what a command of training_step.py is predicted to measure."""
+    args, given = training_step.parse_args(flags)
+    ranks = cluster_of(args).ranks
+    trainer = training_step.trainer_flags(given, ranks)
+    how = RECOMPUTATION if args.recompute else [""]
+    texts = [case + recomputed for case in args.strategies for recomputed in how]
+    show_before(texts, partial(step_seconds, flags=trainer, ranks=ranks, cluster=cluster), flags)
+
+
+def show_before(cases: list[str], predict: Predict, flags: list[str]) -> None:
     table = Table("case", title=f"predicted, not measured: {' '.join(flags)}")
     table.add_column("seconds", justify="right")
     for case in cases:
-        table.add_row(case.text, f"{seconds(case.text, problem, cluster):.3f}")
+        table.add_row(case, f"{predict(case):.3f}")
     show(table)
 
 
@@ -109,7 +142,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UsageError("runs: give folders of measured runs, or the flags of attention.py after --")
     cluster = load_cluster(args.cluster)
     if flags:
-        before(flags, cluster)
+        (before_training if args.training_step else before)(flags, cluster)
     else:
         compare_runs(args.runs, cluster)
 

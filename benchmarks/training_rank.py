@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from megatron.core import parallel_state
 
-from benchmarks.cases import Case, parse_case
+from benchmarks.cases import RECOMPUTATION, Case, parse_case
 from benchmarks.job import run_job
 from benchmarks.rounds import interleave
 from benchmarks.stopwatch import Stopwatch, TimedKernel
@@ -20,12 +20,6 @@ from megatron.context_parallel.trainer.arguments import parse_args
 from megatron.context_parallel.trainer.flags import Arguments
 from megatron.context_parallel.trainer.train_state import Progress
 
-ALL_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-RECOMPUTATION = {  # suffix of a case's name, and what it changes in the trainer's arguments
-    "": {},
-    ", recomputed": ALL_LAYERS,
-    ", recomputed, attention kept": ALL_LAYERS | {"recompute_whitelist": ["core_attention"]},
-}
 TOLERANCE = 1e-4  # relative difference of a loss from the first case's
 
 

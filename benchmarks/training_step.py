@@ -18,6 +18,7 @@ from benchmarks.cases import Case, Workload, parse_case
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.commands.run import run_main
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.trainer.flags import Arguments
 from tools.netlab import add_flags, cluster_of, exits_as_ranks_did
 
 RANK = Path(__file__).with_name("training_rank.py")
@@ -43,7 +44,12 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[
     return parser.parse_args(own), trainer
 
 
-def problem_of(flags: list[str], ranks: int) -> Workload:
+def trainer_flags(given: list[str], ranks: int) -> list[str]:
+    """The trainer's flags: those here, then those given."""
+    return [*LLAMA.split(), *given, "--context-parallel-size", str(ranks)]
+
+
+def trainer_args(flags: list[str], ranks: int) -> Arguments:
     """What the trainer makes of its flags on these ranks."""
     # What the libraries say about each other's versions when imported is not the user's to mend.
     warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
@@ -53,9 +59,14 @@ def problem_of(flags: list[str], ranks: int) -> Workload:
     args = parse_trainer(flags)
     if args.context_parallel_size != ranks or args.global_batch_size != args.micro_batch_size:
         raise UsageError("--context-parallel-size, --global-batch-size: are set here; leave them out after --")
+    return args
+
+
+def problem_of(args: Arguments) -> Workload:
+    """The attention of a layer."""
     dtype = "bf16" if args.bf16 else "fp32"
     sizes = (args.seq_length, args.micro_batch_size, args.num_attention_heads, args.num_query_groups)
-    return Workload(ranks, *sizes, args.kv_channels, dtype, causal=True)
+    return Workload(args.context_parallel_size, *sizes, args.kv_channels, dtype, causal=True)
 
 
 def cases_of(texts: list[str], problem: Workload) -> list[Case]:
@@ -73,8 +84,8 @@ def main(argv: list[str] | None = None) -> int:
     args, given = parse_args(argv)
     place = cluster_of(args)
     ranks = place.ranks
-    flags = [*LLAMA.split(), *given, "--context-parallel-size", str(ranks)]
-    problem = problem_of(flags, ranks)
+    flags = trainer_flags(given, ranks)
+    problem = problem_of(trainer_args(flags, ranks))
     if args.rounds < 1:
         raise UsageError(f"--rounds {args.rounds}: need at least 1")
     cases = cases_of(args.strategies, problem)
