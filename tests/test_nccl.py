@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from test_exact import DIM, gradients
 
-from megatron.context_parallel import ContextParallel, communicators, context_parallel_attention, works
+from megatron.context_parallel import ContextParallel, communicators, context_parallel_attention, transport, works
 
 CASES = [  # with head counts and the layout
     ("allgather", {}, 4, 2),
@@ -47,7 +47,7 @@ def noted(calls: list):
             (works, "gather_one", "gather"),
             (works, "sum_one", "sum"),
             (dist, "all_to_all_single", "all to all"),
-            (dist, "batch_isend_irecv", "messages"),
+            (transport, "post", "messages"),
             (dist, "_coalescing_manager", "together"),
         ):
             stack.enter_context(patch.object(at, function, note(name, getattr(at, function))))

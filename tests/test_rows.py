@@ -5,10 +5,9 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from rows_case import VARIANTS, Batch, error
 
-from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError
+from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError, transport
 from megatron.context_parallel.attention import attention_of_rows
 from megatron.context_parallel.mask import Documents, Mask, Sequences
 from megatron.context_parallel.plan.volume import Shape, received_bytes
@@ -36,9 +35,10 @@ def _between_processes() -> list[float]:
     groups = [ContextParallel(spec) for spec in specs]
     batches = [Batch.draw(3, UNEVEN, seed=1), Batch.draw(3, [(1, 50), (1, 0)], seed=2)]
     batches.append(Batch([30], [6], torch.full((30,), 1), n=3))
-    with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as started:
+    with mock.patch.object(transport, "post", wraps=transport.post) as posted:
         errors = [error(batch, cp) for cp in groups for batch in batches]
-    assert all(op.tensor.numel() for call in started.call_args_list for op in call.args[0]), "no rows, no message"
+    messages = [x for call in posted.call_args_list for of in call.args[1:] for _, x in of]
+    assert messages and all(x.numel() for x in messages), "no rows, no message"
     return errors
 
 

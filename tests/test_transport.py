@@ -1,7 +1,7 @@
 """How chunks travel: between ranks in one process, through torch.distributed, and what is said when they do not."""
 
 from collections import defaultdict
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from megatron.context_parallel.transport import (
     run_all,
     run_here,
 )
-from megatron.context_parallel.works import Batch, Rounds
+from megatron.context_parallel.works import Batch, Rounds, post
 
 
 def numbered(i: int) -> torch.Tensor:
@@ -190,19 +190,35 @@ def _torch_transport() -> list:
     assert (gathering.channel, gathering.ends) == ("gather", [("gather", other)])
     exchange.wait()
     gathering.wait()
-    with patch.object(dist, "batch_isend_irecv", return_value=[]) as batch:
+    with patch("megatron.context_parallel.transport.post", return_value=[]) as posted:
         transport.trade("heads", [[(other, numbered(1))], [(other, numbered(2))]], [[(other, into[0])], []])
-    kinds = [[op.op.__name__ for op in call.args[0]] for call in batch.call_args_list]
-    assert all(op.group is groups["heads", (0, 1)] for call in batch.call_args_list for op in call.args[0])
-    return [got, [x[1, 2].item() for x in into], kinds]
+    started = [[len(of) for of in call.args[1:]] for call in posted.call_args_list]
+    assert all(call.args[0] is groups["heads", (0, 1)] for call in posted.call_args_list)
+    return [got, [x[1, 2].item() for x in into], started]
 
 
 def test_torch_transport(ranks):
-    kinds = [["irecv", "isend"]]  # receives are posted first
+    started = [[1, 1]]  # of two rounds the first, which sends and receives
     assert ranks(2, _torch_transport) == [
-        [([0, 1], {1: 10}), [1, 5], kinds],
-        [([0, 1], {0: 1}), [0, 5], kinds],
+        [([0, 1], {1: 10}), [1, 5], started],
+        [([0, 1], {0: 1}), [0, 5], started],
     ]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_messages_are_posted_receives_first_and_by_nccl_together(together):
+    calls, group = [], MagicMock()
+    group._get_backend.return_value.supports_coalescing = together
+    for name in ("_start_coalescing", "_end_coalescing", "recv", "send"):
+        getattr(group, name).side_effect = lambda *args, name=name: calls.append((name, *args[1:])) or MagicMock()
+    x = numbered(0)
+    works = post(group, [(3, x)], [(1, x), (2, x)])
+    messages = [("recv", 1, 0), ("recv", 2, 0), ("send", 3, 0)]
+    assert calls == ([("_start_coalescing",), *messages, ("_end_coalescing",)] if together else messages)
+    assert len(works) == (1 if together else 3)
+    works[0].wait()
+    calls.clear()
+    assert post(group, [], []) == [] == calls
 
 
 def test_a_swap_over_gloo_takes_strided_tensors():

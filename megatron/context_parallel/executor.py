@@ -84,14 +84,15 @@ class Executor:
         """Launches a batch on each channel, when all that they send is here."""
         arriving, leaving = self.arriving, []
         for batch in messages:
-            sends = list[tuple[int, Tensor]]()
+            sends: list[tuple[int, Tensor]] = []
             for key, peer in batch.sends:
                 if key in arriving:
                     yield from self._arrive(key)
                 sends += zip(repeat(peer), self._leaving(key))
             leaving.append(sends)
         for batch, sends in zip(messages, leaving, strict=True):
-            values, receives = [], list[tuple[int, Tensor]]()
+            values: list[tuple[Key, int, Value]] = []
+            receives: list[tuple[int, Tensor]] = []
             for key, peer in batch.receives:
                 values.append((key, peer, value := self._empty(*key)))
                 receives += zip(repeat(peer), value)

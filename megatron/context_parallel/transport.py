@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .communicators import meet, new_communicator
 from .plan.ir import Plan, PlanError
-from .works import AllToAll, Batch, Messages, Rounds, Work, add_up, gather, gather_one
+from .works import AllToAll, Batch, Messages, Rounds, Work, add_up, gather, gather_one, post
 
 Result = TypeVar("Result")
 Counts = tuple[int, ...]
@@ -62,18 +62,17 @@ class TorchTransport:
     def __init__(self, group: dist.ProcessGroup, given: str) -> None:
         """Waits for the other ranks of `group`, which must be `given` the same (see `meet`)."""
         self.ranks = dist.get_process_group_ranks(group)
-        self.rank = dist.get_rank(group)
+        self.rank, self._everyone = dist.get_rank(group), tuple(range(len(self.ranks)))
         self._given, self._meeting = group, meet(group, given)
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self.sums = self._nccl = "nccl" in dist.get_backend_config(group)
 
     def connect(self, communicators: Iterable[tuple[str, tuple[int, ...]]]) -> None:
         """Makes communicators, each a channel and its ranks. All ranks of the group must ask for the same ones."""
-        everyone = tuple(range(len(self.ranks)))
         for channel, members in sorted(communicators):
             if self.rank not in members:
                 continue
-            if members == everyone and self._given not in self._groups.values():
+            if members == self._everyone and self._given not in self._groups.values():
                 group = self._given
             else:
                 group = new_communicator(self._given, [self.ranks[m] for m in members], self._meeting, channel)
@@ -93,22 +92,20 @@ class TorchTransport:
         return self._groups[channel, members]
 
     def exchange(self, channel: str, sends: Messages, receives: Messages) -> Work:
-        return self._exchange(channel, tuple(range(len(self.ranks))), sends, receives)
+        return self._exchange(channel, self._everyone, sends, receives)
 
     def _exchange(self, channel: str, members: tuple[int, ...], sends: Messages, receives: Messages) -> Work:
         """Starts one batch of messages on a communicator."""
-        group = self._group(channel, members)
+        group, ranks = self._group(channel, members), self.ranks
         sends, receives = ([(peer, x) for peer, x in some if x.numel()] for some in (sends, receives))
-        # Receives first: with two sends that cross, gloo moves one after the other, not both at once.
-        ops = [dist.P2POp(dist.irecv, x, group=group, group_peer=members.index(peer)) for peer, x in receives]
-        ops += [dist.P2POp(dist.isend, x, group=group, group_peer=members.index(peer)) for peer, x in sends]
-        ends = [("receive", self.ranks[peer]) for peer, _ in receives]
-        ends += [("send", self.ranks[peer]) for peer, _ in sends]
-        return Batch(dist.batch_isend_irecv(ops) if ops else [], channel, ends)
+        ends = [("receive", ranks[peer]) for peer, _ in receives] + [("send", ranks[peer]) for peer, _ in sends]
+        if members is not self._everyone:
+            sends, receives = ([(members.index(peer), x) for peer, x in some] for some in (sends, receives))
+        return Batch(post(group, sends, receives), channel, ends)
 
     def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> Work:
         if self._nccl:
-            group = self._group(channel, tuple(range(len(self.ranks))))
+            group = self._group(channel, self._everyone)
             given, got = list(chain(*sends)), list(chain(*receives))
             ends = [("receive", self.ranks[peer]) for peer in dict(got)]
             return Batch([AllToAll(group, given, got)], channel, ends)
@@ -132,7 +129,8 @@ class TorchTransport:
 
 def _as_messages(rank: int, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> tuple[Messages, Messages]:
     """What a rank sends and receives in a gather; its own part is copied at once."""
-    sends, receives = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
+    sends: Messages = []
+    receives: Messages = []
     for mine, everyone in tensors:
         for peer, part in zip(group, everyone.split(rows), strict=True):
             if peer == rank:

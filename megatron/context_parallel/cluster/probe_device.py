@@ -36,7 +36,7 @@ class Blocks:
         """Of a forward and a backward pass, each time with other inputs: in training too they are new to the caches."""
         first = self._inputs(rows, kv_heads, keys)
         count = max(SETS[0], min(SETS[-1], COLD // sum(x.nbytes for x in first)))
-        sets = [first, *(self._inputs(rows, kv_heads, keys) for _ in range(count - 1))]
+        sets = [first, *([x.clone() for x in first] for _ in range(count - 1))]
         q, k, v, _ = first
         lse = self.kernel.forward(q, k, v, mask, self.scores)[1].to(torch.promote_types(self.dtype, torch.float32))
         delta = torch.zeros_like(lse)  # the values of both do not change the time
