@@ -4,7 +4,7 @@
 
 Microseconds of CPU time for each step and rank, the least of several rounds. The first two columns count all that a
 rank does in a pass but messages: steps, receive buffers, merging, and what comes before and after the steps. The other
-two also count messages, as copies between ranks that take turns in this process.
+two also count posting each message with torch.distributed, to a group that moves nothing.
 """
 
 import argparse
@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from rich.table import Table
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.context_parallel import AllRanks, passes
 from megatron.context_parallel.commands.run import run_main
@@ -21,7 +23,7 @@ from megatron.context_parallel.kernels import Scores
 from megatron.context_parallel.kernels.masks import Piece
 from megatron.context_parallel.mask import Mask
 from megatron.context_parallel.tables import show
-from megatron.context_parallel.transport import run_here
+from megatron.context_parallel.transport import TorchTransport, Transport, run_here
 
 CASES = ["ring", "lightseq", "attention2d", "mesh", "loongtrain:head_parallel_size=2"]
 
@@ -56,9 +58,24 @@ class Silent:
         pass
 
 
-def alone(program, plan, problem, parts):
-    """As `AllRanks.run`, without messages."""
-    return [run_here(program(plan, problem, rank, Silent(), *part)) for rank, part in enumerate(parts)]
+class Posting(TorchTransport):
+    """All communicators are the process's group, whose backend "fake" moves nothing."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.ranks = rank, list(range(dist.get_world_size()))
+        self._everyone, self._nccl, self.sums = tuple(self.ranks), False, False
+
+    def _group(self, channel, members):
+        return dist.group.WORLD
+
+
+def turns(transport: Callable[[int], Transport]) -> Callable:
+    """As `AllRanks.run`: each rank in turn, over a transport that needs no other rank."""
+
+    def run(program, plan, problem, parts):
+        return [run_here(program(plan, problem, rank, transport(rank), *part)) for rank, part in enumerate(parts)]
+
+    return run
 
 
 @torch.no_grad()
@@ -86,16 +103,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64])
     parser.add_argument("--strategies", nargs="+", default=CASES, metavar="NAME:OPTION=VALUE")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=30)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    columns = "case", "ranks", "forward", "backward", "forward, messages", "backward, messages"
+    columns = "case", "ranks", "forward", "backward", "forward, posting", "backward, posting"
     table = Table(*columns, title="microseconds of a step and rank, an empty kernel")
-    for text in args.strategies:
-        for n in args.ranks:
+    for n in args.ranks:
+        dist.init_process_group("fake", rank=0, world_size=n, store=FakeStore())
+        for text in args.strategies:
             cp = AllRanks(n, text)
-            found = [*microseconds(cp, alone, args.rounds), *microseconds(cp, cp.run, args.rounds)]
+            ways = turns(lambda rank: Silent()), turns(Posting)
+            found = [x for run in ways for x in microseconds(cp, run, args.rounds)]
             table.add_row(text, str(n), *(f"{x:.1f}" for x in found))
+        dist.destroy_process_group()
     show(table)
 
 
