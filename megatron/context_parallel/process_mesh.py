@@ -1,6 +1,5 @@
 """Ranks as the points of a grid with named dimensions: rows and columns, heads and rings, tp-cp-dp-pp."""
 
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -44,10 +43,9 @@ class ProcessMesh:
 
     def along(self, rank: int, *names: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` only in the dimensions `names`, itself included, ascending."""
-        mine = self.coordinates(rank)
-        free = [
-            range(size) if name in names else (mine[name],) for name, size in zip(self.names, self.sizes, strict=True)
-        ]
-        return tuple(
-            sorted(self.rank(**dict(zip(self.names, place, strict=True))) for place in itertools.product(*free))
-        )
+        found, stride = [0], 1
+        for name, size in zip(self.names, self.sizes, strict=True):
+            places = range(size) if name in names else (rank // stride % size,)
+            found = [inner + place * stride for place in places for inner in found]
+            stride *= size
+        return tuple(found)

@@ -34,11 +34,14 @@ class Batch:
     def wait(self) -> None:
         if not self.works:
             return
-        apart, noted = len(self.works) == len(self.ends), None
+        apart = len(self.works) == len(self.ends)
+        noted: Ends = []
         try:
             for i, work in enumerate(self.works):
-                if noted != (noted := self.ends[i] if apart else self.ends):
-                    recorder.wait(self.channel, [noted] if apart else self.ends)
+                ends = self.ends[i : i + 1] if apart else self.ends
+                if ends != noted:
+                    recorder.wait(self.channel, ends)
+                    noted = ends
                 work.wait()
         except RuntimeError as error:  # the recorder's position stays: it says what failed
             raise RuntimeError(f"context parallel communication failed: {recorder.position}: {error}") from error

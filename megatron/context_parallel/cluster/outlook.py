@@ -1,12 +1,12 @@
 """What a pass takes at least, and about how long: counted in its steps, without a simulation."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import zip_longest
 from typing import NamedTuple
 
-from ..plan.ir import AllGather, Attend, Comm, Plan, SwapHeads
+from ..plan.ir import AllGather, Attend, Comm, Plan, SwapHeads, T
 from ..plan.volume import Shape, chunk_bytes
 from .block_time import BlockTime
 from .links import Links
@@ -39,8 +39,9 @@ def outlook(plan: Plan, links: Links, shape: Shape, blocks: BlockTime) -> Outloo
     """
     shared = links.cluster.shared_cores
     ranks, cores = _looked_at(links), shared / links.together if shared else plan.size
-    wires, computed, busy, likely = Counter[tuple](), [0.0] * len(ranks), 0.0, 0.0
-    for step in zip_longest(*(_Rank(plan, rank, shape).steps() for rank in ranks), fillvalue=((), ())):
+    wires, computed, busy, likely = defaultdict[tuple, float](float), [0.0] * len(ranks), 0.0, 0.0
+    size_of = cache(lambda tensor, swap: chunk_bytes(plan, tensor, shape, swap))
+    for step in zip_longest(*(_Rank(plan, rank, size_of).steps() for rank in ranks), fillvalue=((), ())):
         wire, latency, longest, spent = defaultdict[tuple, float](float), 0.0, 0.0, 0.0
         for i, (attends, messages) in enumerate(step):
             seconds = sum(map(blocks, attends))
@@ -52,7 +53,8 @@ def outlook(plan: Plan, links: Links, shape: Shape, blocks: BlockTime) -> Outloo
                     latency = max(latency, path.seconds)
                     for link, rate in path.links:
                         wire[link] += size / rate
-        wires.update(wire)  # type: ignore[arg-type]
+        for link, seconds in wire.items():
+            wires[link] += seconds
         busy += spent
         work = max(longest, spent / len(ranks) * plan.size / cores)
         likely += max(max(wire.values(), default=0.0) + latency, work)
@@ -74,10 +76,9 @@ def _looked_at(links: Links) -> list[int]:
 class _Rank:
     """What a rank (of all ranks) computes and moves."""
 
-    def __init__(self, plan: Plan, rank: int, shape: Shape) -> None:
-        self.plan, self.rank, grid = plan, rank, plan.grid
+    def __init__(self, plan: Plan, rank: int, size_of: Callable[[T, bool], float]) -> None:
+        self.plan, self.rank, self.bytes, grid = plan, rank, size_of, plan.grid
         self.place, self.members = grid.coordinates(rank)["context"], grid.along(rank, "context")
-        self.bytes = cache(lambda tensor, swap: chunk_bytes(plan, tensor, shape, swap))
 
     def steps(self) -> Iterator[tuple[Iterable[Attend], Iterable[Message]]]:
         """The blocks of each step, and its messages."""

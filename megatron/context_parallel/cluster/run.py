@@ -1,7 +1,7 @@
 """How a model is trained: the sizes and flags of a run that decide its time and memory."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from ..errors import UsageError
 from ..process_mesh import ProcessMesh
@@ -127,6 +127,11 @@ class Run:
 
     def groups(self, *names: str) -> list[tuple[int, ...]]:
         """The groups of ranks that differ only in the dimensions `names` of `ORDER`."""
-        places = map(self.mesh.coordinates, range(self.mesh.size))
-        first = [rank for rank, place in enumerate(places) if not any(place[name] for name in names)]
-        return [self.mesh.along(rank, *names) for rank in first]
+        return [*_groups(self.mesh, names)]
+
+
+@cache
+def _groups(mesh: ProcessMesh, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    places = map(mesh.coordinates, range(mesh.size))
+    first = [rank for rank, place in enumerate(places) if not any(place[name] for name in names)]
+    return tuple(mesh.along(rank, *names) for rank in first)

@@ -9,10 +9,11 @@ from ..strategies.options import divisors
 from .attention_pass import attention_mask, attention_shape
 from .candidates import Rejected, Workload
 from .description import Cluster
+from .memory import fullest_stage, memory, total
 from .model import Model
 from .planner import SIMULATED, Place, search
 from .run import SHARDING, Run
-from .training_step import StepForecast, forecast_step
+from .training_step import StepForecast, check_sizes, forecast_step
 
 TAKEN = 8  # strategies that a whole step is predicted with, of each split of the ranks
 SIMULATED_OF_MANY = 8  # strategies that are simulated for each of many splits
@@ -82,14 +83,12 @@ def workload_of(model: Model, run: Run) -> Workload:
 
 def _forecast(model: Model, run: Run, cluster: Cluster, ranked: list[Found], rejected: list[Rejected]) -> None:
     try:
-        forecast = forecast_step(model, run, cluster)
+        check_sizes(model, run)
+        if total(memory(model, run, fullest_stage(model, run))) > cluster.device.memory_GiB * 2**30:
+            raise UsageError(f"needs more than the {cluster.device.memory_GiB:g} GiB of a device")
+        ranked.append(Found(run, forecast_step(model, run, cluster)))
     except UsageError as error:
         rejected.append(Rejected(run.cp_strategy, str(error)))
-        return
-    if forecast.fits:
-        ranked.append(Found(run, forecast))
-    else:
-        rejected.append(Rejected(run.cp_strategy, f"needs more than the {cluster.device.memory_GiB:g} GiB of a device"))
 
 
 def _variants(run: Run) -> Iterator[Run]:

@@ -1,7 +1,7 @@
 """How long a rank needs each chunk, and how much it holds at most."""
 
-from collections import Counter
 from collections.abc import Callable
+from itertools import accumulate
 
 from .ir import PARTIAL, Key, Plan, ReduceScatter, T
 from .volume import Shape, chunk_bytes, units
@@ -48,14 +48,11 @@ def _peak(plan: Plan, r: int, size: Callable[[T, bool], float]) -> float:
                 for tensor, chunk in zip(plan.ends, (q, kv), strict=False):
                     partial.setdefault((tensor, chunk), s)
     alive += [(tensor, s, end) for (tensor, _), s in partial.items()]
-    change: list[Counter] = [Counter() for _ in range(end + 2)]
+    sizes, change = {t: size(t, False) for t in T}, [0.0] * (end + 2)
     for tensor, first, final in alive:
-        change[first][tensor] += 1
-        change[final + 1][tensor] -= 1
-    now, peaks, sizes = Counter[T](), list[float](), {t: size(t, False) for t in T}
-    for changed in change:
-        now.update(changed)
-        peaks.append(sum(sizes[t] * count for t, count in now.items()))
+        change[first] += sizes[tensor]
+        change[final + 1] -= sizes[tensor]
+    peaks = [*accumulate(change)]
     for swap, there in ((plan.before, plan.starts), (plan.after, (*plan.starts, *plan.ends))):  # and the copies sent
         peaks += [sum(sizes[t] for t in there) + sum(size(t, True) for t in op.tensors) for op in swap]
     return max(peaks)
