@@ -18,7 +18,7 @@ import torch
 import torch.distributed._functional_collectives as functional
 from torch.distributed import Work
 
-from benchmarks import attention_rank, training_rank, training_step
+from benchmarks import attention_rank, predicted, training_rank, training_step
 from benchmarks.attention import main
 from benchmarks.cases import PRESETS, Case, Workload, parse_case, preset
 from benchmarks.peers import PEERS, cpu_flash
@@ -193,6 +193,43 @@ def test_training_steps_train_alike(ranks):
     for entry in entries:
         assert entry["failure"] is None and entry["error"] < 1e-5 and len(entry["rounds"]) == 2
         assert all(rank["kernel"] > 0 and rank["received"] > 0 for of_ranks in entry["rounds"] for rank in of_ranks)
+
+
+# --------------------------------------------------------------------------------------------- predictions
+
+
+@pytest.mark.parametrize("file,run", [("unshaped", "unshaped-1"), ("train-un", "un-train-ring")])
+def test_predictions_stand_beside_what_was_measured(file, run, capsys):
+    folder = Path("docs/benchmarks/results/predicted")
+    predicted.main([str(folder / f"{file}.yaml"), str(folder / run)])
+    lines = capsys.readouterr().out.splitlines()
+    summaries, found = json.loads((folder / run / "run.json").read_text())["summaries"], []
+    for case, summary in summaries.items():
+        line = next(line for line in lines if line.startswith(f"{case}  "))
+        told, measured, _, error = line.removeprefix(case).split()
+        assert float(measured) == pytest.approx(summary["median"], abs=6e-4)
+        assert float(error.rstrip("%")) == pytest.approx(100 * (float(told) / float(measured) - 1), abs=0.2)
+        found.append(float(told))
+    assert len(found) == 3
+    if file == "train-un":
+        plain, recomputed, kept = found
+        assert plain < kept < recomputed
+
+
+def test_predictions_in_the_wrong_order_are_named():
+    measured = {"a": {"median": 2.0, "times": [1.9, 2.0]}, "b": {"median": 1.0, "times": [1.0]}}
+    assert predicted.wrong_order({"a": 1.0, "b": 1.1}, measured) == ["wrong order: a was slower than b"]
+    assert not predicted.wrong_order({"a": 1.1, "b": 1.0}, measured)
+    measured["a"]["times"].append(0.9)  # the rounds overlap
+    assert not predicted.wrong_order({"a": 1.0, "b": 1.1}, measured)
+
+
+def test_a_training_step_is_predicted_before_it_is_measured(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")  # set anew by what is tested
+    flags = "dgx-a100 --training-step -- --ranks 4 --recompute --strategies ring --output none"
+    predicted.main(flags.split())
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ring")]
+    assert [row.rsplit(maxsplit=1)[0].strip() for row in rows] == ["ring" + how for how in training_rank.RECOMPUTATION]
 
 
 # ------------------------------------------------------------------------------------------------ command line
