@@ -178,7 +178,8 @@ class Line:
     __slots__ = ("sent", "wanted")
 
     def __init__(self) -> None:
-        self.sent, self.wanted = deque[_Message](), deque[_Message]()
+        self.sent: deque[_Message] = deque()
+        self.wanted: deque[_Message] = deque()
 
     def send(self, content: Tensor) -> _Message:
         if self.wanted:
