@@ -12,6 +12,7 @@ import sys
 import warnings
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import patch
 
 from benchmarks import job, report
 from benchmarks.cases import Case, Workload, parse_case
@@ -55,8 +56,8 @@ def trainer_args(flags: list[str], ranks: int) -> Arguments:
     warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
     from megatron.context_parallel.trainer.arguments import parse_args as parse_trainer
 
-    os.environ["WORLD_SIZE"] = str(ranks)
-    args = parse_trainer(flags)
+    with patch.dict(os.environ, WORLD_SIZE=str(ranks)):
+        args = parse_trainer(flags)
     if args.context_parallel_size != ranks or args.global_batch_size != args.micro_batch_size:
         raise UsageError("--context-parallel-size, --global-batch-size: are set here; leave them out after --")
     return args

@@ -38,14 +38,16 @@ def _serve(rank: int, pipe) -> None:
         dist.destroy_process_group()  # with every group made in it: their threads would pile up
         gc.collect()
         _empty_models()
+        gc.freeze()  # the next collection looks at what is new alone
 
 
 def _empty_models() -> None:
     """What is left of Megatron's models: autograd's graphs keep some of them, with their groups and these's threads."""
-    left = [model for model in gc.get_objects() if type(model) is DistributedDataParallel and vars(model)]
+    left = [model for model in gc.get_objects() if type(model) is DistributedDataParallel]
     for module in [module for model in left for module in model.modules()]:
         vars(module).clear()
-    gc.collect()
+    if left:
+        gc.collect()
 
 
 class Ranks:
@@ -80,6 +82,14 @@ class Ranks:
             process.join(5)
             process.kill()
         self.directory.cleanup()
+
+
+@pytest.fixture(autouse=True)
+def _one_rank():
+    """A test that leaves WORLD_SIZE behind fails, not the next one that trains in this process."""
+    before = os.environ.get("WORLD_SIZE")
+    yield
+    assert os.environ.get("WORLD_SIZE") == before
 
 
 @pytest.fixture(scope="session")

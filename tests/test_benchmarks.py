@@ -224,8 +224,7 @@ def test_predictions_in_the_wrong_order_are_named():
     assert not predicted.wrong_order({"a": 1.0, "b": 1.1}, measured)
 
 
-def test_a_training_step_is_predicted_before_it_is_measured(capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")  # set anew by what is tested
+def test_a_training_step_is_predicted_before_it_is_measured(capsys):
     flags = "dgx-a100 --training-step -- --ranks 4 --recompute --strategies ring --output none"
     predicted.main(flags.split())
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ring")]
@@ -292,8 +291,7 @@ def test_a_folder_that_cannot_be_made_is_found_before_the_run(tmp_path):
         ("--ranks 2 --rounds 0 --strategies ring", ["--rounds 0", "at least 1"]),
     ],
 )
-def test_mistakes_of_training_steps(argv, words, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")  # set anew by what is tested
+def test_mistakes_of_training_steps(argv, words, tmp_path):
     own, _, trainer = argv.partition(" -- ")
     with pytest.raises(UsageError) as caught:
         training_step.main([*own.split(), "--output", str(tmp_path), "--", *trainer.split()])
