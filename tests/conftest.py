@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -19,6 +20,8 @@ torch.set_num_threads(1)
 
 def _serve(rank: int, pipe) -> None:
     torch.set_num_threads(1)
+    # What the libraries say to each other is nothing that a test of this project can mend.
+    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     while True:
         try:

@@ -15,7 +15,7 @@ DATA = ({}, {"data": 2}, {"data": 2, "hybrid": True})
 RECOMPUTE = ("", *torch_case.CHECKPOINTS)
 
 
-@pytest.mark.parametrize("spec,data,recompute,compiled", product(SPECS, DATA, RECOMPUTE, (False, True)))
+@pytest.mark.parametrize("spec,data,recompute,compiled", [*product(SPECS, DATA, RECOMPUTE, (False, True))])
 def test_training_equals_one_rank(ranks, one_rank, spec, data, recompute, compiled):  # noqa: F811
     if compiled and recompute == "reentrant":
         pytest.skip("torch.compile takes non-reentrant checkpoints only")
@@ -23,6 +23,6 @@ def test_training_equals_one_rank(ranks, one_rank, spec, data, recompute, compil
         assert losses == pytest.approx(one_rank, abs=1e-6)
 
 
-@pytest.mark.parametrize("make,spec", product((flux, wan), (*SPECS, "attention2d", "usp:head_parallel_size=2")))
+@pytest.mark.parametrize("make,spec", [*product((flux, wan), (*SPECS, "attention2d", "usp:head_parallel_size=2"))])
 def test_diffusers_equal_one_rank(ranks, make, spec):
     check(ranks, 4, make, spec)
