@@ -79,10 +79,12 @@ class Job:
         self.number = reply.split()[-1]
         return self
 
+    def record(self) -> str:
+        return self.slurm.run("scontrol", "show", "job", self.number)
+
     def show(self, field: str) -> str:
-        """A field of `scontrol show job`."""
-        words = self.slurm.run("scontrol", "show", "job", self.number).split()
-        return next(word.partition("=")[2] for word in words if word.startswith(f"{field}="))
+        """A field of the record."""
+        return next(word.partition("=")[2] for word in self.record().split() if word.startswith(f"{field}="))
 
     def update(self, change: str) -> None:
         self.slurm.run("scontrol", "update", f"JobId={self.number}", change)
@@ -92,7 +94,7 @@ class Job:
         deadline = time.monotonic() + PATIENCE
         while not met():
             queued = self.queued()  # the state of a job that is being requeued may look like an end for a moment
-            assert (queued or met()) and time.monotonic() < deadline, f"{self.show('JobState')}\n{self.text()}"
+            assert (queued or met()) and time.monotonic() < deadline, f"{self.record()}\n{self.text()}"
             time.sleep(0.2)
 
     def queued(self) -> bool:
