@@ -7,6 +7,7 @@ import tempfile
 import traceback
 import warnings
 from datetime import timedelta
+from multiprocessing.connection import wait
 
 import pytest
 import torch
@@ -60,24 +61,43 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "megatron.core.parallel_state"])
         self.directory = tempfile.TemporaryDirectory()
-        self.pipes, self.processes, self.calls = [], [], 0
-        for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs))  # no daemon: it has children
+        self.context, self.world, self.calls = context, world, 0
+        self._start()
+
+    def _start(self) -> None:
+        self.pipes, self.processes = [], []
+        for rank in range(self.world):
+            ours, theirs = self.context.Pipe()
+            process = self.context.Process(target=_serve, args=(rank, theirs))  # no daemon: it has children
             process.start()
+            theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
 
     def __call__(self, n: int, function, *args) -> list:
         self.calls += 1
         store = os.path.join(self.directory.name, f"store{self.calls}")
-        for pipe in self.pipes[:n]:
-            pipe.send((n, store, function, args))
-        replies = [pipe.recv() for pipe in self.pipes[:n]]
+        try:
+            for pipe in self.pipes[:n]:
+                pipe.send((n, store, function, args))
+            replies = [pipe.recv() for pipe in self.pipes[:n]]
+        except (EOFError, ConnectionError):
+            raise AssertionError(self._restart()) from None
         failures = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(replies) if not good]
         if failures:
             raise AssertionError("\n".join(failures))
         return [result for _, result in replies]
+
+    def _restart(self) -> str:
+        """Starts other ranks, so that the death of one fails a single test. Returns who died, with exit codes."""
+        wait([process.sentinel for process in self.processes], timeout=5)
+        died = {rank: process.exitcode for rank, process in enumerate(self.processes) if process.exitcode is not None}
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            pipe.close()
+            process.kill()
+            process.join()
+        self._start()
+        return f"ranks that died, with their exit codes: {died}"
 
     def close(self) -> None:
         for pipe, process in zip(self.pipes, self.processes, strict=True):
