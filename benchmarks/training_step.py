@@ -9,7 +9,6 @@ Flags after -- are the trainer's and win over the defaults here. Run it from the
 import argparse
 import os
 import sys
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import patch
@@ -17,7 +16,7 @@ from unittest.mock import patch
 from benchmarks import job, report
 from benchmarks.cases import Case, Workload, parse_case
 from megatron.context_parallel import STRATEGIES
-from megatron.context_parallel.commands.run import run_main
+from megatron.context_parallel.commands.run import ignore_warnings_of_libraries, run_main
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.flags import Arguments
 from tools.netlab import add_flags, cluster_of, exits_as_ranks_did
@@ -52,8 +51,7 @@ def trainer_flags(given: list[str], ranks: int) -> list[str]:
 
 def trainer_args(flags: list[str], ranks: int) -> Arguments:
     """What the trainer makes of its flags on these ranks."""
-    # What the libraries say about each other's versions when imported is not the user's to mend.
-    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
+    ignore_warnings_of_libraries()
     from megatron.context_parallel.trainer.arguments import parse_args as parse_trainer
 
     with patch.dict(os.environ, WORLD_SIZE=str(ranks)):

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-import warnings
 from datetime import timedelta
 from multiprocessing.connection import wait
 
@@ -15,14 +14,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron.context_parallel.commands.run import ignore_warnings_of_libraries
+
 WORLD = 6
 torch.set_num_threads(1)
 
 
 def _serve(rank: int, pipe) -> None:
     torch.set_num_threads(1)
-    # What the libraries say to each other is nothing that a test of this project can mend.
-    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
+    ignore_warnings_of_libraries()
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     while True:
         try:
@@ -92,18 +92,18 @@ class Ranks:
         """Starts other ranks, so that the death of one fails a single test. Returns who died, with exit codes."""
         wait([process.sentinel for process in self.processes], timeout=5)
         died = {rank: process.exitcode for rank, process in enumerate(self.processes) if process.exitcode is not None}
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
-            pipe.close()
-            process.kill()
-            process.join()
+        self._end(patience=0)
         self._start()
         return f"ranks that died, with their exit codes: {died}"
 
-    def close(self) -> None:
+    def _end(self, patience: float) -> None:
         for pipe, process in zip(self.pipes, self.processes, strict=True):
             pipe.close()
-            process.join(5)
+            process.join(patience)
             process.kill()
+
+    def close(self) -> None:
+        self._end(patience=5)
         self.directory.cleanup()
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch_case
+from torch import library
 from torch._dynamo.exc import Unsupported
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.library import opcheck
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -72,7 +72,7 @@ def test_the_operator_is_what_pytorch_expects(spec):
     """Its schema, its shapes without data, its gradients, and all of it under symbolic shapes."""
     cp, (q, k, sinks) = AllRanks(4, spec), (*tensors(16, 1, 4, 4, count=2), torch.zeros(4, requires_grad=True))
     args = (q, k[:, :, :2], k[:, :, 2:], sinks, cp.handle, True, [-1, -1], 0, 0.5, 0.0, 0, 0)
-    assert set(opcheck(ATTENTION, args).values()) == {"SUCCESS"}
+    assert set(library.opcheck(ATTENTION, args).values()) == {"SUCCESS"}
 
 
 def policy(context, op, *args, **kwargs) -> CheckpointPolicy:

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron.context_parallel.commands import pretrain
-from megatron.context_parallel.commands.run import run_main
+from megatron.context_parallel.commands.run import ignore_warnings_of_libraries, run_main
 
 from .moments import Fault, Watch, install, write_counts
 
@@ -86,7 +85,7 @@ class Outcome:
 
 def warm() -> None:
     """Import all that a rank imports, and get ready to fork it."""
-    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
+    ignore_warnings_of_libraries()
     for module in _IMPORTED_LATE:
         import_module(module)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

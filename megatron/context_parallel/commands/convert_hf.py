@@ -8,13 +8,13 @@ Llama 2 and 3, Mistral, Qwen3; weights in safetensors. One weight, or one file o
 
 import os
 import re
-import warnings
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.context_parallel.commands.run import ignore_warnings_of_libraries
 from megatron.context_parallel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UsageError(f"WORLD_SIZE={ranks}: one process converts; start it without torchrun")
     to_megatron = args.action == "to-megatron"
     _check_source(args.load, to_megatron)
-    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
+    ignore_warnings_of_libraries()
     from megatron.context_parallel.trainer.generation_flags import Source
     from megatron.context_parallel.trainer.model_source import model_arguments
     from megatron.context_parallel.trainer.setup import distributed_job

@@ -1,10 +1,10 @@
 """Generate text with a trained model, whose sequences all ranks share: `torchrun ... tools/generate.py --help`."""
 
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.context_parallel.commands.run import ignore_warnings_of_libraries
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.check_flags import check_each
 from megatron.context_parallel.trainer.flag_parser import FlagParser
@@ -21,7 +21,7 @@ PARSER = FlagParser(Generate.__bases__, "Generate text with a trained model.", '
 
 def main(argv: list[str] | None = None) -> None:
     """Generate, and print what comes as it comes. Raises UsageError for what cannot run."""
-    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
+    ignore_warnings_of_libraries()
     end_with_parent()
     flags = read_flags(argv)
     prompts = read_prompts(flags)

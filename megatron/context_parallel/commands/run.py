@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -27,6 +28,11 @@ NEEDS = {  # what is imported: (the package that has it, the extra that installs
     "wandb": ("wandb", "wandb"),
     "scipy": ("scipy", "calibrate"),
 }
+
+
+def ignore_warnings_of_libraries() -> None:
+    """What they say of each other's versions, on every rank, is not the user's to mend."""
+    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
 
 
 def run_main(main: Callable[[], int | None], program: str | None = None) -> NoReturn:

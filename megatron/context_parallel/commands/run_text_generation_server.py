@@ -2,10 +2,10 @@
 
 import os
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.context_parallel.commands.run import ignore_warnings_of_libraries
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.check_flags import check_each
 from megatron.context_parallel.trainer.flag_parser import FlagParser
@@ -23,7 +23,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 def main(argv: list[str] | None = None) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises UsageError for what cannot run."""
-    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
+    ignore_warnings_of_libraries()
     end_with_parent()
     flags = Serve(**PARSER.read(argv))
     check_each(flags, PARSER.flags)

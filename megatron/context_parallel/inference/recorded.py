@@ -9,14 +9,13 @@ import megatron.core.utils
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from torch import Tensor, fx
+from torch import Tensor, fx, library
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.library import Library
 
 from ..integration.spec import Attend, ContextParallelAttention
 from ..recorder import recorder
 
-_library = Library("megatron_context_parallel", "FRAGMENT")
+_library = library.Library("megatron_context_parallel", "FRAGMENT")
 _library.define("attend(Tensor q, Tensor k, Tensor v, int layer) -> Tensor")
 _library.impl(
     "attend",
