@@ -8,7 +8,7 @@ from megatron.context_parallel.commands.run import ignore_warnings_of_libraries
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.check_flags import check_each
 from megatron.context_parallel.trainer.flag_parser import FlagParser
-from megatron.context_parallel.trainer.generation_flags import Generate, check_prefill
+from megatron.context_parallel.trainer.generation_flags import Generate, check_prefill, with_limits
 from megatron.context_parallel.trainer.lifetime import end_with_parent
 from megatron.context_parallel.trainer.model_source import model_arguments
 
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
     end_with_parent()
     flags = read_flags(argv)
     prompts = read_prompts(flags)
-    args = model_arguments(flags)
+    args = with_limits(model_arguments(flags), flags)
     # These take seconds to import, for which a mistake in a flag need not wait.
     from megatron.context_parallel.inference.rank_loop import RankLoop
     from megatron.context_parallel.trainer.generator import build_engine
@@ -113,7 +113,9 @@ def write_text(flags: Generate, engine: "Engine", coming: Iterator[None], output
         written = len(outputs)
     print()
     if outputs[-1].finish == "error":
-        raise UsageError(f"--load {flags.load}: a logit is NaN; check the weights, or leave --bf16 out if it is given")
+        raise UsageError(
+            f"--load {flags.load}: {outputs[-1].why}; check the weights, or leave --bf16 out if it is given"
+        )
     for token in (token for output in outputs if flags.logprobs for token in output.tokens):
         print(f"{token.logprob:10.4f}  {token.id:7}  {engine.tokenizer.decode([token.id])!r}")
 

@@ -9,7 +9,7 @@ from megatron.context_parallel.commands.run import ignore_warnings_of_libraries
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.check_flags import check_each
 from megatron.context_parallel.trainer.flag_parser import FlagParser
-from megatron.context_parallel.trainer.generation_flags import Serve, check_prefill
+from megatron.context_parallel.trainer.generation_flags import Serve, check_prefill, with_limits
 from megatron.context_parallel.trainer.lifetime import end_with_parent
 from megatron.context_parallel.trainer.model_source import model_arguments
 
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     check_each(flags, PARSER.flags)
     check_prefill(flags)
     keys = read_keys(flags)
-    args = model_arguments(flags)
+    args = with_limits(model_arguments(flags), flags)
     if flags.dry_run:
         from megatron.context_parallel.trainer.cache_size import describe
 
@@ -44,16 +44,24 @@ def main(argv: list[str] | None = None) -> None:
     from megatron.context_parallel.trainer.generator import build_engine
     from megatron.context_parallel.trainer.setup import distributed_job, sigterm_came
 
-    with distributed_job(replace(args, exit_signal_handler=True)):
-        loop = RankLoop(build_engine(args, flags, flags.max_model_len))
+    with distributed_job(replace(args, exit_signal_handler=True)) as watch:
+        engine = build_engine(args, flags, flags.max_model_len)
+        engine.warm_up()
+        loop = RankLoop(engine)
         if args.rank:
             loop.follow()
             return
-        worker = Worker(loop, flags.inference_max_requests, Metrics())
+        worker = Worker(loop, flags.inference_max_requests, Metrics(), watch.silent_ranks)
         name = flags.served_model_name or Path(flags.load).resolve().name
         settings = Settings(name, keys, flags.max_body_bytes, flags.max_new_tokens)
         listener = bind(flags.host, flags.port)
-        with answering(Service(worker, settings).app(), listener):
+        with answering(Service(worker, settings).app(), listener) as stop:
+
+            def end_texts() -> None:
+                worker.fail()
+                stop()
+
+            watch.before_end = end_texts
             address, port = listener.getsockname()[:2]
             print(f"serving {name} at http://{address}:{port}/v1", flush=True)
             worker.run(sigterm_came, flags.drain_seconds)

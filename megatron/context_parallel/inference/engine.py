@@ -9,8 +9,10 @@ from megatron.core.inference.sampling_params import SamplingParams
 from torch import Tensor
 
 from ..errors import UsageError
+from ..recorder import recorder
+from .faults import MISTAKE, log_fault
 from .prefixes import Prefixes
-from .sampling import Token, choose_tokens
+from .sampling import Token, as_numbers, choose_tokens, from_numbers
 from .text_stream import TextStream
 from .tokenizer import Tokenizer
 
@@ -57,9 +59,10 @@ class Output:
         tokens: the new one, if any.
         text: that has become certain.
         finish: "" while it goes on; "stop" (an end token or a stop string), "length" (as many tokens as asked for),
-            "cancelled", or "error" (a logit was NaN).
+            "cancelled", or "error".
         first: whether it has the first token.
         reused: of the first, tokens of the prompt that were in the cache already.
+        why: of an error, in words for its client.
     """
 
     request: str
@@ -68,6 +71,7 @@ class Output:
     finish: str = ""
     first: bool = False
     reused: int = 0
+    why: str = ""
 
 
 @dataclass
@@ -91,6 +95,10 @@ class _Running:
 class Engine:
     """Generates for many requests at once. The same on every rank: steps depend on what was added and cancelled alone.
 
+    An error that belongs to one request ends that one, on all ranks in the same step. One in choosing a token is known
+    to the rank with the logits, which tells the others; one in a text comes on every rank. An error of a pass belongs
+    to all requests: `step` raises it.
+
     Sequences stay in the cache after their end, until others need the room: the next turn of a conversation goes on
     from there, and prompts that begin alike share what they have in common.
 
@@ -113,12 +121,20 @@ class Engine:
         self.running: dict[str, _Running] = {}
         self._kept: OrderedDict[int, int] = OrderedDict()  # cached tokens of sequences; the one used last comes last
         self._prefixes = Prefixes()
-        self._cancelled: list[Output] = []
+        self._ended: list[Output] = []  # outside of passes
 
     @property
     def idle(self) -> bool:
         """Whether a step would do nothing."""
-        return not (self.waiting or self.running or self._cancelled)
+        return not (self.waiting or self.running or self._ended)
+
+    def warm_up(self) -> None:
+        """Compute a prompt and a token of nobody: what is made at the first use is made now. Every rank calls it."""
+        recorder.enter("forward", 1)
+        sequence = self.cache.open()
+        for tokens in ([0, 0], [0]):
+            self.cache.forward({sequence: tokens})
+        self.cache.free(sequence)
 
     def check(self, tokens: Sequence[int], new: int) -> None:
         """Refuse a prompt that can never run.
@@ -152,12 +168,16 @@ class Engine:
             self.waiting = deque(request for request in self.waiting if request.name != name)
         else:
             return
-        self._cancelled.append(Output(name, finish="cancelled"))
+        self._ended.append(Output(name, finish="cancelled"))
+
+    def refuse(self, name: str, why: str) -> None:
+        """End with an error a request that was not added."""
+        self._ended.append(Output(name, finish="error", why=why))
 
     def step(self) -> list[Output]:
         """Compute one token of each text, and parts of the prompts. Every rank calls it."""
-        outputs, self._cancelled = self._cancelled, []
         self._admit()
+        outputs, self._ended = self._ended, []
         if not (new := self._deal()):
             return outputs
         logits = self.cache.forward(new)
@@ -184,42 +204,56 @@ class Engine:
                 left -= share
         return new
 
-    def _choose(self, runs: list[_Running], logits: Mapping[int, Tensor]) -> list[Token | None]:
-        """The next token of each: the rank that has its logits chooses, and tells the others."""
+    def _choose(self, runs: list[_Running], logits: Mapping[int, Tensor]) -> list[Token | str]:
+        """The next token of each, or why there is none: the rank that has its logits chooses, and tells the others."""
         if not runs:
             return []
         most = max(run.request.params.top_n_logprobs for run in runs)
         ours = [run for run in runs if run.sequence in logits]
         asked = [(run.request.params, run.request.seed, len(run.tokens)) for run in ours]
         tokens = choose_tokens([logits[run.sequence] for run in ours], asked) if ours else []
-        chosen = {run.sequence: _numbers(token, most) for run, token in zip(ours, tokens, strict=True)}
+        chosen = {}
+        for run, token in zip(ours, tokens, strict=True):
+            if isinstance(token, Exception):
+                log_fault(run.request.name, token)
+            chosen[run.sequence] = as_numbers(token, most)
         shared = self.cache.share(chosen, width=2 + 2 * most)
-        return [_token(shared[run.sequence], run.request.params.top_n_logprobs) for run in runs]
+        return [from_numbers(shared[run.sequence], run.request.params.top_n_logprobs) for run in runs]
 
-    def _take(self, run: _Running, token: Token | None) -> Output:
+    def _take(self, run: _Running, token: Token | str) -> Output:
         """Append a token; the end of its request, if it is that, or if there is none."""
-        if token is None:
-            del self.running[run.request.name]
-            self._prefixes.remove(run.sequence)
-            self.cache.free(run.sequence)  # what is cached may be NaN too
-            return Output(run.request.name, text=run.stream.finish(), finish="error")
+        if isinstance(token, str):
+            return self._drop(run, token)
         run.tokens.append(token.id)
         run.chosen.append(token)
         first = len(run.chosen) == 1
-        finish, text = "", ""
-        if token.id in self.tokenizer.ends:
-            finish = "stop"
-        else:
-            text = run.stream.push(token.id)
-            if run.stream.stopped:
-                finish = "stop"
-            elif len(run.chosen) == run.request.params.num_tokens_to_generate:
-                finish = "length"
+        try:
+            text, finish = self._write(run, token)
+        except Exception as error:
+            log_fault(run.request.name, error)
+            return self._drop(run, MISTAKE)
         if finish:
-            text += run.stream.finish()
             del self.running[run.request.name]
             self._end(run)
         return Output(run.request.name, (token,), text, finish, first, run.reused if first else 0)
+
+    def _write(self, run: _Running, token: Token) -> tuple[str, str]:
+        """The text that has become certain with a token, and how the request ends, if it does."""
+        if token.id in self.tokenizer.ends:
+            return run.stream.finish(), "stop"
+        text = run.stream.push(token.id)
+        if run.stream.stopped:
+            return text + run.stream.finish(), "stop"
+        if len(run.chosen) == run.request.params.num_tokens_to_generate:
+            return text + run.stream.finish(), "length"
+        return text, ""
+
+    def _drop(self, run: _Running, why: str) -> Output:
+        """End a request by an error; what is cached of it may be wrong too."""
+        del self.running[run.request.name]
+        self._prefixes.remove(run.sequence)
+        self.cache.free(run.sequence)
+        return Output(run.request.name, finish="error", why=why)
 
     # -- room in the cache ----------------------------------------------------------------------------------------
 
@@ -229,6 +263,7 @@ class Engine:
             self.waiting.popleft()
 
     def _start(self, request: Request) -> bool:
+        """Whether a request waits no longer: it runs, or has ended by an error."""
         tokens = list(request.tokens)
         end = len(tokens) + request.params.num_tokens_to_generate - 1
         while True:
@@ -239,7 +274,12 @@ class Engine:
             if self.running or source is None:
                 return False
             self._forget(source)  # what it has besides is in the way
-        stream = TextStream(self.tokenizer.decode, request.params.stop_words or (), tokens)
+        try:
+            stream = TextStream(self.tokenizer.decode, request.params.stop_words or (), tokens)
+        except Exception as error:
+            log_fault(request.name, error)
+            self.refuse(request.name, MISTAKE)
+            return True
         sequence = self._sequence(source, reused)
         self.running[request.name] = _Running(request, sequence, tokens, reused, stream, reused)
         return True
@@ -278,20 +318,3 @@ class Engine:
         del self._kept[sequence]
         self._prefixes.remove(sequence)
         self.cache.free(sequence)
-
-
-def _numbers(token: Token | None, most: int) -> list[float]:
-    """A token as numbers, with room for `most` pairs of `Token.top`."""
-    if token is None:
-        return [-1.0] * (2 + 2 * most)
-    pairs = [x for pair in token.top for x in pair]
-    return [token.id, token.logprob, *pairs, *[-1.0] * (2 * most - len(pairs))]
-
-
-def _token(numbers: Sequence[float], top: int) -> Token | None:
-    if numbers[0] < 0:
-        return None
-    pairs = zip(numbers[2::2], numbers[3::2], strict=True)
-    return Token(
-        int(numbers[0]), numbers[1], tuple((int(token), logprob) for token, logprob in pairs if token >= 0)[:top]
-    )

@@ -1,6 +1,7 @@
 """One engine on all ranks in step: rank 0 says what arrives, and every rank does the same."""
 
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -10,7 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.inference.sampling_params import SamplingParams
 
+from ..errors import UsageError
+from ..recorder import recorder
 from .engine import Engine, Output, Request
+from .faults import MISTAKE, log_fault
 
 _LONG = timedelta(days=3650)  # idle ranks wait for rank 0
 
@@ -18,58 +22,88 @@ _LONG = timedelta(days=3650)  # idle ranks wait for rank 0
 class RankLoop:
     """Every rank of the world makes one; rank 0 calls `turn` and at last `end`, the others `follow`.
 
-    A turn has one broadcast of 8 bytes, and another if something arrives. An idle engine has none.
+    A turn has one broadcast of 16 bytes, and another if something arrives. An idle engine has none. The recorder counts
+    turns as iterations: between them rank 0 may take any time, and the others wait for it.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._turn = recorder.position.iteration + 1
+        self._chosen = 0  # a checksum of all tokens and ends
         # On the host, so that no GPU spins while nothing arrives.
         several = dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo", timeout=_LONG) if several else None
+        recorder.enter("idle", self._turn)
 
     def turn(self, requests: Sequence[Request] = (), cancelled: Sequence[str] = ()) -> list[Output]:
         """Let requests join and others leave, and make one step, if there is anything to do.
 
-        `Engine.check` must have accepted the requests.
+        A request that the engine refuses ends with an error.
         """
         if not (requests or cancelled) and self.engine.idle:
             return []
         arrivals: dict[str, Any] = {}
         if requests or cancelled:
             arrivals = {"requests": [_plain(request) for request in requests], "cancelled": [*cancelled]}
+        recorder.enter("arrivals")
         self._send(arrivals)
-        return self._step(arrivals)
+        outputs = self._step(arrivals)
+        recorder.enter("idle", self._turn)
+        return outputs
 
     def end(self) -> None:
         """Let the other ranks return from `follow`."""
         self._send({"end": True})
 
     def follow(self) -> None:
-        """Do what rank 0 does, until it ends."""
+        """Do what rank 0 does, until it ends.
+
+        Raises:
+            RuntimeError: this rank chose other tokens than rank 0, or ended other texts.
+        """
+        recorder.enter("arrivals")
         while not (arrivals := self._receive()).get("end"):
             self._step(arrivals)
+            recorder.enter("arrivals", self._turn)
 
     def _step(self, arrivals: dict[str, Any]) -> list[Output]:
-        for request in arrivals.get("requests", ()):
-            self.engine.add(_request(request))
+        recorder.enter("forward")
+        for plain in arrivals.get("requests", ()):
+            self._add(plain)
         for name in arrivals.get("cancelled", ()):
             self.engine.cancel(name)
-        return self.engine.step()
+        outputs = self.engine.step()
+        told = [(output.request, [token.id for token in output.tokens], output.finish) for output in outputs]
+        self._chosen = zlib.crc32(repr(told).encode(), self._chosen)
+        self._turn += 1
+        return outputs
+
+    def _add(self, plain: dict[str, Any]) -> None:
+        try:
+            self.engine.add(_request(plain))
+        except UsageError as error:
+            self.engine.refuse(plain["name"], str(error))
+        except Exception as error:
+            log_fault(plain["name"], error)
+            self.engine.refuse(plain["name"], MISTAKE)
 
     def _send(self, arrivals: dict[str, Any]) -> None:
         if not self._group:
             return
         data = json.dumps(arrivals).encode() if arrivals else b""
-        dist.broadcast(torch.tensor([len(data)]), 0, group=self._group)
+        dist.broadcast(torch.tensor([len(data), self._chosen]), 0, group=self._group)
         if data:
             dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, group=self._group)
 
     def _receive(self) -> dict[str, Any]:
-        length = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(length, 0, group=self._group)
+        sent = torch.zeros(2, dtype=torch.int64)
+        dist.broadcast(sent, 0, group=self._group)
+        length, chosen = sent.tolist()
+        if chosen != self._chosen:  # the next pass would be wrong, or wait for ever
+            raise RuntimeError("this rank chose other tokens than rank 0, or ended other texts")
         if not length:
             return {}
-        data = torch.empty(int(length), dtype=torch.uint8)
+        data = torch.empty(length, dtype=torch.uint8)
         dist.broadcast(data, 0, group=self._group)
         return json.loads(data.numpy().tobytes())
 

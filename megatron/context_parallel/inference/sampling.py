@@ -9,6 +9,10 @@ import torch
 from megatron.core.inference.sampling_params import SamplingParams
 from torch import Tensor
 
+from .faults import MISTAKE, NAN
+
+_FAULTS = {-1.0: NAN, -2.0: MISTAKE}  # in place of a token
+
 
 @dataclass(frozen=True)
 class Token:
@@ -25,8 +29,10 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def choose_tokens(logits: Sequence[Tensor], asked: Sequence[tuple[SamplingParams, int, int]]) -> list[Token | None]:
-    """The next token of each of some sequences; None where a logit is NaN or all are infinite.
+def choose_tokens(
+    logits: Sequence[Tensor], asked: Sequence[tuple[SamplingParams, int, int]]
+) -> list[Token | Exception]:
+    """The next token of each of some sequences, or the error of one, which is no other's.
 
     A draw depends on its seed and position alone: not on the number of ranks, nor on other sequences.
 
@@ -35,39 +41,66 @@ def choose_tokens(logits: Sequence[Tensor], asked: Sequence[tuple[SamplingParams
         asked: of each sequence the parameters, the seed, any integer, and the position of the new token, from 0. Of
             megatron-core's parameters, `top_k` 1 or `temperature` 0 takes the most likely token, the first of equals;
             `top_k` 0 and `top_p` 0 or 1 leave those out; `top_n_logprobs` is how many `Token.top` has.
+
+    Returns:
+        Tokens. In place of one, a FloatingPointError where a logit is NaN or all are infinite.
     """
     rows = torch.stack([*logits]).to("cpu", torch.float64)
     logprobs, likeliest = rows.log_softmax(-1), rows.argmax(-1, keepdim=True)
     greedy = torch.cat([likeliest, logprobs.gather(-1, likeliest)], -1).tolist()  # in float64
-    tokens = list[Token | None]()
-    for i, ((params, seed, position), (token, logprob)) in enumerate(zip(asked, greedy, strict=True)):
-        if math.isnan(logprob):
-            tokens.append(None)
-            continue
-        if params.top_k != 1 and params.temperature != 0:
-            token = _draw(rows[i], params, _uniform(seed, position))
-            logprob = logprobs[i, token].item()
-        top = _top(logprobs[i], params.top_n_logprobs) if params.top_n_logprobs else ()
-        tokens.append(Token(int(token), logprob, top))
+    tokens = list[Token | Exception]()
+    for row, row_logprobs, (token, logprob), one in zip(rows, logprobs, greedy, asked, strict=True):
+        try:
+            tokens.append(_choose(row, row_logprobs, int(token), logprob, *one))
+        except Exception as error:
+            tokens.append(error)
     return tokens
 
 
+def _choose(
+    logits: Tensor,
+    logprobs: Tensor,
+    token: int,
+    logprob: float,
+    params: SamplingParams,
+    seed: int,
+    position: int,
+) -> Token:
+    """The next token of one sequence, whose most likely token and its log-probability are known."""
+    if math.isnan(logprob):
+        raise FloatingPointError("a logit is NaN, or all are infinite")
+    if params.top_k != 1 and params.temperature != 0:
+        token = _draw(logits, params, _uniform(seed, position))
+        logprob = logprobs[token].item()
+    top = _top(logprobs, params.top_n_logprobs) if params.top_n_logprobs else ()
+    return Token(token, logprob, top)
+
+
 def _top(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    """The most likely tokens with their log-probabilities; none that the model excludes (-inf)."""
     top = logprobs.topk(min(count, len(logprobs)))
-    return tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return tuple([(token, logprob) for token, logprob in pairs if logprob > -math.inf])
 
 
 def _draw(logits: Tensor, params: SamplingParams, uniform: float) -> int:
     """The token at which the cumulated probability of those that are left passes `uniform` of their sum."""
-    scores, tokens = logits / params.temperature, None
+    # At most 0 before the division: however small the temperature, no score overflows but to a probability of 0.
+    scores = (logits - logits.max()) / params.temperature
+    tokens: Tensor | None = None
     if params.top_k or 0 < params.top_p < 1:
         scores, tokens = scores.sort(descending=True, stable=True)
-        scores = scores[: params.top_k or None]
+        scores = scores[: min(params.top_k or len(scores), len(scores))]
     probabilities = scores.softmax(0)
     cumulated = probabilities.cumsum(0)
     if 0 < params.top_p < 1:
         cumulated = cumulated[: int((cumulated - probabilities < params.top_p).sum())]
-    place = int(torch.searchsorted(cumulated, uniform * cumulated[-1], right=True))
+    total = cumulated[-1].item()
+    if not 0 < total < math.inf:
+        raise FloatingPointError(f"the probabilities at temperature {params.temperature} add up to {total}")
+    # Below the sum also when it is rounded: a token of probability 0 is never drawn.
+    passed = min(uniform * total, math.nextafter(total, 0))
+    place = int(torch.searchsorted(cumulated, passed, right=True))
     return int(tokens[place]) if tokens is not None else place
 
 
@@ -75,3 +108,20 @@ def _uniform(seed: int, position: int) -> float:
     """A number in [0, 1) with 53 random bits."""
     digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
+
+
+def as_numbers(token: Token | Exception, most: int) -> list[float]:
+    """A token, or the fault that there is none, as 2 + 2 * `most` numbers: room for `most` pairs of `Token.top`."""
+    if isinstance(token, Exception):
+        return [-1.0 if isinstance(token, FloatingPointError) else -2.0] * (2 + 2 * most)
+    pairs = [x for pair in token.top for x in pair]
+    return [token.id, token.logprob, *pairs, *[-1.0] * (2 * most - len(pairs))]
+
+
+def from_numbers(numbers: Sequence[float], top: int) -> Token | str:
+    """The token, with the first `top` pairs, or why there is none."""
+    if numbers[0] in _FAULTS:
+        return _FAULTS[numbers[0]]
+    pairs = zip(numbers[2::2], numbers[3::2], strict=True)
+    likeliest = tuple([(int(token), logprob) for token, logprob in pairs if token >= 0])
+    return Token(int(numbers[0]), numbers[1], likeliest[:top])

@@ -1,9 +1,12 @@
 """The flags of the programs that generate text."""
 
+from dataclasses import replace
+
 from ..cluster.description import load_cluster
 from ..errors import UsageError
 from ..inference.choose import CHOICES
 from .declare import Section, flag
+from .flags import Arguments
 
 
 class Source(Section, title="model"):
@@ -38,6 +41,13 @@ class Cache(Section, title="cache"):
     inference_dynamic_batching_max_tokens: int = flag("most tokens of prompts in one step", 512)
 
 
+class Limits(Section, title="time limits"):
+    distributed_timeout_minutes: int = flag("a rank that waits longer fails", 10, unit="MINUTES")
+    distributed_timeout_seconds_after_init: int = flag(
+        "a rank that does not respond so long ends the job, after the first iteration", 60, unit="SECONDS", at_least=2
+    )
+
+
 def check_prefill(flags: Cache) -> None:
     """Refuse a way to choose without what it needs, before ranks meet.
 
@@ -55,6 +65,15 @@ def check_prefill(flags: Cache) -> None:
         raise UsageError(f"--cp-prefill-constants {given}: give three numbers, alpha, beta and gamma")
     if flags.cluster:
         load_cluster(flags.cluster)
+
+
+def with_limits(args: Arguments, flags: Limits) -> Arguments:
+    """The arguments of a model with the time limits of the flags."""
+    return replace(
+        args,
+        distributed_timeout_minutes=flags.distributed_timeout_minutes,
+        distributed_timeout_seconds_after_init=flags.distributed_timeout_seconds_after_init,
+    )
 
 
 class Prompts(Section, title="prompts"):
@@ -94,9 +113,9 @@ class Http(Section, title="server"):
     dry_run: bool = flag("print how many tokens fit into the memory of this machine, and stop", False)
 
 
-class Generate(Source, Prompts, Sampling, Cache):
+class Generate(Source, Prompts, Sampling, Cache, Limits):
     """The flags of tools/generate.py."""
 
 
-class Serve(Source, Http, Cache):
+class Serve(Source, Http, Cache, Limits):
     """The flags of tools/run_text_generation_server.py."""

@@ -10,7 +10,7 @@ BEAT = 0.5  # seconds between two messages of a rank
 SILENT = 6 * BEAT  # without a message: of a rank whose peers lost it
 GRACE = 1.0  # seconds in which the cause of a failure may show itself
 SIGNAL_GRACE = 0.2  # seconds in which a signal that ends all ranks comes to each
-_ANY_TIME = ("", "save")  # phases that may take any time: only the collectives in them have a limit
+_ANY_TIME = ("", "save", "idle")  # phases that may take any time: only the collectives in them have a limit
 
 
 @dataclass

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from ..recorder import Position
-from .judge import BEAT, Heard, Verdict, judge, judge_first
+from .judge import BEAT, SILENT, Heard, Verdict, judge, judge_first
 from .rank_file import RankProcess, file_of, read_rank_file, this_host
 
 _TICK = 0.1  # seconds
@@ -99,6 +99,11 @@ class Monitor:
                     self.verdict = decide(self.ranks, now, self.limits)
                 if self.verdict:
                     self._announce(self.verdict)
+
+    def silent_ranks(self) -> list[int]:
+        """Ranks that have sent nothing for some seconds, for any thread. They may yet."""
+        now = time.monotonic()
+        return sorted(rank for rank, heard in [*self.ranks.items()] if now - heard.heard > SILENT)
 
     def _forgive(self, seconds: float) -> None:
         for heard in self.ranks.values():

@@ -22,8 +22,10 @@ from .watch import Watch
 
 
 @contextmanager
-def distributed_job(args: Arguments, progress: Progress | None = None) -> Iterator[None]:
-    """The process groups of one job, destroyed when the block ends. `progress` tells how far an interrupted run came.
+def distributed_job(args: Arguments, progress: Progress | None = None) -> Iterator[Watch]:
+    """The process groups of one job, destroyed when the block ends, and the watch of this rank.
+
+    `progress` tells how far an interrupted run came.
 
     A rank that fails leaves at once, so that the launcher stops the others while its error is the first one in the log.
     """
@@ -38,7 +40,7 @@ def distributed_job(args: Arguments, progress: Progress | None = None) -> Iterat
         join_world(args)
         watch = Watch(args)
         initialize_model_parallel(args)
-        yield
+        yield watch
     except SystemExit:
         if watch:
             watch.leave()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -55,6 +56,7 @@ class Watch:
         self._left: set[int] = set()  # whose monitors left in order
         self._answered, self._speaks = threading.Event(), False
         self._failed = False  # the main thread leaves by itself
+        self.before_end: Callable[[], None] = lambda: None  # called in the watch's thread when the job is broken
         self._closed = threading.Event()
         self._notes = -1  # of the recorder, when the monitors were last told
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -132,6 +134,8 @@ class Watch:
                     os.kill(pid, signal.SIGKILL)
         self._speaks = message["speak"]
         self._answered.set()
+        with contextlib.suppress(Exception):  # it ends all the same
+            self.before_end()
         time.sleep(_SECONDS_TO_FAIL)
         if self._failed:  # the main thread leaves by itself
             return
@@ -161,6 +165,10 @@ class Watch:
             self.monitor.silent = True
         at = {} if self._notes == recorder.now[0] else {"at": repr(tuple(recorder.position))}
         self._tell(at | {"ended": kind})
+
+    def silent_ranks(self) -> list[int]:
+        """Ranks that have sent nothing for some seconds, by the monitor of this rank."""
+        return self.monitor.silent_ranks() if self.monitor else []
 
     def may_speak(self) -> bool:
         """Whether this rank, which failed, is to say why, because it broke the job."""

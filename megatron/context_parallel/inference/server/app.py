@@ -79,8 +79,8 @@ class Service:
 
     async def ready(self, request: HttpRequest) -> Response:
         """Whether requests are taken."""
-        if self.worker.draining:
-            return JSONResponse({"status": "stopping"}, 503)
+        if why := self.worker.takes_nothing():
+            return JSONResponse({"status": why}, 503)
         return JSONResponse({"status": "ready"})
 
     async def metrics(self, request: HttpRequest) -> Response:
@@ -179,9 +179,9 @@ class Service:
 
     def _check_end(self, output: Output) -> None:
         if output.finish == "cancelled":
-            raise Refused(503, "the server stopped before the end of the text", kind="server_error")
+            raise Refused(503, output.why or "the server stopped before the end of the text", kind="server_error")
         if output.finish == "error":
-            raise Refused(500, "a logit of the model is NaN, so the text ends", kind="server_error")
+            raise Refused(500, output.why, kind="server_error")
 
     # -- who may, and how much -----------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import uvicorn
@@ -29,8 +29,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def answering(app: ASGIApp, listener: socket.socket) -> Iterator[None]:
-    """Requests are answered while the block runs; then the last answers are sent."""
+def answering(app: ASGIApp, listener: socket.socket) -> Iterator[Callable[[], None]]:
+    """Requests are answered while the block runs; then, or when what it gets is called, the last answers are sent."""
     _log_lines()
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=_SECONDS_TO_CLOSE
@@ -38,11 +38,15 @@ def answering(app: ASGIApp, listener: socket.socket) -> Iterator[None]:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
     thread.start()
-    try:
-        yield
-    finally:
+
+    def stop() -> None:
         server.should_exit = True
         thread.join(2 * _SECONDS_TO_CLOSE)
+
+    try:
+        yield stop
+    finally:
+        stop()
 
 
 def _log_lines() -> None:

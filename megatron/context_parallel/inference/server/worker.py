@@ -5,7 +5,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from ...recorder import named
 from ..engine import Output, Request
+from ..faults import log_fault
 from ..rank_loop import RankLoop
 from .metrics import Metrics
 from .protocol import Refused
@@ -21,16 +23,26 @@ class Worker:
         loop: of rank 0.
         most: requests that may run or wait.
         metrics: are kept up to date.
+        silent: ranks that do not respond.
     """
 
-    def __init__(self, loop: RankLoop, most: int, metrics: Metrics) -> None:
-        self.loop, self.most, self.metrics = loop, most, metrics
+    def __init__(
+        self, loop: RankLoop, most: int, metrics: Metrics, silent: Callable[[], Sequence[int]] = tuple
+    ) -> None:
+        self.loop, self.most, self.metrics, self.silent = loop, most, metrics, silent
         self.draining = False
         self._lock = threading.Lock()
         self._deliver: dict[str, Deliver] = {}
         self._arrived: queue.SimpleQueue[Request | str] = queue.SimpleQueue()
 
     # -- for the threads of the server ------------------------------------------------------------------------------
+
+    def takes_nothing(self) -> str:
+        """Why no requests are taken; "" while they are."""
+        if self.draining:
+            return "stopping"
+        silent = self.silent()
+        return f"{named(silent)} silent" if silent else ""
 
     def submit(self, requests: Sequence[Request], deliver: Deliver) -> None:
         """Let requests join; `deliver` gets their outputs, in the main thread.
@@ -39,8 +51,8 @@ class Worker:
             Refused: there are too many, or the server is stopping.
         """
         with self._lock:
-            if self.draining:
-                raise Refused(503, "the server is stopping", kind="server_error", headers={"Retry-After": "5"})
+            if why := self.takes_nothing():
+                raise Refused(503, f"the server takes no requests: {why}", "server_error", headers={"Retry-After": "5"})
             if len(requests) > self.most:
                 raise Refused(400, f"{len(requests)} texts at once; give {self.most} at most", param="n")
             if len(self._deliver) + len(requests) > self.most:
@@ -56,10 +68,29 @@ class Worker:
         for name in names:
             self._arrived.put(name)
 
+    def fail(self) -> None:
+        """Take nothing more, and end all texts with an error: a rank has failed."""
+        with self._lock:
+            self.draining = True
+            names = [*self._deliver]
+        why = "a rank of the server failed before the end of the text"
+        for name in names:
+            self._hand_over(Output(name, finish="cancelled", why=why))
+
     # -- the main thread -----------------------------------------------------------------------------------------------
 
     def run(self, stops: Callable[[], bool], drain_seconds: float) -> None:
-        """Work until `stops()`; then refuse what is new, and go on with the rest for `drain_seconds` at most."""
+        """Work until `stops()`; then refuse what is new, and go on with the rest for `drain_seconds` at most.
+
+        What a pass raises ends all texts with an error.
+        """
+        try:
+            self._run(stops, drain_seconds)
+        except BaseException:
+            self.fail()
+            raise
+
+    def _run(self, stops: Callable[[], bool], drain_seconds: float) -> None:
         end = float("inf")
         while not (self.draining and not self._deliver) and time.monotonic() < end:
             if not self.draining and stops():
@@ -93,7 +124,12 @@ class Worker:
         self.metrics.used.set(engine.capacity - free)
 
     def _hand_over(self, output: Output) -> None:
-        self.metrics.brought(output)
         with self._lock:
-            deliver = self._deliver.pop(output.request) if output.finish else self._deliver[output.request]
-        deliver(output)
+            deliver = self._deliver.pop(output.request, None) if output.finish else self._deliver.get(output.request)
+        if deliver:  # nobody waits for it once `fail` has ended it
+            self.metrics.brought(output)
+            try:
+                deliver(output)
+            except Exception as error:
+                log_fault(output.request, error)
+                self.cancel([output.request])
