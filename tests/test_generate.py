@@ -1,5 +1,6 @@
 """Generating: what is drawn, what text comes out, who waits for whom, and that no neighbour changes a text."""
 
+import json
 import math
 from collections import Counter
 
@@ -12,12 +13,15 @@ from plain_session import PlainSession
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.commands import generate as command
+from megatron.context_parallel.inference import sampling
 from megatron.context_parallel.inference.engine import Engine, Output, Request
+from megatron.context_parallel.inference.faults import MISTAKE
 from megatron.context_parallel.inference.prefixes import BLOCK, Prefixes
 from megatron.context_parallel.inference.rank_loop import RankLoop
 from megatron.context_parallel.inference.sampling import Token, choose_tokens
 from megatron.context_parallel.inference.text_stream import TextStream
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer
+from megatron.context_parallel.recorder import recorder
 
 # -------------------------------------------------------------------------------------------------- sampling
 
@@ -68,7 +72,28 @@ def test_a_logit_that_is_no_number_chooses_nothing_and_others_do_not_notice():
     rows = [torch.tensor(row) for row in ([0.0, math.nan], [0.0, 1.0], [math.inf, 0.0], [-math.inf, -math.inf])]
     asked = (SamplingParams(top_k=1), 0, 4)
     tokens = choose_tokens(rows, [asked] * 4)
-    assert tokens == [None, choose_token(rows[1], *asked), None, None] and tokens[1].id == 1
+    assert tokens[1] == choose_token(rows[1], *asked) and tokens[1].id == 1
+    assert [type(token) for token in tokens] == [FloatingPointError, Token, FloatingPointError, FloatingPointError]
+
+
+def test_no_temperature_is_too_small_and_none_reaches_beyond_top_k():
+    for temperature in (5e-324, 1e-310, 1e-300, 1e-5, 1.7e308):
+        for limits in ({}, {"top_k": 2}, {"top_k": 10**30}, {"top_p": 1e-320}):
+            for logits in (LOGITS, LOGITS * 1e30, LOGITS - 1000):
+                params = SamplingParams(temperature=temperature, **limits)
+                drawn = {choose_token(logits, params, 7, at).id for at in range(30)}
+                assert drawn <= ({2} if temperature < 1 else {2, 3} if limits.get("top_k") == 2 else {0, 1, 2, 3})
+
+
+def test_a_draw_at_the_end_of_the_sum_is_a_token_that_can_come(monkeypatch):
+    # The sum of the probabilities rounds: what lies below it may round to it.
+    monkeypatch.setattr(sampling, "_uniform", lambda seed, position: 1.0)
+    assert choose_token(LOGITS, SamplingParams(), 0, 0).id == 3
+    assert choose_token(LOGITS, SamplingParams(top_k=3), 0, 0).id == 1
+
+
+def test_a_token_that_the_model_excludes_is_not_told():
+    assert len(choose_token(LOGITS, SamplingParams(top_k=1, top_n_logprobs=5), 0, 0).top) == 4
 
 
 # ------------------------------------------------------------------------------------------------------ text
@@ -299,6 +324,64 @@ def test_a_logit_that_is_no_number_ends_one_text():
     assert ids(outputs["bad"]) == [9] * 3 and [o.finish for o in outputs["bad"]][-1] == "error"
     assert ids(outputs["good"]) == [9] * 9 and outputs["good"][-1].finish == "length"
     assert {*session.sequences} == {*engine._kept} and len(engine._kept) == 1
+
+
+class Fragile(Letters):
+    """Has no text for token 57."""
+
+    def decode(self, tokens: list[int]) -> str:
+        if 57 in tokens:
+            raise LookupError("secret")
+        return super().decode(tokens)
+
+
+def test_an_error_of_one_request_ends_that_one(caplog):
+    session = Fixed(400).session
+    loop = RankLoop(Engine(session, Fragile(), 512))
+    good = [request(f"good{i}", [3 + i] * 20, 9, top_k=1) for i in range(2)]
+    bad = [
+        request("in its prompt", [5, 57], 9, top_k=1),
+        request("in its text", [6] * 45, 9, top_k=1),  # 55 follows, then 56 and 57
+        request("in sampling", [7] * 5, 9, top_k="many"),
+        request("too long", [7] * 500, 9, top_k=1),
+        request("unknown", [500], 9, top_k=1),
+    ]
+    outputs: dict[str, list[Output]] = {}
+    arriving = [good[0], *bad, good[1]]
+    while arriving or not loop.engine.idle:
+        for output in loop.turn(arriving):
+            outputs.setdefault(output.request, []).append(output)
+        arriving = []
+    for asked in good:
+        assert ids(outputs[asked.name]) == [*range(30, 39)] and outputs[asked.name][-1].finish == "length"
+    whys = {asked.name: outputs[asked.name][-1].why for asked in bad}
+    assert {outputs[name][-1].finish for name in whys} == {"error"}
+    assert [*whys.values()][:3] == [MISTAKE] * 3 and "token 500" in whys["unknown"] and "500 tokens" in whys["too long"]
+    assert ids(outputs["in its text"]) == [55, 56]
+    assert {*session.sequences} == {*loop.engine._kept} and len(loop.engine._kept) == 2
+    lines = [json.loads(record.message) for record in caplog.records]
+    assert {line["id"]: line["error"] for line in lines} == {
+        "in its prompt": "LookupError",
+        "in its text": "LookupError",
+        "in sampling": "TypeError",
+    }
+    assert all("test_generate.py" in line["at"][-1] or "sampling.py" in line["at"][-1] for line in lines)
+    assert "secret" not in caplog.text
+
+
+def test_the_watch_hears_of_turns_and_that_rank_0_may_idle():
+    session, seen = Fixed(400).session, []
+    logits = session.model
+    session.model = lambda *args, **how: seen.append(recorder.position) or logits(*args, **how)
+    engine = Engine(session, Letters(), 512)
+    engine.warm_up()
+    assert [*session.steps[0].values(), *session.steps[1].values()] == [2, 1] and not session.sequences
+    loop = RankLoop(engine)
+    assert (recorder.position.phase, recorder.position.iteration) == ("idle", 2) and recorder.position.done
+    loop.turn([request("one", prompt(5), 2, top_k=1)])
+    assert (seen[-1].phase, seen[-1].iteration, recorder.position.phase) == ("forward", 2, "idle")
+    loop.turn()
+    assert (seen[-1].phase, seen[-1].iteration) == ("forward", 3)
 
 
 def test_a_text_ends_at_end_tokens_and_stop_strings():

@@ -6,14 +6,16 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import openai
 import pytest
 import torch
+from megatron.core.inference.sampling_params import SamplingParams
 from plain_session import PlainSession
 
-from megatron.context_parallel.inference.engine import Engine
+from megatron.context_parallel.inference.engine import Engine, Request
 from megatron.context_parallel.inference.rank_loop import RankLoop
 from megatron.context_parallel.inference.server.app import Service, Settings
 from megatron.context_parallel.inference.server.listen import answering, bind
@@ -234,6 +236,51 @@ def test_a_logit_that_is_no_number_ends_one_request(server):
     assert status == 200 and "NaN" in events[-1]["error"]["message"] and len(events) == 3
     assert call(port, "/v1/completions", GOOD)[0] == 200 and worker.loop.engine.idle
     assert 'requests_total{finish="error"} 2.0' in call(port, "/metrics")[2]
+
+
+def test_no_parameter_of_one_request_ends_the_server(server):
+    worker, port, _ = server
+    for odd in ({"temperature": 1e-310}, {"temperature": 1e-320, "top_k": 2}, {"top_k": 10**30}, {"top_p": 1e-320}):
+        status, _, text = call(port, "/v1/completions", GOOD | odd)
+        assert status == 200 and json.loads(text)["choices"][0]["text"] == "Gr", (odd, text)
+    assert worker.loop.engine.idle
+
+
+def test_while_a_rank_is_silent_nothing_is_taken():
+    with serving() as (worker, port, _):
+        worker.silent = lambda: [1, 3]
+        status, _, text = call(port, "/ready")
+        assert status == 503 and json.loads(text)["status"] == "ranks 1, 3 silent"
+        status, headers, text = call(port, "/v1/completions", GOOD)
+        assert status == 503 and headers["Retry-After"] == "5" and "ranks 1, 3 silent" in text
+        worker.silent = tuple
+        assert call(port, "/ready")[0] == 200 and call(port, "/v1/completions", GOOD)[0] == 200
+
+
+def test_when_a_rank_fails_whole_texts_and_streams_get_an_error():
+    worker = Worker(RankLoop(Engine(PlainSession(None, 100, 257), ByteTokenizer(256))), 8, Metrics())
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    with answering(Service(worker, Settings("parrot")).app(), listener), ThreadPoolExecutor(2) as clients:
+        whole, stream = (clients.submit(call, port, "/v1/completions", GOOD | {"stream": s}) for s in (False, True))
+        wait_until(lambda: len(worker._deliver) == 2)  # as when a pass waits for a rank that does not come
+        worker.fail()
+        assert call(port, "/ready")[0] == 503 and call(port, "/v1/completions", GOOD)[0] == 503
+        status, _, text = whole.result()
+        assert status == 503 and "a rank of the server failed" in json.loads(text)["error"]["message"]
+        status, _, text = stream.result()
+        last = json.loads(text.strip().splitlines()[-1].removeprefix("data: "))
+        assert status == 200 and "a rank of the server failed" in last["error"]["message"]
+
+
+def test_an_error_of_a_pass_is_told_to_all_clients():
+    worker = Worker(RankLoop(Engine(PlainSession(None, 100, 257), ByteTokenizer(256))), 8, Metrics())
+    outputs = []
+    requests = [Request(name, [1, 2], SamplingParams(num_tokens_to_generate=5)) for name in "ab"]
+    worker.submit(requests, outputs.append)
+    with pytest.raises(TypeError, match="not callable"):
+        worker.run(lambda: False, 0)
+    assert [(output.request, output.finish) for output in outputs] == [("a", "cancelled"), ("b", "cancelled")]
 
 
 def test_who_leaves_costs_nothing_more():

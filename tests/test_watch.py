@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megatron.context_parallel.commands import stuck
 from megatron.context_parallel.recorder import Position
 from megatron.context_parallel.trainer import rank_file
 from megatron.context_parallel.trainer.judge import GRACE, SIGNAL_GRACE, SILENT, Heard, judge, judge_first
+from megatron.context_parallel.trainer.monitor import Monitor
 from megatron.context_parallel.trainer.rank_file import RankFile, RankProcess, rank_files, read_rank_file
 from megatron.context_parallel.trainer.wait_graph import chains, culprits, told
 
@@ -89,8 +91,19 @@ def test_nobody_is_to_blame():
     assert verdict(heard(0, still=31), heard(1, still=29)) is None
     saving = replace(heard(1, still=31), position=Position(1, 1, 5, "save"))
     assert verdict(heard(0, receives(1), still=31), saving) is None
+    idle = heard(0, Position(9, 3, 4, "idle"), still=999)  # a server without requests
+    assert verdict(idle, heard(1, receives(0), still=999)) is None
     starting = heard(1, Position(), ago=99, still=99)
     assert verdict(heard(0, Position(), still=99), starting) is None
+
+
+def test_a_monitor_tells_who_is_silent():
+    monitor = Monitor("127.0.0.1", "job", 0, LIMITS, print)
+    monitor.listener.close()
+    now = time.monotonic()
+    for rank, ago in enumerate((0.0, SILENT + 1, SILENT / 2)):
+        monitor.ranks[rank] = replace(heard(rank), heard=now - ago)
+    assert monitor.silent_ranks() == [1]
 
 
 def test_the_dead_rank_is_to_blame_and_not_those_that_lost_it():
