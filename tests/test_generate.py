@@ -309,6 +309,16 @@ def test_who_is_cancelled_leaves_at_once_and_the_others_do_not_notice():
     assert not engine.running and not engine.waiting
 
 
+def test_of_who_is_cancelled_before_anything_is_cached_nothing_is_kept():
+    engine = Engine(Fixed(1000).session, Letters(), step_tokens=1)
+    for name, length in (("first", 30), ("second", 3)):  # a step has a token for the longer one alone
+        engine.add(request(name, prompt(length), 2, top_k=1))
+    engine.step()
+    assert [run.cached for run in engine.running.values()] == [1, 0]
+    engine.cancel("second")
+    assert [*engine._prefixes._cached] == [engine.running["first"].sequence]
+
+
 def test_a_logit_that_is_no_number_ends_one_text():
     session = Fixed(100).session
 
@@ -367,6 +377,16 @@ def test_an_error_of_one_request_ends_that_one(caplog):
     }
     assert all("test_generate.py" in line["at"][-1] or "sampling.py" in line["at"][-1] for line in lines)
     assert "secret" not in caplog.text
+
+
+def test_a_rank_with_other_tokens_than_rank_0_stops(monkeypatch):
+    loop = loop_of()
+    loop.turn([request("one", prompt(5), 2, top_k=1)])
+    loop._group, sent = object(), [torch.tensor([0, loop._chosen]), torch.tensor([0, loop._chosen])]
+    monkeypatch.setattr("torch.distributed.broadcast", lambda here, source, group: here.copy_(sent.pop(0)))
+    with pytest.raises(RuntimeError, match="chose other tokens than rank 0"):
+        loop.follow()  # the second turn has another token
+    assert not sent and loop.engine.idle
 
 
 def test_the_watch_hears_of_turns_and_that_rank_0_may_idle():

@@ -4,6 +4,7 @@ from functools import partial
 
 import llama_case
 import pytest
+import session_case
 import torch
 import torch.distributed as dist
 import training_case
@@ -98,6 +99,48 @@ def test_texts_on_ranks_are_those_of_transformers(ranks, llama):
         assert len(found["gone"]) < 10 and flags["cp_prefill"] in variants
         draws.append(found["drawn"])
     assert draws[0] == draws[1] and len({*draws[0]}) > 4
+
+
+class Fragile(ByteTokenizer):
+    def decode(self, tokens: list[int]) -> str:
+        if tokens[-1] == 28:
+            raise LookupError("no text")
+        return super().decode(tokens)
+
+
+def texts_among_faults(asked: list[Request]) -> tuple[dict[str, list], bool]:
+    """The tokens and the end of each request on rank 0, and whether all pages of this rank are free after them."""
+    session_case.start()
+    session = session_case.session(cache_tokens=400)
+    engine = Engine(session, Fragile(29), step_tokens=7, waste=session.tables.n * session.tables.page)
+    loop, found = RankLoop(engine), {}
+    if dist.get_rank():
+        loop.follow()
+    else:
+        arriving = asked
+        while arriving or not engine.idle:
+            for output in loop.turn(arriving):
+                found.setdefault(output.request, []).extend([token.id for token in output.tokens])
+                found[output.request] += [output.finish] if output.finish else []
+            arriving = []
+        loop.end()
+    for sequence in [*engine._kept]:
+        engine._forget(sequence)
+    return found, session.room() == engine.capacity
+
+
+def test_errors_of_requests_end_them_on_all_ranks_alone(ranks):
+    good = [request(f"good{i}", [3 + i] * (9 + i), 7, temperature=0.5, top_k=27) for i in range(3)]
+    bad = [
+        request("in sampling", [5] * 4, 7, top_k="many"),  # known to the rank with its logits
+        request("in sampling later", [5, 6], 7, temperature="warm", top_k=5),
+        request("in its prompt", [5] * 20 + [28], 7, top_k=1),
+    ]
+    (alone, _), *_ = ranks(1, texts_among_faults, good)
+    (among, _), *others = everywhere = ranks(3, texts_among_faults, [bad[0], good[0], *bad[1:], *good[1:]])
+    assert {asked.name: among.pop(asked.name) for asked in good} == alone and len(others) == 2
+    assert among == {asked.name: ["error"] for asked in bad}
+    assert all(free for _, free in everywhere)
 
 
 class Tables:

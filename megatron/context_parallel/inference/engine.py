@@ -309,6 +309,7 @@ class Engine:
     def _end(self, run: _Running) -> None:
         """Keep the sequence of a request for those that begin like it."""
         if not run.cached:
+            self._prefixes.remove(run.sequence)
             self.cache.free(run.sequence)
             return
         self._kept[run.sequence] = run.cached
