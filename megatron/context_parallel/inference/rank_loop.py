@@ -53,6 +53,7 @@ class RankLoop:
 
     def end(self) -> None:
         """Let the other ranks return from `follow`."""
+        recorder.enter("end")
         self._send({"end": True})
 
     def follow(self) -> None:
