@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
+from random import SystemRandom
 
 from megatron.context_parallel.commands import pretrain
 from megatron.context_parallel.commands.run import ignore_warnings_of_libraries, run_main
@@ -88,8 +89,13 @@ def warm() -> None:
     ignore_warnings_of_libraries()
     for module in _IMPORTED_LATE:
         import_module(module)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
+
+
+def adopt_orphans() -> None:
+    """Orphans of jobs become children of this process: `run_job` waits for them."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def run_job(
@@ -337,9 +343,12 @@ def wait_for_go() -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One that no system hands out by itself: another campaign may start a job now."""
+    while True:
+        port = SystemRandom().randrange(20000, 32000)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _leave(action: Callable[[], None]) -> None:

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from . import actions
+from . import actions, campaign
 from .bench import Bench, losses
 from .job import run_job, wait_for_go
 from .moments import Fault, Moment
@@ -58,3 +58,22 @@ def _leave_a_child_behind(argv: list[str]) -> int:
 def test_a_job_that_hangs_is_ended():
     outcome = run_job([], 2, main=lambda argv: time.sleep(1000), limit=1)
     assert outcome.late == {0, 1}
+
+
+def test_a_campaign_goes_on_where_it_was_ended(bench: Bench, monkeypatch, tmp_path, capfd):
+    def fake(case) -> None:
+        print("injects", case.number, flush=True)
+        case.injected = True
+
+    monkeypatch.setattr(campaign, "KINDS", {fake: 1})
+    options = ["--seed", "3", "--processes", "2", "--results", str(tmp_path / "results.jsonl")]
+    assert campaign.main(["--count", "3", *options]) == 0
+    assert sorted(line for line in capfd.readouterr().out.splitlines() if "injects" in line) == [
+        "injects 0",
+        "injects 1",
+        "injects 2",
+    ]
+    assert campaign.main(["--count", "4", *options]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line for line in lines if "injects" in line] == ["injects 3"]
+    assert [line.split() for line in lines if line.startswith("all")] == [["all", "4", "4", "4", "4", "0"]]
