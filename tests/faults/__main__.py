@@ -3,7 +3,7 @@
 import os
 import sys
 
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # as pretrain sets it, before torch is imported
 
 from .campaign import main
 

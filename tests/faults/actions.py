@@ -1,11 +1,13 @@
 """What a fault does, in the process of its victim."""
 
+import ctypes
 import os
 import signal
 import socket
+import struct
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from . import moments
 
 SPOILT = "decoder.layers.0.mlp.linear_fc1.weight"
 BALLAST = "ballast"
+_SO_ATTACH_FILTER = 26
 
 
 def kill() -> None:
@@ -43,16 +46,29 @@ def kill_launcher() -> None:
 
 def cut_off() -> None:
     """As a broken network: every TCP connection of the rank is closed, and the rank goes on."""
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        try:
-            connection = socket.socket(fileno=os.dup(descriptor))
-        except OSError:  # no socket, or closed by now: the list has its own descriptor
-            continue
+    for connection in _tcp_sockets():
         with suppress(OSError):  # one that listens has no peer
             connection.getpeername()
-            if connection.family in (socket.AF_INET, socket.AF_INET6):
-                connection.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RDWR)
         connection.close()
+
+
+def go_silent() -> None:
+    """As a network that loses every packet: nothing reaches the rank, no acknowledgement either."""
+    nothing = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # a filter: return 0 bytes of each
+    program = struct.pack("HP", 1, ctypes.addressof(nothing))
+    for connection in _tcp_sockets():
+        connection.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+        connection.close()
+
+
+def _tcp_sockets() -> Iterator[socket.socket]:
+    """Those of this process, each as a copy to close."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # no socket, or closed by now: the list has its own descriptor
+            found = socket.socket(fileno=os.dup(descriptor))
+            if found.family in (socket.AF_INET, socket.AF_INET6):
+                yield found
 
 
 def fail() -> None:

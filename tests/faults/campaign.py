@@ -20,12 +20,15 @@ from .bench import LAYOUTS, Bench
 from .job import adopt_orphans, warm
 from .verdict import DETECTED, LOST, NAMED, WITHIN, Case, Injection
 
-KINDS: dict[Injection, int] = {  # how many of 60
+KINDS: dict[Injection, int] = {  # how many of 70
     live.kill: 9,
     live.kill_in_save: 2,
     live.kill_beside_save: 2,
     live.stop: 6,
     live.cut_off: 6,
+    live.go_silent: 4,
+    live.end_while_joining: 5,
+    live.join_late: 1,
     live.terminate: 2,
     live.kill_launcher: 2,
     live.kill_helper: 1,
@@ -53,6 +56,8 @@ LIVE = (
     live.kill_beside_save,
     live.stop,
     live.cut_off,
+    live.go_silent,
+    live.end_while_joining,
     live.terminate,
 )
 COLUMNS = (DETECTED, NAMED, WITHIN, LOST)

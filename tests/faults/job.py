@@ -107,6 +107,7 @@ def run_job(
     ends_others: bool = False,
     limit: float = 60.0,
     timeout: float | None = None,
+    apart: bool = False,
     meanwhile: Callable[[], None] | None = None,
     counts: Path | None = None,
     main: Callable[[list[str]], None] | None = None,
@@ -117,11 +118,14 @@ def run_job(
     ends_others: the launcher sends SIGTERM to the others when a rank has failed, as torchrun does on its node.
         Otherwise they must end by themselves, as on another node.
     timeout: seconds, in place of --distributed-timeout-minutes, which is at least a minute.
+    apart: each rank takes itself to be on a host of its own.
     meanwhile: runs here when the fault happens, whose action waits for it (`wait_for_go`).
     counts: a directory that gets how many events of each phase every rank had.
     main: runs in place of the trainer's.
     """
-    return _Job(_Start(argv, ranks, fault, agent_store, ends_others, timeout, counts, main)).watch(limit, meanwhile)
+    return _Job(_Start(argv, ranks, fault, agent_store, ends_others, timeout, apart, counts, main)).watch(
+        limit, meanwhile
+    )
 
 
 @dataclass
@@ -134,6 +138,7 @@ class _Start:
     agent_store: bool
     ends_others: bool
     timeout: float | None
+    apart: bool
     counts: Path | None
     main: Callable[[list[str]], None] | None
     outputs: dict[int, int] = field(default_factory=dict)  # descriptors to write to, by rank
@@ -183,7 +188,7 @@ class _Start:
         os.environ["FAULTS_GO"] = str(self.go)
         watch = Watch(rank, self.fault, self.tell)
         flags = dict(zip(self.argv, self.argv[1:], strict=False))
-        install(watch, flags.get("--save"), self.timeout)
+        install(watch, flags.get("--save"), self.timeout, self.apart)
         try:
             run_main(lambda: (self.main or pretrain.main)(self.argv))
         finally:

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import time
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -29,15 +30,19 @@ from .verdict import (
 ANY = ("start-up", "load", "data", "forward", "backward", "optimizer", "evaluation", "save")
 COMPUTING = ("forward", "backward", "optimizer", "evaluation")
 PATIENCE = 6.0  # seconds that a stopped rank is waited for
+JOINS = 9  # events of "join" that are tried; groups are made in the last two
+LATE = 3  # seconds
 
 
 def _strike(case: Case, action, *phases: str, more: str = "", first: int = 1, **how) -> tuple[Path, Outcome, int]:
     moment, victim = case.draw_moment(*phases, first=first)
     save = case.bench.fresh(case.layout)
     how.setdefault("agent_store", case.random.random() < 0.5)
+    how.setdefault("apart", case.random.random() < 0.5)
     outcome = case.bench.run(case.layout, save, more=more, fault=Fault(moment, victim, action), **how)
     store = "launcher" if how["agent_store"] else "rank 0"
-    case.strike(f"rank {victim}, {moment}, store of {store}", outcome)
+    hosts = "a host for each" if how["apart"] else "one host"
+    case.strike(f"rank {victim}, {moment}, store of {store}, {hosts}", outcome)
     return save, outcome, victim
 
 
@@ -71,6 +76,42 @@ def stop(case: Case) -> None:
     all_failed(case, outcome)
     first_line(case, outcome, names_rank(victim))
     resumes(case, save, outcome)
+
+
+def go_silent(case: Case) -> None:
+    """Packets of a rank are lost, on a host of its own: it ends by itself, since nobody can tell it."""
+    save, outcome, victim = _strike(case, actions.go_silent, *ANY, timeout=PATIENCE, apart=True)
+    ended_in_time(case, outcome, PATIENCE + SECONDS)
+    all_failed(case, outcome)
+    first_line(case, outcome, names_rank(victim))
+    resumes(case, save, outcome)
+
+
+def end_while_joining(case: Case) -> None:
+    """A rank dies or stops before the job, while it looks for the others, or while groups are made."""
+    name, action = case.random.choice(
+        (("killed", actions.kill), ("stopped", actions.stop), ("ended", actions.terminate))
+    )
+    moment, victim = Moment("join", 0, case.random.randrange(JOINS)), case.random.randrange(case.ranks)
+    how = {"agent_store": case.random.random() < 0.5, "apart": case.random.random() < 0.5}
+    fault, save = Fault(moment, victim, action), case.bench.fresh(case.layout)
+    outcome = case.bench.run(case.layout, save, fault=fault, timeout=PATIENCE, **how)
+    case.strike(f"rank {victim} {name}, {moment}, {how}", outcome)
+    ended_in_time(case, outcome, PATIENCE + SECONDS)
+    all_failed(case, outcome)
+    first_line(case, outcome, rf"rank {victim} (never came|died|stopped|ended|was ended|on host\d died)")
+    resumes(case, save, outcome)
+
+
+def join_late(case: Case) -> None:
+    """A rank that starts seconds after the others is waited for."""
+    victim, save = case.random.randrange(case.ranks), case.bench.fresh(case.layout)
+    fault = Fault(Moment("join"), victim, partial(time.sleep, LATE))
+    outcome = case.bench.run(case.layout, save, fault=fault, agent_store=case.random.random() < 0.5)
+    case.strike(f"rank {victim}, {LATE} s late", outcome)
+    all_well(case, outcome)
+    few_lines(case, outcome, 0)
+    case.expect(LOST, losses(save) == case.reference.losses, "it has other losses")
 
 
 def kill_launcher(case: Case) -> None:

@@ -2,7 +2,8 @@
 
 A rank is in one phase at a time, and each phase has countable events:
 
-    start-up    joining the world, building datasets, model and optimizer
+    join        before the job, at its store, at the watch, and around the first process group
+    start-up    building datasets, model and optimizer
     load        restoring a checkpoint; its files
     data        reading a sample
     forward     launching communication of the attention in the forward pass
@@ -25,9 +26,10 @@ from pathlib import Path
 
 from megatron.core import dist_checkpointing
 from megatron.core.datasets.gpt_dataset import GPTDataset
+from torch.distributed import distributed_c10d
 
 from megatron.context_parallel import transport
-from megatron.context_parallel.trainer import arguments, training
+from megatron.context_parallel.trainer import arguments, monitor, rank_file, setup, training, watch
 from megatron.context_parallel.trainer.train_state import TrainState
 
 
@@ -57,7 +59,7 @@ class Watch:
 
     def __init__(self, rank: int, fault: Fault | None, tell: Callable[[str], None]) -> None:
         self.fault = fault if fault and fault.victim == rank else None
-        self.tell = tell
+        self.rank, self.tell = rank, tell
         self.phase, self.iteration, self.save = "start-up", 0, ""
         self.counts: Counter[tuple[str, int]] = Counter()
         self.process = os.getpid()
@@ -92,6 +94,16 @@ class Watch:
 
         return run
 
+    def as_event(self, phase: str, function: Callable) -> Callable:
+        """`function`, whose beginning is an event of a phase of its own."""
+
+        @wraps(function)
+        def run(*args, **kwargs):
+            self.within(phase, lambda: None)()
+            return function(*args, **kwargs)
+
+        return run
+
     def before(self, phases: tuple[str, ...], function: Callable) -> Callable:
         """`function` as an event of the phases."""
 
@@ -104,20 +116,36 @@ class Watch:
 
 
 current: Watch  # of this rank
+_JOINING = (  # in this order
+    (setup, "open_store"),
+    (setup, "Watch"),
+    (watch.Watch, "meet"),
+    (setup, "join_world"),
+    (distributed_c10d, "_new_process_group_helper"),
+    (distributed_c10d, "_update_default_pg"),
+)
 
 
-def install(watch: Watch, save: str | None, timeout: float | None) -> None:
+def install(watch: Watch, save: str | None, timeout: float | None, apart: bool) -> None:
     """Hooks for all phases in this process, which never leave it.
 
     `save` is the directory of checkpoints, `timeout` (seconds) takes the place of --distributed-timeout-minutes.
+    `apart`: this rank is alone on its host, for all that it knows.
     """
     global current
     current = watch
     if timeout is not None:
         parse = arguments.parse_args
         arguments.parse_args = lambda argv: replace(parse(argv), distributed_timeout_minutes=timeout / 60)
-    for name in ("distributed_job", "build_datasets", "build_model", "build_optimizer"):
+    if apart:
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        for module in (rank_file, monitor):
+            module.this_host = lambda: f"host{watch.rank} 0"
+    for name in ("build_datasets", "build_model", "build_optimizer"):
         setattr(training, name, watch.before(("start-up",), getattr(training, name)))
+    training.distributed_job = watch.as_event("join", training.distributed_job)
+    for owner, name in _JOINING:
+        setattr(owner, name, watch.as_event("join", getattr(owner, name)))
     _count_iterations(watch)
     training.evaluate = watch.within("evaluation", training.evaluate)
     training.run_micro_batches = _unless("evaluation", watch, "backward", training.run_micro_batches)

@@ -76,7 +76,7 @@ def test_ctrl_c_is_one_line(bench, phase, iteration, line):
 
 
 def test_ctrl_c_before_the_job_is_one_line(bench):
-    outcome = bench.run("cp2", fault=Fault(Moment("start-up"), 1, actions.interrupt_all))
+    outcome = bench.run("cp2", fault=Fault(Moment("join"), 1, actions.interrupt_all))
     assert said(outcome) in (["interrupted"], ["interrupted at iteration 0"])  # rank 0 may be further
     assert set(outcome.statuses.values()) == {130}
 

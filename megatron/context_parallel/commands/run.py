@@ -31,7 +31,11 @@ NEEDS = {  # what is imported: (the package that has it, the extra that installs
 
 
 def ignore_warnings_of_libraries() -> None:
-    """What they say of each other's versions, on every rank, is not the user's to mend."""
+    """What they say of each other's versions, on every rank, is not the user's to mend. Call it before importing torch.
+
+    Nor is the stack that torch prints on each rank that loses another: the watch says which one.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
 
 

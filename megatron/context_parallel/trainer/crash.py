@@ -75,9 +75,9 @@ def leave_after(args: Arguments, error: BaseException, watch: "Watch | None") ->
     if isinstance(error, UsageError):
         if watch:
             watch.fail("usage")
-            if args.rank and watch.may_speak():
-                print(f"rank {args.rank}: error: {error}", file=sys.stderr, flush=True)
-                os._exit(2)
+        if args.rank and (watch is None or watch.may_speak()):
+            print(f"rank {args.rank}: error: {error}", file=sys.stderr, flush=True)
+            os._exit(2)
         raise error
     kind = _kind(error)
     if watch:
@@ -107,7 +107,8 @@ def _kind(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, RuntimeError) and any(words in text for words in _LOST_PEER):
         return "lost"
-    return "timeout" if isinstance(error, RuntimeError) and "timed out" in text.lower() else "failed"
+    waited = any(words in text.lower() for words in ("timed out", "wait timeout"))
+    return "timeout" if isinstance(error, RuntimeError) and waited else "failed"
 
 
 def one_line(error: BaseException) -> str:

@@ -1,15 +1,16 @@
 """Who broke a job, by what is known of its ranks: pure data."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from ..recorder import Position
+from ..recorder import Position, named
 from .rank_file import RankProcess
 
 BEAT = 0.5  # seconds between two messages of a rank
 SILENT = 6 * BEAT  # without a message: of a rank whose peers lost it
 GRACE = 1.0  # seconds in which the cause of a failure may show itself
 SIGNAL_GRACE = 0.2  # seconds in which a signal that ends all ranks comes to each
+_TOLD = 8  # ranks of a line
 _ANY_TIME = ("", "save", "idle")  # phases that may take any time: only the collectives in them have a limit
 
 
@@ -20,9 +21,9 @@ class Heard:
     Attributes:
         heard: when it last sent a message.
         moved: when its position last changed.
-        ended: how it ended; "" if it did not. "left" in order; "died" without a word; "cut off" but alive; "failed" by
-            an error of its own; "usage" by a UsageError, which other ranks may raise too; "lost" a peer; "timeout" of a
-            collective; the name of the signal that ends it.
+        ended: how it ended; "" if it did not. "left" in order; "died" without a word; "cut off" but alive; "gone": one
+            of these two, on another host; "failed" by an error of its own; "usage" by a UsageError, which other ranks
+            may raise too; "lost" a peer; "timeout" of a collective; the name of the signal that ends it.
         at: when it ended.
     """
 
@@ -62,6 +63,8 @@ def judge(ranks: Mapping[int, Heard], now: float, limits: tuple[float, float]) -
         heard = ranks[rank]
         if heard.ended == "died":
             return Verdict([rank], f"rank {rank} died at {heard.position}", [rank])
+        if heard.ended == "gone":
+            return _gone(rank, heard)
         if heard.ended == "failed":
             return Verdict([rank], "")
         if heard.ended.startswith("SIG") and now - heard.at > SIGNAL_GRACE:
@@ -79,14 +82,39 @@ def judge_first(ranks: Mapping[int, Heard], now: float, limits: tuple[float, flo
         return None
     if ranks[0].ended.startswith("SIG"):
         return judge({0: ranks[0]}, now, limits)
-    if ranks[0].ended not in ("", "died", "cut off"):
+    if ranks[0].ended not in ("", "died", "cut off", "gone"):
         return None
+    if ranks[0].ended == "gone":
+        return _gone(0, ranks[0])
     if ranks[0].ended == "cut off":
         return _cut_off([0], ranks)
     if ranks[0].ended == "died":
         return Verdict([0], f"rank 0 died at {ranks[0].position}", [0])
     verdict = _silent(ranks, now, limits)
     return verdict if verdict and verdict.ranks == [0] else None
+
+
+def judge_absent(absent: Collection[int], waited: float, limit: float) -> Verdict | None:
+    """Whether the job is to wait no longer for ranks that have not joined; `waited` and `limit` in seconds."""
+    return Verdict(sorted(absent), never_came(absent, limit)) if absent and waited > limit else None
+
+
+def never_came(ranks: Collection[int], limit: float) -> str:
+    """In one line, that these ranks did not join within `limit` seconds."""
+    return (
+        f"{few(ranks)} never came: no word within --distributed-timeout-minutes {limit / 60:g}; "
+        "not started, ended before, or without a way to rank 0"
+    )
+
+
+def few(ranks: Collection[int]) -> str:
+    """As `named`, but at most so many that a line holds them."""
+    return named(sorted(ranks)[:_TOLD]) + " ..." * (len(ranks) > _TOLD)
+
+
+def _gone(rank: int, heard: Heard) -> Verdict:
+    host = heard.process.host.split()[0]
+    return Verdict([rank], f"rank {rank} on {host} died or was cut off at {heard.position}", [rank])
 
 
 def _cut_off(ranks: list[int], heard: Mapping[int, Heard]) -> Verdict:
@@ -104,6 +132,10 @@ def _silent(ranks: Mapping[int, Heard], now: float, limits: tuple[float, float])
     }
     if not silent:
         return None
+    if 0 in ranks and len(silent) == len(ranks) - 1 > 1:  # they are not to blame, but the network of the judge
+        return Verdict(
+            [0], f"rank 0 is cut off: it hears nothing from the others at {ranks[0].position}", [], [*silent]
+        )
     rank = min(silent, key=lambda rank: silent[rank].heard)
     return Verdict([rank], f"rank {rank} stopped responding at {ranks[rank].position}", [*silent], [*silent])
 

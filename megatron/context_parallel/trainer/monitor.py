@@ -16,26 +16,32 @@ from typing import Any
 import psutil
 
 from ..recorder import Position
-from .judge import BEAT, SILENT, Heard, Verdict, judge, judge_first
+from .judge import BEAT, SILENT, Heard, Verdict, few, judge, judge_absent, judge_first
 from .rank_file import RankProcess, file_of, read_rank_file, this_host
 
 _TICK = 0.1  # seconds
 _LONGEST_LINE = 16384
 _SECONDS_TO_BE_HEARD = 3
 _SECONDS_TO_DIE = 0.3
+SECONDS_OF_PATIENCE = 30  # with ranks that have not joined, without a word
 
 
 class Connection:
-    """Lines of JSON over TCP. Sending may fail: a reader learns that the other end is gone."""
+    """Lines of JSON over TCP. Sending may fail: a reader learns that the other end is gone.
+
+    Nothing waits: what a stalled network does not take is sent before the next message.
+    """
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket, self.rank = connected, -1
-        self._rest, self._sending = b"", threading.Lock()
-        connected.settimeout(1)
+        self._rest, self._unsent, self._sending = b"", b"", threading.Lock()
+        connected.setblocking(False)
 
     def send(self, message: dict[str, Any]) -> None:
         with self._sending, contextlib.suppress(OSError):
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
+            if len(self._unsent) < _LONGEST_LINE:  # or it is one beat of many that did not go
+                self._unsent += json.dumps(message).encode() + b"\n"
+            self._unsent = self._unsent[self.socket.send(self._unsent) :]
 
     def read(self) -> list[dict[str, Any]] | None:
         """The messages that came; None when the other end is gone.
@@ -45,6 +51,8 @@ class Connection:
         """
         try:
             received = self.socket.recv(_LONGEST_LINE)
+        except BlockingIOError:
+            return []
         except OSError:
             return None
         if not received:
@@ -56,10 +64,23 @@ class Connection:
 
 
 class Monitor:
-    """Judges the ranks and calls `act` with the first verdict, and whether this process is a rank of it."""
+    """Judges the ranks and calls `say` with the first verdict.
 
-    def __init__(self, address: str, job: str, rank: int, limits: tuple[float, float], say: Callable) -> None:
+    Args:
+        address: of this host, to listen at.
+        job: its key.
+        rank: that of this process: 0, or the deputy.
+        world: how many ranks there are.
+        limits: those of `judge`, in seconds.
+        say: gets what is to be said.
+    """
+
+    def __init__(
+        self, address: str, job: str, rank: int, world: int, limits: tuple[float, float], say: Callable
+    ) -> None:
         self.job, self.rank, self.limits, self.say = job, rank, limits, say
+        self.world = world
+        self.absent = set(range(world)) if rank == 0 else {0}  # of those that it judges
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.listener = socket.create_server((address, 0), family=family, backlog=4096)
         self.ranks: dict[int, Heard] = {}
@@ -76,7 +97,8 @@ class Monitor:
         return self.listener.getsockname()[1]
 
     def _run(self) -> None:
-        before = time.monotonic()
+        began = before = beat = time.monotonic()
+        patience: float = SECONDS_OF_PATIENCE
         while not self.closed.is_set():
             events = self._selector.select(_TICK)
             now = time.monotonic()
@@ -91,12 +113,14 @@ class Monitor:
             for heard in self.ranks.values():
                 if now - heard.heard > 2 * BEAT:
                     self._look_at_file(heard, now)
+            if now >= beat:
+                beat = now + max(BEAT, min(self.limits) / 10)
+                self._tell_all({})
+            if self.absent and now - began > patience:
+                patience = self.limits[0]
+                self._ask_for_patience(now - began)
             if not self.verdict and not self.silent:
-                decide = judge if self.rank == 0 else judge_first
-                if decide(self.ranks, now, self.limits):
-                    for heard in self.ranks.values():  # what they sent may be half a second old
-                        self._look_at_file(heard, now)
-                    self.verdict = decide(self.ranks, now, self.limits)
+                self.verdict = judge_absent(self.absent, now - began, self.limits[0]) or self._decide(now)
                 if self.verdict:
                     self._announce(self.verdict)
 
@@ -104,6 +128,20 @@ class Monitor:
         """Ranks that have sent nothing for some seconds, for any thread. They may yet."""
         now = time.monotonic()
         return sorted(rank for rank, heard in [*self.ranks.items()] if now - heard.heard > SILENT)
+
+    def _decide(self, now: float) -> Verdict | None:
+        decide = judge if self.rank == 0 else judge_first
+        if not decide(self.ranks, now, self.limits):
+            return None
+        for heard in self.ranks.values():  # what they sent may be half a second old
+            self._look_at_file(heard, now)
+        return decide(self.ranks, now, self.limits)
+
+    def _ask_for_patience(self, waited: float) -> None:
+        if waited < self.limits[0]:
+            minutes = f"--distributed-timeout-minutes {self.limits[0] / 60:g}"
+            words = f"{few(self.absent)} of {self.world} not there after {waited:.0f} s; waiting for {minutes}"
+            self.say(Verdict(sorted(self.absent), words))
 
     def _forgive(self, seconds: float) -> None:
         for heard in self.ranks.values():
@@ -136,6 +174,9 @@ class Monitor:
                 raise ValueError("of another job")
             connection.rank = process.rank
             self.ranks[process.rank] = Heard(process, now, now)
+            self.absent.discard(process.rank)
+            if self.rank == 0 and not self.absent:
+                self._tell_all({"met": True})
             return
         heard = self.ranks[connection.rank]
         heard.heard = now
@@ -153,7 +194,9 @@ class Monitor:
         if rank < 0 or self.ranks[rank].ended:
             return
         process = self.ranks[rank].process
-        self.ranks[rank].ended, self.ranks[rank].at = "cut off" if _lives(process) else "died", now
+        elsewhere = process.host != this_host()
+        ended = "gone" if elsewhere else "cut off" if _lives(process) else "died"
+        self.ranks[rank].ended, self.ranks[rank].at = ended, now
 
     def _look_at_file(self, heard: Heard, now: float) -> None:
         """The position of a rank on this host, newer than what it sent."""
@@ -163,6 +206,10 @@ class Monitor:
             process, position = read_rank_file(file_of(heard.process.pid))
             if process == heard.process:
                 self._move(heard, position, now)
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        for connection in list(self.connections):
+            connection.send(message)
 
     def _announce(self, verdict: Verdict) -> None:
         self.say(verdict)
@@ -177,15 +224,13 @@ class Monitor:
         deadline = time.monotonic() + _SECONDS_TO_BE_HEARD
         while self.verdict and time.monotonic() < deadline and any(c.rank != self.rank for c in self.connections):
             time.sleep(0.01)
-        for connection in [] if self.verdict else list(self.connections):
-            connection.send({"bye": True})
+        if not self.verdict:
+            self._tell_all({"bye": True})
         self.closed.set()
 
 
 def _lives(process: RankProcess) -> bool:
     """Whether a process of this host lives on. One that dies closes its connections a little before it is dead."""
-    if process.host != this_host():
-        return False
     deadline = time.monotonic() + _SECONDS_TO_DIE
     while time.monotonic() < deadline:
         try:

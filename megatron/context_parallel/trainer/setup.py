@@ -13,12 +13,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from ..integration.host import support_cpu_host
+from ..recorder import recorder
 from .checkpoint_store import latest_iteration
 from .crash import leave_after
 from .flags import Arguments
 from .lifetime import end_at_signals
 from .train_state import Progress
-from .watch import Watch
+from .watch import Watch, wait_for_store
+
+_SECONDS_TO_JUDGE = 10  # in which the watch says, before torch does, who keeps the others waiting
 
 
 @contextmanager
@@ -37,9 +40,13 @@ def distributed_job(args: Arguments, progress: Progress | None = None) -> Iterat
         args.rank, signals, lambda name: watch.fail(name) if watch else None, lambda: _last_words(args, progress)
     )
     try:
-        join_world(args)
-        watch = Watch(args)
+        recorder.enter("joining")
+        store = open_store(args)
+        watch = Watch(args, store)
+        watch.meet(store)
+        join_world(args, store)
         initialize_model_parallel(args)
+        recorder.enter("start-up")
         yield watch
     except SystemExit:
         if watch:
@@ -77,19 +84,35 @@ def _hold_back_sigterm() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def join_world(args: Arguments) -> None:
-    """Join the process group of all ranks (environment of torchrun; alone without it): NCCL, or gloo without a GPU."""
+def open_store(args: Arguments) -> dist.Store:
+    """The store through which ranks find each other (environment of torchrun; of this process alone without it).
+
+    It does not wait for the other ranks: the watch says which of them never come.
+
+    Raises:
+        UsageError: nobody answers at MASTER_ADDR within `--distributed-timeout-minutes`.
+    """
+    if args.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        return dist.HashStore()
+    if args.rank and "MASTER_ADDR" in os.environ:
+        wait_for_store(args)
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    store, _, _ = next(dist.rendezvous("env://", args.rank, world_size=1, timeout=timeout))  # it would wait for so many
+    return store
+
+
+def join_world(args: Arguments, store: dist.Store) -> None:
+    """Join the process group of all ranks: NCCL, or gloo without a GPU."""
     support_cpu_host()
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    store = dist.HashStore() if args.world_size == 1 and "MASTER_ADDR" not in os.environ else None
     dist.init_process_group(
         args.distributed_backend or ("nccl" if on_gpu else "gloo"),
-        store=store,
+        store=dist.PrefixStore("default_pg", store),
         rank=args.rank,
         world_size=args.world_size,
-        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        timeout=timedelta(minutes=args.distributed_timeout_minutes, seconds=_SECONDS_TO_JUDGE),
     )
 
 
@@ -103,7 +126,7 @@ def initialize_model_parallel(args: Arguments) -> None:
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
-        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        distributed_timeout_minutes=args.distributed_timeout_minutes + _SECONDS_TO_JUDGE / 60,
         nccl_communicator_config_path=args.nccl_communicator_config_path,
         high_priority_stream_groups=args.high_priority_stream_groups,
         order="tp-cp-ep-dp-pp",

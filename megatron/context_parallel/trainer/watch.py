@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import selectors
 import signal
 import socket
 import sys
@@ -12,47 +11,52 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict
+from multiprocessing.connection import wait
 from typing import Any
 
 import psutil
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from ..errors import UsageError
-from ..recorder import recorder
+from ..recorder import named, recorder
 from .crash import crash_log, linger
 from .flags import Arguments
-from .judge import BEAT, Verdict
-from .monitor import Connection, Monitor
+from .judge import BEAT, GRACE, Verdict, never_came
+from .monitor import SECONDS_OF_PATIENCE, Connection, Monitor
 from .rank_file import RankFile
 
 _SECONDS_TO_ANSWER = 10  # of a monitor, at most
 _SECONDS_TO_CONNECT = 30
+_SHORTEST_PAUSE = 0.02
 _SECONDS_TO_FAIL = 0.2  # of a rank that another broke: its own error tells more in its crash log
 
 
 class Watch:
     """The watch of this rank. Every rank of the world starts one; a world of one rank has nobody to watch.
 
+    Args:
+        args: of the run.
+        store: of the job.
+
     Raises:
-        UsageError: a monitor cannot be reached, or GLOO_SOCKET_IFNAME names no interface.
+        UsageError: GLOO_SOCKET_IFNAME names no interface.
     """
 
-    def __init__(self, args: Arguments) -> None:
+    def __init__(self, args: Arguments, store: dist.Store) -> None:
         self.args = args
-        store = dist.PrefixStore("watch", distributed_c10d._get_default_store())
-        deputy = self._choose_deputy()
-        if args.rank == 0:
-            store.set("job", json.dumps([uuid.uuid4().hex, deputy]))
-        job, self._deputy = json.loads(store.get("job"))
+        store = dist.PrefixStore("watch", store)
+        drawn = json.dumps([uuid.uuid4().hex, self._choose_deputy()])
+        job, self._deputy = json.loads(store.compare_set("job", "", drawn))  # of the first that comes
+        self._limits = _limits(args)
         self.monitor = self._monitor(job) if args.rank in (0, self._deputy) else None
         if self.monitor:
             store.set(f"monitor {args.rank}", json.dumps([_own_address(), self.monitor.port]))
             self.monitor.thread.start()
         self.file = RankFile(args.rank, args.world_size, job)
         self._monitors: dict[int, Connection] = {}
-        for rank in sorted({0, self._deputy}) if args.world_size > 1 else ():
-            self._monitors[rank] = self._connect(rank, *json.loads(store.get(f"monitor {rank}")))
+        self._heard = time.monotonic()  # when a monitor last sent something
+        self._lost = -1, 0.0  # whose monitor was lost last, and when
+        self._met = threading.Event()  # all ranks have come
         self._left: set[int] = set()  # whose monitors left in order
         self._answered, self._speaks = threading.Event(), False
         self._failed = False  # the main thread leaves by itself
@@ -63,40 +67,85 @@ class Watch:
         self._thread.start()
         os.register_at_fork(after_in_child=self._close_in_child)
 
+    def meet(self, store: dist.Store) -> None:
+        """Wait until all ranks have come. If one does not come, or dies, the monitors say so and end this process.
+
+        Raises:
+            UsageError: a monitor cannot be reached, or does not come.
+        """
+        if self.args.world_size == 1:
+            return
+        store = dist.PrefixStore("watch", store)
+        missing = {0, self._deputy}
+        deadline = time.monotonic() + self._limits[0] + _SECONDS_TO_ANSWER
+        pause = _SHORTEST_PAUSE
+        while missing or not self._met.wait(pause):
+            for rank in sorted(missing, key=lambda rank: rank != self.args.rank):
+                if store.check([f"monitor {rank}"]):
+                    missing.discard(rank)
+                    self._connect(rank, *json.loads(store.get(f"monitor {rank}")))
+            if time.monotonic() > deadline:
+                raise UsageError(never_came(missing or {0}, self._limits[0]))
+            if missing:
+                time.sleep(pause)
+                pause = min(2 * pause, BEAT)
+
     def _choose_deputy(self) -> int:
         """The first rank of the second host, or rank 1 of a single one."""
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return min(local if local < self.args.world_size else 1, self.args.world_size - 1)
 
     def _monitor(self, job: str) -> Monitor:
-        minutes = self.args.distributed_timeout_minutes
-        settled = self.args.distributed_timeout_seconds_after_init
-        return Monitor(_own_address(), job, self.args.rank, (60.0 * minutes, settled or 60.0 * minutes), self._say)
+        return Monitor(_own_address(), job, self.args.rank, self.args.world_size, self._limits, self._say)
 
-    def _connect(self, rank: int, address: str, port: int) -> Connection:
+    def _connect(self, rank: int, address: str, port: int) -> None:
         try:
             connection = Connection(socket.create_connection((address, port), _SECONDS_TO_CONNECT))
+        except ConnectionRefusedError:
+            self._lost = rank, time.monotonic()
+            return
         except OSError as error:
             raise UsageError(
                 f"rank {self.args.rank} cannot reach rank {rank} at {address} port {port} ({error}); set "
                 "GLOO_SOCKET_IFNAME to the network interface that connects the hosts, such as eth0"
             ) from None
         connection.send(asdict(self.file.process))
-        return connection
+        self._monitors[rank] = connection
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        selector, beat = selectors.DefaultSelector(), 0.0
-        for rank, connection in self._monitors.items():
-            selector.register(connection.socket, selectors.EVENT_READ, rank)
+        beat = 0.0
         while not self._closed.is_set():
             if time.monotonic() >= beat:
                 beat = time.monotonic() + BEAT
                 self._tell({} if self._failed else {"at": self._position()})
-            for key, _ in selector.select(max(0.0, beat - time.monotonic())):
-                if not self._hear(key.data):
-                    selector.unregister(key.fileobj)
+            sockets = {connection.socket: rank for rank, connection in list(self._monitors.items())}
+            longest = BEAT if self._met.is_set() else _SHORTEST_PAUSE  # monitors may come
+            asked = time.monotonic()
+            ready = wait([*sockets], max(0.0, min(beat - asked, longest)))
+            for connected, rank in sockets.items():
+                if connected in ready:
+                    self._hear(rank)
+            self._check(asked)
+
+    def _check(self, now: float) -> None:
+        """End this process if no monitor can tell it that the job is broken. All that came before `now` was read."""
+        if self._closed.is_set() or self._answered.is_set():
+            return
+        lost, when = self._lost
+        me = f"rank {self.args.rank}"
+        if not self._met.is_set() and lost >= 0 and now - when > GRACE:
+            line = f"rank {lost} ended before all ranks came, as {me} noticed"
+            self._end({"end": line, "speak": bool(self.monitor or not self._monitors), "kill": []})
+        elif self._met.is_set() and not self._monitors and not self._left:
+            first = self.args.rank == self._deputy + 1  # without those two
+            self._end({"end": f"{me} lost ranks 0 and {self._deputy}", "speak": first, "kill": []})
+        limit = self._limits[recorder.position.done > 0]
+        if self._monitors and not self._left and now - self._heard > limit:
+            silence = f"it heard nothing from {named(sorted(self._monitors))} for {limit:g} s"
+            line = f"{me} on {socket.gethostname()} is cut off: {silence}"
+            self._end({"end": line, "speak": _speaks_for_host(self.args), "kill": []})
 
     def _position(self) -> str:
         """What a thread waits for outside of a plan is looked up if it waits for long."""
@@ -111,20 +160,20 @@ class Watch:
         for connection in list(self._monitors.values()):
             connection.send(message)
 
-    def _hear(self, rank: int) -> bool:
-        """Whether the monitor of `rank` is still there."""
+    def _hear(self, rank: int) -> None:
+        """Read what the monitor of `rank` sent."""
         messages = self._monitors[rank].read()
+        self._heard = time.monotonic()
         for message in messages or ():
+            if "met" in message:
+                self._met.set()
             if "end" in message:
                 self._end(message)
             if "bye" in message:
                 self._left.add(rank)
         if messages is None:
             del self._monitors[rank]
-            if not (self._monitors or self._left or self._closed.is_set() or self._answered.is_set()):
-                first = self.args.rank == self._deputy + 1  # without those two
-                self._end({"end": f"rank {self.args.rank} lost ranks 0 and {self._deputy}", "speak": first, "kill": []})
-        return messages is not None
+            self._lost = rank, time.monotonic()
 
     def _end(self, message: dict[str, Any]) -> None:
         """The job is broken."""
@@ -195,6 +244,43 @@ class Watch:
             sockets += [self.monitor.listener, *(connection.socket for connection in self.monitor.connections)]
         for connected in sockets:
             connected.close()
+
+
+def _limits(args: Arguments) -> tuple[float, float]:
+    """Those of `judge`."""
+    settled = args.distributed_timeout_seconds_after_init
+    return 60.0 * args.distributed_timeout_minutes, settled or 60.0 * args.distributed_timeout_minutes
+
+
+def _speaks_for_host(args: Arguments) -> bool:
+    """One rank for all of its host; on the first host each, because rank 0 may be the one that is not there."""
+    return os.environ.get("LOCAL_RANK", "0") in ("0", str(args.rank))
+
+
+def wait_for_store(args: Arguments) -> None:
+    """Wait until somebody listens at MASTER_ADDR: torch would print its own stack for each rank and each attempt.
+
+    Raises:
+        UsageError: nobody does so within `--distributed-timeout-minutes`.
+    """
+    address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+    began, limit, pause = time.monotonic(), _limits(args)[0], _SHORTEST_PAUSE
+    told = False
+    while True:
+        try:
+            socket.create_connection((address, port), _SECONDS_TO_CONNECT).close()
+            return
+        except OSError as error:
+            waited, why = time.monotonic() - began, error
+        where = f"the first host does not answer at MASTER_ADDR {address} port {port} ({why})"
+        if waited > limit:
+            raise UsageError(f"{never_came([0], limit)}; {where}")
+        if waited > SECONDS_OF_PATIENCE and _speaks_for_host(args) and not told:
+            told = True
+            words = f"{where} after {waited:.0f} s; waiting for --distributed-timeout-minutes {limit / 60:g}"
+            print(f"rank {args.rank}: {words}", file=sys.stderr, flush=True)
+        time.sleep(pause)
+        pause = min(2 * pause, BEAT)
 
 
 def _own_address() -> str:
