@@ -20,7 +20,7 @@ from .bench import LAYOUTS, Bench
 from .job import adopt_orphans, warm
 from .verdict import DETECTED, LOST, NAMED, WITHIN, Case, Injection
 
-KINDS: dict[Injection, int] = {  # how many of 70
+KINDS: dict[Injection, int] = {  # how many of 72
     live.kill: 9,
     live.kill_in_save: 2,
     live.kill_beside_save: 2,
@@ -29,6 +29,7 @@ KINDS: dict[Injection, int] = {  # how many of 70
     live.go_silent: 4,
     live.end_while_joining: 5,
     live.join_late: 1,
+    live.drop_watch: 2,
     live.terminate: 2,
     live.kill_launcher: 2,
     live.kill_helper: 1,

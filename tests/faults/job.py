@@ -28,7 +28,7 @@ from megatron.context_parallel.commands.run import ignore_warnings_of_libraries,
 from .moments import Fault, Watch, install, write_counts
 
 LAUNCHER = -1  # its lines have this rank
-GRACE = 2.0  # seconds after the last rank in which what it started must end
+GRACE = 5.0  # seconds after the last rank in which what it started must end
 _PR_SET_CHILD_SUBREAPER = 36
 _IMPORTED_LATE = (  # by a rank, which would take seconds
     "megatron.context_parallel.trainer.arguments",

@@ -103,6 +103,18 @@ def end_while_joining(case: Case) -> None:
     resumes(case, save, outcome)
 
 
+def drop_watch(case: Case) -> None:
+    """A network drops the connections of a rank's watch, and no others: nothing else happens."""
+    moment, victim = case.draw_moment(*COMPUTING, "data", "save")
+    how = {"agent_store": case.random.random() < 0.5, "apart": case.random.random() < 0.5}
+    fault, save = Fault(moment, victim, actions.drop_watch), case.bench.fresh(case.layout)
+    outcome = case.bench.run(case.layout, save, fault=fault, **how)
+    case.strike(f"rank {victim}, {moment}, {how}", outcome)
+    all_well(case, outcome)
+    few_lines(case, outcome, 0)
+    case.expect(LOST, losses(save) == case.reference.losses, "it has other losses")
+
+
 def join_late(case: Case) -> None:
     """A rank that starts seconds after the others is waited for."""
     victim, save = case.random.randrange(case.ranks), case.bench.fresh(case.layout)

@@ -10,6 +10,7 @@ BEAT = 0.5  # seconds between two messages of a rank
 SILENT = 6 * BEAT  # without a message: of a rank whose peers lost it
 GRACE = 1.0  # seconds in which the cause of a failure may show itself
 SIGNAL_GRACE = 0.2  # seconds in which a signal that ends all ranks comes to each
+_RECENT = 60  # seconds in which ranks notice that a connection of theirs broke
 _TOLD = 8  # ranks of a line
 _ANY_TIME = ("", "save", "idle")  # phases that may take any time: only the collectives in them have a limit
 
@@ -25,6 +26,7 @@ class Heard:
             of these two, on another host; "failed" by an error of its own; "usage" by a UsageError, which other ranks
             may raise too; "lost" a peer; "timeout" of a collective; the name of the signal that ends it.
         at: when it ended.
+        cut: when its connection to the monitor last broke and was made anew.
     """
 
     process: RankProcess
@@ -33,6 +35,7 @@ class Heard:
     position: Position = field(default_factory=Position)
     ended: str = ""
     at: float = 0.0
+    cut: float = float("-inf")
 
     @property
     def settled(self) -> bool:
@@ -63,14 +66,12 @@ def judge(ranks: Mapping[int, Heard], now: float, limits: tuple[float, float]) -
         heard = ranks[rank]
         if heard.ended == "died":
             return Verdict([rank], f"rank {rank} died at {heard.position}", [rank])
-        if heard.ended == "gone":
-            return _gone(rank, heard)
         if heard.ended == "failed":
             return Verdict([rank], "")
         if heard.ended.startswith("SIG") and now - heard.at > SIGNAL_GRACE:
             return Verdict([rank], f"rank {rank} was ended by {heard.ended} at {heard.position}", [rank])
-        if heard.ended == "cut off" and now - heard.at > GRACE:
-            return _cut_off([r for r in sorted(ranks) if ranks[r].ended == "cut off"], ranks)
+        if heard.ended in ("cut off", "gone") and now - heard.at > GRACE:
+            return _cut_off(ranks, now)
         if heard.ended == "usage" and now - heard.at > GRACE:
             return Verdict([0 if 0 in ranks and ranks[0].ended == "usage" else rank], "")
     return _silent(ranks, now, limits) or _lost(ranks, now) or _hang(ranks, now, limits[1])
@@ -84,10 +85,10 @@ def judge_first(ranks: Mapping[int, Heard], now: float, limits: tuple[float, flo
         return judge({0: ranks[0]}, now, limits)
     if ranks[0].ended not in ("", "died", "cut off", "gone"):
         return None
-    if ranks[0].ended == "gone":
-        return _gone(0, ranks[0])
-    if ranks[0].ended == "cut off":
-        return _cut_off([0], ranks)
+    if ranks[0].ended in ("cut off", "gone") and now - ranks[0].at <= GRACE:
+        return None
+    if ranks[0].ended in ("cut off", "gone"):
+        return _cut_off({0: ranks[0]}, now)
     if ranks[0].ended == "died":
         return Verdict([0], f"rank 0 died at {ranks[0].position}", [0])
     verdict = _silent(ranks, now, limits)
@@ -112,14 +113,15 @@ def few(ranks: Collection[int]) -> str:
     return named(sorted(ranks)[:_TOLD]) + " ..." * (len(ranks) > _TOLD)
 
 
-def _gone(rank: int, heard: Heard) -> Verdict:
-    host = heard.process.host.split()[0]
-    return Verdict([rank], f"rank {rank} on {host} died or was cut off at {heard.position}", [rank])
-
-
-def _cut_off(ranks: list[int], heard: Mapping[int, Heard]) -> Verdict:
-    """The first of them is to blame: rank 0 loses the connections of all others with its own."""
-    return Verdict(ranks[:1], f"rank {ranks[0]} lost its connections at {heard[ranks[0]].position}", [], ranks)
+def _cut_off(ranks: Mapping[int, Heard], now: float) -> Verdict:
+    """The first whose connection broke is to blame: rank 0 loses the connections of all others with its own."""
+    lost = [rank for rank in sorted(ranks) if ranks[rank].ended in ("cut off", "gone")]
+    blamed = min(lost + [rank for rank in ranks if now - ranks[rank].cut < _RECENT])
+    heard = ranks[blamed]
+    if heard.ended == "gone":
+        host = heard.process.host.split()[0]
+        return Verdict([blamed], f"rank {blamed} on {host} died or was cut off at {heard.position}", [blamed], lost)
+    return Verdict([blamed], f"rank {blamed} lost its connections at {heard.position}", [], lost)
 
 
 def _silent(ranks: Mapping[int, Heard], now: float, limits: tuple[float, float]) -> Verdict | None:
@@ -133,9 +135,8 @@ def _silent(ranks: Mapping[int, Heard], now: float, limits: tuple[float, float])
     if not silent:
         return None
     if 0 in ranks and len(silent) == len(ranks) - 1 > 1:  # they are not to blame, but the network of the judge
-        return Verdict(
-            [0], f"rank 0 is cut off: it hears nothing from the others at {ranks[0].position}", [], [*silent]
-        )
+        line = f"rank 0 is cut off: it hears nothing from the others at {ranks[0].position}"
+        return Verdict([0], line, [], [*silent])
     rank = min(silent, key=lambda rank: silent[rank].heard)
     return Verdict([rank], f"rank {rank} stopped responding at {ranks[rank].position}", [*silent], [*silent])
 
@@ -145,6 +146,8 @@ def _lost(ranks: Mapping[int, Heard], now: float) -> Verdict | None:
     lost = [rank for rank, heard in ranks.items() if _for_long(heard, now, "lost")]
     if not lost or any(heard.ended == "timeout" for heard in ranks.values()):
         return None
+    if any(now - heard.cut < _RECENT for heard in ranks.values()):
+        return _cut_off(ranks, now)
     return Verdict([min(lost, key=lambda rank: ranks[rank].at)], "")
 
 

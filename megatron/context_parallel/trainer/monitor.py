@@ -165,7 +165,8 @@ class Monitor:
             self._selector.unregister(connection.socket)
             self.connections.remove(connection)
             connection.socket.close()
-            self._gone(connection.rank, now)
+            if all(other.rank != connection.rank for other in self.connections):
+                self._gone(connection.rank, now)
 
     def _take(self, connection: Connection, message: dict[str, Any], now: float) -> None:
         if connection.rank < 0:
@@ -173,10 +174,12 @@ class Monitor:
             if process.job != self.job:
                 raise ValueError("of another job")
             connection.rank = process.rank
-            self.ranks[process.rank] = Heard(process, now, now)
+            self._join(process, now)
             self.absent.discard(process.rank)
             if self.rank == 0 and not self.absent:
                 self._tell_all({"met": True})
+            if self.verdict:
+                self._send_verdict(connection, self.verdict)
             return
         heard = self.ranks[connection.rank]
         heard.heard = now
@@ -184,6 +187,14 @@ class Monitor:
             self._move(heard, Position.read(message["at"]), now)
         if "ended" in message and not heard.ended:
             heard.ended, heard.at = message["ended"], now
+
+    def _join(self, process: RankProcess, now: float) -> None:
+        heard = self.ranks.setdefault(process.rank, Heard(process, now, now))
+        if heard.process != process or heard.ended not in ("", "cut off", "gone"):
+            raise ValueError("that rank is another process, or has ended")
+        if heard.heard != now:  # it was here before
+            heard.heard = heard.cut = now
+            heard.ended = ""
 
     def _move(self, heard: Heard, position: Position, now: float) -> None:
         if position.notes != heard.position.notes:
@@ -213,10 +224,13 @@ class Monitor:
 
     def _announce(self, verdict: Verdict) -> None:
         self.say(verdict)
-        pids = [[self.ranks[rank].process.host, self.ranks[rank].process.pid] for rank in verdict.stopped]
         for connection in self.connections:
-            speaks = not verdict.line and connection.rank == verdict.ranks[0]
-            connection.send({"end": verdict.line, "speak": speaks, "kill": pids})
+            self._send_verdict(connection, verdict)
+
+    def _send_verdict(self, connection: Connection, verdict: Verdict) -> None:
+        pids = [[self.ranks[rank].process.host, self.ranks[rank].process.pid] for rank in verdict.stopped]
+        speaks = not verdict.line and connection.rank == verdict.ranks[0]
+        connection.send({"end": verdict.line, "speak": speaks, "kill": pids})
 
     def close(self) -> None:
         """Leave. After a verdict wait until the ranks have heard it; without one tell them that nobody judges now."""

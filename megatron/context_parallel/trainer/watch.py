@@ -53,13 +53,14 @@ class Watch:
             store.set(f"monitor {args.rank}", json.dumps([_own_address(), self.monitor.port]))
             self.monitor.thread.start()
         self.file = RankFile(args.rank, args.world_size, job)
+        self._addresses: dict[int, tuple[str, int]] = {}  # of monitors
         self._monitors: dict[int, Connection] = {}
         self._heard = time.monotonic()  # when a monitor last sent something
         self._lost = -1, 0.0  # whose monitor was lost last, and when
         self._met = threading.Event()  # all ranks have come
         self._left: set[int] = set()  # whose monitors left in order
         self._answered, self._speaks = threading.Event(), False
-        self._failed = False  # the main thread leaves by itself
+        self._failed: dict[str, str] = {}  # what the monitors are told when the main thread leaves by itself
         self.before_end: Callable[[], None] = lambda: None  # called in the watch's thread when the job is broken
         self._closed = threading.Event()
         self._notes = -1  # of the recorder, when the monitors were last told
@@ -83,7 +84,8 @@ class Watch:
             for rank in sorted(missing, key=lambda rank: rank != self.args.rank):
                 if store.check([f"monitor {rank}"]):
                     missing.discard(rank)
-                    self._connect(rank, *json.loads(store.get(f"monitor {rank}")))
+                    self._addresses[rank] = tuple(json.loads(store.get(f"monitor {rank}")))
+                    self._connect(rank, _SECONDS_TO_CONNECT)
             if time.monotonic() > deadline:
                 raise UsageError(never_came(missing or {0}, self._limits[0]))
             if missing:
@@ -98,9 +100,10 @@ class Watch:
     def _monitor(self, job: str) -> Monitor:
         return Monitor(_own_address(), job, self.args.rank, self.args.world_size, self._limits, self._say)
 
-    def _connect(self, rank: int, address: str, port: int) -> None:
+    def _connect(self, rank: int, seconds: float) -> None:
+        address, port = self._addresses[rank]
         try:
-            connection = Connection(socket.create_connection((address, port), _SECONDS_TO_CONNECT))
+            connection = Connection(socket.create_connection((address, port), seconds))
         except ConnectionRefusedError:
             self._lost = rank, time.monotonic()
             return
@@ -172,8 +175,20 @@ class Watch:
             if "bye" in message:
                 self._left.add(rank)
         if messages is None:
+            self._lose(rank)
+
+    def _lose(self, rank: int) -> None:
+        """The connection to the monitor of `rank` broke. If nothing else did, a new one will do."""
+        (before, when), self._lost = self._lost, (rank, time.monotonic())
+        broken = self._monitors[rank]
+        again = before == rank and time.monotonic() - when < GRACE
+        if self._met.is_set() and not (again or self._left or self._closed.is_set()):
+            with contextlib.suppress(OSError, UsageError):
+                self._connect(rank, GRACE)
+        if self._monitors[rank] is broken:
             del self._monitors[rank]
-            self._lost = rank, time.monotonic()
+        elif self._failed:
+            self._monitors[rank].send(self._failed)
 
     def _end(self, message: dict[str, Any]) -> None:
         """The job is broken."""
@@ -209,11 +224,11 @@ class Watch:
 
     def fail(self, kind: str) -> None:
         """Tell the monitors that this rank fails, in one of the ways of `Heard.ended`."""
-        self._failed = True
+        self._failed = {"ended": kind}
         if self.monitor and kind.startswith("SIG"):  # it comes to others too
             self.monitor.silent = True
         at = {} if self._notes == recorder.now[0] else {"at": repr(tuple(recorder.position))}
-        self._tell(at | {"ended": kind})
+        self._tell(at | self._failed)
 
     def silent_ranks(self) -> list[int]:
         """Ranks that have sent nothing for some seconds, by the monitor of this rank."""
