@@ -104,6 +104,7 @@ class Monitor:
             now = time.monotonic()
             if now - before > 20 * _TICK:  # this process did not run either
                 self._forgive(now - before)
+                began += now - before
             before = now
             for key, _ in events:
                 if key.fileobj is self.listener:
@@ -189,11 +190,14 @@ class Monitor:
             heard.ended, heard.at = message["ended"], now
 
     def _join(self, process: RankProcess, now: float) -> None:
-        heard = self.ranks.setdefault(process.rank, Heard(process, now, now))
-        if heard.process != process or heard.ended not in ("", "cut off", "gone"):
-            raise ValueError("that rank is another process, or has ended")
-        if heard.heard != now:  # it was here before
-            heard.heard = heard.cut = now
+        heard = self.ranks.get(process.rank)
+        if not heard:
+            self.ranks[process.rank] = Heard(process, now, now)
+            return
+        if heard.process != process:
+            raise ValueError("that rank is another process")
+        heard.heard = heard.cut = now  # its connection broke, and it made another
+        if heard.ended in ("cut off", "gone"):
             heard.ended = ""
 
     def _move(self, heard: Heard, position: Position, now: float) -> None:
