@@ -1,20 +1,34 @@
 """Who is to blame when a job stalls: by data, and with real ranks that are killed and stopped."""
 
+import contextlib
 import json
 import os
+import random
+import socket
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from megatron.context_parallel.commands import stuck
 from megatron.context_parallel.recorder import Position
+from megatron.context_parallel.trainer import judge as judges
+from megatron.context_parallel.trainer import monitor as monitors
 from megatron.context_parallel.trainer import rank_file
-from megatron.context_parallel.trainer.judge import GRACE, SIGNAL_GRACE, SILENT, Heard, judge, judge_first
-from megatron.context_parallel.trainer.monitor import Monitor
+from megatron.context_parallel.trainer.judge import (
+    GRACE,
+    SIGNAL_GRACE,
+    SILENT,
+    Heard,
+    judge,
+    judge_absent,
+    judge_first,
+)
+from megatron.context_parallel.trainer.monitor import Connection, Monitor
 from megatron.context_parallel.trainer.rank_file import RankFile, RankProcess, rank_files, read_rank_file
 from megatron.context_parallel.trainer.wait_graph import chains, culprits, told
 
@@ -98,7 +112,7 @@ def test_nobody_is_to_blame():
 
 
 def test_a_monitor_tells_who_is_silent():
-    monitor = Monitor("127.0.0.1", "job", 0, LIMITS, print)
+    monitor = Monitor("127.0.0.1", "job", 0, 3, LIMITS, print)
     monitor.listener.close()
     now = time.monotonic()
     for rank, ago in enumerate((0.0, SILENT + 1, SILENT / 2)):
@@ -148,6 +162,35 @@ def test_a_collective_that_timed_out_has_a_culprit():
     assert verdict(heard(0, receives(1), ended="timeout", ago=GRACE / 2), heard(1)) is None
 
 
+def test_a_rank_that_does_not_come_is_waited_for_and_named():
+    assert judge_absent({2, 3}, waited=599, limit=600) is None
+    assert judge_absent(set(), waited=601, limit=600) is None
+    line = judge_absent({2, 3}, waited=601, limit=600).line
+    assert line.startswith("ranks 2, 3 never came: no word within --distributed-timeout-minutes 10;")
+    assert judge_absent(set(range(1, 99)), 601, 600).line.startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 ... never came")
+
+
+def test_a_rank_of_another_host_that_is_gone_may_live():
+    gone = heard(2, ended="gone", ago=GRACE + 1)
+    assert verdict(heard(0), heard(2, ended="gone", ago=GRACE / 2)) is None  # it may connect anew
+    assert verdict(heard(0), gone).line.startswith("rank 2 on host died or was cut off at iteration 5")
+    assert verdict(replace(gone, process=RankProcess(0, 4, 1, "host", "job")), by=judge_first).ranks == [0]
+
+
+def test_a_connection_made_anew_is_to_blame_only_if_ranks_lost_each_other():
+    anew = replace(heard(2), cut=NOW - 5)
+    assert verdict(heard(0), anew) is None
+    lost = heard(1, ended="lost", ago=2)
+    assert verdict(heard(0), lost, anew).line.startswith("rank 2 lost its connections at iteration 5")
+    assert verdict(heard(0), lost, replace(anew, cut=NOW - 500)).ranks == [1]
+
+
+def test_a_judge_that_hears_nobody_is_cut_off_itself():
+    silent = [heard(rank, ago=31) for rank in (1, 2, 3)]
+    assert verdict(heard(0), *silent).line.startswith("rank 0 is cut off: it hears nothing from the others at ")
+    assert verdict(heard(0), heard(1), *silent[1:]).ranks == [2]
+
+
 def test_a_hang_has_a_culprit():
     found = verdict(heard(0, receives(1), still=31), heard(1, still=31), heard(2, receives(0), still=31))
     assert found.ranks == [1]
@@ -168,6 +211,145 @@ def test_the_deputy_judges_only_rank_0():
     assert verdict(heard(0, ended="SIGINT", ago=1), heard(1), by=judge_first).line.startswith(
         "rank 0 was ended by SIGI"
     )
+
+
+# --------------------------------------------------------------------------------------------------- monitors
+
+
+class Link:
+    """A proxy in front of a monitor: what passes it is late, and now and then it passes nothing for a while."""
+
+    def __init__(self, port: int, delay: float = 0.0, losses: float = 0.0, pause: float = 0.0) -> None:
+        self.port, self.delay, self.losses, self.pause = port, delay, losses, pause
+        self.random, self.open = random.Random(0), True
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self.listener.getsockname()[1]
+        self.ends: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, far = self.listener.accept()[0], socket.create_connection(("127.0.0.1", self.port))
+                self.ends += near, far
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass, args=(one, other), daemon=True).start()
+
+    def _pass(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                time.sleep(self.delay + (self.pause if self.random.random() < self.losses else 0))
+                other.sendall(data)
+            other.close()
+
+    def drop(self) -> None:
+        for end in self.ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self.ends.clear()
+
+
+class Far:
+    """A rank that only sends where it is, through a link."""
+
+    def __init__(self, rank: int, link: Link) -> None:
+        self.process, self.link, self.notes = RankProcess(rank, 3, 1000 + rank, f"host{rank} 0", "job"), link, 0
+        self.connect()
+
+    def connect(self) -> None:
+        self.connection = Connection(socket.create_connection(("127.0.0.1", self.link.address)))
+        self.connection.send(asdict(self.process))
+
+    def beat(self) -> None:
+        self.notes += 1
+        self.connection.send({"at": repr(tuple(Position(self.notes, 1, 5, "data")))})
+
+
+@pytest.fixture
+def monitor(monkeypatch):
+    """That of rank 0 of three, in a hurry: a second of silence is too long, and it grants half of one."""
+    monkeypatch.setattr(monitors, "BEAT", 0.05)
+    monkeypatch.setattr(judges, "GRACE", 0.5)
+    said: list[str] = []
+    found = Monitor("127.0.0.1", "job", 0, 3, (1.0, 1.0), lambda verdict: said.append(verdict.line))
+    found.said = said
+    found.thread.start()
+    yield found
+    found.verdict = None
+    found.close()
+
+
+def beat(ranks: list[Far], times: int, monitor: Monitor) -> str:
+    """The verdict, if there is one before all ranks have sent so many messages."""
+    for _ in range(times):
+        for rank in ranks:
+            rank.beat()
+        time.sleep(0.05)
+        if monitor.said:
+            return monitor.said[0]
+    return ""
+
+
+def test_a_slow_and_lossy_link_is_no_fault(monitor):
+    links = [Link(monitor.port), *(Link(monitor.port, delay=0.2, losses=0.1, pause=0.4) for _ in range(2))]
+    ranks = [Far(rank, link) for rank, link in enumerate(links)]
+    assert beat(ranks, 40, monitor) == ""
+    assert monitor.ranks[2].position.notes > 1
+
+
+def test_a_dropped_connection_that_is_made_anew_is_no_fault(monitor):
+    ranks = [Far(rank, Link(monitor.port)) for rank in range(3)]
+    assert beat(ranks, 5, monitor) == ""
+    ranks[2].link.drop()
+    ranks[2].connect()
+    assert beat(ranks, 15, monitor) == ""
+    ranks[2].link.drop()
+    assert beat(ranks, 100, monitor).startswith("rank 2 on host2 died or was cut off at iteration 5, data")
+
+
+def test_a_link_that_passes_nothing_is_a_fault(monitor):
+    ranks = [Far(rank, Link(monitor.port)) for rank in range(3)]
+    beat(ranks, 3, monitor)
+    ranks[1].link.delay = 100
+    assert beat(ranks, 100, monitor).startswith("rank 1 stopped responding at iteration 5, data")
+
+
+def test_a_monitor_waits_for_all_and_tells_when_they_are_there(monitor):
+    first = [Far(rank, Link(monitor.port)) for rank in (0, 1)]
+    assert beat(first, 3, monitor) == "" and monitor.absent == {2}
+    late = Far(2, Link(monitor.port))
+    told: list[dict] = []
+    while not any("met" in message for message in told):
+        told += late.connection.read() or []
+        time.sleep(0.01)
+    assert monitor.absent == set()
+
+
+def test_a_monitor_names_who_never_comes(monitor):
+    ranks = [Far(rank, Link(monitor.port)) for rank in (0, 2)]
+    assert beat(ranks, 100, monitor).startswith("rank 1 never came: no word within --distributed-timeout-minutes 0.01")
+
+
+def test_what_a_stalled_link_does_not_take_is_sent_later():
+    near, far = socket.socketpair()
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    sender, reader = Connection(near), Connection(far)
+    for number in range(1000):  # more than it takes
+        sender.send({"number": number})
+    came = [message["number"] for message in drain(reader)]
+    assert 0 < len(came) < 1000
+    while -1 not in came:
+        sender.send({"number": -1})
+        came += [message["number"] for message in drain(reader)]
+    whole = came[: came.index(-1)]
+    assert whole == list(range(len(whole)))
+
+
+def drain(reader: Connection) -> list[dict]:
+    found = []
+    while some := reader.read():
+        found += some
+    return found
 
 
 # ------------------------------------------------------------------------------------------------- rank files

@@ -24,11 +24,13 @@ from random import SystemRandom
 
 from megatron.context_parallel.commands import pretrain
 from megatron.context_parallel.commands.run import ignore_warnings_of_libraries, run_main
+from tools.netlab.lab import NAMESPACES, SHAPED, Lab
 
 from .moments import Fault, Watch, install, write_counts
 
 LAUNCHER = -1  # its lines have this rank
 GRACE = 5.0  # seconds after the last rank in which what it started must end
+_CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
 _PR_SET_CHILD_SUBREAPER = 36
 _IMPORTED_LATE = (  # by a rank, which would take seconds
     "megatron.context_parallel.trainer.arguments",
@@ -108,6 +110,7 @@ def run_job(
     limit: float = 60.0,
     timeout: float | None = None,
     apart: bool = False,
+    lab: Lab | None = None,
     meanwhile: Callable[[], None] | None = None,
     counts: Path | None = None,
     main: Callable[[list[str]], None] | None = None,
@@ -119,11 +122,12 @@ def run_job(
         Otherwise they must end by themselves, as on another node.
     timeout: seconds, in place of --distributed-timeout-minutes, which is at least a minute.
     apart: each rank takes itself to be on a host of its own.
+    lab: each rank is in a network namespace of it, and has its name as the name of its host.
     meanwhile: runs here when the fault happens, whose action waits for it (`wait_for_go`).
     counts: a directory that gets how many events of each phase every rank had.
     main: runs in place of the trainer's.
     """
-    return _Job(_Start(argv, ranks, fault, agent_store, ends_others, timeout, apart, counts, main)).watch(
+    return _Job(_Start(argv, ranks, fault, agent_store, ends_others, timeout, apart, lab, counts, main)).watch(
         limit, meanwhile
     )
 
@@ -139,6 +143,7 @@ class _Start:
     ends_others: bool
     timeout: float | None
     apart: bool
+    lab: Lab | None
     counts: Path | None
     main: Callable[[list[str]], None] | None
     outputs: dict[int, int] = field(default_factory=dict)  # descriptors to write to, by rank
@@ -180,7 +185,10 @@ class _Start:
         del store
 
     def run_rank(self, rank: int) -> None:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if self.lab:
+            _enter(self.lab.hosts[rank])
+            os.environ |= {"MASTER_ADDR": self.lab.address(0), "GLOO_SOCKET_IFNAME": SHAPED, "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0" if self.lab else str(rank)}
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._keep_only(self.outputs[rank])
@@ -345,6 +353,15 @@ def _state(pid: int) -> str:
 def wait_for_go() -> None:
     """The action of a fault that waits until `meanwhile` is done."""
     os.read(int(os.environ["FAULTS_GO"]), 3)
+
+
+def _enter(namespace: str) -> None:
+    """Let this process be on a host of its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with (NAMESPACES / namespace).open() as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET) or libc.unshare(_CLONE_NEWUTS):
+            raise OSError(ctypes.get_errno(), "cannot enter a namespace")
+    socket.sethostname(namespace)
 
 
 def _free_port() -> int:

@@ -184,8 +184,13 @@ def nan_gradient(case: Case) -> None:
     ended_in_time(case, outcome)
     all_failed(case, outcome)
     # Every rank knows it and stops; any of them may be the one that says it.
-    first_line(case, outcome, rf"{re.escape(actions.SPOILT)} is nan on rank {victim}\b", "iteration")
+    first_line(case, outcome, rf"{_of_any_stage(actions.SPOILT)} is nan on rank {victim}\b", "iteration")
     resumes(case, save, outcome)
+
+
+def _of_any_stage(parameter: str) -> str:
+    """A regular expression for the name of a parameter, whose layer is counted from the first of its stage."""
+    return re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(parameter))
 
 
 def bad_token(case: Case) -> None:

@@ -1,10 +1,16 @@
 """A rank dies or stops, in every phase, the first or the last, in each kind of group: the first line names it."""
 
+import os
+import subprocess
+
 import pytest
+
+from megatron.context_parallel.trainer import monitor
+from tools.netlab import Lab
 
 from . import actions
 from .bench import Bench
-from .job import Outcome
+from .job import Outcome, run_job, wait_for_go
 from .moments import Fault, Moment
 
 MOMENTS = (  # layout, moment, victim, where the line says that it was
@@ -68,3 +74,56 @@ def test_a_rank_that_does_not_move_is_named(bench: Bench):
     fault = Fault(Moment("data", 3), 1, lambda: [actions.time.sleep(1) for _ in range(100)])
     outcome = bench.run("cp2 tp2", fault=fault, agent_store=False, more="--distributed-timeout-seconds-after-init 5")
     named(outcome, "rank 1 makes no progress at iteration 3, data, in ")
+
+
+@pytest.mark.parametrize(
+    ("layout", "nth", "victim", "agent_store", "words"),
+    [  # at once if it was there, and after the time limit if it was not
+        ("cp2 tp2", 4, 2, False, "rank 2 died at joining"),
+        ("cp2", 4, 0, True, "rank 0 died at joining"),
+        ("cp2", 0, 1, False, "rank 1 never came: no word within --distributed-timeout-minutes 0.05;"),
+        ("cp2", 0, 0, False, "rank 1: error: rank 0 never came: no word within --distributed-timeout-minutes 0.05;"),
+    ],
+)
+def test_a_rank_that_dies_while_ranks_join_is_named(bench: Bench, layout, nth, victim, agent_store, words):
+    late = {} if "died" in words else {"timeout": 3}
+    fault = Fault(Moment("join", 0, nth), victim, actions.kill)
+    named(bench.run(layout, fault=fault, agent_store=agent_store, **late), words)
+
+
+def test_a_late_rank_is_waited_for_and_named(bench: Bench, monkeypatch):
+    monkeypatch.setattr(monitor, "SECONDS_OF_PATIENCE", 1)
+    fault = Fault(Moment("join"), 1, lambda: actions.time.sleep(2))
+    outcome = bench.run("cp2", fault=fault)
+    assert set(outcome.statuses.values()) == {0}, outcome.text
+    (line,) = [line.text for line in outcome.after]
+    assert line == "rank 1 of 2 not there after 1 s; waiting for --distributed-timeout-minutes 1"
+
+
+def test_a_first_rank_whose_packets_are_lost_is_named_and_ends(bench: Bench):
+    fault = Fault(Moment("forward", 3), 0, actions.go_silent)
+    more = "--distributed-timeout-seconds-after-init 4"
+    outcome = bench.run("ring cp4", fault=fault, agent_store=False, apart=True, more=more)
+    assert all(outcome.statuses.values()) and not outcome.late and not outcome.left, outcome.text
+    assert all("rank 0 " in line.text for line in outcome.after) and outcome.after, outcome.text
+
+
+def test_a_host_that_is_cut_off_ends_too(bench: Bench):
+    """Hosts in namespaces of their own: the switch loses the port of one, and nobody is told."""
+    if os.geteuid() or subprocess.run(["unshare", "--net", "--uts", "true"], capture_output=True).returncode:
+        pytest.skip("needs root and the right to make namespaces")
+    more = "--context-parallel-size 3 --seq-length 96 --distributed-timeout-seconds-after-init 4"
+    with Lab(3, 1, name=f"faults{os.getpid()}") as lab:
+        cut = ["ip", "-n", lab.switch, "link", "set", "port2", "nomaster"]
+        outcome = run_job(
+            bench.flags("cp2", more=more),
+            3,
+            Fault(Moment("forward", 3), 2, wait_for_go),
+            agent_store=False,
+            lab=lab,
+            meanwhile=lambda: subprocess.run(cut, check=True),
+        )
+    assert set(outcome.statuses) == {0, 1, 2} and all(outcome.statuses.values()) and not outcome.late, outcome.text
+    told = {line.rank: line.text for line in outcome.after}
+    assert told[0].startswith("rank 2 stopped responding at iteration "), outcome.text
+    assert told[2].startswith(f"rank 2 on {lab.hosts[2]} is cut off: it heard nothing from ranks 0, 1 for 4 s")

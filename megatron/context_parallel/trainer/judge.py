@@ -32,7 +32,7 @@ class Heard:
     process: RankProcess
     heard: float
     moved: float
-    position: Position = field(default_factory=Position)
+    position: Position = field(default_factory=lambda: Position(phase="joining"))  # until it says more
     ended: str = ""
     at: float = 0.0
     cut: float = float("-inf")
@@ -134,7 +134,8 @@ def _silent(ranks: Mapping[int, Heard], now: float, limits: tuple[float, float])
     }
     if not silent:
         return None
-    if 0 in ranks and len(silent) == len(ranks) - 1 > 1:  # they are not to blame, but the network of the judge
+    others = [heard for rank, heard in ranks.items() if rank and now - heard.heard > 2 * BEAT]
+    if 0 in ranks and len(others) == len(ranks) - 1 > 1:  # they are not to blame, but the network of the judge
         line = f"rank 0 is cut off: it hears nothing from the others at {ranks[0].position}"
         return Verdict([0], line, [], [*silent])
     rank = min(silent, key=lambda rank: silent[rank].heard)

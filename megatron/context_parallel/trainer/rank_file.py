@@ -48,6 +48,7 @@ class RankFile:
             print(f"rank {rank}: cp-stuck cannot see it: {error}", file=sys.stderr, flush=True)
             self.memory = mmap.mmap(-1, _PARTS["rank"].stop)
         self._write("rank", json.dumps(asdict(self.process)))
+        self._write("position", repr(recorder.now))
         recorder.size, recorder.memory = _PARTS["position"].stop, self.memory
 
     def look_up(self, threads: set[int]) -> Position:
