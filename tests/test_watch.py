@@ -135,7 +135,7 @@ def test_the_first_own_error_is_to_blame():
 
 def test_a_usage_error_of_all_ranks_is_said_by_rank_0():
     assert verdict(heard(0), heard(1, ended="usage", ago=GRACE / 2)) is None
-    assert verdict(heard(0, ended="usage", ago=0.1), heard(1, ended="usage", ago=GRACE + 1)).ranks == [0]
+    assert verdict(heard(0, ended="usage", ago=0.1), heard(1, ended="usage", ago=0.2)).ranks == [0]
     assert verdict(heard(0), heard(1, ended="usage", ago=GRACE + 1)).ranks == [1]
 
 

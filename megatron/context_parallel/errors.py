@@ -10,3 +10,7 @@ class UsageError(ValueError):
 
     def __str__(self) -> str:
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in super().__str__())
+
+
+class RankError(UsageError):
+    """What is wrong on the host of one rank, maybe of no other: it says so without waiting for rank 0."""

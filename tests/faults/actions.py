@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import resource
 import signal
 import socket
 import struct
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from torch import Tensor
 
 from megatron.context_parallel.trainer.watch import Watch
@@ -21,6 +23,7 @@ from . import moments
 SPOILT = "decoder.layers.0.mlp.linear_fc1.weight"
 BALLAST = "ballast"
 _SO_ATTACH_FILTER = 26
+_CLONE_NEWNS = 0x20000
 
 
 def kill() -> None:
@@ -123,3 +126,21 @@ def make_read_only(directory: Path) -> None:
     """By a mount on top: permissions do not stop root, and files that are open stay writable."""
     for options in (["--bind", str(directory)], ["-o", "remount,bind,ro"]):
         subprocess.run(["mount", *options, str(directory)], check=True)
+
+
+def kill_helpers() -> None:
+    """As the killer of a system without memory does: what reads data for the rank dies."""
+    for helper in psutil.Process().children():
+        helper.kill()
+
+
+def few_files(most: int) -> None:
+    """As `ulimit -n` sets it."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def small_shared_memory(kilobytes: int) -> None:
+    """/dev/shm is this small for the rank, which gets mounts of its own."""
+    ctypes.CDLL(None).unshare(_CLONE_NEWNS)
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", "/dev/shm"], check=True)

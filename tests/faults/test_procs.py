@@ -2,9 +2,11 @@
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,49 @@ def test_ctrl_c_before_the_job_is_one_line(bench):
     assert set(outcome.statuses.values()) == {130}
 
 
+# ------------------------------------------------------------------------------------------- what the host lacks
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+def test_a_killed_data_worker_is_named(bench, phase):
+    fault = Fault(Moment(phase, 4, 1), 1, actions.kill_helpers)
+    outcome = bench.run("cp2", bench.fresh("worker"), fault=fault, agent_store=False, more="--num-workers 1")
+    (line,) = said(outcome)
+    assert re.match(r"rank 1: its data worker \(process \d+\) was ended by a signal \(Killed\), as the system", line)
+    assert not outcome.left and not outcome.late
+
+
+def test_an_error_in_a_data_worker_is_told(bench):
+    fault = Fault(Moment("helper", 1, 2), 1, disk_error(errno.EIO))
+    outcome = bench.run("cp2", fault=fault, agent_store=False, more="--num-workers 1")
+    (line,) = said(outcome)
+    assert line.startswith(f"rank 1: in a data worker, OSError: [Errno 5] {os.strerror(errno.EIO)}: '/where'; details")
+
+
+@pytest.mark.parametrize(("most", "more"), [(60, ": each of 2 ranks needs at least 130"), (140, " is too low")])
+def test_too_few_open_files_are_named(bench, most, more):
+    fault = Fault(Moment("start-up"), 1, partial(actions.few_files, most))
+    outcome = bench.run("cp2", fault=fault, ends_others=True, more="--num-workers 2")
+    (line,) = [text for text in said(outcome) if "ulimit" in text]
+    assert f"rank 1: ulimit -n {most}{more}" in line and len(said(outcome)) == 1
+
+
+@pytest.mark.parametrize(
+    ("kilobytes", "line"),
+    [
+        (4, "error: --num-workers 2: they cannot start (No space left on device in /dev/shm); give 0"),
+        (112, "rank 1: a data worker found no room in /dev/shm; make some there, or give --num-workers 0"),
+    ],
+)
+def test_full_shared_memory_is_named(bench, kilobytes, line):
+    if os.geteuid():
+        pytest.skip("needs the right to mount")
+    fault = Fault(Moment("start-up"), 1, partial(actions.small_shared_memory, kilobytes))
+    outcome = bench.run("cp2", fault=fault, agent_store=False, more="--num-workers 2")
+    assert [line in text for text in said(outcome)] == [True], outcome.text
+    assert not outcome.late
+
+
 # ----------------------------------------------------------------------------------------------------- storage
 
 
@@ -119,6 +164,16 @@ def test_a_failed_save_is_one_line_and_loses_nothing(bench, victim, share):
         assert told or line.startswith(f"rank {victim}: OSError: [Errno 28] No space left on device")
         assert not list(save.glob("*.incomplete")) or not told
         check_resume(bench, save)
+
+
+def test_a_save_that_fails_on_another_rank_is_said_by_rank_0_alone(bench):
+    """Without a launcher that ends the others, as on another node."""
+    save = bench.fresh("fails on rank 1")
+    moment = Moment("save", 4, bench.reference("cp2").events[1]["save", 4] - 1)
+    outcome = bench.run("cp2", save, fault=Fault(moment, 1, disk_error(errno.ENOSPC)), agent_store=False)
+    (line,) = said(outcome)
+    assert line.startswith(f"pretrain_gpt.py: error: --save {save}: iteration 4 was not saved: No space left on device")
+    assert outcome.statuses == {0: 2, 1: 2} and not outcome.late
 
 
 @pytest.mark.parametrize(("victim", "before_end"), [(0, 4), (0, 20), (1, 1)])

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
-from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.errors import RankError, UsageError
 
 NEEDS = {  # what is imported: (the package that has it, the extra that installs it)
     "megatron.core": ("megatron-core", "train"),
@@ -45,10 +45,12 @@ def run_main(main: Callable[[], int | None], program: str | None = None) -> NoRe
     A UsageError is one line with the name of the program (default: of its file), and status 2. So is a package of an
     extra that is not installed. Ctrl-C is one line, and status 130.
     """
+    patience = 30  # seconds
     try:
         sys.exit(main())
     except UsageError as error:
         message = str(error)
+        patience = 0 if isinstance(error, RankError) else patience
     except ModuleNotFoundError as error:
         message = _how_to_install(error)
     except KeyboardInterrupt:
@@ -58,7 +60,7 @@ def run_main(main: Callable[[], int | None], program: str | None = None) -> NoRe
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         # Rank 0 says it for all, and its exit ends the job. A rank still here then found a mistake of its node alone.
-        time.sleep(30)
+        time.sleep(patience)
         message = f"rank {rank}: {message}"
     print(f"{program or os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)

@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 
 from ..errors import UsageError
 from ..recorder import recorder
+from .cause import told
 from .flags import Arguments
 
 if TYPE_CHECKING:
@@ -70,12 +71,14 @@ def _write(directory: Path, me: int, error: BaseException | str, rank: int | Non
 def leave_after(args: Arguments, error: BaseException, watch: "Watch | None") -> NoReturn:
     """End this process with status 1 (2 for a UsageError) because of `error`.
 
-    The rank that broke the job says why. One that only lost a peer says nothing.
+    The rank that broke the job says why. One that only lost a peer says nothing. A UsageError is raised again where it
+    is the program that is to print it: on rank 0, or before there is a watch.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises at the end of each further data worker
     if isinstance(error, UsageError):
         if watch:
-            watch.fail("usage")
-        if args.rank and (watch is None or watch.may_speak()):
+            _leave_with(args, error, watch)
+        elif args.rank:
             print(f"rank {args.rank}: error: {error}", file=sys.stderr, flush=True)
             os._exit(2)
         raise error
@@ -88,12 +91,26 @@ def leave_after(args: Arguments, error: BaseException, watch: "Watch | None") ->
         details = f"its details could not be written: {full}"
     speaks = watch.may_speak() if watch else kind == "failed" and _is_first()
     if speaks:
-        print(f"rank {args.rank}: {one_line(error)}; {details}", file=sys.stderr, flush=True)
+        print(f"rank {args.rank}: {told(error)}; {details}", file=sys.stderr, flush=True)
     if watch:
         watch.leave()  # the judge, when all have heard the verdict
     if not speaks:
         linger()
     os._exit(1)
+
+
+def _leave_with(args: Arguments, error: UsageError, watch: "Watch") -> None:
+    watch.fail("usage")
+    speaks = watch.may_speak()
+    if not args.rank:
+        watch.leave()
+        if speaks:
+            return
+    elif speaks:
+        print(f"rank {args.rank}: error: {error}", file=sys.stderr, flush=True)
+    if not speaks:
+        linger()
+    os._exit(2)
 
 
 def linger() -> None:
@@ -109,11 +126,6 @@ def _kind(error: BaseException) -> str:
         return "lost"
     waited = any(words in text.lower() for words in ("timed out", "wait timeout"))
     return "timeout" if isinstance(error, RuntimeError) and waited else "failed"
-
-
-def one_line(error: BaseException) -> str:
-    """The kind of an error and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0][:400].rstrip(": ")
 
 
 def _is_first() -> bool:

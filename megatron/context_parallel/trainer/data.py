@@ -1,5 +1,6 @@
 """From `.bin/.idx` files to micro batches, by megatron-core's datasets."""
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sized
@@ -14,10 +15,11 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_idx_path
 from megatron.core.datasets.utils import Split, get_blend_from_list
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, dataloader
 
 from ..errors import UsageError
 from ..mask import Documents
+from .cause import end_without_room
 from .flags import Arguments
 from .index_cache import drop_damaged, record
 
@@ -171,15 +173,27 @@ def build_data_iterator(
         collate_fn=partial(collate, end=args.eod_token if args.reset_attention_mask else None),
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # the loader seeds its workers from the global generator otherwise
+        worker_init_fn=end_without_room,
     )
     # A generator: loader workers start at the first batch asked for, which on some ranks is never.
-    for samples, batch in zip(batches, loader, strict=True):
+    for samples, batch in zip(batches, _started(loader), strict=True):
         for name in ("tokens", "labels"):
             smallest, largest = torch.aminmax(batch[name])
             if smallest < 0 or largest >= args.vocabulary:
                 note(_wrong_token(dataset, samples, batch[name], args.vocabulary))
                 batch[name].clamp_(0, args.vocabulary - 1)
         yield batch
+
+
+def _started(loader: DataLoader) -> Iterator[Batch]:
+    try:
+        return iter(loader)
+    except OSError as error:
+        if error.errno == errno.EMFILE:  # told by the end of the rank
+            raise
+        dataloader._MultiProcessingDataLoaderIter._shutdown = True  # what did not start lacks it when it is deleted
+        why = f"{error.strerror}{' in /dev/shm' if error.errno == errno.ENOSPC else ''}"
+        raise UsageError(f"--num-workers {loader.num_workers}: they cannot start ({why}); give 0") from error
 
 
 def _wrong_token(dataset: Dataset, samples: range, tokens: torch.Tensor, vocabulary: int) -> str:

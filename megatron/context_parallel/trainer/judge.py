@@ -72,8 +72,11 @@ def judge(ranks: Mapping[int, Heard], now: float, limits: tuple[float, float]) -
             return Verdict([rank], f"rank {rank} was ended by {heard.ended} at {heard.position}", [rank])
         if heard.ended in ("cut off", "gone") and now - heard.at > GRACE:
             return _cut_off(ranks, now)
-        if heard.ended == "usage" and now - heard.at > GRACE:
-            return Verdict([0 if 0 in ranks and ranks[0].ended == "usage" else rank], "")
+        if heard.ended == "usage":
+            if 0 in ranks and ranks[0].ended == "usage":  # it prints what all of them may raise
+                return Verdict([0], "")
+            if now - heard.at > GRACE:
+                return Verdict([rank], "")
     return _silent(ranks, now, limits) or _lost(ranks, now) or _hang(ranks, now, limits[1])
 
 

@@ -18,6 +18,7 @@ from .checkpoint_store import latest_iteration
 from .crash import leave_after
 from .flags import Arguments
 from .lifetime import end_at_signals
+from .open_files import allow_open_files
 from .train_state import Progress
 from .watch import Watch, wait_for_store
 
@@ -41,6 +42,7 @@ def distributed_job(args: Arguments, progress: Progress | None = None) -> Iterat
     )
     try:
         recorder.enter("joining")
+        allow_open_files(args.world_size)
         store = open_store(args)
         watch = Watch(args, store)
         watch.meet(store)

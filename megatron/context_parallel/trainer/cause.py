@@ -1,0 +1,69 @@
+"""What lies behind the error of a rank: a data worker that ended, too few open files, no shared memory."""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from multiprocessing.queues import Queue
+
+from .open_files import open_files
+
+_ENDED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([\w ]+)")
+_LEFT = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) exited unexpectedly(?: with exit code (\d+))?")
+_IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
+_OF_SIGNAL = {  # why the system sends it, and what to do
+    "Killed": ", as the system does when memory runs out; give a smaller --num-workers, or the job more memory",
+    "Bus error": ", as the system does when /dev/shm is full; make room there, or give --num-workers 0",
+}
+_NO_ROOM = "unable to allocate shared memory"
+
+
+def end_without_room(worker: int) -> None:
+    """For a data worker: end it when it cannot hand over a batch, for which the rank would wait for ever.
+
+    Its status is the number of the system's error.
+    """
+    Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
+
+
+def _end_worker(error: BaseException, batch: object) -> None:
+    number = errno.ENOSPC if _NO_ROOM in str(error) else 1
+    os._exit(errno.EMFILE if _is_limit_of_files([error]) else number)
+
+
+def told(error: BaseException) -> str:
+    """An error in one line: what is known to be behind it, or else its kind and the first line of its message.
+
+    An error of a data worker may come up anywhere in the main thread, so it is looked for behind other errors too.
+    """
+    chain = [*_chain(error)]
+    text = "\n".join(str(one) for one in chain)
+    ended, left = _ENDED.search(text), max(_LEFT.finditer(text), key=lambda found: found[2] or "", default=None)
+    status = int(left[2] or 0) if left else 0
+    if status == errno.EMFILE or _is_limit_of_files(chain):
+        return f"ulimit -n {open_files()} is too low: no more files and connections may be opened; raise it to 65536"
+    if status == errno.ENOSPC or _NO_ROOM in text:
+        return "a data worker found no room in /dev/shm; make some there, or give --num-workers 0"
+    if ended:
+        return f"its data worker (process {ended[1]}) was ended by a signal ({ended[2]}){_OF_SIGNAL.get(ended[2], '')}"
+    if left:
+        return f"its data worker (process {left[1]}) ended" + (f" with status {status}" if status else "")
+    return _line_of(error)
+
+
+def _is_limit_of_files(chain: list[BaseException]) -> bool:
+    return any("too many open files" in str(error).lower() for error in chain)
+
+
+def _line_of(error: BaseException) -> str:
+    """The kind of an error and the first line of its message; of one that a data worker raised, its own."""
+    message = str(error).strip()
+    if _IN_WORKER.match(message):
+        return f"in a data worker, {message.splitlines()[-1]}"[:400]
+    return f"{type(error).__name__}: {message}".partition("\n")[0][:400].rstrip(": ")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error:
+        yield error
+        error = error.__cause__ or error.__context__
