@@ -4,13 +4,16 @@ import gc
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from backtrace import backtrace, record_crash
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
@@ -20,7 +23,8 @@ WORLD = 6
 torch.set_num_threads(1)
 
 
-def _serve(rank: int, pipe) -> None:
+def _serve(rank: int, pipe, directory: str) -> None:
+    record_crash(Path(directory) / f"rank{rank}")
     torch.set_num_threads(1)
     ignore_warnings_of_libraries()
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -65,10 +69,11 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        self.pipes, self.processes = [], []
+        self.pipes, self.processes, self.began = [], [], time.time()
         for rank in range(self.world):
             ours, theirs = self.context.Pipe()
-            process = self.context.Process(target=_serve, args=(rank, theirs))  # no daemon: it has children
+            arguments = rank, theirs, self.directory.name
+            process = self.context.Process(target=_serve, args=arguments)  # no daemon: it has children
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -89,12 +94,15 @@ class Ranks:
         return [result for _, result in replies]
 
     def _restart(self) -> str:
-        """Starts other ranks, so that the death of one fails a single test. Returns who died, with exit codes."""
-        wait([process.sentinel for process in self.processes], timeout=5)
+        """Starts other ranks, so that the death of one fails a single test. Returns who died, how, and where."""
+        wait([process.sentinel for process in self.processes], timeout=30)
         died = {rank: process.exitcode for rank, process in enumerate(self.processes) if process.exitcode is not None}
+        text = f"ranks that died, with their exit codes: {died}"
+        for rank in died:
+            text += f"\nrank {rank}:\n{backtrace(Path(self.directory.name) / f'rank{rank}', self.began)}"
         self._end(patience=0)
         self._start()
-        return f"ranks that died, with their exit codes: {died}"
+        return text
 
     def _end(self, patience: float) -> None:
         for pipe, process in zip(self.pipes, self.processes, strict=True):

@@ -1,12 +1,15 @@
 """Damage to checkpoints is one line that names the file and what to do, never another weight and never a traceback."""
 
 import json
+import os
+import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import training_case
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron.context_parallel.commands import checkpoint as tool
 from megatron.context_parallel.errors import UsageError
@@ -88,6 +91,49 @@ DAMAGES = {  # (what happens to the run's directory, what the line says of it)
     "unreadable tracker": (lambda run: make_unreadable(run / TRACKER), f"{TRACKER} cannot be read"),
     "tracker of nothing": (lambda run: (run / TRACKER).write_text("9"), "iter_0000009 is not there"),
 }
+
+
+class Code:
+    """A pickle of it creates a file when it is loaded."""
+
+    def __init__(self, created: Path) -> None:
+        self.created = created
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.created),)
+
+
+def add_code(run: Path, part: str) -> None:
+    """Put code into a part of the last checkpoint, as one who can also write its manifest."""
+    folder, code = run / LAST, Code(run / "ran")
+    if part == "common.pt":
+        torch.save(torch.load(folder / part) | {"progress": code}, folder / part)
+    else:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        if part == ".metadata":
+            metadata.planner_data = code
+        else:  # the random generators of rank 0
+            shard = metadata.storage_data[MetadataIndex("rng/shard_0_2")]
+            with (folder / shard.relative_path).open("ab") as file:
+                shard.offset = file.tell()
+                torch.save([code], file)
+                shard.length = file.tell() - shard.offset
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (folder / "manifest.json").unlink()
+    write_manifest(folder, make_manifest(folder, {}))
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_code_in_a_checkpoint_is_refused_and_not_run(ranks, run, tmp_path, verified):
+    copies = []
+    for part in (".metadata", "common.pt", "a shard"):
+        copies.append(shutil.copytree(run, tmp_path / part))
+        add_code(copies[-1], part)
+    for found in ranks(2, load_each, [str(copy) for copy in copies], {"no_verify_checkpoint": not verified}):
+        for copy, told in zip(copies, found, strict=True):
+            assert f"--load {copy}: {LAST} holds more than data: it would run " in str(told)
+            assert ".mkdir while it is loaded, and was not; give a checkpoint that this program saved" in str(told)
+            assert not (copy / "ran").exists()
 
 
 def save_twice(directory: str, async_save: bool = False) -> None:

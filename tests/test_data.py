@@ -16,6 +16,7 @@ from megatron.context_parallel.commands import preprocess_data
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer import index_file
 from megatron.context_parallel.trainer.data import build_data_iterator, build_datasets
+from megatron.context_parallel.trainer.index_cache import record
 from megatron.context_parallel.trainer.tokenizer import build_tokenizer
 
 EOD = 256
@@ -456,6 +457,18 @@ def test_a_damaged_cache_is_made_again(tmp_path, capsys, kind):
         assert capsys.readouterr().out == f"{path} is cut short or damaged; it is made again\n"
         assert path.read_bytes() == data
         assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(before, after, strict=True))
+
+
+def test_code_in_a_cache_is_not_run(tmp_path):
+    args = arguments(tmp_path, data_path=[corpus(tmp_path)], split="100,0,0")
+    before = iterate(args, 0, 0, 1)
+    (folder,) = (tmp_path / "cache").iterdir()
+    path = next(folder.glob("*sample_index.npy"))
+    path.write_bytes(b"cos\nmkdir\n(V" + str(tmp_path / "ran").encode() + b"\ntR.")  # a pickle
+    (folder / "sha256.json").unlink()
+    record(folder)
+    assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(before, iterate(args, 0, 0, 1), strict=True))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_cache_whose_writer_was_killed_is_made_again(tmp_path):

@@ -3,12 +3,14 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed import TCPStore
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.commands import plot_loss, preprocess_data
@@ -118,6 +120,8 @@ def slurm(tmp_path):
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "bin" / "python3").symlink_to(sys.executable)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     return {
         "PATH": f"{tmp_path}/bin:{Path(shutil.which('bash')).parent}:/usr/bin:/bin",
         "CALLS": str(tmp_path),
@@ -135,7 +139,7 @@ SBATCH = ["bash", str(ROOT / "examples/slurm/pretrain.sbatch"), "--save", "run",
 def test_slurm_runs_one_rank_per_gpu_in_a_container(tmp_path, slurm):
     subprocess.run(SBATCH, env=slurm | {"CONTAINER_IMAGE": "a.sqsh"}, check=True, capture_output=True)
     call = (tmp_path / "srun").read_text().splitlines()
-    assert call[-8:-4] == ["--nproc-per-node=8", "--master-addr=n7", "--master-port=20041", "pretrain_gpt.py"]
+    assert call[-8:-6] == ["--nproc-per-node=8", "--master-addr=n7"] and call[-5] == "pretrain_gpt.py"
     assert call[-4:] == ["--exit-signal-handler", "--save", "run", "--load=run"]
     assert {"--container-image=a.sqsh", f"--container-mounts={tmp_path}:{tmp_path}"} <= set(call)
     assert f"{tmp_path}/.venv/bin/python" not in call
@@ -147,12 +151,31 @@ def test_slurm_passes_a_failure_on_and_does_not_repeat_it(tmp_path, slurm):
     assert not (tmp_path / "scontrol").exists()
 
 
-def test_slurm_serves_with_all_nodes(tmp_path, slurm):
+def test_slurm_serves_with_all_nodes_in_a_container_on_a_network(tmp_path, slurm):
     script = ["bash", str(ROOT / "examples/slurm/serve.sbatch"), "--load", "llama"]
-    subprocess.run(script, env=slurm, check=True, capture_output=True)
+    given = {"CONTAINER_IMAGE": "a.sqsh", "GLOO_SOCKET_IFNAME": "lo"}
+    subprocess.run(script, env=slurm | given, check=True, capture_output=True)
     call = (tmp_path / "srun").read_text().splitlines()
-    assert call[-7:-3] == ["--nnodes=2", "--nproc-per-node=8", "--master-addr=n7", "--master-port=20041"]
+    assert call[-7:-4] == ["--nnodes=2", "--nproc-per-node=8", "--master-addr=127.0.0.1"]
     assert call[-3:] == ["tools/run_text_generation_server.py", "--load", "llama"]
+    assert "--container-image=a.sqsh" in call
+    refused = subprocess.run(script, env=slurm | {"GLOO_SOCKET_IFNAME": "ib9"}, capture_output=True, text=True)
+    assert refused.returncode == 2 and refused.stderr.startswith("serve.sbatch: GLOO_SOCKET_IFNAME=ib9: no such")
+
+
+def test_no_two_jobs_of_a_node_are_given_one_port():
+    holder = [sys.executable, str(ROOT / "examples/slurm/hold_port.py")]
+    jobs = [subprocess.Popen(holder, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        first, second = (int(job.stdout.readline()) for job in jobs)
+        assert first != second
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", first))
+        TCPStore("127.0.0.1", first, is_master=True, wait_for_workers=False)  # as the launcher of the ranks listens
+    finally:
+        for job in jobs:
+            job.kill()
+            job.communicate()
 
 
 @pytest.mark.parametrize(("family", "preset"), [("llama", "tiny-llama"), ("gpt3", "tiny-gpt3")])

@@ -1,7 +1,18 @@
 """The strategies between real processes: gloo moves the chunks, the result is that of exact attention."""
 
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
+from backtrace import backtrace
+from conftest import Ranks
 
 from megatron.context_parallel import STRATEGIES, ContextParallel, context_parallel_attention
 from megatron.context_parallel.kernels.reference import attention
@@ -61,3 +72,29 @@ def test_every_strategy_on_six_ranks(ranks):
     cases += [("attention2d", None, {"grid": (3, 2), "overlap": False}), ("mesh", "zigzag", {"grid": (3, 2)})]
     cases += [("lightseq", None, {"balance": False, "prefetch": False}), ("mesh", None, {"head_parallel_size": 3})]
     check(ranks, 6, 6, 3, cases)
+
+
+def _crash() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_a_rank_of_the_tests_that_crashes_shows_where(monkeypatch):
+    monkeypatch.setenv("PATH", "")  # gdb would read all of PyTorch's symbols
+    pool = Ranks(1)
+    try:
+        with pytest.raises(AssertionError, match=r"exit codes: \{0: -11\}") as failed:
+            pool(1, _crash)
+    finally:
+        pool.close()
+    assert "Segmentation fault" in str(failed.value) and "in _crash" in str(failed.value)
+
+
+def test_a_crash_shows_native_frames(tmp_path):
+    if not shutil.which("gdb") or Path("/proc/sys/kernel/core_pattern").read_text().startswith("|"):
+        pytest.skip("needs gdb, and a kernel that writes cores into a folder")
+    crash = "import os, sys; from backtrace import *; record_crash(Path(sys.argv[1])); os.kill(os.getpid(), 11)"
+    began, here = time.time(), {"PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run([sys.executable, "-c", crash, str(tmp_path / "frames")], env=here)
+    assert done.returncode == -signal.SIGSEGV
+    assert re.search(r"#\d+ .*kill", backtrace(tmp_path / "frames", began))
+    assert backtrace(tmp_path / "frames", began).startswith("Fatal Python error: Segmentation fault")  # no core is left

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -174,6 +175,20 @@ def test_a_save_that_fails_on_another_rank_is_said_by_rank_0_alone(bench):
     (line,) = said(outcome)
     assert line.startswith(f"pretrain_gpt.py: error: --save {save}: iteration 4 was not saved: No space left on device")
     assert outcome.statuses == {0: 2, 1: 2} and not outcome.late
+
+
+@pytest.mark.parametrize("part", ["", "common.pt", "__0_0.distcp"])
+def test_a_checkpoint_that_is_deleted_while_it_is_loaded_is_named(bench, part):
+    save = bench.copy("cp2")
+    last = save / "iter_0000006"
+
+    def delete() -> None:
+        shutil.rmtree(last) if not part else (last / part).unlink()
+
+    outcome = bench.run("cp2", save, fault=Fault(Moment("load", 0, 1), 0, delete), agent_store=False)
+    (line,) = said(outcome)
+    gone = f"{last.name}/{part} is missing" if part else f"{last.name} is not there"
+    assert line == f"pretrain_gpt.py: error: --load {save}: {gone}, since it was checked; give another --load"
 
 
 @pytest.mark.parametrize(("victim", "before_end"), [(0, 4), (0, 20), (1, 1)])

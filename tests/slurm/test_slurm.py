@@ -1,5 +1,7 @@
 """`examples/slurm/pretrain.sbatch` under a real Slurm: `bash tests/slurm/run.sh`."""
 
+import re
+
 import pytest
 from cluster import ROOT, Job
 
@@ -98,7 +100,8 @@ def test_a_dry_run_needs_one_process(slurm, flags):
 def test_ranks_use_the_interface_that_is_named(slurm, flags):
     job = Job(slurm, "fast").submit(*flags("fast")[:-4], options="--no-requeue", GLOO_SOCKET_IFNAME="fast0")
     job.wait(lambda: "iteration " in job.text())
-    store = f"*:{20000 + int(job.number)}"  # PyTorch's, on the first node: it can listen on all interfaces only
+    (port,) = re.findall(r"first node \S+, port (\d+)", job.text())
+    store = f"*:{port}"  # PyTorch's, on the first node: it can listen on all interfaces only
     first, second = slurm.run("scontrol", "show", "hostnames", job.show("NodeList")).split()
     for node, everywhere in ((first, {store}), (second, set())):
         address = f"10.78.0.{node[1:]}"

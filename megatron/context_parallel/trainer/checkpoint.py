@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from ..errors import UsageError
 from .checkpoint_store import (
@@ -40,6 +40,7 @@ from .manifest import (
     share_of,
 )
 from .optimizer_state import METADATA, load_optimizer
+from .plain_read import plain_reads
 from .publish import publish
 from .resume import check_resume, check_samples
 from .shares import load_weights
@@ -242,7 +243,8 @@ def _take_out_absent(wanted: dict, models: int, checkpoint: Path) -> list[dict[s
     Returns:
         For each model chunk, what its modules get instead: None, which they take for a fresh start.
     """
-    saved = load_sharded_metadata(str(checkpoint))
+    with plain_reads(checkpoint):
+        saved = load_sharded_metadata(str(checkpoint))
     absent: list[dict[str, None]] = []
     for model in (wanted[f"model{index}"] for index in range(models)):
         states = {name: x for name, x in model.items() if isinstance(x, ShardedObject) and "_extra_state" in name}
@@ -292,17 +294,19 @@ def _is_to_compute_again(args: Arguments, saved: dict, checkpoint: Path) -> bool
 def read_checkpoint(args: Arguments, wanted: dict | None, checkpoint: Path) -> dict:
     """What is `wanted` of a checkpoint and what all ranks share; None: the latter alone."""
 
-    def read() -> dict:
-        if wanted is None:
-            return dist_checkpointing.load_common_state_dict(str(checkpoint))
-        return dist_checkpointing.load(wanted, str(checkpoint))
-
-    if (checkpoint / MANIFEST).exists() and not args.no_verify_checkpoint:
-        return read()
     try:
-        FileSystemReader(checkpoint).read_metadata()  # where it is damaged, load would print a traceback first
-        return read()
-    except Exception as error:  # nobody knows whether the files are whole, and damage breaks any of their parsers
+        with plain_reads(checkpoint):
+            FileSystemReader(checkpoint).read_metadata()  # where it is damaged, load would print a traceback first
+            if wanted is None:
+                return dist_checkpointing.load_common_state_dict(str(checkpoint))
+            return dist_checkpointing.load(wanted, str(checkpoint))
+    except UsageError:
+        raise
+    except (Exception, CheckpointException) as error:  # damage breaks any of their parsers
+        if fault := quick_fault(checkpoint):
+            raise UsageError(f"--load {args.load}: {fault}, since it was checked; give another --load") from error
+        if (checkpoint / MANIFEST).exists() and not args.no_verify_checkpoint:  # the files are whole
+            raise
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UsageError(
             f"--load {args.load}: {checkpoint.name} cannot be read ({why}); give another --load"

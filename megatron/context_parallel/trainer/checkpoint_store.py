@@ -55,11 +55,17 @@ def latest_iteration(directory: str | Path) -> int | None:
 
 
 def iterations(directory: str | Path) -> list[int]:
-    """The iterations of all checkpoints in a directory, complete or not, in ascending order."""
+    """The iterations of all checkpoints in a directory, complete or not, in ascending order.
+
+    Raises:
+        UsageError: the directory cannot be read, so nobody knows.
+    """
     try:
         names = [path.name for path in Path(directory).iterdir() if path.is_dir()]
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise UsageError(f"{directory} cannot be read ({error.strerror}); make it readable, or give another") from None
     matches = (re.fullmatch(r"iter_(\d{7,})(\.replaced)?", name) for name in names)
     return sorted({int(match[1]) for match in matches if match})
 
@@ -70,8 +76,12 @@ def iterations(directory: str | Path) -> list[int]:
 def quick_fault(checkpoint: Path) -> str | None:
     """Why a checkpoint is not complete, in words, as far as names, sizes and its `args.json` tell; None if it is."""
     name = checkpoint.name
-    if not checkpoint.is_dir():
-        return f"{name} is not there"
+    try:
+        if not checkpoint.is_dir():
+            return f"{name} is not there"
+        next(checkpoint.iterdir(), None)
+    except OSError as error:  # of another user
+        return f"{name} cannot be read ({error.strerror})"
     try:
         manifest = read_manifest(checkpoint)
     except ValueError as error:

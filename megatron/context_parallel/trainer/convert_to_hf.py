@@ -23,6 +23,7 @@ from ..integration.huggingface.folder import write_safetensors
 from ..integration.huggingface.weights import to_huggingface
 from .flags import Arguments
 from .outline import Done, bytes_of, chunk_of, shards_of
+from .plain_read import plain_reads
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.json", "merges.txt")
 _OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -68,7 +69,8 @@ def to_folder(args: Arguments, model: GPTModel, checkpoint: Path, folder: Path, 
 
 def _weights_of(model: GPTModel, checkpoint: Path, done: Done) -> Iterator[tuple[str, torch.Tensor]]:
     reader = dcp.FileSystemReader(checkpoint)
-    metadata = reader.read_metadata()
+    with plain_reads(checkpoint):
+        metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     for name, shards in shards_of(model).items():
         tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
