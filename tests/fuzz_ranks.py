@@ -120,28 +120,31 @@ def _view(x: Tensor) -> Tensor:
 
 
 def _documents(call: Call) -> Documents:
-    names, counts = ([[run[i] for run in sample] for sample in call.documents] for i in (0, 1))
+    shared = len(call.documents) == 1
+    samples = call.documents * call.batch if shared and call.documents_as != "ids" else call.documents
+    names, counts = ([[run[i] for run in sample] for sample in samples] for i in (0, 1))
     if call.documents_as == "packed":
-        return _packed(call, [run for sample in call.documents for run in sample])
+        return _packed(samples, call.length)
     of_tokens = [torch.tensor(x).repeat_interleave(torch.tensor(c)) for x, c in zip(names, counts, strict=True)]
     if call.documents_as == "ids":
-        return Documents(torch.stack(of_tokens))
+        return Documents(of_tokens[0] if shared else torch.stack(of_tokens))
     ends = torch.zeros(len(counts), call.length, dtype=torch.bool)
     for sample, lengths in zip(ends, counts, strict=True):
         sample[torch.tensor(lengths).cumsum(0) - 1] = True
     return Documents.after(ends)
 
 
-def _packed(call: Call, runs: list[list[int]]) -> Documents:
+def _packed(samples: list[list[list[int]]], length: int) -> Documents:
     """By cu_seqlens; padding follows a document, which is empty where there is none before it."""
     ends, starts, at = [0], [], 0
+    runs = [run for sample in samples for run in sample]
     for name, count in runs:
         if name >= 0 or not starts:
             starts.append(at)
             ends.append(ends[-1] + (count if name >= 0 else 0))
         at += count
     padded = torch.tensor([*starts, at]) if any(name < 0 for name, _ in runs) else None
-    return Documents.packed(torch.tensor(ends), call.length, padded, samples=len(call.documents))
+    return Documents.packed(torch.tensor(ends), length, padded, samples=len(samples))
 
 
 def _join(case: Case, of_ranks: list[tuple[int, Results]]) -> Results:

@@ -1,12 +1,17 @@
 """Attention beyond the plain: sinks, softcap, value heads of another size, queries and keys of different lengths."""
 
+import numpy as np
 import pytest
 import torch
 from test_exact import errors
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError, context_parallel_attention
-from megatron.context_parallel.layout import unshard
+from megatron.context_parallel import LAYOUTS, STRATEGIES, AllRanks, ContextParallel, UsageError
+from megatron.context_parallel.attention import context_parallel_attention
+from megatron.context_parallel.cluster.candidates import Workload
+from megatron.context_parallel.kernels.aten import AtenFlash
+from megatron.context_parallel.layout import positions, shard, unshard
 from megatron.context_parallel.mask import Documents
 
 WHAT = ("out", "lse", "dq", "dk", "dv", "dsinks")
@@ -138,6 +143,31 @@ def _on_rank(name: str, layout: str, tensors: list[Tensor], causal: bool, softca
     return cp.chunk, results(run(cp, causal, softcap=softcap), q, k, v, sinks, dout)
 
 
+def narrow_sinks() -> list[Tensor]:
+    """`inputs` with sinks in bfloat16."""
+    q, k, v, sinks, dout = inputs(128, 128, 8, 4)
+    return [q, k, v, sinks.bfloat16(), dout]
+
+
+def _sinks_on_rank(name: str) -> Tensor:
+    cp = ContextParallel(name, **OPTIONS.get(name, {}))
+    q, k, v, sinks, dout = narrow_sinks()
+    return results(run(cp, True), *(cp.shard(x) for x in (q, k, v)), sinks, cp.shard(dout))[-1]
+
+
+def test_gradients_of_sinks_are_rounded_once(ranks):
+    """Those of a rank are added up in float32, on all ranks of one process and between processes."""
+    expected = results(run(AllRanks(1), True), *(x.double() for x in narrow_sinks()))[-1]
+    found = [
+        results(run(AllRanks(n, name, **OPTIONS.get(name, {})), True), *narrow_sinks())[-1]
+        for n, name in ((32, "ring"), (32, "attention2d"), (8, "usp"))
+    ]
+    found += [sum(ranks(4, _sinks_on_rank, name)) for name in ("ring", "usp")]
+    for dsinks in found:
+        assert dsinks.dtype is torch.bfloat16
+        assert ((dsinks - expected).abs() <= 1.001 * 2**-8 * expected.abs()).all()  # half a unit in the last place
+
+
 def between_processes(ranks, name: str, *args) -> list[Tensor]:
     """`_on_rank` on 4 ranks in the strategy's last layout, put together."""
     layout = STRATEGIES[name].layouts[-1]
@@ -198,13 +228,111 @@ def attend(cp=None, *, q=(8, 1, 2, 4), k=None, v=None, dtype=torch.float32, **ho
         (lambda: AllRanks(0), "0 ranks: need a whole number, 1 or more, such as 4"),
         (lambda: AllRanks("2"), "'2' ranks: need a whole number"),
         (lambda: AllRanks(2.0), "2.0 ranks: need a whole number"),
+        # of another type
+        (
+            lambda: context_parallel_attention(None, *[torch.zeros(8, 1, 2, 4)] * 2, AllRanks(2)),
+            "q of type NoneType: need",
+        ),
+        (lambda: context_parallel_attention(*[torch.zeros(8, 1, 2, 4).to_sparse()] * 3, AllRanks(2)), "q of a sparse"),
+        (lambda: attend(causal=None), "causal None: give True, or False"),
+        (lambda: attend(causal=1), "causal 1: give True, or False"),
+        (lambda: attend(window=None), "--window-size None: "),
+        (lambda: attend(documents=torch.zeros(8).long()), r"documents of type Tensor: give Documents\(ids\)"),
+        (lambda: attend(sinks=0.0), r"sinks of type float: need a dense tensor \[heads\]"),
+        (lambda: attend(sinks=torch.zeros(2).to(torch.float8_e4m3fn)), r"sinks \[2\] of torch.float8_e4m3fn"),
+        (
+            lambda: attend(kernel="aten"),
+            r"kernel of type str: give an object, such as kernels.choose.kernel_for\(q.device",
+        ),
+        (lambda: attend(kernel=AtenFlash), "kernel the class AtenFlash: give an object"),
+        (lambda: attend(scale="0.5"), "scale of type str: give a number"),
+        (lambda: attend(scale=True), "scale of type bool: give a number"),
+        (lambda: attend(scale=torch.tensor(0.5, requires_grad=True)), "scale of type Tensor: give a number"),
+        (lambda: attend(scale=float("nan")), "softmax scale nan: must be positive and finite"),
+        (lambda: attend(softcap=None), "softcap of type NoneType: give a number, such as 50.0, or 0 for none"),
+        (lambda: attend(return_lse="no"), "return_lse of type str: give True or False"),
+        (lambda: attend(kept=[]), r"kept of type list: give collections.deque\(\)"),
+        (lambda: attend(tensor_layout=None), "tensor_layout of type NoneType: give one of sbhd, bshd and bhsd"),
+        (lambda: attend(cp="ring"), "cp: of type str; give a ContextParallel"),
+        (lambda: AllRanks(True), "True ranks: need a whole number"),
+        (lambda: AllRanks(2, None), "--cp-strategy None: unknown"),
+        (lambda: AllRanks(2, "ring", np.zeros(2)), "--cp-layout .*: unknown"),
+        (lambda: AllRanks(2).choice.plan(2, head_parallel_size=True), "--cp-head-parallel-size True: "),
+        (lambda: shard(torch.zeros(8, 2), "zigzag", 0, 2, 2), r"dim 2: need one of the 2 dimensions of \[8, 2\]"),
+        (lambda: shard(torch.zeros(8, 2), "zigzag", 0, 2, True), "dim True: need one of"),
+        (lambda: shard([0] * 8, "zigzag", 0, 2), "a sequence of type list: need a dense tensor"),
+        (lambda: positions("zigzag", 0, 2, 8.0), "length of type float: need a whole number of tokens"),
+        (lambda: Documents([0, 0, 1]), "documents of type list: need integers"),
+        (lambda: Documents(torch.zeros(8).bool()), r"documents \[8\] of torch.bool: need integers"),
+        (
+            lambda: Documents(torch.zeros(8, device="meta").long()),
+            r"documents \[8\] of torch.int64 on meta: need integers",
+        ),
+        (lambda: Documents.after(torch.zeros(1, 8).long()), r"ends of documents \[1, 8\] of torch.int64: need bool"),
+        (lambda: Documents.after(torch.zeros(8).bool()), r"ends of documents \[8\] of torch.bool: need bool \[samples"),
+        (lambda: Documents.packed([0, 8], 8), "cu_seqlens of type list: need integers"),
+        (lambda: Documents.packed(torch.tensor([0, 8]), 8.0), "length 8.0 of packed documents: need a whole number"),
+        (lambda: Documents.packed(torch.tensor([0, 8]), 8, samples=True), "samples True of packed documents: need"),
+        (
+            lambda: Documents.packed(torch.tensor([0, 8]), 8, torch.tensor([0, 4, 8])),
+            "cu_seqlens_padded of 3 bounds: need 2",
+        ),
+        (lambda: Workload("long", 8, 8, 64), "workload: length 'long'; need a whole number"),
+        (lambda: Workload(64, 8, 3, 64), "workload: 3 key/value heads do not divide 8 heads"),
+        (lambda: Workload(64, 8, 8, 64, dtype="float32"), "workload: dtype 'float32'; give one of bf16, fp16, fp32"),
         (lambda: AllRanks(4, "usp", head_parallel_size="two"), "--cp-head-parallel-size two: "),
         (lambda: AllRanks(4, "loongtrain", inner_ring_size=2.5), "--cp-inner-ring-size 2.5: "),
     ],
 )
 def test_wrong_calls(call, message):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=message) as error:
         call()
+    assert "\n" not in str(error.value)
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    out = attend(scale=np.float32(0.5), softcap=np.int64(3))
+    assert torch.equal(out, attend(scale=0.5, softcap=3.0))
+
+
+def test_a_dimension_may_be_counted_from_the_end():
+    x = torch.arange(24).view(3, 8)
+    for layout in LAYOUTS:
+        parts = [shard(x, layout, chunk, 2, -1) for chunk in range(2)]
+        assert all(torch.equal(part, shard(x, layout, chunk, 2, 1)) for chunk, part in enumerate(parts))
+        assert torch.equal(unshard(parts, layout, -1), x)
+
+
+def _forward_mode(function, x):
+    with forward_ad.dual_level():
+        return function(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+def _of_dual_gradient(function, x):
+    out = function(x.requires_grad_())
+    return _forward_mode(lambda dout: torch.autograd.grad(out, x, dout), torch.ones_like(out))
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        lambda f, x: torch.func.jacfwd(f)(x),
+        lambda f, x: torch.func.linearize(f, x)[1](x),
+        lambda f, x: torch.func.vjp(f, x),
+        lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x),
+        lambda f, x: torch.func.vmap(f)(torch.stack([x, x])),
+        _forward_mode,
+        lambda f, x: torch.no_grad()(_forward_mode)(f, x),
+        _of_dual_gradient,
+    ],
+)
+@pytest.mark.parametrize("spec", ["ring", "usp:head_parallel_size=2"])
+def test_other_derivatives_are_refused(spec, derive):
+    """They gave zero, or none."""
+    cp, q = AllRanks(2, spec), torch.randn(8, 1, 2, 4)
+    with pytest.raises(UsageError, match=r"^(torch.func|forward-mode derivatives|vmap): context_parallel_attention"):
+        derive(lambda q: context_parallel_attention(q, q, q, cp), q)
 
 
 def test_second_derivatives_are_refused():

@@ -19,12 +19,12 @@ LENGTH, DIM = 192, 8
 
 
 def documents(*samples: list[int]) -> Documents:
-    """Of document lengths, a negative one for padding; what remains is one more document."""
+    """Of document lengths, a negative one for padding; what remains is one more. Those of one sample are for all."""
     rows = []
     for lengths in samples:
         ids = [-1 if count < 0 else i for i, count in enumerate(lengths) for _ in range(abs(count))]
         rows.append(ids + [1000] * (LENGTH - len(ids)))
-    return Documents(torch.tensor(rows))
+    return Documents(torch.tensor(rows if len(rows) > 1 else rows[0]))
 
 
 ODD = [5, 1, 40, -3, 59, 2, 1, 1, 33]
@@ -129,8 +129,8 @@ def test_documents_do_not_touch_each_other(name):
 
 
 def test_a_rank_of_padding_gives_zeros():
-    ids = torch.zeros(1, LENGTH, dtype=torch.int)
-    ids[:, 90:] = -1  # with four contiguous chunks the last two see nothing at all
+    ids = torch.zeros(LENGTH, dtype=torch.int)
+    ids[90:] = -1  # with four contiguous chunks the last two see nothing at all
     tensors, mask = problem(), Mask(documents=Documents(ids))
     for name, layout in [
         ("ring", "contiguous"),
@@ -255,8 +255,8 @@ def test_documents_from_end_tokens_and_from_cu_seqlens():
     # Two tokens of padding behind the first document, one behind the last, and an empty document between.
     padded = Documents.packed(torch.tensor([0, 2, 2, 5]), 8, torch.tensor([0, 4, 4, 8]))
     assert around(padded) == [[[0, 0, 2, 3, 4, 4, 4, 7]], [[2, 2, 2, 3, 7, 7, 7, 7]]]
-    short = Documents.packed(torch.tensor([0, 5]), 8, samples=2)  # tokens after the last document belong to none
-    assert around(short)[1] == [[5, 5, 5, 5, 5, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]
+    short = Documents.packed(torch.tensor([0, 5, 8, 10]), 8, samples=2)  # tokens after the last belong to none
+    assert around(short)[1] == [[5, 5, 5, 5, 5, 8, 8, 8], [2, 2, 2, 3, 4, 5, 6, 7]]
     assert around(Documents(torch.tensor([0, 0, -1, -2, 0]))) == [[[0, 0, 2, 3, 4]], [[2, 2, 2, 3, 5]]]
     assert [x.shape for x in (packed, padded, Documents(torch.zeros(5).int()))] == [(2, 8), (1, 8), (1, 5)]
 
@@ -300,6 +300,10 @@ def test_documents_of_each_batch_share_what_they_do_not_decide():
             lambda: Documents.packed(torch.tensor([0, 5, 8, 9]), 8),
             "ends at 9, beyond 1 x 8 tokens; give samples=2",
         ),
+        (
+            lambda: Documents.packed(torch.tensor([0, 5, 8]), 8, samples=2),  # of the first sample alone
+            "ends at 8, before the last of 2 samples of 8 tokens begins; count through all samples, to 16",
+        ),
         (lambda: Documents.packed(torch.tensor([[0, 5]]), 8), r"cu_seqlens \[1, 2\] of torch.int64: need int"),
         (lambda: Documents(torch.tensor([0.0, 1.0])), r"documents \[2\] of torch.float32: need integers"),
         (lambda: Documents(torch.zeros(1, 2, 3, dtype=torch.long)), r"documents \[1, 2, 3\]"),
@@ -315,9 +319,21 @@ def test_what_cannot_be_a_mask(make, message):
 
 def test_documents_of_another_sequence_are_refused():
     q = torch.randn(8, 3, 2, 4)
-    for ids in (torch.zeros(1, 9).long(), torch.zeros(2, 8).long()):
-        with pytest.raises(UsageError, match=r"documents of \[\d, \d\] .* need \[1 or 3, 8\]"):
+    for ids in (torch.zeros(9).long(), torch.zeros(3, 9).long(), torch.zeros(2, 8).long()):
+        with pytest.raises(UsageError, match=r"documents of \[\d, \d\] .* need \[3, 8\]"):
             context_parallel_attention(q, q, q, AllRanks(2), documents=Documents(ids))
+
+
+def test_documents_of_one_sample_are_not_those_of_others():
+    """Only numbers without a sample, [length], are for all samples of a batch."""
+    q, ids, bounds = torch.randn(8, 2, 2, 4), torch.tensor([0, 0, 0, 0, 0, 1, 1, 1]), torch.tensor([0, 5, 8])
+    of_one = [Documents(ids[None]), Documents.packed(bounds, 8), Documents.after((ids.diff(append=ids[:1]) != 0)[None])]
+    for documents in of_one:
+        alone = context_parallel_attention(q[:, :1], q[:, :1], q[:, :1], AllRanks(2), documents=documents)
+        with pytest.raises(UsageError, match=r"of \[1, 8\] .* need \[2, 8\].* or Documents\(ids\) of int \[length\]"):
+            context_parallel_attention(q, q, q, AllRanks(2), documents=documents)
+        shared = context_parallel_attention(q, q, q, AllRanks(2), documents=Documents(ids))
+        torch.testing.assert_close(shared[:, :1], alone)
 
 
 # -- between processes --------------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ def test_compiled_without_a_graph_break(spec):
         return out + 1
 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for bounds in ([0, 4, 16], [0, 9, 16], [0, 16]):
-        how = {"return_lse": True, "documents": Documents.packed(torch.tensor(bounds), 16)}
+    for bounds in ([0, 4, 16, 32], [0, 9, 16, 20, 32], [0, 16, 32]):
+        how = {"return_lse": True, "documents": Documents.packed(torch.tensor(bounds), 16, samples=2)}
         got, expected = (of(q, k, sinks, how) for of in (compiled, layer))
         assert torch.equal(got, expected)
         grads = [torch.autograd.grad(x.square().sum(), (q, k, sinks)) for x in (got, expected)]

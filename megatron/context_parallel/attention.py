@@ -6,7 +6,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from .attention_inputs import autocast, check, from_sbhd, to_sbhd
+from .attention_inputs import autocast, check, check_kernel, check_types, from_sbhd, to_sbhd
 from .attention_op import attention
 from .blocks import Blocks
 from .context import AllRanks, ContextParallel
@@ -51,8 +51,8 @@ def context_parallel_attention(
         causal: a token sees itself and the tokens before it; otherwise it sees all. The last query has the position of
             the last key, also with more keys than queries.
         window: how many tokens before and after itself a token sees at most; -1 for all.
-        documents: the documents of the whole sequence, the same object for each layer. A token sees only its own
-            document. A token of no document gets output 0 and log-sum-exp -inf.
+        documents: the documents of the whole sequence, of each sample or shared by all, the same object for each layer.
+            A token sees only its own document. A token of no document gets output 0 and log-sum-exp -inf.
         scale: factor of the scores; default 1 / sqrt(d).
         softcap: scores x become softcap · tanh(x / softcap); 0 for none.
         sinks: [heads], one more score per head that takes weight and has no value. 0 is softmax "off by one"; a
@@ -69,9 +69,9 @@ def context_parallel_attention(
             (float64 for float64) and without gradients.
 
     Raises:
-        UsageError: shapes, dtypes, heads or a sequence length that do not fit; something else as context group; a scale
-            that is not positive and finite; a negative softcap; DTensors placed otherwise; second derivatives; `kernel`
-            or `kept` under torch.compile.
+        UsageError: types, shapes, dtypes, heads or a sequence length that do not fit; something else as context group;
+            a scale that is not positive and finite; a negative softcap; DTensors placed otherwise; second derivatives,
+            forward-mode derivatives and the transforms of torch.func; `kernel` or `kept` under torch.compile.
     """
     if not isinstance(cp, (ContextParallel, AllRanks)):
         raise UsageError(
@@ -79,6 +79,9 @@ def context_parallel_attention(
         )
     if torch.compiler.is_compiling() and (kernel is not None or kept is not None):
         raise UsageError("torch.compile: context_parallel_attention takes no `kernel` or `kept` there; leave them out")
+    others = {"return_lse": return_lse, "kept": kept, "tensor_layout": tensor_layout}
+    check_types(q, k, v, sinks, documents=documents, scale=scale, softcap=softcap, **others)
+    check_kernel(kernel)
     placed = None
     if any(type(x) not in PLAIN for x in (q, k, v)):
         from .dtensors import local_parts  # PyTorch's DTensor takes 0.7 s to import
@@ -86,14 +89,23 @@ def context_parallel_attention(
         q, k, v, placed = local_parts(q, k, v, cp, tensor_layout.find("s"))
     q, k, v = autocast(q, k, v)
     check(q, k, v, sinks, tensor_layout)
-    Mask(causal, window)  # says what is wrong with a window
+    Mask(causal, window)  # says what is wrong with them
     q, k, v = (to_sbhd(x, tensor_layout) for x in (q, k, v))
     if cp.head_parallel_size == 1:  # saved as they are; swapped heads are new
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     given = None if kernel is None else Handed(kernel)
     again = Handed(kept.popleft()) if kept and torch.is_grad_enabled() else None
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    how = cp.handle, causal, window, handle_of(documents), scale, softcap, handle_of(given), handle_of(again)
+    how = (
+        cp.handle,
+        causal,
+        window,
+        handle_of(documents),
+        float(scale),
+        float(softcap),
+        handle_of(given),
+        handle_of(again),
+    )
     out, lse, swapped = attention(q, k, v, sinks, *how)
     if kept is not None and not torch.is_grad_enabled():
         kept.append((out, lse, *swapped[3:]))

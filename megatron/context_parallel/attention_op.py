@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, library
 
 from . import passes
+from .attention_inputs import refuse_transforms
 from .context import AllRanks, ContextParallel, Lengths
 from .errors import UsageError
 from .executor import Problem
@@ -134,7 +135,7 @@ def _attention_backward(
     else:
         folded = [[*parts] for parts in zip(*map(passes.fold, *map(cp.split, seen)), strict=True)]
     dsinks, *grads = call.run(passes.backward, repeat(sinks, ranks), *parts, *folded)
-    return [*map(cp.join, grads), *([] if sinks is None else [sum(dsinks[1:], dsinks[0])])]
+    return [*map(cp.join, grads), *([] if sinks is None else [cp.add_up(dsinks, sinks.dtype)])]
 
 
 @library.register_fake(GRADIENTS)
@@ -168,6 +169,8 @@ class _Attention(torch.autograd.Function):
         out, sinks, *seen = ctx.saved_tensors
         recorder.at_layer(ctx.layer)
         dout = torch.zeros_like(out) if dout is None else dout
+        refuse_transforms(dout)
+        sinks = sinks if ctx.needs_input_grad[3] else None
         # With autograd they refuse to be differentiated.
         with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
             dq, dk, dv, *dsinks = _gradients(dout, out, seen, sinks, ctx.kv_heads, *ctx.how)
@@ -176,6 +179,7 @@ class _Attention(torch.autograd.Function):
 
 @library.impl(NAME, "Autograd")
 def _differentiable(*args: Any) -> tuple:
+    refuse_transforms(*args[:4])
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:4]):
         out, lse, *swapped = _Attention.apply(*args)
         return out, lse, swapped
@@ -191,6 +195,14 @@ def _refuse(ctx: Any, *_: Tensor | None) -> None:
 
 
 library.register_autograd(GRADIENTS, _refuse)
+
+
+def _refuse_vmap(*_: Any) -> None:
+    raise UsageError("vmap: context_parallel_attention does not go through it; give the batch as dimension b")
+
+
+for _name in (NAME, GRADIENTS):
+    library.register_vmap(_name, _refuse_vmap)
 
 
 def _without_autocast(op: Callable, device: str) -> Callable:
@@ -213,8 +225,10 @@ def _check_documents(documents: Documents | None, batch: int, q_length: int, kv_
         return
     if q_length != kv_length:
         raise UsageError(f"documents with {q_length} queries and {kv_length} keys: need queries and keys of one length")
-    if documents.shape not in ((1, q_length), (batch, q_length)):
+    samples, length = documents.shape
+    if length != q_length or (samples != batch and not documents.shared):
+        shared = "" if samples != 1 or batch == 1 else ", or Documents(ids) of int [length], which all samples share"
         raise UsageError(
-            f"documents of {list(documents.shape)} samples and tokens: need [1 or {batch}, {q_length}], the whole "
-            "sequence on every rank"
+            f"documents of {[samples, length]} samples and tokens: need {[batch, q_length]}, the whole sequence on "
+            f"every rank{shared}"
         )

@@ -4,6 +4,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -122,7 +123,7 @@ class ContextParallel(_Strategy):
             raise UsageError(f"layout: of type {type(layout).__name__}; give its name, and the group as group=...")
         # All meet before one may refuse what it was given.
         self._transport = TorchTransport(group, f"--cp-strategy {asked(strategy, layout=layout, **options)}")
-        if strategy == AUTO:
+        if isinstance(strategy, str) and strategy == AUTO:
             strategy, layout, options = _agreed(group, {**options, "layout": layout}), None, {}
         super().__init__(strategy, layout, dist.get_world_size(group), options)
         self.group, self.rank = group, dist.get_rank(group)
@@ -153,6 +154,17 @@ class ContextParallel(_Strategy):
     def join(self, parts: list[Tensor]) -> Tensor:
         return parts[0]
 
+    def add_up(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+        """This rank's part, in `dtype`, of a sum over the ranks. They call this together.
+
+        Where `dtype` rounds, the first rank gets the sum, rounded once, and the others zeros.
+        """
+        (part,) = parts
+        if part.dtype == dtype or self.n == 1:
+            return part.to(dtype)
+        dist.reduce(part, group=self.group, group_dst=0)
+        return part.to(dtype) if self.rank == 0 else torch.zeros_like(part, dtype=dtype)
+
     def run(self, program: Callable[..., Program], plan: Plan, problem: Problem, parts: list[tuple]) -> list:
         recorder.begin(plan.name, plan.backward)
         results = [run_here(program(plan, problem, self.rank, self._transport, *parts[0]))]
@@ -163,10 +175,15 @@ class ContextParallel(_Strategy):
 def _agreed(group: dist.ProcessGroup, options: dict[str, Any]) -> Choice:
     """What "auto" stands for on the ranks of `group`."""
     from .cluster.auto import agree  # the planner, which other strategies do not need
+    from .cluster.candidates import Workload
+    from .cluster.description import Cluster
 
-    if (workload := options.pop("workload", None)) is None:
-        raise UsageError(f"--cp-strategy {AUTO}: for which sizes? Give workload=Workload(length, heads, ...)")
+    if not isinstance(workload := options.pop("workload", None), Workload):
+        given = "" if workload is None else f"; workload is of type {type(workload).__name__}"
+        raise UsageError(f"--cp-strategy {AUTO}: for which sizes? Give workload=Workload(length, heads, ...){given}")
     cluster = options.pop("cluster", None)
+    if not isinstance(cluster, Cluster | str | None):
+        raise UsageError(f"cluster of type {type(cluster).__name__}: give a Cluster, its name or file, or leave it out")
     fixed = {name: option.value(value) for name, option in COMMON.items() if (value := options.pop(name, None))}
     if options:
         name, value = options.popitem()
@@ -196,6 +213,9 @@ class AllRanks(_Strategy):
     def join(self, parts: list[Tensor]) -> Tensor:
         by_chunk = dict(zip(self.chunks, parts, strict=True))
         return unshard([by_chunk[chunk] for chunk in range(self.n)], self.layout)
+
+    def add_up(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+        return sum(parts[1:], parts[0]).to(dtype)
 
     def run(self, program: Callable[..., Program], plan: Plan, problem: Problem, parts: list[tuple]) -> list:
         post: dict[tuple[str, int, int], Line] = defaultdict(Line)

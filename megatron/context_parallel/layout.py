@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from numbers import Integral
 from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import UsageError
@@ -166,7 +167,13 @@ class ListedChunks:
 
 
 def positions(layout: str, chunk: int, n: int, length: int) -> "Tensor":
-    """The positions of `chunk` as int64 [length / n], in the order its rank stores its tokens."""
+    """The positions of `chunk` as int64 [length / n], in the order its rank stores its tokens.
+
+    Raises:
+        UsageError: as `progressions`; a length that is no whole number.
+    """
+    if not isinstance(length, Integral) or isinstance(length, bool):
+        raise UsageError(f"length of type {type(length).__name__}: need a whole number of tokens, such as 4096")
     return Chunks((progressions(layout, chunk, n, length),)).positions(0)
 
 
@@ -174,16 +181,20 @@ def shard(x: "Tensor", layout: str, chunk: int, n: int, dim: int = 0) -> "Tensor
     """The tokens of `chunk` out of a full sequence: [..., length, ...] to [..., length / n, ...] along `dim`.
 
     A view where the layout allows.
+
+    Raises:
+        UsageError: as `progressions`; no tensor, or one without the dimension.
     """
     import torch
 
+    dim = _dimension(x, dim)
     rows = [x[_rows(p, dim)] for p in progressions(layout, chunk, n, x.shape[dim])]
     return rows[0] if len(rows) == 1 else torch.cat(rows, dim)
 
 
 def unshard(chunks: "list[Tensor]", layout: str, dim: int = 0) -> "Tensor":
     """Inverse of `shard`: the full sequence from the chunks of all ranks, in chunk order."""
-    n, shape = len(chunks), list(chunks[0].shape)
+    n, shape, dim = len(chunks), list(chunks[0].shape), _dimension(chunks[0], dim)
     shape[dim] *= n
     whole = chunks[0].new_empty(shape)
     for i, chunk in enumerate(chunks):
@@ -191,6 +202,17 @@ def unshard(chunks: "list[Tensor]", layout: str, dim: int = 0) -> "Tensor":
         for p, rows in zip(cut, chunk.split([p.length for p in cut], dim), strict=True):
             whole[_rows(p, dim)] = rows
     return whole
+
+
+def _dimension(x: "Tensor", dim: int) -> int:
+    """`dim` counted from the front."""
+    import torch
+
+    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_nested:
+        raise UsageError(f"a sequence of type {type(x).__name__}: need a dense tensor")
+    if type(dim) is not int or not -x.dim() <= dim < x.dim():
+        raise UsageError(f"dim {dim!r}: need one of the {x.dim()} dimensions of {list(x.shape)}, such as 0")
+    return dim % x.dim()
 
 
 def _rows(p: Progression, dim: int) -> tuple[slice, ...]:

@@ -7,6 +7,7 @@ any layout (`kernels/masks.py`).
 
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ class Documents(Handled):
     It holds no number for each token, so making one from end tokens or from `cu_seqlens` takes little time.
 
     Attributes:
+        shared: all samples of a batch have the same documents: those of one row of numbers.
         edges: for each sample, where a document or a gap between documents begins, and the length: int64, ascending.
         inside: for each sample, whether a document begins at an edge, and not a gap: bool, for all edges but the last.
     """
@@ -32,16 +34,17 @@ class Documents(Handled):
         """Makes documents from a number for each token.
 
         Args:
-            ids: integers [length] or [samples, length]. Equal neighbours share a document; negative is no document.
+            ids: integers [samples, length], or [length] for documents that all samples share. Equal neighbours share a
+                document; negative is no document.
 
         Raises:
             UsageError: another shape or dtype.
         """
-        if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.is_complex() or not ids.numel():
+        if not _has_integers(ids) or ids.dim() not in (1, 2) or not ids.numel():
             raise UsageError(
-                f"documents {list(ids.shape)} of {ids.dtype}: need integers [length] or [samples, length], such as "
-                "[0, 0, 1, 1]"
+                f"documents {_kind(ids)}: need integers [length] or [samples, length], such as [0, 0, 1, 1]"
             )
+        self.shared = ids.dim() == 1
         of_tokens = torch.atleast_2d(ids.detach().cpu()).numpy()
         self.edges = _edges(of_tokens[:, 1:] != of_tokens[:, :-1], of_tokens.shape[1])
         self.inside = [row[edges[:-1]] >= 0 for row, edges in zip(of_tokens, self.edges, strict=True)]
@@ -49,7 +52,7 @@ class Documents(Handled):
     @classmethod
     def _of(cls, edges: list[np.ndarray], inside: list[np.ndarray]) -> "Documents":
         made = cls.__new__(cls)
-        made.edges, made.inside = edges, inside
+        made.edges, made.inside, made.shared = edges, inside, False
         return made
 
     @property
@@ -71,7 +74,13 @@ class Documents(Handled):
 
     @classmethod
     def after(cls, ends: Tensor) -> "Documents":
-        """Documents that end with the marked tokens: bool [samples, length], as Megatron's `--reset-attention-mask`."""
+        """Documents that end with the marked tokens: bool [samples, length], as Megatron's `--reset-attention-mask`.
+
+        Raises:
+            UsageError: another shape or dtype.
+        """
+        if not _has_values(ends) or ends.dtype is not torch.bool or ends.dim() != 2 or not ends.numel():
+            raise UsageError(f"ends of documents {_kind(ends)}: need bool [samples, length], such as tokens == eod")
         edges = _edges(ends[:, :-1].cpu().numpy(), ends.shape[1])
         return cls._of(edges, [np.ones(len(of) - 1, bool) for of in edges])
 
@@ -88,14 +97,20 @@ class Documents(Handled):
             samples: the batch size.
 
         Raises:
-            UsageError: bounds that do not ascend from 0, or a document that leaves its sample or the last one.
+            UsageError: bounds that do not ascend from 0, or end before the last sample begins; a document that leaves
+                its sample or the last one.
         """
-        if any(x is not None and (x.dim() != 1 or x.is_floating_point()) for x in (cu_seqlens, cu_seqlens_padded)):
-            raise UsageError(
-                f"cu_seqlens {list(cu_seqlens.shape)} of {cu_seqlens.dtype}: need integers [documents + 1]"
-            )
+        padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+        for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", padded)):
+            if not _has_integers(x) or x.dim() != 1:
+                raise UsageError(f"{name} {_kind(x)}: need integers [documents + 1], such as [0, 5, 8]")
+        for name, number in (("length", length), ("samples", samples)):
+            if type(number) is not int or number < 1:
+                raise UsageError(f"{name} {number!r} of packed documents: need a whole number, 1 or more, such as 8")
+        if len(padded) != len(cu_seqlens):
+            raise UsageError(f"cu_seqlens_padded of {len(padded)} bounds: need {len(cu_seqlens)}, as cu_seqlens has")
         lengths = cu_seqlens.detach().cpu().long().diff()
-        bounds = (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded).detach().cpu().long()
+        bounds = padded.detach().cpu().long()
         if len(lengths) == 0 or bounds[0] != 0 or lengths.min() < 0 or (bounds.diff() < lengths).any():
             raise UsageError(f"cu_seqlens {cu_seqlens.tolist()[:8]}: must ascend from 0, such as [0, 5, {length}]")
         starts, ends = (x[lengths > 0].numpy() for x in (bounds[:-1], bounds[:-1] + lengths))
@@ -106,11 +121,31 @@ class Documents(Handled):
             raise UsageError(
                 f"cu_seqlens: ends at {int(bounds[-1])}, beyond {samples} x {length} tokens; give samples={needed}"
             )
+        if bounds[-1] <= (samples - 1) * length:
+            raise UsageError(
+                f"cu_seqlens: ends at {int(bounds[-1])}, before the last of {samples} samples of {length} tokens "
+                f"begins; count through all samples, to {samples * length}"
+            )
         through = np.arange(samples + 1) * length
         all_edges = np.unique(np.concatenate((starts, ends, through)))
         edges = [all_edges[(all_edges >= a) & (all_edges <= b)] - a for a, b in pairwise(through)]
         begins = [np.isin(of[:-1] + a, starts) for of, a in zip(edges, through, strict=False)]
         return cls._of(edges, begins)
+
+
+def _has_values(x: object) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor) and not (x.is_meta or x.is_nested)
+
+
+def _has_integers(x: object) -> TypeGuard[Tensor]:
+    return _has_values(x) and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
+
+
+def _kind(x: object) -> str:
+    """What an error says of a value that should be a tensor."""
+    if not isinstance(x, Tensor):
+        return f"of type {type(x).__name__}"
+    return "nested" if x.is_nested else f"{list(x.shape)} of {x.dtype}{' on meta' if x.is_meta else ''}"
 
 
 def _edges(changes: np.ndarray, length: int) -> list[np.ndarray]:
@@ -153,7 +188,7 @@ class Mask:
         documents: it sees only the tokens of its document, or of its sequence.
 
     Raises:
-        UsageError: a window that is not two such numbers.
+        UsageError: `causal` that is no bool; a window that is not two such numbers.
     """
 
     causal: bool = True
@@ -161,6 +196,8 @@ class Mask:
     documents: Documents | Sequences | None = None
 
     def __post_init__(self) -> None:
+        if type(self.causal) is not bool:
+            raise UsageError(f"causal {self.causal!r}: give True, or False for full attention")
         good = isinstance(self.window, tuple) and len(self.window) == 2 and all(type(w) is int for w in self.window)
         if not good or min(self.window) < -1:
             raise UsageError(f"--window-size {self.window}: give tokens before and after, -1 for all, such as 4096,0")

@@ -1,6 +1,6 @@
 """The passes of one rank: heads swapped, a plan executed, heads swapped back."""
 
-from torch import Tensor, zeros_like
+from torch import Tensor
 
 from .executor import Executor, Problem
 from .heads import HeadGroup
@@ -65,13 +65,17 @@ def backward(
     v: Tensor,
     lse: Tensor,
 ) -> Program[tuple[Tensor | None, ...]]:
-    """A rank's gradients of sinks, queries, keys and values; `q`, `k`, `v` and `lse` as the executor has them."""
+    """A rank's gradients of sinks, queries, keys and values; `q`, `k`, `v` and `lse` as the executor has them.
+
+    That of sinks is the sum over its tokens and heads, zero for other heads, in the dtype of `lse`: it is added up
+    over the ranks before it is rounded.
+    """
     group = HeadGroup(plan, rank, transport)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     dout, delta = yield from group.to_heads(dout, delta)
     dsinks = None
     if sinks is not None:
-        dsinks, part = zeros_like(sinks), group.slice_of(len(sinks))
+        dsinks, part = lse.new_zeros(len(sinks)), group.slice_of(len(sinks))
         dsinks[part] = sink_gradients(lse.view(delta.shape), delta, sinks[part])
     folded = dout.reshape(*q.shape[:-1], -1).contiguous()
     inputs = {T.QDO: (q, folded, lse, delta.reshape(lse.shape)), T.KV: (k, v)}

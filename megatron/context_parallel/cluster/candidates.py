@@ -31,6 +31,10 @@ class Workload:
         batch: sequences.
         dtype: of the model: "bf16", "fp16" or "fp32".
         mask: without documents.
+
+    Raises:
+        UsageError: a size that is no whole number of 1 or more, key/value heads that do not divide the heads, or an
+            unknown dtype.
     """
 
     length: int
@@ -40,6 +44,15 @@ class Workload:
     batch: int = 1
     dtype: str = "bf16"
     mask: Mask = field(default_factory=Mask)
+
+    def __post_init__(self) -> None:
+        for name in ("length", "heads", "kv_heads", "head_dim", "batch"):
+            if type(size := getattr(self, name)) is not int or size < 1:
+                raise UsageError(f"workload: {name} {size!r}; need a whole number, 1 or more, such as 8")
+        if self.heads % self.kv_heads:
+            raise UsageError(f"workload: {self.kv_heads} key/value heads do not divide {self.heads} heads")
+        if self.dtype not in DTYPES:
+            raise UsageError(f"workload: dtype {self.dtype!r}; give one of {', '.join(DTYPES)}")
 
     def shape(self, n: int) -> Shape:
         """The sizes on one of n ranks."""

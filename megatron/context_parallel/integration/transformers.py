@@ -198,7 +198,7 @@ class _Attention:
             if made_up or not ascend:
                 raise UsageError(f"position_ids: they are not those of this rank's tokens; {_USE_HELPER}")
             starts = whole == 0
-            self.documents[places] = Documents(starts.cumsum(1)) if starts.sum() > len(whole) else None
+            self.documents[places] = Documents(starts.cumsum(1).squeeze(0)) if starts.sum() > len(whole) else None
         return self.documents[places]
 
     def _gathered(self, places: Tensor) -> list[Tensor]:

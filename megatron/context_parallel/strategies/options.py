@@ -53,11 +53,12 @@ class Option:
             return None
         try:
             found = (self.read or _READ[self.kind])(given) if isinstance(given, str) else given
+            good = self.fits(found)
         except UsageError:
             raise
         except (ValueError, KeyError):
-            raise self._refusal(given, n) from None
-        if not self.fits(found):
+            good = False
+        if not good:
             raise self._refusal(given, n)
         return found
 
