@@ -9,10 +9,12 @@ from unittest import mock
 import pytest
 import test_data
 import training_case
+from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.trainer import checkpoint, checkpoint_store, publish
+from megatron.context_parallel.trainer import checkpoint, checkpoint_store, publish, setup, training
+from megatron.context_parallel.trainer.arguments import parse_args
 from megatron.context_parallel.trainer.checkpoint_store import (
     candidates,
     choose,
@@ -20,8 +22,9 @@ from megatron.context_parallel.trainer.checkpoint_store import (
     latest_iteration,
     quick_fault,
 )
+from megatron.context_parallel.trainer.data_digest import data_digests
 from megatron.context_parallel.trainer.manifest import content_faults, read_manifest
-from megatron.context_parallel.trainer.resume import check_shuffle
+from megatron.context_parallel.trainer.resume import check_shuffle, same_data
 from megatron.context_parallel.trainer.train_state import Progress
 
 CP = "context_parallel_size"
@@ -88,6 +91,77 @@ def test_a_length_that_shuffles_anew_is_refused(tmp_path, train_iters, refused):
         check()
     args.override_data_order = True
     check()
+
+
+def without_last_document(folder: Path) -> None:
+    test_data.corpus(folder, documents=39)
+
+
+def with_another_document(folder: Path) -> None:
+    """As long as before, so that the index stays."""
+    index = (folder / "corpus_text_document.idx").read_bytes()
+    tokens = bytearray((folder / "corpus_text_document.bin").read_bytes())
+    tokens[-8] += 1
+    (folder / "corpus_text_document.bin").write_bytes(tokens)
+    assert (folder / "corpus_text_document.idx").read_bytes() == index
+
+
+def moved(folder: Path) -> None:
+    """Files that were copied are the same."""
+    for path in folder.glob("corpus_text_document.*"):
+        path.write_bytes(path.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        (moved, None),
+        (without_last_document, r"\.idx has other documents than the run in --load run was trained on"),
+        (with_another_document, r"\.bin has other tokens than the run in --load run was trained on"),
+    ],
+)
+@pytest.mark.parametrize("flag", ["data_path", "train_data_path"])
+def test_data_that_changed_under_its_name_is_refused(tmp_path, change, refused, flag):
+    args = test_data.arguments(tmp_path, **{flag: ["0.3", test_data.corpus(tmp_path)]})
+    args.__dict__.update(load="run", override_data_order=False)
+    progress = Progress(consumed_train_samples=10, train_data=same_data(args, Progress()))
+    change(tmp_path)
+    if refused is None:
+        assert same_data(args, progress) == progress.train_data
+        return
+    with pytest.raises(UsageError, match=f"^--{flag.replace('_', '-')} 0.3 .*{refused}; .* --override-data-order$"):
+        same_data(args, progress)
+    args.override_data_order = True
+    assert same_data(args, progress) != progress.train_data
+
+
+def test_every_byte_of_small_data_is_compared(tmp_path):
+    for size in (1, 4096, 4097, 700_000, 1 << 20):
+        prefix = f"{tmp_path}/{size}"
+        Path(prefix + ".idx").write_bytes(b"index")
+        args = test_data.arguments(tmp_path, data_path=[prefix])
+        found = []
+        for at in (None, 0, size // 3, size - 1):
+            tokens = bytearray(size)
+            if at is not None:
+                tokens[at] = 1
+            Path(prefix + ".bin").write_bytes(tokens)
+            found.append(data_digests(args)[prefix][1])
+        assert len(set(found)) == (4 if size > 1 else 2)
+
+
+def test_a_checkpoint_tells_what_it_was_trained_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(setup, "end_at_signals", lambda *given: None)  # signals end pytest
+    prefix = test_data.corpus(tmp_path)
+    words = (
+        "--preset tiny-llama --seq-length 32 --split 100,0,0 --eval-iters 0 --num-workers 0 --train-iters 1 --lr 1e-3"
+    )
+    args = parse_args(
+        [*words.split(), "--micro-batch-size", "1", "--data-path", prefix, "--save", str(tmp_path / "run")]
+    )
+    training.pretrain(args)
+    saved = load_common_state_dict(str(tmp_path / "run" / "iter_0000001"))["progress"]
+    assert saved["train_data"] == data_digests(args) and prefix in saved["train_data"]
 
 
 # ------------------------------------------------------------------------------------------- in the background

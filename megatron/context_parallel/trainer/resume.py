@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ..errors import UsageError
 from .check_flags import refuse
 from .checkpoint_store import plain_args
+from .data_digest import Digests, changed, data_digests
 from .declare import Flag, flags_of
 from .flags import FLAGS, Arguments, LearningRate, MixedPrecision, Regularization
 from .samples import train_samples
@@ -88,6 +89,22 @@ def check_samples(args: Arguments, saved: dict, iteration: int, consumed: int) -
     if consumed > iteration * args.global_batch_size:
         why = f"{consumed} samples are consumed after {iteration} iterations, more than these batches hold"
         refuse(args, "global_batch_size", why, global_batch_size=saved["global_batch_size"])
+
+
+def same_data(args: Arguments, progress: "Progress") -> Digests:
+    """The checksums of the training data, if they are those of the checkpoint. One rank calls it.
+
+    Raises:
+        UsageError: a file has other documents than it had, or other tokens where they are compared.
+        OSError: a file cannot be read.
+    """
+    digests = data_digests(args)
+    difference = changed(progress.train_data, digests)
+    if difference and progress.consumed_train_samples and not args.override_data_order:
+        name = "train_data_path" if args.train_data_path else "data_path"
+        why = f"{difference} than the run in --load {args.load} was trained on"
+        refuse(args, name, f"{why}; give the data of then, or --override-data-order")
+    return digests
 
 
 def check_shuffle(

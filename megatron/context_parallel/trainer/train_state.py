@@ -1,7 +1,7 @@
 """What is in a checkpoint: weights, optimizer, schedule, random generators, and how far the run has come."""
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy
@@ -13,6 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import RerunState
 
+from .data_digest import Digests
 from .data_parallel import DataParallel
 from .findings import Findings
 from .optimizer_state import sharded_optimizer
@@ -27,6 +28,7 @@ class Progress:
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     planned_train_samples: int = 0  # of the whole run; 0: unknown
+    train_data: Digests = field(default_factory=dict)  # empty: unknown, or made up
 
 
 @dataclass

@@ -21,7 +21,7 @@ from ..integration.packed import PackedDocuments
 from ..recorder import recorder
 from . import rerun
 from .auto import choose_strategy
-from .checkpoint import load_checkpoint, say
+from .checkpoint import load_checkpoint, on_first_rank, say
 from .data import KEYS, build_data_iterator, build_datasets
 from .data_parallel import DataParallel, weights_gathered
 from .findings import Findings
@@ -30,7 +30,7 @@ from .log import RunLog, check_trackers
 from .model import build_model, build_optimizer
 from .profiling import Profile
 from .rerun import Batches, StepRejectedError, replayable
-from .resume import check_shuffle
+from .resume import check_shuffle, same_data
 from .samples import batch_size, train_samples
 from .save_lock import save_lock
 from .saver import Saver
@@ -58,6 +58,7 @@ def pretrain(args: Arguments) -> None:
         datasets = build_datasets(args, tokenizer, samples)
         state = build_state(args, progress)
         if datasets[0]:
+            state.progress.train_data = on_first_rank(lambda: same_data(args, state.progress))
             check_shuffle(args, state.progress, datasets[0], lambda n: build_datasets(args, tokenizer, (n, 0, 0))[0])
         state.progress.planned_train_samples = samples[0]
         log = RunLog(args, state.progress)
