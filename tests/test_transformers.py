@@ -1,10 +1,13 @@
 """Models of HuggingFace transformers with our attention: losses and gradients of one rank with its own."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.context_parallel import ContextParallel, UsageError
+from megatron.context_parallel.mask import Mask
 
 transformers = pytest.importorskip("transformers", reason="needs the extra [tokenizers]")
 
@@ -16,6 +19,8 @@ FAMILIES = {
     "mistral": ("MistralConfig", {"sliding_window": 11}),
     "qwen3": ("Qwen3Config", {}),
     "gemma2": ("Gemma2Config", {"attn_logit_softcapping": 3.0, "sliding_window": 13, "query_pre_attn_scalar": 8}),
+    "gemma3": ("Gemma3TextConfig", {"use_bidirectional_attention": True, "sliding_window": 12}),
+    "qwen2_moe": ("Qwen2MoeConfig", {"num_experts": 4, "moe_intermediate_size": 16}),
 }
 
 
@@ -99,6 +104,136 @@ def test_lora_equals_one_rank(ranks):
     assert abs(expected[-1] - expected[0]) > 0.01  # the adapters were trained
 
 
+def packed_in(*lengths: int) -> torch.Tensor:
+    return torch.cat([torch.arange(n) for n in lengths]).expand(BATCH, -1)
+
+
+def one_rank(family: str, places: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits and gradients of the model's own attention."""
+    model = model_of(family)
+    logits = model(input_ids=batch()["input_ids"], position_ids=places, use_cache=False).logits
+    logits.square().mean().backward()
+    return logits.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def equal(cp: ContextParallel, got: torch.Tensor, whole: torch.Tensor) -> None:
+    torch.testing.assert_close(got, cp.shard(whole, 1), rtol=1e-4, atol=1e-5)
+
+
+def refilled() -> None:
+    """One tensor of position ids for all batches; two models at once, each with a context group of its own."""
+    from megatron.context_parallel.integration.transformers import register
+
+    tokens = batch()["input_ids"]
+    first, second = packed_in(5, 1, 30, 12), packed_in(20, 28)
+    models = {ContextParallel(*how): model_of("llama").eval() for how in (("ring",), ("mesh", "cyclic"))}
+    for cp, model in models.items():
+        register(cp, model)
+    for cp, model in models.items():
+        places, cut = cp.shard(first, 1).clone(), {"input_ids": cp.shard(tokens, 1), "use_cache": False}
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        logits = model(**cut, position_ids=places).logits
+        places.data[:] = cp.shard(second, 1)  # which no version counter tells
+        exact, gradients = one_rank("llama", first)
+        equal(cp, logits.detach(), exact)
+        (logits.square().mean() / cp.n).backward()  # computes each layer again
+        for p, gradient in zip(model.parameters(), gradients, strict=True):
+            dist.all_reduce(p.grad)
+            torch.testing.assert_close(p.grad, gradient, rtol=1e-3, atol=1e-6)
+        model.eval()
+        exact, _ = one_rank("llama", second)
+        with torch.no_grad():
+            equal(cp, model(**cut, position_ids=places).logits, exact)
+
+
+def test_position_ids_that_are_refilled_are_read_again(ranks):
+    ranks(2, refilled)
+
+
+def masked() -> None:
+    from megatron.context_parallel.integration.transformers import register
+
+    cp, tokens = ContextParallel("ring"), batch()["input_ids"]
+    for family in ("gemma3", "qwen2_moe"):  # windows of both sides; a mask that no layer uses and is none
+        for places in (packed_in(LENGTH), packed_in(20, 28)):
+            exact = one_rank(family, places)[0]
+            model = model_of(family)
+            register(cp, model)
+            cut = {"input_ids": cp.shard(tokens, 1), "position_ids": cp.shard(places, 1)}
+            equal(cp, model(**cut, use_cache=False).logits.detach(), exact)
+
+
+def test_masks_are_those_of_the_model(ranks):
+    ranks(2, masked)
+
+
+def test_a_mask_function_is_understood_or_refused():
+    from transformers import masking_utils as masks
+
+    from megatron.context_parallel.integration.transformers_mask import mask_of
+
+    places = packed_in(3, 2)
+    documents = masks.find_packed_sequence_indices(places)
+    window = masks.sliding_window_causal_mask_function(5)
+    causal = masks.causal_mask_function
+    for function, expected in (
+        (causal, Mask()),
+        (masks.bidirectional_mask_function, Mask(causal=False)),
+        (window, Mask(True, (4, -1))),
+        (masks.packed_sequence_compatibility_function(window, places, documents), Mask(True, (4, -1))),
+        (masks.sliding_window_bidirectional_mask_function(5), Mask(False, (5, 5))),
+        (masks.or_masks(window, masks.sliding_window_bidirectional_overlay(4)), Mask(False, (4, 4))),
+        (masks.or_masks(causal, lambda *_: torch.tensor(True)), Mask(causal=False)),
+        (lambda b, h, q, k: (k <= q + 2) & (k >= q), Mask(False, (0, 2))),
+    ):
+        assert mask_of(function) == expected
+    images = masks.packed_sequence_compatibility_function(causal, places, documents)
+    for function, name in (
+        (masks.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64)), "chunked_overlay"),
+        (masks.or_masks(images, masks.blockwise_overlay(places)), "blockwise_overlay"),
+        (masks.or_masks(causal, lambda b, h, q, k: k < 3), "test_a_mask_function"),
+        (lambda b, h, q, k: k <= q if b == 0 else k >= q, "test_a_mask_function"),
+        (lambda b, h, q, k: k < q, "test_a_mask_function"),
+        (lambda b, h, q, k: (k == q) | (k < q - 3), "test_a_mask_function"),
+    ):
+        with pytest.raises(UsageError, match=f"attention mask of {name}"):
+            mask_of(function)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "why"),
+    [
+        ("RobertaForCausalLM", {"is_decoder": True}, "counts positions from its padding token on"),
+        (
+            "BartForCausalLM",
+            {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4},
+            "takes no position_ids",
+        ),
+        ("LlamaForSequenceClassification", {}, "has another loss"),
+        ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, "has layers of type conv"),
+        ("JambaForCausalLM", {"num_experts": 1}, "has layers"),
+        ("BloomForCausalLM", {}, "takes no other attention"),
+        ("T5GemmaForConditionalGeneration", {}, "has an encoder and a decoder"),
+        ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
+        ("LlamaForCausalLM", {}, None),
+    ],
+)
+def test_a_model_that_shares_more_than_attention_is_refused(kind, changes, why):
+    from megatron.context_parallel.integration.transformers_model import check_model
+
+    class_ = getattr(transformers, kind)
+    sizes = {} if "T5" in kind else {"is_decoder": False, **SIZES, **HEADS}
+    with torch.device("meta"):
+        model = class_(class_.config_class(**sizes | changes))
+    name = model.config._attn_implementation if kind != "BloomForCausalLM" else "context_parallel"
+    if why is None:
+        check_model(model, name)
+        return
+    with pytest.raises(UsageError, match=f"{kind}: .*{why}"):
+        check_model(model, name)
+
+
 def made_up(model, tokens: torch.Tensor) -> None:
     """Positions forgotten where chunks are contiguous: they look like a document for each rank."""
     from megatron.context_parallel.integration.transformers import register
@@ -141,6 +276,8 @@ def mistakes() -> list[str]:
         "whole labels": lambda: model(**{**cut, "labels": shifted, "shift_labels": shifted}),
         "count": lambda: model(**named, labels=cut["labels"], shift_labels=cut["labels"]),
         "not named": lambda: model(tokens, None, places, None, None, tokens),
+        "router": lambda: model(**named, output_router_logits=True),
+        "weights of scores": lambda: model(**named, use_cache=False, indices=tokens),
         "not registered": lambda: unknown(**named, labels=tokens),
     }
     said = []
@@ -169,6 +306,8 @@ def test_wrong_uses_are_told(ranks):
                 "whole labels: labels [2, 48] beside input_ids [2, 24]: not cut; give model(",
                 "count: num_items_in_batch: missing; ranks have different numbers of labels; give model(",
                 "not named: 6 inputs without a name: give each by name; give model(",
+                "router: output_router_logits: the load balancing loss would be that of a rank's tokens; give ",
+                "weights of scores: LlamaAttention: gives indices to its attention, which is not known here",
                 "not registered: LlamaAttention: of a model whose batches nobody checks; call register(cp, model)",
             ),
             strict=True,
@@ -218,6 +357,23 @@ def test_accelerate_with_fsdp2_equals_one_rank(ranks):
     (expected,) = ranks(1, train, "llama", None)
     for losses in ranks(4, accelerated, "llama", "ring"):
         assert losses == pytest.approx(expected, abs=1e-6)
+
+
+def test_accelerate_makes_buffers_whole_again():
+    pytest.importorskip("accelerate", reason="needs the package accelerate")
+    from megatron.context_parallel.integration.accelerate import _cut
+
+    cp = SimpleNamespace(shard=lambda x, dim: x.narrow(dim, 2, 2))
+    data = torch.arange(10).view(2, 5)
+    before = data.clone()
+    inputs, labels, kept = data[:, :-1], data[:, 1:], torch.arange(4)[None]  # views of one another
+    given = {"buffers": [inputs, labels, kept], "buffer_seq_dims": [1] * 3, "no_restore_buffers": {kept}}
+    with pytest.raises(ZeroDivisionError), _cut(cp, **given):
+        assert inputs.tolist() == [[2, 3], [7, 8]] and labels.tolist() == [[3, 4], [8, 9]] and kept.tolist() == [[2, 3]]
+        raise ZeroDivisionError
+    assert torch.equal(data, before) and torch.equal(inputs, before[:, :-1]) and torch.equal(labels, before[:, 1:])
+    data += 1
+    assert torch.equal(inputs, data[:, :-1]) and kept.tolist() == [[2, 3]]
 
 
 def finetuned(*flags: str) -> list[float]:

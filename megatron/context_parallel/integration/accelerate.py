@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..context import ContextParallel
@@ -32,8 +32,18 @@ def use_context_parallel(accelerator: Accelerator, strategy: str, model: PreTrai
         raise UsageError("accelerator: has no context-parallel ranks; give it ParallelismConfig(cp_size=2)")
     cp = ContextParallel(strategy, group=accelerator.torch_device_mesh["cp"].get_group())
     register(cp, model)
+    _leave_masks_alone(model)
     accelerator._cp_context = partial(_cut, cp)  # it has no other way in
     return cp
+
+
+def _leave_masks_alone(model: nn.Module) -> None:
+    """Removes the hooks by which `prepare` makes every attention causal, also that of a model that is not."""
+    for module in model.modules():
+        for key, hook in [*module._forward_pre_hooks.items()]:
+            if getattr(hook, "__qualname__", "").startswith("_attach_context_parallel_hooks."):
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 @contextmanager
@@ -44,15 +54,22 @@ def _cut(
     buffer_seq_dims: list[int] | None = None,
     no_restore_buffers: set[Tensor] | None = None,
 ) -> Iterator[None]:
-    """Cuts the buffers in place, and makes them whole again behind, except those that need not be."""
-    buffers, dims, kept = buffers or [], buffer_seq_dims or [], no_restore_buffers or set()
+    """Cuts the buffers, and makes them whole again behind, except those that need not be.
+
+    A buffer gets other memory meanwhile: its own may belong to other tensors too, such as labels `tokens[:, 1:]` beside
+    inputs `tokens[:, :-1]`.
+    """
+    buffers, dims = buffers or [], buffer_seq_dims or []
     if len(buffers) != len(dims):
         raise UsageError(f"buffer_seq_dims {dims}: of {len(buffers)} buffers; give the dimension of the tokens of each")
-    wholes = [None if buffer in kept else buffer.clone() for buffer in buffers]
-    for buffer, dim in zip(buffers, dims, strict=True):
-        part = cp.shard(buffer, dim).clone()
-        buffer.resize_(part.shape).copy_(part)
-    yield
-    for buffer, whole in zip(buffers, wholes, strict=True):
-        if whole is not None:
-            buffer.resize_(whole.shape).copy_(whole)
+    kept = {id(buffer) for buffer in no_restore_buffers or ()}
+    wholes = [buffer.data for buffer in buffers]
+    parts = [cp.shard(whole, dim).clone() for whole, dim in zip(wholes, dims, strict=True)]
+    try:
+        for buffer, part in zip(buffers, parts, strict=True):
+            buffer.data = part
+        yield
+    finally:
+        for buffer, whole in zip(buffers, wholes, strict=True):
+            if id(buffer) not in kept:
+                buffer.data = whole

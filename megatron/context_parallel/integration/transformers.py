@@ -1,13 +1,13 @@
 """HuggingFace transformers: our attention for its models, and batches cut for the ranks of a context group."""
 
+from dataclasses import replace
 from functools import wraps
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -15,26 +15,34 @@ from ..attention import context_parallel_attention
 from ..context import ContextParallel
 from ..errors import UsageError
 from ..layout import unshard
-from ..mask import Documents
+from ..mask import Documents, Mask, Sequences
+from .transformers_mask import MaskFunction, mask_of
+from .transformers_model import check_model
 
 NAME = "context_parallel"
 IGNORED = -100  # the label of a token that has no part in the loss
-_registered: WeakSet[torch.nn.Module] = WeakSet()  # modules of models whose batches are checked
+_contexts: list[ContextParallel] = []  # the one registered last
+_registered: WeakKeyDictionary[torch.nn.Module, ContextParallel] = WeakKeyDictionary()  # of the modules of models
 _USE_HELPER = "give model(**shard_batch(cp, batch), use_cache=False)"
 
 
 def register(cp: ContextParallel, model: PreTrainedModel | None = None) -> None:
     """Lets models compute attention with a context group: `model.set_attn_implementation("context_parallel")`.
 
-    All of them compute with the context group registered last. Their batches are checked: labels that were not shifted
-    before they were cut would be wrong where a chunk ends, and only the model sees them.
+    A model computes with the context group that was registered last when it took it. Its batches are checked: labels
+    that were not shifted before they were cut would be wrong where a chunk ends, and only the model sees them.
 
     Args:
         cp: the context group.
         model: of transformers, or around one (peft), that takes it at once.
+
+    Raises:
+        UsageError: the model takes no other attention, or computes something that the ranks would have to share
+            besides attention. A model that takes it by `set_attn_implementation` raises it there.
     """
-    AttentionInterface.register(NAME, _Attention(cp))
-    AttentionMaskInterface.register(NAME, _no_mask)
+    _contexts[:] = [cp]
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _mask)
     # transformers tells nobody when a model takes it.
     PreTrainedModel.set_attn_implementation = _set_attn_implementation  # type: ignore[method-assign]
     if model is not None:
@@ -46,10 +54,19 @@ _transformers_own = PreTrainedModel.set_attn_implementation
 
 @wraps(_transformers_own)
 def _set_attn_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    asked = args[0] if args else kwargs.get("attn_implementation")
+    before = self.config._attn_implementation
     _transformers_own(self, *args, **kwargs)
-    if self.config._attn_implementation == NAME and self not in _registered:
-        self.register_forward_pre_hook(_check_batch, with_kwargs=True)
-        _registered.update(self.modules())
+    if asked == NAME:
+        try:
+            check_model(self, NAME)
+        except UsageError:
+            _transformers_own(self, before)
+            raise
+    if self.config._attn_implementation == NAME:
+        if self not in _registered:
+            self.register_forward_pre_hook(_check_batch, with_kwargs=True)
+        _registered.update(dict.fromkeys(self.modules(), _contexts[0]))
 
 
 def shard_batch(
@@ -105,6 +122,8 @@ def _apart(real: Tensor, places: Tensor, labels: Tensor | None) -> Tensor:
 
 
 def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
+    if model.config._attn_implementation != NAME:  # it has taken another one since
+        return
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise UsageError(f"labels without shift_labels: they must be shifted before they are cut; {_USE_HELPER}")
     if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
@@ -119,90 +138,111 @@ def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) ->
             )
     if kwargs.get("past_key_values") is not None:
         raise UsageError(f"past_key_values: there is no cache under context parallelism; {_USE_HELPER}")
+    asked = kwargs.get("output_router_logits")
+    if getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked:
+        raise UsageError(
+            "output_router_logits: the load balancing loss would be that of a rank's tokens; give "
+            "output_router_logits=False"
+        )
     if kwargs.get("output_attentions"):
         raise UsageError("output_attentions: the weights are never stored; leave it out")
 
 
-def _no_mask(*args: object, attention_mask: Tensor | None = None, **kwargs: object) -> None:
-    """Tells transformers to make no mask; a rank has a part of it only."""
+class _Call:
+    """What the layers of one call of a model get as their attention mask, found out by the first that uses it.
+
+    Layers that are computed again for the backward pass have it then, whatever the position ids have become.
+
+    Attributes:
+        mask: with the packed documents that the position ids of all ranks tell.
+    """
+
+    def __init__(self, function: MaskFunction) -> None:
+        self._function: MaskFunction | None = function
+        self.mask = Mask()
+
+    def find(self, cp: ContextParallel, places: Tensor) -> Mask:
+        """The mask; all ranks call it together, with their position ids int64 [b, s]."""
+        if self._function is not None:
+            self.mask = replace(mask_of(self._function), documents=_documents_of(cp, places))
+            self._function = None
+        return self.mask
+
+
+def _mask(*args: object, mask_function: MaskFunction, attention_mask: Tensor | None = None, **kwargs: object) -> _Call:
+    """In place of the mask, of which a rank has a part only. transformers calls it anew with each call of a model."""
     if attention_mask is not None and not attention_mask.all():
         raise UsageError("attention_mask: a rank's part tells too little; give the whole mask to shard_batch")
+    return _Call(mask_function)
 
 
-class _Attention:
-    """The function that transformers calls for the attention of each layer."""
+# What transformers hands to attention beside what it computes with.
+_CHANGES_NOTHING = {
+    *("num_items_in_batch", "output_hidden_states", "use_cache", "cache_position", "position_embeddings", "is_causal"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "sliding_window", "shift_labels"),
+}
 
-    def __init__(self, cp: ContextParallel) -> None:
-        self.cp = cp
-        self.documents = WeakTensorKeyDictionary()  # of position ids: the same ones for each layer of a batch
 
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        position_bias: Tensor | None = None,
-        is_causal: bool | None = None,
-        **others: object,
-    ) -> tuple[Tensor, None]:
-        """[b, heads, s, d] of this rank's tokens to [b, s, heads, d]."""
-        if module not in _registered:
-            raise UsageError(
-                f"{type(module).__name__}: of a model whose batches nobody checks; call register(cp, model)"
-            )
-        if dropout:
-            raise UsageError(f"attention_dropout {dropout}: context-parallel attention has none; give 0")
-        if attention_mask is not None or position_bias is not None:
-            raise UsageError(f"attention mask or bias: not supported; {_USE_HELPER}")
-        if key.shape[2] != query.shape[2]:
-            raise UsageError(f"{query.shape[2]} queries, {key.shape[2]} keys: there is no cache here; {_USE_HELPER}")
-        if position_ids is None:
-            raise UsageError(f"{type(module).__name__}: hands no position_ids to its attention; it is not supported")
-        q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))
-        out = context_parallel_attention(
-            q,
-            k,
-            v,
-            self.cp,
-            causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
-            window=(sliding_window - 1, 0) if sliding_window else (-1, -1),
-            documents=self._documents_of(position_ids),
-            scale=scaling,
-            softcap=softcap or 0.0,
-            sinks=s_aux,
-        )
-        assert isinstance(out, Tensor)  # the log-sum-exp was not asked for
-        return out.transpose(0, 1), None
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: _Call | Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """What transformers calls for attention: [b, heads, s, d] of this rank's tokens to [b, s, heads, dv]."""
+    name = type(module).__name__
+    if (cp := _registered.get(module)) is None:
+        raise UsageError(f"{name}: of a model whose batches nobody checks; call register(cp, model)")
+    if dropout:
+        raise UsageError(f"attention_dropout {dropout}: context-parallel attention has none; give 0")
+    if not isinstance(attention_mask, _Call):
+        given = "no mask" if attention_mask is None else "an attention mask of its own"
+        raise UsageError(f"{name}: has {given}, not one that it asks transformers for; it is not supported")
+    for unknown, what in others.items():
+        if unknown not in _CHANGES_NOTHING and what is not None and what is not False:
+            raise UsageError(f"{name}: gives {unknown} to its attention, which is not known here; use another model")
+    if key.shape[2] != query.shape[2]:
+        raise UsageError(f"{query.shape[2]} queries, {key.shape[2]} keys: there is no cache here; {_USE_HELPER}")
+    if position_ids is None or position_ids.dim() != 2:
+        raise UsageError(f"{name}: hands no position_ids [b, s] to its attention; it is not supported")
+    mask = attention_mask.find(cp, position_ids.expand(len(query), -1))
+    assert not isinstance(mask.documents, Sequences)
+    q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))
+    out = context_parallel_attention(
+        q,
+        k,
+        v,
+        cp,
+        causal=mask.causal,
+        window=mask.window,
+        documents=mask.documents,
+        scale=scaling,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+    )
+    assert isinstance(out, Tensor)  # the log-sum-exp was not asked for
+    return out.transpose(0, 1), None
 
-    def _documents_of(self, places: Tensor) -> Documents | None:
-        """The packed documents that the position ids of all ranks tell; None for whole sequences."""
-        if places not in self.documents:
-            parts = self._gathered(places)
-            by_chunk = dict(zip(self.cp.chunks, parts, strict=True))
-            whole = unshard([by_chunk[chunk] for chunk in range(self.cp.n)], self.cp.layout, dim=1)
-            before, after = whole[:, :-1], whole[:, 1:]
-            ascend = not whole[:, 0].any() and torch.where(after > 0, after == before + 1, True).all()
-            # Those that transformers makes up count a rank's own tokens. In chunks they would look like documents.
-            made_up = self.cp.n > 1 and all(
-                torch.equal(part[0], torch.arange(part.shape[1]).to(part)) for part in parts
-            )
-            if made_up or not ascend:
-                raise UsageError(f"position_ids: they are not those of this rank's tokens; {_USE_HELPER}")
-            starts = whole == 0
-            self.documents[places] = Documents(starts.cumsum(1).squeeze(0)) if starts.sum() > len(whole) else None
-        return self.documents[places]
 
-    def _gathered(self, places: Tensor) -> list[Tensor]:
-        """[b, s] of each rank."""
-        parts = [torch.empty_like(places, memory_format=torch.contiguous_format) for _ in range(self.cp.n)]
-        dist.all_gather(parts, places.contiguous(), group=self.cp.group)
-        return parts
+def _documents_of(cp: ContextParallel, places: Tensor) -> Documents | None:
+    """The packed documents that the position ids [b, s] of all ranks tell; None for whole sequences."""
+    parts = [torch.empty_like(places, memory_format=torch.contiguous_format) for _ in range(cp.n)]
+    dist.all_gather(parts, places.contiguous(), group=cp.group)
+    by_chunk = dict(zip(cp.chunks, parts, strict=True))
+    whole = unshard([by_chunk[chunk] for chunk in range(cp.n)], cp.layout, dim=1)
+    before, after = whole[:, :-1], whole[:, 1:]
+    ascend = not whole[:, 0].any() and torch.where(after > 0, after == before + 1, True).all()
+    # Those that transformers makes up count a rank's own tokens. In chunks they would look like documents.
+    made_up = cp.n > 1 and all(torch.equal(part[0], torch.arange(part.shape[1]).to(part)) for part in parts)
+    if made_up or not ascend:
+        raise UsageError(f"position_ids: they are not those of this rank's tokens; {_USE_HELPER}")
+    starts = whole == 0
+    return Documents(starts.cumsum(1)) if starts.sum() > len(whole) else None
