@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from llama_case import FAMILIES, SCALED, VOCABULARY, load_llama, save_llama
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
@@ -75,12 +76,14 @@ def test_a_config_that_gpt_model_does_not_compute_is_refused(tmp_path):
         path.write_text(json.dumps(config))
         with pytest.raises(UsageError, match=re.escape(f"{path}: ") + f".*{name}"):
             model_flags(tmp_path)
-    path.write_text(json.dumps({name: value for name, value in good.items() if name != "rms_norm_eps"}))
-    with pytest.raises(UsageError, match="no rms_norm_eps"):
-        model_flags(tmp_path)
-    path.write_text("{")
-    with pytest.raises(UsageError, match="cannot be read"):
-        model_flags(tmp_path)
+    for text, said in (
+        (json.dumps(good | {"num_hidden_layers": "two"}), "refused by transformers .*num_hidden_layers"),
+        ("{", "cannot be read"),
+        ("[]", "holds no fields"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=re.escape(f"{path}: ") + said):
+            model_flags(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +92,11 @@ def test_a_config_that_gpt_model_does_not_compute_is_refused(tmp_path):
         ("qwen3", "use_sliding_window", True),
         ("qwen3", "layer_types", ["full_attention", "sliding_attention"]),
         ("mistral", "layer_types", ["sliding_attention", "full_attention"]),
+        ("mistral", "sliding_window", 0),
+        ("llama3", "original_max_position_embeddings", 4096),  # beside the one of rope_parameters
     ],
 )
-def test_windows_of_some_layers_are_refused(tmp_path, family, name, value):
+def test_a_field_that_gpt_model_does_not_have_is_refused(tmp_path, family, name, value):
     save_llama(tmp_path, family)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
@@ -108,6 +113,39 @@ def test_a_config_of_an_earlier_transformers_is_read_alike(tmp_path):
     path.write_text(json.dumps(config))
     assert model_flags(tmp_path) == new
     assert (new["rotary_base"], new["use_rope_scaling"], new["rope_scaling_factor"]) == (500000, True, 8.0)
+
+
+ODD = [  # fields in several places, and fields left out, of which transformers takes one value
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}, "rope_scaling": SCALED},
+    {"rope_parameters": SCALED, "rope_scaling": {"type": "default"}, "rope_theta": 500000.0},
+    {
+        "rope_parameters": None,
+        "rope_scaling": {"type": "llama3"} | {k: v for k, v in SCALED.items() if k != "rope_type"},
+    },
+    {"model_type": "mistral", "num_key_value_heads": 2, "head_dim": None, "sliding_window": 1},
+    {"model_type": "mistral", "num_key_value_heads": 2, "max_position_embeddings": 8192},
+]
+
+
+def odd_models(folder: Path) -> None:
+    """Models of 1 layer with no more than these fields in config.json."""
+    kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "model_type")
+    save_llama(folder, "llama2", "1GB", num_hidden_layers=1)
+    least = {name: json.loads((folder / "config.json").read_text())[name] for name in kept}
+    for changes in ODD:
+        (folder / "config.json").write_text(json.dumps(least | changes))
+        given = transformers.AutoConfig.from_pretrained(folder)
+        torch.manual_seed(5)
+        transformers.AutoModelForCausalLM.from_config(given).save_pretrained(folder)
+        (folder / "config.json").write_text(json.dumps(least | changes))
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        ours, _ = logits(folder, 1)
+        with torch.no_grad():
+            torch.testing.assert_close(ours[..., :VOCABULARY], theirs(tokens()).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_odd_configs_are_read_as_transformers_reads_them(ranks, tmp_path):
+    ranks(1, odd_models, tmp_path)
 
 
 def refusals(folder: Path) -> list[str]:

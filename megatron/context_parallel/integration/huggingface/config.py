@@ -1,11 +1,18 @@
-"""A config.json of HuggingFace (Llama, Mistral, Qwen3) as arguments of Megatron, and back."""
+"""A config.json of HuggingFace (Llama, Mistral, Qwen3) as arguments of Megatron, and back.
+
+It is read by transformers' own config object, which knows the defaults of each family and where earlier releases had
+what. transformers is imported when it is needed.
+"""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # What GPTModel computes of each family, by model_type.
 _FAMILIES: dict[str, dict[str, Any]] = {
@@ -42,73 +49,75 @@ def model_flags(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_bytes())
+        given = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read ({error}); copy it again") from None
-    try:
-        return _flags(config, path)
-    except KeyError as missing:
-        raise UsageError(f"{path}: has no {missing.args[0]}; copy it again") from None
-
-
-def _flags(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    family = _family(config, path)
-    heads = config["num_attention_heads"]
-    # The classes of the other families have defaults of their own for these.
-    groups = config.get("num_key_value_heads") or heads if family == "llama" else config["num_key_value_heads"]
-    width = config["head_dim"] if family == "qwen3" else config.get("head_dim") or config["hidden_size"] // heads
-    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if not isinstance(given, dict):
+        raise UsageError(f"{path}: holds no fields; copy it again")
+    if (family := given.get("model_type")) not in _FAMILIES:
+        raise UsageError(f"{path}: model_type {family}; only {', '.join(_FAMILIES)} are read")
+    config = _read(given, path)
+    _check_family(config, path)
+    dtype = str(config.dtype or "float32").removeprefix("torch.")
     if dtype not in _DTYPES:
         raise UsageError(f"{path}: dtype {dtype}; weights in {', '.join(_DTYPES)} are read")
     return {
         **_SHARED,
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": config["hidden_size"],
-        "ffn_hidden_size": config["intermediate_size"],
-        "num_attention_heads": heads,
-        "kv_channels": width,
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "kv_channels": config.head_dim or config.hidden_size // config.num_attention_heads,
         "group_query_attention": True,
-        "num_query_groups": groups,
-        "max_position_embeddings": config["max_position_embeddings"],
-        "norm_epsilon": config["rms_norm_eps"],
+        "num_query_groups": config.num_key_value_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+        "norm_epsilon": config.rms_norm_eps,
         "qk_layernorm": family == "qwen3",
-        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
-        "vocab_size": config["vocab_size"],
+        "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
+        "vocab_size": config.vocab_size,
         "make_vocab_size_divisible_by": 1,
         **_window(config, path),
-        **_rope(config, path),
+        **_rope(config.rope_parameters, path),
         **_DTYPES[dtype],
     }
 
 
-def _family(config: dict[str, Any], path: Path) -> str:
-    family = config.get("model_type")
-    if family not in _FAMILIES:
-        raise UsageError(f"{path}: model_type {family}; only {', '.join(_FAMILIES)} are read")
+def _read(given: dict[str, Any], path: Path) -> "PreTrainedConfig":
+    from transformers import CONFIG_MAPPING
+
+    try:
+        config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
+        config.standardize_rope_params()  # as models do again, when fields are known that the first time were not
+    except Exception as error:  # of transformers and its validators, which are of many types
+        said = " ".join(str(error).split())
+        raise UsageError(f"{path}: refused by transformers ({said[:200]}); copy it again") from None
+    return config
+
+
+def _check_family(config: "PreTrainedConfig", path: Path) -> None:
+    family = config.model_type
     for name, value in _FAMILIES[family].items():
-        if config.get(name, value) != value:
-            raise UsageError(f"{path}: {name} {config[name]}; only {family} with {name} {value} is read")
-    if config.get("quantization_config"):
+        if getattr(config, name) != value:
+            raise UsageError(f"{path}: {name} {getattr(config, name)}; only {family} with {name} {value} is read")
+    if getattr(config, "quantization_config", None):
         raise UsageError(f"{path}: quantization_config; only weights that are not quantized are read")
-    return family
 
 
-def _window(config: dict[str, Any], path: Path) -> dict[str, Any]:
+def _window(config: "PreTrainedConfig", path: Path) -> dict[str, Any]:
     """A token sees itself and the `sliding_window` - 1 tokens before it."""
-    window = config["sliding_window"] if config["model_type"] == "mistral" else None
-    kind = "sliding_attention" if window else "full_attention"
-    if others := {*(config.get("layer_types") or ())} - {kind}:
+    window = config.sliding_window if config.model_type == "mistral" else None
+    if window is not None and window < 1:
+        raise UsageError(f"{path}: sliding_window {window}: a token would not see itself; give null for no window")
+    kind = "full_attention" if window is None else "sliding_attention"
+    if others := {*(getattr(config, "layer_types", None) or ())} - {kind}:
         raise UsageError(f"{path}: layer_types {min(others)}; only models whose layers are all {kind} are read")
-    return {"window_size": (window - 1, 0)} if window else {}
+    return {} if window is None else {"window_size": (window - 1, 0)}
 
 
-def _rope(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Base and scaling; transformers 5 has both in `rope_parameters`, earlier releases in two places."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    base = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    if base != int(base):
+def _rope(rope: dict[str, Any], path: Path) -> dict[str, Any]:
+    base, kind = rope.get("rope_theta"), rope.get("rope_type")
+    if not isinstance(base, int | float) or base != int(base):
         raise UsageError(f"{path}: rope_theta {base}; only whole numbers are read")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise UsageError(f"{path}: partial_rotary_factor {rope['partial_rotary_factor']}; only 1.0 is read")
     if kind == "default":
@@ -116,8 +125,12 @@ def _rope(config: dict[str, Any], path: Path) -> dict[str, Any]:
     if kind != "llama3":
         raise UsageError(f"{path}: rope_type {kind}; only default and llama3 are read")
     for name, value in _SCALED.items():
-        if rope[name] != value:
-            raise UsageError(f"{path}: {name} {rope[name]} of rope_type llama3; megatron-core computes {value} alone")
+        if rope.get(name) != value:
+            raise UsageError(
+                f"{path}: {name} {rope.get(name)} of rope_type llama3; megatron-core computes {value} alone"
+            )
+    if not isinstance(rope.get("factor"), int | float):
+        raise UsageError(f"{path}: factor {rope.get('factor')} of rope_type llama3; give a number, such as 8.0")
     return {"rotary_base": int(base), "use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
 
 
