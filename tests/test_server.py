@@ -3,27 +3,34 @@
 import http.client
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 
 import openai
 import pytest
 import torch
+from chatty import Chatty
 from megatron.core.inference.sampling_params import SamplingParams
 from plain_session import PlainSession
 
 from megatron.context_parallel.inference.engine import Engine, Request
 from megatron.context_parallel.inference.rank_loop import RankLoop
 from megatron.context_parallel.inference.server.app import Service, Settings
+from megatron.context_parallel.inference.server.connections import Patience
 from megatron.context_parallel.inference.server.listen import answering, bind
 from megatron.context_parallel.inference.server.metrics import Metrics
+from megatron.context_parallel.inference.server.protocol import Limits
+from megatron.context_parallel.inference.server.reader import Reader
 from megatron.context_parallel.inference.server.worker import Worker
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer
 
 TEXT = "Größe: 12 €. "
+PATIENCE = Patience(connections=512, idle_seconds=5, client_seconds=20)
 
 
 class Parrot:
@@ -39,22 +46,32 @@ class Parrot:
         return torch.nn.functional.one_hot(torch.tensor([[said[(tokens.shape[1] - 4) % len(said)]]]), 257) * 50.0
 
 
-class Chatty(ByteTokenizer):
-    has_chat = True
-
-    def chat(self, messages):
-        return list("".join(message["content"] for message in messages).encode())
+@cache
+def readers_of(kind: type[ByteTokenizer], limits: Limits) -> tuple[Reader, Reader]:
+    """The same readers for all servers, because processes take long to start; they end with this one."""
+    tokenizer = kind(256)
+    return Reader(tokenizer, limits), Reader(tokenizer, limits)
 
 
 @contextmanager
-def serving(tokenizer=None, most: int = 8, cache: int = 1000, **settings) -> Iterator[tuple[Worker, int, Parrot]]:
+def serving(
+    tokenizer=ByteTokenizer,
+    most: int = 8,
+    size: int = 1000,
+    patience: Patience = PATIENCE,
+    send_buffer: int = 0,
+    **settings,
+) -> Iterator[tuple[Worker, int, Parrot]]:
     """A server and its worker in threads of this process, its port, and the model."""
-    model = Parrot()
-    engine = Engine(PlainSession(model, cache, 257), tokenizer or ByteTokenizer(256))
+    model, asked = Parrot(), Settings("parrot", **settings)
+    engine = Engine(PlainSession(model, size, 257), tokenizer(256))
     worker, stop = Worker(RankLoop(engine), most, Metrics()), threading.Event()
     working = threading.Thread(target=worker.run, args=(stop.is_set, 5.0))
     listener = bind("127.0.0.1", 0)
-    with answering(Service(worker, Settings("parrot", **settings)).app(), listener):
+    if send_buffer:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    readers = readers_of(tokenizer, Limits("parrot", size, 1 << 20))
+    with answering(Service(worker, asked, readers).app(), listener, patience):
         working.start()
         try:
             yield worker, listener.getsockname()[1], model
@@ -68,11 +85,14 @@ def client(port: int, key: str = "none") -> openai.OpenAI:
     return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=20)
 
 
+JSON = {"Content-Type": "application/json"}
+
+
 def call(port: int, path: str, body: object = None, headers: dict | None = None, method: str = "") -> tuple:
     """Status, headers and body of one HTTP request; bytes are sent as they are."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    connection.request(method or ("GET" if body is None else "POST"), path, data, headers or {})
+    connection.request(method or ("GET" if body is None else "POST"), path, data, JSON | (headers or {}))
     answer = connection.getresponse()
     return answer.status, answer.headers, answer.read().decode()
 
@@ -87,7 +107,7 @@ def wait_until(condition) -> None:
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(Chatty(256)) as running:
+    with serving(Chatty) as running:
         yield running
 
 
@@ -291,7 +311,7 @@ def test_who_leaves_costs_nothing_more():
         stream.close()
         wait_until(lambda: worker.loop.engine.idle)
         connection = http.client.HTTPConnection("127.0.0.1", port)
-        connection.request("POST", "/v1/completions", json.dumps(GOOD | {"max_tokens": 500}))
+        connection.request("POST", "/v1/completions", json.dumps(GOOD | {"max_tokens": 500}), JSON)
         wait_until(lambda: worker.loop.engine.running)
         connection.close()
         wait_until(lambda: worker.loop.engine.idle)

@@ -38,8 +38,12 @@ def main(argv: list[str] | None = None) -> None:
     # These take seconds to import, for which a mistake in a flag need not wait.
     from megatron.context_parallel.inference.rank_loop import RankLoop
     from megatron.context_parallel.inference.server.app import Service, Settings
+    from megatron.context_parallel.inference.server.connections import Patience
+    from megatron.context_parallel.inference.server.hosts import names_of
     from megatron.context_parallel.inference.server.listen import answering, bind
     from megatron.context_parallel.inference.server.metrics import Metrics
+    from megatron.context_parallel.inference.server.protocol import Limits
+    from megatron.context_parallel.inference.server.reader import reading
     from megatron.context_parallel.inference.server.worker import Worker
     from megatron.context_parallel.trainer.generator import build_engine
     from megatron.context_parallel.trainer.setup import distributed_job, sigterm_came
@@ -53,9 +57,15 @@ def main(argv: list[str] | None = None) -> None:
             return
         worker = Worker(loop, flags.inference_max_requests, Metrics(), watch.silent_ranks)
         name = flags.served_model_name or Path(flags.load).resolve().name
-        settings = Settings(name, keys, flags.max_body_bytes, flags.max_new_tokens)
+        hosts = names_of(flags.host, flags.allowed_hosts or ())
+        settings = Settings(name, keys, hosts, flags.max_body_bytes, flags.max_new_tokens)
+        limits = Limits(name, loop.engine.length, flags.max_body_bytes)
+        patience = Patience(flags.limit_concurrency, flags.timeout_keep_alive, flags.timeout_client)
         listener = bind(flags.host, flags.port)
-        with answering(Service(worker, settings).app(), listener) as stop:
+        with (
+            reading(loop.engine.tokenizer, limits) as readers,
+            answering(Service(worker, settings, readers).app(), listener, patience) as stop,
+        ):
 
             def end_texts() -> None:
                 worker.fail()
@@ -70,15 +80,17 @@ def main(argv: list[str] | None = None) -> None:
 def read_keys(flags: Serve) -> tuple[str, ...]:
     """The keys that clients may have."""
     text, source = os.environ.get("API_KEYS", "").replace(",", "\n"), "API_KEYS"
-    if flags.api_key_file:
-        source = f"--api-key-file {flags.api_key_file}"
+    if flags.api_key_file is not None:
+        source = f"--api-key-file {flags.api_key_file or repr('')}"
         try:
             text = Path(flags.api_key_file).read_text()
         except (OSError, ValueError) as error:
             raise UsageError(f"{source}: cannot be read ({error}); give a file with a key on each line") from None
     keys = tuple(key for line in text.splitlines() if (key := line.strip()))
-    if flags.api_key_file and not keys:
+    if not keys and flags.api_key_file is not None:
         raise UsageError(f"{source}: no key in it; write one on each line")
+    if not keys and "API_KEYS" in os.environ:
+        raise UsageError("API_KEYS: no key in it; write keys separated by commas, or unset it to serve everybody")
     if any(not key.isascii() or " " in key for key in keys):
         raise UsageError(f"{source}: a key has a space or a letter that is not ASCII; write keys without them")
     if flags.host not in _LOOPBACK and not keys and os.environ.get("RANK", "0") == "0":

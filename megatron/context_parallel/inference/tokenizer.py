@@ -15,10 +15,12 @@ class Tokenizer(Protocol):
     Attributes:
         ends: tokens that end a text.
         has_chat: whether there is a chat template.
+        longest: characters of the longest token.
     """
 
     ends: frozenset[int]
     has_chat: bool
+    longest: int
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt, with those that the model expects before it."""
@@ -41,7 +43,7 @@ def _no_chat(of: str) -> UsageError:
 class ByteTokenizer:
     """UTF-8 bytes and an end-of-document token. (megatron-core's own drops white space at the end of a text.)"""
 
-    has_chat = False
+    has_chat, longest = False, 1
 
     def __init__(self, end: int) -> None:
         self.ends = frozenset([end])
@@ -65,6 +67,7 @@ class SentencePieceTokenizer:
         from sentencepiece import SentencePieceProcessor
 
         self._model: Any = SentencePieceProcessor(model_file=path)
+        self.longest = max(map(len, self._model.id_to_piece([*range(self._model.vocab_size())])))
         self.ends = frozenset() if end is None else frozenset([end])
 
     def encode(self, text: str) -> list[int]:
@@ -94,8 +97,9 @@ class HuggingFaceTokenizer:
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except Exception as error:
-            why = " ".join(str(error).split())[:200]
+            self.longest = max(map(len, self._tokenizer.get_vocab()))
+        except BaseException as error:
+            why = _reason(error)
             raise UsageError(f"{folder}: its tokenizer cannot be read ({why}); copy tokenizer.json there") from error
         self._folder, self._special = folder, special
         self.has_chat = bool(self._tokenizer.chat_template)
@@ -110,13 +114,18 @@ class HuggingFaceTokenizer:
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         if not self.has_chat:
             raise _no_chat(self._folder)
-        from jinja2 import TemplateError
-
         try:
             text = self._tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise UsageError(f"messages: the chat template refuses them ({error})") from None
+        except Exception as error:  # a template can raise anything
+            raise UsageError(f"messages: the chat template refuses them ({_reason(error)})") from None
         return self._tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
+
+
+def _reason(error: BaseException) -> str:
+    """Why a library failed, in one short line; an end that was asked for goes on."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        raise error
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _end_tokens(folder: Path) -> list[int]:
@@ -124,7 +133,7 @@ def _end_tokens(folder: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         try:
             ends = json.loads((folder / name).read_bytes()).get("eos_token_id")
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError, AttributeError):  # none, no JSON, or no object
             continue
         if ends is not None:
             return ends if isinstance(ends, list) else [ends]

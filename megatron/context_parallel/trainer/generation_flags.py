@@ -102,6 +102,11 @@ class Http(Section, title="server"):
         derived="$API_KEYS, separated by commas",
         unit="FILE",
     )
+    allowed_hosts: list[str] | None = flag(
+        "names by which clients call the server, besides addresses, localhost and the name of this machine; *: any",
+        unit="NAME",
+        example="llm.example.org",
+    )
     served_model_name: str | None = flag("name that clients give", derived="the last part of --load", unit="NAME")
     max_model_len: int | None = flag(
         "most tokens of a request, prompt and text", derived="the positions of the model", example=4096
@@ -109,6 +114,9 @@ class Http(Section, title="server"):
     max_new_tokens: int = flag("most tokens of a chat's answer, if the client says nothing of it", 1024)
     inference_max_requests: int = flag("texts that run or wait; more get status 429", 256)
     max_body_bytes: int = flag("bytes of an HTTP request at most", 1 << 24)
+    limit_concurrency: int = flag("connections at once; more get status 503", 512, at_least=1)
+    timeout_keep_alive: int = flag("seconds that a connection stays open between requests", 5, at_least=1)
+    timeout_client: int = flag("seconds for a client to send a request, and to take what is sent to it", 60, at_least=1)
     drain_seconds: int = flag("after SIGTERM, time for the texts that have begun", 20, at_least=0)
     dry_run: bool = flag("print how many tokens fit into the memory of this machine, and stop", False)
 

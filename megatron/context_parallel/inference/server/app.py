@@ -8,7 +8,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
@@ -21,12 +22,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..engine import Output
-from .protocol import Body, Chat, Completion, Refused, parse
+from .hosts import check_host
+from .protocol import Body, Chat, Completion, Refused, check_model
+from .reader import Reader, reader_of
 from .reply import Chats, Completions, Texts
+from .requests import requests_of
 from .worker import Worker
 
 log = logging.getLogger(__name__)
+Answer = Callable[[HttpRequest], Awaitable[Response]]
 _CLIENT_GONE = 499  # nobody reads it; logs do
+_BODIES = 16  # of the most bytes, that are held at once
 
 
 @dataclass(frozen=True)
@@ -36,32 +42,41 @@ class Settings:
     Attributes:
         model: the name that clients give.
         keys: that clients may have; none: everybody may.
+        hosts: names that the server answers to, in small letters, besides addresses; "*": all.
         body_bytes: of a request at most.
         new_tokens: of a chat's answer, if the client says nothing of it.
     """
 
     model: str
     keys: tuple[str, ...] = ()
+    hosts: frozenset[str] = frozenset(["localhost"])
     body_bytes: int = 1 << 24
     new_tokens: int = 1024
 
 
 class Service:
-    """The routes of one server."""
+    """The routes of one server.
 
-    def __init__(self, worker: Worker, settings: Settings) -> None:
-        self.worker, self.settings, self.started = worker, settings, int(time.time())
+    Args:
+        worker: generates.
+        settings: of the server.
+        readers: of short and of long requests.
+    """
+
+    def __init__(self, worker: Worker, settings: Settings, readers: tuple[Reader, Reader]) -> None:
+        self.worker, self.settings, self.readers = worker, settings, readers
+        self.started, self._held = int(time.time()), 0
 
     def app(self) -> ASGIApp:
         """The application for an ASGI server such as uvicorn."""
         routes = [
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.models),
-            Route("/health", self.health),
-            Route("/ready", self.ready),
-            Route("/metrics", self.metrics),
+            Route("/v1/completions", self._at_our_name(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._at_our_name(self.chat), methods=["POST"]),
+            Route("/v1/models", self._at_our_name(self.models)),
+            Route("/v1/models/{name:path}", self._at_our_name(self.models)),
+            Route("/health", self._at_our_name(self.health)),
+            Route("/ready", self._at_our_name(self.ready)),
+            Route("/metrics", self._at_our_name(self.metrics)),
         ]
         handlers = {
             Refused: self.refuse,
@@ -92,7 +107,7 @@ class Service:
         model["max_model_len"] = self.worker.loop.engine.length
         if "name" not in request.path_params:
             return JSONResponse({"object": "list", "data": [model]})
-        self._check_model(request.path_params["name"])
+        check_model(request.path_params["name"], self.settings.model)
         return JSONResponse(model)
 
     async def refuse(self, request: HttpRequest, error: Exception) -> Response:
@@ -102,7 +117,7 @@ class Service:
 
     async def refuse_route(self, request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        refused = Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        refused = Refused(error.status_code, f"{request.method} {request.scope['path'][:100]!r}: {error.detail}")
         refused.headers |= error.headers or {}
         return await self.refuse(request, refused)
 
@@ -123,10 +138,11 @@ class Service:
 
     async def _answer(self, request: HttpRequest, kind: type[Body], reply: type, prefix: str) -> Response:
         key = self._key(request)
-        body = parse(kind, await self._read(request))
-        self._check_model(body.model)
+        _check_content_type(request.headers.get("content-type", ""))
+        async with self._body(request) as data:
+            body, prompts = await reader_of(self.readers, data).read(kind, data)
         engine, name = self.worker.loop.engine, f"{prefix}-{uuid.uuid4().hex}"
-        requests = await run_in_threadpool(body.requests, name, key, engine, self.settings.new_tokens)
+        requests = await run_in_threadpool(requests_of, body, prompts, name, key, engine, self.settings.new_tokens)
         logprobs = body.told is not None
         texts = reply(name, self.settings.model, requests, body.n or 1, logprobs, engine.tokenizer.decode)
         request.state.texts = texts
@@ -153,7 +169,7 @@ class Service:
         finally:
             leaving.cancel()
             self.worker.cancel(texts.unfinished)
-        return JSONResponse(texts.whole())
+        return await run_in_threadpool(lambda: JSONResponse(texts.whole()))  # with many log-probabilities it takes long
 
     async def _stream(self, texts: Texts, arriving: asyncio.Queue[Output], usage: bool) -> AsyncIterator[str]:
         """The events of a stream; a client that leaves ends it, and the texts."""
@@ -202,22 +218,42 @@ class Service:
             )
         return hashlib.sha256(given.strip().encode()).hexdigest()
 
-    async def _read(self, request: HttpRequest) -> bytes:
+    def _at_our_name(self, answer: Answer) -> Answer:
+        """An answer for requests to this server, and not to another name that leads here."""
+
+        async def checked(request: HttpRequest) -> Response:
+            check_host(request.headers.get("host", ""), self.settings.hosts)
+            return await answer(request)
+
+        return checked
+
+    @asynccontextmanager
+    async def _body(self, request: HttpRequest) -> AsyncIterator[bytes]:
+        """The body of a request; all that are held at once have a limit too."""
         most, body = self.settings.body_bytes, bytearray()
         too_long = Refused(413, f"the body has more than {most} bytes")
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and int(length) > most:
             raise too_long
-        async for part in request.stream():
-            body += part
-            if len(body) > most:
-                raise too_long
-        return bytes(body)
+        try:
+            async for part in request.stream():
+                body += part
+                self._held += len(part)
+                if len(body) > most:
+                    raise too_long
+                if self._held > _BODIES * most:
+                    why = f"the server holds {_BODIES * most} bytes of requests already"
+                    raise Refused(503, why, kind="server_error", headers={"Retry-After": "1"})
+            yield bytes(body)
+        finally:
+            self._held -= len(body)
 
-    def _check_model(self, name: str) -> None:
-        if name != self.settings.model:
-            why = f"model {name[:100]!r}: there is {self.settings.model!r} only"
-            raise Refused(404, why, param="model", code="model_not_found")
+
+def _check_content_type(given: str) -> None:
+    """Refuse what a web page may send to other sites without asking; JSON is not among it."""
+    if given.partition(";")[0].strip().lower() != "application/json":
+        why = f"Content-Type {given[:100]!r}: send the body as application/json"
+        raise Refused(415, why)
 
 
 def _event(chunk: dict, usage: bool) -> str:

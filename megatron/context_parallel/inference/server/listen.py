@@ -1,6 +1,5 @@
 """Runs the HTTP side in a thread, beside the main thread that generates."""
 
-import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +9,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ...errors import UsageError
+from .connections import Patience, Server
+from .log_lines import write_log_lines
 
 _SECONDS_TO_CLOSE = 5  # connections that are still open then are cut
 
@@ -29,14 +30,27 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def answering(app: ASGIApp, listener: socket.socket) -> Iterator[Callable[[], None]]:
-    """Requests are answered while the block runs; then, or when what it gets is called, the last answers are sent."""
-    _log_lines()
+def answering(app: ASGIApp, listener: socket.socket, patience: Patience) -> Iterator[Callable[[], None]]:
+    """Requests are answered while the block runs; then, or when what it gets is called, the last answers are sent.
+
+    Raises:
+        UsageError: the system allows fewer connections than `patience` does.
+    """
+    patience.check_files()
+    write_log_lines()
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=_SECONDS_TO_CLOSE
+        app,
+        http="h11",  # `Connection` is made for it, whatever else is installed
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        limit_concurrency=patience.connections + 1,
+        timeout_keep_alive=patience.idle_seconds,
+        timeout_graceful_shutdown=_SECONDS_TO_CLOSE,
     )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
+    server = Server(config, listener, patience)
+    thread = threading.Thread(target=server.run, name="http", daemon=True)
     thread.start()
 
     def stop() -> None:
@@ -47,14 +61,3 @@ def answering(app: ASGIApp, listener: socket.socket) -> Iterator[Callable[[], No
         yield stop
     finally:
         stop()
-
-
-def _log_lines() -> None:
-    """The lines of `app.Logged` go to standard error as they are."""
-    log = logging.getLogger(__package__)
-    if not log.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        log.propagate = False

@@ -1,0 +1,42 @@
+"""Which names a server answers to.
+
+A web page can let its own name stand for 127.0.0.1 (DNS rebinding), and then use a server that only this machine
+reaches. The browser still tells the name of the page. Addresses cannot be stolen in this way.
+"""
+
+import socket
+from collections.abc import Collection
+from ipaddress import ip_address
+
+from .protocol import Refused
+
+
+def names_of(listens_at: str, allowed: Collection[str]) -> frozenset[str]:
+    """Names of the server, besides all addresses: this machine's, the one it listens at, those that are `allowed`."""
+    return frozenset(name.lower() for name in ("localhost", socket.gethostname(), listens_at, *allowed))
+
+
+def check_host(header: str, names: Collection[str]) -> None:
+    """Refuse a request for another host; one that names none is from no browser.
+
+    Raises:
+        Refused: the header `Host` has another name.
+    """
+    name = _without_port(header.strip()).lower().removesuffix(".")
+    if name and "*" not in names and name not in names and not _is_address(name):
+        shown = name[:100]
+        raise Refused(403, f"Host {shown!r}: not a name of this server; start it with --allowed-hosts {shown!r}")
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,27 @@
+"""Tokenizers with a chat, in a module that imports nothing slow: readers of requests import it."""
+
+import os
+
+from megatron.context_parallel.inference.tokenizer import ByteTokenizer
+
+
+class Panic(BaseException):
+    """As tokenizers raises it: no Exception."""
+
+
+class Chatty(ByteTokenizer):
+    """The template of the chat has faults: what is said decides whether it takes forever, or all memory."""
+
+    has_chat = True
+
+    def chat(self, messages):
+        said = "".join(message["content"] for message in messages)
+        while said == "forever":
+            pass
+        if said == "memory":
+            return [*bytes(8 << 30)]
+        if said == "abort":
+            os.abort()
+        if said == "panic":
+            raise Panic("at\nthe disco")
+        return list(said.encode())
