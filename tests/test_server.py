@@ -88,9 +88,9 @@ def client(port: int, key: str = "none") -> openai.OpenAI:
 JSON = {"Content-Type": "application/json"}
 
 
-def call(port: int, path: str, body: object = None, headers: dict | None = None, method: str = "") -> tuple:
+def call(port: int, path: str, body: object = None, headers: dict | None = None, method: str = "", wait=120) -> tuple:
     """Status, headers and body of one HTTP request; bytes are sent as they are."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=wait)
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     connection.request(method or ("GET" if body is None else "POST"), path, data, JSON | (headers or {}))
     answer = connection.getresponse()
@@ -98,7 +98,7 @@ def call(port: int, path: str, body: object = None, headers: dict | None = None,
 
 
 def wait_until(condition) -> None:
-    for _ in range(500):
+    for _ in range(3000):
         if condition():
             return
         time.sleep(0.02)

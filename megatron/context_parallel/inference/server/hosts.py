@@ -4,6 +4,7 @@ A web page can let its own name stand for 127.0.0.1 (DNS rebinding), and then us
 reaches. The browser still tells the name of the page. Addresses cannot be stolen in this way.
 """
 
+import os
 import socket
 from collections.abc import Collection
 from ipaddress import ip_address
@@ -13,7 +14,8 @@ from .protocol import Refused
 
 def names_of(listens_at: str, allowed: Collection[str]) -> frozenset[str]:
     """Names of the server, besides all addresses: this machine's, the one it listens at, those that are `allowed`."""
-    return frozenset(name.lower() for name in ("localhost", socket.gethostname(), listens_at, *allowed))
+    this_machine = socket.gethostname(), os.environ.get("SLURMD_NODENAME", "localhost")
+    return frozenset(name.lower() for name in ("localhost", *this_machine, listens_at, *allowed))
 
 
 def check_host(header: str, names: Collection[str]) -> None:

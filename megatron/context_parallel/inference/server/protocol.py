@@ -10,7 +10,7 @@ from ..tokenizer import Tokenizer
 
 _MOST_SEED = 2**63
 _MOST_STRINGS = 1 << 15  # of a body, with the names of fields
-_BYTES_OF_A_VALUE = 16  # a list of more values takes more than 10 times the memory of its body
+_BYTES_OF_A_VALUE = 24  # with more values a body takes more than 10 times the memory of the largest one
 _SHOWN = 100  # characters of what a client wrote, in an error
 Zero = Annotated[float, Field(ge=0, le=0)]
 Count = Annotated[int, Field(ge=1)]
