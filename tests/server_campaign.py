@@ -39,7 +39,7 @@ def answer(port: int, number: int) -> tuple[str, str]:
         path, body = "/v1/chat/completions", body | {"messages": [{"role": "user", "content": body["prompt"]}]}
         del body["prompt"]
     while True:
-        status, _, text = call(port, path, body | {"stream": kind == "stream"}, wait=300)
+        status, _, text = call(port, path, body | {"stream": kind == "stream"}, wait=900)
         if status not in (429, 503):
             break
         time.sleep(0.05)
@@ -57,7 +57,7 @@ def answer(port: int, number: int) -> tuple[str, str]:
 
 
 def completion(port: int, body: object, headers: dict | None = None) -> str:
-    return str(call(port, "/v1/completions", body, headers, wait=300)[0])
+    return str(call(port, "/v1/completions", body, headers, wait=900)[0])
 
 
 def prompt_of(inside: bytes) -> bytes:
@@ -66,7 +66,7 @@ def prompt_of(inside: bytes) -> bytes:
 
 def say(port: int, content: str) -> str:
     said = SAID | {"messages": [{"role": "user", "content": content}]}
-    return str(call(port, "/v1/chat/completions", said, wait=300)[0])
+    return str(call(port, "/v1/chat/completions", said, wait=900)[0])
 
 
 def hold(port: int, *parts: bytes, small: bool = False, half: bool = False) -> str:
@@ -154,7 +154,7 @@ def attack(port: int, stop: threading.Event, seen: Counter, kinds: list[str], fi
 def watch_health(port: int, stop: threading.Event, waits: list[float]) -> None:
     while not stop.wait(0.1):
         started = time.monotonic()
-        assert call(port, "/health", wait=300)[0] == 200
+        assert call(port, "/health", wait=900)[0] == 200
         waits.append(time.monotonic() - started)
 
 

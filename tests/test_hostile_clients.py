@@ -8,19 +8,23 @@ import resource
 import socket
 
 import llama_case
+import psutil
 import pytest
 from chatty import Chatty
+from plain_session import PlainSession
 from pydantic import ValidationError
 from test_server import GOOD, JSON, SAID, call, readers_of, serving, wait_until
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.commands.run_text_generation_server import read_keys
+from megatron.context_parallel.inference.engine import Engine
 from megatron.context_parallel.inference.server import connections
 from megatron.context_parallel.inference.server import reader as reader_module
 from megatron.context_parallel.inference.server.connections import Patience
 from megatron.context_parallel.inference.server.hosts import names_of
 from megatron.context_parallel.inference.server.log_lines import LimitedLines
 from megatron.context_parallel.inference.server.protocol import Chat, Completion, Limits, Refused, read
+from megatron.context_parallel.inference.server.requests import requests_of
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from megatron.context_parallel.trainer.generation_flags import Serve
 
@@ -78,6 +82,15 @@ def test_long_texts_and_names_are_refused_and_not_repeated():
     assert error.endswith("Extra inputs are not permitted")
 
 
+def test_log_probabilities_of_a_request_have_a_limit():
+    engine = Engine(PlainSession(None, 1 << 17, 257), BYTES)
+    many = read(Completion, json.dumps(GOOD | {"max_tokens": 2500, "n": 20, "logprobs": 20}).encode(), BYTES, LIMITS)
+    with pytest.raises(Refused, match=r"logprobs: 21 for each of 50000 new tokens; .* at most 1048576 log-prob"):
+        requests_of(*many, "name", "", engine, new=10)
+    many[0].logprobs = 19
+    assert len(requests_of(*many, "name", "", engine, new=10)) == 20
+
+
 # -------------------------------------------------------------------------------- chat templates and tokenizers
 
 
@@ -111,7 +124,8 @@ def test_a_long_request_that_takes_forever_lets_short_ones_pass(monkeypatch):
         long = readers_of(Chatty, Limits("parrot", 1000, 1 << 20))[1]
         wait_until(lambda: long._ready)
         assert say(port, "1234")[0] == 200 and not long._pipe.poll()
-        long._process.kill()
+        for fork in psutil.Process(long._process.pid).children():
+            fork.kill()
         assert busy.getresponse().status == 400
 
 

@@ -32,6 +32,7 @@ from .worker import Worker
 log = logging.getLogger(__name__)
 Answer = Callable[[HttpRequest], Awaitable[Response]]
 _CLIENT_GONE = 499  # nobody reads it; logs do
+_SHOWN = 200  # characters of what a client wrote, in a line of the log
 _BODIES = 16  # of the most bytes, that are held at once
 
 
@@ -288,8 +289,8 @@ class Logged:
             texts = scope.get("state", {}).get("texts")
             line = {
                 "request": name,
-                "method": scope["method"],
-                "path": scope["path"],
+                "method": scope["method"][:_SHOWN],
+                "path": scope["path"][:_SHOWN],
                 "status": status,
                 "seconds": round(time.monotonic() - started, 4),
             }

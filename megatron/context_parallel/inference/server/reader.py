@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from ..tokenizer import Tokenizer
 from .protocol import Body, Limits, Refused, read
@@ -26,7 +26,7 @@ _BUSY = 10  # times the CPU time: what it may take on a busy machine
 
 
 class Reader:
-    """A process that reads requests one by one. A request that breaks its limits is refused, and the process replaced.
+    """A process that reads requests one by one. A request that breaks its limits is refused, and ends a fork alone.
 
     Args:
         tokenizer: of the model; it is copied.
@@ -47,8 +47,9 @@ class Reader:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._read, kind, data)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; its fork ends with the pipe."""
         self._process.kill()
+        self._pipe.close()
         self._thread.shutdown(cancel_futures=True)
 
     def _start(self) -> None:
@@ -67,7 +68,12 @@ class Reader:
             self._pipe.send((kind, data, seconds))
             answer = self._answer(_BUSY * seconds)
         except (EOFError, OSError):
-            raise self._replaced(seconds) from None
+            self._process.kill()
+            self._pipe.close()
+            self._start()
+            raise Refused(503, "the reader of requests has ended", kind="server_error") from None
+        if isinstance(answer, int):
+            raise _ended(answer, seconds)
         if isinstance(answer, Refused):
             raise answer
         return answer
@@ -76,20 +82,6 @@ class Reader:
         if not self._pipe.poll(seconds):
             raise EOFError
         return self._pipe.recv()
-
-    def _replaced(self, seconds: float) -> Refused:
-        """Why there is no answer; the next request finds a new process."""
-        self._process.join(1)  # an exit status comes after the end of the pipe
-        ended, started = self._process.exitcode, self._ready
-        self._process.kill()
-        self._start()
-        if not started:
-            return Refused(500, f"the reader of requests ended at its start, status {ended}", kind="server_error")
-        if ended == -signal.SIGTERM:
-            return Refused(503, "the server is stopping", kind="server_error", headers={"Retry-After": "5"})
-        if ended in (None, -signal.SIGPROF):
-            return Refused(400, f"the request takes more than {seconds:g} s to read; give a shorter one")
-        return _out_of_memory()
 
 
 @contextmanager
@@ -108,29 +100,58 @@ def reader_of(readers: tuple[Reader, Reader], data: bytes) -> Reader:
     return readers[len(data) > _SHORT]
 
 
+def _ended(status: int, seconds: float) -> Refused:
+    """What the end of a fork says of its request."""
+    if status == -signal.SIGTERM:
+        return Refused(503, "the server is stopping", kind="server_error", headers={"Retry-After": "5"})
+    if status == -signal.SIGPROF:
+        return Refused(400, f"the request takes more than {seconds:g} s to read; give a shorter one")
+    return _out_of_memory()
+
+
 def _out_of_memory() -> Refused:
     return Refused(400, f"the request takes more than {_MEMORY >> 20} MiB to read; give a shorter one")
 
 
 def _work(pipe: Connection, tokenizer: Tokenizer, limits: Limits) -> None:
-    """The process: read until the server ends."""
+    """The process: its forks read. After one that breaks its limits the next is there at once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer.encode("a")  # libraries are imported before memory is limited
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    memory, most = _virtual_bytes() + _MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (memory if most == resource.RLIM_INFINITY else min(memory, most), most))
     pipe.send(True)
     while True:
-        try:
-            kind, data, seconds = pipe.recv()
-        except EOFError:
+        if not (fork := os.fork()):
+            _serve(pipe, tokenizer, limits)
+        status = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+        if not status:  # the server has ended
             return
-        pipe.send(_read_within(kind, data, seconds, tokenizer, limits))
+        pipe.send(status)
+
+
+def _serve(pipe: Connection, tokenizer: Tokenizer, limits: Limits) -> NoReturn:
+    """The fork: read until the server ends."""
+    status = 1
+    try:
+        _limit_memory()
+        while True:
+            kind, data, seconds = pipe.recv()
+            pipe.send(_read_within(kind, data, seconds, tokenizer, limits))
+    except (EOFError, BrokenPipeError):
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _limit_memory() -> None:
+    with open("/proc/self/statm") as file:
+        memory = int(file.read().split()[0]) * resource.getpagesize() + _MEMORY
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (memory if most == resource.RLIM_INFINITY else min(memory, most), most))
 
 
 def _read_within(kind: type[Body], data: bytes, seconds: float, tokenizer: Tokenizer, limits: Limits) -> object:
-    """What `read` finds or raises; Linux ends this process when its CPU time is over."""
+    """What `read` finds or raises; Linux ends this fork when its CPU time is over."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         return read(kind, data, tokenizer, limits)
@@ -143,8 +164,3 @@ def _read_within(kind: type[Body], data: bytes, seconds: float, tokenizer: Token
         return Refused(400, f"{kind.said}: the tokenizer fails ({why})", param=kind.said)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _virtual_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()

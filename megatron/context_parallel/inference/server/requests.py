@@ -9,6 +9,8 @@ from ...errors import UsageError
 from ..engine import Engine, Request
 from .protocol import Body, Refused
 
+_MOST_LOGPROBS = 1 << 20  # of one HTTP request: rank 0 keeps all of them until its last text ends
+
 
 def requests_of(
     body: Body, prompts: Sequence[list[int]], name: str, key: str, engine: Engine, new: int
@@ -24,7 +26,7 @@ def requests_of(
         new: the most tokens of a text, if the body does not limit them.
 
     Raises:
-        Refused: a prompt that can never run.
+        Refused: a prompt that can never run, or too many log-probabilities.
     """
     found, seed = list[Request](), secrets.randbits(62) if body.seed is None else body.seed
     for tokens in prompts:
@@ -35,7 +37,15 @@ def requests_of(
             raise Refused(400, str(error), param="prompt", code="context_length_exceeded") from None
         for _ in range(body.n or 1):
             found.append(Request(f"{name}-{len(found)}", tokens, params, seed + len(found), key))
+    _check_logprobs(body, sum(request.params.num_tokens_to_generate for request in found))
     return found
+
+
+def _check_logprobs(body: Body, new: int) -> None:
+    told = 0 if body.told is None else 1 + body.told
+    if told * new > _MOST_LOGPROBS:
+        why = f"logprobs: {told} for each of {new} new tokens; ask for fewer texts or tokens, at most {_MOST_LOGPROBS}"
+        raise Refused(400, f"{why} log-probabilities in all", param="logprobs")
 
 
 def _params(body: Body, new: int) -> SamplingParams:
