@@ -83,10 +83,10 @@ def context_parallel_attention(
     check_types(q, k, v, sinks, documents=documents, scale=scale, softcap=softcap, **others)
     check_kernel(kernel)
     placed = None
-    if any(type(x) not in PLAIN for x in (q, k, v)):
+    if any(type(x) not in PLAIN for x in (q, k, v, sinks) if x is not None):
         from .dtensors import local_parts  # PyTorch's DTensor takes 0.7 s to import
 
-        q, k, v, placed = local_parts(q, k, v, cp, tensor_layout.find("s"))
+        q, k, v, placed = local_parts(q, k, v, sinks, cp, tensor_layout.find("s"))
     q, k, v = autocast(q, k, v)
     check(q, k, v, sinks, tensor_layout)
     Mask(causal, window)  # says what is wrong with them

@@ -12,7 +12,7 @@ from .errors import UsageError
 
 
 def local_parts(
-    q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel | AllRanks, sequence: int
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cp: ContextParallel | AllRanks, sequence: int
 ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor] | None]:
     """The local parts of q, k and v, and what makes a local result a DTensor placed like q; None for no DTensors.
 
@@ -20,9 +20,11 @@ def local_parts(
         sequence: the dimension of the tokens.
 
     Raises:
-        UsageError: not all are DTensors with one mesh and placement; they are not sharded along the sequence by the
-            context group alone; a layout that is not contiguous, as the shards of a DTensor are.
+        UsageError: sinks are a DTensor; not all of q, k and v are DTensors with one mesh and placement; they are not sharded along the sequence by the
+            context group alone; shards of unequal sizes; a layout that is not contiguous, as the shards of a DTensor are.
     """
+    if isinstance(sinks, DTensor):
+        raise UsageError("sinks: a DTensor; give the whole tensor, such as sinks.full_tensor()")
     if not any(isinstance(x, DTensor) for x in (q, k, v)):
         return q, k, v, None
     if not (isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor)):
@@ -37,6 +39,13 @@ def local_parts(
             f"q, k, v are DTensors placed {placements}: need them sharded along dimension {sequence}, the sequence, by "
             "the context group alone; redistribute them, or give q.to_local()"
         )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        for i, placement in enumerate(placements):
+            if placement.is_shard() and x.shape[placement.dim] % mesh.size(i):
+                raise UsageError(
+                    f"{name} {list(x.shape)}: a DTensor whose dimension {placement.dim} has unequal shards on "
+                    f"{mesh.size(i)} ranks; give a multiple, or {name}.to_local()"
+                )
     if cp.layout != "contiguous" and cp.n > 1:
         raise UsageError(
             f"--cp-layout {cp.layout}: DTensors have contiguous shards; give contiguous, or q.to_local() of tokens in "
