@@ -1,12 +1,13 @@
 """The server under load: 200 clients, of whom one in a hundred means it no good, and 1,000 connections.
 
-PYTHONPATH=tests:. python tests/server_campaign.py
+PYTHONPATH=tests:. python tests/server_campaign.py [--tiny-temperatures]
 """
 
 import http.client
 import json
 import random
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -27,7 +28,6 @@ PATIENCE = Patience(connections=400, idle_seconds=5, client_seconds=5)
 def good(number: int) -> dict:
     """What a good client asks; its text depends on the number alone."""
     draw = random.Random(number)
-    # The parrot's text follows from the length of the prompt, and temperature and seed from the number.
     return GOOD | {"prompt": f"{number} " * draw.randint(1, 30), "max_tokens": draw.randint(1, 40), "seed": number}
 
 
@@ -205,7 +205,8 @@ def call_patiently(port: int) -> str:
 def main() -> None:
     with serving(Chatty, most=100, size=4000, patience=PATIENCE, send_buffer=4096) as (worker, port, _):
         engine, process = worker.loop.engine, psutil.Process()
-        beside_hostile_ones(port, [*HOSTILE])
+        tiny = TINY_TEMPERATURE if "--tiny-temperatures" in sys.argv else {}
+        beside_hostile_ones(port, [*HOSTILE, *tiny])
         wait_until(lambda: engine.idle and not worker._deliver)
         memory = [process.memory_info().rss // 2**20]
         with ThreadPoolExecutor(CLIENTS) as clients:

@@ -22,7 +22,8 @@ _BYTES_A_SECOND = 1 << 18  # far below what tokenizers reach
 _SECONDS = 2  # for the shortest body
 _MEMORY = 1 << 30  # bytes, besides what an idle reader has
 _SECONDS_TO_START = 300  # a large tokenizer on a slow disk
-_BUSY = 10  # times the CPU time: what it may take on a busy machine
+_AGAIN = {"Retry-After": "5"}
+_BUSY = 30  # times the CPU time: what it may take on a busy machine
 
 
 class Reader:
@@ -71,7 +72,7 @@ class Reader:
             self._process.kill()
             self._pipe.close()
             self._start()
-            raise Refused(503, "the reader of requests has ended", kind="server_error") from None
+            raise Refused(503, "the reader of requests has ended", kind="server_error", headers=_AGAIN) from None
         if isinstance(answer, int):
             raise _ended(answer, seconds)
         if isinstance(answer, Refused):
@@ -103,7 +104,7 @@ def reader_of(readers: tuple[Reader, Reader], data: bytes) -> Reader:
 def _ended(status: int, seconds: float) -> Refused:
     """What the end of a fork says of its request."""
     if status == -signal.SIGTERM:
-        return Refused(503, "the server is stopping", kind="server_error", headers={"Retry-After": "5"})
+        return Refused(503, "the server is stopping", kind="server_error", headers=_AGAIN)
     if status == -signal.SIGPROF:
         return Refused(400, f"the request takes more than {seconds:g} s to read; give a shorter one")
     return _out_of_memory()
