@@ -16,6 +16,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer import checkpoint
 from megatron.context_parallel.trainer.checkpoint_store import (
     TRACKER,
+    candidates,
     existing,
     iteration_directory,
     iterations,
@@ -23,6 +24,7 @@ from megatron.context_parallel.trainer.checkpoint_store import (
     quick_fault,
     superseded,
 )
+from megatron.context_parallel.trainer.flags import Flags
 from megatron.context_parallel.trainer.manifest import (
     File,
     content_faults,
@@ -91,6 +93,15 @@ DAMAGES = {  # (what happens to the run's directory, what the line says of it)
     "unreadable tracker": (lambda run: make_unreadable(run / TRACKER), f"{TRACKER} cannot be read"),
     "tracker of nothing": (lambda run: (run / TRACKER).write_text("9"), "iter_0000009 is not there"),
 }
+
+
+def test_a_directory_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
+    def refuse(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)  # root may read any folder
+    with pytest.raises(UsageError, match=rf"^--load {tmp_path} cannot be read \(Permission denied\); make it readable"):
+        candidates(Flags(load=str(tmp_path)))
 
 
 class Code:

@@ -140,7 +140,11 @@ def read_saved_args(checkpoint: Path) -> dict:
 def candidates(args: Flags) -> tuple[list[Path], str | None]:
     """The checkpoints of `--load`, the one to load first and then those to turn to; what is wrong with the tracker."""
     assert args.load is not None
-    there, wanted, fault = iterations(args.load), args.ckpt_step, None
+    try:
+        there = iterations(args.load)
+    except UsageError as error:
+        raise UsageError(f"--load {error}") from None
+    wanted, fault = args.ckpt_step, None
     if wanted is None:
         try:
             wanted = latest_iteration(args.load)
