@@ -84,7 +84,7 @@ def _asked_for(error: BaseException) -> str | None:
 def _read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
     """In place of PyTorch's, which runs what a pickle says."""
     with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
-        metadata = _Unpickler(stream).load()
+        metadata = _Unpickler(stream).load()  # type: ignore[arg-type]  # PyTorch says less of it than it is
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
     metadata.storage_meta.load_id = self.load_id
