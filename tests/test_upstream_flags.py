@@ -206,6 +206,15 @@ def test_training_can_be_skipped(tmp_path, monkeypatch, capsys):
     trained = [*words, "--train-iters", "2", "--eval-interval", "2", "--lr", "1e-3", "--save", str(tmp_path)]
     training.pretrain(parse_args(trained))
     there = re.search(r"validation at iteration 2 \| lm loss (\S+)", capsys.readouterr().out)[1]
+    training.pretrain(parse_args([*trained, "--load", str(tmp_path)]))
+    said = capsys.readouterr().out
+    assert "nothing to do: --train-iters 2 are done" in said and "test at" not in said
+    # A job that ended before its last evaluation makes that when it is started again.
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:-1]))
+    training.pretrain(parse_args([*trained, "--load", str(tmp_path)]))
+    assert "test at iteration 2 | lm loss" in capsys.readouterr().out
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines)
     # The sizes of the model are those of the checkpoint.
     loaded = ["--use-checkpoint-args", "--load", str(tmp_path), "--mock-data", "--micro-batch-size", "1"]
     args = parse_args([*loaded, "--skip-train", "--eval-iters", "2", "--num-workers", "0"])

@@ -238,7 +238,7 @@ def directory_gone(case: Case) -> None:
     case.strike(f"--save vanishes at {moment} of rank {victim}", outcome)
     all_failed(case, outcome)
     case.expect(WITHIN, not outcome.late and not outcome.left, f"late {outcome.late}, left {outcome.left}")
-    _tells_of(case, outcome, r"No such file or directory|not there|vanished|gone", save)
+    _tells_of(case, outcome, r"No such file or directory|removed or unmounted", save)
     gone = Path(f"{save}.gone")
     if save.exists():
         save.rename(f"{save}.new")

@@ -142,6 +142,13 @@ class RunLog:
         self.say(f"{split} at iteration {iteration} | lm loss {loss:.6f}")
         self._publish({"iteration": iteration, f"{'valid' if split == 'validation' else split}_loss": loss})
 
+    def is_tested(self, iteration: int) -> bool:
+        """Whether `metrics.jsonl` has the loss of the test split at `iteration`; for rank 0, which has the file."""
+        if self.metrics is None:
+            return False
+        lines = Path(self.metrics.name).read_text().splitlines()
+        return any("test_loss" in line and _iteration_of(line) == iteration for line in lines)
+
     def _publish(self, numbers: dict[str, float]) -> None:
         iteration = numbers["iteration"]
         if self.metrics:

@@ -78,11 +78,12 @@ def pretrain(args: Arguments) -> None:
             for split, batches in (("validation", valid), ("test", test)):
                 if batches:
                     log.evaluation_done(state.progress.iteration, split, evaluate(args, state, batches))
-        elif state.progress.iteration >= args.train_iters:
-            log.say(f"nothing to do: --train-iters {args.train_iters} are done")
         else:
-            assert train is not None  # there are iterations to train
-            if train_loop(args, state, log, train, valid, started) and test:
+            assert train is not None  # --skip-train alone does without
+            done = state.progress.iteration >= args.train_iters
+            if done and (test is None or on_first_rank(lambda: log.is_tested(state.progress.iteration))):
+                log.say(f"nothing to do: --train-iters {args.train_iters} are done")
+            elif (done or train_loop(args, state, log, train, valid, started)) and test:
                 log.evaluation_done(state.progress.iteration, "test", evaluate(args, state, test))
         log.close()
 
