@@ -181,6 +181,8 @@ class Encoder:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise UsageError(f'{place} is not JSON ({error.msg}); write one object a line, {{"text": "..."}}') from None
+        except RecursionError:
+            raise UsageError(f'{place} has too many brackets; write one object a line, {{"text": "..."}}') from None
         for key in keys:
             if not isinstance(record, dict) or not isinstance(record.get(key), str):
                 found = f"it has {', '.join(record)}" if isinstance(record, dict) else "it is not an object"

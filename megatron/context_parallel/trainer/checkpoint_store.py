@@ -49,7 +49,7 @@ def latest_iteration(directory: str | Path) -> int | None:
         return None
     except OSError as error:
         raise UsageError(f"{TRACKER} cannot be read ({error.strerror})") from None
-    if not (text.isascii() and text.isdecimal()):
+    if not (text.isascii() and text.isdecimal() and len(text) < 20):
         raise UsageError(f"{TRACKER} holds {text[:20]!r}, not an iteration such as 100")
     return int(text)
 
@@ -127,7 +127,7 @@ def read_saved_args(checkpoint: Path) -> dict:
         raise ValueError(f"{ARGUMENTS} is missing") from None
     except OSError as error:
         raise ValueError(f"{ARGUMENTS} cannot be read ({error.strerror})") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         saved = None
     if not isinstance(saved, dict):
         raise ValueError(f"{ARGUMENTS} is damaged")

@@ -32,7 +32,7 @@ def record(cache: Path) -> None:
 def _digests(cache: Path) -> dict[str, str]:
     try:
         return dict(json.loads((cache / _DIGESTS).read_text()))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return {}
 
 

@@ -67,7 +67,7 @@ def tokenizer_of(prefix: str) -> dict[str, Any]:
     try:
         made_by = json.loads(description.read_text())
         return {key: made_by[key] for key in ("tokenizer_type", "tokenizer_model", "vocab_size")}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):  # the last: brackets in brackets
         raise ValueError(f"{description.name} does not tell of a tokenizer") from None
 
 

@@ -75,7 +75,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         if content["of files"] != _own_checksum(content["files"]):
             raise ValueError
         return {name: File(*record) for name, record in content["files"].items()}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{MANIFEST} is damaged") from None
 
 
@@ -95,6 +95,8 @@ def _size_fault(path: Path, name: str, record: File) -> str | None:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
+    except ValueError:
+        return f"{name!r} is no name of a file"
     if not path.is_file():
         return f"{name} is no file"
     if size != record.bytes:

@@ -27,7 +27,11 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files = {name: self._open(name) for name in {*self._shards().values()}}
-        self._file_of = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118
+        self._file_of: dict[str, str] = {}
+        for file, opened in self._files.items():
+            for name in opened.keys():  # noqa: SIM118
+                if (other := self._file_of.setdefault(name, file)) != file:
+                    raise UsageError(f"{folder}: {name} is in {other} and in {file}; leave one of the files out")
         self.names = frozenset(self._file_of)
 
     def _shards(self) -> dict[str, str]:
@@ -37,11 +41,11 @@ class SafetensorsFolder:
                 raise UsageError(f"{self.folder}: no {_SINGLE} and no {_INDEX} there{pickles}")
             return {"": _SINGLE}
         try:
-            shards = json.loads((self.folder / _INDEX).read_bytes())["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError):
+            shards = dict(json.loads((self.folder / _INDEX).read_bytes())["weight_map"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             raise UsageError(f"{self.folder / _INDEX}: damaged; copy it again") from None
-        for file in {*shards.values()}:
-            if Path(file).name != file:
+        for file in shards.values():
+            if not isinstance(file, str) or not file.isprintable() or Path(file).name != file:
                 raise UsageError(f"{self.folder / _INDEX}: names {file}, which is not in the folder")
         return shards
 
