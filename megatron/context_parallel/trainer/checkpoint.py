@@ -2,8 +2,9 @@
 
 import gc
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
@@ -214,7 +215,7 @@ def load_checkpoint(args: Arguments, state: TrainState) -> bool:
     again = _is_to_compute_again(args, saved, checkpoint)
     if again:
         wanted["rerun"] = state.findings.machine.state_dict(None, "torch_dist", force=True)
-    absent = _take_out_absent(wanted, len(state.model), checkpoint)
+    absent = _take_out_absent(args, wanted, len(state.model), checkpoint)
     loaded = read_checkpoint(args, wanted, checkpoint)
     if not args.finetune:
         progress = Progress(**loaded["progress"])
@@ -237,13 +238,13 @@ def load_checkpoint(args: Arguments, state: TrainState) -> bool:
     return True
 
 
-def _take_out_absent(wanted: dict, models: int, checkpoint: Path) -> list[dict[str, None]]:
+def _take_out_absent(args: Arguments, wanted: dict, models: int, checkpoint: Path) -> list[dict[str, None]]:
     """Takes what Transformer Engine's modules keep for FP8 out of `wanted`, where a checkpoint of others lacks it.
 
     Returns:
         For each model chunk, what its modules get instead: None, which they take for a fresh start.
     """
-    with plain_reads(checkpoint):
+    with _reading(args, checkpoint):
         saved = load_sharded_metadata(str(checkpoint))
     absent: list[dict[str, None]] = []
     for model in (wanted[f"model{index}"] for index in range(models)):
@@ -293,13 +294,19 @@ def _is_to_compute_again(args: Arguments, saved: dict, checkpoint: Path) -> bool
 
 def read_checkpoint(args: Arguments, wanted: dict | None, checkpoint: Path) -> dict:
     """What is `wanted` of a checkpoint and what all ranks share; None: the latter alone."""
+    with _reading(args, checkpoint):
+        FileSystemReader(checkpoint).read_metadata()  # where it is damaged, load would print a traceback first
+        if wanted is None:
+            return dist_checkpointing.load_common_state_dict(str(checkpoint))
+        return dist_checkpointing.load(wanted, str(checkpoint))
 
+
+@contextmanager
+def _reading(args: Arguments, checkpoint: Path) -> Iterator[None]:
+    """Within it a checkpoint is read as data alone; one that is damaged, or was deleted meanwhile, is a UsageError."""
     try:
         with plain_reads(checkpoint):
-            FileSystemReader(checkpoint).read_metadata()  # where it is damaged, load would print a traceback first
-            if wanted is None:
-                return dist_checkpointing.load_common_state_dict(str(checkpoint))
-            return dist_checkpointing.load(wanted, str(checkpoint))
+            yield
     except UsageError:
         raise
     except (Exception, CheckpointException) as error:  # damage breaks any of their parsers

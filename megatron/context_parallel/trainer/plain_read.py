@@ -9,7 +9,6 @@ import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,7 @@ def _asked_for(error: BaseException) -> str | None:
 def _read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
     """In place of PyTorch's, which runs what a pickle says."""
     with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
-        metadata = _Unpickler(stream).load()  # type: ignore[arg-type]  # PyTorch says less of it than it is
+        metadata = _Unpickler(stream).load()  # type: ignore[arg-type]  # every stream can be read by line
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
     metadata.storage_meta.load_id = self.load_id
@@ -92,9 +91,6 @@ def _read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadat
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, stream: BufferedIOBase) -> None:
-        super().__init__(stream)
-
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
