@@ -277,6 +277,7 @@ def mistakes() -> list[str]:
         "count": lambda: model(**named, labels=cut["labels"], shift_labels=cut["labels"]),
         "not named": lambda: model(tokens, None, places, None, None, tokens),
         "router": lambda: model(**named, output_router_logits=True),
+        "kept": lambda: model.generate(tokens, position_ids=places, max_new_tokens=1, use_cache=False),
         "weights of scores": lambda: model(**named, use_cache=False, indices=tokens),
         "not registered": lambda: unknown(**named, labels=tokens),
     }
@@ -307,6 +308,7 @@ def test_wrong_uses_are_told(ranks):
                 "count: num_items_in_batch: missing; ranks have different numbers of labels; give model(",
                 "not named: 6 inputs without a name: give each by name; give model(",
                 "router: output_router_logits: the load balancing loss would be that of a rank's tokens; give ",
+                "kept: logits_to_keep: a rank would keep the last tokens of its own part; leave it out",
                 "weights of scores: LlamaAttention: gives indices to its attention, which is not known here",
                 "not registered: LlamaAttention: of a model whose batches nobody checks; call register(cp, model)",
             ),

@@ -20,8 +20,9 @@ def local_parts(
         sequence: the dimension of the tokens.
 
     Raises:
-        UsageError: sinks are a DTensor; not all of q, k and v are DTensors with one mesh and placement; they are not sharded along the sequence by the
-            context group alone; shards of unequal sizes; a layout that is not contiguous, as the shards of a DTensor are.
+        UsageError: sinks are a DTensor; not all of q, k and v are DTensors with one mesh and placement; they are not
+            sharded along the sequence by the context group alone; shards of unequal sizes; a layout that is not
+            contiguous, as the shards of a DTensor are.
     """
     if isinstance(sinks, DTensor):
         raise UsageError("sinks: a DTensor; give the whole tensor, such as sinks.full_tensor()")

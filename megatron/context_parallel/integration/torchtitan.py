@@ -131,7 +131,10 @@ def _parallelize_with(theirs: Callable, strategy: str) -> Callable:
     ) -> nn.Module:
         _check(parallel_dims, training, parallelism)
         cp = ContextParallel(strategy, group=parallel_dims.get_mesh("cp"))
-        _contexts[cp.group] = cp
+        before = _contexts.setdefault(cp.group, cp)
+        if (cp.layout, cp.chunks) != (before.layout, before.chunks):
+            why = f"these ranks share the batches of a model of --cp-strategy {before.choice.spec}; give that"
+            raise UsageError(f"--cp-strategy {strategy}: {why}")
         cp.positions(training.seq_len)  # says what length fits
         for module in model.modules():
             if isinstance(module, ContextParallelAttention):

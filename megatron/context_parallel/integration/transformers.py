@@ -144,6 +144,9 @@ def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) ->
             "output_router_logits: the load balancing loss would be that of a rank's tokens; give "
             "output_router_logits=False"
         )
+    keep = kwargs.get("logits_to_keep")
+    if isinstance(keep, Tensor) or keep:
+        raise UsageError("logits_to_keep: a rank would keep the last tokens of its own part; leave it out")
     if kwargs.get("output_attentions"):
         raise UsageError("output_attentions: the weights are never stored; leave it out")
 
