@@ -12,6 +12,7 @@ from torch import library
 from torch._dynamo.exc import Unsupported
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -191,6 +192,7 @@ def _on_a_mesh() -> tuple[list, list[str]]:
         lambda: attend(*[placed(Shard(1), Shard(1))] * 3, cp),
         lambda: attend(*[odd] * 3, cp),
         lambda: attend(*[partial_] * 3, cp),
+        lambda: attend(*[placed(_StridedShard(1, split_factor=2), Shard(1))] * 3, cp),
         lambda: attend(q, k, v, AllRanks(2)),
         lambda: attend(q, k, v, zigzag),
         lambda: attend(*[distribute_tensor(x.detach()[:, :7], mesh, (Shard(2), Shard(1))) for x in whole], cp),
@@ -217,7 +219,7 @@ def test_dtensors_and_a_mesh(ranks):
             (
                 "q, k, v: some are DTensors and some are not; give all of one kind",
                 "q, k, v placed (Shard(dim=2), Shard(dim=1)), (Shard(dim=1), Shard(dim=2))",
-                *["q, k, v are DTensors placed"] * 5,
+                *["q, k, v are DTensors placed"] * 6,
                 "--cp-layout zigzag: DTensors have contiguous shards; give contiguous",
                 "q [2, 7, 4, 6]: a DTensor whose dimension 1 has unequal shards on 2 ranks; give a multiple",
                 "sinks: a DTensor; give the whole tensor, such as sinks.full_tensor()",

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .context import AllRanks, ContextParallel
 from .errors import UsageError
@@ -34,7 +34,7 @@ def local_parts(
     if not (mesh == k.device_mesh == v.device_mesh and placements == k.placements == v.placements):
         raise UsageError(f"q, k, v placed {placements}, {k.placements}, {v.placements}: need one mesh and placement")
     by = [i for i, placement in enumerate(placements) if placement.is_shard(sequence)]
-    odd = any(placement.is_partial() or placement.is_shard(3) or placement.is_shard(-1) for placement in placements)
+    odd = any(not isinstance(x, Shard | Replicate) or x.is_shard(3) or x.is_shard(-1) for x in placements)
     if isinstance(cp, AllRanks) or odd or len(by) != 1 or _ranks(mesh.get_group(by[0])) != _ranks(cp.group):
         raise UsageError(
             f"q, k, v are DTensors placed {placements}: need them sharded along dimension {sequence}, the sequence, by "
@@ -42,7 +42,7 @@ def local_parts(
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         for i, placement in enumerate(placements):
-            if placement.is_shard() and x.shape[placement.dim] % mesh.size(i):
+            if isinstance(placement, Shard) and x.shape[placement.dim] % mesh.size(i):
                 raise UsageError(
                     f"{name} {list(x.shape)}: a DTensor whose dimension {placement.dim} has unequal shards on "
                     f"{mesh.size(i)} ranks; give a multiple, or {name}.to_local()"
