@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import training_case
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron.context_parallel.commands import checkpoint as tool
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.integration.huggingface.folder import SafetensorsFolder
 from megatron.context_parallel.trainer import checkpoint
 from megatron.context_parallel.trainer.checkpoint_store import (
     TRACKER,
@@ -25,8 +27,12 @@ from megatron.context_parallel.trainer.checkpoint_store import (
     superseded,
 )
 from megatron.context_parallel.trainer.flags import Flags
+from megatron.context_parallel.trainer.index_cache import drop_damaged
+from megatron.context_parallel.trainer.index_file import tokenizer_of
 from megatron.context_parallel.trainer.manifest import (
+    MANIFEST,
     File,
+    _own_checksum,
     content_faults,
     file_record,
     make_manifest,
@@ -264,6 +270,68 @@ def test_manifest(tmp_path):
     assert content_faults(tmp_path, manifest, manifest) == [
         "c is damaged: its contents are not those that were written"
     ]
+
+
+DEEP = b"[" * 100_000  # which Python's own parser refuses with a RecursionError
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "fault"),
+    [
+        ("args.json", DEEP, "args.json is damaged"),
+        (MANIFEST, DEEP, f"{MANIFEST} is damaged"),
+        *(
+            (MANIFEST, json.dumps({"of files": _own_checksum(files), "files": files}).encode(), fault)
+            for files, fault in (
+                (5, f"{MANIFEST} is damaged"),  # no files, though its checksum is right
+                ({"\0": [1, "a"]}, r"'\x00' is no name of a file"),
+            )
+        ),
+    ],
+)
+def test_odd_files_of_a_checkpoint_are_faults(tmp_path, file, content, fault):
+    checkpoint = tmp_path / "iter_0000003"
+    checkpoint.mkdir()
+    for name in ("args.json", "metadata.json", ".metadata", "common.pt"):
+        (checkpoint / name).write_text("{}")
+    assert quick_fault(checkpoint) is None
+    (checkpoint / file).write_bytes(content)
+    assert quick_fault(checkpoint) == f"iter_0000003/{fault}"
+
+
+@pytest.mark.parametrize("digits", [20, 300, 5000], ids=str)
+def test_a_tracker_with_a_huge_number_is_refused(tmp_path, digits):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("9" * digits)
+    with pytest.raises(UsageError, match="holds '99999999999999999999', not an iteration such as 100"):
+        latest_iteration(tmp_path)
+
+
+def test_other_readers_of_json_refuse_brackets_in_brackets(tmp_path):
+    (tmp_path / "data.json").write_bytes(DEEP)
+    with pytest.raises(ValueError, match=r"data.json does not tell of a tokenizer"):
+        tokenizer_of(f"{tmp_path}/data")
+    (tmp_path / "sha256.json").write_bytes(DEEP)
+    assert drop_damaged(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "weight_map", [5, ["ab"], {"a": 5}, {"a": ["x"]}, {"a": "\0"}, {"a": "\ud800"}, {"a": ".."}, DEEP]
+)
+def test_odd_indices_of_safetensors_are_refused(tmp_path, weight_map):
+    content = weight_map if isinstance(weight_map, bytes) else json.dumps({"weight_map": weight_map}).encode()
+    (tmp_path / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(UsageError, match=r"model.safetensors.index.json: (damaged|names .*)|cannot be read"):
+        SafetensorsFolder(tmp_path)
+
+
+def test_a_weight_in_two_files_is_refused(tmp_path):
+    """Which of them was read depended on the hash of their names."""
+    for file, value in (("x", 1.0), ("y", 2.0)):
+        save_file({"a": torch.full((2,), value), file: torch.zeros(1)}, tmp_path / f"{file}.safetensors")
+    weight_map = {"a": "x.safetensors", "x": "x.safetensors", "y": "y.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(UsageError, match=r"a is in [xy].safetensors and in [xy].safetensors; leave one"):
+        SafetensorsFolder(tmp_path)
 
 
 def test_ranks_share_the_check(tmp_path):

@@ -164,6 +164,24 @@ def masked() -> None:
             equal(cp, model(**cut, use_cache=False).logits.detach(), exact)
 
 
+def as_long_as_chunks() -> None:
+    """Documents that look like the positions of each rank's own tokens, and one row of them for two samples."""
+    from megatron.context_parallel.integration.transformers import register
+
+    tokens, places = batch()["input_ids"], packed_in(LENGTH // 2, LENGTH // 2)
+    exact, _ = one_rank("llama", places)
+    for cp in (ContextParallel("ring", "contiguous"), ContextParallel("ring", "zigzag")):
+        for rows in (places, places[:1]):
+            model = model_of("llama")
+            register(cp, model)
+            cut = {"input_ids": cp.shard(tokens, 1), "position_ids": cp.shard(rows, 1)}
+            equal(cp, model(**cut, use_cache=False).logits.detach(), exact)
+
+
+def test_documents_as_long_as_chunks(ranks):
+    ranks(2, as_long_as_chunks)
+
+
 def test_masks_are_those_of_the_model(ranks):
     ranks(2, masked)
 
@@ -264,7 +282,7 @@ def mistakes() -> list[str]:
     named = {"input_ids": tokens, "position_ids": places}
     uses = {
         "labels": lambda: model(input_ids=tokens, position_ids=places, labels=tokens),
-        "positions": lambda: model(input_ids=tokens),
+        "positions": lambda: model(input_ids=tokens, position_ids=torch.arange(tokens.shape[1]).expand_as(tokens)),
         "made up": lambda: made_up(model, tokens),
         "mask": lambda: model(input_ids=tokens, position_ids=places, attention_mask=padding[:, -tokens.shape[1] :]),
         "left": lambda: shard_batch(cp, {**data, "attention_mask": padding.flip(1)}),
@@ -296,7 +314,7 @@ def test_wrong_uses_are_told(ranks):
             (
                 "labels: labels without shift_labels: they must be shifted before they are cut; give model(",
                 "positions: position_ids: they are not those of this rank's tokens; give model(",
-                "made up: position_ids: they are not those of this rank's tokens; give model(",
+                "made up: position_ids: missing, and made up they are not those of this rank's tokens; give model(",
                 "mask: attention_mask: a rank's part tells too little; give the whole mask to shard_batch",
                 "left: attention_mask: padding before a token; pad on the right",
                 "padding: labels: padding has some; give -100 there",

@@ -130,6 +130,9 @@ def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) ->
         raise UsageError(f"num_items_in_batch: missing; ranks have different numbers of labels; {_USE_HELPER}")
     if len(args) > 1:
         raise UsageError(f"{len(args)} inputs without a name: give each by name; {_USE_HELPER}")
+    if kwargs.get("position_ids") is None and _registered[model].n > 1:
+        # Those that transformers makes up count a rank's own tokens. In chunks they may look like documents.
+        raise UsageError(f"position_ids: missing, and made up they are not those of this rank's tokens; {_USE_HELPER}")
     for name in ("labels", "shift_labels"):
         given, tokens = kwargs.get(name), args[0] if args else kwargs.get("input_ids")
         if given is not None and tokens is not None and given.shape != tokens.shape:
@@ -243,9 +246,7 @@ def _documents_of(cp: ContextParallel, places: Tensor) -> Documents | None:
     whole = unshard([by_chunk[chunk] for chunk in range(cp.n)], cp.layout, dim=1)
     before, after = whole[:, :-1], whole[:, 1:]
     ascend = not whole[:, 0].any() and torch.where(after > 0, after == before + 1, True).all()
-    # Those that transformers makes up count a rank's own tokens. In chunks they would look like documents.
-    made_up = cp.n > 1 and all(torch.equal(part[0], torch.arange(part.shape[1]).to(part)) for part in parts)
-    if made_up or not ascend:
+    if not ascend:
         raise UsageError(f"position_ids: they are not those of this rank's tokens; {_USE_HELPER}")
     starts = whole == 0
-    return Documents(starts.cumsum(1)) if starts.sum() > len(whole) else None
+    return Documents(starts.cumsum(1).squeeze(0)) if starts.sum() > len(whole) else None

@@ -41,7 +41,9 @@ class SafetensorsFolder:
                 raise UsageError(f"{self.folder}: no {_SINGLE} and no {_INDEX} there{pickles}")
             return {"": _SINGLE}
         try:
-            shards = dict(json.loads((self.folder / _INDEX).read_bytes())["weight_map"])
+            shards = json.loads((self.folder / _INDEX).read_bytes())["weight_map"]
+            if not isinstance(shards, dict):
+                raise ValueError
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             raise UsageError(f"{self.folder / _INDEX}: damaged; copy it again") from None
         for file in shards.values():
