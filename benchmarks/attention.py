@@ -15,7 +15,7 @@ from benchmarks.cases import DTYPES, PRESETS, Case, Workload, parse_case, preset
 from benchmarks.peers import PEERS
 from benchmarks.volume import planned_bytes
 from megatron.context_parallel import STRATEGIES
-from megatron.context_parallel.commands.run import run_main
+from megatron.context_parallel.cli.run_main import run_main
 from megatron.context_parallel.errors import UsageError
 from tools.netlab import add_flags, cluster_of, exits_as_ranks_did
 

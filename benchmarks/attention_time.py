@@ -20,7 +20,7 @@ from benchmarks.attention import add_workload, problem_of
 from benchmarks.cases import DTYPES, Workload
 from benchmarks.report import make_folder
 from megatron.context_parallel import ContextParallel, context_parallel_attention
-from megatron.context_parallel.commands.run import run_main
+from megatron.context_parallel.cli.run_main import run_main
 from megatron.context_parallel.errors import UsageError
 
 RESULT = "attention_time.json"

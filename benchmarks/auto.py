@@ -17,9 +17,9 @@ from rich.table import Table
 
 from benchmarks import job, report
 from benchmarks.attention import add_workload, problem_of
-from megatron.context_parallel.commands.run import run_main
+from megatron.context_parallel.cli.run_main import run_main
+from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.tables import show
 from tools.netlab import add_flags, cluster_of, exits_as_ranks_did
 
 PLAN, TIME = (Path(__file__).with_name(name) for name in ("auto_rank.py", "attention_rank.py"))

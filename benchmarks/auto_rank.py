@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from benchmarks.cases import Workload
 from benchmarks.job import run_job
-from megatron.context_parallel.cluster import candidates
-from megatron.context_parallel.cluster.auto import measured
 from megatron.context_parallel.cluster.description import Cluster, load_cluster, save_cluster
-from megatron.context_parallel.cluster.planner import Place, search
-from megatron.context_parallel.mask import Mask
+from megatron.context_parallel.cluster.search import candidates
+from megatron.context_parallel.cluster.search.auto import measured
+from megatron.context_parallel.cluster.search.planner import Place, search
 from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.tokens.mask import Mask
 
 NEAR = 1.5  # times the predicted best
 LEAST = 12  # cases, if there are as many

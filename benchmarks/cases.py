@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.layout import progressions
 from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
 from megatron.context_parallel.strategies import Choice, choose, head_parallel_sizes
+from megatron.context_parallel.tokens.layout import progressions
 
 from .peers import PEERS
 

@@ -17,14 +17,14 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron.context_parallel import ContextParallel
+from megatron.context_parallel.cli.tables import show
+from megatron.context_parallel.generation.flags import Source
+from megatron.context_parallel.generation.load_model import load_model
+from megatron.context_parallel.generation.model_source import model_arguments
 from megatron.context_parallel.inference.engine import Engine, Request
 from megatron.context_parallel.inference.session import Session
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer
 from megatron.context_parallel.integration.host import support_cpu_host
-from megatron.context_parallel.tables import show
-from megatron.context_parallel.trainer.generation_flags import Source
-from megatron.context_parallel.trainer.load_model import load_model
-from megatron.context_parallel.trainer.model_source import model_arguments
 from megatron.context_parallel.trainer.setup import initialize_model_parallel
 
 PROMPT, NEW, TOGETHER = 64, 128, 4

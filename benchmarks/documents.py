@@ -16,12 +16,12 @@ import torch
 from rich.table import Table
 
 from megatron.context_parallel import AllRanks
+from megatron.context_parallel.cli.run_main import run_main
+from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.commands.gpu_checks.documents import CASES, end_tokens, plan_and_cut
-from megatron.context_parallel.commands.run import run_main
 from megatron.context_parallel.kernels.choose import LibraryAndPosition
 from megatron.context_parallel.kernels.masks import Piece, Runs
-from megatron.context_parallel.mask import Documents, Mask
-from megatron.context_parallel.tables import show
+from megatron.context_parallel.tokens.mask import Documents, Mask
 
 
 class Runner:

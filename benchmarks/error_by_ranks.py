@@ -8,7 +8,7 @@ import argparse
 import torch
 
 from megatron.context_parallel import STRATEGIES, AllRanks, context_parallel_attention
-from megatron.context_parallel.commands.run import run_main
+from megatron.context_parallel.cli.run_main import run_main
 from megatron.context_parallel.kernels.reference import attention
 
 WHAT = ("out", "lse", "dq", "dk", "dv")

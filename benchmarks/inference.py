@@ -20,10 +20,10 @@ from matplotlib import pyplot
 from rich.table import Table
 
 from benchmarks import job, report
-from megatron.context_parallel.commands.run import run_main
+from megatron.context_parallel.cli.run_main import run_main
+from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.inference.choose import CHOICES, Sizes, sent_bytes
-from megatron.context_parallel.tables import show
 from tools.netlab import add_flags, cluster_of, exits_as_ranks_did
 
 RANK = Path(__file__).with_name("inference_rank.py")

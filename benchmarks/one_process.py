@@ -16,9 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.stopwatch import Stopwatch, TimedKernel
 from megatron.context_parallel import AllRanks, context_parallel_attention
-from megatron.context_parallel.commands.run import run_main
+from megatron.context_parallel.cli.run_main import run_main
+from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.kernels.aten import AtenFlash
-from megatron.context_parallel.tables import show
 
 CASES = ["ring", "ring:layout=contiguous", "ring:layout=cyclic", "allgather", "ulysses", "lightseq", "attention2d"]
 CASES += ["attention2d:layout=cyclic", "mesh", "loongtrain:head_parallel_size=2"]

@@ -16,14 +16,15 @@ import torch.distributed as dist
 from rich.table import Table
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.context_parallel import AllRanks, passes
-from megatron.context_parallel.commands.run import run_main
-from megatron.context_parallel.executor import Problem
-from megatron.context_parallel.kernels import Scores
+from megatron.context_parallel import AllRanks
+from megatron.context_parallel.cli.run_main import run_main
+from megatron.context_parallel.cli.tables import show
+from megatron.context_parallel.kernels.interface import Scores
 from megatron.context_parallel.kernels.masks import Piece
-from megatron.context_parallel.mask import Mask
-from megatron.context_parallel.tables import show
-from megatron.context_parallel.transport import TorchTransport, Transport, run_here
+from megatron.context_parallel.runtime import passes
+from megatron.context_parallel.runtime.comm.transport import TorchTransport, Transport, run_here
+from megatron.context_parallel.runtime.executor import Problem
+from megatron.context_parallel.tokens.mask import Mask
 
 CASES = ["ring", "lightseq", "attention2d", "mesh", "loongtrain:head_parallel_size=2"]
 

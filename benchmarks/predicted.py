@@ -23,13 +23,13 @@ from rich.table import Table
 from benchmarks import attention, training_step
 from benchmarks.cases import DTYPES, RECOMPUTATION, Workload, parse_case
 from benchmarks.report import title
+from megatron.context_parallel.cli.run_main import run_main
+from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
-from megatron.context_parallel.cluster.simulate import simulate
-from megatron.context_parallel.commands.run import run_main
+from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.mask import Mask
 from megatron.context_parallel.plan.volume import Shape
-from megatron.context_parallel.tables import show
+from megatron.context_parallel.tokens.mask import Mask
 from tools.netlab import cluster_of
 
 APART = 0.05  # cases that differ by less may be in any order
@@ -56,8 +56,8 @@ def seconds(text: str, problem: Workload, cluster: Cluster) -> float:
 
 def step_seconds(text: str, flags: list[str], ranks: int, cluster: Cluster) -> float:
     """Predicted time of a training step of a case, with these flags of the trainer."""
-    from megatron.context_parallel.cluster.training_step import forecast_step
-    from megatron.context_parallel.trainer.workload import model_of, run_of
+    from megatron.context_parallel.cluster.step.step_time import forecast_step
+    from megatron.context_parallel.trainer.config.workload import model_of, run_of
 
     name, comma, how = text.partition(", ")
     args = replace(training_step.trainer_args(flags, ranks), **RECOMPUTATION[comma + how])

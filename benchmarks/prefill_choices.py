@@ -10,8 +10,8 @@ import math
 import numpy
 from rich.table import Table
 
+from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.inference.choose import EMPIRICAL, PASS_KV, PASS_Q, Rates, Sizes, choose, empirical
-from megatron.context_parallel.tables import show
 
 CONTEXT, RANKS = 128_000, 4
 LLAMA_405B = Sizes(128, 8, 128, 128, 2)

@@ -11,8 +11,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from rich.table import Table
 
+from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.tables import show
 
 PARTS = ("kernel", "wait", "other", "idle")
 COLUMNS = (

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megatron.context_parallel.commands.run import run_main
+from megatron.context_parallel.cli.run_main import run_main
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.plan.lanes import BLOCKS
+from megatron.context_parallel.plan.pictures.lanes import BLOCKS
 
 PASS = "forward"
 Lanes = dict[tuple[int, str], list["Span"]]  # by rank and lane, in the order of their start

@@ -16,9 +16,9 @@ from benchmarks.stopwatch import Stopwatch, TimedKernel
 from megatron.context_parallel.integration import spec
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.trainer import setup, training
-from megatron.context_parallel.trainer.arguments import parse_args
-from megatron.context_parallel.trainer.flags import Arguments
-from megatron.context_parallel.trainer.train_state import Progress
+from megatron.context_parallel.trainer.arguments.complete import parse_args
+from megatron.context_parallel.trainer.checkpoint.train_state import Progress
+from megatron.context_parallel.trainer.config.flags import Arguments
 
 TOLERANCE = 1e-4  # relative difference of a loss from the first case's
 

@@ -16,9 +16,9 @@ from unittest.mock import patch
 from benchmarks import job, report
 from benchmarks.cases import Case, Workload, parse_case
 from megatron.context_parallel import STRATEGIES
-from megatron.context_parallel.commands.run import ignore_warnings_of_libraries, run_main
+from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries, run_main
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.trainer.flags import Arguments
+from megatron.context_parallel.trainer.config.flags import Arguments
 from tools.netlab import add_flags, cluster_of, exits_as_ranks_did
 
 RANK = Path(__file__).with_name("training_rank.py")
@@ -52,7 +52,7 @@ def trainer_flags(given: list[str], ranks: int) -> list[str]:
 def trainer_args(flags: list[str], ranks: int) -> Arguments:
     """What the trainer makes of its flags on these ranks."""
     ignore_warnings_of_libraries()
-    from megatron.context_parallel.trainer.arguments import parse_args as parse_trainer
+    from megatron.context_parallel.trainer.arguments.complete import parse_args as parse_trainer
 
     with patch.dict(os.environ, WORLD_SIZE=str(ranks)):
         args = parse_trainer(flags)

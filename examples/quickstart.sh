@@ -57,7 +57,7 @@ validation=()
 
 begin "train on $ranks ranks"
 tracker=$run/latest_checkpointed_iteration.txt
-iterations=$(sed -n 's/^train-iters: //p' megatron/context_parallel/trainer/presets/quickstart.yaml)
+iterations=$(sed -n 's/^train-iters: //p' megatron/context_parallel/trainer/config/presets/quickstart.yaml)
 if [[ -f $tracker && $(<"$tracker") == "$iterations" ]]; then
     echo "already finished: remove $run to train anew"
 else

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from backtrace import backtrace, record_crash
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron.context_parallel.commands.run import ignore_warnings_of_libraries
+from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries
+from tests.support.backtrace import backtrace, record_crash
 
 WORLD = 6
 torch.set_num_threads(1)

@@ -30,7 +30,7 @@ def main() -> None:
         assert find_spec(other) is None, f"{other} is installed"
     installed = Path(package.__file__).parent
     assert "site-packages" in installed.parts and (installed / "py.typed").exists()
-    assert (installed / "trainer/presets/tiny-llama.yaml").exists()
+    assert (installed / "trainer/config/presets/tiny-llama.yaml").exists()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     whole = [torch.randn(LENGTH, 1, HEADS, DIM) for _ in range(4)]

@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from megatron.context_parallel.inference.pages import PageTables
-from megatron.context_parallel.plan.draw import draw, file_name
 from megatron.context_parallel.plan.ir import Plan
+from megatron.context_parallel.plan.pictures.draw import draw, file_name
 from megatron.context_parallel.strategies import choose
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"

@@ -8,9 +8,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron.context_parallel.cluster.candidates import Workload
 from megatron.context_parallel.cluster.description import load_cluster
-from megatron.context_parallel.cluster.planner import Place, fastest, search
+from megatron.context_parallel.cluster.search.candidates import Workload
+from megatron.context_parallel.cluster.search.planner import Place, fastest, search
 from megatron.context_parallel.strategies import choose
 
 PAGE = Path(__file__).parents[1] / "docs" / "planner.md"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron.context_parallel.trainer.upstream_flags import GIVE_INSTEAD, MEANS_NOTHING
+from megatron.context_parallel.trainer.config.upstream_flags import GIVE_INSTEAD, MEANS_NOTHING
 
 PAGE = Path(__file__).parents[1] / "docs" / "upstream_flags.md"
 _HEAD = """# Flags of Megatron-LM

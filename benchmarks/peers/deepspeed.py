@@ -4,7 +4,7 @@ import importlib
 import math
 import os
 
-from megatron.context_parallel.layout import positions
+from megatron.context_parallel.tokens.layout import positions
 
 from .cpu_flash import FlashAttention
 

@@ -4,7 +4,7 @@ import importlib
 import sys
 import types
 
-from megatron.context_parallel.layout import positions
+from megatron.context_parallel.tokens.layout import positions
 
 from . import cpu_flash
 

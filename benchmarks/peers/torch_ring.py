@@ -8,7 +8,7 @@ import math
 import torch
 from torch.distributed.tensor.experimental._context_parallel import _attention as experimental
 
-from megatron.context_parallel.layout import positions
+from megatron.context_parallel.tokens.layout import positions
 
 _ops = torch.ops.aten
 

@@ -3,7 +3,7 @@
 import importlib
 import math
 
-from megatron.context_parallel.layout import positions
+from megatron.context_parallel.tokens.layout import positions
 
 from . import cpu_flash
 

@@ -4,7 +4,7 @@ import argparse
 import time
 from concurrent.futures import ProcessPoolExecutor
 
-from megatron.context_parallel.commands.run import run_main
+from megatron.context_parallel.cli.run_main import run_main
 
 from . import one_cluster
 from .beyond import beyond

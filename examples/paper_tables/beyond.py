@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron.context_parallel.cluster.candidates import Workload
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
-from megatron.context_parallel.cluster.planner import Place
+from megatron.context_parallel.cluster.search.candidates import Workload
+from megatron.context_parallel.cluster.search.planner import Place
 
 from .systems import best_of, best_of_all
 

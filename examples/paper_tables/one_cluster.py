@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
-from megatron.context_parallel.cluster.model import Model
-from megatron.context_parallel.cluster.planner import Place
-from megatron.context_parallel.cluster.run import Run
-from megatron.context_parallel.cluster.step_search import workload_of
-from megatron.context_parallel.cluster.training_step import forecast_step
-from megatron.context_parallel.trainer.workload import preset_model
+from megatron.context_parallel.cluster.search.planner import Place
+from megatron.context_parallel.cluster.search.step_search import workload_of
+from megatron.context_parallel.cluster.step.model_shape import Model
+from megatron.context_parallel.cluster.step.step_time import forecast_step
+from megatron.context_parallel.cluster.step.train_config import Run
+from megatron.context_parallel.trainer.config.workload import preset_model
 
 from .cells import HERE, PAPERS, ROOT, words
 from .systems import best_of, best_of_all

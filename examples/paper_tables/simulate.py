@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
+from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.tables import show
 
 from .cells import PAPERS, Result, read_cells, results_file, write_results
 from .drawing import draw, side_by_side

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron.context_parallel.cluster.candidates import Workload
-from megatron.context_parallel.cluster.planner import Place, Prediction, fastest, search
+from megatron.context_parallel.cluster.search.candidates import Workload
+from megatron.context_parallel.cluster.search.planner import Place, Prediction, fastest, search
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.layout import Chunks
 from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
 from megatron.context_parallel.strategies import choose
 from megatron.context_parallel.strategies.options import divisors
+from megatron.context_parallel.tokens.layout import Chunks
 
 SIMULATED = 8  # ways of each system, the likeliest
 SEARCHED = 16  # of all strategies

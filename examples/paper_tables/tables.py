@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron.context_parallel.commands.run import run_main
+from megatron.context_parallel.cli.run_main import run_main
 
 MODES = ("simulate", "run", "slurm", "collect")
 

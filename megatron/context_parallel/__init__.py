@@ -4,21 +4,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attention import context_parallel_attention
-    from .context import AllRanks, ContextParallel
-    from .errors import UsageError
-    from .layout import LAYOUTS
-    from .strategies import STRATEGIES
+    from megatron.context_parallel.attention.api import context_parallel_attention
+    from megatron.context_parallel.attention.context import AllRanks, ContextParallel
+    from megatron.context_parallel.errors import UsageError
+    from megatron.context_parallel.strategies import STRATEGIES
+    from megatron.context_parallel.tokens.layout import LAYOUTS
 
 __version__ = "0.1.0"
 __all__ = ["LAYOUTS", "STRATEGIES", "AllRanks", "ContextParallel", "UsageError", "context_parallel_attention"]
 _MODULES = {
-    "AllRanks": "context",
-    "ContextParallel": "context",
-    "LAYOUTS": "layout",
+    "AllRanks": "attention.context",
+    "ContextParallel": "attention.context",
+    "LAYOUTS": "tokens.layout",
     "STRATEGIES": "strategies",
     "UsageError": "errors",
-    "context_parallel_attention": "attention",
+    "context_parallel_attention": "attention.api",
 }
 
 

@@ -7,7 +7,7 @@ python -m tools.netlab down
 
 import argparse
 
-from megatron.context_parallel.commands.run import run_main
+from megatron.context_parallel.cli.run_main import run_main
 from megatron.context_parallel.errors import UsageError
 
 from .flags import add_lab_flags, lab_of

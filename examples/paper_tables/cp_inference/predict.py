@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from functools import cache
 
-from megatron.context_parallel.cluster.decode_time import decode_step
 from megatron.context_parallel.cluster.description import Cluster
-from megatron.context_parallel.cluster.model import Model
-from megatron.context_parallel.cluster.prefill_time import Forecast, Prefill, prefill_seconds
-from megatron.context_parallel.cluster.run import Run
+from megatron.context_parallel.cluster.step.decode_time import decode_step
+from megatron.context_parallel.cluster.step.model_shape import Model
+from megatron.context_parallel.cluster.step.prefill_time import Forecast, Prefill, prefill_seconds
+from megatron.context_parallel.cluster.step.train_config import Run
 from megatron.context_parallel.inference.pass_q import RING_PASS_Q
 from megatron.context_parallel.strategies import Choice
-from megatron.context_parallel.trainer.workload import preset_model
+from megatron.context_parallel.trainer.config.workload import preset_model
 
 from ..cells import Cell, Wanted, cell_by_cell, every_third_row, everything
 from ..commands import inference_command

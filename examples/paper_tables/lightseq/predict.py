@@ -5,15 +5,15 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from megatron.context_parallel.cluster.attention_pass import attention_seconds
 from megatron.context_parallel.cluster.description import Cluster
-from megatron.context_parallel.cluster.memory import fullest_stage, memory, total
-from megatron.context_parallel.cluster.model import Model
-from megatron.context_parallel.cluster.run import Run
-from megatron.context_parallel.cluster.training_step import forecast_step
+from megatron.context_parallel.cluster.step.attention_pass import attention_seconds
+from megatron.context_parallel.cluster.step.memory import fullest_stage, memory, total
+from megatron.context_parallel.cluster.step.model_shape import Model
+from megatron.context_parallel.cluster.step.step_time import forecast_step
+from megatron.context_parallel.cluster.step.train_config import Run
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.strategies import choose
-from megatron.context_parallel.trainer.workload import preset_model
+from megatron.context_parallel.trainer.config.workload import preset_model
 
 from ..cells import Wanted, cell_by_cell, every_third_row, everything
 from ..commands import training_command

@@ -4,15 +4,15 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-from megatron.context_parallel.cluster.attention_pass import attention_plan, attention_seconds, attention_shape
-from megatron.context_parallel.cluster.calibrate import with_field
 from megatron.context_parallel.cluster.description import Cluster
-from megatron.context_parallel.cluster.model import Model
-from megatron.context_parallel.cluster.run import Run
-from megatron.context_parallel.cluster.training_step import forecast_step
+from megatron.context_parallel.cluster.search.calibrate import with_field
+from megatron.context_parallel.cluster.step.attention_pass import attention_plan, attention_seconds, attention_shape
+from megatron.context_parallel.cluster.step.model_shape import Model
+from megatron.context_parallel.cluster.step.step_time import forecast_step
+from megatron.context_parallel.cluster.step.train_config import Run
 from megatron.context_parallel.plan.ir import T
 from megatron.context_parallel.plan.volume import chunk_bytes, received_bytes
-from megatron.context_parallel.trainer.workload import preset_model
+from megatron.context_parallel.trainer.config.workload import preset_model
 
 from ..cells import Wanted, cell_by_cell, every_third_row, everything
 from ..commands import attention_command, training_command

@@ -8,15 +8,15 @@ from functools import cache
 from math import sqrt
 from statistics import fmean
 
-from megatron.context_parallel.cluster.block_time import BlockTime
 from megatron.context_parallel.cluster.description import Cluster
-from megatron.context_parallel.cluster.simulate import simulate
-from megatron.context_parallel.layout import Chunks
-from megatron.context_parallel.mask import Mask
+from megatron.context_parallel.cluster.simulate.block_time import BlockTime
+from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.plan.ir import Plan
 from megatron.context_parallel.plan.liveness import peak_bytes
 from megatron.context_parallel.plan.volume import Shape, received
 from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.tokens.layout import Chunks
+from megatron.context_parallel.tokens.mask import Mask
 
 from ..cells import Cell, Wanted, cell_by_cell, every_third_row, everything
 from ..commands import attention_command

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from ..errors import UsageError
+from megatron.context_parallel.errors import UsageError
 
 PRESETS = files(__package__) / "presets"
 MASKS = ("full", "causal")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from megatron.context_parallel.errors import UsageError
 
 if TYPE_CHECKING:
-    from megatron.context_parallel.cluster.calibrate import Calibration, Cell
+    from megatron.context_parallel.cluster.search.calibrate import Calibration, Cell
 
 FITTED_TO = " Fitted by tools/calibrate.py"
 
@@ -49,8 +49,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.cluster not in paper.FIELDS:
         raise UsageError(f"--cluster {args.cluster}: not in FIELDS; give one of {', '.join(paper.FIELDS)}")
 
-    from megatron.context_parallel.cluster.calibrate import Calibration, Field
     from megatron.context_parallel.cluster.description import load_cluster, save_cluster
+    from megatron.context_parallel.cluster.search.calibrate import Calibration, Field
 
     cells = read_cells(args.folder, args.cluster, paper)
     fields = {path: Field(*given) for path, given in paper.FIELDS[args.cluster].items()}
@@ -75,7 +75,7 @@ def _module(folder: Path) -> ModuleType:
 
 def read_cells(folder: Path, preset: str, paper: ModuleType) -> "list[Cell]":
     """The cells of all tables of a testbed, table by table, each in the order of its file."""
-    from megatron.context_parallel.cluster.calibrate import Cell
+    from megatron.context_parallel.cluster.search.calibrate import Cell
 
     cells = []
     for table in (table for table, name in paper.CLUSTER.items() if name == preset):
@@ -105,8 +105,8 @@ def _show(fit: "Calibration") -> None:
     """Fields, and the errors of each table: of fitted cells, of others, and of columns that are left out."""
     from rich.table import Table
 
-    from megatron.context_parallel.cluster.calibrate import field_of
-    from megatron.context_parallel.tables import show
+    from megatron.context_parallel.cli.tables import show
+    from megatron.context_parallel.cluster.search.calibrate import field_of
 
     fields = Table("field", "start", "fitted", "least", "most", title=f"{fit.fitted.name}: {fit.steps} steps")
     for name, (start, least, most) in zip(fit.names, fit.fields, strict=True):

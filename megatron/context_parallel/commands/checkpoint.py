@@ -13,9 +13,10 @@ from pathlib import Path
 from rich.filesize import decimal
 from rich.table import Table
 
+from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.tables import show
-from megatron.context_parallel.trainer.checkpoint_store import (
+from megatron.context_parallel.trainer.checkpoint.manifest import MANIFEST, content_faults, read_manifest
+from megatron.context_parallel.trainer.checkpoint.store import (
     TRACKER,
     delete,
     existing,
@@ -26,7 +27,6 @@ from megatron.context_parallel.trainer.checkpoint_store import (
     read_saved_args,
     superseded,
 )
-from megatron.context_parallel.trainer.manifest import MANIFEST, content_faults, read_manifest
 
 
 def checkpoints(directory: Path) -> list[Path]:

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch.distributed as dist
 
     from megatron.context_parallel.cluster.description import save_cluster
-    from megatron.context_parallel.cluster.probe import probe
+    from megatron.context_parallel.cluster.measure.probe import probe
 
     device = torch.device("cpu")
     if torch.cuda.is_available():

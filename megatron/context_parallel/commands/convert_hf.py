@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.context_parallel.commands.run import ignore_warnings_of_libraries
+from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries
 from megatron.context_parallel.errors import UsageError
 
 if TYPE_CHECKING:
-    from megatron.context_parallel.trainer.flags import Arguments
-    from megatron.context_parallel.trainer.outline import Done
+    from megatron.context_parallel.trainer.config.flags import Arguments
+    from megatron.context_parallel.trainer.model.outline import Done
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -32,8 +32,8 @@ def main(argv: list[str] | None = None) -> None:
     to_megatron = args.action == "to-megatron"
     _check_source(args.load, to_megatron)
     ignore_warnings_of_libraries()
-    from megatron.context_parallel.trainer.generation_flags import Source
-    from megatron.context_parallel.trainer.model_source import model_arguments
+    from megatron.context_parallel.generation.flags import Source
+    from megatron.context_parallel.generation.model_source import model_arguments
     from megatron.context_parallel.trainer.setup import distributed_job
 
     step = None if to_megatron else args.ckpt_step
@@ -46,8 +46,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def write_checkpoint(args: "Arguments", save: Path) -> int:
     """From HuggingFace to a checkpoint; how many weights it has. The world has one rank, as for `write_folder`."""
-    from megatron.context_parallel.trainer.convert_to_megatron import to_megatron
-    from megatron.context_parallel.trainer.outline import bytes_of, outline
+    from megatron.context_parallel.convert.to_megatron import to_megatron
+    from megatron.context_parallel.trainer.model.outline import bytes_of, outline
 
     model = outline(args)
     with _progress(bytes_of(model)) as done:
@@ -57,10 +57,10 @@ def write_checkpoint(args: "Arguments", save: Path) -> int:
 
 def write_folder(args: "Arguments", asked: Namespace) -> int:
     """From a checkpoint to HuggingFace; how many weights it has."""
-    from megatron.context_parallel.trainer.checkpoint import fault_everywhere
-    from megatron.context_parallel.trainer.checkpoint_store import candidates, choose
-    from megatron.context_parallel.trainer.convert_to_hf import to_folder
-    from megatron.context_parallel.trainer.outline import bytes_of, outline
+    from megatron.context_parallel.convert.to_huggingface import to_folder
+    from megatron.context_parallel.trainer.checkpoint.save_load import fault_everywhere
+    from megatron.context_parallel.trainer.checkpoint.store import candidates, choose
+    from megatron.context_parallel.trainer.model.outline import bytes_of, outline
 
     checkpoint = choose(args, *candidates(args), lambda path: fault_everywhere(args, path), print)
     assert checkpoint is not None  # its arguments were read

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.context_parallel.commands.run import ignore_warnings_of_libraries
+from megatron.context_parallel.cli.flag_checks import check_each
+from megatron.context_parallel.cli.flag_parser import FlagParser
+from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.trainer.check_flags import check_each
-from megatron.context_parallel.trainer.flag_parser import FlagParser
-from megatron.context_parallel.trainer.generation_flags import Generate, check_prefill, with_limits
-from megatron.context_parallel.trainer.lifetime import end_with_parent
-from megatron.context_parallel.trainer.model_source import model_arguments
+from megatron.context_parallel.generation.flags import Generate, check_prefill, with_limits
+from megatron.context_parallel.generation.model_source import model_arguments
+from megatron.context_parallel.trainer.faults.lifetime import end_with_parent
 
 if TYPE_CHECKING:
     from megatron.context_parallel.inference.engine import Engine, Output, Request
@@ -27,8 +27,8 @@ def main(argv: list[str] | None = None) -> None:
     prompts = read_prompts(flags)
     args = with_limits(model_arguments(flags), flags)
     # These take seconds to import, for which a mistake in a flag need not wait.
+    from megatron.context_parallel.generation.generator import build_engine
     from megatron.context_parallel.inference.rank_loop import RankLoop
-    from megatron.context_parallel.trainer.generator import build_engine
     from megatron.context_parallel.trainer.setup import distributed_job
 
     with distributed_job(args):

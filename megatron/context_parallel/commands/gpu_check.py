@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.context_parallel import UsageError
-from megatron.context_parallel.backends import BACKENDS
+from megatron.context_parallel.kernels.names import BACKENDS
 
 from .gpu_checks.common import Report, Sizes, print_table
 from .gpu_checks.documents import measure_documents

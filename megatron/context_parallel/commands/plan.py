@@ -6,20 +6,20 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron.context_parallel import LAYOUTS, STRATEGIES, UsageError
-from megatron.context_parallel.cluster.auto import headline
-from megatron.context_parallel.cluster.candidates import Workload
+from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
-from megatron.context_parallel.cluster.planner import Place, search
-from megatron.context_parallel.cluster.simulate import Forecast, simulate
-from megatron.context_parallel.cluster.timeline import write_timeline
-from megatron.context_parallel.mask import Mask
-from megatron.context_parallel.plan.draw import draw, file_name
+from megatron.context_parallel.cluster.search.auto import headline
+from megatron.context_parallel.cluster.search.candidates import Workload
+from megatron.context_parallel.cluster.search.planner import Place, search
+from megatron.context_parallel.cluster.simulate.one_pass import Forecast, simulate
+from megatron.context_parallel.cluster.simulate.timeline import write_timeline
 from megatron.context_parallel.plan.ir import Plan, PlanError
-from megatron.context_parallel.plan.page import write_page
+from megatron.context_parallel.plan.pictures.draw import draw, file_name
+from megatron.context_parallel.plan.pictures.page import write_page
 from megatron.context_parallel.plan.verify import Report, verify
 from megatron.context_parallel.plan.volume import Shape, received_bytes
 from megatron.context_parallel.strategies import AUTO, choose
-from megatron.context_parallel.tables import show
+from megatron.context_parallel.tokens.mask import Mask
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -9,14 +9,14 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron.context_parallel import UsageError
-from megatron.context_parallel.cluster.attention_pass import attention_forecast
+from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
-from megatron.context_parallel.cluster.model import Model
-from megatron.context_parallel.cluster.run import ITEMSIZE, SHARDING, Run
-from megatron.context_parallel.cluster.stage_time import EXPOSED
-from megatron.context_parallel.cluster.step_search import Found, StepSearch, search_steps
-from megatron.context_parallel.cluster.timeline import write_timeline
-from megatron.context_parallel.tables import show
+from megatron.context_parallel.cluster.search.step_search import Found, StepSearch, search_steps
+from megatron.context_parallel.cluster.simulate.timeline import write_timeline
+from megatron.context_parallel.cluster.step.attention_pass import attention_forecast
+from megatron.context_parallel.cluster.step.model_shape import Model
+from megatron.context_parallel.cluster.step.stage_time import EXPOSED
+from megatron.context_parallel.cluster.step.train_config import ITEMSIZE, SHARDING, Run
 
 SHOWN = 12
 UNITS = {"": 1, "K": 2**10, "M": 2**20}
@@ -55,8 +55,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def found_by(args: argparse.Namespace) -> tuple[StepSearch, Model, Cluster, str]:
     """The search that the flags ask for, of what and where, and a title."""
-    from megatron.context_parallel.trainer.flags import PRESETS
-    from megatron.context_parallel.trainer.workload import preset_model
+    from megatron.context_parallel.trainer.config.flags import PRESETS
+    from megatron.context_parallel.trainer.config.workload import preset_model
 
     if args.model not in PRESETS:
         raise UsageError(f"--model {args.model}: unknown; choose {' or '.join(PRESETS)}")

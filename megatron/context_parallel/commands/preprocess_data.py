@@ -24,8 +24,8 @@ warnings.filterwarnings("ignore", message="Transformer Engine and Apex")  # neit
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # noqa: E402
 
 from megatron.context_parallel.errors import UsageError  # noqa: E402
-from megatron.context_parallel.trainer.index_file import open_tokens, tokenizer_of  # noqa: E402
-from megatron.context_parallel.trainer.tokenizer import TOKENIZERS, build_tokenizer  # noqa: E402
+from megatron.context_parallel.trainer.data.index_file import open_tokens, tokenizer_of  # noqa: E402
+from megatron.context_parallel.trainer.data.tokenizer import TOKENIZERS, build_tokenizer  # noqa: E402
 
 TEXT_KEY = "text"
 

@@ -2,15 +2,15 @@
 
 import logging
 
-from megatron.context_parallel.commands.run import ignore_warnings_of_libraries
-from megatron.context_parallel.trainer.lifetime import end_with_parent
+from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries
+from megatron.context_parallel.trainer.faults.lifetime import end_with_parent
 
 
 def main(argv: list[str] | None = None) -> None:
     """Train, or with `--dry-run` only describe the run. Raises UsageError for a mistake in the arguments."""
     ignore_warnings_of_libraries()
     end_with_parent()
-    from megatron.context_parallel.trainer.arguments import parse_args
+    from megatron.context_parallel.trainer.arguments.complete import parse_args
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("megatron.context_parallel").setLevel(logging.INFO)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NoReturn
 
-from .run import run_main
+from megatron.context_parallel.cli.run_main import run_main
 
 
 def _program(name: str) -> Callable[[], NoReturn]:

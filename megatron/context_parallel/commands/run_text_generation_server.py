@@ -5,13 +5,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.context_parallel.commands.run import ignore_warnings_of_libraries
+from megatron.context_parallel.cli.flag_checks import check_each
+from megatron.context_parallel.cli.flag_parser import FlagParser
+from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.trainer.check_flags import check_each
-from megatron.context_parallel.trainer.flag_parser import FlagParser
-from megatron.context_parallel.trainer.generation_flags import Serve, check_prefill, with_limits
-from megatron.context_parallel.trainer.lifetime import end_with_parent
-from megatron.context_parallel.trainer.model_source import model_arguments
+from megatron.context_parallel.generation.flags import Serve, check_prefill, with_limits
+from megatron.context_parallel.generation.model_source import model_arguments
+from megatron.context_parallel.trainer.faults.lifetime import end_with_parent
 
 PARSER = FlagParser(
     Serve.__bases__,
@@ -31,21 +31,21 @@ def main(argv: list[str] | None = None) -> None:
     keys = read_keys(flags)
     args = with_limits(model_arguments(flags), flags)
     if flags.dry_run:
-        from megatron.context_parallel.trainer.cache_size import describe
+        from megatron.context_parallel.generation.cache_size import describe
 
         describe(args, flags.cache_tokens)
         return
     # These take seconds to import, for which a mistake in a flag need not wait.
+    from megatron.context_parallel.generation.generator import build_engine
     from megatron.context_parallel.inference.rank_loop import RankLoop
-    from megatron.context_parallel.inference.server.app import Service, Settings
-    from megatron.context_parallel.inference.server.connections import Patience
-    from megatron.context_parallel.inference.server.hosts import names_of
-    from megatron.context_parallel.inference.server.listen import answering, bind
-    from megatron.context_parallel.inference.server.metrics import Metrics
-    from megatron.context_parallel.inference.server.protocol import Limits
-    from megatron.context_parallel.inference.server.reader import reading
-    from megatron.context_parallel.inference.server.worker import Worker
-    from megatron.context_parallel.trainer.generator import build_engine
+    from megatron.context_parallel.serving.app import Service, Settings
+    from megatron.context_parallel.serving.connections import Patience
+    from megatron.context_parallel.serving.hosts import names_of
+    from megatron.context_parallel.serving.listen import answering, bind
+    from megatron.context_parallel.serving.metrics import Metrics
+    from megatron.context_parallel.serving.protocol import Limits
+    from megatron.context_parallel.serving.reader import reading
+    from megatron.context_parallel.serving.worker import Worker
     from megatron.context_parallel.trainer.setup import distributed_job, sigterm_came
 
     with distributed_job(replace(args, exit_signal_handler=True)) as watch:

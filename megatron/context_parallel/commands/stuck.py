@@ -21,11 +21,11 @@ from pathlib import Path
 import psutil
 from rich.table import Table
 
+from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.recorder import Position, named
-from megatron.context_parallel.tables import show
-from megatron.context_parallel.trainer.rank_file import RankProcess, rank_files, read_rank_file
-from megatron.context_parallel.trainer.wait_graph import chains, culprits, wait_graph
+from megatron.context_parallel.runtime.comm.flight_recorder import Position, named
+from megatron.context_parallel.trainer.faults.rank_file import RankProcess, rank_files, read_rank_file
+from megatron.context_parallel.trainer.faults.wait_graph import chains, culprits, wait_graph
 
 _WIDTH = 80
 _LOOK = 1.0  # seconds between two looks

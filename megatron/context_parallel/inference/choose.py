@@ -7,9 +7,9 @@ Inference (2024); ours are those of `seconds`.
 import math
 from dataclasses import dataclass
 
-from ..cluster.description import AttentionRate, Cluster
-from ..cluster.links import Links
-from ..errors import UsageError
+from megatron.context_parallel.cluster.description import AttentionRate, Cluster
+from megatron.context_parallel.cluster.simulate.links import Links
+from megatron.context_parallel.errors import UsageError
 
 PASS_KV, PASS_Q = "pass-kv", "pass-q"
 PASS_Q_PAPER = "pass-q-all-to-all"

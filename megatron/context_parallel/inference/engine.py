@@ -8,8 +8,9 @@ from typing import Protocol
 from megatron.core.inference.sampling_params import SamplingParams
 from torch import Tensor
 
-from ..errors import UsageError
-from ..recorder import recorder
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.runtime.comm.flight_recorder import recorder
+
 from .faults import MISTAKE, log_fault
 from .prefixes import Prefixes
 from .sampling import Token, as_numbers, choose_tokens, from_numbers

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy
 from numpy.typing import NDArray
 
-from ..errors import UsageError
+from megatron.context_parallel.errors import UsageError
 
 PAGE = 64  # rows of a page
 Ints = NDArray[numpy.int64]

@@ -6,9 +6,9 @@ of 1 x n, `attention2d` sends partial outputs along behind the queries.
 
 from collections.abc import Iterator
 
-from ..layout import LAYOUTS
-from ..plan.ir import Attend, ReduceScatter, Step
-from ..strategies import Choice, Pass, Ring, Strategy
+from megatron.context_parallel.plan.ir import Attend, ReduceScatter, Step
+from megatron.context_parallel.strategies import Choice, Pass, Ring, Strategy
+from megatron.context_parallel.tokens.layout import LAYOUTS
 
 
 def _write(at: Pass) -> Iterator[Step]:

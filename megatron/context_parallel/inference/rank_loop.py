@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.inference.sampling_params import SamplingParams
 
-from ..errors import UsageError
-from ..recorder import recorder
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.runtime.comm.flight_recorder import recorder
+
 from .engine import Engine, Output, Request
 from .faults import MISTAKE, log_fault
 

@@ -12,8 +12,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, fx, library
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..integration.spec import Attend, ContextParallelAttention
-from ..recorder import recorder
+from megatron.context_parallel.integration.spec import Attend, ContextParallelAttention
+from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
 _library = library.Library("megatron_context_parallel", "FRAGMENT")
 _library.define("attend(Tensor q, Tensor k, Tensor v, int layer) -> Tensor")

@@ -14,14 +14,15 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from ..attention import attention_of_rows
-from ..cluster.description import Cluster
-from ..context import ContextParallel
-from ..errors import UsageError
-from ..integration.rope import LayoutRotaryEmbedding
-from ..integration.spec import Attend, ContextParallelAttention
-from ..kernels.choose import kernel_for
-from ..strategies import Choice
+from megatron.context_parallel.attention.api import attention_of_rows
+from megatron.context_parallel.attention.context import ContextParallel
+from megatron.context_parallel.cluster.description import Cluster
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.integration.rope import LayoutRotaryEmbedding
+from megatron.context_parallel.integration.spec import Attend, ContextParallelAttention
+from megatron.context_parallel.kernels.choose import kernel_for
+from megatron.context_parallel.strategies import Choice
+
 from .cache import Cache
 from .choose import EMPIRICAL, PASS_KV, PASS_Q, PASS_Q_PAPER, Rates, Sizes, choose
 from .pages import PAGE, PageTables

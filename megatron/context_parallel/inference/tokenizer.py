@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import UsageError
+from megatron.context_parallel.errors import UsageError
 
 
 class Tokenizer(Protocol):

@@ -7,10 +7,11 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..blocks import Blocks
-from ..kernels import Kernel
-from ..layout import ListedChunks
-from ..mask import Mask, Sequences
+from megatron.context_parallel.kernels.interface import Kernel
+from megatron.context_parallel.runtime.blocks import Blocks
+from megatron.context_parallel.tokens.layout import ListedChunks
+from megatron.context_parallel.tokens.mask import Mask, Sequences
+
 from .pages import PageTables
 
 

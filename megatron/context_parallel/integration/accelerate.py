@@ -8,8 +8,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..context import ContextParallel
-from ..errors import UsageError
+from megatron.context_parallel.attention.context import ContextParallel
+from megatron.context_parallel.errors import UsageError
+
 from .transformers import register
 
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..context import ContextParallel
+from megatron.context_parallel.attention.context import ContextParallel
 
 
 def shard_batch(batch: dict[str, Tensor], cp: ContextParallel) -> dict[str, Tensor]:

@@ -12,9 +12,9 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..attention import context_parallel_attention
-from ..context import ContextParallel
-from ..errors import UsageError
+from megatron.context_parallel.attention.api import context_parallel_attention
+from megatron.context_parallel.attention.context import ContextParallel
+from megatron.context_parallel.errors import UsageError
 
 
 def use_context_parallel(model: ModelMixin, cp: ContextParallel) -> None:

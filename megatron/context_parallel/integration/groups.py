@@ -5,8 +5,8 @@ from functools import lru_cache
 
 import torch.distributed as dist
 
-from ..context import ContextParallel
-from ..strategies import Choice, check_same_tokens, distinct
+from megatron.context_parallel.attention.context import ContextParallel
+from megatron.context_parallel.strategies import Choice, check_same_tokens, distinct
 
 
 @lru_cache(8)

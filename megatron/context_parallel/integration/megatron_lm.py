@@ -19,10 +19,11 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import Tensor
 
-from ..backends import BACKENDS
-from ..context import ContextParallel
-from ..errors import UsageError
-from ..strategies import check_same_tokens, choose_by_layer, distinct, specs_given
+from megatron.context_parallel.attention.context import ContextParallel
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.kernels.names import BACKENDS
+from megatron.context_parallel.strategies import check_same_tokens, choose_by_layer, distinct, specs_given
+
 from .groups import context_of
 
 # What Megatron's flags must say, and why. They are added where they are missing.
@@ -173,6 +174,6 @@ def _asked(
 
 
 if __name__ == "__main__":
-    from ..commands.run import run_main
+    from megatron.context_parallel.cli.run_main import run_main
 
     run_main(main)

@@ -6,8 +6,8 @@ from typing import Any
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
-from ..errors import UsageError
-from ..mask import Documents
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.tokens.mask import Documents
 
 
 @dataclass

@@ -8,8 +8,9 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from ..context import ContextParallel
-from ..errors import UsageError
+from megatron.context_parallel.attention.context import ContextParallel
+from megatron.context_parallel.errors import UsageError
+
 from .packed import accept_thd
 from .spec import ContextParallelAttention
 

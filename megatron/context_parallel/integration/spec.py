@@ -21,11 +21,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from ..attention import context_parallel_attention
-from ..context import ContextParallel
-from ..errors import UsageError
-from ..kernels.choose import kernel_for
-from ..recorder import recorder
+from megatron.context_parallel.attention.api import context_parallel_attention
+from megatron.context_parallel.attention.context import ContextParallel
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.kernels.choose import kernel_for
+from megatron.context_parallel.runtime.comm.flight_recorder import recorder
+
 from .experts import Router
 from .norm import Norm
 from .packed import PackedDocuments

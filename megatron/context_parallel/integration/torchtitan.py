@@ -23,11 +23,11 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
-from ..attention import context_parallel_attention
-from ..context import ContextParallel
-from ..errors import UsageError
-from ..mask import Documents
-from ..strategies import choose
+from megatron.context_parallel.attention.api import context_parallel_attention
+from megatron.context_parallel.attention.context import ContextParallel
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.tokens.mask import Documents
 
 TRIED = "0.3."
 _contexts: dict[dist.ProcessGroup, ContextParallel] = {}  # of the models made so far

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..attention import context_parallel_attention
-from ..context import ContextParallel
-from ..errors import UsageError
-from ..strategies.by_layer import COMM_TYPES
+from megatron.context_parallel.attention.api import context_parallel_attention
+from megatron.context_parallel.attention.context import ContextParallel
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.strategies.by_layer import COMM_TYPES
+
 from .groups import context_of
 
 _MASKS = {"causal": True, "causal_bottom_right": True, "no_mask": False}

@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from ..attention import context_parallel_attention
-from ..context import ContextParallel
-from ..errors import UsageError
-from ..layout import unshard
-from ..mask import Documents, Mask, Sequences
+from megatron.context_parallel.attention.api import context_parallel_attention
+from megatron.context_parallel.attention.context import ContextParallel
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.tokens.layout import unshard
+from megatron.context_parallel.tokens.mask import Documents, Mask, Sequences
+
 from .transformers_mask import MaskFunction, mask_of
 from .transformers_model import check_model
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers.masking_utils import or_masks
 
-from ..errors import UsageError
-from ..mask import Mask
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.tokens.mask import Mask
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]  # of sample, head, position of the query, position of the key
 

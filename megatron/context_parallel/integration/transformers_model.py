@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..errors import UsageError
+from megatron.context_parallel.errors import UsageError
 
 _LAYERS = {
     "full_attention",

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import UsageError
-from . import BlockGrad, Scores
+from megatron.context_parallel.errors import UsageError
+
 from .delta import output_with
+from .interface import BlockGrad, Scores
 from .masks import CAUSAL, FULL, Piece, PieceMask, Runs, cut, tiles
 from .merge import merge
 

@@ -10,13 +10,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..backends import BACKENDS
-from ..errors import UsageError
-from . import BlockGrad, Kernel, Scores
+from megatron.context_parallel.errors import UsageError
+
 from .aten import AtenFlash
+from .interface import BlockGrad, Kernel, Scores
 from .libraries import LIBRARIES, Capability, Library
 from .libraries.base import length
 from .masks import Piece, PieceMask, Runs, cut
+from .names import BACKENDS
 from .position import PARTS, PositionKernel, architecture
 from .position.tiles import TILES
 from .softcap import SoftcapCpu

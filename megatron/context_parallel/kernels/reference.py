@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import BlockGrad, Scores
+from .interface import BlockGrad, Scores
 from .masks import CAUSAL, FULL, Piece, PieceMask, Runs, cut
 
 

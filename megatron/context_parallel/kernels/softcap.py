@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
-from . import BlockGrad, Scores
+from megatron.context_parallel.errors import UsageError
+
+from .interface import BlockGrad, Scores
 from .masks import CAUSAL, Piece, PieceMask, Runs, tiles
 
 ROWS = 256  # most query rows of a tile

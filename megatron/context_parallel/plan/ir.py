@@ -14,9 +14,9 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..layout import parts
-from ..pairs import Pairs
-from ..process_mesh import ProcessMesh
+from megatron.context_parallel.tokens.chunk_pairs import Pairs
+from megatron.context_parallel.tokens.layout import parts
+from megatron.context_parallel.tokens.rank_grid import ProcessMesh
 
 
 class T(StrEnum):

@@ -16,21 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from .ir import (
-    IN_FLIGHT,
-    PARTIAL,
-    Attend,
-    Comm,
-    Key,
-    Plan,
-    PlanError,
-    Recv,
-    ReduceScatter,
-    Send,
-    SwapHeads,
-    T,
-    batches,
-)
+from .ir import IN_FLIGHT, PARTIAL, Attend, Comm, Key, Plan, PlanError, Recv, ReduceScatter, Send, SwapHeads, T, batches
 
 
 @dataclass(eq=False, slots=True)

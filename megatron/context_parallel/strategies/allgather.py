@@ -5,7 +5,8 @@ The rank computes its own block during the gather. Units received per rank: forw
 
 from collections.abc import Iterator
 
-from ..plan.ir import AllGather, Attend, ReduceScatter, Step, T
+from megatron.context_parallel.plan.ir import AllGather, Attend, ReduceScatter, Step, T
+
 from .registry import Pass, register
 
 

@@ -21,8 +21,9 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Annotated
 
-from ..errors import UsageError
-from ..plan.ir import AllGather, Attend, Comm, ReduceScatter, Step, T
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.plan.ir import AllGather, Attend, Comm, ReduceScatter, Step, T
+
 from .messages import Ring, relay
 from .options import Grid, Option, divisors
 from .registry import Pass, register

@@ -11,7 +11,8 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-from ..errors import UsageError
+from megatron.context_parallel.errors import UsageError
+
 from .options import divisors
 from .spec import AUTO, Choice, choose
 

@@ -13,9 +13,10 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Annotated
 
-from ..errors import UsageError
-from ..pairs import rotated
-from ..plan.ir import Attend, Comm, Step
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.plan.ir import Attend, Comm, Step
+from megatron.context_parallel.tokens.chunk_pairs import rotated
+
 from .messages import Ring
 from .options import Option, divisors
 from .registry import Pass, register

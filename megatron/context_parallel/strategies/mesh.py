@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from functools import cache, partial
 from typing import Annotated
 
-from ..errors import UsageError
-from ..plan.ir import PARTIAL, Attend, Comm, Step, T
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.plan.ir import PARTIAL, Attend, Comm, Step, T
+
 from .mesh_schedule import costs_by_bytes, schedule
 from .messages import Ring
 from .options import Grid, Option, divisors

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from functools import cache
 
-from ..plan.ir import T
+from megatron.context_parallel.plan.ir import T
 
 Block = tuple[int, int]  # (row, column)
 Schedule = tuple[tuple[T | None, tuple[Block, ...]], ...]  # steps: what moves, if anything, and the blocks meanwhile

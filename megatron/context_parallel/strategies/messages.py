@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..plan.ir import Comm, Recv, Send, T
+from megatron.context_parallel.plan.ir import Comm, Recv, Send, T
 
 Rule = Callable[[int], int | None]  # the chunk that a sender sends, if any
 

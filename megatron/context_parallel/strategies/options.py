@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from ..errors import UsageError
+from megatron.context_parallel.errors import UsageError
 
 Grid = tuple[int, int]
 

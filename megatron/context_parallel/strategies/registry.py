@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from ..errors import UsageError
-from ..layout import LAYOUTS, Chunks
-from ..pairs import Pairs
-from ..plan.ir import PLACEMENTS, Plan, Step, Steps, T
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.plan.ir import PLACEMENTS, Plan, Step, Steps, T
+from megatron.context_parallel.tokens.chunk_pairs import Pairs
+from megatron.context_parallel.tokens.layout import LAYOUTS, Chunks
+
 from .options import Option, divisors, options_of
 
 
@@ -115,7 +116,7 @@ class Strategy:
             raise UsageError(f"{n!r} ranks: need a whole number, 1 or more, such as 4")
         size = self._head_parallel_size(n, head_parallel_size, heads, kv_heads)
         if sees is None:
-            from ..mask import Mask  # of torch, which only plans need
+            from megatron.context_parallel.tokens.mask import Mask  # of torch, which only plans need
 
             sees = Mask(causal).pairs(*Chunks.pair(layout, n // size, 4 * n // size))
         ratio = kv_heads / heads if heads and kv_heads else 1.0

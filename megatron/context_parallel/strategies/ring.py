@@ -10,7 +10,8 @@ to the owner. Units received per rank: forward 2(n-1), backward 4(n-1).
 
 from collections.abc import Callable, Iterator
 
-from ..plan.ir import Attend, Comm, Step, T
+from megatron.context_parallel.plan.ir import Attend, Comm, Step, T
+
 from .messages import Ring
 from .registry import Pass, register
 

@@ -15,9 +15,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError
-from ..layout import LAYOUTS
-from ..plan.ir import PLACEMENTS, Plan
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
+from megatron.context_parallel.tokens.layout import LAYOUTS
+
 from .options import Option, show
 from .registry import STRATEGIES, Strategy
 

@@ -7,7 +7,8 @@ forward 4(n-1)/n, backward the same.
 
 from collections.abc import Iterator
 
-from ..plan.ir import Attend, Step
+from megatron.context_parallel.plan.ir import Attend, Step
+
 from .registry import Pass, register
 from .ring import ring
 

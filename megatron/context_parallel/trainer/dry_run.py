@@ -5,19 +5,20 @@ from itertools import product
 
 from rich.table import Table
 
-from ..cluster.attention_pass import attention_plan, attention_shape
-from ..cluster.auto import headline
-from ..cluster.description import load_cluster
-from ..cluster.memory import fullest_stage, memory, total
-from ..context import ALL_RANKS_UP_TO
-from ..layout import positions
-from ..plan.volume import received_bytes
-from ..strategies import AUTO, Choice, choose, distinct
-from ..strategies.by_layer import written
-from ..tables import show
-from .auto import planned, settled
-from .flags import Arguments
-from .workload import model_of, run_of
+from megatron.context_parallel.attention.context import ALL_RANKS_UP_TO
+from megatron.context_parallel.cli.tables import show
+from megatron.context_parallel.cluster.description import load_cluster
+from megatron.context_parallel.cluster.search.auto import headline
+from megatron.context_parallel.cluster.step.attention_pass import attention_plan, attention_shape
+from megatron.context_parallel.cluster.step.memory import fullest_stage, memory, total
+from megatron.context_parallel.plan.volume import received_bytes
+from megatron.context_parallel.strategies import AUTO, Choice, choose, distinct
+from megatron.context_parallel.strategies.by_layer import written
+from megatron.context_parallel.tokens.layout import positions
+
+from .arguments.auto import planned, settled
+from .config.flags import Arguments
+from .config.workload import model_of, run_of
 
 _RANKS_SHOWN = 16
 _GROUPS_SHOWN = 8

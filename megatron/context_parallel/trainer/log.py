@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from ..errors import UsageError
-from .flags import Arguments
-from .train_state import Progress as RunProgress
-from .workload import model_of
+from megatron.context_parallel.errors import UsageError
+
+from .checkpoint.train_state import Progress as RunProgress
+from .config.flags import Arguments
+from .config.workload import model_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from ..marks import Mark, marks
-from .checkpoint import say
-from .flags import Arguments
+from megatron.context_parallel.runtime.profiler_ranges import Mark, marks
+
+from .checkpoint.save_load import say
+from .config.flags import Arguments
 
 
 class Profile:

@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from ..integration.host import support_cpu_host
-from ..recorder import recorder
-from .checkpoint_store import latest_iteration
-from .crash import leave_after
-from .flags import Arguments
-from .lifetime import end_at_signals
-from .open_files import allow_open_files
-from .train_state import Progress
-from .watch import Watch, wait_for_store
+from megatron.context_parallel.integration.host import support_cpu_host
+from megatron.context_parallel.runtime.comm.flight_recorder import recorder
+
+from .checkpoint.store import latest_iteration
+from .checkpoint.train_state import Progress
+from .config.flags import Arguments
+from .faults.crash import leave_after
+from .faults.lifetime import end_at_signals
+from .faults.open_files import allow_open_files
+from .faults.watch import Watch, wait_for_store
 
 _SECONDS_TO_JUDGE = 10  # in which the watch says, before torch does, who keeps the others waiting
 

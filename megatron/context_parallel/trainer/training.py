@@ -15,28 +15,29 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..errors import UsageError
-from ..integration.batch import shard_batch
-from ..integration.packed import PackedDocuments
-from ..recorder import recorder
-from . import rerun
-from .auto import choose_strategy
-from .checkpoint import load_checkpoint, on_first_rank, say
-from .data import KEYS, build_data_iterator, build_datasets
-from .data_parallel import DataParallel, weights_gathered
-from .findings import Findings
-from .flags import Arguments
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.integration.batch import shard_batch
+from megatron.context_parallel.integration.packed import PackedDocuments
+from megatron.context_parallel.runtime.comm.flight_recorder import recorder
+
+from .arguments.auto import choose_strategy
+from .checkpoint.resume import check_shuffle, same_data
+from .checkpoint.save_load import load_checkpoint, on_first_rank, say
+from .checkpoint.save_lock import save_lock
+from .checkpoint.saver import Saver
+from .checkpoint.train_state import Progress, TrainState
+from .config.flags import Arguments
+from .config.samples import batch_size, train_samples
+from .data.batches import KEYS, build_data_iterator, build_datasets
+from .data.tokenizer import build_tokenizer
+from .faults import rerun
+from .faults.findings import Findings
+from .faults.rerun import Batches, StepRejectedError, replayable
 from .log import RunLog, check_trackers
-from .model import build_model, build_optimizer
+from .model.build import build_model, build_optimizer
+from .model.data_parallel import DataParallel, weights_gathered
 from .profiling import Profile
-from .rerun import Batches, StepRejectedError, replayable
-from .resume import check_shuffle, same_data
-from .samples import batch_size, train_samples
-from .save_lock import save_lock
-from .saver import Saver
 from .setup import distributed_job, sigterm_came
-from .tokenizer import build_tokenizer
-from .train_state import Progress, TrainState
 
 # Each model chunk of an interleaved pipeline reads the same micro batches from an iterator of its own.
 ChunkBatches = list[Batches]

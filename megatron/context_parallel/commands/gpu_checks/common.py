@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel import UsageError
-from megatron.context_parallel.kernels import Kernel
 from megatron.context_parallel.kernels.choose import kernel_for
+from megatron.context_parallel.kernels.interface import Kernel
 
 STEP = 4  # keys more that each row of a step mask sees: chunks of a cyclic layout gathered from four ranks
 

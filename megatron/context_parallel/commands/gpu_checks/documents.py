@@ -6,10 +6,10 @@ import time
 import torch
 
 from megatron.context_parallel import AllRanks
-from megatron.context_parallel.kernels import Kernel
 from megatron.context_parallel.kernels.choose import kernel_for
-from megatron.context_parallel.mask import Documents, Mask
+from megatron.context_parallel.kernels.interface import Kernel
 from megatron.context_parallel.plan.schedule import schedule
+from megatron.context_parallel.tokens.mask import Documents, Mask
 
 from .common import Report, Sizes, synchronisations
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel import STRATEGIES, AllRanks, UsageError, context_parallel_attention
-from megatron.context_parallel.kernels import BlockGrad, Kernel, Scores
 from megatron.context_parallel.kernels.choose import kernel_for
+from megatron.context_parallel.kernels.interface import BlockGrad, Kernel, Scores
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, PieceMask, Runs
 from megatron.context_parallel.kernels.reference import Reference, attention
-from megatron.context_parallel.mask import Documents, Mask
+from megatron.context_parallel.tokens.mask import Documents, Mask
 
 from .common import STEP, Block, Report, Sizes, kernels
 

@@ -7,10 +7,10 @@ import torch
 
 from megatron.context_parallel import AllRanks, context_parallel_attention
 from megatron.context_parallel.kernels.choose import kernel_for
-from megatron.context_parallel.mask import Mask
 from megatron.context_parallel.plan.ir import Plan
 from megatron.context_parallel.plan.liveness import peak
-from megatron.context_parallel.transport import Program, run_here
+from megatron.context_parallel.runtime.comm.transport import Program, run_here
+from megatron.context_parallel.tokens.mask import Mask
 
 from .common import Report, Sizes
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel import AllRanks, context_parallel_attention
-from megatron.context_parallel.kernels import BlockGrad, Kernel, Scores
 from megatron.context_parallel.kernels.choose import kernel_for
+from megatron.context_parallel.kernels.interface import BlockGrad, Kernel, Scores
 from megatron.context_parallel.kernels.masks import Piece, PieceMask, Runs, cut
 from megatron.context_parallel.kernels.merge import merge
-from megatron.context_parallel.mask import Mask
+from megatron.context_parallel.tokens.mask import Mask
 
 from .common import STEP, Block, Report, Sizes, kernels, synchronisations
 

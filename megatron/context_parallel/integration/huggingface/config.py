@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import UsageError
+from megatron.context_parallel.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

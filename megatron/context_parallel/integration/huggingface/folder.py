@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...errors import UsageError
+from megatron.context_parallel.errors import UsageError
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 

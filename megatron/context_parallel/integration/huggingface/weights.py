@@ -11,7 +11,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from ...errors import UsageError
+from megatron.context_parallel.errors import UsageError
+
 from .folder import SafetensorsFolder
 
 

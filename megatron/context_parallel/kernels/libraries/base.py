@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from ...errors import UsageError
-from .. import BlockGrad, Scores
-from ..delta import output_with
-from ..masks import CAUSAL, Piece, PieceMask, Runs, cut
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.kernels.delta import output_with
+from megatron.context_parallel.kernels.interface import BlockGrad, Scores
+from megatron.context_parallel.kernels.masks import CAUSAL, Piece, PieceMask, Runs, cut
 
 Capability = tuple[int, int]  # of a GPU; (9, 0) is sm_90
 

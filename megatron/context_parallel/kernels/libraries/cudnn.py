@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
-from ..masks import Piece
+from megatron.context_parallel.kernels.masks import Piece
+
 from .base import Capability, Library, length
 
 _aten = torch.ops.aten

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ...errors import UsageError
+from megatron.context_parallel.errors import UsageError
+
 from .base import Capability, Library
 
 

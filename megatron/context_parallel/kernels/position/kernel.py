@@ -5,9 +5,10 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from ...errors import UsageError
-from .. import BlockGrad, Scores
-from ..masks import CAUSAL, Piece, PieceMask, Runs
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.kernels.interface import BlockGrad, Scores
+from megatron.context_parallel.kernels.masks import CAUSAL, Piece, PieceMask, Runs
+
 from .tiles import FLOAT32, TILES, Tiles
 
 PARTS = {64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}  # powers of two
@@ -74,7 +75,8 @@ class PositionKernel:
         Raises:
             UsageError: as `forward`.
         """
-        from ..delta_triton import by_head
+        from megatron.context_parallel.kernels.delta_triton import by_head
+
         from .backward import key_grad_kernel, query_grad_kernel
 
         dout, q, k, v, lse, delta, mask = grad

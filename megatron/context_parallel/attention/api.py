@@ -1,0 +1,184 @@
+"""Exact attention over a sequence that the ranks of a context group share."""
+
+import math
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.kernels.interface import Kernel, Scores
+from megatron.context_parallel.kernels.merge import merge
+from megatron.context_parallel.runtime.blocks import Blocks
+from megatron.context_parallel.runtime.executor import Problem
+from megatron.context_parallel.runtime.passes import forward
+from megatron.context_parallel.runtime.sinks import add_sinks
+from megatron.context_parallel.tokens.handles import Handed, handle_of
+from megatron.context_parallel.tokens.mask import Documents, Mask
+
+from .context import AllRanks, ContextParallel
+from .inputs import autocast, check, check_kernel, check_types, from_sbhd, to_sbhd
+from .torch_op import attention
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cp: ContextParallel | AllRanks,
+    *,
+    causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
+    documents: Documents | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    kernel: Kernel | None = None,
+    kept: deque | None = None,
+    tensor_layout: str = "sbhd",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(q kᵀ · scale) v over the whole sequence, for this rank's tokens. Differentiable in q, k, v and sinks.
+
+    Args:
+        q: [s, b, heads, d], this rank's tokens in the order of `cp.positions` (all tokens for `AllRanks`). Under
+            torch.autocast, q, k and v are cast to its dtype. They may be DTensors that the context group shards along
+            the sequence, in the contiguous layout; then so is the output.
+        k: [t, b, kv_heads, d] of q's dtype; kv_heads divides heads. t differs from s in cross attention.
+        v: [t, b, kv_heads, dv] of q's dtype.
+        cp: the context group.
+        causal: a token sees itself and the tokens before it; otherwise it sees all. The last query has the position of
+            the last key, also with more keys than queries.
+        window: how many tokens before and after itself a token sees at most; -1 for all.
+        documents: the documents of the whole sequence, of each sample or shared by all, the same object for each layer.
+            A token sees only its own document. A token of no document gets output 0 and log-sum-exp -inf.
+        scale: factor of the scores; default 1 / sqrt(d).
+        softcap: scores x become softcap · tanh(x / softcap); 0 for none.
+        sinks: [heads], one more score per head that takes weight and has no value. 0 is softmax "off by one"; a
+            parameter is the learnable sink of GPT-OSS. The log-sum-exp includes it. Each rank gets a part of its
+            gradient; the sum over the context group is the gradient.
+        return_lse: also return the log-sum-exp of the scores.
+        kernel: computes the blocks; default: the one that `kernel_for` chooses.
+        kept: a queue for recomputation. A call without gradients adds its results. A call with gradients takes the
+            oldest ones, computes no block, and sends nothing but swapped heads. They must be of the same q, k and v.
+        tensor_layout: the order of the dimensions of q, k, v, output and log-sum-exp: "sbhd", "bshd" or "bhsd".
+
+    Returns:
+        The output [s, b, heads, dv] in q's dtype. With `return_lse` also the log-sum-exp [s, b, heads], in float32
+            (float64 for float64) and without gradients.
+
+    Raises:
+        UsageError: types, shapes, dtypes, heads or a sequence length that do not fit; something else as context group;
+            a scale that is not positive and finite; a negative softcap; DTensors placed otherwise; second derivatives,
+            forward-mode derivatives and the transforms of torch.func; `kernel` or `kept` under torch.compile.
+    """
+    if not isinstance(cp, (ContextParallel, AllRanks)):
+        raise UsageError(
+            f"cp: of type {type(cp).__name__}; give a ContextParallel(strategy, group=...). There are no mask tensors"
+        )
+    if torch.compiler.is_compiling() and (kernel is not None or kept is not None):
+        raise UsageError("torch.compile: context_parallel_attention takes no `kernel` or `kept` there; leave them out")
+    others = {"return_lse": return_lse, "kept": kept, "tensor_layout": tensor_layout}
+    check_types(q, k, v, sinks, documents=documents, scale=scale, softcap=softcap, **others)
+    check_kernel(kernel)
+    placed = None
+    if any(type(x) not in PLAIN for x in (q, k, v, sinks) if x is not None):
+        from .dtensors import local_parts  # PyTorch's DTensor takes 0.7 s to import
+
+        q, k, v, placed = local_parts(q, k, v, sinks, cp, tensor_layout.find("s"))
+    q, k, v = autocast(q, k, v)
+    check(q, k, v, sinks, tensor_layout)
+    Mask(causal, window)  # says what is wrong with them
+    q, k, v = (to_sbhd(x, tensor_layout) for x in (q, k, v))
+    if cp.head_parallel_size == 1:  # saved as they are; swapped heads are new
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    given = None if kernel is None else Handed(kernel)
+    again = Handed(kept.popleft()) if kept and torch.is_grad_enabled() else None
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    how = (
+        cp.handle,
+        causal,
+        window,
+        handle_of(documents),
+        float(scale),
+        float(softcap),
+        handle_of(given),
+        handle_of(again),
+    )
+    out, lse, swapped = attention(q, k, v, sinks, *how)
+    if kept is not None and not torch.is_grad_enabled():
+        kept.append((out, lse, *swapped[3:]))
+    out, lse = from_sbhd(out, tensor_layout), from_sbhd(lse, tensor_layout)
+    if placed:
+        out, lse = placed(out), placed(lse)
+    return (out, lse) if return_lse else out
+
+
+@torch.no_grad()
+def attention_of_rows(
+    inputs: list[tuple[Tensor, Tensor, Tensor]],
+    cp: ContextParallel | AllRanks,
+    blocks: Blocks,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> list[Tensor]:
+    """softmax(q kᵀ · scale) v where each rank has any number of queries and of keys, also none. Without gradients.
+
+    Args:
+        inputs: of each rank of this process q [s, b, heads, d], k [t, b, kv_heads, d] and v [t, b, kv_heads, dv], in
+            the order of its chunks.
+        cp: the context group, without head parallelism.
+        blocks: the chunks of all ranks, the mask and the kernel; the same object for each layer.
+        scale, softcap, sinks: as in `context_parallel_attention`.
+
+    Returns:
+        The outputs [s, b, heads, dv] of each rank of this process, in q's dtype.
+
+    Raises:
+        UsageError: shapes, dtypes or heads that do not fit; other rows than `blocks` has; head parallelism.
+    """
+    for rank, (q, k, v) in zip(cp.here, inputs, strict=True):
+        check(q, k, v, sinks, smallest=0)
+        given, chunks = (len(q), len(k)), (blocks.q.rows(rank), blocks.kv.rows(rank))
+        if given != chunks:
+            raise UsageError(f"rank {rank}: {given} rows of queries and keys where its chunks have {chunks}")
+    q, k, _ = inputs[0]
+    scores = Scores(1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap)
+    if cp.n == 1:
+        return [_of_one_rank(blocks, scores, sinks, *inputs[0])]
+    plan = cp.full_plan(q.shape[2], k.shape[2])
+    if plan.heads > 1:
+        raise UsageError(f"--cp-head-parallel-size {plan.heads}: chunks of any rows have no head parallelism; give 1")
+    problem = Problem(blocks, k.shape[2], blocks.kernel, scores)
+    return [out for out, *_ in cp.run(forward, plan, problem, [(sinks, *part) for part in inputs])]
+
+
+def _of_one_rank(blocks: Blocks, scores: Scores, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The one block that a plan of one rank computes, without the plan: it takes as long as the block in decode."""
+    s, b, heads, d = q.shape
+    q = q.reshape(s, b * k.shape[2], heads // k.shape[2], d)
+    k, v = k.flatten(1, 2), v.flatten(1, 2)
+    pieces = blocks.pieces(0, (0,))
+    parts = (blocks.kernel.forward(q[p.q], k[p.kv], v[p.kv], p.mask, scores) for p in pieces)
+    rows = [p.q.indices(s) for p in pieces]
+    if pieces and [*(start for start, *_ in rows), s] == [0, *(stop for _, stop, _ in rows)]:  # each row in one piece
+        out, lse = next(parts) if len(pieces) == 1 else map(torch.cat, zip(*parts, strict=True))
+    else:
+        out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=torch.promote_types(q.dtype, torch.float32))
+        lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float64)
+        done = 0  # rows before it may have a result
+        for piece, (start, stop, _), part in zip(pieces, rows, parts, strict=True):
+            if start < done:
+                merge(out[piece.q], lse[piece.q], *part)
+            else:
+                out[piece.q], lse[piece.q] = part
+            done = max(done, stop)
+    out, lse = out.reshape(s, b, heads, v.shape[-1]), lse.reshape(s, b, heads)
+    if sinks is not None:
+        out = out.to(torch.promote_types(out.dtype, torch.float32))
+        add_sinks(out, lse, sinks)
+    return out.to(q.dtype)

@@ -1,0 +1,235 @@
+"""`torch.ops.context_parallel.attention`: attention and its gradients as operators, which PyTorch calls and does not
+look into. So torch.compile has no graph break at them, and a selective-checkpoint policy can save their results.
+
+They take objects as integers (`tokens/handles.py`). Where heads are swapped, attention also returns the swapped queries, keys,
+values and log-sum-exp of each rank of the process, for the backward pass. Otherwise this needs its inputs.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, library
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.kernels.choose import kernel_for
+from megatron.context_parallel.kernels.interface import Kernel, Scores
+from megatron.context_parallel.plan.ir import Plan
+from megatron.context_parallel.runtime import passes
+from megatron.context_parallel.runtime.comm.flight_recorder import recorder
+from megatron.context_parallel.runtime.comm.transport import Program
+from megatron.context_parallel.runtime.executor import Problem
+from megatron.context_parallel.tokens.handles import Handed, held
+from megatron.context_parallel.tokens.mask import Documents, Mask
+
+from .context import AllRanks, ContextParallel, Lengths
+from .inputs import refuse_transforms
+
+NAME, GRADIENTS = "context_parallel::attention", "context_parallel::attention_backward"
+HOW = "int cp, bool causal, int[2] window, SymInt documents, float scale, float softcap, int kernel"
+
+library.define(
+    NAME,
+    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {HOW}, int kept) -> (Tensor out, Tensor lse, Tensor[] swapped)",
+)
+library.define(
+    GRADIENTS,
+    f"(Tensor dout, Tensor out, Tensor[] seen, Tensor? sinks, SymInt kv_heads, {HOW}) -> Tensor[]",
+)
+attention = torch.ops.context_parallel.attention.default
+_gradients = torch.ops.context_parallel.attention_backward.default
+
+
+Parts = list[Tensor]  # of each rank of the process
+
+
+class _How(NamedTuple):
+    """What both operators take besides tensors and sizes."""
+
+    cp: int
+    causal: bool
+    window: list[int]
+    documents: int
+    scale: float
+    softcap: float
+    kernel: int
+
+    def objects(self) -> tuple[ContextParallel | AllRanks, Documents | None, Handed | None]:
+        return held(self.cp, "cp"), held(self.documents, "documents"), held(self.kernel, "kernel")
+
+
+class _Call(NamedTuple):
+    """What the ranks of a process run in one pass, and how."""
+
+    cp: ContextParallel | AllRanks
+    plan: Plan
+    problem: Problem
+
+    def run(self, program: Callable[..., Program], *inputs: Iterable) -> list[Parts]:
+        """Runs `program` on each rank with its part of each input; returns its results, each as parts of the ranks."""
+        ranks = self.cp.run(program, self.plan, self.problem, [*zip(*inputs, strict=True)])
+        return [[*parts] for parts in zip(*ranks, strict=True)]
+
+
+def _call(how: _How, q: Tensor, v: Tensor, lengths: Lengths, heads: int, kv_heads: int, *, backward: bool) -> _Call:
+    cp, documents, given = how.objects()
+    kernel: Kernel = (
+        given.value if given else kernel_for(q.device, q.dtype, q.shape[-1], value_dim=v.shape[-1], softcap=how.softcap)
+    )
+    window = how.window[0], how.window[1]
+
+    def make() -> tuple[Plan, Problem]:
+        mask = Mask(how.causal, window, documents)
+        blocks = cp.blocks(mask, lengths, kernel)
+        plan = cp.plan(mask, lengths, heads, kv_heads, backward=backward)
+        return plan, Problem(blocks, kv_heads, kernel, Scores(how.scale, how.softcap))
+
+    same = how.causal, window, how.documents, how.scale, how.softcap, lengths, heads, kv_heads, backward, kernel
+    return _Call(cp, *cp.remember(("call", *same), make))
+
+
+def _joined(parts: Parts) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@library.impl(NAME, "default")
+def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others: Any) -> tuple:
+    how, kept = _How(*others[:-1]), others[-1]
+    cp, documents, _ = how.objects()
+    lengths = cp.length(q), cp.length(k)
+    _check_documents(documents, q.shape[1], *lengths)
+    call = _call(how, q, v, lengths, q.shape[2], k.shape[2], backward=False)
+    parts, swaps = [cp.split(x) for x in (q, k, v)], call.plan.heads > 1
+    if kept:
+        out, lse, *swapped_lse = held(kept, "kept").value
+        return out, lse, [*map(_joined, call.run(passes.swap, *parts)), *swapped_lse] if swaps else []
+    outs, lses, *seen = call.run(passes.forward, repeat(sinks, len(parts[0])), *parts)
+    return cp.join(outs), cp.join(lses), [*map(_joined, seen)] if swaps else []
+
+
+@library.register_fake(NAME)
+def _shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others: Any) -> tuple:
+    wide, parts = torch.promote_types(q.dtype, torch.float32), held(others[0], "cp").head_parallel_size
+    out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide)
+    if parts == 1:
+        return out, lse, []
+    kv_heads = max(1, k.shape[2] // parts)  # of a rank; replicas if there are fewer heads than parts
+    batch, group = q.shape[1] * kv_heads, q.shape[2] // parts // kv_heads
+    swapped = [q.new_empty(len(q) * parts, batch, group, q.shape[3])]
+    swapped += [x.new_empty(len(x) * parts, batch, x.shape[3]) for x in (k, v)]
+    return out, lse, [*swapped, q.new_empty(len(q) * parts, batch, group, dtype=wide)]
+
+
+@library.impl(GRADIENTS, "default")
+def _attention_backward(
+    dout: Tensor, out: Tensor, seen: list[Tensor], sinks: Tensor | None, kv_heads: int, *how: Any
+) -> list[Tensor]:
+    cp: ContextParallel | AllRanks = held(how[0], "cp")
+    lengths = cp.length(dout), cp.length(seen[1]) // cp.head_parallel_size
+    call = _call(_How(*how), seen[0], seen[2], lengths, out.shape[2], kv_heads, backward=True)
+    parts = [cp.split(x) for x in (dout, out)]
+    ranks = len(parts[0])
+    if call.plan.heads > 1:
+        folded = [[*x.chunk(ranks)] for x in seen]
+    else:
+        folded = [[*parts] for parts in zip(*map(passes.fold, *map(cp.split, seen)), strict=True)]
+    dsinks, *grads = call.run(passes.backward, repeat(sinks, ranks), *parts, *folded)
+    return [*map(cp.join, grads), *([] if sinks is None else [cp.add_up(dsinks, sinks.dtype)])]
+
+
+@library.register_fake(GRADIENTS)
+def _shapes_of_gradients(
+    dout: Tensor, out: Tensor, seen: list[Tensor], sinks: Tensor | None, kv_heads: int, cp: int, *_: Any
+) -> list[Tensor]:
+    q, k, v = seen[:3]
+    t = len(k) // held(cp, "cp").head_parallel_size
+    grads = [q.new_empty(*out.shape[:3], q.shape[-1])]
+    grads += [x.new_empty(t, out.shape[1], kv_heads, x.shape[-1]) for x in (k, v)]
+    return [*grads, *([] if sinks is None else [torch.empty_like(sinks)])]
+
+
+class _Attention(torch.autograd.Function):
+    """What PyTorch's `register_autograd` would make, in a third of its time."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse, swapped = attention(q, k, v, sinks, *others)
+        ctx.mark_non_differentiable(lse, *swapped)
+        ctx.set_materialize_grads(False)  # else zeros of all outputs
+        ctx.save_for_backward(out, sinks, *(swapped or (q, k, v, lse)))
+        ctx.how, ctx.kv_heads, ctx.layer = _How(*others[:-1]), k.shape[2], recorder.position.layer
+        if not torch.compiler.is_compiling():
+            ctx.alive = ctx.how.objects()
+        return out, lse, *swapped
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        out, sinks, *seen = ctx.saved_tensors
+        recorder.at_layer(ctx.layer)
+        dout = torch.zeros_like(out) if dout is None else dout
+        refuse_transforms(dout)
+        sinks = sinks if ctx.needs_input_grad[3] else None
+        # With autograd they refuse to be differentiated.
+        with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
+            dq, dk, dv, *dsinks = _gradients(dout, out, seen, sinks, ctx.kv_heads, *ctx.how)
+        return dq, dk, dv, dsinks[0] if dsinks else None, *[None] * (len(ctx.how) + 1)
+
+
+@library.impl(NAME, "Autograd")
+def _differentiable(*args: Any) -> tuple:
+    refuse_transforms(*args[:4])
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:4]):
+        out, lse, *swapped = _Attention.apply(*args)
+        return out, lse, swapped
+    with torch._C._AutoDispatchBelowAutograd():
+        return attention(*args)
+
+
+def _refuse(ctx: Any, *_: Tensor | None) -> None:
+    raise UsageError(
+        "second derivatives: context_parallel_attention has first derivatives only; differentiate once, "
+        "without create_graph=True"
+    )
+
+
+library.register_autograd(GRADIENTS, _refuse)
+
+
+def _refuse_vmap(*_: Any) -> None:
+    raise UsageError("vmap: context_parallel_attention does not go through it; give the batch as dimension b")
+
+
+for _name in (NAME, GRADIENTS):
+    library.register_vmap(_name, _refuse_vmap)
+
+
+def _without_autocast(op: Callable, device: str) -> Callable:
+    """`context_parallel_attention` has cast the inputs; kernels choose the dtypes of what they compute themselves."""
+
+    def call(*args: Any) -> Any:
+        with torch.autocast(device, enabled=False):
+            return op(*args)
+
+    return call
+
+
+for _key, _device in ("AutocastCPU", "cpu"), ("AutocastCUDA", "cuda"):
+    library.impl(NAME, _key, func=_without_autocast(attention, _device))
+    library.impl(GRADIENTS, _key, func=_without_autocast(_gradients, _device))
+
+
+def _check_documents(documents: Documents | None, batch: int, q_length: int, kv_length: int) -> None:
+    if documents is None:
+        return
+    if q_length != kv_length:
+        raise UsageError(f"documents with {q_length} queries and {kv_length} keys: need queries and keys of one length")
+    samples, length = documents.shape
+    if length != q_length or (samples != batch and not documents.shared):
+        shared = "" if samples != 1 or batch == 1 else ", or Documents(ids) of int [length], which all samples share"
+        raise UsageError(
+            f"documents of {[samples, length]} samples and tokens: need {[batch, q_length]}, the whole sequence on "
+            f"every rank{shared}"
+        )

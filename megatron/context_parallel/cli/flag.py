@@ -1,0 +1,89 @@
+"""How a flag is declared: the `flag(...)` of a dataclass field says all there is to say about it."""
+
+from dataclasses import dataclass, field, fields, replace
+from types import NoneType
+from typing import Any, ClassVar, Literal, dataclass_transform, get_args, get_origin, get_type_hints
+
+from megatron.context_parallel.strategies.options import Option, kind_of, show
+
+
+@dataclass(frozen=True)
+class Flag(Option):
+    """What is declared of a flag; it is required if it has neither a default, written or derived, nor None in its type.
+
+    Several flags are named by their fields, with a value or without: "save load", "lr_decay_style=linear".
+    """
+
+    derived: str = ""  # the default in words, where other flags decide it
+    option: str = ""  # its name on the command line; a switch that turns its field off has a name of its own
+    unit: str = ""  # what the value counts or names, in capitals for --help
+    needs: str = ""  # what must be given with it
+    excludes: str = ""  # what must not
+    divides: str = ""  # fields whose values are multiples of its own
+    multiple_of: str = ""  # fields whose product divides its value
+    not_above: str = ""  # the field that limits it
+    to_train: bool = False  # not required by a dry run
+    # What it decides that a checkpoint must share.
+    decides: Literal["", "weights", "model", "position table", "data order"] = ""
+    optional: bool = False  # None is a value: not given
+    many: bool = False  # it takes several values
+
+    @property
+    def required(self) -> bool:
+        return not (self.optional or self.derived or self.default is not None)
+
+    def value(self, given: Any, n: int | None = None) -> Any:
+        if self.many and given != []:
+            return list(map(super().value, given if isinstance(given, list) else [given]))
+        found = super().value(given, n)
+        return found if self.kind is not bool or self.option == "--" + self.name.replace("_", "-") else not found
+
+    def given(self, value: object) -> str:
+        if self.kind is bool and not self.optional:
+            return self.option
+        return f"{self.option} {' '.join(map(show, value))}" if isinstance(value, list) else super().given(value)
+
+    @property
+    def works(self) -> str:
+        """As a command line gives it a value that works."""
+        return self.given(True if self.kind is bool else self.example)
+
+
+def flag(help: str, default: object = None, **declared: Any) -> Any:
+    """The field of a flag; `declared` are attributes of `Flag`."""
+    return field(default=default, metadata={"flag": Flag(help, default=default, **declared)})
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(flag,))
+class Section:
+    """Flags under one title in `--help`; subclasses are frozen dataclasses."""
+
+    title: ClassVar[str] = ""
+
+    def __init_subclass__(cls, title: str = "") -> None:
+        cls.title = title
+        dataclass(frozen=True, kw_only=True)(cls)
+
+
+def flags_of(section: type) -> dict[str, Flag]:
+    """The flags declared in a section, by field."""
+    types = get_type_hints(section)
+    return {entry.name: _named(entry.metadata["flag"], entry.name, types[entry.name]) for entry in fields(section)}
+
+
+def _named(declared: Flag, name: str, hint: Any) -> Flag:
+    kind, optional = kind_of(hint), NoneType in get_args(hint)
+    if many := get_origin(kind) is list:
+        kind = get_args(kind)[0]
+    unit = declared.unit or f"{{{','.join(declared.choices)}}}" * bool(declared.choices)
+    unit = unit or {int: "N", float: "X"}.get(kind, "TEXT")
+    known = (declared.example, declared.default, *declared.choices, 1 if kind is int else unit)
+    example = next(value for value in known if value is not None)
+    option = declared.option or "--" + name.replace("_", "-")
+    found = replace(declared, name=name, kind=kind, optional=optional, many=many)
+    return replace(found, option=option, unit=unit, example=example)
+
+
+def fields_given(args: object, config: type) -> dict[str, Any]:
+    """What `args` has of the fields of a dataclass, by their names."""
+    return {entry.name: getattr(args, entry.name) for entry in fields(config) if hasattr(args, entry.name)}

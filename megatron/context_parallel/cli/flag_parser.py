@@ -1,0 +1,116 @@
+"""Reads a command line by declared flags; what is no flag, or no value of it, is refused here."""
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from itertools import takewhile
+from typing import Any
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.trainer.config.upstream_flags import UpstreamFlag
+
+from .flag import Flag, Section, flags_of
+
+
+class FlagParser:
+    """The flags of a program.
+
+    Args:
+        sections: what declares them, in the order of `--help`.
+        description: what the program does.
+        usage: what follows its name.
+        foreign: flags of another program by option, which `--help` does not list.
+
+    Attributes:
+        flags: by field.
+        by_option: by their names on the command line.
+    """
+
+    def __init__(
+        self,
+        sections: Sequence[type[Section]],
+        description: str,
+        usage: str,
+        foreign: Mapping[str, UpstreamFlag] | None = None,
+    ) -> None:
+        self.sections, self.description, self.usage = sections, description, usage
+        self.flags = {name: flag for section in sections for name, flag in flags_of(section).items()}
+        self.by_option = {flag.option: flag for flag in self.flags.values()}
+        self.foreign = foreign or {}
+
+    def read(self, argv: list[str] | None = None) -> dict[str, Any]:
+        """The values that a command line (default: the program's) gives, by field; those of foreign flags by option.
+
+        Raises:
+            UsageError: one line that names every unknown flag, or the flag whose value is none, and a value that works.
+        """
+        try:
+            given, unknown = self.build().parse_known_args(argv)
+        except argparse.ArgumentError as error:
+            option = str(error.argument_name).split("/")[0]
+            works = f"; give {self.by_option[option].works}" if option in self.by_option else ""
+            raise UsageError(f"{option}: {error.message}{works}") from None
+        if unknown:
+            raise UsageError(self.explain_unknown(unknown))
+        return {
+            name: self.flags[name].value(text) if name in self.flags else text for name, text in vars(given).items()
+        }
+
+    def build(self) -> argparse.ArgumentParser:
+        """A parser of every flag, in groups by section. What it finds are texts, for `Flag.value` to read."""
+        parser = argparse.ArgumentParser(
+            description=self.description, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
+        )
+        start = parser.prog if parser.prog.endswith(".py") else f"--no-python {parser.prog}"
+        parser.usage = f"torchrun --nproc-per-node N {start} {self.usage}"
+        for section in self.sections:
+            group = parser.add_argument_group(section.title)
+            for flag in flags_of(section).values():
+                words: dict[str, Any] = {"nargs": "+" if flag.many else None, "metavar": flag.unit}
+                if flag.kind is bool:
+                    words = {"action": argparse.BooleanOptionalAction if flag.optional else "store_true"}
+                group.add_argument(flag.option, dest=flag.name, help=self._help(flag), **words)
+        for option, other in self.foreign.items():
+            words = {"nargs": other.nargs} if other.nargs else {"action": "store_const", "const": []}
+            parser.add_argument(option, dest=option, help=argparse.SUPPRESS, **words)
+        return parser
+
+    def _help(self, flag: Flag) -> str:
+        text = flag.help + "".join(f"; with {self._named(need)}" for need in flag.needs.split())
+        text += "".join(f"; not with {self._named(other)}" for other in flag.excludes.split())
+        if flag.required:
+            text += "; required without it" if flag.excludes else "; required"
+        default = flag.derived or (None if flag.kind is bool else flag.default)
+        return (text if default is None else f"{text} (default: {default})").replace("%", "%%")
+
+    def _named(self, condition: str) -> str:
+        """A flag as a declaration names it: "recompute_granularity=full" as `--recompute-granularity full`."""
+        name, _, value = condition.partition("=")
+        return self.flags[name].given(value) if value else self.flags[name].option
+
+    def explain_unknown(self, words: list[str]) -> str:
+        """What is wrong with words of a command line that are no flags of the program."""
+        # What follows an unknown flag may be its value; what stands before the first of them is nobody's.
+        stray = [f"{word}: unknown word" for word in takewhile(lambda word: not _is_flag(word), words)]
+        flags = {word: self._closest(word) for word in (word.split("=")[0] for word in words if _is_flag(word))}
+        unknown = [
+            f"{word}: unknown flag" + (f" (did you mean {near}?)" if near else "") for word, near in flags.items()
+        ]
+        such = next(flag.option for flag in self.flags.values() if flag.required)
+        advice = [] if flags and all(flags.values()) else [f"--help lists the flags, such as {such}"]
+        return "; ".join(stray + unknown + advice)
+
+    def _closest(self, word: str) -> str | None:
+        """The flag that `word` is nearly spelled like and that has all its words: a --vocab-file is no --vocab-size."""
+        given = word.strip("-").replace("_", "-").lower()
+        alike = [
+            name
+            for name in (option[2:] for option in [*self.by_option, *self.foreign])
+            if all(get_close_matches(part, name.split("-"), 1, 0.7) for part in given.split("-"))
+        ]
+        return next((f"--{name}" for name in get_close_matches(given, alike, 1, 0.7)), None)
+
+
+def _is_flag(word: str) -> bool:
+    return re.match("--?[A-Za-z]", word) is not None

@@ -1,0 +1,190 @@
+"""Measures what a rank computes with: attention blocks, products of matrices, memory, launches."""
+
+import os
+from functools import partial
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.attention.context import AllRanks
+from megatron.context_parallel.cluster.description import AttentionRate, Device, GemmRate
+from megatron.context_parallel.cluster.simulate.block_time import BACKWARD
+from megatron.context_parallel.kernels.choose import kernel_for
+from megatron.context_parallel.kernels.interface import BlockGrad, Scores
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL
+
+from .meter import Meter
+
+SHORT = 16  # rows of a block that costs its launch
+LONG = 4  # keys for each query of a long block, as where keys are gathered
+FEWEST, MOST = 128, 16384  # rows of blocks
+LEAST = 0.06  # seconds: a quarter of what all calls of a block may take
+COLD = 2**26  # bytes that are used in turn: more than the caches of a processor keep
+SETS = range(4, 65)  # of inputs of a block
+CHUNKS = 4, 8  # of the small ring that costs its steps
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+class Blocks:
+    """Blocks of attention of one rank."""
+
+    def __init__(self, meter: Meter, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+        self.meter, self.dtype, self.heads, self.kv_heads, self.head_dim = meter, dtype, heads, kv_heads, head_dim
+        self.kernel, self.scores = kernel_for(meter.device, dtype, head_dim), Scores(head_dim**-0.5)
+
+    def seconds(self, rows: int, mask: str, kv_heads: int, keys: int | None = None) -> tuple[float, float]:
+        """Of a forward and a backward pass, each time with other inputs: in training too they are new to the caches."""
+        first = self._inputs(rows, kv_heads, keys)
+        count = max(SETS[0], min(SETS[-1], COLD // sum(x.nbytes for x in first)))
+        sets = [first, *([x.clone() for x in first] for _ in range(count - 1))]
+        q, k, v, _ = first
+        lse = self.kernel.forward(q, k, v, mask, self.scores)[1].to(torch.promote_types(self.dtype, torch.float32))
+        delta = torch.zeros_like(lse)  # the values of both do not change the time
+        grads = [BlockGrad(dout, q, k, v, lse, delta, mask) for q, k, v, dout in sets]
+        inputs, blocks = cycle(sets), cycle(grads)
+        return (
+            self.meter.computing(lambda: self._forward(next(inputs), mask)),
+            self.meter.computing(lambda: self.kernel.backward(next(blocks), self.scores)),
+        )
+
+    def _forward(self, inputs: list[Tensor], mask: str) -> None:
+        q, k, v, _ = inputs
+        self.kernel.forward(q, k, v, mask, self.scores)
+
+    def one(self) -> None:
+        """A small one, forward."""
+        self._forward(self._inputs(FEWEST, self.kv_heads), FULL)
+
+    def _inputs(self, rows: int, kv_heads: int, keys: int | None = None) -> list[Tensor]:
+        """Queries, keys, values and the gradient of the output."""
+        groups, device = self.heads // self.kv_heads, self.meter.device
+        queries, key = (rows, kv_heads, groups, self.head_dim), (keys or rows, kv_heads, self.head_dim)
+        return [torch.randn(shape, device=device).to(self.dtype) for shape in (queries, key, key, queries)]
+
+    def rates(self, launch: float) -> tuple[AttentionRate, ...]:
+        """Of growing blocks. Where they take long, of fewer heads, and at last of none."""
+        found, turns = list[AttentionRate](), self.meter.n / self.meter.processors if self.meter.shared else 1
+        for mask, long in ((FULL, 1), (FULL, LONG), (CAUSAL, 1)):
+            rows, kv_heads = FEWEST, self.kv_heads
+            while rows * long <= MOST:
+                keys = rows * long if long > 1 else None
+                forward, backward = self.meter.everyone(self.seconds(rows, mask, kv_heads, keys))[0]
+                times = [max(t - launch, t / 10) for t in (forward, backward)]
+                found.append(self._rate(rows, keys, mask, kv_heads, *times))
+                larger = 4 * (forward + backward) * turns  # the next size
+                while larger > self.meter.target and kv_heads > 1:
+                    kv_heads, larger = kv_heads // 2, larger / 2
+                if larger > 4 * max(self.meter.target, LEAST):
+                    break
+                rows *= 2
+        return tuple(found)
+
+    def _rate(
+        self, rows: int, keys: int | None, mask: str, kv_heads: int, forward: float, backward: float
+    ) -> AttentionRate:
+        heads = self.heads // self.kv_heads * kv_heads
+        operations = 4 * heads * self.head_dim * rows * (keys or rows) / (2 if mask == CAUSAL else 1) / 1e12
+        return AttentionRate(
+            rows=rows,
+            keys=keys,
+            mask=mask,
+            dtype=NAMES[self.dtype],
+            head_dim=self.head_dim,
+            forward_TFLOP_s=_digits(operations / forward),
+            backward_TFLOP_s=_digits(operations * BACKWARD / backward),
+        )
+
+
+def measured_device(meter: Meter, blocks: Blocks) -> Device:
+    """The device of each rank, while all compute."""
+    dtype = blocks.dtype
+    short = meter.everyone(blocks.seconds(SHORT, FULL, blocks.kv_heads))[0]
+    launch, step, whole = min(short), *_host(meter, blocks)
+    gemm = _gemms(meter, dtype)
+    return Device(
+        name=torch.cuda.get_device_name(meter.device) if meter.device.type == "cuda" else _processor(),
+        peak_TFLOP_s=max(rate.TFLOP_s for rate in gemm),
+        memory_GiB=_digits(_memory(meter) / 2**30),
+        memory_GB_s=_digits(_bandwidth(meter) / 1e9),
+        attention=blocks.rates(launch),
+        block_us=_digits(launch * 1e6),
+        gemm=gemm,
+        kernel_us=_digits(_kernel(meter) * 1e6),
+        step_us=_digits(max(0.0, step - sum(short) / 2) * 1e6),
+        pass_us=_digits(max(0.0, whole - sum(short) / 2) * 1e6),
+    )
+
+
+def _gemms(meter: Meter, dtype: torch.dtype) -> tuple[GemmRate, ...]:
+    rates = []
+    for size in (256, 512, 1024) if meter.device.type == "cpu" else (512, 2048, 8192):
+        a, b = (torch.randn(size, size, device=meter.device).to(dtype) for _ in range(2))
+        seconds = meter.computing(partial(torch.matmul, a, b))
+        rates.append(GemmRate(size=size, dtype=NAMES[dtype], TFLOP_s=_digits(2 * size**3 / seconds / 1e12)))
+        if meter.everyone(seconds)[0] > meter.target:
+            break
+    return tuple(rates)
+
+
+def _bandwidth(meter: Meter) -> float:
+    """Bytes a second of an addition in place to a partial that is not in the caches: it was used long ago."""
+    numbers, pairs = (2**19, COLD // 2**22) if meter.device.type == "cpu" else (2**26, 1)
+    partials = cycle([[torch.ones(numbers, device=meter.device) for _ in range(2)] for _ in range(pairs)])
+
+    def add() -> None:
+        total, part = next(partials)
+        total.add_(part)
+
+    return 3 * 4 * numbers / meter.computing(add)
+
+
+def _kernel(meter: Meter) -> float:
+    """Seconds of a small operation."""
+    a = torch.ones(SHORT, device=meter.device)
+
+    def many() -> None:
+        for _ in range(100):
+            a.add_(1)
+
+    return meter.computing(many) / 100
+
+
+def _host(meter: Meter, blocks: Blocks) -> tuple[float, float]:
+    """Seconds of a step of a plan, and of a pass of one step, each with a small block: forward and backward, halved.
+
+    Messages stay inside this process.
+    """
+    from megatron.context_parallel.attention.api import context_parallel_attention
+
+    def call(n: int) -> float:
+        cp = AllRanks(n, "ring")
+        shape = n * SHORT, 1, blocks.kv_heads, blocks.head_dim
+        q, k, v = (torch.randn(shape, device=meter.device).to(blocks.dtype).requires_grad_() for _ in range(3))
+
+        def passes() -> None:
+            out = context_parallel_attention(q, k, v, cp, causal=False)
+            torch.autograd.grad(out, (q, k, v), q)
+
+        return meter.computing(passes) / (2 * n)
+
+    few, many = CHUNKS
+    return (call(many) - call(few)) / (many - few), call(1)
+
+
+def _memory(meter: Meter) -> float:
+    """Bytes that a rank has."""
+    if meter.device.type == "cuda":
+        return torch.cuda.get_device_properties(meter.device).total_memory
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return whole / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _processor() -> str:
+    with open("/proc/cpuinfo") as file:
+        names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
+    return names[0] if names else "CPU"
+
+
+def _digits(x: float) -> float:
+    return float(f"{x:.4g}")

@@ -1,0 +1,200 @@
+"""Fits numbers of a cluster's description to printed or measured numbers, within what is physically possible."""
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import is_dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy
+
+from megatron.context_parallel.cluster.description import Cluster
+from megatron.context_parallel.errors import UsageError
+
+MOST_FIELDS = 16  # that are fitted to one testbed
+PULL = 0.02  # a field that is off its start by a factor of e counts like an error of 2 %
+LARGE = 0.05  # errors above this count less than their squares
+STEP = 0.03  # of the logarithm of a field, to see what it changes
+DIGITS = 4  # of a fitted number
+MOST_STEPS = 10
+
+
+class Field(NamedTuple):
+    """A number that is fitted: where the fit starts, such as its data sheet, and between what it must stay."""
+
+    start: float
+    least: float
+    most: float
+
+
+class Cell(NamedTuple):
+    """A number that a prediction is compared with. `value` is None where it is not known."""
+
+    table: str
+    row: str
+    column: str
+    value: float | None
+    fitted: bool = False
+
+    @property
+    def counts(self) -> bool:
+        return bool(self.value)
+
+
+class Predict(Protocol):
+    def __call__(self, table: str, cluster: Cluster, wanted: Callable[[str, str], bool]) -> Sequence[float | None]:
+        """A number for each cell of a table; anything for cells whose row and column are not wanted."""
+
+
+class Calibration:
+    """A fit of `fields` of a cluster to the fitted cells: least squares of the logarithms of predicted / known.
+
+    Each field is also pulled to its start, weakly: so what the cells do not tell stays where it was.
+
+    Args:
+        cluster: its other fields stay as they are.
+        fields: by path, such as "device.attention[0].forward_TFLOP_s".
+        cells: of all tables, each table's in the order of its predictions.
+        predict: the predictions.
+
+    Attributes:
+        fitted: the cluster that fits best.
+        steps: how many times all fields were changed.
+
+    Raises:
+        UsageError: too many fields, an unknown one, one that starts out of its bounds or may exceed the device's peak,
+            or no cell to fit.
+    """
+
+    def __init__(self, cluster: Cluster, fields: Mapping[str, Field], cells: Sequence[Cell], predict: Predict) -> None:
+        from scipy.optimize import least_squares
+
+        _check(cluster, fields)
+        self.names, self.fields = list(fields), list(fields.values())
+        self.cells, self.predict, self.known = cells, predict, cluster
+        self.used = [cell for cell in cells if cell.fitted and cell.counts]
+        if not self.used:
+            raise UsageError(f"{cluster.name}: no cell is marked as fitted")
+        self.start = numpy.log([field.start for field in self.fields])
+        self.bounds = tuple(numpy.log([getattr(f, side) for f in self.fields]) for side in ("least", "most"))
+        found = least_squares(
+            self._off,
+            self.start.clip(*self.bounds),
+            bounds=self.bounds,
+            loss="soft_l1",
+            f_scale=LARGE,
+            jac=self._jacobian,
+            xtol=1e-3,
+            ftol=1e-3,
+            max_nfev=MOST_STEPS,
+        )
+        self.steps, self.at, self.residuals, self.fitted = found.nfev, found.x, found.fun, self._cluster(found.x)
+
+    def errors(self, cells: Collection[Cell], cluster: Cluster) -> dict[Cell, float]:
+        """|predicted / known - 1| of cells, without those that are not known or not predicted."""
+        return {cell: abs(math.exp(off) - 1) for cell, off in self._logs(cells, cluster).items()}
+
+    def without(self, left_out: Collection[Cell]) -> Cluster:
+        """The cluster that fits the fitted cells beside some: one step from the best fit, as all cells change it."""
+        from scipy.optimize import lsq_linear
+
+        out = {*left_out}
+        keep = [i for i, cell in enumerate(self.used) if cell not in out]
+        if len(keep) == len(self.used):
+            return self.fitted
+        rows = [*keep, *range(len(self.used), len(self.residuals))]
+        sizes = numpy.sqrt(1 / numpy.sqrt(1 + (self.residuals[rows] / LARGE) ** 2))  # as soft_l1 weighs them
+        matrix, goal = self._jacobian_at_fit[rows] * sizes[:, None], -self.residuals[rows] * sizes
+        least, most = (side - self.at for side in self.bounds)
+        step = lsq_linear(matrix, goal, (least - 1e-9, most + 1e-9)).x
+        return self._cluster((self.at + step).clip(*self.bounds))
+
+    def _off(self, at: numpy.ndarray) -> numpy.ndarray:
+        logs = self._logs(self.used, self._cluster(at))
+        if missing := [cell for cell in self.used if cell not in logs]:
+            raise UsageError(f"{missing[0].table}: no prediction for {missing[0].row}, {missing[0].column}")
+        return numpy.array([*logs.values(), *(PULL * (at - self.start))])
+
+    def _jacobian(self, at: numpy.ndarray) -> numpy.ndarray:
+        here, columns = self._off(at), []
+        for i, most in enumerate(self.bounds[1]):
+            step = STEP if at[i] + STEP <= most else -STEP
+            moved = at.copy()
+            moved[i] += step
+            columns.append((self._off(moved) - here) / step)
+        return numpy.stack(columns, axis=1)
+
+    @cached_property
+    def _jacobian_at_fit(self) -> numpy.ndarray:
+        return self._jacobian(self.at)
+
+    def _logs(self, cells: Collection[Cell], cluster: Cluster) -> dict[Cell, float]:
+        found, wanted = {}, {cell for cell in cells if cell.counts}
+        for table in dict.fromkeys(cell.table for cell in cells):
+            places = {(cell.row, cell.column) for cell in wanted if cell.table == table}
+            values = self.predict(table, cluster, partial(_is_in, places))
+            own = [cell for cell in self.cells if cell.table == table]
+            for cell, value in zip(own, values, strict=True):
+                if cell in wanted and value:
+                    found[cell] = math.log(value / (cell.value or math.nan))
+        return {cell: found[cell] for cell in cells if cell in found}
+
+    def _cluster(self, at: numpy.ndarray) -> Cluster:
+        cluster = self.known
+        for name, value in zip(self.names, numpy.exp(at), strict=True):
+            cluster = with_field(cluster, name, float(f"{value:.{DIGITS}g}"))
+        return cluster
+
+
+def _is_in(places: Collection[tuple[str, str]], row: str, column: str) -> bool:
+    return (row, column) in places
+
+
+def field_of(described: Any, path: str) -> Any:
+    """The value of a field of a description, such as `nics.GB_s` or `device.gemm[0].TFLOP_s` of a cluster.
+
+    Raises:
+        UsageError: there is no such field.
+    """
+    first, *rest = path.split(".", 1)
+    name, place = _place(first)
+    if not is_dataclass(described) or not hasattr(described, name):
+        raise UsageError(f"{path}: no such field")
+    value = getattr(described, name)
+    if place is not None:
+        if not isinstance(value, tuple) or place >= len(value):
+            raise UsageError(f"{path}: no such field")
+        value = value[place]
+    return field_of(value, rest[0]) if rest else value
+
+
+def with_field(described: Any, path: str, value: float) -> Any:
+    """The description with another value of a field."""
+    first, *rest = path.split(".", 1)
+    name, place = _place(first)
+    old = getattr(described, name)
+    whole = old if place is None else old[place]
+    new = with_field(whole, rest[0], value) if rest else value
+    if place is not None:
+        new = (*old[:place], new, *old[place + 1 :])
+    return replace(described, **{name: new})
+
+
+def _place(part: str) -> tuple[str, int | None]:
+    found = re.fullmatch(r"(\w+)(?:\[(\d+)\])?", part)
+    if not found:
+        raise UsageError(f"{part}: no such field")
+    return found[1], int(found[2]) if found[2] else None
+
+
+def _check(cluster: Cluster, fields: Mapping[str, Field]) -> None:
+    if len(fields) > MOST_FIELDS:
+        raise UsageError(f"{cluster.name}: {len(fields)} fields to fit; give {MOST_FIELDS} at most")
+    for path, (start, least, most) in fields.items():
+        field_of(cluster, path)
+        if not 0 < least <= start <= most:
+            raise UsageError(f"{path}: starts at {start}; give 0 < least <= start <= most, not {least} and {most}")
+        if path.endswith("TFLOP_s") and most > cluster.device.peak_TFLOP_s:
+            peak = cluster.device.peak_TFLOP_s
+            raise UsageError(f"{path}: at most {most}, above the peak of the device; give {peak:g} at most")

@@ -1,0 +1,131 @@
+"""What a planner chooses from: every strategy with every value of its options worth trying."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
+from megatron.context_parallel.plan.volume import Shape
+from megatron.context_parallel.strategies import STRATEGIES, Choice, Strategy
+from megatron.context_parallel.strategies.options import divisors
+from megatron.context_parallel.tokens.layout import Chunks
+from megatron.context_parallel.tokens.mask import Mask
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One attention, forward and backward, that a context group shares.
+
+    Attributes:
+        length: tokens of the sequence.
+        heads: query heads of a rank, after tensor parallelism.
+        kv_heads: key/value heads, likewise.
+        head_dim: width of a head.
+        batch: sequences.
+        dtype: of the model: "bf16", "fp16" or "fp32".
+        mask: without documents.
+
+    Raises:
+        UsageError: a size that is no whole number of 1 or more, key/value heads that do not divide the heads, or an
+            unknown dtype.
+    """
+
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int = 1
+    dtype: str = "bf16"
+    mask: Mask = field(default_factory=Mask)
+
+    def __post_init__(self) -> None:
+        for name in ("length", "heads", "kv_heads", "head_dim", "batch"):
+            if type(size := getattr(self, name)) is not int or size < 1:
+                raise UsageError(f"workload: {name} {size!r}; need a whole number, 1 or more, such as 8")
+        if self.heads % self.kv_heads:
+            raise UsageError(f"workload: {self.kv_heads} key/value heads do not divide {self.heads} heads")
+        if self.dtype not in DTYPES:
+            raise UsageError(f"workload: dtype {self.dtype!r}; give one of {', '.join(DTYPES)}")
+
+    def shape(self, n: int) -> Shape:
+        """The sizes on one of n ranks."""
+        rows = self.length // n * self.batch
+        return Shape(rows, self.heads, self.kv_heads, self.head_dim, DTYPES[self.dtype].itemsize)
+
+
+class Candidate(NamedTuple):
+    """A strategy with its options, and its plans: forward and backward."""
+
+    choice: Choice
+    plans: tuple[Plan, ...]
+
+
+class Rejected(NamedTuple):
+    """What cannot run, and why."""
+
+    spec: str
+    reason: str
+
+
+def candidates(
+    workload: Workload, n: int, q_cost: Callable[[int], float], fixed: Mapping[str, Any]
+) -> Iterator[Candidate | Rejected]:
+    """All that can be chosen for n ranks, and what strategies refuse. Of choices with the same plans there is one.
+
+    Args:
+        workload: the attention.
+        n: ranks of the context group.
+        q_cost: `q_cost(head_parallel_size)` is the time of a message of queries, in forward blocks.
+        fixed: options that are given: `layout`, `head_parallel_size`, `placement`.
+    """
+    sees = cache(lambda layout, steps: workload.mask.pairs(*Chunks.pair(layout, steps, workload.length)))
+    known = set()
+    for size, choice in _choices(n, q_cost, fixed):
+        how = {"heads": workload.heads, "kv_heads": workload.kv_heads}
+        try:
+            Chunks.of(choice.layout, n, workload.length)
+            where = sees(choice.layout, n // size)
+            plans = tuple(choice.plan(n, sees=where, backward=backward, **how) for backward in (False, True))
+        except UsageError as error:
+            yield Rejected(choice.spec, str(error))
+            continue
+        own = (choice.strategy.write, *sorted(choice.options.items())) if size < n else ()  # one rank has no steps
+        same = own, choice.layout, size, choice.common.get("placement")
+        if same not in known:
+            known.add(same)
+            yield Candidate(choice, plans)
+
+
+def _choices(n: int, q_cost: Callable[[int], float], fixed: Mapping[str, Any]) -> Iterator[tuple[int, Choice]]:
+    """Choices, each with its head-parallel size."""
+    # Where several have the same plans, the name that tells most comes first.
+    for strategy in sorted(STRATEGIES.values(), key=lambda s: ("all", "required", "optional").index(s.head_parallel)):
+        for size in _head_parallel_sizes(strategy, n):
+            tried = {name: option.tried(n // size, q_cost(size)) for name, option in strategy.options.items()}
+            placements = PLACEMENTS if 1 < size < n else PLACEMENTS[:1]
+            for layout, placement in itertools.product(strategy.layouts, placements):
+                common = {"layout": layout, "head_parallel_size": size, "placement": placement}
+                if any(common[name] != value for name, value in fixed.items()):
+                    continue
+                if layout == strategy.layouts[0]:
+                    del common["layout"]
+                if size == 1 or strategy.head_parallel == "all":
+                    del common["head_parallel_size"]
+                if placement == PLACEMENTS[0]:
+                    del common["placement"]
+                for values in itertools.product(*tried.values()):
+                    options = dict(zip(tried, values, strict=True))
+                    told = {k: v for k, v in options.items() if v != strategy.options[k].default}
+                    yield size, Choice(strategy, common, told)
+
+
+def _head_parallel_sizes(strategy: Strategy, n: int) -> list[int]:
+    sizes = divisors(n)
+    return {"all": [n], "required": sizes[1:], "optional": sizes}[strategy.head_parallel]

@@ -1,0 +1,219 @@
+"""Which strategy is fastest on a described cluster, among all that can run."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from megatron.context_parallel.cluster.description import Cluster
+from megatron.context_parallel.cluster.simulate.block_time import BlockTime
+from megatron.context_parallel.cluster.simulate.links import Links
+from megatron.context_parallel.cluster.simulate.one_pass import simulate
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.plan.ir import Attend, Plan, T
+from megatron.context_parallel.plan.liveness import peak_bytes
+from megatron.context_parallel.plan.volume import chunk_bytes
+from megatron.context_parallel.strategies import AUTO, choose
+
+from .candidates import Rejected, Workload, candidates
+from .lower_bound import Outlook, outlook
+
+SIMULATED = 64  # ways, those whose outlook is best
+GAIN = 0.01  # part of the time that another strategy in the backward pass must save
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+class Place(NamedTuple):
+    """The devices of a context group.
+
+    Attributes:
+        cluster: they belong to.
+        devices: the device of each rank; default: all of the cluster, in order.
+        others: the devices of other groups that compute the same at the same time.
+    """
+
+    cluster: Cluster
+    devices: Sequence[int] | None = None
+    others: Sequence[Sequence[int]] = ()
+
+    @property
+    def n(self) -> int:
+        return len(self.devices or range(self.cluster.ranks))
+
+
+class Passed(NamedTuple):
+    """What a pass takes.
+
+    Attributes:
+        seconds: until the last rank has its results.
+        exposed: seconds of them in which the busiest rank does not compute.
+        memory: bytes of chunks and partials that a rank has at once.
+    """
+
+    seconds: float
+    exposed: float
+    memory: float
+
+
+class Prediction(NamedTuple):
+    """What the passes of a way take, which run in turn."""
+
+    passes: tuple[Passed, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(of.seconds for of in self.passes)
+
+    @property
+    def exposed(self) -> float:
+        return sum(of.exposed for of in self.passes)
+
+    @property
+    def memory(self) -> float:
+        return max(of.memory for of in self.passes)
+
+
+def fastest(
+    ways: Mapping[Name, Sequence[Plan]], place: Place, workload: Workload, most: int = SIMULATED
+) -> tuple[dict[Name, Prediction], dict[Name, float]]:
+    """Which of several ways to compute a workload is fastest. Each has one plan or more, which run in turn.
+
+    First the likeliest way of each strategy is simulated, then the others in the order of likelihood, `most` in all. A
+    way that cannot be faster than the best, because of the bytes that it moves or the blocks that it computes, is not.
+
+    Args:
+        ways: the plans of each, by any name.
+        place: where plans run.
+        workload: what is computed.
+        most: ways that are simulated.
+
+    Returns:
+        What those simulated take, fastest first; and the seconds that the others take at least.
+    """
+    looks, leaders = _looks(ways, place, workload), dict[str, Name]()
+    by_likely = sorted(ways, key=lambda name: looks[name].likely)
+    for name in by_likely:
+        leaders.setdefault(ways[name][0].name, name)
+    found, best = dict[Name, Prediction](), math.inf
+    for name in dict.fromkeys([*leaders.values(), *by_likely]):
+        if len(found) < most and looks[name].least < best:
+            found[name] = _predict(ways[name], place, workload)
+            best = min(best, found[name].seconds)
+    ranked = sorted(found, key=lambda name: found[name].seconds)
+    return {name: found[name] for name in ranked}, {name: looks[name].least for name in by_likely if name not in found}
+
+
+def _predict(plans: Sequence[Plan], place: Place, workload: Workload) -> Prediction:
+    passes, shape = [], workload.shape(place.n)
+    for plan in plans:
+        how = workload.mask, workload.batch, workload.dtype, place.devices, place.others
+        found = simulate(plan, place.cluster, shape, *how)
+        passes.append(Passed(found.seconds, found.exposed, memory(plan, workload)))
+    return Prediction(tuple(passes))
+
+
+def _looks(ways: Mapping[Name, Sequence[Plan]], place: Place, workload: Workload) -> dict[Name, Outlook]:
+    links = Links(place.cluster, devices=place.devices, others=place.others)
+    shape, blocks = workload.shape(place.n), dict[tuple, BlockTime]()
+
+    def look(plan: Plan) -> Outlook:
+        alike = plan.backward, plan.layout, plan.n
+        if alike not in blocks:
+            blocks[alike] = _block_time(plan, place, workload)
+        return outlook(plan, links, shape, blocks[alike])
+
+    return {name: Outlook(*map(sum, zip(*map(look, plans), strict=True))) for name, plans in ways.items()}
+
+
+def _block_time(plan: Plan, place: Place, workload: Workload) -> BlockTime:
+    shape = workload.shape(place.n)
+    return BlockTime(place.cluster.device, plan, shape, workload.mask, workload.length, workload.dtype)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What `search` found, by spec.
+
+    Attributes:
+        ranked: the choices that were simulated, fastest first.
+        slower: those that were not, with the seconds that they take at least.
+        rejected: those that cannot run.
+    """
+
+    ranked: dict[str, Prediction]
+    slower: dict[str, float] = field(default_factory=dict)
+    rejected: list[Rejected] = field(default_factory=list)
+
+    @property
+    def best(self) -> str:
+        """The fastest. Raises UsageError if nothing can run."""
+        if not self.ranked:
+            why = self.rejected[0].reason if self.rejected else "no strategy has the options given"
+            raise UsageError(f"--cp-strategy {AUTO}: no strategy works here ({why})")
+        return next(iter(self.ranked))
+
+
+def search(
+    workload: Workload,
+    place: Place,
+    fixed: Mapping[str, Any] | None = None,
+    room: float | None = None,
+    most: int = SIMULATED,
+) -> Search:
+    """Ranks all strategies, with all values of their options worth trying, for a context group.
+
+    Args:
+        workload: what is computed.
+        place: the devices of the group.
+        fixed: options that are given: `layout`, `head_parallel_size`, `placement`.
+        room: bytes of a device for chunks and partials of attention; default: its memory.
+        most: choices that are simulated.
+    """
+    ways, rejected = dict[str, tuple[Plan, ...]](), list[Rejected]()
+    room = place.cluster.device.memory_GiB * 2**30 if room is None else room
+    for found in candidates(workload, place.n, partial(_q_cost, workload, place), fixed or {}):
+        if isinstance(found, Rejected):
+            rejected.append(found)
+        elif (needed := max(memory(plan, workload) for plan in found.plans)) > room:
+            why = f"attention needs {needed / 2**30:.3g} GiB of memory, and there are {room / 2**30:.3g}"
+            rejected.append(Rejected(found.choice.spec, why))
+        else:
+            ways[found.choice.spec] = found.plans
+    ranked, slower = fastest(ways, place, workload, most)
+    ranked |= _mixed({spec: ways[spec] for spec in ranked}, ranked)
+    return Search(dict(sorted(ranked.items(), key=lambda item: item[1].seconds)), slower, rejected)
+
+
+def _mixed(ways: Mapping[str, tuple[Plan, ...]], ranked: Mapping[str, Prediction]) -> dict[str, Prediction]:
+    """Of choices that place tokens and heads alike, the fastest forward and backward pass, where that gains enough."""
+    alike, found = defaultdict[tuple, list[str]](list), dict[str, Prediction]()
+    for spec, (plan, _) in ways.items():
+        alike[plan.layout, plan.heads, plan.placement].append(spec)
+    for specs in alike.values():
+        first, second = (min(specs, key=lambda spec: ranked[spec].passes[i].seconds) for i in (0, 1))
+        mixed = Prediction((ranked[first].passes[0], ranked[second].passes[1]))
+        if mixed.seconds < (1 - GAIN) * min(ranked[spec].seconds for spec in specs):
+            found[f"{first}+{second}"] = mixed
+    return found
+
+
+def memory(plan: Plan, workload: Workload) -> int:
+    """Bytes of chunks and partials of one attention that a rank has at once, of the first or the last rank."""
+    return max(peak_bytes(plan, rank, workload.shape(plan.size)) for rank in {0, plan.n - 1})
+
+
+def _q_cost(workload: Workload, place: Place, head_parallel_size: int) -> float:
+    """How long a message of queries takes on the slowest link between neighbours, in forward blocks."""
+    n, links = place.n, Links(place.cluster, devices=place.devices, others=place.others)
+    if head_parallel_size == n:
+        return 1.0
+    plan = choose("ring", layout="cyclic").plan(n, head_parallel_size=head_parallel_size)
+    block = _block_time(plan, place, workload)(Attend((1,), (0,))) * max(1.0, n / (place.cluster.shared_cores or n))
+    seconds, size = Counter[tuple](), chunk_bytes(plan, T.Q, workload.shape(n), swap=False)
+    for rank in range(n):
+        for link, rate in links.path(rank, (rank + head_parallel_size) % n).links:
+            seconds[link] += size / rate  # type: ignore[assignment]
+    return max(seconds.values()) / block

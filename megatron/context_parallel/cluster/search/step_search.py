@@ -1,0 +1,127 @@
+"""Which way to train a model is fastest on a described cluster: strategies, ZeRO, recomputation and parallel sizes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from megatron.context_parallel.cluster.description import Cluster
+from megatron.context_parallel.cluster.step.attention_pass import attention_mask, attention_shape
+from megatron.context_parallel.cluster.step.memory import fullest_stage, memory, total
+from megatron.context_parallel.cluster.step.model_shape import Model
+from megatron.context_parallel.cluster.step.step_time import StepForecast, check_sizes, forecast_step
+from megatron.context_parallel.cluster.step.train_config import SHARDING, Run
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.strategies.options import divisors
+
+from .candidates import Rejected, Workload
+from .planner import SIMULATED, Place, search
+
+TAKEN = 8  # strategies that a whole step is predicted with, of each split of the ranks
+SIMULATED_OF_MANY = 8  # strategies that are simulated for each of many splits
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE: tuple[dict[str, Any], ...] = ({}, {**FULL, "recompute_whitelist": True}, FULL)
+
+
+class Found(NamedTuple):
+    """A run that fits the cluster, and what an iteration of it takes."""
+
+    run: Run
+    forecast: StepForecast
+
+    @property
+    def trains(self) -> bool:
+        """Whether the trainer can run it: Megatron-FSDP has neither a pipeline nor tensor-parallel ranks."""
+        run = self.run
+        alone = run.pipeline_model_parallel_size == run.tensor_model_parallel_size == 1
+        return alone or run.data_parallel_sharding_strategy in SHARDING[:2]
+
+
+@dataclass(frozen=True)
+class StepSearch:
+    """What `search_steps` found.
+
+    Attributes:
+        ranked: runs that fit, fastest first.
+        rejected: what cannot run, or does not fit the memory.
+        slower: strategies that were not simulated, or not taken for a whole step.
+    """
+
+    ranked: list[Found]
+    rejected: list[Rejected]
+    slower: int
+
+
+def search_steps(model: Model, cluster: Cluster, base: Run, every_split: bool = False) -> StepSearch:
+    """Ranks the ways to train a model on all devices of a cluster.
+
+    Args:
+        model: what is trained.
+        cluster: all of its devices are used.
+        base: sequence, batch and dtype, and the parallel sizes.
+        every_split: try all tensor-, context-, data- and pipeline-parallel sizes instead.
+    """
+    splits = [*_splits(model, cluster, base)] if every_split else [base]
+    ranked, rejected, slower = list[Found](), list[Rejected](), 0
+    for split in splits:
+        group, *others = split.groups("context")
+        place = Place(cluster, group, others)
+        most = SIMULATED if len(splits) == 1 else SIMULATED_OF_MANY
+        found = search(workload_of(model, split), place, most=most)
+        rejected += found.rejected
+        slower += len(found.slower) + max(0, len(found.ranked) - TAKEN)
+        for spec in [*found.ranked][:TAKEN]:
+            for run in _variants(replace(split, cp_strategy=spec)):
+                _forecast(model, run, cluster, ranked, rejected)
+    return StepSearch(sorted(ranked, key=lambda found: found.forecast.seconds), rejected, slower)
+
+
+def workload_of(model: Model, run: Run) -> Workload:
+    """The attention of a layer and micro batch."""
+    shape = attention_shape(model, run)
+    sizes = run.seq_length, shape.heads, shape.kv_heads, shape.head_dim
+    return Workload(*sizes, run.micro_batch_size, run.dtype, attention_mask(model))
+
+
+def _forecast(model: Model, run: Run, cluster: Cluster, ranked: list[Found], rejected: list[Rejected]) -> None:
+    try:
+        check_sizes(model, run)
+        if total(memory(model, run, fullest_stage(model, run))) > cluster.device.memory_GiB * 2**30:
+            raise UsageError(f"needs more than the {cluster.device.memory_GiB:g} GiB of a device")
+        ranked.append(Found(run, forecast_step(model, run, cluster)))
+    except UsageError as error:
+        rejected.append(Rejected(run.cp_strategy, str(error)))
+
+
+def _variants(run: Run) -> Iterator[Run]:
+    """A run with every kind of sharding and recomputation."""
+    for sharding in SHARDING if run.sharers > 1 else SHARDING[:1]:
+        for recompute in RECOMPUTE:
+            yield replace(
+                run,
+                data_parallel_sharding_strategy=sharding,
+                overlap_grad_reduce=run.sharers > 1,
+                overlap_param_gather=sharding != SHARDING[0],
+                **recompute,
+            )
+
+
+def _splits(model: Model, cluster: Cluster, base: Run) -> Iterator[Run]:
+    """All parallel sizes that use all devices; tensor-parallel ranks stay in a node."""
+    for tensor in divisors(cluster.devices_per_node):
+        groups, split = model.num_query_groups, (model.num_attention_heads, model.ffn_hidden_size)
+        if any(size % tensor for size in split) or (groups % tensor and tensor % groups):
+            continue
+        for pipeline in divisors(model.num_layers):
+            left, over = divmod(cluster.ranks, tensor * pipeline)
+            for context in () if over else divisors(left):
+                data = left // context
+                if base.seq_length % context or base.global_batch_size % (base.micro_batch_size * data):
+                    continue
+                yield replace(
+                    base,
+                    tensor_model_parallel_size=tensor,
+                    pipeline_model_parallel_size=pipeline,
+                    context_parallel_size=context,
+                    data_parallel_size=data,
+                    sequence_parallel=tensor > 1,
+                )

@@ -1,0 +1,5 @@
+"""The time of one pass of a plan on a described cluster.
+
+In: a plan, a mask, sizes and a `Cluster`. Out: when each block and each message runs, and the total.
+Start with `one_pass.py`; `block_time.py` has the cost of a block, `links.py` says which links a message shares.
+"""

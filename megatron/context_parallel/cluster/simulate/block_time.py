@@ -1,0 +1,196 @@
+"""How long the blocks of a plan take on a device."""
+
+import math
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import numpy
+import torch
+
+from megatron.context_parallel.cluster.description import AttentionRate, Device
+from megatron.context_parallel.kernels.aten import AtenFlash
+from megatron.context_parallel.kernels.masks import CAUSAL
+from megatron.context_parallel.plan.ir import Attend, Plan
+from megatron.context_parallel.plan.volume import Shape
+from megatron.context_parallel.runtime.blocks import Blocks
+from megatron.context_parallel.tokens.layout import Chunks
+from megatron.context_parallel.tokens.mask import Mask
+
+SAMPLES = 32  # queries of a progression that stand for the others
+SMALL = 64  # rows of a progression in the small sequence that shows how blocks are cut
+BACKWARD = 2.5  # products of matrices for one of the forward pass
+
+
+class Part(NamedTuple):
+    """A piece of a block, as shares of the rows of a chunk and of the pairs of rows of two chunks."""
+
+    causal: bool
+    queries: float
+    keys: float
+    pairs: float
+
+
+class BlockTime:
+    """Seconds of the blocks of one pass.
+
+    A block is cut into pieces, as before a kernel computes it. A piece takes `block_us`, its operations at the rate
+    measured for its size and mask, and the adding of its result to partials.
+
+    Args:
+        device: computes them.
+        plan: the pass.
+        shape: the sizes on a rank.
+        mask, length: the mask and tokens of the sequence.
+        dtype: of the model, such as "bf16".
+    """
+
+    def __init__(self, device: Device, plan: Plan, shape: Shape, mask: Mask, length: int, dtype: str) -> None:
+        self.device, self.backward = device, plan.backward
+        self.rates = {causal: _nearest(device.attention, dtype, shape.head_dim, causal) for causal in (False, True)}
+        self.mask, self.length, self.chunks = mask, length, Chunks.of(plan.layout, plan.n, length)
+        self.keys = numpy.array([p for chunk in self.chunks.progressions for p in chunk]).T
+        self.rows = length / plan.n
+        heads = shape.heads / plan.heads * (shape.rows * plan.size / length)  # times batch
+        self.operations = 2 * heads * (shape.head_dim + (shape.value_dim or shape.head_dim))  # a seen pair of rows
+        self.query_numbers = heads * self.rows * shape.head_dim
+        self.key_numbers = 2 * self.query_numbers * max(shape.kv_heads, plan.heads) / shape.heads
+        self.itemsize = shape.itemsize
+        self.seen, self.seconds, self.pieces = cache(self._seen), cache(self._seconds), cache(self._pieces)
+        self._small = _small_blocks(plan, mask, length)
+        self._parts: dict[tuple, list[Part]] = {}
+
+    def __call__(self, attend: Attend) -> float:
+        """Seconds of a block."""
+        if len(attend.q_chunks) == len(attend.kv_chunks) == 1:
+            return self._pairs[attend.q_chunks[0]][attend.kv_chunks[0]]
+        return self.seconds(attend.q_chunks, tuple(sorted(attend.kv_chunks)))
+
+    def look(self, attend: Attend) -> Hashable:
+        """What the time of a block depends on, on any device. What would differ by less than 1e-9 is the same."""
+        return self.pieces(attend.q_chunks, tuple(sorted(attend.kv_chunks)))
+
+    def _pieces(self, q_chunks: tuple[int, ...], kv_chunks: tuple[int, ...]) -> Hashable:
+        parts = [part for q in q_chunks for part in self.parts(q, kv_chunks)]
+        return len(kv_chunks), tuple(tuple(round(number, 9) for number in part) for part in parts)
+
+    def _seconds(self, q_chunks: tuple[int, ...], kv_chunks: tuple[int, ...]) -> float:
+        parts = [part for q in q_chunks for part in self.parts(q, kv_chunks)]
+        if not parts:
+            return 0.0
+        moved = sum(self._added(part) for part in parts)
+        if len(kv_chunks) > 1:  # keys are gathered, and their gradients scattered
+            moved += len(kv_chunks) * self.key_numbers * (2 * self.itemsize + 16 * self.backward)
+        return sum(map(self._computed, parts)) + moved / (self.device.memory_GB_s * 1e9)
+
+    @cached_property
+    def _pairs(self) -> list[list[float]]:
+        """Seconds of the block of two chunks, [query chunk][key chunk]. Those that look alike are computed once."""
+        n = self.chunks.n
+        shares = numpy.stack([self.seen(q) for q in range(n)]).transpose(0, 2, 1, 3).reshape(n * n, -1)
+        looks = (shares * 1000).round().astype(numpy.int64) @ (1001 ** numpy.arange(shares.shape[1]))
+        _, first, kind = numpy.unique(looks, return_index=True, return_inverse=True)
+        seconds = numpy.array([self._seconds((int(i) // n,), (int(i) % n,)) for i in first])
+        return seconds[kind].reshape(n, n).tolist()
+
+    def _computed(self, part: Part) -> float:
+        """Seconds of a call of the kernel."""
+        operations = self.operations * part.pairs * self.rows**2 * (BACKWARD if self.backward else 1)
+        return self.device.block_us * 1e-6 + operations / self._rate(part)
+
+    def _added(self, part: Part) -> float:
+        """Bytes: a result is added to the partial, two reads and a write of float32."""
+        return 12 * (part.queries * self.query_numbers + part.keys * self.key_numbers * self.backward)
+
+    def _rate(self, part: Part) -> float:
+        return _between(self.rates[part.causal], self.rows * part.queries, self.rows * part.keys, self.backward)
+
+    def parts(self, q: int, kv_chunks: tuple[int, ...]) -> list[Part]:
+        """The pieces of a query chunk against gathered key chunks, in ascending order."""
+        shares = self.seen(q)[:, kv_chunks].reshape(len(self.chunks.progressions[q]), -1)
+        if not shares.any():
+            return []
+        starts = [p.start for chunk in kv_chunks for p in self.chunks.progressions[chunk]]
+        looks = shares[:, numpy.argsort(starts)]
+        key = looks.shape, looks.tobytes()
+        if key not in self._parts:
+            self._parts[key] = self._cut(q, kv_chunks, float(shares.sum()))
+        return self._parts[key]
+
+    def _cut(self, q: int, kv_chunks: tuple[int, ...], share: float) -> list[Part]:
+        """The pieces of a small sequence; full ones count as one. Together they have the share of pairs that is seen.
+
+        So ranks whose blocks differ only in where they are cut take the same time.
+        """
+        rows, full, squares = self._small.q.rows(q), 0.0, list[float]()
+        for piece in self._small.pieces(q, kv_chunks):
+            sizes = (piece.q, rows), (piece.kv, rows * len(kv_chunks))
+            queries, keys = (len(range(*part.indices(size))) / rows for part, size in sizes)
+            if piece.mask == CAUSAL:
+                squares.append(round(16 * queries) / 16)  # a diagonal may be a row shorter
+            else:
+                full += queries * keys
+        side = min(1.0, math.sqrt(full))
+        if len(kv_chunks) > 1:  # gathered keys are many, for the queries of a progression
+            side = 1 / len(self.chunks.progressions[q])
+        parts = [Part(False, side, full / side, full)] if full else []
+        parts += [Part(True, square, square, square**2 / 2) for square in squares]
+        total = sum(part.pairs for part in parts)
+        return [part._replace(pairs=part.pairs * share / total) for part in parts]
+
+    def _seen(self, q: int) -> numpy.ndarray:
+        """Shares of the pairs of rows that query chunk q sees, [its progressions, chunks, progressions of a chunk]."""
+        shares = []
+        for rows in self.chunks.progressions[q]:
+            count = min(SAMPLES, rows.length)
+            # Every other one is rounded down, so that their mean is that of all.
+            places = torch.tensor([int((i + 0.5) * rows.length / count - i % 2 / 2) for i in range(count)])
+            first, end = (bound[0].numpy() for bound in self.mask.seen(rows.start + places * rows.stride))
+            seen = (self._before(end) - self._before(first)).clip(0).sum(0)
+            shares.append((rows.length / count / self.rows**2 * seen).reshape(self.chunks.n, -1))
+        return numpy.stack(shares).round(3)
+
+    def _before(self, bound: numpy.ndarray) -> numpy.ndarray:
+        """How many keys of each progression are before each bound, [bounds, progressions of all chunks]."""
+        start, stride, length = self.keys
+        return (-((start - bound[:, None]) // stride)).clip(0, length)
+
+
+def _small_blocks(plan: Plan, mask: Mask, length: int) -> Blocks:
+    """The blocks of a sequence that is short, but else alike."""
+    small = length if mask.documents else min(length, 2 * plan.n * SMALL)
+    before, after = (-1 if side < 0 else -(-side * small // length) for side in mask.window)
+    chunks = Chunks.of(plan.layout, plan.n, small)
+    return Blocks(replace(mask, window=(before, after)), chunks, chunks, AtenFlash())
+
+
+def rate_at(device: Device, dtype: str, head_dim: int, causal: bool, rows: float, backward: bool) -> float:
+    """Operations a second of a call of the kernel with as many queries and keys, between the sizes measured."""
+    return _between(_nearest(device.attention, dtype, head_dim, causal), rows, rows, backward)
+
+
+def _between(rates: list[AttentionRate], queries: float, keys: float, backward: bool) -> float:
+    """Between the square blocks measured and, with more keys than queries, those measured with more keys."""
+    side, long = math.sqrt(queries * keys), [rate for rate in rates if rate.keys]
+    square = _of_side([rate for rate in rates if not rate.keys], side, backward)
+    if not long or keys <= queries:
+        return square
+    part = min(1.0, math.log(keys / queries) / math.log(long[0].side ** 2 / long[0].rows ** 2))
+    return square + part * (_of_side(long, side, backward) - square)
+
+
+def _of_side(rates: list[AttentionRate], side: float, backward: bool) -> float:
+    known = [rate.backward_TFLOP_s if backward else rate.forward_TFLOP_s for rate in rates]
+    return 1e12 * float(numpy.interp(math.log(side), [math.log(rate.side) for rate in rates], known))
+
+
+def _nearest(rates: tuple[AttentionRate, ...], dtype: str, head_dim: int, causal: bool) -> list[AttentionRate]:
+    """The rates of the dtype, head_dim and mask measured that are nearest to those asked for, by rows."""
+
+    def distance(rate: AttentionRate) -> tuple:
+        return rate.dtype != dtype, abs(rate.head_dim - head_dim), (rate.mask == "causal") != causal
+
+    best = min(map(distance, rates))
+    like = [rate for rate in rates if distance(rate) == best]
+    return sorted(like, key=lambda rate: rate.side)

@@ -1,0 +1,99 @@
+"""Which links of a cluster a message crosses."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from megatron.context_parallel.cluster.description import Cluster
+
+
+class Path(NamedTuple):
+    """The links from one rank to another.
+
+    Attributes:
+        links: (name, bytes a second) of each.
+        seconds: before the first byte arrives.
+        processor: seconds a byte that it takes of a processor at each end.
+        crowding: of its links, as in `Nics`.
+        stream: bytes a second that messages of steps from one rank to the other reach at most; 0: as the links.
+    """
+
+    links: tuple[tuple[tuple, float], ...]
+    seconds: float
+    processor: float
+    crowding: float
+    stream: float
+
+
+class Links:
+    """The links between the ranks of a context group.
+
+    Args:
+        cluster: the cluster. Its devices are counted node by node.
+        like: the rank that stands for a rank. Its links count for those of both.
+        devices: the device of each rank; default: rank r is device r.
+        others: the devices of other groups that do the same at the same time. Groups that share a NIC, a switch or the
+            shared link of a node get equal parts of it.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        like: Callable[[int], int] = lambda rank: rank,
+        devices: Sequence[int] | None = None,
+        others: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.cluster, self.devices = cluster, devices or range(cluster.ranks)
+        self.like = [like(rank) for rank in range(len(self.devices))]
+        self.nodes = [device // cluster.devices_per_node for device in self.devices]  # of each rank
+        self.places = [divmod(self.devices[rank], cluster.devices_per_node) for rank in self.like]  # node, device in it
+        self.together = 1 + len(others)
+        self.sharing = Counter(part for group in (self.devices, *others) for part in {*self._parts(group)})
+        self.path = cache(self._path)
+
+    def _parts(self, group: Iterable[int]) -> Iterator[tuple]:
+        """What the devices of a group may share with other groups."""
+        for device in group:
+            node, place = divmod(device, self.cluster.devices_per_node)
+            yield "node", node
+            if self.cluster.nics:
+                yield "nic", node, self._nic(place)
+                yield "leaf", node // (self.cluster.nodes_per_switch or 1)
+
+    def _nic(self, place: int) -> int:
+        assert self.cluster.nics  # a cluster of more than one node has them
+        return place // (self.cluster.devices_per_node // self.cluster.nics.per_node)
+
+    def _path(self, sender: int, receiver: int) -> Path:
+        cluster, sharing = self.cluster, self.sharing
+        nodes, out, into = (self.nodes[sender], self.nodes[receiver]), self.places[sender], self.places[receiver]
+        if nodes[0] == nodes[1]:
+            assert cluster.inside  # a node of more than one device has it
+            rate = cluster.inside.GB_s * 1e9
+            links: list[tuple[tuple, float]] = [(("device out", *out), rate), (("device in", *into), rate)]
+            if cluster.inside.shared:
+                links = [(("inside", out[0]), rate / sharing["node", out[0]])]
+            costs = cluster.inside.latency_us * 1e-6, cluster.inside.processor_ns_per_byte * 1e-9
+            return Path(tuple(links), *costs, 0.0, (cluster.inside.stream_GB_s or 0.0) * 1e9)
+        nics = cluster.nics
+        assert nics  # as above
+        pace = 1e9 / (1 + nics.spread * math.log2(cluster.nodes))  # bytes a second for each GB_s
+        ends = [("out", out[0], self._nic(out[1])), ("in", into[0], self._nic(into[1]))]
+        links = [((f"nic {way}", *nic), nics.GB_s * pace / sharing["nic", *nic]) for way, *nic in ends]
+        if (leaf := cluster.nodes_per_switch) and nodes[0] // leaf != nodes[1] // leaf:
+            uplink = leaf * nics.per_node * nics.GB_s * pace / cluster.oversubscription
+            switches = [(way, node // leaf) for way, node, _ in ends]
+            links += [((f"switch {way}", switch), uplink / sharing["leaf", switch]) for way, switch in switches]
+        costs = nics.latency_us * 1e-6, nics.processor_ns_per_byte * 1e-9
+        return Path(tuple(links), *costs, nics.crowding, (nics.stream_GB_s or 0.0) * pace)
+
+
+def period_of_links(cluster: Cluster, devices: Sequence[int]) -> int:
+    """The fewest ranks after which the links repeat; `devices` are those of the ranks."""
+    repeat = cluster.devices_per_node * (cluster.nodes_per_switch or 1)
+    for period in range(1, len(devices)):
+        if all(devices[r] - devices[r - period] == repeat for r in range(period, len(devices))):
+            return period
+    return len(devices)

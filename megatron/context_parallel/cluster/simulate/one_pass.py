@@ -1,0 +1,206 @@
+"""How long a plan takes on a cluster: the symbolic machine with the cluster's links and devices."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from megatron.context_parallel.cluster.description import Cluster
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.plan.flows import Flows, Task
+from megatron.context_parallel.plan.ir import AllGather, Attend, Comm, Plan, ReduceScatter, SwapHeads, T, Transfer
+from megatron.context_parallel.plan.machine import Launch, Merge
+from megatron.context_parallel.plan.trace import Clock, Span
+from megatron.context_parallel.plan.volume import Shape, chunk_bytes
+from megatron.context_parallel.tokens.mask import Mask
+
+from .block_time import BlockTime
+from .links import Links, Path, period_of_links
+from .symmetry import Fold, fold
+
+ALL_UP_TO = 64  # ranks that are simulated one by one, even if a few could stand for all
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one pass of an attention takes.
+
+    Attributes:
+        seconds: until the last rank has its result.
+        compute: seconds in which the busiest rank computes blocks.
+        spans: what happened on each rank that was simulated, of the first group of heads.
+        fold: the ranks that were simulated, which stand for all.
+    """
+
+    seconds: float
+    compute: float
+    spans: list[Span]
+    fold: Fold
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the busiest rank does not compute: communication that its blocks do not hide."""
+        return self.seconds - self.compute
+
+
+def simulate(
+    plan: Plan,
+    cluster: Cluster,
+    shape: Shape,
+    mask: Mask | None = None,
+    batch: int = 1,
+    dtype: str = "bf16",
+    devices: Sequence[int] | None = None,
+    others: Sequence[Sequence[int]] = (),
+    all_up_to: int = ALL_UP_TO,
+    blocks: Callable[[Attend], float] | None = None,
+) -> Forecast:
+    """Predicts one pass on a cluster.
+
+    Args:
+        plan: the pass.
+        cluster: its devices are counted node by node.
+        shape: the sizes on a rank.
+        mask: of the attention; default: causal.
+        batch: sequences; `shape.rows` counts the tokens of all.
+        dtype: of the model, as in the cluster's attention rates.
+        devices: the device of each rank; default: all of the cluster, in order.
+        others: the devices of other context groups, which run the same pass at the same time (`Links`).
+        all_up_to: up to so many ranks each is simulated, and `spans` tell of it.
+        blocks: seconds of a block; default: a `BlockTime`.
+
+    Raises:
+        UsageError: another number of devices than ranks.
+        PlanError: as `trace`.
+    """
+    devices = devices or range(cluster.ranks)
+    if len(devices) != plan.size:
+        raise UsageError(f"{cluster.name}: {len(devices)} devices for {plan.size} ranks; give as many")
+    if blocks is None:
+        blocks = BlockTime(cluster.device, plan, shape, mask or Mask(), shape.rows * plan.size // batch, dtype)
+    few = _folded(plan, blocks, period_of_links(cluster, devices)) if plan.size > all_up_to else Fold.none(plan)
+    links = Links(cluster, few.like, devices, others)
+    clock = Clock(plan, _Costs(plan, shape, blocks, links, few), few.groups, few.ranks, cluster.buffered_sends)
+    clock.run()
+    busy = [0.0] * few.ranks
+    for span in clock.spans:
+        busy[span.rank] += span.end - span.start if not span.channel else 0.0
+    return Forecast(clock.flows.now, max(busy), clock.spans, few)
+
+
+def _folded(plan: Plan, blocks: Callable[[Attend], float], links: int) -> Fold:
+    """The fold of a plan. That of a mask is kept, because it is the same on devices of any speed."""
+    if not isinstance(blocks, BlockTime):
+        return fold(plan, blocks, links)
+    key = links, blocks.mask, blocks.length
+    if key not in plan.folds:
+        plan.folds[key] = fold(plan, blocks.look, links)
+    return plan.folds[key]
+
+
+TENSORS = {T.Q: 1, T.KV: 2, T.O: 2, T.QDO: 4, T.DO: 2, T.DQ: 1, T.DKV: 2}  # of torch, each a message of its own
+
+
+class _Costs:
+    def __init__(self, plan: Plan, shape: Shape, blocks: Callable[[Attend], float], links: Links, few: Fold) -> None:
+        self.plan, self.shape, self.blocks, self.links, self.fold = plan, shape, blocks, links, few
+        self.cluster = cluster = links.cluster
+        self.flows = Flows((cluster.compute_slowdown, cluster.message_slowdown))
+        self.ranks = [
+            [few.grid.rank(heads=group, context=rank) for rank in range(plan.n)] for group in range(few.groups)
+        ]
+        self.route = cache(self._route)
+        self.compute_is_shared = bool(cluster.shared_cores or cluster.compute_slowdown or cluster.message_slowdown)
+        self.bytes = {(t, swap): chunk_bytes(plan, t, shape, swap) for swap in (False, True) for t in T}
+
+    def block(self, group: int, rank: int, attend: Attend) -> Task:
+        return self._on_rank(group, rank, self.blocks(attend))
+
+    def overhead(self, group: int, rank: int, work: Launch | Merge) -> Task | None:
+        memory = self.cluster.device.memory_GB_s * 1e9
+        if isinstance(work, Merge):  # two reads and a write of float32
+            seconds = 3 * work.times * self.bytes[work.tensor, False] / memory
+        else:
+            messages = sum([_messages(op) for op in work.comm]) if self.cluster.message_us else 0
+            seconds = (self.cluster.device.step_us + self.cluster.message_us * messages) * 1e-6
+            seconds += sum([self._packing(op) for op in work.comm if isinstance(op, SwapHeads)])
+            if work.first:
+                seconds += self.cluster.device.pass_us * 1e-6
+            moved = 0
+            if work.first and self.plan.backward:  # delta reads output and gradient, and writes and reads their product
+                moved = 4 * self.bytes[T.DO, True]
+            seconds += moved / memory
+        return self._on_rank(group, rank, seconds) if seconds else None
+
+    def _packing(self, op: SwapHeads) -> float:
+        """Seconds in which a rank packs what it sends in a swap, and unpacks what it receives."""
+        device = self.cluster.device
+        moved = sum([4 * self.bytes[t, True] for t in op.tensors])
+        return device.swap_us * 1e-6 + moved / ((device.packing_GB_s or device.memory_GB_s) * 1e9)
+
+    def _on_rank(self, group: int, rank: int, seconds: float) -> Task:
+        if not self.compute_is_shared:
+            return Task(None, seconds)
+        rank = self.ranks[group][rank]
+        uses = [self.flows.resource(("core", rank), 1.0)]
+        if self.cluster.shared_cores:
+            uses.append(self._cores)
+        return Task(None, seconds, uses, (rank,))
+
+    @cached_property
+    def _cores(self) -> int:
+        assert self.cluster.shared_cores
+        return self.flows.resource("cores", self.cluster.shared_cores * self.fold.share / self.links.together)
+
+    def messages(self, group: int, op: Comm | SwapHeads, transfers: Sequence[Transfer]) -> Iterator[tuple[Task, float]]:
+        swap, hops, rounds = isinstance(op, SwapHeads), 1, 1
+        if isinstance(op, SwapHeads) and self.cluster.buffered_sends:  # with one rank after the other
+            rounds = op.size - 1
+        if isinstance(op, AllGather):  # libraries pass the chunks on along a ring
+            hops = rounds = len(op.group) - 1
+            transfers = [
+                t for t in transfers if op.group.index(t.receiver) == (op.group.index(t.sender) + 1) % (hops + 1)
+            ]
+        wake = self._wake()
+        for t in transfers:
+            path, uses, ends = self.route(None if swap else group, t.sender, t.receiver)
+            size, delay = self.bytes[t.tensor, swap] * t.share * hops, path.seconds + wake
+            yield Task(None, size, uses, ends), delay * rounds
+            if path.processor and self.cluster.shared_cores:  # at both ends, as fast as the links bring the bytes
+                for end, (link, rate) in zip(ends, (path.links[0], path.links[:2][-1]), strict=True):
+                    pace = self.flows.resource(("work", end, link), rate * path.processor)
+                    yield Task(None, size * path.processor, [pace, self._cores]), delay
+
+    def _wake(self) -> float:
+        """Seconds until a rank gets a processor that it needs for a message, while others compute on all."""
+        cores, wait = self.cluster.shared_cores, self.cluster.busy_latency_us
+        if not cores or not wait:
+            return 0.0
+        computing = self.flows.computing(self._cores) / (cores * self.fold.share / self.links.together)
+        return wait * 1e-6 * computing if computing >= 1 else 0.0
+
+    def _route(self, group: int | None, sender: int, receiver: int) -> tuple[Path, list[int], tuple[int, int]]:
+        """The path, its resources and the devices of a message between two ranks: of a group, or of all."""
+        stream = "stream", group, sender % self.fold.ranks, (receiver - sender) % self.plan.n
+        if group is not None:
+            sender, receiver = self.ranks[group][sender], self.ranks[group][receiver]
+        path = self.links.path(sender, receiver)
+        if group is None:  # heads are swapped with one peer after the other, which no stream limits
+            uses = [self.flows.resource((link, True), rate) for link, rate in path.links]
+        else:
+            uses = [self.flows.resource((link, False), rate, path.crowding) for link, rate in path.links]
+            if path.stream:
+                uses.append(self.flows.resource(stream, path.stream))
+        return path, uses, (self.links.like[sender], self.links.like[receiver])
+
+
+def _messages(op: Comm | SwapHeads) -> int:
+    """Messages that a rank sends and receives."""
+    match op:
+        case AllGather():
+            return TENSORS[op.tensor]
+        case ReduceScatter():
+            return 2 * (len(op.group) - 1) * TENSORS[op.tensor]
+        case SwapHeads():
+            return 2 * (op.size - 1) * sum(TENSORS[t] for t in op.tensors)
+        case _:
+            return TENSORS[op.tensor]

@@ -1,0 +1,166 @@
+"""The attention of a run: its plan, the memory of its buffers, and its time on a cluster."""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from megatron.context_parallel.attention.context import ALL_RANKS_UP_TO
+from megatron.context_parallel.cluster.description import Cluster
+from megatron.context_parallel.cluster.simulate.one_pass import ALL_UP_TO, Forecast, simulate
+from megatron.context_parallel.plan.ir import Plan, SwapHeads, T
+from megatron.context_parallel.plan.liveness import peak_bytes
+from megatron.context_parallel.plan.volume import Shape, chunk_bytes
+from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.tokens.layout import Chunks
+from megatron.context_parallel.tokens.mask import Mask
+
+from .model_shape import Model
+from .train_config import ITEMSIZE, Run
+
+KEPT = 4096  # results that are kept: of a search over other options they are the same
+KEPT_PLANS = 128
+
+
+def attention_shape(model: Model, run: Run) -> Shape:
+    """The sizes of the attention of a rank, with the heads that tensor parallelism leaves to it."""
+    tensor = run.tensor_model_parallel_size
+    heads, kv_heads = model.num_attention_heads // tensor, max(1, model.num_query_groups // tensor)
+    sizes = run.tokens, heads, kv_heads, model.kv_channels, run.itemsize
+    return Shape(*sizes, partial_itemsize=ITEMSIZE[run.partial_dtype])
+
+
+def attention_mask(model: Model) -> Mask:
+    """The mask of all layers."""
+    return Mask(True, (-1, -1) if model.window_size is None else (model.window_size, 0))
+
+
+def attention_plan(model: Model, run: Run, backward: bool) -> Plan:
+    """The plan of a pass of the attention.
+
+    Raises:
+        UsageError: a strategy that does not fit the ranks, the heads or the layout.
+    """
+    return _plan(*_attention_only(model, run), backward)
+
+
+@lru_cache(KEPT_PLANS)
+def _plan(model: Model, run: Run, backward: bool) -> Plan:
+    n, choice, shape = run.context_parallel_size, choose(run.cp_strategy), attention_shape(model, run)
+    chunks = Chunks.pair(choice.layout, choice.plan(n).n, run.seq_length)
+    sees = attention_mask(model).pairs(*chunks)
+    return choice.plan(n, sees=sees, backward=backward, heads=shape.heads, kv_heads=shape.kv_heads)
+
+
+def attention_forecast(
+    model: Model, run: Run, cluster: Cluster, backward: bool, all_up_to: int = ALL_UP_TO
+) -> Forecast:
+    """Predicts a pass of the attention of one layer and micro batch, of the context group that takes longest.
+
+    All context groups compute at the same time. Rank r of the run is device r of the cluster. `all_up_to`: as in
+    `simulate`.
+    """
+    plan, shape, mask = attention_plan(model, run, backward), attention_shape(model, run), attention_mask(model)
+    groups, each = run.groups("context"), cluster.devices_per_node
+    # Groups that lie alike on nodes take equally long.
+    unlike = {tuple(rank // each - group[0] // each for rank in group): group for group in reversed(groups)}
+    return max(
+        (
+            simulate(
+                plan,
+                cluster,
+                shape,
+                mask,
+                run.micro_batch_size,
+                run.dtype,
+                group,
+                [g for g in groups if g != group],
+                all_up_to,
+            )
+            for group in unlike.values()
+        ),
+        key=lambda forecast: forecast.seconds,
+    )
+
+
+class Attention(NamedTuple):
+    """Seconds of a pass: of the busiest rank's blocks, of what they do not hide, and of the swaps of heads.
+
+    Attributes:
+        swap: of the swap of queries, keys and values.
+        swaps: of both swaps, before and after the steps, with the packing of heads.
+    """
+
+    compute: float
+    exposed: float
+    swap: float
+    swaps: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.exposed
+
+
+def attention_seconds(model: Model, run: Run, cluster: Cluster, backward: bool) -> Attention:
+    """Seconds of one layer and micro batch, as `attention_forecast` predicts. Results are kept."""
+    return _seconds(*_attention_only(model, run), _attention_cluster(cluster), backward)
+
+
+@lru_cache(KEPT)
+def _seconds(model: Model, run: Run, cluster: Cluster, backward: bool) -> Attention:
+    forecast = attention_forecast(model, run, cluster, backward, all_up_to=1)
+    swaps = [(span.what[0].tensors, span.end) for span in forecast.spans if isinstance(span.what[0], SwapHeads)]
+    steps = max((span.end for span in forecast.spans if not isinstance(span.what[0], SwapHeads)), default=0.0)
+    before = max((end for tensors, end in swaps if T.KV in tensors or T.DO in tensors), default=0.0)
+    after = forecast.seconds - steps if swaps else 0.0
+    return Attention(forecast.compute, forecast.exposed, 0.0 if backward else before, before + after)
+
+
+def attention_buffers(model: Model, run: Run) -> int:
+    """Bytes that a pass holds at most, beyond its queries, keys and values. Results are kept."""
+    return _buffers(*_attention_only(model, run))
+
+
+@lru_cache(KEPT)
+def _buffers(model: Model, run: Run) -> int:
+    shape, most = attention_shape(model, run), 0
+    for backward in (False, True):
+        plan = attention_plan(model, run, backward)
+        ranks = range(plan.n) if plan.n <= ALL_RANKS_UP_TO else (0, plan.n // 2, plan.n - 1)
+        own = chunk_bytes(plan, T.Q, shape, False) + chunk_bytes(plan, T.KV, shape, False)
+        most = max(most, max(peak_bytes(plan, rank, shape) for rank in ranks) - own)
+    return most
+
+
+def _attention_only(model: Model, run: Run) -> tuple[Model, Run]:
+    """A model and a run with the same attention, alike for all that differ in nothing else."""
+    model = Model(
+        num_layers=1,
+        hidden_size=1,
+        ffn_hidden_size=1,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        padded_vocab_size=1,
+        window_size=model.window_size,
+    )
+    run = replace(
+        run,
+        global_batch_size=run.micro_batch_size * run.data_parallel_size,
+        virtual_pipeline_model_parallel_size=None,
+        sequence_parallel=False,
+        data_parallel_sharding_strategy="no_shard",
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+        recompute_granularity=None,
+        recompute_method=None,
+        recompute_num_layers=None,
+        recompute_whitelist=False,
+    )
+    return model, run
+
+
+def _attention_cluster(cluster: Cluster) -> Cluster:
+    """A cluster on which attention takes as long, alike for all that differ in nothing else."""
+    return replace(
+        cluster, name="", source="", iteration_ms=0.0, device=replace(cluster.device, gemm=None, kernel_us=0.0)
+    )

@@ -1,0 +1,95 @@
+"""How long a device takes for what is not attention: products of matrices, norms, the loss, the optimizer."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy
+
+from megatron.context_parallel.cluster.description import Device, GemmRate
+
+from .model_shape import Model
+from .train_config import Run
+
+OF_PEAK = 0.7  # of a device whose products were not measured
+LOSS_READS = 9, 4  # float32 numbers that move for a logit, forward and backward
+
+
+class Work(NamedTuple):
+    """Seconds of products, seconds of other kernels, which move numbers, and how many kernels there are."""
+
+    gemm: float
+    moving: float
+    kernels: int
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one micro batch on one rank, of what is not attention.
+
+    Products run at the device's rate, other kernels at the speed of its memory.
+
+    Attributes:
+        slower: how many times longer all takes, where ranks share processors.
+    """
+
+    model: Model
+    run: Run
+    device: Device
+    slower: float = 1.0
+
+    def layer(self, backward: bool) -> Work:
+        """A layer without its attention. The backward pass has two products for each one of the forward pass."""
+        model, tensor, dense = self.model, self.run.tensor_model_parallel_size, sum(self.products.values())
+        whole = model.hidden_size / (tensor if self.run.sequence_parallel else 1)
+        rotated = 0 if model.positions else 2 * (model.queries + model.keys) / tensor
+        mlp = model.ffn_hidden_size / tensor
+        if not backward:  # norms, residual sums, RoPE, activation
+            numbers = 2 * 2 * whole + 2 * 3 * whole + rotated + (3 if model.swiglu else 2) * mlp
+            return Work(dense, self._moving(numbers), 4 + 7)
+        numbers = 2 * 3 * whole + 2 * 3 * whole + rotated + (5 if model.swiglu else 3) * mlp
+        return Work(2 * dense, self._moving(numbers), 8 + 7)
+
+    @property
+    def products(self) -> dict[str, float]:
+        """Seconds of the products of a layer's forward pass."""
+        h, tensor = self.model.hidden_size, self.run.tensor_model_parallel_size
+        queries, ffn = self.model.queries // tensor, self.model.ffn_hidden_size // tensor
+        return {
+            "qkv": self.product(h, queries + 2 * max(self.model.kv_channels, self.model.keys // tensor)),
+            "out": self.product(queries, h),
+            "up": self.product(h, self.model.mlp_inputs // tensor),
+            "down": self.product(ffn, h),
+        }
+
+    def product(self, k: int, n: int) -> float:
+        """Seconds of the tokens, [tokens, k], by [k, n]: at the rate for its size, or as fast as memory allows."""
+        m = self.run.tokens
+        rates = self.device.gemm or (GemmRate(size=1, TFLOP_s=OF_PEAK * self.device.peak_TFLOP_s),)
+        dtype = min((rate.dtype for rate in rates), key=lambda dtype: dtype != self.run.dtype)
+        sizes, speeds = zip(*sorted((math.log(r.size), r.TFLOP_s) for r in rates if r.dtype == dtype), strict=True)
+        speed = 1e12 * float(numpy.interp(math.log(m * k * n) / 3, sizes, speeds))
+        return max(2 * m * k * n / speed * self.slower, self._seconds(self.run.itemsize * (m * k + k * n + m * n)))
+
+    def embedding(self, backward: bool) -> Work:
+        """The first stage's embedding: rows are read and written, and in the backward pass added."""
+        return Work(0.0, self._moving((3 if backward else 2) * self.model.hidden_size), 1)
+
+    def logits(self, backward: bool) -> Work:
+        """The last stage's norm, logits and loss."""
+        logits = self.model.padded_vocab_size // self.run.tensor_model_parallel_size
+        passes = 4 * LOSS_READS[backward] + self.run.itemsize
+        moving = self._moving(2 * self.model.hidden_size) + self._seconds(passes * logits * self.run.tokens)
+        product = self.product(self.model.hidden_size, logits)
+        return Work(product * (2 if backward else 1), moving, 8 if backward else 12)
+
+    def optimizer(self, parameters: int) -> float:
+        """Adam for the parameters of a rank's part: norm and clipping of gradients, moments, weights."""
+        copies = 2 if self.run.itemsize == 2 else 0  # 16-bit weights are written beside their float32 copies
+        return self._seconds((4 + 8 + 4 + 16 + 8 + copies) * parameters)
+
+    def _moving(self, numbers: float) -> float:
+        return self._seconds(numbers * self.run.itemsize * self.run.tokens)
+
+    def _seconds(self, size: float) -> float:
+        return size / (self.device.memory_GB_s * 1e9) * self.slower

@@ -1,0 +1,169 @@
+"""What a rank of one pipeline stage does in an iteration, in seconds by kind."""
+
+from collections.abc import Iterable
+
+from megatron.context_parallel.cluster.description import Cluster
+from megatron.context_parallel.cluster.simulate.collectives import Rate, exchange, ring
+
+from .attention_pass import attention_seconds
+from .layer_time import LayerTime, Work
+from .model_shape import Model
+from .train_config import Run
+
+# The parts of an iteration, in the order of tables.
+PARTS = (
+    "attention",
+    "attention's exposed communication",
+    "products of matrices",
+    "norms and the like",
+    "logits and loss",
+    "kernel launches",
+    "tensor-parallel traffic",
+    "pipeline traffic",
+    "pipeline bubble",
+    "gradients and weights, exposed",
+    "optimizer",
+    "fixed cost",
+)
+ATTENTION, EXPOSED, PRODUCTS, NORMS, LOGITS, LAUNCHES, TENSOR, PIPELINE, BUBBLE, SHARED, OPTIMIZER, FIXED = PARTS
+Parts = dict[str, float]
+
+
+def add(several: Iterable[Parts]) -> Parts:
+    """Seconds by kind, added up."""
+    result: Parts = {}
+    for parts in several:
+        for name, seconds in parts.items():
+            result[name] = result.get(name, 0.0) + seconds
+    return result
+
+
+class StageTime:
+    """A pipeline stage.
+
+    Attributes:
+        micro_batch: seconds of each micro batch, forward and backward.
+        once: seconds of an iteration beside its micro batches.
+    """
+
+    def __init__(self, model: Model, run: Run, cluster: Cluster, stage: int) -> None:
+        self.model, self.run, self.cluster = model, run, cluster
+        cores = min(run.world_size, cluster.shared_cores or run.world_size)
+        self.time = LayerTime(model, run, cluster.device, run.world_size / cores)
+        self.layers = model.num_layers // run.pipeline_model_parallel_size
+        self.first, self.last = stage == 0, stage == run.pipeline_model_parallel_size - 1
+        forward, backward = self._pass(False), self._pass(True)
+        self.micro_batch = add((forward, backward))
+        count = model.parameters_on_stage(stage, run.pipeline_model_parallel_size, run.tensor_model_parallel_size)
+        shared = self._shared(count, *(parts[PRODUCTS] + parts[NORMS] for parts in (forward, backward)))
+        optimizer = self.time.optimizer(count // run.shards("optim"))
+        self.once = {SHARED: shared, OPTIMIZER: optimizer, FIXED: cluster.iteration_ms * 1e-3}
+
+    def _pass(self, backward: bool) -> Parts:
+        several = [self._layers(self.layers, backward), self._attention(self.layers, backward)]
+        if backward:
+            several += self._recomputed()
+        if self.first:
+            several.append(self._work(self.time.embedding(backward)))
+        if self.last:
+            logits = self.time.logits(backward)
+            several += [{LOGITS: logits.gemm + logits.moving}, self._work(Work(0.0, 0.0, logits.kernels))]
+        several.append({TENSOR: self._tensor_at_ends(backward)})
+        parts = add(several)
+        return parts | {PIPELINE: self._pipeline(sum(parts.values()))}
+
+    def _work(self, work: Work) -> Parts:
+        launches = work.kernels * self.cluster.device.kernel_us * 1e-6
+        return {PRODUCTS: work.gemm, NORMS: work.moving, LAUNCHES: launches}
+
+    def _layers(self, count: int, backward: bool) -> Parts:
+        parts = self._work(self.time.layer(backward)) | {TENSOR: self._tensor_of_layer(backward)}
+        return {name: count * seconds for name, seconds in parts.items()}
+
+    def _attention(self, count: int, backward: bool) -> Parts:
+        seconds = attention_seconds(self.model, self.run, self.cluster, backward)
+        return {ATTENTION: count * seconds.compute, EXPOSED: count * seconds.exposed}
+
+    def _recomputed(self) -> list[Parts]:
+        """Forward passes that the backward pass repeats; where attention's output is kept, only its swap of heads."""
+        run = self.run
+        if run.recompute_granularity == "selective":
+            return [self._attention(self.layers, False)]
+        if run.recompute_granularity != "full":
+            return []
+        each = run.recompute_num_layers or 0
+        count = self.layers if run.recompute_method == "uniform" else min(self.layers, run.turns * each)
+        if run.recompute_whitelist:
+            swap = attention_seconds(self.model, run, self.cluster, False).swap
+            return [self._layers(count, False), {EXPOSED: count * swap}]
+        return [self._layers(count, False), self._attention(count, False)]
+
+    # -- traffic -----------------------------------------------------------------------------------------------
+
+    def _ring(self, *names: str) -> Rate:
+        return ring(self.cluster, tuple(self.run.groups(*names)))
+
+    def _hidden_states(self) -> int:
+        return self.run.tokens * self.model.hidden_size * self.run.itemsize
+
+    def _tensor_of_layer(self, backward: bool) -> float:
+        """Seconds that a layer waits for tensor-parallel ranks; an all-reduce is two rings.
+
+        The backward pass sums gradients of inputs while it computes those of weights. With sequence parallelism it also
+        gathers the inputs, while it computes the gradients of inputs.
+        """
+        if self.run.tensor_model_parallel_size == 1:
+            return 0.0
+        one = self._ring("tensor").seconds(self._hidden_states())
+        if not backward:
+            return 4 * one
+        beside = [self.time.products[name] for name in ("qkv", "up")]
+        if self.run.sequence_parallel:
+            return 2 * one + 2 * sum(max(0.0, one - product) for product in beside)
+        return sum(max(0.0, 2 * one - product) for product in beside)
+
+    def _tensor_at_ends(self, backward: bool) -> float:
+        """The same of embedding, logits and loss."""
+        if self.run.tensor_model_parallel_size == 1:
+            return 0.0
+        rate, whole = self._ring("tensor"), 1 if self.run.sequence_parallel else 2
+        one, seconds = rate.seconds(self._hidden_states()), 0.0
+        if self.first:
+            seconds += one * (whole if not backward else 2 - whole)
+        if self.last:
+            seconds += one * (2 - whole if not backward else whole)
+            seconds += 0.0 if backward else 3 * 2 * rate.seconds(4 * self.run.tokens)
+        return seconds
+
+    def _pipeline(self, busy: float) -> float:
+        """Seconds of a pass that wait for the next stage. An interleaved pipeline sends while it computes."""
+        run, stride = self.run, self.run.world_size // self.run.pipeline_model_parallel_size
+        if run.pipeline_model_parallel_size == 1:
+            return 0.0
+        pairs = tuple((rank, rank + stride) for rank in range(run.world_size - stride))
+        each = self._hidden_states() // (run.tensor_model_parallel_size if run.sequence_parallel else 1)
+        seconds = run.turns * exchange(self.cluster, pairs).seconds(each)
+        return seconds if run.turns == 1 else max(0.0, seconds - busy)
+
+    def _shared(self, parameters: int, forward: float, backward: float) -> float:
+        """Seconds of an iteration that wait for gradients and weights of data and context ranks.
+
+        What overlaps is hidden by products and norms, `forward` and `backward` seconds of a micro batch, but not by
+        attention, whose messages use the links; that of one layer never is.
+        """
+        run = self.run
+        if run.sharers == 1:
+            return 0.0
+        rate = self._ring("context", "data")
+        gather = rate.seconds(run.itemsize * parameters) if run.shards("optim") > 1 else 0.0
+        reduce = rate.seconds(4 * parameters) * (1 if gather else 2)
+
+        def exposed(busy: float, gathered: float, reduced: float) -> float:
+            both = ((gathered, run.overlap_param_gather), (reduced, run.overlap_grad_reduce))
+            hidden = sum(seconds for seconds, overlaps in both if overlaps)
+            return gathered + reduced - hidden + max(hidden - busy, hidden / self.layers)
+
+        if run.shards("params") > 1:  # no rank keeps all weights: they are gathered for every pass
+            return run.micro_batches * (exposed(forward, gather, 0.0) + exposed(backward, gather, reduce))
+        reductions = run.micro_batches if run.shards("grads") > 1 else 1
+        return exposed(forward, gather, 0.0) + reductions * exposed(backward, 0.0, reduce)

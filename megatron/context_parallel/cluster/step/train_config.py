@@ -1,0 +1,137 @@
+"""How a model is trained: the sizes and flags of a run that decide its time and memory."""
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.tokens.rank_grid import ProcessMesh
+
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+SHARDING = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+ORDER = ("tensor", "context", "data", "pipeline")  # of ranks, innermost first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run of the trainer. The fields have the names and meanings of its flags, or of Megatron's.
+
+    Attributes:
+        cp_strategy: spec of the attention, with layout and head-parallel size.
+        data_parallel_sharding_strategy: what the data and context ranks share out. "optim" is
+            `--use-distributed-optimizer` (ZeRO 1), "optim_grads" ZeRO 2, "optim_grads_params" ZeRO 3 or FSDP.
+        num_distributed_optimizer_instances: copies of what they share out.
+        use_torch_fsdp2: the weights that are shared out are float32, and the optimizer has no copy of them.
+        recompute_whitelist: whether the output of attention is kept (`--recompute-whitelist core_attention`).
+        dtype: of weights and activations: "bf16", "fp16" or "fp32".
+        partial_dtype: of partial outputs and gradients between context ranks. The trainer sends float32.
+
+    Raises:
+        UsageError: sizes that do not fit each other, or an unknown value.
+    """
+
+    seq_length: int
+    micro_batch_size: int = 1
+    global_batch_size: int = 1
+    cp_strategy: str = "ring"
+    context_parallel_size: int = 1
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    data_parallel_size: int = 1
+    sequence_parallel: bool = False
+    data_parallel_sharding_strategy: str = "no_shard"
+    num_distributed_optimizer_instances: int = 1
+    use_torch_fsdp2: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    recompute_whitelist: bool = False
+    dtype: str = "bf16"
+    partial_dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("dtype", ITEMSIZE),
+            ("partial_dtype", ITEMSIZE),
+            ("data_parallel_sharding_strategy", SHARDING),
+        ):
+            if (value := getattr(self, name)) not in known:
+                raise UsageError(f"{name} {value}: unknown; give one of {', '.join(known)}")
+        each = self.micro_batch_size * self.data_parallel_size
+        if self.global_batch_size % each:
+            good = -(-self.global_batch_size // each) * each
+            raise UsageError(
+                f"--global-batch-size {self.global_batch_size}: no multiple of --micro-batch-size "
+                f"{self.micro_batch_size} x {self.data_parallel_size} data-parallel ranks; give {good}"
+            )
+        if self.seq_length % self.context_parallel_size:
+            good = -(-self.seq_length // self.context_parallel_size) * self.context_parallel_size
+            raise UsageError(
+                f"--seq-length {self.seq_length}: no multiple of --context-parallel-size "
+                f"{self.context_parallel_size}; give {good}"
+            )
+        if self.sharers % (instances := self.num_distributed_optimizer_instances):
+            raise UsageError(
+                f"--num-distributed-optimizer-instances {instances}: does not divide the {self.sharers} data x context "
+                "ranks; give 1"
+            )
+        if self.recompute_granularity == "full" and not (self.recompute_method and self.recompute_num_layers):
+            raise UsageError("--recompute-granularity full: needs --recompute-method and --recompute-num-layers")
+
+    @cached_property
+    def mesh(self) -> ProcessMesh:
+        """All ranks, in Megatron's order tp-cp-dp-pp."""
+        sizes = (
+            self.tensor_model_parallel_size,
+            self.context_parallel_size,
+            self.data_parallel_size,
+            self.pipeline_model_parallel_size,
+        )
+        return ProcessMesh(ORDER, sizes)
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.size
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a weight or an activation."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a rank in a micro batch."""
+        return self.micro_batch_size * self.seq_length // self.context_parallel_size
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro batches of a rank in an iteration."""
+        return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that have the same weights: data and context ranks."""
+        return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def turns(self) -> int:
+        """Parts that an interleaved pipeline splits a stage into."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    def shards(self, what: str) -> int:
+        """Ranks that share out "optim", "grads" or "params"."""
+        shared = what in self.data_parallel_sharding_strategy.split("_")
+        return self.sharers // self.num_distributed_optimizer_instances if shared else 1
+
+    def groups(self, *names: str) -> list[tuple[int, ...]]:
+        """The groups of ranks that differ only in the dimensions `names` of `ORDER`."""
+        return [*_groups(self.mesh, names)]
+
+
+@cache
+def _groups(mesh: ProcessMesh, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    places = map(mesh.coordinates, range(mesh.size))
+    first = [rank for rank, place in enumerate(places) if not any(place[name] for name in names)]
+    return tuple(mesh.along(rank, *names) for rank in first)

@@ -1,0 +1,40 @@
+"""How many tokens a cache can hold on this machine."""
+
+import os
+
+import psutil
+import torch
+from rich.filesize import decimal
+from rich.table import Table
+
+from megatron.context_parallel.cli.tables import show
+from megatron.context_parallel.trainer.config.flags import Arguments
+from megatron.context_parallel.trainer.config.workload import model_of
+
+
+def bytes_of_a_token(args: Arguments) -> int:
+    """Keys and values of one token in all layers on the tensor-parallel rank that has it."""
+    heads = max(1, args.num_query_groups // args.tensor_model_parallel_size)
+    return args.num_layers * 2 * heads * args.kv_channels * args.params_dtype.itemsize
+
+
+def describe(args: Arguments, cache_tokens: int | None) -> None:
+    """Print what weights and cache need of a rank's memory, and how many tokens would fit."""
+    parameters = model_of(args).parameters_on_stage(0, tensor=args.tensor_model_parallel_size)
+    weights, token = parameters * args.params_dtype.itemsize, bytes_of_a_token(args)
+    ranks, tokens = args.context_parallel_size, cache_tokens or args.max_position_embeddings
+    memory = _memory_of_a_rank()
+    table = Table(
+        "of one rank", "", title=f"{ranks} context ranks, tensor-parallel size {args.tensor_model_parallel_size}"
+    )
+    table.add_row("memory that is free now", decimal(memory))
+    table.add_row("weights", decimal(weights))
+    table.add_row(f"cache of {tokens} tokens over {ranks} ranks", decimal(-(-tokens // ranks) * token))
+    show(table)
+    print(f"tokens that fit: {max(0, (memory - weights) // token * ranks)}; a pass needs some memory besides")
+
+
+def _memory_of_a_rank() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

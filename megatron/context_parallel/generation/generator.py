@@ -1,0 +1,67 @@
+"""From the arguments of a model to an engine that generates with it."""
+
+from megatron.core import parallel_state
+
+from megatron.context_parallel.attention.context import ContextParallel
+from megatron.context_parallel.cluster.description import load_cluster
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.inference.choose import EMPIRICAL
+from megatron.context_parallel.inference.engine import Engine
+from megatron.context_parallel.inference.session import Session
+from megatron.context_parallel.inference.tokenizer import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
+from megatron.context_parallel.integration.huggingface.config import is_huggingface
+from megatron.context_parallel.trainer.config.flags import Arguments
+from megatron.context_parallel.trainer.data.tokenizer import BYTES
+
+from .flags import Cache
+from .load_model import load_model
+
+
+def build_engine(args: Arguments, flags: Cache, length: int | None = None) -> Engine:
+    """An engine with the model of `args`, on the ranks of the world; every rank calls it.
+
+    `length` is the most tokens of a request (default: the positions of the model).
+
+    Raises:
+        UsageError: the model or its tokenizer cannot be read; every rank raises the same.
+    """
+    tokenizer = text_tokenizer(args)
+    cp = ContextParallel(args.cp_layers[0], group=parallel_state.get_context_parallel_group())
+    model = load_model(args, cp)
+    positions = args.max_position_embeddings
+    alpha, beta, gamma = flags.cp_prefill_constants or EMPIRICAL
+    session = Session(
+        model,
+        cp,
+        cache_tokens=flags.cache_tokens or positions,
+        prefill=flags.cp_prefill,
+        cluster=load_cluster(flags.cluster) if flags.cluster else None,
+        constants=(alpha, beta, gamma),
+    )
+    length, waste = min(length or positions, positions), session.tables.n * session.tables.page
+    return Engine(session, tokenizer, flags.inference_dynamic_batching_max_tokens, length, waste)
+
+
+def text_tokenizer(args: Arguments) -> Tokenizer:
+    """The tokenizer of the run or the folder in `--load`, with all that generation needs of it.
+
+    Raises:
+        UsageError: it has none, or its files cannot be read.
+    """
+    assert args.load is not None
+    if is_huggingface(args.load):
+        return HuggingFaceTokenizer(args.load, special=True)
+    if args.tokenizer_type == "ByteLevelTokenizer":
+        return ByteTokenizer(end=BYTES)
+    if args.tokenizer_type == "HuggingFaceTokenizer":
+        assert args.tokenizer_model is not None
+        return HuggingFaceTokenizer(args.tokenizer_model, special=False)  # as training reads its documents
+    if args.tokenizer_type == "NullTokenizer":
+        raise UsageError(f"--load {args.load}: trained with --tokenizer-type NullTokenizer, which has no text")
+    assert args.tokenizer_model is not None
+    return SentencePieceTokenizer(args.tokenizer_model, args.eod_token)

@@ -1,0 +1,37 @@
+"""The arguments of a model to generate with, from the run or the folder of HuggingFace that has it."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.integration.huggingface.config import is_huggingface, model_flags
+from megatron.context_parallel.trainer.arguments.check_values import ranks_in
+from megatron.context_parallel.trainer.arguments.complete import complete
+from megatron.context_parallel.trainer.checkpoint.saved_flags import saved_flags
+from megatron.context_parallel.trainer.config.flags import Arguments, Flags
+
+from .flags import Source
+
+
+def model_arguments(source: Source) -> Arguments:
+    """The arguments of a model for the ranks that were started; those that tensor parallelism leaves share sequences.
+
+    Raises:
+        UsageError: there is no model, or it does not go with these ranks.
+    """
+    ranks, tensor = ranks_in("WORLD_SIZE", 1), source.tensor_model_parallel_size
+    if ranks % tensor:
+        raise UsageError(f"--tensor-model-parallel-size {tensor}: does not divide the {ranks} ranks started; give 1")
+    wanted: dict[str, Any] = {name: getattr(source, name) for name in ("load", "ckpt_step", "load_fallback")}
+    foreign = is_huggingface(source.load)
+    given = model_flags(Path(source.load)) if foreign else saved_flags(Flags(**wanted), "bf16", "fp16")
+    if given.get("num_experts"):
+        raise UsageError(f"--load {source.load}: has experts, with which generating was not tested; give another model")
+    if source.bf16:
+        given |= {"bf16": True, "fp16": False}
+    context = ranks // tensor
+    parallel = {"tensor_model_parallel_size": tensor, "context_parallel_size": context, "cp_layout": "contiguous"}
+    # A session deals its tokens itself: of training's sequences only the smallest is described.
+    training = {"micro_batch_size": 1, "seq_length": context, "train_iters": 1, "lr": 1.0, "transformer_impl": "local"}
+    given |= {**parallel, **training, **wanted}
+    return complete(Flags(**given), (given["vocab_size"], None) if foreign else None)[0]

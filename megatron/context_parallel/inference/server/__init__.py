@@ -1,1 +1,0 @@
-"""Serving text over HTTP as OpenAI's completions and chat completions."""

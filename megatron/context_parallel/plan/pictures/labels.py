@@ -1,0 +1,27 @@
+"""What timelines call the blocks and operations of a plan."""
+
+from collections.abc import Iterable
+
+from megatron.context_parallel.plan.ir import AllGather, Attend, Comm, ReduceScatter, Send, SwapHeads
+
+
+def named(what: Iterable[Attend | Comm | SwapHeads]) -> str:
+    """The name of one block, or of the operations of a batch."""
+    return ", ".join(map(_named, what))
+
+
+def _named(what: Attend | Comm | SwapHeads) -> str:
+    match what:
+        case Attend():
+            return f"queries {_list(what.q_chunks)} x keys {_list(what.kv_chunks)}"
+        case AllGather() | ReduceScatter():
+            return f"{'gather' if isinstance(what, AllGather) else 'reduce'} {what.tensor} {_list(what.chunks)}"
+        case SwapHeads():
+            return f"swap {' '.join(what.tensors)}"
+        case _:
+            way = "to" if isinstance(what, Send) else "from"
+            return f"{what.tensor} {what.chunk} {way} {what.peer}"
+
+
+def _list(chunks: tuple[int, ...]) -> str:
+    return ",".join(map(str, chunks))

@@ -1,0 +1,115 @@
+"""What a picture of a plan shows, as data: each rank's lanes of blocks and messages, and who computes each pair."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+
+from megatron.context_parallel.plan.ir import AllGather, Comm, Plan, Recv, ReduceScatter, Send, SwapHeads, T, Transfer
+from megatron.context_parallel.plan.trace import Span, trace
+
+BLOCKS = "blocks"  # the first lane; the others are channels
+MESSAGE = 0.5  # the time of a message where none is given; a pair of chunks takes 1
+MEANING = {
+    T.Q: "queries",
+    T.KV: "keys, values",
+    T.O: "partial output",
+    T.QDO: "queries, output gradient",
+    T.DO: "output gradient",
+    T.DQ: "partial query gradient",
+    T.DKV: "partial key, value gradient",
+}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One block, or one message of a rank, in one of its lanes.
+
+    Attributes:
+        tensor: what travels; None for a block.
+        texts: what may be written on it, longest first.
+        pairs: (query chunk, key/value chunk) that a block computes.
+        sent, received: what the rank sends and receives in it.
+    """
+
+    rank: int
+    lane: int
+    step: int
+    start: float
+    end: float
+    tensor: T | None
+    texts: tuple[str, ...]
+    pairs: tuple[tuple[int, int], ...] = ()
+    sent: tuple[Transfer, ...] = ()
+    received: tuple[Transfer, ...] = ()
+
+
+@dataclass(frozen=True)
+class Picture:
+    title: str
+    ranks: int
+    lanes: tuple[str, ...]
+    bars: tuple[Bar, ...]
+    finish: float
+    transfer_time: float
+
+    @property
+    def tensors(self) -> list[T]:
+        return [t for t in T if any(bar.tensor is t for bar in self.bars)]
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal pictures, whatever fonts draw them."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+
+def picture(plan: Plan, transfer_time: float = MESSAGE) -> Picture:
+    """The lanes of a plan. A pair of chunks takes one unit of time and a message `transfer_time` units.
+
+    The messages that a rank sends in one batch stand one after the other and fill the batch's time. A message
+    that is received stands with its sender, unless the rank sends nothing in that batch.
+    """
+    run = trace(plan, transfer_time=lambda transfer: transfer_time * transfer.share)
+    spans = sorted((s for s in run.spans if s.end > s.start), key=lambda s: (s.rank, s.start, s.channel))
+    used = {span.channel for span in spans} - {""}
+    channels = [c for c in dict.fromkeys((*plan.channels, *sorted(used))) if c in used]
+    lanes = (BLOCKS, *channels)
+    bars = tuple(bar for span in spans for bar in _bars(plan, span, lanes))
+    ranks = f"{plan.n} ranks"
+    if plan.heads > 1:
+        ranks = f"{plan.n} of {plan.size} ranks, for 1/{plan.heads} of the heads"
+    title = f"{plan.name}, {ranks}, {plan.layout} layout, {'backward' if plan.backward else 'forward'}"
+    return Picture(title, plan.n, lanes, bars, round(run.finish, 6), transfer_time)
+
+
+def _bars(plan: Plan, span: Span, lanes: tuple[str, ...]) -> Iterator[Bar]:
+    start, end = round(span.start, 6), round(span.end, 6)
+    if not span.channel:
+        pairs = tuple(span.what[0].pairs(plan.sees))
+        texts = ("{},{}".format(*pairs[0]),) if len(pairs) == 1 else (f"{len(pairs)} pairs", f"{len(pairs)}")
+        yield Bar(span.rank, 0, span.step, start, end, None, texts, pairs)
+        return
+    shown = [op for op in span.what if not isinstance(op, Recv)] or span.what
+    messages = [message for op in shown for message in _messages(plan, op, span.rank)]
+    ends = [round(start + i * (end - start) / len(messages), 6) for i in range(len(messages) + 1)]
+    for (tensor, texts, sent, received), start, end in zip(messages, ends, ends[1:], strict=False):
+        lane = lanes.index(span.channel)
+        yield Bar(span.rank, lane, span.step, start, end, tensor, texts, sent=sent, received=received)
+
+
+def _messages(plan: Plan, op: Comm | SwapHeads, rank: int) -> Iterator[tuple]:
+    """(tensor, texts, sent, received) of each tensor that an operation moves."""
+    texts: dict[T, tuple[str, ...]]
+    if isinstance(op, SwapHeads):
+        rank = plan.grid.rank(context=rank)
+        transfers, texts = plan.swapped(op, rank), {t: (f"swap {t}", f"{t}") for t in op.tensors}
+    elif isinstance(op, AllGather | ReduceScatter):
+        word = "gather" if isinstance(op, AllGather) else "reduce"
+        transfers, texts = op.transfers(rank), {op.tensor: (f"{word} {op.tensor}", f"{op.tensor}")}
+    else:
+        way = f"{op.chunk}{'→' if isinstance(op, Send) else '←'}{op.peer}"
+        transfers, texts = op.transfers(rank), {op.tensor: (f"{op.tensor}{way}", way, f"{op.chunk}")}
+    ends = attrgetter("sender"), attrgetter("receiver")
+    for tensor, written in texts.items():
+        sent, received = ([t for t in transfers if t.tensor is tensor and end(t) == rank] for end in ends)
+        yield tensor, written, tuple(sent), tuple(received)

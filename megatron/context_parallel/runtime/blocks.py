@@ -1,0 +1,151 @@
+"""The blocks of a distributed attention: the order of gathered key rows, and the pieces that a kernel computes."""
+
+from itertools import pairwise
+from operator import itemgetter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.kernels.interface import Kernel
+from megatron.context_parallel.kernels.masks import Piece, Runs
+from megatron.context_parallel.plan.ir import T
+from megatron.context_parallel.tokens.layout import Chunks, ListedChunks
+from megatron.context_parallel.tokens.mask import Documents, Mask, Sequences
+
+ALL = slice(None)  # in a piece: all rows of the chunk, or of the gathered keys
+Rows = tuple[int, slice, slice | Tensor]  # chunk, rows of the chunk, and where they are among the gathered rows
+
+
+class Blocks:
+    """The blocks of a sequence under a mask. Each is cut into pieces once, for all layers and both passes.
+
+    Args:
+        q, kv: the chunks of queries and of keys.
+        kernel: cuts blocks into what it computes.
+        undivided: for a mask with documents, the blocks of the same mask without. They outlive those of a batch.
+    """
+
+    def __init__(
+        self,
+        mask: Mask,
+        q: Chunks | ListedChunks,
+        kv: Chunks | ListedChunks,
+        kernel: Kernel,
+        undivided: "Blocks | None" = None,
+    ) -> None:
+        self.mask, self.q, self.kv, self.kernel = mask, q, kv, kernel
+        if isinstance(mask.documents, Documents):
+            undivided = undivided or Blocks(Mask(mask.causal, mask.window), q, kv, kernel)
+        self.undivided = undivided
+        self._pieces: dict[tuple, list[Piece]] = {}
+        self._order: dict[tuple, list[Rows]] = {} if undivided is None else undivided._order
+        self._runs: dict[tuple, Runs] = {}
+        self._edges: dict[int, list[np.ndarray]] = {}
+
+    def chunks(self, tensor: T) -> Chunks | ListedChunks:
+        """The chunks in which a tensor travels."""
+        return self.kv if tensor in (T.KV, T.DKV) else self.q
+
+    def keys(self, chunks: tuple[int, ...]) -> int:
+        """Rows of the key chunks together."""
+        return sum(self.kv.rows(chunk) for chunk in chunks)
+
+    def order(self, chunks: tuple[int, ...]) -> list[Rows]:
+        """Where the rows of each of the key chunks are among those of all of them, in ascending order of position."""
+        if chunks not in self._order:
+            self._order[chunks] = self._interleaved(chunks)
+        return self._order[chunks]
+
+    def _interleaved(self, chunks: tuple[int, ...]) -> list[Rows]:
+        if isinstance(self.kv, ListedChunks):
+            before = (self.kv.before(chunks, self.kv.positions(chunk).numpy()) for chunk in chunks)
+            return [(c, slice(None), torch.from_numpy(at).long()) for c, at in zip(chunks, before, strict=True)]
+        rows: list[tuple[int, Rows]] = []
+        for chunk in chunks:
+            start = 0
+            for p in self.kv.progressions[chunk]:
+                ends = np.array((p.start, p.start + (p.length > 1) * p.stride, p.last))
+                first, second, last = self.kv.before(chunks, ends).tolist()
+                own = slice(start, start + p.length)
+                rows.append((first, (chunk, own, slice(first, last + 1, max(1, second - first)))))
+                start += p.length
+        return [row for _, row in sorted(rows, key=itemgetter(0))]
+
+    def side_by_side(self, chunks: tuple[int, ...]) -> bool:
+        """Whether the parts of `order`, one after the other, are the rows of all of them."""
+        return all(isinstance(where, slice) and where.step == 1 for _, _, where in self.order(chunks))
+
+    def runs(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> Runs:
+        """The rows of the gathered key chunks that each query of a chunk sees."""
+        key = q_chunk, kv_chunks
+        if self.undivided is not None:
+            return self._divided(self.undivided.runs(*key), *key)
+        if key not in self._runs:
+            seen = self.mask.seen(self.q.positions(q_chunk))
+            self._runs[key] = Runs(*(torch.from_numpy(self.kv.before(kv_chunks, bound.numpy())) for bound in seen))
+        return self._runs[key]
+
+    def _divided(self, undivided: Runs, q_chunk: int, kv_chunks: tuple[int, ...]) -> Runs:
+        """Runs that end where documents do. As rows and positions ascend alike, only the edges need to be sought."""
+        documents, bounds = self.mask.documents, [bound[0].numpy() for bound in undivided]
+        assert isinstance(documents, Documents)  # only they are divided here
+        if q_chunk not in self._edges:
+            self._edges[q_chunk] = [self.q.before((q_chunk,), edges) for edges in documents.edges]
+        of_samples = []
+        for edges, inside, rows in zip(documents.edges, documents.inside, self._edges[q_chunk], strict=True):
+            keys, count = self.kv.before(kv_chunks, edges), np.diff(rows)
+            first, end = np.repeat(keys[:-1], count), bounds[1]
+            if bounds[0][-1] > first[0]:  # both ascend
+                np.maximum(bounds[0], first, out=first)
+            if not (self.mask.causal and inside.all()):  # a causal run ends in its document
+                end = np.minimum(end, np.repeat(keys[1:], count))
+            for gap in np.flatnonzero(~inside & (count > 0)):
+                at = slice(*rows[gap : gap + 2])
+                own = self.q.positions(q_chunk)[at].numpy()
+                first[at] = end[at] = self.kv.before(kv_chunks, own)
+            of_samples.append((first, end))
+        if len(of_samples) == 1:
+            return Runs(*(torch.from_numpy(x).unsqueeze(0) for x in of_samples[0]))
+        return Runs(*(torch.from_numpy(np.stack(x)) for x in zip(*of_samples, strict=True)))
+
+    def pieces(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> list[Piece]:
+        """The block of a query chunk against gathered key/value chunks, cut for the kernel."""
+        key = q_chunk, kv_chunks
+        if key not in self._pieces:
+            sequences = self.mask.documents
+            if isinstance(sequences, Sequences):
+                assert isinstance(self.q, ListedChunks) and isinstance(self.kv, ListedChunks)  # as sequences need
+                edges = self.q.edges((q_chunk,)), self.kv.edges(kv_chunks)
+                parts = zip(*([slice(*pair) for pair in pairwise(of)] for of in edges), strict=True)
+                self._pieces[key] = [p for q, kv in parts for p in self._of_sequence(key, q, kv)]
+            else:
+                rows, keys = self.q.rows(q_chunk), self.keys(kv_chunks)
+                self._pieces[key] = [
+                    piece._replace(q=_all_or(piece.q, rows), kv=_all_or(piece.kv, keys))
+                    for piece in self._cut(self.runs(*key), keys)
+                ]
+        return self._pieces[key]
+
+    def _of_sequence(self, key: tuple[int, tuple[int, ...]], rows: slice, keys: slice) -> list[Piece]:
+        """The pieces of the rows and keys of a sequence, in rows and keys of the whole block."""
+        count = keys.stop - keys.start
+        if self.mask.causal or self.mask.window != (-1, -1):
+            cut = self._cut(self.runs(*key).of(rows, keys), count)
+        elif rows.start < rows.stop and count:
+            seen = (torch.full((1, rows.stop - rows.start), x, dtype=torch.int32) for x in (0, count))
+            cut = self.kernel.pieces(Runs(*seen), count)
+        else:
+            cut = []
+        return [Piece(_moved(p.q, rows.start), _moved(p.kv, keys.start), p.mask, p.sample) for p in cut]
+
+    def _cut(self, block: Runs, keys: int) -> list[Piece]:
+        return self.kernel.pieces(block, keys) if np.greater(block.end.numpy(), block.first.numpy()).any() else []
+
+
+def _all_or(rows: slice, count: int) -> slice:
+    return ALL if range(*rows.indices(count)) == range(count) else rows
+
+
+def _moved(rows: slice, by: int) -> slice:
+    return slice(rows.start + by, rows.stop + by, rows.step)

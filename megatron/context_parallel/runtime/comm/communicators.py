@@ -1,0 +1,130 @@
+"""How the ranks of a context group meet, and the communicators they then make together."""
+
+import hashlib
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.context_parallel.errors import UsageError
+
+
+def joined(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """`group` (that of a mesh of one dimension), by default the world.
+
+    Raises:
+        UsageError: there are no process groups, this is none, this rank is not in it, or a mesh has more dimensions.
+    """
+    if not dist.is_initialized():
+        raise UsageError(
+            "ContextParallel: there is no process group; call torch.distributed.init_process_group() before, or use "
+            "AllRanks(n) to have n ranks in this process"
+        )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise UsageError(
+                f"group: a DeviceMesh of {group.ndim} dimensions, {group.mesh_dim_names or tuple(group.shape)}; give "
+                'one of them, such as mesh["cp"]'
+            )
+        group = group.get_group()
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup) and group is not dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError(
+            f"group: of type {type(group).__name__}; give a process group, such as dist.new_group([0, 1]), or a "
+            "DeviceMesh of one dimension"
+        )
+    if dist.get_rank(group) < 0:
+        raise UsageError(
+            f"ContextParallel: rank {dist.get_rank()} is not in the given group; give the group this rank is in"
+        )
+    return group
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long operations of `group` may take. No public function tells."""
+    return _backend_options(group)._timeout
+
+
+def options_of(group: dist.ProcessGroup) -> Any:
+    """Options of a communicator beside `group`, if that is of NCCL: its priority of streams and its limits of CTAs.
+
+    They decide whether communication waits for whole compute kernels.
+    """
+    given = _backend_options(group)
+    if not hasattr(given, "is_high_priority_stream"):
+        return None
+    own = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.is_high_priority_stream)
+    own.config, own._timeout = given.config, given._timeout
+    return own
+
+
+def _backend_options(group: dist.ProcessGroup) -> Any:
+    return group._get_backend(group._device_types[0]).options
+
+
+def meet(group: dist.ProcessGroup, given: str) -> str:
+    """Waits for all ranks of `group` and checks that all were `given` the same.
+
+    Returns:
+        A name that no other meeting has. It is the same on all ranks, whatever other groups they have.
+
+    Raises:
+        UsageError: a rank did not come within the timeout of the group, gave up, or was given something else.
+    """
+    ranks, rank, timeout = dist.get_process_group_ranks(group), dist.get_rank(), timeout_of(group)
+    members = "_".join(map(str, ranks))
+    store = dist.PrefixStore(f"context_parallel/{members}", distributed_c10d._get_default_store())
+    turn = store.add(f"meetings of {rank}", 1)  # counted in the store: it outlives groups, and names are used once
+    keys = [f"{turn}/{r}" for r in ranks]
+    store.set(f"{turn}/{rank}", given)
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError:
+        if missing := [r for r, key in zip(ranks, keys, strict=True) if not store.check([key])]:
+            store.set(f"{turn}/{rank}", f"gave up waiting for {_named(missing)}")  # for those who come later
+            raise UsageError(
+                f"{given} on {_named(ranks)}: {_named(missing)} did not come within {timeout.total_seconds():g} s; "
+                "make ContextParallel on all ranks of its group (one that failed says why in its own output)"
+            ) from None
+    said = [text.decode() for text in store.multi_get(keys)]
+    if len(set(said)) > 1:
+        by_text = {text: _named([r for r, t in zip(ranks, said, strict=True) if t == text]) for text in said}
+        raise UsageError(
+            "the ranks of a context group need the same strategy, layout and options: "
+            + "; ".join(f"{who}: {text}" for text, who in by_text.items())
+        )
+    return f"{members}/{turn}"
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def new_communicator(group: dist.ProcessGroup, ranks: list[int], meeting: str, channel: str) -> dist.ProcessGroup:
+    """A communicator of `ranks` (of the world, all in `group`), with the backend, options and timeout of `group`.
+
+    Exactly these ranks make it. `dist.new_group` names a group by how many groups the process has, so ranks with
+    different numbers of groups would wait for each other for ever.
+    """
+    name = hashlib.sha256(f"{meeting} {channel} {ranks}".encode()).hexdigest()
+    world = dist.group.WORLD
+    assert world is not None
+    device, world.bound_device_id = world.bound_device_id, None  # else NCCL splits the world, and needs all its ranks
+    try:
+        communicator, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            dist.get_backend(group),
+            distributed_c10d._get_default_store(),
+            f"context_parallel/{name}",  # type: ignore[arg-type]  # GroupName is a str that few releases have
+            backend_options=options_of(group),
+            timeout=timeout_of(group),
+            group_desc=f"context parallel {channel}",
+        )
+    finally:
+        world.bound_device_id = device
+    distributed_c10d._world.pg_group_ranks[communicator] = {rank: i for i, rank in enumerate(ranks)}
+    return communicator

@@ -1,0 +1,153 @@
+"""Operations of torch.distributed under way: messages, and what NCCL does in one call where gloo prefers messages."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, chain
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .flight_recorder import Ends, recorder
+
+Messages = list[tuple[int, Tensor]]  # to or from a peer; a tensor of no rows does not travel
+ALIGNED = 16  # bytes; a message in a packed buffer starts at a multiple, so that it can be seen in its own dtype
+
+# Releases before 2.13 have the older names only.
+gather_one = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+sum_one = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Work(Protocol):
+    """Communication under way. After `wait`, received data is there and sent data may change."""
+
+    def wait(self) -> object: ...
+
+
+class Batch:
+    """Works of torch.distributed. Each has an end of its own, or all have all of them."""
+
+    def __init__(self, works: Sequence[Work], channel: str, ends: Ends) -> None:
+        self.works, self.channel, self.ends = works, channel, ends
+        recorder.launch(channel, ends)
+
+    def wait(self) -> None:
+        if not self.works:
+            return
+        apart = len(self.works) == len(self.ends)
+        noted: Ends = []
+        try:
+            for i, work in enumerate(self.works):
+                ends = self.ends[i : i + 1] if apart else self.ends
+                if ends != noted:
+                    recorder.wait(self.channel, ends)
+                    noted = ends
+                work.wait()
+        except RuntimeError as error:  # the recorder's position stays: it says what failed
+            raise RuntimeError(f"context parallel communication failed: {recorder.position}: {error}") from error
+        recorder.waited(self.channel, self.ends)
+        self.works = []
+
+
+class Rounds:
+    """Batches one after the other. The first starts at once, each other one while `wait` is called."""
+
+    def __init__(self, start: Callable[[Messages, Messages], Work], rounds: list[tuple[Messages, Messages]]) -> None:
+        self.start, self.staged = start, list[tuple[Tensor, Tensor]]()
+        self.rounds = [([(to, x.contiguous()) for to, x in sends], self._dense(of)) for sends, of in rounds]
+        self.work = start(*self.rounds.pop(0))
+
+    def _dense(self, receives: Messages) -> Messages:
+        """The same, with buffers in place of strided tensors."""
+        found = []
+        for peer, x in receives:
+            found.append((peer, x if x.is_contiguous() else x.new_empty(x.shape)))
+            if found[-1][1] is not x:
+                self.staged.append((x, found[-1][1]))
+        return found
+
+    def wait(self) -> None:
+        self.work.wait()
+        while self.rounds:
+            self.work = self.start(*self.rounds.pop(0))
+            self.work.wait()
+        for x, buffer in self.staged:
+            x.copy_(buffer)
+
+
+def post(group: dist.ProcessGroup, sends: Messages, receives: Messages) -> list[dist.Work]:
+    """Starts messages with ranks of a group; of NCCL as one operation.
+
+    It asks the group itself: `dist.batch_isend_irecv` does the same with four times the host's work.
+    """
+    if not (sends or receives):
+        return []
+    device = (sends or receives)[0][1].device
+    if group._get_backend(device).supports_coalescing:
+        with dist._coalescing_manager(group, device, async_ops=True) as together:
+            _post(group, sends, receives)
+        return [together]
+    return _post(group, sends, receives)
+
+
+def _post(group: dist.ProcessGroup, sends: Messages, receives: Messages) -> list[dist.Work]:
+    # Receives first: with two sends that cross, gloo moves one after the other, not both at once.
+    works = [group.recv([x], peer, 0) for peer, x in receives]
+    return works + [group.send([x], peer, 0) for peer, x in sends]
+
+
+def gather(group: dist.ProcessGroup, tensors: Iterable[tuple[Tensor, Tensor]]) -> dist.Work:
+    """Starts gathering each (mine, everyone), all in one collective."""
+    with dist._coalescing_manager(group, async_ops=True) as together:
+        for mine, everyone in tensors:
+            gather_one(everyone, mine, group=group)
+    return together
+
+
+def add_up(group: dist.ProcessGroup, tensors: Iterable[tuple[Tensor, Tensor]]) -> dist.Work:
+    """Starts a reduce-scatter of each (mine, everyone), all in one collective."""
+    with dist._coalescing_manager(group, async_ops=True) as together:
+        for mine, everyone in tensors:
+            sum_one(mine, everyone, group=group)
+    return together
+
+
+class AllToAll:
+    """Messages to and from each rank of a group, packed into one buffer each way.
+
+    Args:
+        sends, receives: (rank in the group, tensor), in the same order on both ends of a line. Tensors may be strided.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sends: Messages, receives: Messages) -> None:
+        size = dist.get_world_size(group)
+        parts, packed, sent = _packed(sends, size)
+        self.parts, self.landed, received = _packed(receives, size)
+        self.into = [x for _, x in sorted(receives, key=_peer)]
+        torch._foreach_copy_(parts, [x for _, x in sorted(sends, key=_peer)])
+        work = dist.all_to_all_single(self.landed, packed, received, sent, group=group, async_op=True)
+        assert work is not None  # this rank is in the group
+        self.work = work
+
+    def wait(self) -> None:
+        self.work.wait()
+        torch._foreach_copy_(self.into, self.parts)
+
+
+def _peer(message: tuple[int, Tensor]) -> int:
+    return message[0]
+
+
+def _packed(messages: Messages, size: int) -> tuple[list[Tensor], Tensor, list[int]]:
+    """A buffer for messages, rank after rank: where each of them is in it, the buffer, and its bytes for each rank."""
+    ordered, counts = sorted(messages, key=_peer), [0] * size
+    sizes = [-(-x.numel() * x.element_size() // ALIGNED) * ALIGNED for _, x in ordered]
+    for (peer, _), count in zip(ordered, sizes, strict=True):
+        counts[peer] += count
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=ordered[0][1].device)
+    starts = chain((0,), accumulate(sizes))
+    parts = [
+        buffer[start : start + x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+        for (_, x), start in zip(ordered, starts, strict=False)
+    ]
+    return parts, buffer, counts

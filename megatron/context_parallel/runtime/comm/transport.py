@@ -1,0 +1,318 @@
+"""How chunks travel: through torch.distributed, or between ranks that are all in this process."""
+
+from collections import deque
+from collections.abc import Generator, Iterable
+from functools import partial
+from itertools import chain
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.context_parallel.plan.ir import Plan, PlanError
+
+from .communicators import meet, new_communicator
+from .torch_works import AllToAll, Batch, Messages, Rounds, Work, add_up, gather, gather_one, post
+
+Result = TypeVar("Result")
+Counts = tuple[int, ...]
+Gathered = tuple[Tensor, Tensor]  # of a collective: what is one rank's, and what is everyone's
+Program = Generator[Work, None, Result]  # a rank's execution of a plan: yields what it must wait for
+
+
+class Transport(Protocol):
+    """One rank's side. Peers and groups are ranks of the context group (of a `Subgroup`, its own)."""
+
+    sums: bool  # whether it has a reduce-scatter that moves no more than messages do
+
+    def world(self, peer: int) -> int:
+        """The rank in the world of a peer."""
+        ...
+
+    def exchange(self, channel: str, sends: Messages, receives: Messages) -> Work:
+        """Starts one batch of messages. Between two ranks, messages match in order."""
+        ...
+
+    def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> Work:
+        """Starts an exchange of each rank with each other rank of a group.
+
+        `sends` are for the ranks after this one, in turn; `receives` are from the ranks before it. Wait for it at once:
+        it continues only while this rank waits. Tensors may be strided.
+        """
+        ...
+
+    def all_gather(self, channel: str, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> Work:
+        """Starts gathering, for each (mine, everyone), `mine` [rows, ...] of all ranks of `group` into `everyone`.
+
+        `rows` are those of each rank of `group`; `everyone` is [sum(rows), ...], in the order of `group`.
+        """
+        ...
+
+    def reduce_scatter(self, channel: str, group: tuple[int, ...], tensors: list[Gathered]) -> Work:
+        """Starts adding up, for each (mine, everyone), the parts of `everyone` of all ranks into `mine` of each.
+
+        `everyone` is [len(group) * rows, ...], in the order of `group`. Only where it `sums`.
+        """
+        ...
+
+
+class TorchTransport:
+    """torch.distributed (NCCL or gloo). Each channel is a communicator of its own."""
+
+    def __init__(self, group: dist.ProcessGroup, given: str) -> None:
+        """Waits for the other ranks of `group`, which must be `given` the same (see `meet`)."""
+        self.ranks = dist.get_process_group_ranks(group)
+        self.rank, self._everyone = dist.get_rank(group), tuple(range(len(self.ranks)))
+        self._given, self._meeting = group, meet(group, given)
+        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self.sums = self._nccl = "nccl" in dist.get_backend_config(group)
+
+    def connect(self, communicators: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        """Makes communicators, each a channel and its ranks. All ranks of the group must ask for the same ones."""
+        for channel, members in sorted(communicators):
+            if self.rank not in members:
+                continue
+            if members == self._everyone and self._given not in self._groups.values():
+                group = self._given
+            else:
+                group = new_communicator(self._given, [self.ranks[m] for m in members], self._meeting, channel)
+            if self._nccl:  # it connects all ranks at its first call or never
+                dist.barrier(group, device_ids=[torch.cuda.current_device()])
+            self._groups[channel, members] = group
+
+    def world(self, peer: int) -> int:
+        return self.ranks[peer]
+
+    def _group(self, channel: str, members: tuple[int, ...]) -> dist.ProcessGroup:
+        if (channel, members) not in self._groups:
+            raise PlanError(
+                f"channel {channel!r} of ranks {list(members)}: no communicator; declare it where the strategy is "
+                f"registered; there are {sorted({c for c, _ in self._groups})}"
+            )
+        return self._groups[channel, members]
+
+    def exchange(self, channel: str, sends: Messages, receives: Messages) -> Work:
+        return self._exchange(channel, self._everyone, sends, receives)
+
+    def _exchange(self, channel: str, members: tuple[int, ...], sends: Messages, receives: Messages) -> Work:
+        """Starts one batch of messages on a communicator."""
+        group, ranks = self._group(channel, members), self.ranks
+        sends, receives = ([(peer, x) for peer, x in some if x.numel()] for some in (sends, receives))
+        ends = [("receive", ranks[peer]) for peer, _ in receives] + [("send", ranks[peer]) for peer, _ in sends]
+        if members is not self._everyone:
+            sends, receives = ([(members.index(peer), x) for peer, x in some] for some in (sends, receives))
+        return Batch(post(group, sends, receives), channel, ends)
+
+    def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> Work:
+        if self._nccl:
+            group = self._group(channel, self._everyone)
+            given, got = list(chain(*sends)), list(chain(*receives))
+            ends = [("receive", self.ranks[peer]) for peer in dict(got)]
+            return Batch([AllToAll(group, given, got)], channel, ends)
+        # gloo reaches the rate of a link one pair at a time; all at once it gets two thirds of it.
+        return Rounds(partial(self.exchange, channel), list(zip(sends, receives, strict=True)))
+
+    def all_gather(self, channel: str, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> Work:
+        if len(set(rows)) > 1:  # collectives want equal parts
+            return self._exchange(channel, group, *_as_messages(self.rank, group, rows, tensors))
+        communicator = self._group(channel, group)
+        if self._nccl:
+            works = [gather(communicator, tensors)]
+        else:
+            works = [gather_one(all_, mine, group=communicator, async_op=True) for mine, all_ in tensors]
+        return Batch(works, channel, [("gather", self.ranks[rank]) for rank in group if rank != self.rank])
+
+    def reduce_scatter(self, channel: str, group: tuple[int, ...], tensors: list[Gathered]) -> Work:
+        work = add_up(self._group(channel, group), tensors)
+        return Batch([work], channel, [("receive", self.ranks[rank]) for rank in group if rank != self.rank])
+
+
+def _as_messages(rank: int, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> tuple[Messages, Messages]:
+    """What a rank sends and receives in a gather; its own part is copied at once."""
+    sends: Messages = []
+    receives: Messages = []
+    for mine, everyone in tensors:
+        for peer, part in zip(group, everyone.split(rows), strict=True):
+            if peer == rank:
+                part.copy_(mine)
+            else:
+                sends.append((peer, mine))
+                receives.append((peer, part))
+    return sends, receives
+
+
+def _version(x: Tensor) -> int:
+    """How often `x` was written to; tensors of inference mode do not count."""
+    try:
+        return x._version
+    except RuntimeError:
+        return 0
+
+
+class _Message:
+    """A tensor on its way inside the process. As on a network, it is complete when both ends have named their tensor.
+
+    The end that waits first copies it. To overwrite it before that is an error.
+    """
+
+    __slots__ = ("complete", "content", "into", "version")
+
+    def __init__(self) -> None:
+        self.content: Tensor | None = None
+        self.into: Tensor | None = None
+        self.version, self.complete = 0, False
+
+    def deliver(self) -> None:
+        assert self.content is not None and self.into is not None  # only what is complete is delivered
+        if _version(self.content) != self.version:
+            raise PlanError("a tensor was overwritten while it was being sent")
+        if self.content.shape != self.into.shape:
+            raise PlanError(f"a tensor of {list(self.content.shape)} was sent for one of {list(self.into.shape)}")
+        self.into.copy_(self.content)
+        self.content = self.into = None
+
+
+class Line:
+    """Messages from one rank to another on a channel. They match in order; either end may name its tensor first."""
+
+    __slots__ = ("sent", "wanted")
+
+    def __init__(self) -> None:
+        self.sent: deque[_Message] = deque()
+        self.wanted: deque[_Message] = deque()
+
+    def send(self, content: Tensor) -> _Message:
+        if self.wanted:
+            message = self.wanted.popleft()
+            message.complete = True
+        else:
+            self.sent.append(message := _Message())
+        message.content, message.version = content, _version(content)
+        return message
+
+    def receive(self, into: Tensor) -> _Message:
+        if self.sent:
+            message = self.sent.popleft()
+            message.complete = True
+        else:
+            self.wanted.append(message := _Message())
+        message.into = into
+        return message
+
+
+class _Exchange:
+    """A batch of messages of one rank on a channel, each with a peer."""
+
+    __slots__ = ("channel", "messages", "peers")
+
+    def __init__(self, channel: str, messages: list[_Message], peers: list[int]) -> None:
+        self.channel, self.messages, self.peers = channel, messages, peers
+
+    def missing(self) -> str:
+        """The first message whose other end is not there yet; nothing if the batch is complete."""
+        for message, peer in zip(self.messages, self.peers, strict=False):  # no message once it has waited
+            if not message.complete:
+                what = "send to" if message.into is None else "receive from"
+                return f"to {what} rank {peer} on channel {self.channel}"
+        return ""
+
+    def ready(self) -> bool:
+        for message in self.messages:  # noqa: SIM110 (`all` takes three times as long)
+            if not message.complete:
+                return False
+        return True
+
+    def wait(self) -> None:
+        for message in self.messages:
+            if message.content is not None:  # else the other end was here
+                message.deliver()
+        self.messages = []
+
+
+class LocalTransport:
+    """All ranks of a plan in this process; `post`, a `defaultdict(Line)`, is shared between them."""
+
+    sums = False
+
+    def __init__(self, rank: int, post: dict[tuple[str, int, int], Line]) -> None:
+        self.rank, self.post = rank, post
+
+    def world(self, peer: int) -> int:
+        return peer
+
+    def exchange(self, channel: str, sends: Messages, receives: Messages) -> _Exchange:
+        rank, post = self.rank, self.post
+        messages = [post[channel, rank, to].send(x) for to, x in sends]
+        messages += [post[channel, of, rank].receive(x) for of, x in receives]
+        return _Exchange(channel, messages, [peer for peer, _ in chain(sends, receives)])
+
+    def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> _Exchange:
+        return self.exchange(channel, list(chain(*sends)), list(chain(*receives)))
+
+    def all_gather(self, channel: str, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> _Exchange:
+        return self.exchange(channel, *_as_messages(self.rank, group, rows, tensors))
+
+
+class Subgroup:
+    """Some ranks of a transport, numbered 0, 1, ... in the order given."""
+
+    def __init__(self, transport: Transport, ranks: tuple[int, ...]) -> None:
+        self.transport, self.ranks, self.sums = transport, ranks, transport.sums
+
+    def world(self, peer: int) -> int:
+        return self.transport.world(self.ranks[peer])
+
+    def exchange(self, channel: str, sends: Messages, receives: Messages) -> Work:
+        return self.transport.exchange(channel, self._outside(sends), self._outside(receives))
+
+    def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> Work:
+        outside = ([self._outside(messages) for messages in turns] for turns in (sends, receives))
+        return self.transport.trade(channel, *outside)
+
+    def _outside(self, messages: Messages) -> Messages:
+        return [(self.ranks[peer], x) for peer, x in messages]
+
+    def all_gather(self, channel: str, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> Work:
+        return self.transport.all_gather(channel, tuple(self.ranks[r] for r in group), rows, tensors)
+
+    def reduce_scatter(self, channel: str, group: tuple[int, ...], tensors: list[Gathered]) -> Work:
+        return self.transport.reduce_scatter(channel, tuple(self.ranks[r] for r in group), tensors)
+
+
+def run_here(program: Program[Result]) -> Result:
+    """Runs this process's rank of a plan to its end."""
+    try:
+        while True:
+            next(program).wait()
+    except StopIteration as stop:
+        return stop.value
+
+
+def run_all(programs: list[Program[Result]], plan: Plan) -> list[Result]:
+    """Runs the programs of all ranks, which share one `LocalTransport` post, in this process.
+
+    Raises:
+        PlanError: ranks wait for each other for ever. The message says what each waits for.
+    """
+    results: list = [None] * len(programs)
+    waiting: dict[int, _Exchange | None] = dict.fromkeys(range(len(programs)))
+    while waiting:
+        progress = False
+        for rank, work in list(waiting.items()):
+            try:
+                while work is None or work.ready():
+                    if work is not None:
+                        work.wait()
+                    progress = True
+                    begun = next(programs[rank])
+                    assert isinstance(begun, _Exchange)  # a `LocalTransport` makes no other
+                    work = begun
+                waiting[rank] = work
+            except StopIteration as stop:
+                results[rank] = stop.value
+                del waiting[rank]
+        if not progress:
+            stuck = "; ".join(f"rank {rank} {work.missing()}" for rank, work in waiting.items() if work)
+            raise PlanError(f"{plan.name}: ranks wait for each other for ever: {stuck}")
+    return results

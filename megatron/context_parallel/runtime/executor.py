@@ -1,0 +1,330 @@
+"""Executes a plan on one rank: launches communication, computes blocks meanwhile, merges partials, frees chunks.
+
+Inside, tensors are folded: queries [s, B, G, d], keys and values [s, B, d], with B = batch × kv_heads and G = heads /
+kv_heads. These are views of Megatron's [s, b, heads, d], and rows stay contiguous for sending.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.kernels.interface import BlockGrad, Kernel, Scores
+from megatron.context_parallel.kernels.masks import Piece
+from megatron.context_parallel.kernels.merge import merge
+from megatron.context_parallel.plan.ir import IN_FLIGHT, PARTIAL, AllGather, Key, Plan, ReduceScatter, T
+from megatron.context_parallel.plan.schedule import Block, Messages, schedule
+
+from .blocks import ALL, Blocks
+from .buffers import Value, empty
+from .comm.flight_recorder import recorder
+from .comm.transport import Program, Transport, Work
+from .profiler_ranges import marks
+
+Part = slice | tuple[slice, slice]  # rows, or rows and heads
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is the same on all ranks: the blocks, the key/value heads of the model, the kernel and the scores."""
+
+    blocks: Blocks
+    kv_heads: int
+    kernel: Kernel
+    scores: Scores
+
+
+class Executor:
+    """One run of one rank's part of a plan."""
+
+    def __init__(self, plan: Plan, rank: int, problem: Problem, transport: Transport, inputs: dict[T, Value]) -> None:
+        self.plan, self.rank, self.problem, self.transport = plan, rank, problem, transport
+        self.held: dict[Key, Value] = {(t, rank): value for t, value in inputs.items()}
+        self.arriving: dict[Key, list[tuple[Work, int, Value]]] = defaultdict(list)  # with the peer that sends it
+        self.launched: dict[str, deque[Work]] = defaultdict(deque)
+        self.keys: Value | None = None  # those of several chunks, while successive blocks use the same ones
+        self.key_grads: Value | None = None  # their gradients
+        self.q, (self.k, self.v) = inputs[plan.starts[0]][0], inputs[T.KV]
+        self.wide = torch.promote_types(self.q.dtype, torch.float32)
+        self.widen = Tensor.double if self.wide is torch.float64 else Tensor.float  # quicker than `to`
+        self.sizes = *self.q.shape[1:], self.v.shape[-1]
+
+    def run(self) -> Program[dict[T, Value]]:
+        """Yields each communication that it must wait for; returns the tensors that the plan ends with."""
+        steps = schedule(self.plan, self.rank)
+        for s, step in enumerate(steps):
+            recorder.at_step(s)
+            for op in step.collectives:
+                yield from self._all_gather(op) if isinstance(op, AllGather) else self._reduce_scatter(op)
+            if step.messages:
+                yield from self._launch(step.messages)
+            for block in step.blocks:
+                for key in block.needed:
+                    if key in self.arriving:
+                        yield from self._arrive(key)
+                if marks.on:
+                    with marks.block(block.attend):
+                        self._block(block)
+                else:
+                    self._block(block)
+            self._free(step.freed)
+        recorder.at_step(len(steps))
+        for t in self.plan.ends:
+            if (t, self.rank) in self.arriving:
+                yield from self._arrive((t, self.rank))
+        for works in self.launched.values():
+            yield from works
+        return {t: self._take((t, self.rank)) for t in self.plan.ends}
+
+    # -- communication -----------------------------------------------------------------------------------------
+
+    def _launch(self, messages: tuple[Messages, ...]) -> Program[None]:
+        """Launches a batch on each channel, when all that they send is here."""
+        arriving, leaving = self.arriving, []
+        for batch in messages:
+            sends: list[tuple[int, Tensor]] = []
+            for key, peer in batch.sends:
+                if key in arriving:
+                    yield from self._arrive(key)
+                sends += zip(repeat(peer), self._leaving(key))
+            leaving.append(sends)
+        for batch, sends in zip(messages, leaving, strict=True):
+            values: list[tuple[Key, int, Value]] = []
+            receives: list[tuple[int, Tensor]] = []
+            for key, peer in batch.receives:
+                values.append((key, peer, value := self._empty(*key)))
+                receives += zip(repeat(peer), value)
+            launched = self.launched[batch.channel]
+            if len(launched) >= IN_FLIGHT:
+                yield from self._make_room(batch.channel)
+            work = self.transport.exchange(batch.channel, sends, receives)
+            if marks.on:
+                work = marks.batch(batch.channel, batch.ops, work)
+            launched.append(work)
+            for key, peer, value in values:
+                arriving[key].append((work, peer, value))
+
+    def _all_gather(self, op: AllGather) -> Program[None]:
+        """Gathers into one buffer, of which each chunk becomes a view."""
+        own = op.tensor, op.chunks[op.group.index(self.rank)]
+        if own in self.arriving:
+            yield from self._arrive(own)
+        mine = self._leaving(own)
+        yield from self._make_room(op.channel)
+        chunks = self.problem.blocks.chunks(op.tensor)
+        rows = tuple(chunks.rows(chunk) for chunk in op.chunks)
+        everyone = [x.new_empty((sum(rows), *x.shape[1:])) for x in mine]
+        tensors = list(zip(mine, everyone, strict=True))
+        work = marks.batch(op.channel, (op,), self.transport.all_gather(op.channel, op.group, rows, tensors))
+        self.launched[op.channel].append(work)
+        parts = zip(*(x.split(rows) for x in everyone), strict=True)
+        for peer, chunk, value in zip(op.group, op.chunks, parts, strict=True):
+            if peer != self.rank:
+                self.arriving[op.tensor, chunk].append((work, peer, value))
+
+    def _reduce_scatter(self, op: ReduceScatter) -> Program[None]:
+        """Each rank receives all partials of its chunk and merges them: gloo's own sum moves twice the bytes."""
+        place, size = op.group.index(self.rank), len(op.group)
+        rows = self.problem.blocks.chunks(op.tensor).rows
+        together = op.tensor is not T.O and self.transport.sums and len({rows(chunk) for chunk in op.chunks}) == 1
+        for chunk in op.chunks if together else op.chunks[:place] + op.chunks[place + 1 :]:
+            if (op.tensor, chunk) in self.arriving:
+                yield from self._arrive((op.tensor, chunk))
+        if together:
+            yield from self._sum(op, place)
+            return
+        sends, receives, values = [], [], []
+        for k in range(1, size):
+            after, before = (place + k) % size, (place - k) % size
+            sends += [(op.group[after], x) for x in self._leaving((op.tensor, op.chunks[after]))]
+            values.append((op.group[before], self._empty(op.tensor, op.chunks[place])))
+            receives += [(op.group[before], x) for x in values[-1][1]]
+        yield from self._make_room(op.channel)
+        work = marks.batch(op.channel, (op,), self.transport.exchange(op.channel, sends, receives))
+        self.launched[op.channel].append(work)
+        self.arriving[op.tensor, op.chunks[place]] += [(work, *value) for value in values]
+
+    def _sum(self, op: ReduceScatter, place: int) -> Program[None]:
+        """A reduce-scatter by the transport, which needs no buffer for each other rank."""
+        parts = [self._leaving((op.tensor, chunk)) for chunk in op.chunks]
+        yield from self._make_room(op.channel)
+        mine = self._empty(op.tensor, op.chunks[place])
+        together = [torch.cat(of_chunks) for of_chunks in zip(*parts, strict=True)]
+        tensors = list(zip(mine, together, strict=True))
+        work = marks.batch(op.channel, (op,), self.transport.reduce_scatter(op.channel, op.group, tensors))
+        self.launched[op.channel].append(work)
+        self.arriving[op.tensor, op.chunks[place]].append((work, op.group[place - 1], mine))
+
+    def _make_room(self, channel: str) -> Program[None]:
+        works = self.launched[channel]
+        while len(works) >= IN_FLIGHT:
+            done = works.popleft()
+            yield done
+            self._settle(done)
+
+    def _settle(self, done: Work) -> None:
+        """Merges the partials that a complete batch brought. Otherwise they would fill memory until they are read."""
+        for key in [key for key in self.arriving if key[0] in PARTIAL]:
+            waiting = self.arriving.pop(key)
+            for work, _, value in waiting:
+                if work is done:
+                    self._put(key, value)
+            if rest := [entry for entry in waiting if entry[0] is not done]:
+                self.arriving[key] = rest
+
+    def _arrive(self, key: Key) -> Program[None]:
+        """Waits for everything that was sent for `key`, and merges it."""
+        for work, peer, value in self.arriving.pop(key):
+            recorder.need(*key, self.transport.world(peer))
+            yield work
+            self._put(key, value)
+
+    def _put(self, key: Key, value: Value) -> None:
+        if key[0] not in PARTIAL or key not in self.held:
+            self.held[key] = value
+        elif key[0] is T.O:
+            merge(*self._partial(key), *value)
+        else:
+            for total, x in zip(self.held[key], value, strict=True):
+                total.add_(x)
+
+    def _leaving(self, key: Key) -> Value:
+        """The value to send. Partials travel in float32, or wider."""
+        if key[0] not in PARTIAL:
+            return self.held[key]
+        return tuple(map(self.widen, self._take(key)))
+
+    def _take(self, key: Key) -> Value:
+        """A partial to send or to end with. It leaves this rank, and is zero if nothing was added to it."""
+        value = self.held.pop(key, None) or self._zero(*key)
+        return (value[0], self.widen(value[1]).contiguous()) if key[0] is T.O else value
+
+    def _free(self, keys: tuple[Key, ...]) -> None:
+        for key in keys:
+            self.held.pop(key, None)
+
+    # -- values ------------------------------------------------------------------------------------------------
+
+    def _empty(self, tensor: T, chunk: int) -> Value:
+        rows = self.problem.blocks.chunks(tensor).rows(chunk)
+        return empty(tensor, rows, self.sizes, self.q)
+
+    def _zero(self, tensor: T, chunk: int) -> Value:
+        value = self._empty(tensor, chunk)
+        for x in value:
+            x.zero_()
+        if tensor is T.O:
+            value[1].fill_(float("-inf"))
+        return value
+
+    def _partial(self, key: Key) -> Value:
+        """The partial output that more is merged into. It stays in the dtypes of its kernel until then."""
+        value = self.held.get(key) or self._zero(*key)
+        if value[1].dtype is not torch.float64:
+            value = self.widen(value[0]), value[1].double()  # see `merge`
+        self.held[key] = value
+        return value
+
+    # -- blocks ------------------------------------------------------------------------------------------------
+
+    def _block(self, block: Block) -> None:
+        kv_chunks = block.attend.kv_chunks
+        for chunk in block.attend.q_chunks:
+            cut = self.problem.blocks.pieces(chunk, kv_chunks)
+            if self.plan.backward:
+                self._backward(chunk, kv_chunks, cut)
+            else:
+                self._forward(chunk, kv_chunks, cut)
+        if block.last:
+            if self.key_grads:
+                self._scatter(kv_chunks, self.key_grads)
+            self.keys = self.key_grads = None
+
+    def _keys(self, chunks: tuple[int, ...]) -> Value:
+        """Keys and values of the chunks, [rows, B, d] each, in ascending order of position."""
+        if len(chunks) == 1:
+            return self.held[T.KV, chunks[0]]
+        if self.keys is None:
+            self.keys = self._gathered(chunks)
+        return self.keys
+
+    def _gathered(self, chunks: tuple[int, ...]) -> Value:
+        blocks = self.problem.blocks
+        parts = [([x[own] for x in self.held[T.KV, chunk]], where) for chunk, own, where in blocks.order(chunks)]
+        if blocks.side_by_side(chunks):
+            return tuple(map(torch.cat, zip(*[part for part, _ in parts], strict=True)))
+        gathered = tuple([x.new_empty(blocks.keys(chunks), *x.shape[1:]) for x in (self.k, self.v)])
+        for part, where in parts:
+            for x, rows in zip(gathered, part, strict=True):
+                x[where] = rows
+        return gathered
+
+    def _rows(self, piece: Piece) -> tuple[Part, Part]:
+        """Where the piece is in queries and in keys: rows, and the heads of its sample."""
+        if piece.sample is None:
+            return piece.q, piece.kv
+        documents = self.problem.blocks.mask.documents
+        assert documents is not None  # only they give a piece to one sample
+        per_sample = self.q.shape[1] // documents.shape[0]
+        heads = slice(piece.sample * per_sample, (piece.sample + 1) * per_sample)
+        return (piece.q, heads), (piece.kv, heads)
+
+    def _forward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Piece]) -> None:
+        key, q = (T.O, chunk), self.held[T.Q, chunk][0]
+        for piece in cut:
+            rows, kv_rows = self._rows(piece)
+            k, v = self._keys(kv_chunks)
+            k, v = _part(k, kv_rows), _part(v, kv_rows)
+            out, lse = self.problem.kernel.forward(_part(q, rows), k, v, piece.mask, self.problem.scores)
+            if key not in self.held and out.shape[:2] == q.shape[:2]:
+                self._put(key, (out.contiguous(), lse))
+            else:
+                into_out, into_lse = self._partial(key)
+                merge(_part(into_out, rows), _part(into_lse, rows), out, lse)
+        if not cut:
+            self._partial(key)
+
+    def _backward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Piece]) -> None:
+        held, queries = self.held, self.held[T.QDO, chunk]
+        for piece in cut:
+            rows, kv_rows = self._rows(piece)
+            keys = self._keys(kv_chunks)
+            q, dout, lse, delta = queries if rows is ALL else [_part(x, rows) for x in queries]
+            k, v = keys if kv_rows is ALL else [_part(x, kv_rows) for x in keys]
+            grad = BlockGrad(dout, q, k, v, lse, delta, piece.mask)
+            dq, *dkv = self.problem.kernel.backward(grad, self.problem.scores)
+            held[T.DQ, chunk] = self._plus(held.get((T.DQ, chunk)), queries, rows, (dq,))
+            if len(kv_chunks) == 1:
+                key = T.DKV, kv_chunks[0]
+                held[key] = self._plus(held.get(key), keys, kv_rows, dkv)
+            else:
+                self.key_grads = self._plus(self.key_grads, keys, kv_rows, dkv)
+
+    def _plus(self, total: Value | None, like: Value, rows: Part, parts: Sequence[Tensor]) -> Value:
+        """`total`, new in the shapes of `like` if None, with `parts` added to its rows."""
+        if total is None:
+            if all([part.shape == x.shape for part, x in zip(parts, like, strict=False)]):
+                return tuple([self.widen(part).contiguous() for part in parts])
+            total = tuple([torch.zeros_like(x, dtype=self.wide) for x in like[: len(parts)]])
+        for x, part in zip(total, parts, strict=True):
+            _part(x, rows).add_(part)
+        return total
+
+    def _scatter(self, chunks: tuple[int, ...], gathered: Value) -> None:
+        """Adds gradients of gathered keys and values to those of their chunks."""
+        new = {chunk for chunk in chunks if (T.DKV, chunk) not in self.held}
+        for chunk in new:
+            self.held[T.DKV, chunk] = self._empty(T.DKV, chunk)
+        for chunk, own, where in self.problem.blocks.order(chunks):
+            for total, part in zip(self.held[T.DKV, chunk], gathered, strict=True):
+                if chunk in new:
+                    total[own].copy_(part[where])
+                else:
+                    total[own].add_(part[where])
+
+
+def _part(x: Tensor, part: Part) -> Tensor:
+    return x if part is ALL else x[part]

@@ -1,0 +1,112 @@
+"""Head parallelism around any plan (LoongTrain section 4.1, Algorithm 1): SeqAlltoAll, and replicated key/value heads.
+
+The ranks of a head group swap (own chunk, all heads) for (the group's chunks, a part of the heads), run the plan's
+steps with the ranks that have the same part, and swap back.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megatron.context_parallel.plan.ir import Plan, SwapHeads
+from megatron.context_parallel.tokens.layout import rows_in
+
+from .comm.transport import Messages, Program, Subgroup, Transport
+from .profiler_ranges import marks
+
+
+class Place(NamedTuple):
+    """Where a rank is in the grid of a plan.
+
+    Attributes:
+        part: its part of the heads; context_rank: its rank in the steps.
+        members: its head group; same_heads: the ranks that run the steps together.
+        chunks: those of the members.
+    """
+
+    part: int
+    context_rank: int
+    members: tuple[int, ...]
+    same_heads: tuple[int, ...]
+    chunks: list[int]
+
+
+def place(plan: Plan, rank: int) -> Place:
+    """The place of `rank` (of all ranks). Found once for a plan and rank."""
+    if rank not in plan.places:
+        at, members = plan.grid.coordinates(rank), plan.grid.along(rank, "heads")
+        chunks = [plan.chunk_of(member) for member in members]
+        plan.places[rank] = Place(at["heads"], at["context"], members, plan.grid.along(rank, "context"), chunks)
+    return plan.places[rank]
+
+
+class HeadGroup:
+    """The head group of one rank, its part of the heads, and the ranks with the same part."""
+
+    def __init__(self, plan: Plan, rank: int, transport: Transport) -> None:
+        self.plan, self.transport = plan, transport
+        self.part, self.context_rank, self.members, same_heads, self.chunks = place(plan, rank)
+        self.context = Subgroup(transport, same_heads) if plan.heads > 1 else transport
+
+    def slice_of(self, heads: int) -> slice:
+        """Which of `heads` heads this rank computes."""
+        return _heads(self.part, len(self.members), heads)
+
+    def _rows(self, length: int) -> list[tuple[tuple[slice, slice], ...]]:
+        """Where the tokens of each member are: (rows of its own chunk, rows of the group's chunk)."""
+        plan = self.plan
+        return [rows_in(plan.layout, c, self.context_rank, plan.n, plan.heads, length) for c in self.chunks]
+
+    def to_heads(self, *tensors: Tensor) -> Program[list[Tensor]]:
+        """Swaps [s, b, h, ...] of this rank's chunk for [s * size, b, h / size, ...] of the group's chunk.
+
+        With fewer heads than ranks, each rank gets the head that its queries read.
+        """
+        size = len(self.members)
+        if size == 1:
+            return list(tensors)
+        rows = [self._rows(len(x) * self.plan.size) for x in tensors]  # of each tensor and member
+        heads = [[_heads(p, size, x.shape[2]) for x in tensors] for p in range(size)]
+        wholes = [
+            x.new_empty(len(x) * size, x.shape[1], h.stop - h.start, *x.shape[3:])
+            for x, h in zip(tensors, heads[self.part], strict=True)
+        ]
+        sent = [
+            [x[own, :, h] for x, h, at in zip(tensors, of, rows, strict=True) for own, _ in at[self.part]]
+            for of in heads
+        ]
+        landing = [[x[where] for x, at in zip(wholes, rows, strict=True) for _, where in at[p]] for p in range(size)]
+        yield from self._swap(self.plan.before[0], sent, landing)
+        return wholes
+
+    def to_chunks(self, *tensors: Tensor) -> Program[list[Tensor]]:
+        """The inverse of `to_heads`. Replicated heads come back as all their replicas, side by side."""
+        size = len(self.members)
+        if size == 1:
+            return list(tensors)
+        rows = [self._rows(len(x) * self.plan.n) for x in tensors]
+        wholes = [x.new_empty(len(x) // size, x.shape[1], x.shape[2] * size, *x.shape[3:]) for x in tensors]
+        sent = [[x[where] for x, at in zip(tensors, rows, strict=True) for _, where in at[p]] for p in range(size)]
+        parts = [whole.chunk(size, 2) for whole in wholes]
+        landing = [
+            [part[p][own] for part, at in zip(parts, rows, strict=True) for own, _ in at[self.part]]
+            for p in range(size)
+        ]
+        yield from self._swap(self.plan.after[0], sent, landing)
+        return wholes
+
+    def _swap(self, op: SwapHeads, sent: list[list[Tensor]], landing: list[list[Tensor]]) -> Program[None]:
+        """Sends sent[i] to member i and receives what member i sends into landing[i]."""
+        for there, x in zip(landing[self.part], sent[self.part], strict=True):
+            there.copy_(x)
+        sends, receives = list[Messages](), list[Messages]()
+        for k in range(1, len(self.members)):
+            after, before = (self.part + k) % len(self.members), (self.part - k) % len(self.members)
+            sends.append([(self.members[after], x) for x in sent[after]])
+            receives.append([(self.members[before], x) for x in landing[before]])
+        yield marks.batch("heads", (op,), self.transport.trade("heads", sends, receives))
+
+
+def _heads(part: int, size: int, heads: int) -> slice:
+    first = part * heads // size
+    return slice(first, max(first + 1, (part + 1) * heads // size))

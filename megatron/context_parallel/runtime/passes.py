@@ -1,0 +1,91 @@
+"""The passes of one rank: heads swapped, a plan executed, heads swapped back."""
+
+from torch import Tensor
+
+from megatron.context_parallel.plan.ir import Plan, T
+
+from .comm.transport import Program, Transport
+from .executor import Executor, Problem
+from .head_swap import HeadGroup
+from .sinks import add_sinks, sink_gradients
+
+
+def forward(
+    plan: Plan,
+    problem: Problem,
+    rank: int,
+    transport: Transport,
+    sinks: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Program[tuple[Tensor, ...]]:
+    """A rank's output and log-sum-exp, and its queries, keys, values and log-sum-exp as the executor has them."""
+    group = HeadGroup(plan, rank, transport)
+    heads, b, dtype = q.shape[2], q.shape[1], q.dtype
+    q, k, v = yield from _folded(group, q, k, v)
+    executor = Executor(plan, group.context_rank, problem, group.context, {T.Q: (q,), T.KV: (k, v)})
+    out, lse = (yield from executor.run())[T.O]
+    out, lse = (x.view(len(x), b, q.shape[1] * q.shape[2] // b, *x.shape[3:]) for x in (out, lse))
+    if sinks is not None:
+        lse = add_sinks(out, lse, sinks[group.slice_of(heads)])
+    ours = yield from group.to_chunks(out.to(dtype), lse)
+    return *ours, q, k, v, lse.view(q.shape[:-1])
+
+
+def swap(
+    plan: Plan, problem: Problem, rank: int, transport: Transport, q: Tensor, k: Tensor, v: Tensor
+) -> Program[tuple[Tensor, ...]]:
+    """The queries, keys and values of `forward` alone."""
+    return (yield from _folded(HeadGroup(plan, rank, transport), q, k, v))
+
+
+def _folded(group: HeadGroup, q: Tensor, k: Tensor, v: Tensor) -> Program[tuple[Tensor, ...]]:
+    q, k, v = yield from group.to_heads(q, k, v)
+    return fold(q, k, v)
+
+
+def fold(q: Tensor, k: Tensor, v: Tensor, *lses: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys, values (and log-sum-exp) of some heads, as the executor has them."""
+    s, b, heads, d = q.shape
+    rows = s, b * k.shape[2], heads // k.shape[2]
+    q, k, v = q.reshape(*rows, d).contiguous(), k.flatten(1, 2).contiguous(), v.flatten(1, 2).contiguous()
+    return q, k, v, *[lse.reshape(rows).contiguous() for lse in lses]
+
+
+def backward(
+    plan: Plan,
+    problem: Problem,
+    rank: int,
+    transport: Transport,
+    sinks: Tensor | None,
+    dout: Tensor,
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+) -> Program[tuple[Tensor | None, ...]]:
+    """A rank's gradients of sinks, queries, keys and values; `q`, `k`, `v` and `lse` as the executor has them.
+
+    That of sinks is the sum over its tokens and heads, zero for other heads, in the dtype of `lse`: it is added up
+    over the ranks before it is rounded.
+    """
+    group = HeadGroup(plan, rank, transport)
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    dout, delta = yield from group.to_heads(dout, delta)
+    dsinks = None
+    if sinks is not None:
+        dsinks, part = lse.new_zeros(len(sinks)), group.slice_of(len(sinks))
+        dsinks[part] = sink_gradients(lse.view(delta.shape), delta, sinks[part])
+    folded = dout.reshape(*q.shape[:-1], -1).contiguous()
+    inputs = {T.QDO: (q, folded, lse, delta.reshape(lse.shape)), T.KV: (k, v)}
+    ends = yield from Executor(plan, group.context_rank, problem, group.context, inputs).run()
+    b = dout.shape[1]
+    dq = ends[T.DQ][0].to(q.dtype).view(*dout.shape[:-1], -1)
+    dkv = (x.view(len(x), b, -1, x.shape[-1]) for x in ends[T.DKV])
+    if plan.heads <= problem.kv_heads:
+        return dsinks, *(yield from group.to_chunks(dq, *(x.to(q.dtype) for x in dkv)))
+    dq, *replicas = yield from group.to_chunks(dq, *dkv)  # each a partial sum
+    dk, dv = (x.unflatten(2, (problem.kv_heads, -1)).sum(3).to(q.dtype) for x in replicas)
+    return dsinks, dq, dk, dv

@@ -1,0 +1,300 @@
+"""The HTTP side: routes, keys, limits, streams and logs."""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from megatron.context_parallel.inference.engine import Output
+
+from .hosts import check_host
+from .protocol import Body, Chat, Completion, Refused, check_model
+from .reader import Reader, reader_of
+from .reply import Chats, Completions, Texts
+from .requests import requests_of
+from .worker import Worker
+
+log = logging.getLogger(__name__)
+Answer = Callable[[HttpRequest], Awaitable[Response]]
+_CLIENT_GONE = 499  # nobody reads it; logs do
+_SHOWN = 200  # characters of what a client wrote, in a line of the log
+_BODIES = 16  # of the most bytes, that are held at once
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked of the server.
+
+    Attributes:
+        model: the name that clients give.
+        keys: that clients may have; none: everybody may.
+        hosts: names that the server answers to, in small letters, besides addresses; "*": all.
+        body_bytes: of a request at most.
+        new_tokens: of a chat's answer, if the client says nothing of it.
+    """
+
+    model: str
+    keys: tuple[str, ...] = ()
+    hosts: frozenset[str] = frozenset(["localhost"])
+    body_bytes: int = 1 << 24
+    new_tokens: int = 1024
+
+
+class Service:
+    """The routes of one server.
+
+    Args:
+        worker: generates.
+        settings: of the server.
+        readers: of short and of long requests.
+    """
+
+    def __init__(self, worker: Worker, settings: Settings, readers: tuple[Reader, Reader]) -> None:
+        self.worker, self.settings, self.readers = worker, settings, readers
+        self.started, self._held = int(time.time()), 0
+
+    def app(self) -> ASGIApp:
+        """The application for an ASGI server such as uvicorn."""
+        routes = [
+            Route("/v1/completions", self._at_our_name(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._at_our_name(self.chat), methods=["POST"]),
+            Route("/v1/models", self._at_our_name(self.models)),
+            Route("/v1/models/{name:path}", self._at_our_name(self.models)),
+            Route("/health", self._at_our_name(self.health)),
+            Route("/ready", self._at_our_name(self.ready)),
+            Route("/metrics", self._at_our_name(self.metrics)),
+        ]
+        handlers = {
+            Refused: self.refuse,
+            HTTPException: self.refuse_route,
+            ClientDisconnect: self.gone,
+            Exception: self.broken,
+        }
+        return Logged(Starlette(routes=routes, exception_handlers=handlers))
+
+    # -- what is small -----------------------------------------------------------------------------------------------
+
+    async def health(self, request: HttpRequest) -> Response:
+        """Whether the process lives."""
+        return JSONResponse({"status": "alive"})
+
+    async def ready(self, request: HttpRequest) -> Response:
+        """Whether requests are taken."""
+        if why := self.worker.takes_nothing():
+            return JSONResponse({"status": why}, 503)
+        return JSONResponse({"status": "ready"})
+
+    async def metrics(self, request: HttpRequest) -> Response:
+        return Response(self.worker.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self, request: HttpRequest) -> Response:
+        self._key(request)
+        model = {"id": self.settings.model, "object": "model", "created": self.started, "owned_by": "local"}
+        model["max_model_len"] = self.worker.loop.engine.length
+        if "name" not in request.path_params:
+            return JSONResponse({"object": "list", "data": [model]})
+        check_model(request.path_params["name"], self.settings.model)
+        return JSONResponse(model)
+
+    async def refuse(self, request: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, Refused)
+        self.worker.metrics.refused.labels(str(error.status)).inc()
+        return JSONResponse(error.body, error.status, headers=error.headers)
+
+    async def refuse_route(self, request: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        refused = Refused(error.status_code, f"{request.method} {request.scope['path'][:100]!r}: {error.detail}")
+        refused.headers |= error.headers or {}
+        return await self.refuse(request, refused)
+
+    async def gone(self, request: HttpRequest, error: Exception) -> Response:
+        return Response(status_code=_CLIENT_GONE)
+
+    async def broken(self, request: HttpRequest, error: Exception) -> Response:
+        """A fault of ours; its traceback goes to the log."""
+        return await self.refuse(request, Refused(500, "the server made a mistake", kind="server_error"))
+
+    # -- texts ---------------------------------------------------------------------------------------------------------
+
+    async def completions(self, request: HttpRequest) -> Response:
+        return await self._answer(request, Completion, Completions, "cmpl")
+
+    async def chat(self, request: HttpRequest) -> Response:
+        return await self._answer(request, Chat, Chats, "chatcmpl")
+
+    async def _answer(self, request: HttpRequest, kind: type[Body], reply: type, prefix: str) -> Response:
+        key = self._key(request)
+        _check_content_type(request.headers.get("content-type", ""))
+        async with self._body(request) as data:
+            body, prompts = await reader_of(self.readers, data).read(kind, data)
+        engine, name = self.worker.loop.engine, f"{prefix}-{uuid.uuid4().hex}"
+        requests = await run_in_threadpool(requests_of, body, prompts, name, key, engine, self.settings.new_tokens)
+        logprobs = body.told is not None
+        texts = reply(name, self.settings.model, requests, body.n or 1, logprobs, engine.tokenizer.decode)
+        request.state.texts = texts
+        arriving, loop = asyncio.Queue[Output](), asyncio.get_running_loop()
+        self.worker.submit(requests, lambda output: loop.call_soon_threadsafe(arriving.put_nowait, output))
+        if body.stream:
+            chunks = self._stream(texts, arriving, body.streams_usage)
+            return StreamingResponse(chunks, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return await self._whole(request, texts, arriving)
+
+    async def _whole(self, request: HttpRequest, texts: Texts, arriving: asyncio.Queue[Output]) -> Response:
+        """The answer when all texts are complete; a client that leaves before ends them."""
+        leaving = asyncio.ensure_future(request.receive())  # after the body comes nothing but that
+        try:
+            while texts.unfinished:
+                coming = asyncio.ensure_future(arriving.get())
+                await asyncio.wait({coming, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                if not coming.done():
+                    coming.cancel()
+                    raise ClientDisconnect
+                output = coming.result()
+                self._check_end(output)
+                texts.add(output)
+        finally:
+            leaving.cancel()
+            self.worker.cancel(texts.unfinished)
+        return await run_in_threadpool(lambda: JSONResponse(texts.whole()))  # with many log-probabilities it takes long
+
+    async def _stream(self, texts: Texts, arriving: asyncio.Queue[Output], usage: bool) -> AsyncIterator[str]:
+        """The events of a stream; a client that leaves ends it, and the texts."""
+        try:
+            for chunk in texts.first():
+                yield _event(chunk, usage)
+            while texts.unfinished:
+                output = await arriving.get()
+                try:
+                    self._check_end(output)
+                except Refused as error:
+                    texts.add(output)
+                    yield _event(error.body, False)
+                    return
+                i = texts.add(output)
+                if output.text or output.finish or texts.logprobs:
+                    yield _event(texts.chunk(i, output), usage)
+            if usage:
+                yield _event(texts.last(), False)
+            yield "data: [DONE]\n\n"
+        finally:
+            self.worker.cancel(texts.unfinished)
+
+    def _check_end(self, output: Output) -> None:
+        if output.finish == "cancelled":
+            raise Refused(503, output.why or "the server stopped before the end of the text", kind="server_error")
+        if output.finish == "error":
+            raise Refused(500, output.why, kind="server_error")
+
+    # -- who may, and how much -----------------------------------------------------------------------------------------
+
+    def _key(self, request: HttpRequest) -> str:
+        """What stands for the key of a client; "" where none is needed."""
+        if not self.settings.keys:
+            return ""
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # All keys are compared, and each in constant time.
+        found = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.settings.keys]
+        if scheme.lower() != "bearer" or not any(found):
+            raise Refused(
+                401,
+                "a key is needed: Authorization: Bearer KEY",
+                kind="authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return hashlib.sha256(given.strip().encode()).hexdigest()
+
+    def _at_our_name(self, answer: Answer) -> Answer:
+        """An answer for requests to this server, and not to another name that leads here."""
+
+        async def checked(request: HttpRequest) -> Response:
+            check_host(request.headers.get("host", ""), self.settings.hosts)
+            return await answer(request)
+
+        return checked
+
+    @asynccontextmanager
+    async def _body(self, request: HttpRequest) -> AsyncIterator[bytes]:
+        """The body of a request; all that are held at once have a limit too."""
+        most, body = self.settings.body_bytes, bytearray()
+        too_long = Refused(413, f"the body has more than {most} bytes")
+        length = request.headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > most:
+            raise too_long
+        try:
+            async for part in request.stream():
+                body += part
+                self._held += len(part)
+                if len(body) > most:
+                    raise too_long
+                if self._held > _BODIES * most:
+                    why = f"the server holds {_BODIES * most} bytes of requests already"
+                    raise Refused(503, why, kind="server_error", headers={"Retry-After": "1"})
+            yield bytes(body)
+        finally:
+            self._held -= len(body)
+
+
+def _check_content_type(given: str) -> None:
+    """Refuse what a web page may send to other sites without asking; JSON is not among it."""
+    if given.partition(";")[0].strip().lower() != "application/json":
+        why = f"Content-Type {given[:100]!r}: send the body as application/json"
+        raise Refused(415, why)
+
+
+def _event(chunk: dict, usage: bool) -> str:
+    """A chunk as an event; with `usage` all but the last have an empty place for the counts."""
+    return f"data: {json.dumps(chunk | ({'usage': None} if usage else {}))}\n\n"
+
+
+class Logged:
+    """Gives each HTTP request an id, and writes a line of JSON when it has ended: counts and times, no texts."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        name = given if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII) else uuid.uuid4().hex
+        started, status = time.monotonic(), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        finally:
+            texts = scope.get("state", {}).get("texts")
+            line = {
+                "request": name,
+                "method": scope["method"][:_SHOWN],
+                "path": scope["path"][:_SHOWN],
+                "status": status,
+                "seconds": round(time.monotonic() - started, 4),
+            }
+            if texts:
+                line |= {"id": texts.name, **texts.usage, "complete": not texts.unfinished}
+            log.info(json.dumps(line))

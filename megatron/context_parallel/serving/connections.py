@@ -1,0 +1,138 @@
+"""Connections of clients: how many, and how long one may keep the server waiting."""
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from megatron.context_parallel.errors import UsageError
+
+log = logging.getLogger(__name__)
+_SPARE = 64  # connections that are told that there are too many; others are not accepted
+_FILES = 128  # that the rest of the process may still open
+_PAUSE = 0.1  # seconds until a server looks again whether it may accept
+
+
+@dataclass(frozen=True)
+class Patience:
+    """What clients may ask of the server's connections.
+
+    Attributes:
+        connections: at once; more get status 503, and far more wait.
+        idle_seconds: that a connection stays open between two requests.
+        client_seconds: in which a client must have sent a request, and taken what was sent to it.
+    """
+
+    connections: int = 512
+    idle_seconds: int = 5
+    client_seconds: int = 60
+
+    def check_files(self) -> None:
+        """Let this process open as many files as connections need.
+
+        Raises:
+            UsageError: the system allows fewer.
+        """
+        others = len(os.listdir("/proc/self/fd")) + _SPARE + _FILES
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if hard != resource.RLIM_INFINITY and self.connections + others > hard:
+            why = f"needs {self.connections + others} open files, and ulimit -Hn is {hard}"
+            raise UsageError(f"--limit-concurrency {self.connections}: {why}; give {max(1, hard - others)}")
+        if soft != resource.RLIM_INFINITY and self.connections + others > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (self.connections + others, hard))
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with its own loop that accepts: asyncio accepts without limit, and floods the log when files run out."""
+
+    def __init__(self, config: uvicorn.Config, listener: socket.socket, patience: Patience) -> None:
+        super().__init__(config)
+        self.listener, self.patience = listener, patience
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        self.listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._accepting.cancel()
+        await asyncio.wait([self._accepting])
+        self.listener.close()
+        await super().shutdown(sockets=[])
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            while len(self.server_state.connections) >= self.patience.connections + _SPARE:
+                await asyncio.sleep(_PAUSE)  # the others wait in the queue of the system
+            try:
+                client, _ = await loop.sock_accept(self.listener)
+                await loop.connect_accepted_socket(self._connection, client)
+            except OSError as error:  # no file is left, or the client has left already
+                log.warning("a connection was not accepted: %s", error)
+                await asyncio.sleep(_PAUSE)
+
+    def _connection(self) -> asyncio.Protocol:
+        return Connection(self.patience.client_seconds, config=self.config, server_state=self.server_state)
+
+
+class Connection(H11Protocol):
+    """Ends if its client takes longer than `seconds` to send a request, or to take what was sent."""
+
+    def __init__(self, seconds: float, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn, app_state={})
+        self._request, self._taken = _Deadline(self, seconds), _Deadline(self, seconds)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # writing pauses as soon as the client does not take all
+        self._request.begin()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self._request.begin()
+        else:
+            self._request.end()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:  # the next request had begun to arrive, or the body is still due
+            self._request.begin()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._taken.begin()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._taken.end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._request.end()
+        self._taken.end()
+
+
+class _Deadline:
+    """Cuts a connection, unless what has begun ends in time."""
+
+    def __init__(self, connection: H11Protocol, seconds: float) -> None:
+        self._connection, self._seconds = connection, seconds
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        if not self._timer:
+            self._timer = self._connection.loop.call_later(self._seconds, self._connection.transport.abort)
+
+    def end(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+        self._timer = None

@@ -1,0 +1,62 @@
+"""From what a client asks to requests of the engine."""
+
+import secrets
+from collections.abc import Sequence
+
+from megatron.core.inference.sampling_params import SamplingParams
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.inference.engine import Engine, Request
+
+from .protocol import Body, Refused
+
+_MOST_LOGPROBS = 1 << 20  # of one HTTP request: rank 0 keeps all of them until its last text ends
+
+
+def requests_of(
+    body: Body, prompts: Sequence[list[int]], name: str, key: str, engine: Engine, new: int
+) -> list[Request]:
+    """A request for each text: `body.n` for each prompt.
+
+    Args:
+        body: what was asked.
+        prompts: tokens of each.
+        name: of all together.
+        key: of the client.
+        engine: that will run them.
+        new: the most tokens of a text, if the body does not limit them.
+
+    Raises:
+        Refused: a prompt that can never run, or too many log-probabilities.
+    """
+    found, seed = list[Request](), secrets.randbits(62) if body.seed is None else body.seed
+    for tokens in prompts:
+        params = _params(body, body.new_tokens or max(1, min(new, engine.length - len(tokens))))
+        try:
+            engine.check(tokens, params.num_tokens_to_generate)
+        except UsageError as error:
+            raise Refused(400, str(error), param="prompt", code="context_length_exceeded") from None
+        for _ in range(body.n or 1):
+            found.append(Request(f"{name}-{len(found)}", tokens, params, seed + len(found), key))
+    _check_logprobs(body, sum(request.params.num_tokens_to_generate for request in found))
+    return found
+
+
+def _check_logprobs(body: Body, new: int) -> None:
+    told = 0 if body.told is None else 1 + body.told
+    if told * new > _MOST_LOGPROBS:
+        why = f"logprobs: {told} for each of {new} new tokens; ask for fewer texts or tokens, at most {_MOST_LOGPROBS}"
+        raise Refused(400, f"{why} log-probabilities in all", param="logprobs")
+
+
+def _params(body: Body, new: int) -> SamplingParams:
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop
+    return SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=body.top_k or 0,
+        top_p=body.top_p or 0.0,
+        return_log_probs=body.told is not None,
+        top_n_logprobs=body.told or 0,
+        num_tokens_to_generate=new,
+        stop_words=stop,
+    )

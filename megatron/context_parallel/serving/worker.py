@@ -1,0 +1,136 @@
+"""The main thread of rank 0: it takes requests from the threads of the server, and makes the steps of the engine."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from megatron.context_parallel.inference.engine import Output, Request
+from megatron.context_parallel.inference.faults import log_fault
+from megatron.context_parallel.inference.rank_loop import RankLoop
+from megatron.context_parallel.runtime.comm.flight_recorder import named
+
+from .metrics import Metrics
+from .protocol import Refused
+
+Deliver = Callable[[Output], object]
+_IDLE = 0.1  # seconds after which an idle worker looks whether it is to stop
+
+
+class Worker:
+    """Between the server and the engine.
+
+    Args:
+        loop: of rank 0.
+        most: requests that may run or wait.
+        metrics: are kept up to date.
+        silent: ranks that do not respond.
+    """
+
+    def __init__(
+        self, loop: RankLoop, most: int, metrics: Metrics, silent: Callable[[], Sequence[int]] = tuple
+    ) -> None:
+        self.loop, self.most, self.metrics, self.silent = loop, most, metrics, silent
+        self.draining = False
+        self._lock = threading.Lock()
+        self._deliver: dict[str, Deliver] = {}
+        self._arrived: queue.SimpleQueue[Request | str] = queue.SimpleQueue()
+
+    # -- for the threads of the server ------------------------------------------------------------------------------
+
+    def takes_nothing(self) -> str:
+        """Why no requests are taken; "" while they are."""
+        if self.draining:
+            return "stopping"
+        silent = self.silent()
+        return f"{named(silent)} silent" if silent else ""
+
+    def submit(self, requests: Sequence[Request], deliver: Deliver) -> None:
+        """Let requests join; `deliver` gets their outputs, in the main thread.
+
+        Raises:
+            Refused: there are too many, or the server is stopping.
+        """
+        with self._lock:
+            if why := self.takes_nothing():
+                raise Refused(503, f"the server takes no requests: {why}", "server_error", headers={"Retry-After": "5"})
+            if len(requests) > self.most:
+                raise Refused(400, f"{len(requests)} texts at once; give {self.most} at most", param="n")
+            if len(self._deliver) + len(requests) > self.most:
+                why = f"{len(self._deliver)} requests run or wait already, of {self.most} at most"
+                raise Refused(429, why, kind="rate_limit_error", headers={"Retry-After": "1"})
+            for request in requests:
+                self._deliver[request.name] = deliver
+                self.metrics.arrived(request.name, len(request.tokens))
+                self._arrived.put(request)
+
+    def cancel(self, names: Sequence[str]) -> None:
+        """Let requests leave whose outputs nobody waits for any more."""
+        for name in names:
+            self._arrived.put(name)
+
+    def fail(self) -> None:
+        """Take nothing more, and end all texts with an error: a rank has failed."""
+        with self._lock:
+            self.draining = True
+            names = [*self._deliver]
+        why = "a rank of the server failed before the end of the text"
+        for name in names:
+            self._hand_over(Output(name, finish="cancelled", why=why))
+
+    # -- the main thread -----------------------------------------------------------------------------------------------
+
+    def run(self, stops: Callable[[], bool], drain_seconds: float) -> None:
+        """Work until `stops()`; then refuse what is new, and go on with the rest for `drain_seconds` at most.
+
+        What a pass raises ends all texts with an error.
+        """
+        try:
+            self._run(stops, drain_seconds)
+        except BaseException:
+            self.fail()
+            raise
+
+    def _run(self, stops: Callable[[], bool], drain_seconds: float) -> None:
+        end = float("inf")
+        while not (self.draining and not self._deliver) and time.monotonic() < end:
+            if not self.draining and stops():
+                with self._lock:
+                    self.draining = True
+                end = time.monotonic() + drain_seconds
+            self.turn()
+        for name in [*self._deliver]:
+            self._hand_over(Output(name, finish="cancelled"))
+        self.loop.end()
+
+    def turn(self) -> None:
+        """One step of the engine with all that has arrived; an idle engine waits a moment for something."""
+        engine, came = self.loop.engine, list[Request | str]()
+        try:
+            came.append(self._arrived.get(timeout=_IDLE if engine.idle else 0))
+            while True:
+                came.append(self._arrived.get_nowait())
+        except queue.Empty:
+            pass
+        requests = [x for x in came if isinstance(x, Request)]
+        if not came and engine.idle:
+            return
+        for output in self.loop.turn(requests, [x for x in came if isinstance(x, str)]):
+            self._hand_over(output)
+        self.metrics.passes.labels(getattr(engine.cache, "variant", "")).inc()
+        self.metrics.running.set(len(engine.running))
+        self.metrics.waiting.set(len(engine.waiting))
+        free = engine.cache.room()
+        self.metrics.free.set(free)
+        self.metrics.used.set(engine.capacity - free)
+
+    def _hand_over(self, output: Output) -> None:
+        with self._lock:
+            deliver = self._deliver.pop(output.request, None) if output.finish else self._deliver.get(output.request)
+        if deliver:  # nobody waits for it once `fail` has ended it
+            self.metrics.brought(output)
+            try:
+                deliver(output)
+            except Exception as error:
+                log_fault(output.request, error)
+                self.cancel([output.request])

@@ -1,0 +1,51 @@
+"""Objects that operators of PyTorch take as integers: an operator takes tensors and numbers only."""
+
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+from megatron.context_parallel.errors import UsageError
+
+_numbers = count(1)
+_objects: WeakValueDictionary[int, "Handled"] = WeakValueDictionary()
+
+
+class Handled:
+    """An object with a `handle`: an integer that no other object of the process has or had. A copy has another one."""
+
+    handle: int
+
+    def __new__(cls, *args: object, **kwargs: object) -> Any:
+        made = super().__new__(cls)
+        made.handle = next(_numbers)
+        _objects[made.handle] = made
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied to a new object, also in another process: all but the handle."""
+        return {name: value for name, value in self.__dict__.items() if name != "handle"}
+
+
+class Handed(Handled):
+    """Gives a handle to a value of any type."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def handle_of(x: Handled | None) -> int:
+    """0 for None."""
+    return x.handle if x is not None else 0
+
+
+def held(handle: int, what: str) -> Any:
+    """The object of a handle; None for 0.
+
+    Raises:
+        UsageError: the object is gone.
+    """
+    if not handle:
+        return None
+    if (found := _objects.get(handle)) is None:
+        raise UsageError(f"{what}: it was freed before its last use; keep it until the backward pass is over")
+    return found

@@ -1,0 +1,243 @@
+"""Which keys a query sees: causality, sliding windows and packed documents, all as intervals of positions.
+
+Under each of these masks a query sees one interval of positions. From one query to the next, neither end of the
+interval moves back. So if the rows of a block are in ascending order of position, each query sees one run of keys, in
+any layout (`kernels/masks.py`).
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from typing import TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.errors import UsageError
+
+from .chunk_pairs import Pairs
+from .handles import Handled
+from .layout import Chunks
+
+
+class Documents(Handled):
+    """Packed documents: a token sees only tokens of its document. Make one per batch and pass it to every layer.
+
+    It holds no number for each token, so making one from end tokens or from `cu_seqlens` takes little time.
+
+    Attributes:
+        shared: all samples of a batch have the same documents: those of one row of numbers.
+        edges: for each sample, where a document or a gap between documents begins, and the length: int64, ascending.
+        inside: for each sample, whether a document begins at an edge, and not a gap: bool, for all edges but the last.
+    """
+
+    def __init__(self, ids: Tensor) -> None:
+        """Makes documents from a number for each token.
+
+        Args:
+            ids: integers [samples, length], or [length] for documents that all samples share. Equal neighbours share a
+                document; negative is no document.
+
+        Raises:
+            UsageError: another shape or dtype.
+        """
+        if not _has_integers(ids) or ids.dim() not in (1, 2) or not ids.numel():
+            raise UsageError(
+                f"documents {_kind(ids)}: need integers [length] or [samples, length], such as [0, 0, 1, 1]"
+            )
+        self.shared = ids.dim() == 1
+        of_tokens = torch.atleast_2d(ids.detach().cpu()).numpy()
+        self.edges = _edges(of_tokens[:, 1:] != of_tokens[:, :-1], of_tokens.shape[1])
+        self.inside = [row[edges[:-1]] >= 0 for row, edges in zip(of_tokens, self.edges, strict=True)]
+
+    @classmethod
+    def _of(cls, edges: list[np.ndarray], inside: list[np.ndarray]) -> "Documents":
+        made = cls.__new__(cls)
+        made.edges, made.inside, made.shared = edges, inside, False
+        return made
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(samples, length)."""
+        return len(self.edges), int(self.edges[0][-1])
+
+    def around(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the documents of tokens start and end (exclusive): two int64 [samples, s] for positions int64 [s].
+
+        For a token of no document both are its own position.
+        """
+        at, starts, ends = positions.numpy(), [], []
+        for edges, inside in zip(self.edges, self.inside, strict=True):
+            of = np.searchsorted(edges[1:], at, side="right")
+            starts.append(np.where(inside[of], edges[of], at))
+            ends.append(np.where(inside[of], edges[of + 1], at))
+        return torch.from_numpy(np.stack(starts)), torch.from_numpy(np.stack(ends))
+
+    @classmethod
+    def after(cls, ends: Tensor) -> "Documents":
+        """Documents that end with the marked tokens: bool [samples, length], as Megatron's `--reset-attention-mask`.
+
+        Raises:
+            UsageError: another shape or dtype.
+        """
+        if not _has_values(ends) or ends.dtype is not torch.bool or ends.dim() != 2 or not ends.numel():
+            raise UsageError(f"ends of documents {_kind(ends)}: need bool [samples, length], such as tokens == eod")
+        edges = _edges(ends[:, :-1].cpu().numpy(), ends.shape[1])
+        return cls._of(edges, [np.ones(len(of) - 1, bool) for of in edges])
+
+    @classmethod
+    def packed(
+        cls, cu_seqlens: Tensor, length: int, cu_seqlens_padded: Tensor | None = None, samples: int = 1
+    ) -> "Documents":
+        """Documents of Megatron's `PackedSeqParams`, which counts through all samples.
+
+        Args:
+            cu_seqlens: int [documents + 1], ascending from 0; tokens beyond the last belong to no document.
+            length: tokens of a sample.
+            cu_seqlens_padded: where the documents begin, if there is padding between them.
+            samples: the batch size.
+
+        Raises:
+            UsageError: bounds that do not ascend from 0, or end before the last sample begins; a document that leaves
+                its sample or the last one.
+        """
+        padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+        for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", padded)):
+            if not _has_integers(x) or x.dim() != 1:
+                raise UsageError(f"{name} {_kind(x)}: need integers [documents + 1], such as [0, 5, 8]")
+        for name, number in (("length", length), ("samples", samples)):
+            if type(number) is not int or number < 1:
+                raise UsageError(f"{name} {number!r} of packed documents: need a whole number, 1 or more, such as 8")
+        if len(padded) != len(cu_seqlens):
+            raise UsageError(f"cu_seqlens_padded of {len(padded)} bounds: need {len(cu_seqlens)}, as cu_seqlens has")
+        lengths = cu_seqlens.detach().cpu().long().diff()
+        bounds = padded.detach().cpu().long()
+        if len(lengths) == 0 or bounds[0] != 0 or lengths.min() < 0 or (bounds.diff() < lengths).any():
+            raise UsageError(f"cu_seqlens {cu_seqlens.tolist()[:8]}: must ascend from 0, such as [0, 5, {length}]")
+        starts, ends = (x[lengths > 0].numpy() for x in (bounds[:-1], bounds[:-1] + lengths))
+        if (starts // length != (ends - 1) // length).any():
+            raise UsageError(f"cu_seqlens: a document crosses the end of its sample of {length} tokens; cut it there")
+        if bounds[-1] > samples * length:
+            needed = -(-int(bounds[-1]) // length)
+            raise UsageError(
+                f"cu_seqlens: ends at {int(bounds[-1])}, beyond {samples} x {length} tokens; give samples={needed}"
+            )
+        if bounds[-1] <= (samples - 1) * length:
+            raise UsageError(
+                f"cu_seqlens: ends at {int(bounds[-1])}, before the last of {samples} samples of {length} tokens "
+                f"begins; count through all samples, to {samples * length}"
+            )
+        through = np.arange(samples + 1) * length
+        all_edges = np.unique(np.concatenate((starts, ends, through)))
+        edges = [all_edges[(all_edges >= a) & (all_edges <= b)] - a for a, b in pairwise(through)]
+        begins = [np.isin(of[:-1] + a, starts) for of, a in zip(edges, through, strict=False)]
+        return cls._of(edges, begins)
+
+
+def _has_values(x: object) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor) and not (x.is_meta or x.is_nested)
+
+
+def _has_integers(x: object) -> TypeGuard[Tensor]:
+    return _has_values(x) and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
+
+
+def _kind(x: object) -> str:
+    """What an error says of a value that should be a tensor."""
+    if not isinstance(x, Tensor):
+        return f"of type {type(x).__name__}"
+    return "nested" if x.is_nested else f"{list(x.shape)} of {x.dtype}{' on meta' if x.is_meta else ''}"
+
+
+def _edges(changes: np.ndarray, length: int) -> list[np.ndarray]:
+    """Where something begins in each sample, and the length. `changes` [samples, length - 1]: at the next token."""
+    return [np.concatenate(([0], np.flatnonzero(of) + 1, [length])) for of in changes]
+
+
+class Sequences:
+    """Sequences of a batch laid end to end: a token sees only tokens of its sequence.
+
+    Unlike `Documents` it has no number for each token, and blocks are cut between sequences. So what is computed of one
+    depends on no other.
+
+    Attributes:
+        bounds: int64 [count + 1], where the sequences begin, and the end of the last. A token's position is the begin
+            of its sequence and its place there.
+    """
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.bounds = torch.tensor([*accumulate(lengths, initial=0)])
+
+    @property
+    def shape(self) -> torch.Size:
+        """(samples, length)."""
+        return torch.Size((1, int(self.bounds[-1])))
+
+    def around(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the sequences of tokens start and end: two int64 [1, s]."""
+        of = torch.bucketize(positions, self.bounds[1:], right=True).unsqueeze(0)
+        return self.bounds[of], self.bounds[of + 1]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees.
+
+    Attributes:
+        causal: it sees itself and the tokens before it; otherwise the tokens after it too.
+        window: how many tokens before and after itself it sees at most; -1 for no limit (Megatron's `--window-size`).
+        documents: it sees only the tokens of its document, or of its sequence.
+
+    Raises:
+        UsageError: `causal` that is no bool; a window that is not two such numbers.
+    """
+
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    documents: Documents | Sequences | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.causal) is not bool:
+            raise UsageError(f"causal {self.causal!r}: give True, or False for full attention")
+        good = isinstance(self.window, tuple) and len(self.window) == 2 and all(type(w) is int for w in self.window)
+        if not good or min(self.window) < -1:
+            raise UsageError(f"--window-size {self.window}: give tokens before and after, -1 for all, such as 4096,0")
+
+    @property
+    def plain(self) -> bool:
+        """Causal or full, and nothing else."""
+        return self.window == (-1, -1) and self.documents is None
+
+    def seen(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The first position seen from each of `positions` int64 [s], and the end (exclusive): two int64 [samples, s].
+
+        If nothing is seen, the end is not beyond the first. Bounds may lie outside the sequence.
+        """
+        before, after = self.window
+        first = positions - before if before >= 0 else torch.zeros_like(positions)
+        end = torch.full_like(positions, torch.iinfo(torch.int32).max)
+        if after >= 0:
+            end = positions + after + 1
+        if self.causal:
+            end = end.clamp_max(positions + 1)
+        if self.documents is None:
+            return first.unsqueeze(0), end.unsqueeze(0)
+        starts, ends = self.documents.around(positions)
+        return torch.maximum(first, starts), torch.minimum(end, ends)
+
+    def pairs(self, q: Chunks, kv: Chunks) -> Pairs:
+        """The pairs of query and key/value chunks that the mask does not empty.
+
+        For strided chunks it may contain more pairs; otherwise it is exact.
+        """
+        n = q.n
+        if not self.causal and self.plain:
+            return Pairs.all(n)
+        every = [[(p.start, p.stride, p.last) for p in chain(*chunks.progressions)] for chunks in (q, kv)]
+        (first, _, final), (start, stride, last) = (torch.tensor(x).unbind(1) for x in every)
+        low, high = self.seen(first)[0], self.seen(final)[1]  # of all queries of a progression together
+        nearest = start + ((low.unsqueeze(2) - start).clamp_min(0) + stride - 1) // stride * stride
+        some = (nearest < high.unsqueeze(2)) & (nearest <= last)
+        seen = some.any(0).view(n, some.shape[1] // n, n, -1).any(3).any(1)
+        rows = np.packbits(seen.numpy(), axis=1, bitorder="little")
+        return Pairs(tuple(int.from_bytes(row.tobytes(), "little") for row in rows))

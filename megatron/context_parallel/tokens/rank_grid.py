@@ -1,0 +1,51 @@
+"""Ranks as the points of a grid with named dimensions: rows and columns, heads and rings, tp-cp-dp-pp."""
+
+import math
+from dataclasses import dataclass
+
+from megatron.context_parallel.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ProcessMesh:
+    """A grid of ranks. The first dimension varies fastest, as in Megatron's `order="tp-cp-ep-dp-pp"`.
+
+    Attributes:
+        names: of the dimensions, innermost first.
+        sizes: their sizes.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.sizes) or min(self.sizes) < 1:
+            raise UsageError(f"process mesh {self.names} of sizes {self.sizes}: need one positive size a dimension")
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.sizes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The place of `rank` along each dimension."""
+        place = {}
+        for name, size in zip(self.names, self.sizes, strict=True):
+            rank, place[name] = divmod(rank, size)
+        return place
+
+    def rank(self, **place: int) -> int:
+        """The rank at a place; dimensions left out are 0."""
+        rank, stride = 0, 1
+        for name, size in zip(self.names, self.sizes, strict=True):
+            rank += place.get(name, 0) * stride
+            stride *= size
+        return rank
+
+    def along(self, rank: int, *names: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only in the dimensions `names`, itself included, ascending."""
+        found, stride = [0], 1
+        for name, size in zip(self.names, self.sizes, strict=True):
+            places = range(size) if name in names else (rank // stride % size,)
+            found = [inner + place * stride for place in places for inner in found]
+            stride *= size
+        return tuple(found)

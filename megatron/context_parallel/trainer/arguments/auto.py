@@ -1,0 +1,63 @@
+"""`--cp-strategy auto`: what the trainer chooses when its job begins, or in a dry run."""
+
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from megatron.context_parallel.cluster.description import Cluster, load_cluster
+from megatron.context_parallel.cluster.search.auto import measured, told
+from megatron.context_parallel.cluster.search.planner import Place, Search, search
+from megatron.context_parallel.cluster.search.step_search import workload_of
+from megatron.context_parallel.cluster.step.memory import BUFFERS, LOGITS, fullest_stage, memory
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.strategies import AUTO, Choice
+from megatron.context_parallel.trainer.config.context_parallel_flags import fixed_options
+from megatron.context_parallel.trainer.config.flags import Arguments
+from megatron.context_parallel.trainer.config.workload import model_of, run_of
+
+from .check_values import check_together
+
+
+def choose_strategy(args: Arguments) -> Arguments:
+    """`args` with the strategy that rank 0 chooses. All ranks of the job call this together.
+
+    Without `--cp-cluster` they measure their cluster first, for some seconds.
+
+    Raises:
+        UsageError: no strategy works for this run; on all ranks.
+    """
+    world = dist.group.WORLD
+    assert world is not None  # the job has begun
+    workload = workload_of(model_of(args), run_of(args))
+    cluster = load_cluster(args.cp_cluster, "--cp-cluster") if args.cp_cluster else measured(workload, world)
+    return settled(args, told(world, lambda: planned(args, cluster)))
+
+
+def settled(args: Arguments, choice: Choice) -> Arguments:
+    """`args` with a strategy, as if it had been given."""
+    layers = (choice,) * args.num_layers
+    args = replace(args, cp_layers=layers, cp_strategy=choice.spec, cp_layout=choice.layout, cp_cluster=None)
+    check_together(args)
+    return args
+
+
+def planned(args: Arguments, cluster: Cluster) -> Search:
+    """What is fastest for a run whose rank r is device r of a cluster. All context groups work at the same time."""
+    run = run_of(args)
+    first, *others = run.groups("context")
+    place = Place(cluster.part(run.world_size), first, others)
+    return search(workload_of(model_of(args), run), place, fixed_options(args), _room(args, cluster))
+
+
+def _room(args: Arguments, cluster: Cluster) -> float:
+    """Bytes that the rest of the run leaves to attention."""
+    model, run = model_of(args), run_of(args)
+    parts = memory(model, run, fullest_stage(model, run))
+    rest = sum(part.bytes for part in parts if part.what not in (LOGITS, BUFFERS))
+    room = cluster.device.memory_GiB * 2**30 - rest
+    if room <= 0:
+        raise UsageError(
+            f"--cp-strategy {AUTO}: without attention the run needs an estimated {rest / 2**30:.3g} GiB of a device, "
+            f"which has {cluster.device.memory_GiB:g}; use more ranks, or name a strategy, such as ring, to try it"
+        )
+    return room

@@ -1,0 +1,121 @@
+"""Checks on what the arguments name on disk: data, checkpoints and the directory to save in. Nothing is written."""
+
+import tempfile
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from megatron.context_parallel.cli.flag_checks import refuse
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.trainer.checkpoint.resume import check_resume
+from megatron.context_parallel.trainer.checkpoint.store import TRACKER, candidates, choose, quick_fault, read_saved_args
+from megatron.context_parallel.trainer.config.flags import FLAGS, Arguments
+from megatron.context_parallel.trainer.data.index_file import open_tokens, tokenizer_of
+
+_DATA_FLAGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+_MAKE_DATA = "make it with: python tools/preprocess_data.py --input FILES --output-prefix PREFIX --append-eod"
+_OF_NCCL = ("cga_cluster_size", "is_high_priority_stream", "max_ctas", "min_ctas", "net_name")
+_TOKENS_CHECKED = 1 << 20  # here; each batch is checked when it is made
+
+
+def check_files(args: Arguments, vocabulary: int) -> None:
+    """Refuse data and checkpoints that are missing, damaged or of another tokenizer (of `vocabulary` tokens) or model.
+
+    Raises:
+        UsageError: one line that names the flag and the file.
+    """
+    given = [name for name in _DATA_FLAGS if getattr(args, name)]
+    if not given and not args.mock_data and not args.dry_run:
+        raise UsageError(f"--data-path: missing; give the prefix of .bin/.idx files, or {_MAKE_DATA}")
+    for name in given:
+        for prefix in _prefixes(args, name):
+            _check_data(args, FLAGS[name].given(prefix), prefix, vocabulary)
+    if args.nccl_communicator_config_path:
+        _check_communicators(args, Path(args.nccl_communicator_config_path))
+    if args.save:
+        _check_writable(args, Path(args.save).absolute())
+    if args.load:
+        _check_checkpoint(args, args.load)
+
+
+# ------------------------------------------------------------------------------------------------------- data
+
+
+def _prefixes(args: Arguments, name: str) -> list[str]:
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    prefixes, weights = get_blend_from_list(getattr(args, name))
+    numbers = [prefix for prefix in prefixes if prefix.replace(".", "", 1).isdecimal()]
+    if numbers or (weights and min(weights) <= 0):
+        refuse(args, name, "each prefix takes a weight above 0, or none does", **{name: "0.7 FIRST 0.3 SECOND"})
+    return prefixes
+
+
+def _check_data(args: Arguments, given: str, prefix: str, vocabulary: int) -> None:
+    for path in (Path(prefix + ".idx"), Path(prefix + ".bin")):
+        if not path.is_file():
+            remedy = f"leave out the suffix, {given[:-4]}" if prefix.endswith((".idx", ".bin")) else _MAKE_DATA
+            raise UsageError(f"{given}: there is no {path.name} in {path.parent}; {remedy}")
+    try:
+        data = open_tokens(prefix)
+        made_by = tokenizer_of(prefix)
+    except ValueError as error:
+        raise UsageError(f"{given}: {error}; {_MAKE_DATA}") from None
+    _check_tokenizer(args, given, made_by, vocabulary)
+    if args.reset_attention_mask and not (data.tokens[:_TOKENS_CHECKED] == args.eod_token).any():
+        why = f"{given} has no end-of-document token {args.eod_token} that would tell documents apart"
+        refuse(args, "reset_attention_mask", f"{why}; {_MAKE_DATA}")
+    if wrong := data.wrong_token(vocabulary, most=_TOKENS_CHECKED):
+        why = f"{given} holds token {wrong[1]} at place {wrong[0]}, and this tokenizer has {vocabulary}"
+        if args.tokenizer_type == "NullTokenizer" and wrong[1] >= 0:
+            refuse(args, "vocab_size", why, vocab_size=int(data.tokens[:_TOKENS_CHECKED].max()) + 1)
+        refuse(args, "tokenizer_type", f"{why}; give the tokenizer that made the data")
+
+
+def _check_tokenizer(args: Arguments, data: str, made_by: dict[str, Any], vocabulary: int) -> None:
+    """Refuse `data` made by another tokenizer; ids without text (NullTokenizer) may come from any."""
+    if not made_by or args.tokenizer_type == "NullTokenizer":
+        return
+    kind, model, size = made_by.values()
+    if kind != args.tokenizer_type:
+        refuse(args, "tokenizer_type", f"{data} was made with {kind}", tokenizer_type=kind)
+    if size != vocabulary:
+        why = f"has {vocabulary} tokens, and {data} was made with {size}"
+        refuse(args, "tokenizer_model", why, tokenizer_model=model)
+
+
+def _check_communicators(args: Arguments, path: Path) -> None:
+    """Refuse names in a file of NCCL's options that megatron-core would not read."""
+    import yaml
+
+    groups, name = FLAGS["high_priority_stream_groups"].choices, "nccl_communicator_config_path"
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        refuse(args, name, f"cannot be read ({' '.join(str(error).split())})")
+    if not isinstance(found, dict) or not all(isinstance(options, dict) for options in found.values()):
+        refuse(args, name, "must hold options by group, such as {cp: {max_ctas: 16}}")
+    for what, known, words in (("group", groups, [*found]), ("option", _OF_NCCL, [*chain(*found.values())])):
+        if unknown := [word for word in words if word not in known]:
+            refuse(args, name, f"{unknown[0]} is no {what} of NCCL's here; there are {', '.join(known)}")
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+def _check_writable(args: Arguments, directory: Path) -> None:
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        refuse(args, "save", f"{existing} cannot be written to ({error.strerror})", save="runs/first")
+
+
+def _check_checkpoint(args: Arguments, directory: str) -> None:
+    paths, fault = candidates(args)
+    if not paths and not fault and args.exit_on_missing_checkpoint:
+        why = f"no {TRACKER} there, so no checkpoint"
+        refuse(args, "load", f"{why}; give --load DIR of a run, or leave out --exit-on-missing-checkpoint")
+    if checkpoint := choose(args, paths, fault, quick_fault, say=lambda line: None):  # the load tells
+        check_resume(args, read_saved_args(checkpoint))

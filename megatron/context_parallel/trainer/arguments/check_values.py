@@ -1,0 +1,213 @@
+"""Checks on values that must fit each other, this host and the ranks started. No file is opened."""
+
+import math
+import os
+from itertools import product
+from traceback import extract_tb
+from typing import cast
+
+from megatron.context_parallel.cli.flag_checks import refuse
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.strategies import Choice, check_same_tokens, distinct
+from megatron.context_parallel.trainer.config.flags import FLAGS, Arguments, Flags
+from megatron.context_parallel.trainer.config.samples import decay_samples, warmup_samples
+
+from .check_experts import check_experts
+from .check_sharding import check_sharding
+
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def ranks_in(variable: str, default: int) -> int:
+    """The whole number in an environment variable.
+
+    Raises:
+        UsageError: it holds something else.
+    """
+    value = os.environ.get(variable, str(default))
+    if not value.isdecimal():
+        why = f"not a number of ranks; start with torchrun, or unset {variable}"
+        raise UsageError(f"{variable}={value} in the environment: {why}")
+    return int(value)
+
+
+def check_world(args: Flags, world_size: int, needed: int) -> None:
+    """Refuse a number of ranks that the parallel sizes, whose product is `needed`, do not divide."""
+    if world_size < 1 or world_size % needed:
+        sizes: dict[str, int] = {name: getattr(args, name) for name in _SIZES}
+        # Name the size that does not divide by itself, or else the largest.
+        name = next((n for n in sizes if world_size % sizes[n]), max(sizes, key=lambda n: sizes[n]))
+        product = "" if needed == sizes[name] else f" (tensor x pipeline x context = {needed})"
+        fits = FLAGS[name].given(math.gcd(sizes[name], max(1, world_size * sizes[name] // needed)))
+        start = f"start {max(needed, world_size // needed * needed)} ranks (torchrun --nproc-per-node)"
+        refuse(args, name, f"does not divide the {world_size} ranks started{product}; {start}, or give {fits}")
+
+
+def check_together(args: Arguments) -> None:
+    """Refuse values that do not fit each other in a way that no declaration of a flag tells.
+
+    Raises:
+        UsageError: one line that names one of the flags, its value and a value that fits.
+    """
+    _check_model(args)
+    check_sharding(args)
+    check_experts(args)
+    _check_sequence(args)
+    _check_schedule(args)
+    _check_devices(args)
+    _check_data(args)
+    _check_rerun(args)
+    if args.profile:
+        _check_profile(args)
+
+
+def _check_model(args: Arguments) -> None:
+    groups, tensor = args.num_query_groups, args.tensor_model_parallel_size
+    if groups % tensor and tensor % groups:
+        why = f"neither divides nor is a multiple of --tensor-model-parallel-size {tensor}"
+        refuse(args, "num_query_groups", why, tensor_model_parallel_size=math.gcd(groups, tensor))
+    if args.position_embedding_type == "rope" and int(args.kv_channels * args.rotary_percent) % 2:
+        refuse(args, "kv_channels", "RoPE needs an even width", kv_channels=args.kv_channels + 1)
+    if args.attention_dropout:
+        refuse(args, "attention_dropout", "context-parallel attention has no dropout", attention_dropout=0)
+    if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
+        why = "needs --recompute-method and --recompute-num-layers"
+        refuse(args, "recompute_granularity", why, recompute_method="uniform", recompute_num_layers=1)
+
+
+def _check_sequence(args: Arguments) -> None:
+    if args.window_size and args.window_size[1] > 0:
+        refuse(args, "window_size", "no token sees those after it", window_size=(args.window_size[0], 0))
+    n, tensor = args.context_parallel_size, args.tensor_model_parallel_size
+    sharers, what = tensor if args.sequence_parallel else 1, ""
+    parts = n * sharers
+    if args.cp_layers:
+        for choice in distinct(args.cp_layers):
+            _check_plan(args, choice)
+        check_same_tokens(args.cp_layers, n)
+        layout = args.cp_layers[0].layout
+        parts, what = n * math.lcm(2 if layout == "zigzag" else 1, sharers), f"the {layout} layout "
+    if args.seq_length % parts:
+        over = f"{n} context-parallel" + (f" x {sharers} sequence-parallel" if sharers > 1 else "")
+        why = f"{what or 'its split '}over {over} ranks needs a multiple of {parts}"
+        refuse(args, "seq_length", why, seq_length=math.ceil(args.seq_length / parts) * parts)
+
+
+def _check_plan(args: Arguments, choice: Choice) -> None:
+    n, tensor = args.context_parallel_size, args.tensor_model_parallel_size
+    heads, kv_heads = args.num_attention_heads // tensor, max(1, args.num_query_groups // tensor)
+    try:
+        choice.plan(n, heads=heads, kv_heads=kv_heads)
+    except UsageError:
+        raise
+    except Exception as error:  # in a strategy of the user's own
+        at = extract_tb(error.__traceback__)[-1]
+        where = f"{type(error).__name__}: {error} ({os.path.basename(at.filename)}, line {at.lineno})"
+        raise UsageError(f"--cp-strategy {choice.spec}: makes no plan for {n} ranks: {where}") from error
+
+
+def _check_schedule(args: Arguments) -> None:
+    decay = decay_samples(args)
+    if decay and warmup_samples(args) >= decay:
+        unit, each = ("samples", 1) if args.train_samples else ("iters", args.global_batch_size)
+        why, name = f"must end before the decay does, after {decay // each} {unit}", f"lr_warmup_{unit}"
+        refuse(args, name, why, **{name: decay // each // 10})
+
+
+def check_rampup(args: Flags, data_parallel_size: int) -> None:
+    """Refuse a ramp-up of the batch whose steps do not lead to the global batch, or cannot be dealt to the ranks."""
+    given, each, whole = (
+        args.rampup_batch_size or [],
+        args.micro_batch_size * data_parallel_size,
+        args.global_batch_size,
+    )
+    if args.num_layers_per_virtual_pipeline_stage:
+        each *= args.pipeline_model_parallel_size  # whose schedule deals whole rounds
+    why = f"must be three numbers, START + a multiple of INCREMENT = --global-batch-size {whole}, multiples of {each}"
+    good = len(given) == 3 and given[0] <= whole and (whole - given[0]) % given[1] == 0
+    if not good or given[0] % each or given[1] % each:
+        refuse(args, "rampup_batch_size", why, rampup_batch_size=[each, each, 100 * whole])
+
+
+def _check_devices(args: Arguments) -> None:
+    """A dry run may plan for other hosts: it needs no GPU, and no library that a GPU's backend would."""
+    import torch
+
+    from megatron.context_parallel.integration.transformer_engine import check_importable
+    from megatron.context_parallel.kernels.choose import check_backend
+
+    gpus, backend = torch.cuda.device_count(), args.cp_attention_backend
+    if gpus and not args.dry_run and (local := ranks_in("LOCAL_WORLD_SIZE", 1)) > gpus:
+        why = f"this host has {gpus} GPUs; give torchrun --nproc-per-node {gpus}"
+        raise UsageError(f"LOCAL_WORLD_SIZE={local}: {why}")
+    if args.fp16 and not (gpus or args.dry_run):
+        refuse(args, "fp16", "needs a GPU, and there is none here; give --bf16, or neither")
+    if args.distributed_backend == "nccl" and not (gpus or args.dry_run):
+        refuse(args, "distributed_backend", "needs GPUs, and there is none here", distributed_backend="gloo")
+    nccl = args.distributed_backend == "nccl" or (gpus and not args.distributed_backend)
+    for name in ("high_priority_stream_groups", "nccl_communicator_config_path"):
+        if getattr(args, name) and not nccl:
+            refuse(args, name, "communication is not NCCL's", distributed_backend="nccl")
+    if args.transformer_impl == "transformer_engine" and not (args.dry_run and not gpus):
+        check_importable()
+    if args.fp8 and args.transformer_impl == "local":
+        refuse(args, "fp8", "needs Transformer Engine's linears", transformer_impl="transformer_engine")
+    elsewhere = args.dry_run and not gpus and backend not in ("auto", "aten")
+    device = "cuda" if gpus or elsewhere else "cpu"
+    irregular = next((FLAGS[n].option for n in ("window_size", "reset_attention_mask") if getattr(args, n)), None)
+    check_backend(backend, args.params_dtype, args.kv_channels, device=device, irregular=irregular, here=not elsewhere)
+    if device == "cuda":
+        _check_blocks(args)
+
+
+def _check_blocks(args: Arguments) -> None:
+    """Refuse a named library that does not compute all blocks of a plan. A block of its first or last rank tells."""
+    from megatron.context_parallel.kernels.interface import Kernel
+    from megatron.context_parallel.kernels.libraries import LIBRARIES
+    from megatron.context_parallel.runtime.blocks import Blocks
+    from megatron.context_parallel.tokens.layout import Chunks
+    from megatron.context_parallel.tokens.mask import Mask
+
+    if (library := LIBRARIES.get(args.cp_attention_backend)) is None:
+        return
+    for choice, backward in product(distinct(args.cp_layers), (False, True)):
+        plan = choice.plan(args.context_parallel_size, backward=backward)
+        chunks = Chunks.pair(choice.layout, plan.n, args.seq_length)
+        blocks = Blocks(Mask(), *chunks, cast(Kernel, library))  # which only cuts here
+        for attend in (attend for rank in (0, plan.n - 1) for step in plan.steps[rank] for attend in step.attend):
+            for chunk in attend.q_chunks:
+                blocks.pieces(chunk, attend.kv_chunks)
+
+
+def _check_rerun(args: Arguments) -> None:
+    if args.rerun_mode == "report_stats":
+        why = "megatron-core 0.16.1 fails where it prints its statistics"
+        refuse(args, "rerun_mode", why, rerun_mode="validate_results")
+    if args.rerun_mode != "disabled" and not (args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss):
+        why = "there is nothing to validate with --no-check-for-nan-in-loss-and-grad"
+        refuse(args, "rerun_mode", why, check_for_spiky_loss=True)
+
+
+def _check_profile(args: Arguments) -> None:
+    start, end = args.profile_step_start, args.profile_step_end
+    if start >= end:
+        refuse(args, "profile_step_start", f"must be below --profile-step-end {end}", profile_step_end=start + 2)
+    if 0 < (last := args.train_iters) <= start:
+        why = f"the run ends before, with --train-iters {last}"
+        refuse(args, "profile_step_start", why, profile_step_start=last - 1)
+    if absent := [rank for rank in args.profile_ranks if rank >= args.world_size]:
+        refuse(args, "profile_ranks", f"there are {args.world_size} ranks, none is {absent[0]}", profile_ranks=[0])
+    if args.use_pytorch_profiler and not args.tensorboard_dir:
+        why = "needs a folder for its traces; give --tensorboard-dir DIR, or --save DIR"
+        refuse(args, "use_pytorch_profiler", why)
+    import torch
+
+    if not (args.use_pytorch_profiler or args.dry_run or torch.cuda.is_available()):
+        refuse(args, "profile", "nsys profiles GPUs, and there is none here", use_pytorch_profiler=True)
+
+
+def _check_data(args: Arguments) -> None:
+    for name in ("eod_mask_loss", "reset_attention_mask", "reset_position_ids", "mock_data"):
+        if args.eod_token is None and getattr(args, name):
+            why = f"the tokenizer {args.tokenizer_model or args.tokenizer_type} has no end-of-document token"
+            refuse(args, name, f"{why}; leave the flag out or give a tokenizer with an eos_token")

@@ -1,0 +1,74 @@
+"""From the command line and files of flags to `Flags`; what is no flag, or no value of it, is refused here."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.context_parallel.cli.flag_parser import FlagParser
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.trainer.checkpoint.saved_flags import saved_flags
+from megatron.context_parallel.trainer.config.flags import PRESETS, SECTIONS, Flags
+from megatron.context_parallel.trainer.config.upstream_flags import UPSTREAM, meaningless
+
+PARSER = FlagParser(
+    SECTIONS,
+    "Pretrain a GPT or Llama with tensor, pipeline, data and context parallelism. "
+    "Flags have Megatron's names and meanings.",
+    "[--preset NAME] [flags]",
+    UPSTREAM,
+)
+
+
+def read_flags(argv: list[str] | None = None) -> Flags:
+    """The flags of `argv` (default: the program's), which win over those in `--config`, and these over `--preset`.
+
+    The first rank prints a line about flags of Megatron-LM that mean nothing here.
+
+    Raises:
+        UsageError: one line that names every unknown flag, or the flag whose value is none, and a value that works.
+    """
+    given = PARSER.read(argv)
+    config = _of_file(Path(given["config"]), f"--config {given['config']}") if "config" in given else {}
+    preset = (config | given).get("preset")
+    values = _of_file(PRESETS[preset], f"--preset {preset}") if preset else {}
+    found = values | config | given
+    line = meaningless({option: found.pop(option) for option in [*found] if option in UPSTREAM})
+    if line and os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)
+    if found.get("use_checkpoint_args") and found.get("load"):
+        found = saved_flags(Flags(**found)) | found
+    return Flags(**found)
+
+
+def _of_file(path: Path, source: str) -> dict[str, Any]:
+    """The values that a YAML file gives, by field; null is as good as nothing. Those of Megatron-LM's by option."""
+    try:
+        values = yaml.safe_load(path.read_text())
+        if not isinstance(values, dict) or "config" in values:
+            raise ValueError("it must have flags, and not --config")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        raise UsageError(f"{source}: cannot be read ({why}); write lines such as num-layers: 24") from None
+    options = {"--" + str(name).replace("_", "-"): value for name, value in values.items()}
+    try:
+        if unknown := [option for option in options if option not in PARSER.by_option | UPSTREAM]:
+            raise UsageError(PARSER.explain_unknown(unknown))
+        ours = [(PARSER.by_option[name], value) for name, value in options.items() if name not in UPSTREAM]
+        found = {flag.name: flag.value(_as_text(value)) for flag, value in ours if value is not None}
+        return found | {name: _words(value) for name, value in options.items() if name in UPSTREAM and value}
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}") from None
+
+
+def _words(value: object) -> list[str]:
+    """A value of YAML as the words that follow a flag."""
+    return [] if value is True else [str(item) for item in (value if isinstance(value, list) else [value])]
+
+
+def _as_text(value: object) -> object:
+    """A value of YAML as a command line gives it, but for true and false, which are no texts."""
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return value if isinstance(value, bool) else str(value)

@@ -1,0 +1,169 @@
+"""The optimizer in a checkpoint: whole tensors for each weight, in one format however ranks share them out."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from megatron.context_parallel.trainer.model.data_parallel import DataParallel
+
+from .shares import Rows, described, empty, install_weights, rows_of, take, whole
+
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+_FROM_FLAGS = ("max_lr", "min_lr", "betas", "eps")  # of a group of parameters; the schedule sets lr and weight decay
+
+
+def sharded_optimizer(
+    optimizer: MegatronOptimizer, model: list[DataParallel], weights: dict[str, Any], loading: bool
+) -> dict[str, Any]:
+    """The optimizer as megatron-core's dist_checkpointing saves it, or is to load it; every rank calls this.
+
+    `weights` are those of the chunks, as dist_checkpointing saves them.
+    """
+    _prime_adam(optimizer)
+    if _has_buckets(optimizer, model):
+        _count_bucket_padding(model)
+        return _sharded_buckets(optimizer, weights, loading)
+    parts = _parts(optimizer)
+    groups = [(part, group) for part in parts for group in part.optimizer.param_groups]
+    scaler = getattr(parts[0], "grad_scaler", None)
+    return {
+        "optimizer": {"param_groups": [_without_parameters(group) | {"step": _step(part)} for part, group in groups]},
+        **({"grad_scaler": scaler.state_dict()} if scaler else {}),
+        "param_state": {
+            f"{number}.{name}": _sharded_states(entry, _states(parts, parameter), rows_of(parameter), loading)
+            for number, chunk in enumerate(model)
+            for name, entry, parameter in described(chunk)
+        },
+        "param_state_sharding_type": METADATA["distrib_optim_sharding_type"],
+    }
+
+
+def load_optimizer(optimizer: MegatronOptimizer, model: list[DataParallel], loaded: dict[str, Any]) -> None:
+    """Restore the optimizer from what dist_checkpointing has loaded; what flags say of it stays as they say now."""
+    if _has_buckets(optimizer, model):
+        _load_buckets(optimizer, loaded)
+        return
+    parts = _parts(optimizer)
+    for number, chunk in enumerate(model):
+        for name, _, parameter in described(chunk):
+            rows = rows_of(parameter)
+            for kind, tensor in _states(parts, parameter).items():
+                take(tensor, loaded["param_state"][f"{number}.{name}"][kind], rows)
+        install_weights(chunk)
+    step = loaded["optimizer"]["param_groups"][0]["step"]
+    for part in parts:
+        for state in part.optimizer.state.values():
+            if "step" in state:
+                state["step"] = torch.tensor(float(step))
+        for group in part.optimizer.param_groups:
+            if "step" in group:  # Transformer Engine's and Apex's Adam count here
+                group["step"] = int(step)
+        if getattr(part, "grad_scaler", None) and "grad_scaler" in loaded:
+            part.grad_scaler.load_state_dict(loaded["grad_scaler"])
+
+
+# --------------------------------------------------------------------------------- weights with a state of their own
+
+
+def _has_buckets(optimizer: MegatronOptimizer, model: list[DataParallel]) -> bool:
+    """Whether it is megatron-core's distributed optimizer on DDP, which cuts buckets of many weights."""
+    return isinstance(_parts(optimizer)[0], DistributedOptimizer) and isinstance(model[0], DistributedDataParallel)
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _states(parts: list[MegatronOptimizer], parameter: torch.nn.Parameter) -> dict[str, Tensor]:
+    """What the optimizer updates a weight by, and its float32 copy; with FSDP this rank's rows."""
+    main = getattr(parameter, "main_param", parameter)
+    state = next(part.optimizer.state[main] for part in parts if main in part.optimizer.state)
+    return {"param": main, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
+
+def _sharded_states(
+    entry: ShardedBase, states: dict[str, Tensor], rows: Rows | None, loading: bool
+) -> dict[str, ShardedBase]:
+    """The states of a weight that checkpoints know as `entry`."""
+    found = {}
+    for kind, tensor in states.items():
+        data = empty(tensor, torch.float32) if loading else whole(tensor, rows, torch.float32)
+        dtype = {"dtype": torch.float32} if isinstance(entry, ShardedTensor) else {}
+        found[kind] = replace(entry, key=f"optimizer.state.{kind}.{entry.key}", data=data, **dtype)
+    return found
+
+
+def _step(part: MegatronOptimizer) -> float:
+    """Updates so far. A rank that has no rows of a weight does not count those of that weight."""
+    states = [state["step"].item() for state in part.optimizer.state.values() if "step" in state]
+    return max(states + [group.get("step", 0) for group in part.optimizer.param_groups])
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+# ------------------------------------------------------------------------------------------------------- buckets
+
+
+def _sharded_buckets(optimizer: MegatronOptimizer, weights: dict[str, Any], loading: bool) -> dict[str, Any]:
+    """As of one optimizer, also where shared out experts have one of their own."""
+    parts = [part.sharded_state_dict(weights, is_loading=loading, metadata=METADATA) for part in _parts(optimizer)]
+    if len(parts) == 1:
+        return parts[0]
+    groups = [group for part in parts for group in part["optimizer"]["param_groups"]]
+    states = {number: part["param_state"] for number, part in enumerate(parts)}
+    return {**parts[0], "optimizer": {**parts[0]["optimizer"], "param_groups": groups}, "param_state": states}
+
+
+def _count_bucket_padding(model: list[DataParallel]) -> None:
+    # megatron-core gathers the optimizer's buckets without the padding between them, then cuts parameters out at
+    # offsets that count it: wrong values after a padded bucket. With the padding gathered too they are right.
+    for buffer in (buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+        buffer.numel_unpadded = buffer.numel
+
+
+def _prime_adam(optimizer: MegatronOptimizer) -> None:
+    # PyTorch's Adam counts steps per parameter from its first step on; megatron-core reads the count before that.
+    for part in _parts(optimizer):
+        part.init_state_fn(part.optimizer, part.config)
+        for parameter_state in part.optimizer.state.values() if _is_torchs(part) else ():
+            parameter_state.setdefault("step", torch.tensor(0.0))
+
+
+def _load_buckets(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
+    given = [{name: group[name] for name in _FROM_FLAGS} for group in optimizer.param_groups]
+    parts, groups = _parts(optimizer), loaded["optimizer"]["param_groups"]
+    # Of what experts were not shared out: their optimizer has the groups of the other weights.
+    both = [group | {"is_expert_parallel": shared} for shared in (False, True) for group in groups]
+    for number, part in enumerate(parts):
+        states = loaded["param_state"] if len(parts) == 1 else loaded["param_state"][number]
+        copied = [dict(group) for group in both]
+        _load_part(part, {**loaded, "optimizer": {**loaded["optimizer"], "param_groups": copied}}, states)
+    for group, values in zip(optimizer.param_groups, given, strict=True):
+        group.update(values)  # megatron-core restored the old ones, and the schedule would follow them
+
+
+def _load_part(part: MegatronOptimizer, loaded: dict[str, Any], per_parameter: dict[int, Any]) -> None:
+    if not _is_torchs(part):
+        part.load_state_dict({**loaded, "param_state": per_parameter})
+        return
+    part.load_state_dict({name: value for name, value in loaded.items() if name != "param_state"})
+    states = part.optimizer.state.values()
+    steps = [state.pop("step") for state in states]
+    # megatron-core fills in all that a state has, and has no step for each parameter
+    part.load_parameter_state_from_fully_reshardable(per_parameter)
+    for state, step in zip(states, steps, strict=True):
+        state["step"] = step.clone()  # it restored one tensor for all parameters, which each would advance
+
+
+def _is_torchs(part: MegatronOptimizer) -> bool:
+    return isinstance(part.optimizer, torch.optim.Adam)

@@ -1,0 +1,171 @@
+"""What a resumed run must share with its checkpoint: its model, and the order of its data unless told otherwise."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron.context_parallel.cli.flag import Flag, flags_of
+from megatron.context_parallel.cli.flag_checks import refuse
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.trainer.config.flags import (
+    FLAGS,
+    Arguments,
+    LearningRate,
+    MixedPrecision,
+    Regularization,
+)
+from megatron.context_parallel.trainer.config.samples import train_samples
+
+from .data_digest import Digests, changed, data_digests
+from .store import plain_args
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+    from .train_state import Progress
+
+# Which may differ, but change how a run goes on. Data paths that only evaluate, logs and loaders do not.
+_TOLD = (
+    *flags_of(Regularization),
+    *flags_of(LearningRate),
+    *flags_of(MixedPrecision),
+    "global_batch_size",
+    "train_iters",
+    "train_samples",
+    "tokenizer_model",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+_PROBES = 64  # samples that are compared
+
+
+def check_resume(args: Arguments, saved: dict) -> str | None:
+    """Compare `args` with those `saved` in the checkpoint of `--load`.
+
+    Returns a line that tells with which other values the run goes on, None if with the same.
+
+    Raises:
+        UsageError: a flag decides the model, or the order of the data, and has another value.
+    """
+    if "converted_from" in saved and not args.finetune:
+        why = f"its weights were converted from {saved['converted_from']}, and there is no run to go on with"
+        refuse(args, "load", f"{why}; add --finetune")
+    _check_optimizer(args, saved)
+    refused, now = _decisions(args, saved), plain_args(args)
+    told = []
+    for name, flag in FLAGS.items():
+        if name not in saved or name not in now or saved[name] == now[name]:
+            continue
+        if flag.decides in refused:
+            _refuse(args, flag, now[name], saved[name])
+        if flag.decides == "model" or (not args.finetune and (name in _TOLD or flag.decides == "data order")):
+            told.append(f"{_written(flag, now[name])} (was {_short(flag, saved[name])})")
+    if not args.finetune and now.get("train_samples") and saved["global_batch_size"] != now["global_batch_size"]:
+        why = f"the checkpoint was saved with {saved['global_batch_size']}, and --train-samples counts in these batches"
+        refuse(args, "global_batch_size", why, global_batch_size=saved["global_batch_size"])
+    what = "finetuning" if args.finetune else "resuming"
+    return f"{what} with other {', '.join(told)}" if told else None
+
+
+def _check_optimizer(args: Arguments, saved: dict) -> None:
+    restored = not (args.finetune or args.no_load_optim or saved.get("no_save_optim"))
+    if restored and saved.get("use_distributed_optimizer") is False and "use_torch_fsdp2" not in saved:
+        why = "without --use-distributed-optimizer its version kept the optimizer in another format"
+        raise UsageError(f"--load {args.load}: {why}; give --no-load-optim")
+
+
+def _decisions(args: Arguments, saved: dict) -> set[str]:
+    """What a flag may decide that must be as in the checkpoint."""
+    decisions = {"weights"}
+    if args.position_embedding_type == "learned_absolute":
+        decisions.add("position table")
+    if not args.finetune:
+        decisions.add("model")
+        if not args.override_data_order:
+            decisions.add("data order")
+    return decisions
+
+
+def check_samples(args: Arguments, saved: dict, iteration: int, consumed: int) -> None:
+    """Refuse a global batch so small that the run would need more samples than --train-iters of its batches.
+
+    Raises:
+        UsageError: more samples are `consumed` than that many iterations have.
+    """
+    if consumed > iteration * args.global_batch_size:
+        why = f"{consumed} samples are consumed after {iteration} iterations, more than these batches hold"
+        refuse(args, "global_batch_size", why, global_batch_size=saved["global_batch_size"])
+
+
+def same_data(args: Arguments, progress: "Progress") -> Digests:
+    """The checksums of the training data, if they are those of the checkpoint. One rank calls it.
+
+    Raises:
+        UsageError: a file has other documents than it had, or other tokens where they are compared.
+        OSError: a file cannot be read.
+    """
+    digests = data_digests(args)
+    difference = changed(progress.train_data, digests)
+    if difference and progress.consumed_train_samples and not args.override_data_order:
+        name = "train_data_path" if args.train_data_path else "data_path"
+        why = f"{difference} than the run in --load {args.load} was trained on"
+        refuse(args, name, f"{why}; give the data of then, or --override-data-order")
+    return digests
+
+
+def check_shuffle(
+    args: Arguments, progress: "Progress", train: "Dataset", planned_for: Callable[[int], "Dataset | None"]
+) -> None:
+    """Refuse a length of the run with which the samples before `progress` are not those that were trained on.
+
+    megatron-core shuffles epochs together: with more of them the first has another order too. `planned_for(n)` builds
+    the training data of a run of n samples; every rank calls this.
+
+    Raises:
+        UsageError: the samples differ.
+    """
+    planned, consumed = progress.planned_train_samples, progress.consumed_train_samples
+    if args.override_data_order or not (planned and consumed) or planned == train_samples(args):
+        return
+    before = planned_for(planned)
+    assert before is not None  # it had samples
+    probes = {round(part / (_PROBES - 1) * (consumed - 1)) for part in range(_PROBES)}
+    if all((before[at]["tokens"] == train[at]["tokens"]).all() for at in probes):
+        return
+    name, length = "train_iters", planned // args.global_batch_size
+    if args.train_samples:
+        name, length = "train_samples", planned
+    why = f"the checkpoint in --load {args.load} is of a run of {length}, and other epochs shuffle the data anew"
+    refuse(args, name, f"{why}; give {FLAGS[name].given(length)}, or --override-data-order")
+
+
+def _refuse(args: Arguments, flag: Flag, now: object, saved: object) -> NoReturn:
+    checkpoint = f"the checkpoint in --load {args.load} was saved"
+    if flag.kind is bool:
+        here = f"{flag.option}: {_short(flag, now)}, but"
+        there, advice = ("without", "leave out") if saved == flag.default else ("with", "give")
+        there, advice = f"{there} it", f"{advice} {flag.option}"
+    else:
+        here = f"{flag.option}: not given, but" if now is None else f"{_written(flag, now)}:"
+        there, advice = f"with {_short(flag, saved)}", f"give {_written(flag, saved)}"
+        if saved is None:
+            there, advice = "without it", f"leave out {flag.option}"
+    other = {"data order": "--override-data-order", "model": "--finetune"}.get(flag.decides, "another --load")
+    raise UsageError(f"{here} {checkpoint} {there}; {advice}, or {other}")
+
+
+def _written(flag: Flag, value: object) -> str:
+    """A flag with a value, as a command line has it."""
+    if flag.kind is bool:
+        return flag.option if value != flag.default else f"no {flag.option}"
+    return f"no {flag.option}" if value is None else f"{flag.option} {_short(flag, value)}"
+
+
+def _short(flag: Flag, value: object) -> str:
+    """A value alone, as a command line has it."""
+    if flag.kind is bool:
+        return "given" if value != flag.default else "not given"
+    if isinstance(value, list):
+        return (" " if flag.many else ",").join(map(str, value))
+    return "not given" if value is None else str(value)

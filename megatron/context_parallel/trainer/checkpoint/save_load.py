@@ -1,0 +1,314 @@
+"""Saves and loads checkpoints: an interrupted save harms nothing, and damage is found before anything is loaded."""
+
+import gc
+import queue
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.trainer.config.flags import Arguments
+
+from .manifest import MANIFEST, Manifest, content_faults, file_record, read_manifest, share_of
+from .optimizer_state import METADATA, load_optimizer
+from .plain_read import plain_reads
+from .publish import publish
+from .resume import check_resume, check_samples
+from .shares import load_weights
+from .storage import begin_save, cause_of, raise_alike, raise_kept
+from .store import (
+    candidates,
+    choose,
+    clear_leftovers,
+    delete,
+    faults_of,
+    iteration_directory,
+    plain_args,
+    quick_fault,
+    read_saved_args,
+    superseded,
+)
+from .train_state import Progress, TrainState, set_generators, sharded_state
+
+_RANK_LAYOUT = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "data_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)
+T = TypeVar("T")
+
+
+def say(line: str) -> None:
+    """Print a line, on rank 0 only."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def on_first_rank(action: Callable[[], T]) -> T:
+    """What `action` returns on rank 0, on every rank.
+
+    Raises:
+        UsageError, DiskError: `action` raised it, or another OSError; every rank raises the same.
+    """
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except (UsageError, OSError) as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise_alike(outcome[1])
+    return outcome[0]
+
+
+# ---------------------------------------------------------------------------------------------------- saving
+
+
+def save_checkpoint(args: Arguments, state: TrainState) -> None:
+    """Write `--save`/iter_NNNNNNN and make it the latest. Every rank calls it; all return when it is complete."""
+    Save(args, state).finish()
+
+
+class Save:
+    """A checkpoint that is being written. Every rank makes one, and calls the same methods in the same order.
+
+    Threads of each rank write its shards under a temporary name. `finish` then adds the manifest, flushes everything to
+    the disk, renames it, and only then names it in the tracker. With `--async-save` the state is copied first, so that
+    training may go on until `finish`.
+    """
+
+    def __init__(self, args: Arguments, state: TrainState) -> None:
+        assert args.save is not None
+        self.args, self.iteration = args, state.progress.iteration
+        self.final = iteration_directory(args.save, self.iteration)
+        self.temporary = self.final.with_name(self.final.name + ".incomplete")
+        on_first_rank(self._make_room)
+        # Where the writer leaves its results; for its own queue it would start a process, which outlives a killed rank.
+        filesystem_async._results_queue = queue.Queue()
+        sharded = sharded_state(state, optimizer=not args.no_save_optim, generators=not args.no_save_rng)
+        self.request = dist_checkpointing.save(
+            sharded, str(self.temporary), content_metadata=METADATA, async_sharded_save=True
+        )
+        self.records: Manifest = {}
+        self.failure: Exception | None = None
+        buckets = _on_host(self.request, copy=args.async_save) if self.request.async_fn else []
+        self.thread = Thread(target=self._write, args=(buckets,), daemon=True)
+        self.thread.start()
+
+    def _make_room(self) -> None:
+        begin_save(self.args)
+        self.temporary.parent.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(self.temporary.parent)
+        self.temporary.mkdir()
+
+    def _write(self, buckets: list) -> None:
+        if not buckets:
+            return
+        results = self.request.async_fn_args[2]
+        try:
+            with ThreadPoolExecutor(len(buckets)) as pool:
+                written = list(pool.map(self._write_shard, range(len(buckets)), buckets))
+            results.put(dict(enumerate(written)))
+        except Exception as error:
+            self.failure = cause_of(error, self.temporary)
+
+    def _write_shard(self, index: int, bucket: tuple) -> list:
+        """Write one file with megatron-core's writer; returns what it says of the tensors in it."""
+        path, name, _ = bucket
+        transforms, _ = self.request.async_fn.args
+        outcome: queue.Queue = queue.Queue()
+        others: queue.Queue = queue.Queue()
+        others.put(index)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, outcome, others, True)
+        _, written = outcome.get()
+        if isinstance(written, Exception):
+            raise written
+        self.records[name] = file_record(Path(path))
+        return written
+
+    def is_written(self) -> bool:
+        """Whether every rank has written its shards, so that `finish` does not wait."""
+        writing = torch.tensor([self.thread.is_alive()], dtype=torch.int, device=torch.cuda.current_device())
+        dist.all_reduce(writing)
+        return not writing.item()
+
+    def finish(self) -> None:
+        """Wait for the writers, and make the checkpoint the latest.
+
+        Raises:
+            DiskError: writing failed on some rank; every rank raises the same.
+        """
+        self.thread.join()
+        gc.enable()  # the writers turn it off, and one of two that overlap may leave it so
+        outcomes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, (self.failure, self.records))
+        for failure, _ in outcomes:
+            if failure:
+                raise_alike(failure)
+        for finalize in self.request.finalize_fns:
+            finalize()
+        records = {name: record for _, written in outcomes for name, record in written.items()}
+        on_first_rank(lambda: self._publish(records))
+
+    def _publish(self, records: Manifest) -> None:
+        raise_kept()
+        publish(self.temporary, self.final, plain_args(self.args), records)
+        if self.args.keep_last or self.args.save_retain_interval:
+            for old in superseded(self.final.parent, self.args.keep_last or 1, self.args.save_retain_interval):
+                delete(old)
+
+
+def _on_host(request: AsyncRequest, copy: bool) -> list:
+    """The tensors of this rank's shards in host memory; with `copy` training may change its own."""
+    buckets = request.preload_fn()
+    if not copy or torch.cuda.is_available():  # on a GPU's host no weights or optimizer states live on the host
+        return buckets
+    return [
+        (path, name, (values, [(item, tensor.clone()) for item, tensor in tensors]))
+        for path, name, (values, tensors) in buckets
+    ]
+
+
+# --------------------------------------------------------------------------------------------------- loading
+
+
+def load_checkpoint(args: Arguments, state: TrainState) -> bool:
+    """Restore a checkpoint of `--load` into `state`; whether there was one. Every rank calls it.
+
+    It is that of `--ckpt-step`, or the latest. All of its files are checked before anything is loaded, unless
+    `--no-verify-checkpoint` is given. `--finetune` restores the weights alone; `--no-load-optim` and `--no-load-rng`
+    leave those parts out. In another parallel layout the random generators keep their fresh seeds.
+
+    Raises:
+        UsageError: it is damaged or was saved with arguments that do not go with `args`; every rank raises the same.
+    """
+    paths, fault = on_first_rank(lambda: candidates(args))
+    checkpoint = choose(args, paths, fault, lambda path: fault_everywhere(args, path), say)
+    if checkpoint is None:
+        return False
+    saved = on_first_rank(lambda: read_saved_args(checkpoint))
+    differences = check_resume(args, saved)
+    optimizer, generators = _parts_to_load(args, saved)
+    wanted = sharded_state(state, optimizer=optimizer, generators=generators, loading=True)
+    again = _is_to_compute_again(args, saved, checkpoint)
+    if again:
+        wanted["rerun"] = state.findings.machine.state_dict(None, "torch_dist", force=True)
+    absent = _take_out_absent(args, wanted, len(state.model), checkpoint)
+    loaded = read_checkpoint(args, wanted, checkpoint)
+    if not args.finetune:
+        progress = Progress(**loaded["progress"])
+        check_samples(args, saved, progress.iteration, progress.consumed_train_samples)
+        state.progress.__dict__.update(loaded["progress"])
+    for index, chunk in enumerate(state.model):
+        load_weights(chunk, loaded[f"model{index}"] | absent[index])
+    if optimizer:
+        load_optimizer(state.optimizer, state.model, loaded["optimizer"])
+    else:
+        state.optimizer.reload_model_params()
+    if generators:
+        set_generators(loaded["rng"])
+    if not args.finetune:
+        state.scheduler.load_state_dict(loaded["scheduler"])
+    if again:
+        state.findings.machine.load_state_dict(loaded["rerun"])
+    if differences:
+        say(differences)
+    return True
+
+
+def _take_out_absent(args: Arguments, wanted: dict, models: int, checkpoint: Path) -> list[dict[str, None]]:
+    """Takes what Transformer Engine's modules keep for FP8 out of `wanted`, where a checkpoint of others lacks it.
+
+    Returns:
+        For each model chunk, what its modules get instead: None, which they take for a fresh start.
+    """
+    with _reading(args, checkpoint):
+        saved = load_sharded_metadata(str(checkpoint))
+    absent: list[dict[str, None]] = []
+    for model in (wanted[f"model{index}"] for index in range(models)):
+        states = {name: x for name, x in model.items() if isinstance(x, ShardedObject) and "_extra_state" in name}
+        absent.append({name: None for name, x in states.items() if x.unique_key not in saved})
+        for name in absent[-1]:
+            del model[name]
+    return absent
+
+
+def fault_everywhere(args: Arguments, checkpoint: Path) -> str | None:
+    """Why a checkpoint is not to be loaded, the same on every rank; each file is read once, by one of them."""
+    quick = on_first_rank(lambda: quick_fault(checkpoint))
+    if quick or args.no_verify_checkpoint:
+        return quick
+    manifest = on_first_rank(lambda: read_manifest(checkpoint))
+    if manifest is None:
+        say(f"warning: --load {args.load}: {checkpoint.name} was saved without a manifest and is not verified")
+        return None
+    mine = content_faults(checkpoint, manifest, share_of(manifest, dist.get_rank(), dist.get_world_size()))
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return faults_of(checkpoint, sorted(fault for faults in everyones for fault in faults))
+
+
+def _parts_to_load(args: Arguments, saved: dict) -> tuple[bool, bool]:
+    """Whether to restore the optimizer, and the random generators, of a checkpoint made with arguments `saved`."""
+    optimizer = not (args.finetune or args.no_load_optim or saved["no_save_optim"])
+    return optimizer, _same_ranks(args, saved) and not (args.finetune or args.no_load_rng or saved["no_save_rng"])
+
+
+def _same_ranks(args: Arguments, saved: dict) -> bool:
+    return all(saved.get(size, 1) == getattr(args, size) for size in _RANK_LAYOUT)
+
+
+def _is_to_compute_again(args: Arguments, saved: dict, checkpoint: Path) -> bool:
+    """Whether `--rerun-mode` saved the checkpoint to compute its next step on other devices, and this run does so."""
+    if args.finetune or "rerun" not in read_checkpoint(args, None, checkpoint):
+        return False
+    reason = "" if args.rerun_mode == "validate_results" else "without --rerun-mode validate_results"
+    if not _same_ranks(args, saved):
+        reason = "on another layout of ranks"
+    if reason:
+        say(f"--load {args.load}: its next step is not compared with the suspicious one, {reason}")
+    return not reason
+
+
+def read_checkpoint(args: Arguments, wanted: dict | None, checkpoint: Path) -> dict:
+    """What is `wanted` of a checkpoint and what all ranks share; None: the latter alone."""
+    with _reading(args, checkpoint):
+        FileSystemReader(checkpoint).read_metadata()  # where it is damaged, load would print a traceback first
+        if wanted is None:
+            return dist_checkpointing.load_common_state_dict(str(checkpoint))
+        return dist_checkpointing.load(wanted, str(checkpoint))
+
+
+@contextmanager
+def _reading(args: Arguments, checkpoint: Path) -> Iterator[None]:
+    """Within it a checkpoint is read as data alone; one that is damaged, or was deleted meanwhile, is a UsageError."""
+    try:
+        with plain_reads(checkpoint):
+            yield
+    except UsageError:
+        raise
+    except (Exception, CheckpointException) as error:  # damage breaks any of their parsers
+        if fault := quick_fault(checkpoint):
+            raise UsageError(f"--load {args.load}: {fault}, since it was checked; give another --load") from error
+        if (checkpoint / MANIFEST).exists() and not args.no_verify_checkpoint:  # the files are whole
+            raise
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UsageError(
+            f"--load {args.load}: {checkpoint.name} cannot be read ({why}); give another --load"
+        ) from error

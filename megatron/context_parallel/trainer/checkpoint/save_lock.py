@@ -1,0 +1,92 @@
+"""A directory of checkpoints belongs to one job at a time."""
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.trainer.config.flags import Arguments
+
+_NAME = "lock"  # a file in --save: locked while a job runs, and it says which; left behind, unlocked, by every job
+_SECONDS_FOR_REQUEUE = 120  # in which a network file system drops the locks of a node that failed
+_held: tuple[int, Path] | None = None  # the open file, and where it was
+
+
+@contextmanager
+def save_lock(args: Arguments) -> Iterator[None]:
+    """Keep other jobs from saving into `--save` until the block ends. Every rank calls it.
+
+    Rank 0 holds the lock. The system drops it with the process, so a crash leaves nothing to be removed.
+
+    Raises:
+        UsageError: another job has the lock, or the directory cannot be written to; every rank raises the same.
+    """
+    global _held
+    if not args.save:
+        yield
+        return
+    refused: list[str | None] = [None]
+    if args.rank == 0:
+        try:
+            _held = _lock(args, Path(args.save) / _NAME)
+        except UsageError as error:
+            refused = [str(error)]
+        except OSError as error:
+            refused = [f"--save {args.save}: cannot be written to ({error.strerror}); give --save runs/first"]
+    dist.broadcast_object_list(refused)
+    if refused[0]:
+        raise UsageError(refused[0])
+    yield
+    if _held:
+        os.close(_held[0])
+        _held = None
+
+
+def check_save_lock() -> None:
+    """On rank 0, whether the locked directory is still there.
+
+    Raises:
+        FileNotFoundError: it was removed, or its file system is no longer mounted.
+    """
+    if _held:
+        file, path = _held
+        if not (path.exists() and os.path.samestat(path.stat(), os.fstat(file))):
+            raise FileNotFoundError(errno.ENOENT, "the directory was removed or unmounted", str(path.parent))
+
+
+def _lock(args: Arguments, path: Path) -> tuple[int, Path]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    ours = f"Slurm job {os.environ['SLURM_JOB_ID']}," if "SLURM_JOB_ID" in os.environ else ""
+    deadline = time.monotonic() + _SECONDS_FOR_REQUEUE
+    while not _try_to_lock(args, file):
+        owner = os.pread(file, 1000, 0).decode(errors="replace").strip()
+        if not (ours and ours in owner) or time.monotonic() > deadline:
+            raise UsageError(
+                f"--save {args.save}: another job saves there ({owner}); let it end, or give --save another DIR"
+            )
+        time.sleep(1)  # the same job, requeued: its first run is over
+    os.ftruncate(file, 0)
+    owner = f"{ours} process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}\n".lstrip()
+    os.pwrite(file, owner.encode(), 0)
+    return file, path
+
+
+def _try_to_lock(args: Arguments, file: int) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        print(
+            f"warning: --save {args.save}: no lock there ({error.strerror}), so a second job would not be noticed",
+            flush=True,
+        )
+    return True

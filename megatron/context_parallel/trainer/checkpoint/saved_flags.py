@@ -1,0 +1,30 @@
+"""The flags of a model that a checkpoint was saved with."""
+
+from typing import Any
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.trainer.config.flags import FLAGS, Flags
+
+from .store import candidates, choose, quick_fault, read_saved_args
+
+_DECIDES = ("weights", "model", "position table")
+_SAVED = ("group_query_attention", "make_vocab_size_divisible_by", "tokenizer_model", "seq_length")
+_OF_TRAINING = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids")
+
+
+def saved_flags(asked: Flags, *others: str) -> dict[str, Any]:
+    """The flags of the model in the checkpoint of `--load`, and `others`, by field.
+
+    Raises:
+        UsageError: there is no checkpoint, or it is damaged.
+    """
+    checkpoint = choose(asked, *candidates(asked), quick_fault, lambda line: None)  # the load tells
+    if checkpoint is None:
+        why = "neither a run with checkpoints nor a folder of HuggingFace with a config.json"
+        raise UsageError(f"--load {asked.load}: {why}; give one, such as --load runs/quickstart")
+    saved = read_saved_args(checkpoint)
+    taken = [name for name, flag in FLAGS.items() if flag.decides in _DECIDES and name not in _OF_TRAINING]
+    found = {name: saved[name] for name in [*taken, *_SAVED, *others] if name in saved}
+    if not found.get("group_query_attention"):
+        found.pop("num_query_groups", None)  # it follows from the heads
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}

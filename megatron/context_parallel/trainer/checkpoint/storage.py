@@ -1,0 +1,126 @@
+"""What can go wrong with the disk during a save: no room, read-only, removed. Ranks agree on it, and it is one line."""
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+from megatron.context_parallel.trainer.config.flags import Arguments
+from megatron.context_parallel.trainer.config.workload import model_of
+
+from .save_lock import check_save_lock
+
+_ADVICE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some room") | {errno.ENOENT: "bring it back"}
+_kept: list[Exception] = []
+
+
+class DiskError(OSError):
+    """An OSError of one rank, which all ranks raise alike."""
+
+
+def begin_save(args: Arguments) -> None:
+    """On rank 0, before anything is written: whether the directory is there and has room.
+
+    Raises:
+        OSError: it is not, or has none.
+    """
+    assert args.save is not None
+    _keep_errors()
+    _kept.clear()
+    check_save_lock()
+    needed, disk = checkpoint_bytes(args), os.statvfs(args.save)
+    free = disk.f_bavail * disk.f_frsize
+    if free < needed:
+        why = f"a checkpoint needs {_megabytes(needed)}, and {_megabytes(free)} are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {why}", args.save)
+
+
+def checkpoint_bytes(args: Arguments) -> int:
+    """The least that a checkpoint takes: weights, and of the optimizer two moments, with 16-bit weights a copy too."""
+    weights = args.params_dtype.itemsize
+    optimizer = 0 if args.no_save_optim else 12 if weights == 2 else 8
+    return model_of(args).parameters * (weights + optimizer)
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB ({count} bytes)"
+
+
+# ------------------------------------------------------------------------------------------------------ errors
+
+
+def raise_kept() -> None:
+    """On rank 0, before a checkpoint is published: raise the first error since `begin_save` that was kept."""
+    if _kept:
+        raise _kept[0]
+
+
+@cache
+def _keep_errors() -> None:
+    # Rank 0 writes these files alone. If it left megatron-core here, the others would wait for it.
+    for owner, name in (
+        (TorchCommonSaveStrategy, "save_common"),
+        (FileSystemWriterAsync, "prepare_local_plan"),
+        (FileSystemWriterAsync, "finish"),
+        (serialization, "save_config"),
+    ):
+        setattr(owner, name, _keeps_errors(getattr(owner, name)))
+
+
+def _keeps_errors(step: Callable) -> Callable:
+    @wraps(step)
+    def run(*args: Any) -> Any:
+        try:
+            return step(*args)
+        except (OSError, RuntimeError) as error:
+            directory = getattr(args[0], "checkpoint_dir", args[-1])
+            _kept.append(cause_of(error, Path(directory)))
+            return args[-1]  # the plan, where one is asked for
+
+    return run
+
+
+def cause_of(error: BaseException, directory: Path) -> Exception:
+    """The OSError behind `error`, raised while writing into `directory`; `error` itself if none is."""
+    behind: BaseException | None = error
+    while behind:
+        if isinstance(behind, OSError):
+            return behind
+        behind = behind.__cause__ or behind.__context__
+    try:  # the writer of PyTorch does not say
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(1 << 20))
+            os.fsync(file.fileno())
+    except OSError as found:
+        return OSError(found.errno, found.strerror, str(directory))
+    return error if isinstance(error, Exception) else RuntimeError(str(error))
+
+
+def raise_alike(error: Exception) -> NoReturn:
+    """Raise the error of one rank on all, which have heard of it; an OSError as a DiskError."""
+    if isinstance(error, OSError):
+        raise DiskError(*error.args, error.filename) if error.errno else DiskError(*error.args)
+    raise error
+
+
+def not_saved(args: Arguments, iteration: int, error: DiskError) -> str:
+    """Remove what a failed save left, on rank 0, and say in one line what failed and what to do."""
+    assert args.save is not None
+    if dist.get_rank() == 0:
+        for partial in Path(args.save).glob("iter_*.incomplete"):
+            shutil.rmtree(partial, ignore_errors=True)
+    where = f" ({error.filename})" if error.filename and str(error.filename) != args.save else ""
+    advice = _ADVICE.get(error.errno or 0, "make it writable")
+    return (
+        f"--save {args.save}: iteration {iteration} was not saved: {error.strerror or error}{where}; {advice}, or give "
+        "another --save"
+    )

@@ -1,0 +1,105 @@
+"""The `--cp-...` flags: those of the context group, and one for each option that strategies declare."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron.context_parallel.cli.flag import Section, flag
+from megatron.context_parallel.cluster.description import load_cluster
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.kernels.names import BACKENDS
+from megatron.context_parallel.strategies import (
+    AUTO,
+    COMMON,
+    STRATEGIES,
+    Choice,
+    Grid,
+    Option,
+    choose_by_layer,
+    specs_given,
+)
+from megatron.context_parallel.strategies.by_layer import BOTH, COMM_TYPES
+
+if TYPE_CHECKING:
+    from .flags import Flags
+
+_STRATEGY = f"""distributed attention: {", ".join(STRATEGIES)}; NAME:OPTION=VALUE,... gives options, MODULE:NAME and
+FILE.py:NAME a strategy of your own, SPEC+SPEC another one for the backward pass, SPEC*4,SPEC*2 one for 4 layers and one
+for 2; {AUTO}: the fastest as predicted"""
+
+
+class _Group(Section):
+    context_parallel_size: int = flag("ranks that share each sequence", 1)
+    cp_strategy: str = flag(_STRATEGY, derived="ring, or what --cp-comm-type names", unit="SPEC", example="ring")
+    cp_comm_type: list[str] | None = flag(
+        f"Megatron's names of {', '.join(COMM_TYPES.values())} and usp, for all layers or each",
+        choices=(*COMM_TYPES, BOTH),
+    )
+    hierarchical_context_parallel_sizes: list[int] | None = flag(
+        f"of --cp-comm-type {BOTH}: ranks that split the heads, and ranks of a ring", needs="cp_comm_type", example=2
+    )
+    cp_cluster: str | None = flag(
+        f"description of the cluster that --cp-strategy {AUTO} plans for, a preset or a .yaml file",
+        derived="measured at start",
+        unit="NAME",
+        example="dgx-h100",
+        needs=f"cp_strategy={AUTO}",
+    )
+    cp_attention_backend: str = flag("what computes a rank's blocks of attention", "auto", choices=BACKENDS)
+
+
+def _options() -> dict[str, Option]:
+    """The options of all strategies by name. Strategies with the same one share its flag, which has all their help."""
+    found = dict(COMMON)
+    for strategy in STRATEGIES.values():
+        for name, option in strategy.options.items():
+            earlier = f"{found[name].help}; " if name in found else ""
+            found[name] = replace(option, help=f"{earlier}{strategy.name}: {option.help}")
+    return found
+
+
+_OPTIONS = _options()
+
+
+def _declared(option: Option) -> Any:
+    unit = {int: "N", Grid: "RxC"}.get(option.kind, "FILE" if option.read else "")
+    return flag(option.help, unit=unit, example=option.example, choices=option.choices)
+
+
+if TYPE_CHECKING:
+
+    class ContextParallel(_Group):
+        cp_layout: str | None = flag("")
+
+else:
+    # The values are texts, which the strategy reads once it is known; those of switches are True and False.
+    _types = {f"cp_{name}": (bool if option.kind is bool else str) | None for name, option in _OPTIONS.items()}
+    _fields = {f"cp_{name}": _declared(option) for name, option in _OPTIONS.items()}
+    _body = {"__annotations__": _types, "__module__": __name__, **_fields}
+    ContextParallel = type("ContextParallel", (_Group,), _body, title="context parallel")
+
+
+def chosen(args: "Flags") -> tuple[str, tuple[Choice, ...]]:
+    """The specs that the `--cp-...` flags give, and the strategy of each layer.
+
+    There is none for "auto", which chooses when sizes are known.
+
+    Raises:
+        UsageError: an unknown strategy, or an option it does not have or with another value; no such cluster.
+    """
+    given = {name: getattr(args, f"cp_{name}") for name in _OPTIONS}
+    types, sizes = args.cp_comm_type, args.hierarchical_context_parallel_sizes
+    specs = specs_given(args.cp_strategy, types, sizes, args.context_parallel_size, args.num_layers)
+    if specs != AUTO:
+        return specs, choose_by_layer(specs, args.num_layers, args.context_parallel_size, **given)
+    fixed_options(args)
+    if own := next((name for name in _OPTIONS if name not in COMMON and given[name] is not None), None):
+        raise UsageError(f"{_OPTIONS[own].given(given[own])}: --cp-strategy {AUTO} chooses it; leave it out")
+    if args.cp_cluster:
+        load_cluster(args.cp_cluster, "--cp-cluster")
+    return AUTO, ()
+
+
+def fixed_options(args: "Flags") -> dict[str, Any]:
+    """The options given that every strategy has, which bind `--cp-strategy auto` too."""
+    given = {name: (option, getattr(args, f"cp_{name}")) for name, option in COMMON.items()}
+    return {name: option.value(text) for name, (option, text) in given.items() if text is not None}

@@ -1,0 +1,193 @@
+"""Megatron-LM's flags that are none of ours: those that mean nothing here, and what to give instead of others.
+
+A flag stands with its values: a word in capitals is any value, other words are the only values that mean nothing, and
+dots stand for several. A flag of Megatron-LM that is neither here nor ours is refused as unknown.
+"""
+
+from dataclasses import dataclass
+
+from megatron.context_parallel.errors import UsageError
+
+_FUSED = "kernels are fused where this host can, which the loss does not depend on"
+_COLLECTED = "Python collects garbage as usual"
+_OVERLAP = "a matter of speed; tensor-parallel communication is not overlapped here"
+_BUCKETS = "a matter of speed; megatron-core's default buckets are used"
+_STORED = "checkpoints are sharded over all ranks and written in parallel"
+_LOGGED = "logs have losses, rates, gradient norm and memory, whatever it says"
+_PROFILED = "traces have what --use-pytorch-profiler records"
+
+MEANS_NOTHING = {
+    "--use-mcore-models": "models are megatron-core's",
+    "--use-flash-attn": "attention never stores its score matrix",
+    "--attention-backend auto flash fused unfused local": "--cp-attention-backend chooses what computes attention",
+    "--attention-softmax-in-fp32": "the softmax is computed in float32",
+    "--calculate-per-token-loss": "the loss is a mean over the tokens of all ranks",
+    "--accumulate-allreduce-grads-in-fp32": "gradients are added up in float32",
+    "--no-masked-softmax-fusion": _FUSED,
+    "--no-bias-swiglu-fusion": _FUSED,
+    "--no-bias-dropout-fusion": _FUSED,
+    "--no-rope-fusion": _FUSED,
+    "--moe-grouped-gemm": "an expert is computed after the other",
+    "--moe-permute-fusion": _FUSED,
+    "--no-persist-layer-norm": _FUSED,
+    "--no-gradient-accumulation-fusion": _FUSED,
+    "--cross-entropy-loss-fusion": _FUSED,
+    "--cross-entropy-fusion-impl native te": _FUSED,
+    "--no-create-attention-mask-in-dataloader": "the data loader makes no mask",
+    "--no-mmap-bin-files": "the data files are mapped, which gives the same tokens",
+    "--tiktoken-pattern NAME": "it is for a tokenizer that is not here; --tokenizer-type lists those that are",
+    "--dataloader-type single": "samples are read in the order of one pass",
+    "--manual-gc": _COLLECTED,
+    "--manual-gc-interval N": _COLLECTED,
+    "--no-manual-gc-eval": _COLLECTED,
+    "--empty-unused-memory-level N": "the allocator keeps its memory",
+    "--tp-comm-overlap": _OVERLAP,
+    "--tp-comm-overlap-cfg FILE": _OVERLAP,
+    "--no-async-tensor-model-parallel-allreduce": _OVERLAP,
+    "--ddp-bucket-size N": _BUCKETS,
+    "--ddp-num-buckets N": _BUCKETS,
+    "--ddp-pad-buckets-for-high-nccl-busbw": _BUCKETS,
+    "--optimizer adam": "the optimizer is Adam",
+    "--override-opt_param-scheduler": "the schedule is that of the flags, not of the checkpoint",
+    "--weight-decay-incr-style constant": "the weight decay is constant",
+    "--check-for-nan-in-loss-and-grad": "losses and gradients are checked",
+    "--use-dist-ckpt": _STORED,
+    "--dist-ckpt-format torch_dist": _STORED,
+    "--auto-detect-ckpt-format": _STORED,
+    "--ckpt-fully-parallel-save": _STORED,
+    "--ckpt-fully-parallel-load": _STORED,
+    "--no-ckpt-fully-parallel-save": _STORED,
+    "--ckpt-assume-constant-structure": _STORED,
+    "--use-persistent-ckpt-worker": _STORED,
+    "--recompute-modules core_attn...": "--recompute-granularity selective recomputes attention",
+    "--log-throughput": "every log line has TFLOP/s",
+    "--log-params-norm": _LOGGED,
+    "--log-num-zeros-in-grad": _LOGGED,
+    "--log-progress": _LOGGED,
+    "--log-straggler": _LOGGED,
+    "--log-energy": _LOGGED,
+    "--log-timers-to-tensorboard": _LOGGED,
+    "--log-batch-size-to-tensorboard": _LOGGED,
+    "--log-memory-to-tensorboard": _LOGGED,
+    "--log-validation-ppl-to-tensorboard": _LOGGED,
+    "--log-world-size-to-tensorboard": _LOGGED,
+    "--no-log-learning-rate-to-tensorboard": _LOGGED,
+    "--no-log-loss-scale-to-tensorboard": _LOGGED,
+    "--tensorboard-log-interval N": _LOGGED,
+    "--tensorboard-queue-size N": _LOGGED,
+    "--timing-log-level N": _LOGGED,
+    "--timing-log-option NAME": _LOGGED,
+    "--no-barrier-with-level-1-timing": _LOGGED,
+    "--logging-level N": _LOGGED,
+    "--enable-one-logger": _LOGGED,
+    "--no-one-logger": _LOGGED,
+    "--record-memory-history": _PROFILED,
+    "--memory-snapshot-path FILE": _PROFILED,
+    "--pytorch-profiler-collect-shapes": _PROFILED,
+    "--pytorch-profiler-collect-callstack": _PROFILED,
+    "--pytorch-profiler-collect-chakra": _PROFILED,
+}
+
+_TOKENIZER = (
+    "give --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER, with the files of the vocabulary in it"
+)
+_CONSTANT = "the weight decay is constant; give --weight-decay"
+_ROPE = "give --position-embedding-type rope"
+_STATES = "the optimizer has float32 states on the device; leave it out"
+_STAGES = "all pipeline stages have as many layers; leave it out"
+
+GIVE_INSTEAD = {
+    "--vocab-file FILE": _TOKENIZER,
+    "--merge-file FILE": _TOKENIZER,
+    "--data-args-path FILE": "give --data-path",
+    "--per-split-data-args-path FILE": "give --train-data-path, --valid-data-path and --test-data-path",
+    "--yaml-cfg FILE": "give --config FILE, with lines such as num-layers: 24",
+    "--batch-size N": "give --micro-batch-size N",
+    "--model-parallel-size N": "give --tensor-model-parallel-size N",
+    "--warmup X": "give --lr-warmup-fraction X",
+    "--step-batch-size-schedule STEPS": "give --rampup-batch-size START INCREMENT SAMPLES",
+    "--decrease-batch-size-if-needed": "give a --global-batch-size that the ranks divide",
+    "--num-virtual-stages-per-pipeline-rank N": "give --num-layers-per-virtual-pipeline-stage",
+    "--decoder-first-pipeline-num-layers N": _STAGES,
+    "--decoder-last-pipeline-num-layers N": _STAGES,
+    "--pipeline-model-parallel-layout STAGES": _STAGES,
+    "--use-rotary-position-embeddings": _ROPE,
+    "--no-position-embedding": _ROPE,
+    "--rotary-interleaved": "halves of a head rotate, not pairs; leave it out",
+    "--rotary-seq-len-interpolation-factor N": "positions are not interpolated; give --use-rope-scaling",
+    "--squared-relu": "give --swiglu, or neither for GELU",
+    "--openai-gelu": "GELU is megatron-core's; leave it out",
+    "--apply-residual-connection-post-layernorm": "residuals are added before the norm; leave it out",
+    "--apply-query-key-layer-scaling": "scores are not scaled by layer; leave it out",
+    "--apply-layernorm-1p": "weights of norms start at 1, not at 0 with 1 added; leave it out",
+    "--init-method-xavier-uniform": "give --init-method-std",
+    "--use-cpu-initialization": "weights are drawn on the device of the rank; leave it out",
+    "--data-parallel-random-init": "data-parallel ranks start with the same weights; leave it out",
+    "--use-tp-pp-dp-mapping": "ranks are in the order tp-cp-ep-dp-pp; leave it out",
+    "--grad-reduce-in-bf16": "gradients are added up in float32; leave it out",
+    "--fp16-lm-cross-entropy": "the loss is computed in float32; leave it out",
+    "--fp8-param-gather": "weights are gathered in bfloat16; leave it out",
+    "--fp8-hybrid": "give --fp8-format hybrid",
+    "--fp8-e4m3": "give --fp8-format e4m3",
+    "--use-precision-aware-optimizer": _STATES,
+    "--optimizer-cpu-offload": _STATES,
+    "--main-grads-dtype NAME": _STATES,
+    "--main-params-dtype NAME": _STATES,
+    "--exp-avg-dtype NAME": _STATES,
+    "--exp-avg-sq-dtype NAME": _STATES,
+    "--start-weight-decay X": _CONSTANT,
+    "--end-weight-decay X": _CONSTANT,
+    "--lr-warmup-init X": "the warm-up starts from 0; leave it out",
+    "--use-checkpoint-opt_param-scheduler": "the schedule is that of --lr, --min-lr and the others; leave it out",
+    "--wandb-entity NAME": "set WANDB_ENTITY in the environment",
+    "--expert-tensor-parallel-size N": "tensor-parallel ranks have no experts; leave it out",
+    "--moe-z-loss-coeff X": "there is no z-loss; give --moe-aux-loss-coeff",
+    "--moe-expert-capacity-factor X": "no token is dropped; leave it out",
+    "--moe-layer-freq N": "all layers have experts; leave it out",
+    "--moe-router-enable-expert-bias": "give --moe-aux-loss-coeff",
+    "--multi-latent-attention": "attention is multi-head or grouped-query; leave it out",
+    "--mtp-num-layers N": "there is no multi-token prediction; leave it out",
+    "--fim-data": "there is no fill-in-the-middle; leave it out",
+    "--sft": "there is no fine-tuning on chats; leave it out",
+    "--hybrid-context-parallel": "all ranks of a context group share every sequence; give --cp-strategy",
+}
+
+
+@dataclass(frozen=True)
+class UpstreamFlag:
+    """A flag of Megatron-LM. `nargs` is argparse's; `values` are those that it may have here, empty: any."""
+
+    option: str
+    nargs: str | int | None
+    values: tuple[str, ...]
+    says: str
+    refused: bool
+
+
+def _read(usage: str, says: str, refused: bool) -> UpstreamFlag:
+    option, *values = usage.removesuffix("...").split()
+    nargs = "+" if usage.endswith("...") else 1 if values else None
+    return UpstreamFlag(option, nargs, tuple(value for value in values if not value.isupper()), says, refused)
+
+
+UPSTREAM = {
+    flag.option: flag
+    for table, refused in ((MEANS_NOTHING, False), (GIVE_INSTEAD, True))
+    for flag in (_read(usage, says, refused) for usage, says in table.items())
+}
+
+
+def meaningless(given: dict[str, list[str]]) -> str | None:
+    """A line about those of Megatron-LM's flags `given`, by option with their values, that mean nothing here.
+
+    Raises:
+        UsageError: another value, or a flag that would change the result.
+    """
+    for option, values in given.items():
+        flag, written = UPSTREAM[option], " ".join([option, *values])
+        if flag.refused:
+            raise UsageError(f"{written}: of Megatron-LM, not here; {flag.says}")
+        if flag.values and (other := next((value for value in values if value not in flag.values), None)):
+            raise UsageError(f"{option} {other}: not here; give {option} {flag.values[0]}, or leave it out")
+    told = [f"{option} ({UPSTREAM[option].says})" for option in given]
+    return f"flags of Megatron-LM that mean nothing here: {', '.join(told)}" if told else None

@@ -1,0 +1,59 @@
+"""A run of the trainer in the words of the cost model: its model's sizes, and how it is trained."""
+
+from megatron.context_parallel.cli.flag import fields_given
+from megatron.context_parallel.cluster.step.model_shape import Model
+from megatron.context_parallel.cluster.step.train_config import Run
+from megatron.context_parallel.strategies import Choice
+from megatron.context_parallel.trainer.arguments.command_line import read_flags
+from megatron.context_parallel.trainer.arguments.complete import complete_model, padded_vocab_size
+from megatron.context_parallel.trainer.data.tokenizer import vocabulary
+
+from .flags import Arguments, Flags
+
+
+def model_of(args: Arguments) -> Model:
+    """The sizes of a run's model."""
+    return _model(args, args.padded_vocab_size)
+
+
+def preset_model(preset: str, seq_length: int, tensor_model_parallel_size: int = 1) -> Model:
+    """The sizes of a published model (`--preset`), trained on sequences of `seq_length` tokens.
+
+    Raises:
+        UsageError: no such preset.
+    """
+    flags = ["--preset", preset, "--seq-length", str(seq_length), "--max-position-embeddings", str(seq_length)]
+    given = read_flags([*flags, "--tensor-model-parallel-size", str(tensor_model_parallel_size)])
+    given = complete_model(given)
+    return _model(given, padded_vocab_size(given, given.vocab_size or vocabulary(given)[0]))
+
+
+def _model(flags: Flags, padded: int) -> Model:
+    window = flags.window_size[0] if flags.window_size else -1
+    given = fields_given(flags, Model) | {
+        "num_query_groups": flags.num_query_groups if flags.group_query_attention else flags.num_attention_heads,
+        "padded_vocab_size": padded,
+        "positions": flags.max_position_embeddings if flags.position_embedding_type == "learned_absolute" else 0,
+        "window_size": window if window >= 0 else None,
+    }
+    return Model(**given)
+
+
+def run_of(args: Arguments, choice: Choice | None = None) -> Run:
+    """How a run trains its model, with the strategy `choice` of some layers (default: of the first)."""
+    choices = [choice] if choice else args.cp_layers[:1]
+    given = fields_given(args, Run) | {
+        "cp_strategy": choices[0].spec if choices else "ring:layout=contiguous",  # one that fits, until it is chosen
+        "data_parallel_sharding_strategy": _sharding(args),
+        "recompute_whitelist": bool(args.recompute_whitelist),
+        "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+    }
+    return Run(**given)
+
+
+def _sharding(args: Arguments) -> str:
+    if args.use_torch_fsdp2:
+        return "optim_grads_params"
+    if args.use_megatron_fsdp:
+        return args.data_parallel_sharding_strategy
+    return "optim" if args.use_distributed_optimizer else "no_shard"

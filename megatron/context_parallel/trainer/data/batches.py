@@ -1,0 +1,219 @@
+"""From `.bin/.idx` files to micro batches, by megatron-core's datasets."""
+
+import errno
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sized
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset, get_idx_path
+from megatron.core.datasets.utils import Split, get_blend_from_list
+from torch.utils.data import DataLoader, Dataset, Sampler, dataloader
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.trainer.config.flags import Arguments
+from megatron.context_parallel.trainer.faults.cause import end_without_room
+
+from .index_cache import drop_damaged, record
+
+Splits: TypeAlias = tuple[Dataset | None, Dataset | None, Dataset | None]
+Batch: TypeAlias = dict[str, Any]  # by KEYS tensors [micro batch, sequence], and documents
+KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+def build_datasets(args: Arguments, tokenizer, train_val_test_num_samples: tuple[int, int, int]) -> Splits:
+    """The train, valid and test datasets, each at least as long as asked; None where 0 samples are asked.
+
+    Every rank must call this: rank 0 writes the sample indices to the cache while the others wait, and the
+    others read them, so the cache (`args.data_cache_path`, else `cache/` beside the data) must be on a file
+    system that all nodes share. A sample is a dict of tensors of length `args.seq_length`: `tokens`,
+    `labels` and `position_ids` int64, `loss_mask` float32.
+
+    Raises UsageError when a wanted split holds no token, when no data is named, or when the cache cannot be written.
+    """
+    config = _dataset_config(args, tokenizer)
+    for split in Split:
+        # An unwanted split is left out: megatron-core would look for a sample in it for ever if it is empty.
+        if train_val_test_num_samples[split.value] == 0:
+            (config.blend_per_split or config.split_matrix)[split.value] = None
+    if args.mock_data:
+        return tuple(BlendedMegatronDatasetBuilder(MockGPTDataset, train_val_test_num_samples, _always, config).build())
+    _check_splits(args, config)
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, train_val_test_num_samples, _always, config)
+    return _build(builder, Path(config.path_to_cache))
+
+
+def _always() -> bool:
+    return True
+
+
+def _build(
+    builder: BlendedMegatronDatasetBuilder, cache: Path
+) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    try:
+        for path in drop_damaged(cache) if first else ():
+            print(f"{path} is cut short or damaged; it is made again", flush=True)
+        datasets = tuple(builder.build())
+        if first:
+            record(cache)
+    except Exception as error:
+        reason = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(reason, OSError):
+            raise
+        why = f"{reason.filename or cache}: {reason.strerror or reason}"
+        raise UsageError(f"{why}; give --data-cache-path DIR that can be written to, with room in it") from error
+    return datasets
+
+
+def _dataset_config(args: Arguments, tokenizer) -> GPTDatasetConfig:
+    per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    if any(per_split):
+        source: dict[str, Any] = {"blend_per_split": [get_blend_from_list(paths) for paths in per_split]}
+        prefixes = [prefix for blend in source["blend_per_split"] if blend for prefix in blend[0]]
+    elif args.mock_data:
+        source, prefixes = {"split": args.split}, []
+    elif args.data_path:
+        source = {"blend": get_blend_from_list(args.data_path), "split": args.split}
+        prefixes = source["blend"][0]
+    else:
+        raise UsageError("--data-path is missing; give a prefix written by tools/preprocess_data.py")
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        path_to_cache=_cache_path(args.data_cache_path, prefixes) if prefixes else args.data_cache_path,
+        tokenizer=tokenizer,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=False,  # documents reach the attention by their end tokens, not as a square mask
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=False,
+        **source,
+    )
+
+
+def _cache_path(root: str | None, prefixes: list[str]) -> str:
+    """A folder of its own for these document lengths: indices of replaced data are never read again."""
+    digest = hashlib.sha256()
+    for prefix in prefixes:
+        with open(get_idx_path(prefix), "rb") as index:
+            digest.update(hashlib.file_digest(index, "sha256").digest())
+    return os.path.join(root or os.path.join(os.path.dirname(prefixes[0]), "cache"), digest.hexdigest()[:16])
+
+
+def _check_splits(args: Arguments, config: GPTDatasetConfig) -> None:
+    for split in Split:
+        if config.blend_per_split:
+            blend, share = config.blend_per_split[split.value], (0.0, 1.0)
+        else:
+            blend, share = config.blend, config.split_matrix[split.value]
+        if split is Split.train and not args.skip_train and not (blend and share):
+            raise UsageError(f"--split {args.split} leaves nothing to train on; give --split 969,30,1")
+        for prefix in blend[0] if blend and share else ():
+            index = IndexedDataset(prefix)  # named, because its arrays die with it
+            begin, end = (round(edge * len(index)) for edge in share)
+            if index.sequence_lengths[begin:end].sum() == 0:
+                raise UsageError(_empty_split(args, split.name, prefix, len(index)))
+
+
+def _empty_split(args: Arguments, split: str, prefix: str, documents: int) -> str:
+    if split == "train":
+        remedy = "--split 100,0,0 and --eval-iters 0"
+    else:
+        remedy = "more documents, a larger share such as --split 80,10,10, or --eval-iters 0"
+    return f"--split {args.split} leaves no token of {prefix} ({documents} documents) for {split}; give {remedy}"
+
+
+class MicroBatches(Sampler[range]):
+    """Sample numbers of one data-parallel rank's micro batches, from `consumed` samples onwards.
+
+    Each group of `dp_size * micro` consecutive samples is dealt to the ranks in order, so the samples of a
+    global batch do not depend on how many ranks share it. A group the dataset cannot fill is dropped.
+    """
+
+    def __init__(self, samples: int, consumed: int, micro: int, dp_rank: int, dp_size: int) -> None:
+        group = micro * dp_size
+        first = consumed + dp_rank * micro
+        self.starts = range(first, consumed + (samples - consumed) // group * group, group)
+        self.micro = micro
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __iter__(self) -> Iterator[range]:
+        return (range(start, start + self.micro) for start in self.starts)
+
+
+def build_data_iterator(
+    dataset: Dataset, args: Arguments, consumed_samples: int, dp_rank: int, dp_size: int, note: Callable[[str], None]
+) -> Iterator[Batch]:
+    """Micro batches of `dp_rank`, starting `consumed_samples` samples (of all ranks) into the dataset.
+
+    Each is a dict of CPU tensors of shape [micro batch, sequence]: `tokens`, `labels`, `position_ids`
+    int64, `loss_mask` float32. With `--reset-attention-mask` it also has their `documents`, which the loader's
+    workers make. Tensor, pipeline and context-parallel ranks of one `dp_rank` get the same.
+    The iterator ends where the dataset cannot fill a micro batch of every rank. No global random number
+    is drawn.
+
+    A token that is not in the vocabulary goes to `note` in a line that names it and its file. The batch then has
+    another in its place and must not be trained on.
+    """
+    assert isinstance(dataset, Sized)
+    batches = MicroBatches(len(dataset), consumed_samples, args.micro_batch_size, dp_rank, dp_size)
+    loader = DataLoader(
+        dataset,
+        batch_sampler=batches,  # type: ignore[arg-type]  # ranges serve as lists of numbers do
+        num_workers=args.num_workers,
+        collate_fn=partial(collate, end=args.eod_token if args.reset_attention_mask else None),
+        pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),  # the loader seeds its workers from the global generator otherwise
+        worker_init_fn=end_without_room,
+    )
+    # A generator: loader workers start at the first batch asked for, which on some ranks is never.
+    for samples, batch in zip(batches, _started(loader), strict=True):
+        for name in ("tokens", "labels"):
+            smallest, largest = torch.aminmax(batch[name])
+            if smallest < 0 or largest >= args.vocabulary:
+                note(_wrong_token(dataset, samples, batch[name], args.vocabulary))
+                batch[name].clamp_(0, args.vocabulary - 1)
+        yield batch
+
+
+def _started(loader: DataLoader) -> Iterator[Batch]:
+    try:
+        return iter(loader)
+    except OSError as error:
+        if error.errno == errno.EMFILE:  # told by the end of the rank
+            raise
+        dataloader._MultiProcessingDataLoaderIter._shutdown = True  # what did not start lacks it when it is deleted
+        why = f"{error.strerror}{' in /dev/shm' if error.errno == errno.ENOSPC else ''}"
+        raise UsageError(f"--num-workers {loader.num_workers}: they cannot start ({why}); give 0") from error
+
+
+def _wrong_token(dataset: Dataset, samples: range, tokens: torch.Tensor, vocabulary: int) -> str:
+    row, column = torch.nonzero((tokens < 0) | (tokens >= vocabulary))[0].tolist()
+    sample = samples[row]
+    own: Any = dataset
+    number = sample
+    if isinstance(dataset, BlendedDataset):
+        own, number = dataset.datasets[dataset.dataset_index[sample]], dataset.dataset_sample_index[sample]
+    prefix = own.dataset.path_prefix
+    return (
+        f"{prefix}: sample {number} has token {tokens[row, column]}, and the vocabulary has {vocabulary}; "
+        f"tools/preprocess_data.py --check {prefix} says where"
+    )
+
+
+def collate(samples: list[dict[str, torch.Tensor]], end: int | None) -> Batch:
+    """A batch of samples; with its documents, if the token that ends one is given."""
+    batch: Batch = {key: torch.stack([sample[key] for sample in samples]) for key in KEYS}
+    if end is not None:
+        batch["documents"] = Documents.after(batch["tokens"] == end)
+    return batch

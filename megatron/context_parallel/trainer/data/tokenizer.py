@@ -1,0 +1,102 @@
+"""The tokenizers a run can name, built by megatron-core from files on this machine: nothing is downloaded."""
+
+import importlib.util
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.context_parallel.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron.context_parallel.trainer.config.flags import Flags
+
+# --tokenizer-type: (megatron-core's library, the Python package it needs)
+TOKENIZERS = {
+    "ByteLevelTokenizer": ("byte-level", None),
+    "HuggingFaceTokenizer": ("huggingface", "transformers"),
+    "SentencePieceTokenizer": ("sentencepiece", "sentencepiece"),
+    "GPTSentencePieceTokenizer": ("sentencepiece", "sentencepiece"),
+    "Llama2Tokenizer": ("sentencepiece", "sentencepiece"),
+    "NullTokenizer": ("null", None),
+}
+BYTES = 256
+
+
+def build_tokenizer(args: "Flags | Namespace"):
+    """The megatron-core tokenizer named by `args.tokenizer_type`.
+
+    Reads `tokenizer_type`, `tokenizer_model` (a file for SentencePiece, a folder for HuggingFace) and, for
+    NullTokenizer alone, `vocab_size`. The result has `tokenize(text) -> list[int]`, `detokenize(ids)`,
+    `vocab_size` and `eod` (None when the tokenizer has no end-of-document token). ByteLevelTokenizer maps a
+    text to its UTF-8 bytes, 0 to 255, and has `eod` 256.
+
+    Raises UsageError for an unknown type, a missing or unreadable tokenizer file, or a package not installed.
+    """
+    if args.tokenizer_type not in TOKENIZERS:
+        raise UsageError(f"--tokenizer-type {args.tokenizer_type} is unknown; use one of {', '.join(TOKENIZERS)}")
+    library, package = TOKENIZERS[args.tokenizer_type]
+    options = {}
+    if library == "byte-level":
+        # No padding id: the datasets would mask every token equal to it out of the loss.
+        options = {"special_tokens": ["<eod>"], "vocab_size": BYTES, "_eos_id": BYTES, "_pad_id": -1}
+    elif library == "null":
+        options = {"vocab_size": _null_vocabulary(args)}
+    else:
+        _check_files(args, library, package)
+        options = {"use_fast": True} if library == "huggingface" else {}
+    return _load(args, library, options)
+
+
+def vocabulary(args: "Flags | Namespace") -> tuple[int, int | None]:
+    """The size of the vocabulary of that tokenizer and its `eod`; its files are read only if it has some.
+
+    Raises:
+        UsageError: as `build_tokenizer` does.
+    """
+    library, _ = TOKENIZERS[args.tokenizer_type]
+    if library == "byte-level":
+        return BYTES + 1, BYTES
+    if library == "null":
+        return _null_vocabulary(args) + 1, _null_vocabulary(args)
+    tokenizer = build_tokenizer(args)
+    return tokenizer.vocab_size, tokenizer.eod
+
+
+def _null_vocabulary(args: "Flags | Namespace") -> int:
+    if not args.vocab_size or args.vocab_size < 1:
+        raise UsageError(
+            f"--vocab-size {args.vocab_size} does not work with --tokenizer-type NullTokenizer; "
+            "give the number of token ids in the data, such as --vocab-size 32000"
+        )
+    return args.vocab_size
+
+
+def _check_files(args: "Flags | Namespace", library: str, package: str | None) -> None:
+    model, given = args.tokenizer_model, f"--tokenizer-type {args.tokenizer_type}"
+    if library == "huggingface":
+        found, wanted = Path(model or "").is_dir() and model, "folder with tokenizer.json in it"
+    else:
+        found, wanted = Path(model or "").is_file(), "file such as path/to/tokenizer.model"
+    if not found:
+        raise UsageError(f"--tokenizer-model {model} does not exist here as {given} needs it: give a {wanted}")
+    if package and importlib.util.find_spec(package) is None:
+        raise UsageError(f"{given} needs a package: pip install {package}, or use --tokenizer-type ByteLevelTokenizer")
+
+
+def _load(args: "Flags | Namespace", library: str, options: dict):
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported, which is below
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    try:
+        return MegatronTokenizer.from_pretrained(
+            tokenizer_path=args.tokenizer_model, metadata_path={"library": library}, **options
+        )
+    except Exception as error:
+        if library in ("byte-level", "null"):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"--tokenizer-model {args.tokenizer_model} cannot be read as a {args.tokenizer_type} ({reason}); "
+            "give a tokenizer of that type, or use --tokenizer-type ByteLevelTokenizer"
+        ) from error

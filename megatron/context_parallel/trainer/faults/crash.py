@@ -1,0 +1,136 @@
+"""How a rank that fails leaves: one line for people, everything else in a log."""
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from torch.distributed import distributed_c10d
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.runtime.comm.flight_recorder import recorder
+from megatron.context_parallel.trainer.config.flags import Arguments
+
+from .cause import told
+
+if TYPE_CHECKING:
+    from .watch import Watch
+
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+_SECONDS_TO_BE_ENDED = 5
+
+
+def crash_log(args: Arguments, error: BaseException | str, rank: int | None = None) -> Path:
+    """Write what this rank was doing to `--save`/crash/rank-N.log, and return its path.
+
+    Without `--save`, or if it cannot be written to, the log is in a new folder for temporary files.
+
+    Args:
+        args: of the run.
+        error: that of this rank, or why it is ended.
+        rank: another rank, which cannot write; then only `error` is written.
+
+    Raises:
+        OSError: it cannot be written there either.
+    """
+    if args.save:
+        try:
+            return _write(Path(args.save) / "crash", args.rank, error, rank)
+        except OSError:
+            pass
+    return _write(Path(tempfile.mkdtemp(prefix="crash-")), args.rank, error, rank)
+
+
+def _write(directory: Path, me: int, error: BaseException | str, rank: int | None) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"rank-{me if rank is None else rank}.log"
+    with path.open("w") as log:
+        when = time.strftime("%F %T")
+        if rank is not None:
+            log.write(f"written by rank {me} on {socket.gethostname()}, {when}\n\n{error}\n")
+            return path
+        log.write(f"rank {me}, process {os.getpid()} on {socket.gethostname()}, {when}\n")
+        log.write(f"at {recorder.position}\n\n")
+        if isinstance(error, str):
+            log.write(f"{error}\n")
+        else:
+            traceback.print_exception(error, file=log)
+        log.write("\nlast transport operations:\n")
+        log.writelines(f"{line}\n" for line in recorder.operations() or ["none"])
+        log.write("\nthreads:\n")
+        log.flush()
+        faulthandler.dump_traceback(log, all_threads=True)
+    return path
+
+
+def leave_after(args: Arguments, error: BaseException, watch: "Watch | None") -> NoReturn:
+    """End this process with status 1 (2 for a UsageError) because of `error`.
+
+    The rank that broke the job says why. One that only lost a peer says nothing. A UsageError is raised again where it
+    is the program that is to print it: on rank 0, or before there is a watch.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises at the end of each further data worker
+    if isinstance(error, UsageError):
+        if watch:
+            _leave_with(args, error, watch)
+        elif args.rank:
+            print(f"rank {args.rank}: error: {error}", file=sys.stderr, flush=True)
+            os._exit(2)
+        raise error
+    kind = _kind(error)
+    if watch:
+        watch.fail(kind)
+    try:
+        details = f"details in {crash_log(args, error)}"
+    except OSError as full:
+        details = f"its details could not be written: {full}"
+    speaks = watch.may_speak() if watch else kind == "failed" and _is_first()
+    if speaks:
+        print(f"rank {args.rank}: {told(error)}; {details}", file=sys.stderr, flush=True)
+    if watch:
+        watch.leave()  # the judge, when all have heard the verdict
+    if not speaks:
+        linger()
+    os._exit(1)
+
+
+def _leave_with(args: Arguments, error: UsageError, watch: "Watch") -> None:
+    watch.fail("usage")
+    speaks = watch.may_speak()
+    if not args.rank:
+        watch.leave()
+        if speaks:
+            return
+    elif speaks:
+        print(f"rank {args.rank}: error: {error}", file=sys.stderr, flush=True)
+    if not speaks:
+        linger()
+    os._exit(2)
+
+
+def linger() -> None:
+    """Let the launcher see first which rank ended first: it reports that one, and ends the others."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal.sigtimedwait({signal.SIGTERM}, _SECONDS_TO_BE_ENDED)
+
+
+def _kind(error: BaseException) -> str:
+    """How a rank ends that raises `error`, as `Heard.ended` says it."""
+    text = str(error)
+    if isinstance(error, RuntimeError) and any(words in text for words in _LOST_PEER):
+        return "lost"
+    waited = any(words in text.lower() for words in ("timed out", "wait timeout"))
+    return "timeout" if isinstance(error, RuntimeError) and waited else "failed"
+
+
+def _is_first() -> bool:
+    try:
+        return distributed_c10d._get_default_store().add("ranks that told of an error", 1) == 1
+    except (RuntimeError, ValueError):  # the store is gone, or was never there
+        return True

@@ -1,0 +1,162 @@
+"""What a rank finds wrong in the numbers and the data of a step, and how all ranks hear of it.
+
+A rank that stopped where it finds something would leave the others waiting. So it keeps what it found and goes on. The
+reduction of the loss counts the findings of all ranks; if there are any, all ranks read them before the weights change.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.trainer.config.flags import Arguments
+from megatron.context_parallel.trainer.model.data_parallel import DataParallel
+
+SPIKE = 10  # times the largest loss of the first 100 micro batches, as in Megatron-LM
+
+
+class Kind(IntEnum):
+    """What a finding is about; the first is told first."""
+
+    DATA = 0
+    LOSS = 1
+    GRADIENT = 2
+    SPIKE = 3
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """Something found. Findings are told in the order of kind, then of computing."""
+
+    kind: Kind
+    place: int  # of the micro batch, or of the parameter in the backward pass
+    rank: int
+    text: str
+
+
+class Findings:
+    """What this rank found in the running step: `found`.
+
+    `values` are the numbers of the last pass by name: the mean loss of each micro batch on ranks of the last pipeline
+    stage, then the norm of each parameter's gradient before the ranks add theirs up. FSDP keeps only the sum:
+    its norms are those of this rank's share of the sum.
+    """
+
+    def __init__(self, args: Arguments, model: list[DataParallel], machine: RerunStateMachine) -> None:
+        self.args, self.machine = args, machine
+        self.found: list[Finding] = []
+        self.values: dict[str, float] = {}
+        self.passes = 0  # over the batches of the step
+        self._norms: dict[str, Tensor] = {}
+        self._sharded: list[DataParallel] = []
+        # A dynamic loss scale is found by gradients that are not finite.
+        if args.check_for_nan_in_loss_and_grad and (args.loss_scale or not args.fp16):
+            for chunk in model:
+                if isinstance(chunk, DistributedDataParallel):
+                    self._watch_gradients(chunk)
+                else:
+                    self._sharded.append(chunk)
+
+    def _watch_gradients(self, chunk: DistributedDataParallel) -> None:
+        names = _names(chunk)
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            # megatron-core calls this before the ranks add up the gradients of the group.
+            group.ddp_config.check_for_nan_in_grad = True
+            parameters = [parameter for bucket in group.buckets for parameter in bucket.params_list]
+            group.check_grads = partial(self._keep_norms, [names[parameter] for parameter in parameters], parameters)
+
+    def _keep_norms(self, names: list[str], parameters: list[torch.nn.Parameter], **_: bool) -> None:
+        norms = torch._foreach_norm([parameter.main_grad for parameter in parameters])  # type: ignore[attr-defined]
+        self._norms.update(zip(names, norms, strict=True))
+
+    def note_data(self, line: str) -> None:
+        """Finding what is wrong with the data, in a line for the user."""
+        self.found.append(Finding(Kind.DATA, 0, dist.get_rank(), line))
+
+    def look(self, losses: list[Tensor]) -> None:
+        """Take over the numbers of a pass: float64 [loss sum, tokens] of each micro batch, and the gradients."""
+        pairs = torch.stack(losses).tolist() if losses else []
+        self.values = {
+            f"loss of micro batch {number} of {len(pairs)}": total / max(tokens, 1.0)
+            for number, (total, tokens) in enumerate(pairs, 1)
+        }
+        for chunk in self._sharded:
+            self._norms.update(_norms_of_shares(chunk))
+        if self._norms:
+            norms = torch.stack(list(self._norms.values())).tolist()
+            self.values.update(zip((f"gradient of {name}" for name in self._norms), norms, strict=True))
+            self._norms = {}
+
+    def note_numbers(self) -> None:
+        """Finding the values that are not finite, and the losses that are spikes."""
+        args, rank = self.args, dist.get_rank()
+        for place, (name, value) in enumerate(self.values.items()):
+            is_loss = name.startswith("loss")
+            if args.check_for_nan_in_loss_and_grad and not math.isfinite(value):
+                kind = Kind.LOSS if is_loss else Kind.GRADIENT
+                self.found.append(Finding(kind, place, rank, f"{name} is {value}"))
+            if args.check_for_spiky_loss and is_loss and self._is_spike(value):
+                largest = self.machine.max_values["loss"]
+                text = f"{name} is {value:.6f}, {SPIKE} times the largest of the first 100, {largest:.6f}, or more"
+                self.found.append(Finding(Kind.SPIKE, place, rank, text))
+
+    def _is_spike(self, loss: float) -> bool:
+        return self.machine.is_unexpectedly_large(torch.tensor(loss), SPIKE, "loss")
+
+    def settle(self, iteration: int) -> list[str]:
+        """Lines of warning from the findings of all ranks, which are then gone. All ranks call it.
+
+        Raises:
+            UsageError: one is about the data.
+            FloatingPointError: a loss or a gradient is not finite.
+        """
+        everywhere: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, self.found)
+        findings = sorted(finding for of_rank in everywhere for finding in of_rank)
+        self.found = []
+        for first in findings[:1]:
+            if first.kind is Kind.DATA:
+                raise UsageError(first.text)
+            if first.kind is not Kind.SPIKE:
+                raise FloatingPointError(f"iteration {iteration}: {_told(findings)}")
+        return [f"iteration {iteration}: {finding.text}, on rank {finding.rank}" for finding in findings]
+
+
+def _told(findings: list[Finding]) -> str:
+    """The first finding, which is not finite, and how many more there are."""
+    first, not_finite = findings[0], [finding for finding in findings if finding.kind is not Kind.SPIKE]
+    text = f"{first.text} on rank {first.rank}"
+    if len(not_finite) > 1:
+        ranks = ", ".join(map(str, sorted({finding.rank for finding in not_finite})))
+        text += f"; {len(not_finite)} values are not finite, on ranks {ranks}"
+    return text
+
+
+def _norms_of_shares(chunk: DataParallel) -> dict[str, Tensor]:
+    gradients = {name: parameter.grad for parameter, name in _names(chunk).items()}
+    shares = {name: x.to_local() for name, x in gradients.items() if isinstance(x, DTensor) and x.to_local().numel()}
+    return {name: share.norm() for name, share in shares.items()}
+
+
+def _names(chunk: DataParallel) -> dict[torch.nn.Parameter, str]:
+    """megatron-core's names of the parameters, with the layer's number in the whole model, from 0."""
+    layers = get_attr_wrapped_model(chunk, "decoder").layers
+    numbers = {
+        f"decoder.layers.{here}.": f"decoder.layers.{layer.layer_number - 1}." for here, layer in enumerate(layers)
+    }
+    names = {}
+    for name, parameter in chunk.module.named_parameters():
+        while name.startswith("module."):  # of Float16Module and Megatron-FSDP
+            name = name.removeprefix("module.")
+        prefix = next((prefix for prefix in numbers if name.startswith(prefix)), "")
+        names[parameter] = numbers.get(prefix, "") + name.removeprefix(prefix)
+    return names

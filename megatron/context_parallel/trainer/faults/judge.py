@@ -1,0 +1,176 @@
+"""Who broke a job, by what is known of its ranks: pure data."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from megatron.context_parallel.runtime.comm.flight_recorder import Position, named
+
+from .rank_file import RankProcess
+
+BEAT = 0.5  # seconds between two messages of a rank
+SILENT = 6 * BEAT  # without a message: of a rank whose peers lost it
+GRACE = 1.0  # seconds in which the cause of a failure may show itself
+SIGNAL_GRACE = 0.2  # seconds in which a signal that ends all ranks comes to each
+_RECENT = 60  # seconds in which ranks notice that a connection of theirs broke
+_TOLD = 8  # ranks of a line
+_ANY_TIME = ("", "save", "idle")  # phases that may take any time: only the collectives in them have a limit
+
+
+@dataclass
+class Heard:
+    """What is known of a rank; times are those of `time.monotonic`.
+
+    Attributes:
+        heard: when it last sent a message.
+        moved: when its position last changed.
+        ended: how it ended; "" if it did not. "left" in order; "died" without a word; "cut off" but alive; "gone": one
+            of these two, on another host; "failed" by an error of its own; "usage" by a UsageError, which other ranks
+            may raise too; "lost" a peer; "timeout" of a collective; the name of the signal that ends it.
+        at: when it ended.
+        cut: when its connection to the monitor last broke and was made anew.
+    """
+
+    process: RankProcess
+    heard: float
+    moved: float
+    position: Position = field(default_factory=lambda: Position(phase="joining"))  # until it says more
+    ended: str = ""
+    at: float = 0.0
+    cut: float = float("-inf")
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has done an iteration."""
+        return self.position.done > 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who broke the job."""
+
+    ranks: list[int]
+    line: str  # to print; "": the first of the ranks says it by itself
+    silent: list[int] = field(default_factory=list)  # ranks that can say nothing: dead or stopped
+    stopped: list[int] = field(default_factory=list)  # those of them that are alive
+
+
+def judge(ranks: Mapping[int, Heard], now: float, limits: tuple[float, float]) -> Verdict | None:
+    """Who broke the job, or None if nobody did, or if that is not clear yet.
+
+    Args:
+        ranks: all ranks that were ever heard.
+        now: the time.
+        limits: seconds without a message, or without progress of any rank, before the first iteration is done and
+            after.
+    """
+    for rank in sorted(ranks, key=lambda rank: ranks[rank].at):
+        heard = ranks[rank]
+        if heard.ended == "died":
+            return Verdict([rank], f"rank {rank} died at {heard.position}", [rank])
+        if heard.ended == "failed":
+            return Verdict([rank], "")
+        if heard.ended.startswith("SIG") and now - heard.at > SIGNAL_GRACE:
+            return Verdict([rank], f"rank {rank} was ended by {heard.ended} at {heard.position}", [rank])
+        if heard.ended in ("cut off", "gone") and now - heard.at > GRACE:
+            return _cut_off(ranks, now)
+        if heard.ended == "usage":
+            if 0 in ranks and ranks[0].ended == "usage":  # it prints what all of them may raise
+                return Verdict([0], "")
+            if now - heard.at > GRACE:
+                return Verdict([rank], "")
+    return _silent(ranks, now, limits) or _lost(ranks, now) or _hang(ranks, now, limits[1])
+
+
+def judge_first(ranks: Mapping[int, Heard], now: float, limits: tuple[float, float]) -> Verdict | None:
+    """Whether rank 0, which judges the others, died or stopped."""
+    if 0 not in ranks:
+        return None
+    if ranks[0].ended.startswith("SIG"):
+        return judge({0: ranks[0]}, now, limits)
+    if ranks[0].ended not in ("", "died", "cut off", "gone"):
+        return None
+    if ranks[0].ended in ("cut off", "gone") and now - ranks[0].at <= GRACE:
+        return None
+    if ranks[0].ended in ("cut off", "gone"):
+        return _cut_off({0: ranks[0]}, now)
+    if ranks[0].ended == "died":
+        return Verdict([0], f"rank 0 died at {ranks[0].position}", [0])
+    verdict = _silent(ranks, now, limits)
+    return verdict if verdict and verdict.ranks == [0] else None
+
+
+def judge_absent(absent: Collection[int], waited: float, limit: float) -> Verdict | None:
+    """Whether the job is to wait no longer for ranks that have not joined; `waited` and `limit` in seconds."""
+    return Verdict(sorted(absent), never_came(absent, limit)) if absent and waited > limit else None
+
+
+def never_came(ranks: Collection[int], limit: float) -> str:
+    """In one line, that these ranks did not join within `limit` seconds."""
+    return (
+        f"{few(ranks)} never came: no word within --distributed-timeout-minutes {limit / 60:g}; "
+        "not started, ended before, or without a way to rank 0"
+    )
+
+
+def few(ranks: Collection[int]) -> str:
+    """As `named`, but at most so many that a line holds them."""
+    return named(sorted(ranks)[:_TOLD]) + " ..." * (len(ranks) > _TOLD)
+
+
+def _cut_off(ranks: Mapping[int, Heard], now: float) -> Verdict:
+    """The first whose connection broke is to blame: rank 0 loses the connections of all others with its own."""
+    lost = [rank for rank in sorted(ranks) if ranks[rank].ended in ("cut off", "gone")]
+    blamed = min(lost + [rank for rank in ranks if now - ranks[rank].cut < _RECENT])
+    heard = ranks[blamed]
+    if heard.ended == "gone":
+        host = heard.process.host.split()[0]
+        return Verdict([blamed], f"rank {blamed} on {host} died or was cut off at {heard.position}", [blamed], lost)
+    return Verdict([blamed], f"rank {blamed} lost its connections at {heard.position}", [], lost)
+
+
+def _silent(ranks: Mapping[int, Heard], now: float, limits: tuple[float, float]) -> Verdict | None:
+    suspicion = any(_for_long(heard, now, "lost", "timeout") for heard in ranks.values())
+    silent = {
+        rank: heard
+        for rank, heard in ranks.items()
+        if heard.ended in ("", "lost", "timeout")
+        and now - heard.heard > (SILENT if suspicion else limits[heard.settled])
+    }
+    if not silent:
+        return None
+    others = [heard for rank, heard in ranks.items() if rank and now - heard.heard > 2 * BEAT]
+    if 0 in ranks and len(others) == len(ranks) - 1 > 1:  # they are not to blame, but the network of the judge
+        line = f"rank 0 is cut off: it hears nothing from the others at {ranks[0].position}"
+        return Verdict([0], line, [], [*silent])
+    rank = min(silent, key=lambda rank: silent[rank].heard)
+    return Verdict([rank], f"rank {rank} stopped responding at {ranks[rank].position}", [*silent], [*silent])
+
+
+def _lost(ranks: Mapping[int, Heard], now: float) -> Verdict | None:
+    """A connection broke, but both ends live: the rank that noticed it first says so."""
+    lost = [rank for rank, heard in ranks.items() if _for_long(heard, now, "lost")]
+    if not lost or any(heard.ended == "timeout" for heard in ranks.values()):
+        return None
+    if any(now - heard.cut < _RECENT for heard in ranks.values()):
+        return _cut_off(ranks, now)
+    return Verdict([min(lost, key=lambda rank: ranks[rank].at)], "")
+
+
+def _hang(ranks: Mapping[int, Heard], now: float, limit: float) -> Verdict | None:
+    there = {rank: heard for rank, heard in ranks.items() if heard.ended != "left"}
+    waited = any(_for_long(heard, now, "timeout") for heard in there.values())
+    still = all(
+        heard.settled and now - heard.moved > limit and heard.position.phase not in _ANY_TIME
+        for heard in there.values()
+    )
+    if not there or not (waited or still):
+        return None
+    from .wait_graph import culprits, told  # takes a third of a second to import
+
+    positions = {rank: heard.position for rank, heard in there.items()}
+    blamed = culprits(positions)
+    return Verdict(blamed, told(blamed, positions))
+
+
+def _for_long(heard: Heard, now: float, *ended: str) -> bool:
+    return heard.ended in ended and now - heard.at > GRACE

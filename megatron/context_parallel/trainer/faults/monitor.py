@@ -1,0 +1,261 @@
+"""The monitor: a thread that hears from every rank and says which one broke the job.
+
+Rank 0 has one, and so has a deputy, which speaks only if rank 0 is what broke. Each rank sends lines of JSON to both:
+who it is, every half second where it is, and how it ends. The kernel closes the connections of a process that dies.
+"""
+
+import contextlib
+import json
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from megatron.context_parallel.runtime.comm.flight_recorder import Position
+
+from .judge import BEAT, SILENT, Heard, Verdict, few, judge, judge_absent, judge_first
+from .rank_file import RankProcess, file_of, read_rank_file, this_host
+
+_TICK = 0.1  # seconds
+_LONGEST_LINE = 16384
+_SECONDS_TO_BE_HEARD = 3
+_SECONDS_TO_DIE = 0.3
+SECONDS_OF_PATIENCE = 30  # with ranks that have not joined, without a word
+
+
+class Connection:
+    """Lines of JSON over TCP. Sending may fail: a reader learns that the other end is gone.
+
+    Nothing waits: what a stalled network does not take is sent before the next message.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket, self.rank = connected, -1
+        self._rest, self._unsent, self._sending = b"", b"", threading.Lock()
+        connected.setblocking(False)
+
+    def send(self, message: dict[str, Any]) -> None:
+        with self._sending, contextlib.suppress(OSError):
+            if len(self._unsent) < _LONGEST_LINE:  # or it is one beat of many that did not go
+                self._unsent += json.dumps(message).encode() + b"\n"
+            self._unsent = self._unsent[self.socket.send(self._unsent) :]
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """The messages that came; None when the other end is gone.
+
+        Raises:
+            ValueError: something else than messages came.
+        """
+        try:
+            received = self.socket.recv(_LONGEST_LINE)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not received:
+            return None
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        if len(self._rest) > _LONGEST_LINE:
+            raise ValueError("too long a line")
+        return [json.loads(line) for line in lines]
+
+
+class Monitor:
+    """Judges the ranks and calls `say` with the first verdict.
+
+    Args:
+        address: of this host, to listen at.
+        job: its key.
+        rank: that of this process: 0, or the deputy.
+        world: how many ranks there are.
+        limits: those of `judge`, in seconds.
+        say: gets what is to be said.
+    """
+
+    def __init__(
+        self, address: str, job: str, rank: int, world: int, limits: tuple[float, float], say: Callable
+    ) -> None:
+        self.job, self.rank, self.limits, self.say = job, rank, limits, say
+        self.world = world
+        self.absent = set(range(world)) if rank == 0 else {0}  # of those that it judges
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.listener = socket.create_server((address, 0), family=family, backlog=4096)
+        self.ranks: dict[int, Heard] = {}
+        self.connections: list[Connection] = []
+        self.verdict: Verdict | None = None
+        self.closed = threading.Event()
+        self.silent = False  # whether it has nothing more to say
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self.listener, selectors.EVENT_READ)
+        self.thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+
+    @property
+    def port(self) -> int:
+        return self.listener.getsockname()[1]
+
+    def _run(self) -> None:
+        began = before = beat = time.monotonic()
+        patience: float = SECONDS_OF_PATIENCE
+        while not self.closed.is_set():
+            events = self._selector.select(_TICK)
+            now = time.monotonic()
+            if now - before > 20 * _TICK:  # this process did not run either
+                self._forgive(now - before)
+                began += now - before
+            before = now
+            for key, _ in events:
+                if key.fileobj is self.listener:
+                    self._accept()
+                else:
+                    self._hear(key.data, now)
+            for heard in self.ranks.values():
+                if now - heard.heard > 2 * BEAT:
+                    self._look_at_file(heard, now)
+            if now >= beat:
+                beat = now + max(BEAT, min(self.limits) / 10)
+                self._tell_all({})
+            if self.absent and now - began > patience:
+                patience = self.limits[0]
+                self._ask_for_patience(now - began)
+            if not self.verdict and not self.silent:
+                self.verdict = judge_absent(self.absent, now - began, self.limits[0]) or self._decide(now)
+                if self.verdict:
+                    self._announce(self.verdict)
+
+    def silent_ranks(self) -> list[int]:
+        """Ranks that have sent nothing for some seconds, for any thread. They may yet."""
+        now = time.monotonic()
+        return sorted(rank for rank, heard in [*self.ranks.items()] if now - heard.heard > SILENT)
+
+    def _decide(self, now: float) -> Verdict | None:
+        decide = judge if self.rank == 0 else judge_first
+        if not decide(self.ranks, now, self.limits):
+            return None
+        for heard in self.ranks.values():  # what they sent may be half a second old
+            self._look_at_file(heard, now)
+        return decide(self.ranks, now, self.limits)
+
+    def _ask_for_patience(self, waited: float) -> None:
+        if waited < self.limits[0]:
+            minutes = f"--distributed-timeout-minutes {self.limits[0] / 60:g}"
+            words = f"{few(self.absent)} of {self.world} not there after {waited:.0f} s; waiting for {minutes}"
+            self.say(Verdict(sorted(self.absent), words))
+
+    def _forgive(self, seconds: float) -> None:
+        for heard in self.ranks.values():
+            heard.heard += seconds
+            heard.moved += seconds
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection = Connection(self.listener.accept()[0])
+            self.connections.append(connection)
+            self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+
+    def _hear(self, connection: Connection, now: float) -> None:
+        try:
+            messages = connection.read()
+            for message in messages or ():
+                self._take(connection, message, now)
+        except (ValueError, SyntaxError, TypeError, KeyError):  # no rank of this job
+            messages = None
+        if messages is None:
+            self._selector.unregister(connection.socket)
+            self.connections.remove(connection)
+            connection.socket.close()
+            if all(other.rank != connection.rank for other in self.connections):
+                self._gone(connection.rank, now)
+
+    def _take(self, connection: Connection, message: dict[str, Any], now: float) -> None:
+        if connection.rank < 0:
+            process = RankProcess(**message)
+            if process.job != self.job:
+                raise ValueError("of another job")
+            connection.rank = process.rank
+            self._join(process, now)
+            self.absent.discard(process.rank)
+            if self.rank == 0 and not self.absent:
+                self._tell_all({"met": True})
+            if self.verdict:
+                self._send_verdict(connection, self.verdict)
+            return
+        heard = self.ranks[connection.rank]
+        heard.heard = now
+        if "at" in message:
+            self._move(heard, Position.read(message["at"]), now)
+        if "ended" in message and not heard.ended:
+            heard.ended, heard.at = message["ended"], now
+
+    def _join(self, process: RankProcess, now: float) -> None:
+        heard = self.ranks.get(process.rank)
+        if not heard:
+            self.ranks[process.rank] = Heard(process, now, now)
+            return
+        if heard.process != process:
+            raise ValueError("that rank is another process")
+        heard.heard = heard.cut = now  # its connection broke, and it made another
+        if heard.ended in ("cut off", "gone"):
+            heard.ended = ""
+
+    def _move(self, heard: Heard, position: Position, now: float) -> None:
+        if position.notes != heard.position.notes:
+            heard.moved = now
+        heard.position = position
+
+    def _gone(self, rank: int, now: float) -> None:
+        if rank < 0 or self.ranks[rank].ended:
+            return
+        process = self.ranks[rank].process
+        elsewhere = process.host != this_host()
+        ended = "gone" if elsewhere else "cut off" if _lives(process) else "died"
+        self.ranks[rank].ended, self.ranks[rank].at = ended, now
+
+    def _look_at_file(self, heard: Heard, now: float) -> None:
+        """The position of a rank on this host, newer than what it sent."""
+        if heard.ended == "left" or heard.process.host != this_host():
+            return
+        with contextlib.suppress(OSError, ValueError):
+            process, position = read_rank_file(file_of(heard.process.pid))
+            if process == heard.process:
+                self._move(heard, position, now)
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        for connection in list(self.connections):
+            connection.send(message)
+
+    def _announce(self, verdict: Verdict) -> None:
+        self.say(verdict)
+        for connection in self.connections:
+            self._send_verdict(connection, verdict)
+
+    def _send_verdict(self, connection: Connection, verdict: Verdict) -> None:
+        pids = [[self.ranks[rank].process.host, self.ranks[rank].process.pid] for rank in verdict.stopped]
+        speaks = not verdict.line and connection.rank == verdict.ranks[0]
+        connection.send({"end": verdict.line, "speak": speaks, "kill": pids})
+
+    def close(self) -> None:
+        """Leave. After a verdict wait until the ranks have heard it; without one tell them that nobody judges now."""
+        self.silent = True
+        deadline = time.monotonic() + _SECONDS_TO_BE_HEARD
+        while self.verdict and time.monotonic() < deadline and any(c.rank != self.rank for c in self.connections):
+            time.sleep(0.01)
+        if not self.verdict:
+            self._tell_all({"bye": True})
+        self.closed.set()
+
+
+def _lives(process: RankProcess) -> bool:
+    """Whether a process of this host lives on. One that dies closes its connections a little before it is dead."""
+    deadline = time.monotonic() + _SECONDS_TO_DIE
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(process.pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                return False
+        except psutil.NoSuchProcess:
+            return False
+        time.sleep(0.005)
+    return True

@@ -1,0 +1,158 @@
+"""Computes a suspicious step again, to tell a fault of the hardware from one of the program.
+
+megatron-core's rerun state machine decides what follows; this module gives it the numbers and says what it decided.
+The machine itself is silent, because it counts iterations from the start of the process and writes lines on each rank.
+"""
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from megatron.core import rerun_state_machine
+from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, RerunState, RerunStateMachine
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megatron.context_parallel.trainer.config.flags import Arguments
+from megatron.context_parallel.trainer.data.batches import Batch
+
+from .findings import Findings, Kind
+
+Batches: TypeAlias = Iterator[Batch] | RerunDataIterator
+
+
+class StepRejectedError(Exception):
+    """A step must not be done: `status` is what the ranks exit with, `save` whether to save the iteration before it."""
+
+    def __init__(self, line: str, status: int, save: bool) -> None:
+        super().__init__(line)
+        self.status, self.save = status, save
+
+
+def start_machine(args: Arguments) -> RerunStateMachine:
+    """megatron-core's state machine of this process, in the mode of `--rerun-mode`."""
+    logging.getLogger(rerun_state_machine.__name__).setLevel(logging.CRITICAL)
+    tracker = get_cuda_rng_tracker()
+    rerun_state_machine.destroy_rerun_state_machine()
+    rerun_state_machine.initialize_rerun_state_machine(
+        mode=RerunMode(args.rerun_mode),
+        state_save_func=tracker.get_states,
+        state_restore_func=tracker.set_states,
+    )
+    return rerun_state_machine.get_rerun_state_machine()
+
+
+def replayable(args: Arguments, batches: Iterator[Batch]) -> Batches:
+    """`batches`, which can give those of a step again if `--rerun-mode` may ask for it."""
+    return batches if args.rerun_mode == RerunMode.DISABLED else RerunDataIterator(batches)
+
+
+def passes(findings: Findings, batches: list[Batches]) -> Iterator[None]:
+    """Yields once for each time that the step is to be computed: once, or again where the first pass has findings."""
+    machine, findings.passes = findings.machine, 0
+    if machine.state is RerunState.NOT_RUNNING_YET:
+        machine.failed_validation_call = None  # of a spike in an earlier step, which the machine would compare again
+    while machine.should_run_forward_backward(batches):
+        yield
+        findings.passes += 1
+        if machine.state is RerunState.INITIAL_RUN:
+            findings.note_numbers()
+        if machine.mode is not RerunMode.DISABLED:
+            _validate(findings)
+
+
+def _validate(findings: Findings) -> None:
+    kinds, validate = {finding.kind for finding in findings.found}, findings.machine.validate_result
+    wrong, spiky = bool(kinds & {Kind.LOSS, Kind.GRADIENT}), Kind.SPIKE in kinds
+    validate(findings.values, lambda _: wrong, "not finite", comparison_func=_differ_where_not_finite)
+    validate(findings.values, lambda _: spiky, "spiky loss", comparison_func=_differ_in_losses, fatal=False)
+
+
+def _differ_where_not_finite(before: dict[str, float], now: dict[str, float]) -> float:
+    return 0.0 if all(_same(before[name], now[name]) for name in _not_finite(before)) else math.inf
+
+
+def _differ_in_losses(before: dict[str, float], now: dict[str, float]) -> float:
+    return 0.0 if all(_same(before[name], now[name]) for name in before if name.startswith("loss")) else math.inf
+
+
+def _not_finite(values: dict[str, float]) -> list[str]:
+    return [name for name, value in values.items() if not math.isfinite(value)]
+
+
+def _same(before: float, now: float) -> bool:
+    return before == now or (math.isnan(before) and math.isnan(now))
+
+
+# ------------------------------------------------------------------------------------------------ the verdict
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a rank found suspicious, and what it was when computed again."""
+
+    rank: int
+    name: str
+    before: float
+    now: float
+    before_on: str
+    now_on: str
+
+    @property
+    def text(self) -> str:
+        """Both values, and where they came from."""
+        again = "the same" if _same(self.before, self.now) else f"{self.now:.6f}"
+        return f"{self.name} was {self.before:.6f} on rank {self.rank} ({self.before_on}), computed again {again}"
+
+
+_VERDICTS = {  # by the state that the machine leaves a step in
+    RerunState.NOT_RUNNING_YET: "going on",
+    RerunState.RERUNNING_IN_PLACE: "a fault that comes and goes is likely, there or where its numbers came from",
+    RerunState.WILL_RERUN_FROM_CHECKPOINT: "start again with --load on other devices, to compute it there",
+    RerunState.RERUNNING_AGAIN_FROM_CHECKPOINT: "that is the same device; start again with --load on other devices",
+}
+
+
+def settle(findings: Findings, iteration: int) -> list[str]:
+    """A line on a step that was computed again and is to be done. All ranks call it after the passes of a step.
+
+    Raises:
+        StepRejectedError: the step is not to be done.
+    """
+    machine = findings.machine
+    save, leave, status = machine.should_checkpoint_and_exit()
+    if findings.passes == 1 and not leave:
+        return []
+    gathered: list[Case | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, _case(findings))
+    cases = [case for case in gathered if case is not None]
+    case, others = cases[0], ", ".join(str(other.rank) for other in cases[1:])
+    verdict = _VERDICTS.get(machine.state)
+    if verdict is None:  # computed on another device, from the checkpoint
+        same = _same(case.before, case.now)
+        verdict = f"on {case.now_on}: data, settings or the program are at fault, most likely"
+        if not same:
+            verdict = f"on {case.now_on}: {case.before_on} is faulty, most likely"
+    line = f"iteration {iteration}: {case.text}{' (likewise on ranks ' + others + ')' if others else ''}; {verdict}"
+    if leave:
+        raise StepRejectedError(f"{line} (status {status})", status, save)
+    return [line]
+
+
+def _case(findings: Findings) -> Case | None:
+    """That of this rank, if it asked for the second pass, in this process or in the one that saved the checkpoint."""
+    machine = findings.machine
+    if not machine.rerun_requested:
+        return None
+    before: dict[str, Any] = machine.initial_result
+    losses = {name: value for name, value in before.items() if name.startswith("loss")}
+    name = (_not_finite(before) or sorted(losses, key=lambda name: -losses[name]))[0]
+    here = f"host {os.uname()[1]}, device {torch.cuda.current_device()}"
+    before_on = here
+    if machine.suspicious_node:  # noted when the step was to be computed on another device
+        before_on = f"host {machine.suspicious_node}, device {machine.suspicious_device}"
+    return Case(dist.get_rank(), name, before[name], findings.values[name], before_on, here)

@@ -1,0 +1,147 @@
+"""From the arguments to megatron-core's objects: model chunks, optimizer, learning-rate schedule."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from torch import Tensor
+
+from megatron.context_parallel.cli.flag import fields_given
+from megatron.context_parallel.integration.groups import contexts_by_layer
+from megatron.context_parallel.integration.rope import use_layout
+from megatron.context_parallel.integration.spec import Contexts, block_spec
+from megatron.context_parallel.integration.vocabulary import draw_rows, leave_out_padding
+from megatron.context_parallel.trainer.config.flags import Arguments
+from megatron.context_parallel.trainer.config.samples import decay_samples, train_samples, warmup_samples
+
+from .data_parallel import DataParallel, wrap
+
+
+def build_model(args: Arguments) -> list[DataParallel]:
+    """This rank's model chunks (one, or one per virtual pipeline stage), ready for gradient reduction."""
+    config = transformer_config(args)
+    group = parallel_state.get_context_parallel_group()
+    cp = contexts_by_layer(args.cp_layers, group)
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    virtual = range(chunks) if chunks > 1 else [None]
+    model = [_wrap(args, config, index, build_gpt(args, config, cp, stage)) for index, stage in enumerate(virtual)]
+    _synchronise_by(args, config, model)
+    return model
+
+
+def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage: int | None = None) -> GPTModel:
+    """The plain GPTModel of this pipeline rank's (virtual) stage, with our attention and its layout's RoPE."""
+    keep_output = "core_attention" in (args.recompute_whitelist or ())
+    layers = get_num_layers_to_build(config, vp_stage)
+    stage = {"ignore_virtual": False, "vp_stage": vp_stage}
+    model = GPTModel(
+        config,
+        block_spec(config, cp, layers, args.cp_attention_backend, keep_output),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        vp_stage=vp_stage,
+    )
+    use_layout(model, cp[0] if isinstance(cp, Sequence) else cp)  # all layers have one layout
+    leave_out_padding(model, args.vocabulary)
+    if config.perform_initialization and model.post_process and args.untie_embeddings_and_output_weights:
+        _draw_vocabulary(args, "output layer", model.output_layer.weight)
+    return model
+
+
+def _draw_embedding(args: Arguments, weight: Tensor) -> None:
+    # megatron-core draws the table of positions by this too, which is whole on every tensor-parallel rank.
+    if getattr(weight, "tensor_model_parallel", False):
+        _draw_vocabulary(args, "embedding", weight)
+    else:
+        torch.nn.init.normal_(weight, 0.0, args.init_method_std)
+
+
+def _draw_vocabulary(args: Arguments, table: str, weight: Tensor) -> None:
+    first = parallel_state.get_tensor_model_parallel_rank() * len(weight)
+    draw_rows(weight, first, args.vocabulary, args.init_method_std, seed=f"{args.seed} {table}")
+
+
+def transformer_config(args: Arguments) -> TransformerConfig:
+    """megatron-core's model configuration: every argument that has one of its fields' names, and what follows."""
+    given = fields_given(args, TransformerConfig)
+    interleaved = bool(args.virtual_pipeline_model_parallel_size)
+    if args.swiglu:
+        given.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
+    given.update(
+        num_moe_experts=args.num_experts,
+        layernorm_epsilon=args.norm_epsilon,
+        cp_comm_type=None,  # each layer has its strategy
+        embedding_init_method=partial(_draw_embedding, args),
+        # The loss is exact for any loss mask in any layout only if it is divided by the token count of all ranks.
+        calculate_per_token_loss=True,
+        pipeline_dtype=args.params_dtype,
+        # gloo still reads an output when the next micro batch starts; NCCL's stream order keeps it alive.
+        deallocate_pipeline_outputs=torch.cuda.is_available(),
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        # These two are compiled, which needs a GPU or a C++ compiler.
+        bias_dropout_fusion=torch.cuda.is_available(),
+        bias_activation_fusion=torch.cuda.is_available()
+        and (args.swiglu or (args.add_bias_linear and args.bias_gelu_fusion)),
+    )
+    return TransformerConfig(**given)
+
+
+def _wrap(args: Arguments, config: TransformerConfig, index: int, gpt: GPTModel) -> DataParallel:
+    if torch.cuda.is_available():
+        gpt.cuda(torch.cuda.current_device())
+    gpt.model_type = ModelType.encoder_or_decoder
+    return wrap(args, config, Float16Module(config, gpt) if args.bf16 or args.fp16 else gpt, index)
+
+
+def _synchronise_by(args: Arguments, config: TransformerConfig, model: list[DataParallel]) -> None:
+    config.finalize_model_grads_func = finalize_model_grads
+    if model[0].ddp_config.overlap_grad_reduce:  # Megatron-FSDP sets it where gradients are sharded
+        no_sync = [chunk.no_sync for chunk in model]
+        config.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
+
+
+def build_optimizer(args: Arguments, model: list[DataParallel]) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """The optimizer of these chunks, and the schedule of its learning rate and weight decay (in samples)."""
+    given = fields_given(args, OptimizerConfig)
+    if args.use_torch_fsdp2:  # its weights are float32 already
+        given |= {"bf16": False, "params_dtype": torch.float32}
+    config = OptimizerConfig(**given)
+    optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
+    if args.fp16:
+        model[0].config.grad_scale_func = optimizer.scale_loss
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=warmup_samples(args),
+        lr_decay_steps=decay_samples(args) or 1,  # of --skip-train
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=train_samples(args),
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+    return optimizer, scheduler

@@ -1,0 +1,113 @@
+"""What data- and context-parallel ranks share out: the wrapper of a model that sums gradients, and gathers weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.transformer import TransformerConfig, TransformerLayer
+from torch import Tensor
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from megatron.context_parallel.integration.host import on_cpu_mesh
+from megatron.context_parallel.trainer.config.flags import Arguments
+
+
+class TorchFSDP2(_BaseDataParallel):
+    """`--use-torch-fsdp2`: each rank keeps its rows of every weight, gradient and moment in float32.
+
+    Layers are gathered in the model's dtype when they are needed. megatron-core's own wrapper of FSDP2 averages
+    gradients that `calculate_per_token_loss` sums, and cannot be scaled by the token count.
+    """
+
+    def __init__(self, args: Arguments, config: TransformerConfig, module: torch.nn.Module) -> None:
+        super().__init__(config=config, module=module.float())
+        self.ddp_config = ddp_config(args)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        mesh = DeviceMesh.from_group(group, "cuda" if torch.cuda.is_available() else "cpu")
+        policy = MixedPrecisionPolicy(args.params_dtype, torch.float32, cast_forward_inputs=False)
+        marks = {name: vars(parameter) for name, parameter in module.named_parameters()}
+        # A tied embedding is gathered with the whole model: the output layer needs it too.
+        kinds = (TransformerLayer, *((LanguageModelEmbedding,) if args.untie_embeddings_and_output_weights else ()))
+        units = [unit for unit in module.modules() if isinstance(unit, kinds)]
+        for unit in (*units, module):
+            sharded = fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+            assert isinstance(sharded, FSDPModule)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+        for name, parameter in module.named_parameters():
+            vars(parameter).update(marks[name])  # megatron-core's, such as that of an embedding
+
+    @torch.no_grad()
+    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
+        """Multiply all gradients."""
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= scaling_factor
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Nothing: the backward pass has added them up."""
+
+
+DataParallel: TypeAlias = DistributedDataParallel | FullyShardedDataParallel | TorchFSDP2
+
+
+def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
+    """megatron-core's configuration of what is shared out."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        overlap_param_gather=args.overlap_param_gather,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        use_megatron_fsdp=args.use_megatron_fsdp,
+        data_parallel_sharding_strategy=args.data_parallel_sharding_strategy,
+        preserve_fp32_weights=args.params_dtype is not torch.float32,  # else a second copy of the same weights
+    )
+
+
+def wrap(args: Arguments, config: TransformerConfig, module: torch.nn.Module, index: int) -> DataParallel:
+    """Model chunk `index` of a rank, ready for the reduction of gradients."""
+    if not (args.use_megatron_fsdp or args.use_torch_fsdp2):
+        # Only the first chunk's buckets overlap with what follows them: later chunks reduce in one piece.
+        return DistributedDataParallel(config, ddp_config(args), module, disable_bucketing=index > 0)
+    known = descriptions(module)
+    if args.use_torch_fsdp2:
+        sharded: DataParallel = TorchFSDP2(args, config, module)
+    else:
+        with on_cpu_mesh():
+            device = None if torch.cuda.is_available() else torch.device("cpu")
+            sharded = FullyShardedDataParallel(config, ddp_config(args), module, device=device)
+    sharded.descriptions = known
+    return sharded
+
+
+def descriptions(module: torch.nn.Module) -> dict[str, tuple[ShardedBase, str]]:
+    """How checkpoints know what is in a model, and the names of its weights, or "". Ask before FSDP wraps it."""
+    weights = {id(parameter): name for name, parameter in module.named_parameters()}
+    found: dict[str, tuple[ShardedBase, str]] = {}
+    for name, entry in module.sharded_state_dict().items():  # type: ignore[operator]
+        weight = weights.get(id(entry.data), "")
+        found[name] = (replace(entry, data=entry.data.to("meta")) if weight else entry, weight)
+    return found
+
+
+@contextmanager
+def weights_gathered(args: Arguments, model: list[DataParallel]) -> Iterator[None]:
+    """All weights up to date on every rank; with `--overlap-param-gather` the last arrive in the next forward pass."""
+    late = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel) and args.overlap_param_gather]
+    for chunk in late:
+        chunk.disable_forward_pre_hook()
+    try:
+        yield
+    finally:
+        for chunk in late:
+            chunk.enable_forward_pre_hook()

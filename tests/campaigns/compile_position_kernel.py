@@ -1,0 +1,106 @@
+"""Compiles the position kernel ahead of time for a GPU that need not be there, by the very calls that launch it."""
+
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from megatron.context_parallel.kernels.delta_triton import output_with_fused
+from megatron.context_parallel.kernels.interface import BlockGrad, Scores
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs
+from megatron.context_parallel.kernels.position import kernel as position
+from megatron.context_parallel.kernels.position.tiles import TILES
+
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes of a block, by architecture (CUDA guide, table 30)
+
+
+class Compiled(NamedTuple):
+    kernel: str
+    spilled: int  # bytes of stack
+    shared: int  # bytes
+    wgmma: bool
+
+
+class _Driver:
+    """As much of a driver as compiling needs."""
+
+    def __init__(self, architecture: int) -> None:
+        self.target = GPUTarget("cuda", architecture, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_block(
+    architecture: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    mask_name: str,
+    value_dim: int | None = None,
+    softcap: float = 0.0,
+) -> list[Compiled]:
+    """Every kernel a block of this head_dim and dtype launches, forward and backward of both forms.
+
+    Also the one that gives delta to libraries.
+    """
+    value_dim = value_dim or head_dim
+    compiled = []
+    run = triton.runtime.jit.JITFunction.run
+
+    def only_compile(self, *args, warmup, **kwargs):
+        compiled.append(run(self, *args, warmup=True, **kwargs))
+
+    triton.runtime.driver.set_active(_Driver(architecture))
+    position._architecture = lambda device: architecture
+    triton.runtime.jit.JITFunction.run = only_compile
+    try:
+        q, dout = (torch.zeros(256, 4, 2, d, dtype=dtype) for d in (head_dim, value_dim))
+        k, v = (torch.zeros(256, 4, d, dtype=dtype) for d in (head_dim, value_dim))
+        lse, delta = (torch.zeros(256, 4, 2) for _ in range(2))
+        ends = torch.arange(256, dtype=torch.int32)[None]
+        mask = {"full": FULL, "causal": CAUSAL, "runs": Runs(ends // 2, ends)}[mask_name]
+        scores = Scores(0.1, softcap)
+        for deterministic in (False, True):
+            kernel = position.PositionKernel(torch.device("meta"), deterministic=deterministic)
+            if not deterministic:
+                kernel.forward(q, k, v, mask, scores)
+                output_with_fused(delta, dout)
+            kernel.backward(BlockGrad(dout, q, k, v, lse, delta, mask), scores)
+    finally:
+        triton.runtime.jit.JITFunction.run = run
+    return [_inspect(x) for x in compiled]
+
+
+def _inspect(compiled) -> Compiled:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    stack = int(usage.stdout.split("STACK:")[1].split()[0])
+    local = int(usage.stdout.split("LOCAL:")[1].split()[0])
+    return Compiled(
+        compiled.metadata.name, stack + local, compiled.metadata.shared, "wgmma.mma_async" in compiled.asm["ptx"]
+    )
+
+
+if __name__ == "__main__":
+    cases = [(d, d, softcap) for d in position.PARTS for softcap in (0.0, 30.0)] + [(192, 128, 0.0)]
+    for architecture in TILES:
+        for head_dim, value_dim, softcap in cases:
+            for dtype in (torch.float16, torch.bfloat16):
+                for mask in ("full", "causal", "runs"):
+                    for c in compile_block(architecture, head_dim, dtype, mask, value_dim, softcap):
+                        good = not c.spilled and c.shared <= SHARED[architecture]
+                        case = architecture, head_dim, value_dim, softcap, dtype, mask
+                        print("ok  " if good else "BAD ", *case, *c, flush=True)

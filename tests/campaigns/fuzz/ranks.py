@@ -1,0 +1,275 @@
+"""Runs a fuzzed case: all ranks in this process, or on gloo ranks that started once and wait for cases."""
+
+import gc
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from random import Random
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.context_parallel import AllRanks, ContextParallel, UsageError, context_parallel_attention
+from megatron.context_parallel.kernels.reference import Reference
+from megatron.context_parallel.plan.ir import Plan, PlanError
+from megatron.context_parallel.plan.verify import verify
+from megatron.context_parallel.tokens.mask import Documents
+from tests.campaigns.fuzz.case import MUTATION, ON_RANKS, Call, Case
+from tests.campaigns.fuzz.oracle import inputs, positions
+from tests.campaigns.plan_mutations import mutate
+
+Results = list[list[Tensor]]  # by call: out, lse, dq, dk, dv and, with sinks, dsinks
+PATIENCE = 60.0  # seconds a case on ranks may take: some hundred times what it does
+
+
+class Failure(Exception):
+    """The package did what it must not; the text says what, in one line."""
+
+
+def run(case: Case, pool: "Pool") -> list[Results]:
+    """Results over whole sequences, of each group of ranks.
+
+    Raises:
+        UsageError: the package refused the case.
+        Failure: it hung, raised something else, or put tokens in a wrong place.
+    """
+    if case.kind == ON_RANKS:
+        of_ranks = pool(case)
+        return [_join(case, of_ranks[group :: case.groups]) for group in range(case.groups)]
+    try:
+        make = partial(_Mutated, case.calls[0].seed) if case.kind == MUTATION else AllRanks
+        return [perform(case, make(case.n, case.strategy, case.layout, **case.options), lambda x: x)]
+    except UsageError:
+        raise
+    except _Found:
+        return []
+    except Exception as error:
+        raise Failure(_line(error)) from error
+
+
+class _Found(Exception):
+    """The verifier refused a changed plan, as it may."""
+
+
+class _Mutated(AllRanks):
+    """Runs plans changed at random, if the verifier lets them pass: then they must be right."""
+
+    def __init__(self, seed: int, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)
+        self.random = Random(seed)
+
+    def plan(self, *args: object, backward: bool) -> Plan:
+        plan = mutate(super().plan(*args, backward=backward), self.random)
+        try:
+            verify(plan)
+        except PlanError as error:
+            raise _Found from error
+        return plan
+
+
+def perform(case: Case, cp: AllRanks | ContextParallel, own: Callable[[Tensor], Tensor]) -> Results:
+    """All calls of a case, forward in turn and backward the other way; `own` takes a rank's tokens of whole tensors."""
+    passes, documents = [], {}
+    for call in case.calls:
+        *tensors, sinks = inputs(call)
+        *leaves, dout = (_view(own(x)) if call.strided else own(x) for x in tensors)
+        leaves = [x.requires_grad_() for x in [*leaves, sinks] if x is not None]
+        before = [x.detach().clone() for x in (*leaves, dout)]
+        how = _how(call, documents, sinks)
+        if call.recompute:
+            how["kept"] = deque()
+            with torch.no_grad():
+                context_parallel_attention(*leaves[:3], cp, **how)
+        out, lse = context_parallel_attention(*leaves[:3], cp, return_lse=True, **how)
+        passes.append((out, lse, leaves, dout, before))
+    results = []
+    for out, lse, leaves, dout, before in reversed(passes):
+        results.insert(0, [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)])
+        assert out.dtype == dout.dtype, f"an output of {out.dtype} for inputs of {dout.dtype}"
+        assert lse.dtype == torch.promote_types(dout.dtype, torch.float32), f"a log-sum-exp of {lse.dtype}"
+        assert all(map(torch.equal, (*leaves, dout), before)), "the inputs were changed"
+    return results
+
+
+def _how(call: Call, documents: dict[str, Documents], sinks: Tensor | None) -> dict:
+    how = {"causal": call.causal, "window": call.window, "scale": call.scale}
+    if call.kernel == "reference":
+        how["kernel"] = Reference()
+    if call.documents is not None:
+        key = call.documents_as + str(call.documents)  # one object for the layers of a batch
+        how["documents"] = documents.setdefault(key, _documents(call))
+    if call.softcap:
+        how["softcap"] = call.softcap
+    if sinks is not None:
+        how["sinks"] = sinks
+    return how
+
+
+def _view(x: Tensor) -> Tensor:
+    """The same, not contiguous."""
+    return x.transpose(0, 2).contiguous().transpose(0, 2)
+
+
+def _documents(call: Call) -> Documents:
+    shared = len(call.documents) == 1
+    samples = call.documents * call.batch if shared and call.documents_as != "ids" else call.documents
+    names, counts = ([[run[i] for run in sample] for sample in samples] for i in (0, 1))
+    if call.documents_as == "packed":
+        return _packed(samples, call.length)
+    of_tokens = [torch.tensor(x).repeat_interleave(torch.tensor(c)) for x, c in zip(names, counts, strict=True)]
+    if call.documents_as == "ids":
+        return Documents(of_tokens[0] if shared else torch.stack(of_tokens))
+    ends = torch.zeros(len(counts), call.length, dtype=torch.bool)
+    for sample, lengths in zip(ends, counts, strict=True):
+        sample[torch.tensor(lengths).cumsum(0) - 1] = True
+    return Documents.after(ends)
+
+
+def _packed(samples: list[list[list[int]]], length: int) -> Documents:
+    """By cu_seqlens; padding follows a document, which is empty where there is none before it."""
+    ends, starts, at = [0], [], 0
+    runs = [run for sample in samples for run in sample]
+    for name, count in runs:
+        if name >= 0 or not starts:
+            starts.append(at)
+            ends.append(ends[-1] + (count if name >= 0 else 0))
+        at += count
+    padded = torch.tensor([*starts, at]) if any(name < 0 for name, _ in runs) else None
+    return Documents.packed(torch.tensor(ends), length, padded, samples=len(samples))
+
+
+def _join(case: Case, of_ranks: list[tuple[int, Results]]) -> Results:
+    """Whole sequences from (chunk, results) of each rank."""
+    chunks = [chunk for chunk, _ in of_ranks]
+    if sorted(chunks) != list(range(case.n)):
+        raise Failure(f"the ranks own chunks {chunks}")
+    joined = []
+    for i in range(len(case.calls)):
+        per_result = zip(*(results[i] for _, results in of_ranks), strict=True)
+        joined.append([_whole(case.layout, chunks, parts) for parts in per_result])
+    return joined
+
+
+def _whole(layout: str, chunks: list[int], parts: tuple[Tensor, ...]) -> Tensor:
+    if parts[0].dim() == 1:  # of the sinks: each rank has the sum over its tokens
+        return torch.stack(parts).double().sum(0)
+    n = len(parts)
+    whole = parts[0].new_empty(n * len(parts[0]), *parts[0].shape[1:])
+    for chunk, part in zip(chunks, parts, strict=True):
+        whole[positions(layout, chunk, n, len(whole))] = part
+    return whole
+
+
+class Pool:
+    """Processes that start once. Called with a case, as many of them as it has ranks make a gloo world and run it."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.cases = size, 0
+        self.directory = tempfile.TemporaryDirectory()
+        self.pipes: list[Connection] = []
+        self.processes: list = []
+
+    def start(self) -> None:
+        if self.pipes:
+            return
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["fuzz_ranks"])
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            self.processes.append(context.Process(target=_serve, args=(rank, theirs), daemon=True))
+            self.processes[-1].start()
+            theirs.close()
+            self.pipes.append(ours)
+
+    def stop(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            pipe.close()
+            process.kill()
+            process.join()
+        self.pipes, self.processes = [], []
+
+    def __call__(self, case: Case) -> list[tuple[int, Results]]:
+        """(chunk, results) of each rank; raises as `run` does."""
+        self.start()
+        self.cases += 1
+        store = os.path.join(self.directory.name, f"store{self.cases}")
+        world = case.n * case.groups
+        for pipe in self.pipes[:world]:
+            pipe.send((case, store))
+        replies = self._replies(world)
+        kinds = [kind for kind, _ in replies]
+        if "nothing" in kinds or "died" in kinds:
+            self.stop()
+        for pipe in self.pipes[:world]:
+            pipe.send("all replied")
+        if set(kinds) == {"done"}:
+            return [result for _, result in replies]
+        if set(kinds) == {"refused"}:
+            raise UsageError(replies[0][1])
+        raise Failure("; ".join(f"rank {r} {kind}{text}" for r, (kind, text) in enumerate(replies) if kind != "done"))
+
+    def _replies(self, n: int) -> list[tuple[str, object]]:
+        replies: list[tuple[str, object]] = [("nothing", f" in {PATIENCE:.0f} s")] * n
+        missing, until = {self.pipes[r]: r for r in range(n)}, time.monotonic() + PATIENCE
+        while missing and (ready := wait(list(missing), max(0.0, until - time.monotonic()))):
+            for pipe in ready:
+                rank = missing.pop(pipe)
+                try:
+                    replies[rank] = pipe.recv()
+                except (EOFError, ConnectionError):
+                    replies[rank] = "died", ""
+                if replies[rank][0] != "done":
+                    until = min(until, time.monotonic() + 5)  # the others may wait for it for ever
+        return replies
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)  # of torch.distributed
+    while True:
+        try:
+            case, store = pipe.recv()
+        except EOFError:
+            return
+        world, timeout = case.n * case.groups, timedelta(seconds=PATIENCE)
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+            reply = "done", _on_rank(case)
+        except UsageError as error:
+            reply = "refused", f": {error}"
+        except Exception as error:
+            reply = "raised", f" {_line(error)}"
+        pipe.send(reply)
+        pipe.recv()  # others may still be connecting to this rank
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+
+
+def _on_rank(case: Case) -> tuple[int, Results]:
+    groups = [dist.new_group(range(group, case.n * case.groups, case.groups)) for group in range(case.groups)]
+    group = groups[dist.get_rank() % case.groups] if case.groups > 1 else None
+    cp = ContextParallel(case.strategy, case.layout, group, **case.options)
+
+    def own(x: Tensor) -> Tensor:
+        places = torch.tensor(positions(case.layout, cp.chunk, case.n, len(x)))
+        assert torch.equal(cp.positions(len(x)), places), f"positions {cp.positions(len(x)).tolist()} of {cp.chunk}"
+        return x[places]
+
+    return cp.chunk, perform(case, cp, own)
+
+
+def _line(error: Exception) -> str:
+    """The error in one line, with where it was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())[:200]
+    return f"{type(error).__name__} in {os.path.basename(frame.filename)}:{frame.lineno}: {text}"

@@ -1,0 +1,71 @@
+"""A real server of 3 ranks of which one is stopped: who notices, and what clients get.
+
+PYTHONPATH=tests:. python tests/campaigns/stopped_server.py
+"""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.serving.test_server import JSON, call, wait_until
+from tests.support import llama_case
+
+
+def check_stopped_rank(victim: int, limit: int = 8) -> None:
+    """A real server of 3 ranks of which one is stopped: readiness, the stream of a client, and the last words."""
+    port, folder = free_port(), Path(tempfile.mkdtemp())
+    llama_case.save_llama(folder, "llama3", vocab_size=259)
+    llama_case.save_tokenizer(folder, chat=False)
+    flags = ["--load", str(folder), "--port", str(port), "--distributed-timeout-seconds-after-init", str(limit)]
+    settings = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    settings["MASTER_PORT"] = str(free_port())
+    program, errors = ["tools/run_text_generation_server.py", *flags], (folder / "errors").open("w+")
+    ranks = [
+        subprocess.Popen([sys.executable, *program], env=os.environ | settings | {"RANK": str(rank)}, stderr=errors)
+        for rank in range(3)
+    ]
+    try:
+        while ready(port) != 200:
+            time.sleep(0.5)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        body = {"model": folder.name, "prompt": "abc", "max_tokens": 400, "temperature": 0, "stream": True}
+        connection.request("POST", "/v1/completions", json.dumps(body), JSON)
+        answer = connection.getresponse()
+        answer.readline()
+        ranks[victim].send_signal(signal.SIGSTOP)
+        if victim:
+            wait_until(lambda: ready(port) == 503)
+            assert "a rank of the server failed" in answer.read().decode()
+        statuses = [rank.wait(60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    errors.seek(0)
+    (said,) = [line for line in errors if f"rank {victim} stopped responding at iteration " in line]
+    assert statuses == [-signal.SIGKILL if rank == victim else 1 for rank in range(3)]
+    print("a stopped rank:", said.strip())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def ready(port: int) -> int:
+    """The status of /ready; 0 where nobody answers."""
+    try:
+        return call(port, "/ready")[0]
+    except OSError:
+        return 0
+
+
+if __name__ == "__main__":
+    for stopped in (0, 2):
+        check_stopped_rank(stopped)

@@ -1,0 +1,280 @@
+"""The planner: what it tries and rejects, its bounds against the simulator, what ranks agree on, and the tools."""
+
+import json
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks.auto_rank import sweep
+from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError, context_parallel_attention
+from megatron.context_parallel.cluster.search.candidates import Candidate, Workload, candidates
+from megatron.context_parallel.cluster.search.planner import Place, fastest, memory, search
+from megatron.context_parallel.cluster.simulate.one_pass import simulate
+from megatron.context_parallel.commands.plan import main as plan_tool
+from megatron.context_parallel.commands.plan_search import main as plan_search
+from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.tokens.mask import Mask
+from megatron.context_parallel.trainer.arguments.auto import choose_strategy
+from megatron.context_parallel.trainer.arguments.complete import parse_args
+from megatron.context_parallel.trainer.dry_run import describe
+from tests.attention.test_exact import errors, exact, gradients, problem
+from tests.cluster.test_simulate import BOX, BOX_TEXT
+
+WORKLOAD = Workload(4096, 8, 4, 64)
+HOST = replace(BOX, shared_cores=2, nics=replace(BOX.nics, processor_ns_per_byte=2, GB_s=0.1))
+SLOW = replace(BOX, nodes=8, devices_per_node=1, inside=None, nics=replace(BOX.nics, per_node=1, GB_s=0.01))
+
+
+def every(workload: Workload, n: int, **fixed) -> list:
+    return [*candidates(workload, n, lambda size: 2.0, fixed)]
+
+
+def seconds(spec: str, place: Place, workload: Workload) -> float:
+    shape, how = workload.shape(place.n), {"heads": workload.heads, "kv_heads": workload.kv_heads}
+    plans = [choose(spec).plan(place.n, backward=backward, **how) for backward in (False, True)]
+    more = workload.mask, workload.batch, workload.dtype, place.devices, place.others
+    return sum(simulate(plan, place.cluster, shape, *more).seconds for plan in plans)
+
+
+# -- candidates ------------------------------------------------------------------------------------------------------
+
+
+def test_candidates_are_what_strategies_declare():
+    found = every(WORKLOAD, 4)
+    specs = [one.choice.spec for one in found if isinstance(one, Candidate)]
+    assert len(specs) == len(set(specs)) == len(found)
+    assert {spec.split(":")[0] for spec in specs} == {*STRATEGIES}
+    assert {"ulysses", "usp:head_parallel_size=2,layout=cyclic,placement=context-first"} <= {*specs}
+    assert not any(spec.startswith("ring:head") for spec in specs)  # it is usp
+    mesh = {spec for spec in specs if spec.startswith("mesh:grid=2x2") and "layout" not in spec}
+    assert mesh == {"mesh:grid=2x2"} | {f"mesh:grid=2x2,q_cost={cost}" for cost in (2.0, 4.0)}
+    assert "loongtrain:inner_ring_size=2" in specs and "lightseq:balance=False,prefetch=False" in specs
+    for one in found:
+        assert one.choice.plan(4).layout == one.plans[0].layout and one.plans[1].backward
+        assert choose(one.choice.spec).spec == one.choice.spec
+
+
+def test_what_cannot_run_is_rejected_with_a_reason():
+    reasons = {one.reason for one in every(replace(WORKLOAD, length=24), 8) if not isinstance(one, Candidate)}
+    assert any("the zigzag layout over 8 ranks needs a multiple of 16" in reason for reason in reasons)
+    found = every(replace(WORKLOAD, heads=6, kv_heads=3), 4)
+    refused = [one for one in found if not isinstance(one, Candidate)]
+    assert refused and all("--cp-head-parallel-size" in one.reason and "6 heads" in one.reason for one in refused)
+    least = min(memory(plan, WORKLOAD) for plan in choose_plans("ring", 8))
+    some, none = (search(WORKLOAD, Place(BOX), room=room, most=2) for room in (2 * least, 1))
+    assert some.ranked and any("of memory" in one.reason for one in some.rejected)
+    with pytest.raises(UsageError, match=r"--cp-strategy auto: no strategy works here .*memory"):
+        _ = none.best
+
+
+def choose_plans(spec: str, n: int, workload: Workload = WORKLOAD) -> list:
+    how = {"heads": workload.heads, "kv_heads": workload.kv_heads}
+    return [choose(spec).plan(n, backward=backward, **how) for backward in (False, True)]
+
+
+def test_options_that_are_given_bind():
+    found = search(WORKLOAD, Place(BOX), {"layout": "cyclic", "head_parallel_size": 2}, most=3)
+    assert found.ranked and all("layout=cyclic" in spec and "head_parallel_size=2" in spec for spec in found.ranked)
+
+
+# -- bounds and ranking ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cluster", [BOX, HOST, SLOW], ids=["box", "host", "slow"])
+def test_nothing_is_faster_than_its_bound(cluster):
+    ways = {one.choice.spec: one.plans for one in every(WORKLOAD, 8)[::9]}
+    _, least = fastest(ways, Place(cluster), WORKLOAD, most=0)
+    assert least.keys() == ways.keys()
+    for spec, bound in least.items():
+        assert 0 < bound <= seconds(spec, Place(cluster), WORKLOAD) * (1 + 1e-9), spec
+
+
+def test_the_bound_is_reached_where_one_link_does_all():
+    """Two ranks: keys cross the link once forward; once, and their gradients in float32, backward."""
+    cluster = replace(SLOW, nodes=2)
+    _, least = fastest({"ring": choose_plans("ring", 2)}, Place(cluster), WORKLOAD, most=0)
+    keys = 2 * 2048 * 4 * 64
+    assert least["ring"] == pytest.approx((2 * keys + (2 + 4) * keys) / 0.01e9, rel=1e-3)
+
+
+def test_the_fastest_is_that_of_all():
+    """Against the simulation of every candidate."""
+    fixed = {"head_parallel_size": 1, "layout": "zigzag"}
+    found = search(WORKLOAD, Place(SLOW), fixed)
+    times = {one.choice.spec: seconds(one.choice.spec, Place(SLOW), WORKLOAD) for one in every(WORKLOAD, 8, **fixed)}
+    best = next(spec for spec in found.ranked if "+" not in spec)
+    assert found.ranked[best].seconds == pytest.approx(times[best])
+    assert found.ranked[best].seconds <= min(times.values()) * (1 + 1e-9)
+    assert best.startswith("mesh") and times["ring"] > 1.4 * times[best]
+    assert [*found.ranked] == [*search(WORKLOAD, Place(SLOW), fixed).ranked]
+    assert len(found.slower) > len(found.ranked)
+
+
+def test_other_groups_take_their_part_of_a_nic():
+    shared = replace(BOX, nics=replace(BOX.nics, per_node=1, GB_s=0.01))
+    alone, beside = Place(shared, (0, 4)), Place(shared, (0, 4), ((1, 5), (2, 6), (3, 7)))
+    ways = {"ring": choose_plans("ring", 2)}
+    times = [fastest(ways, place, WORKLOAD)[0]["ring"].seconds for place in (alone, beside)]
+    assert times[1] == pytest.approx(4 * times[0], rel=0.2)
+
+
+def test_passes_may_have_different_strategies():
+    """The best forward and the best backward pass of the same places, if that is worth it; and it is exact."""
+    found = search(WORKLOAD, Place(SLOW), {"head_parallel_size": 1}, most=10**6)
+    for spec, mixed in found.ranked.items():
+        if "+" in spec:
+            first, second = (found.ranked[part] for part in spec.split("+"))
+            assert mixed.passes == (first.passes[0], second.passes[1])
+            assert mixed.seconds < 0.99 * min(first.seconds, second.seconds)
+            choose(spec).plan(8)
+    cp = AllRanks(4, "mesh:grid=2x2+attention2d:grid=4x1,overlap=no")
+    assert [cp.choice.plan(4, backward=backward).name for backward in (False, True)] == ["mesh", "attention2d"]
+    got = gradients(partial(context_parallel_attention, cp=cp, return_lse=True), *problem(4, 4, 4, torch.float32))
+    assert max(errors(got, exact(4, 4, 4, torch.float32, True))) < 2e-6
+    assert cp.choice.spec == "mesh:grid=2x2+attention2d:grid=4x1,overlap=False"
+    with pytest.raises(UsageError, match=r"--cp-strategy ulysses\+ring: the forward pass has .* size 4, .* size 1"):
+        choose("ulysses+ring").plan(4)
+
+
+def test_a_sweep_has_every_strategy_and_twelve_cases():
+    cases = [*sweep(WORKLOAD, BOX.part(4), {}, 14)]
+    assert 12 <= len(cases) <= 14 and {case.split(":")[0] for case in cases} == {*STRATEGIES}
+
+
+# -- ranks agree -----------------------------------------------------------------------------------------------------
+
+
+def _agreed(cluster: str, layout: str | None) -> str:
+    options = {"head_parallel_size": 1, "workload": WORKLOAD, "cluster": cluster}
+    return ContextParallel("auto", layout, **options).choice.spec
+
+
+def _refused(**options) -> str:
+    with pytest.raises(UsageError) as refused:
+        ContextParallel("auto", **options)
+    return str(refused.value)
+
+
+def test_all_ranks_take_the_same(ranks, tmp_path):
+    path = tmp_path / "box.yaml"
+    path.write_text(BOX_TEXT)
+    best = search(WORKLOAD, Place(BOX.part(4)), {"layout": "cyclic", "head_parallel_size": 1}).best
+    assert ranks(4, _agreed, str(path), "cyclic") == [best] * 4
+    for said in ranks(2, partial(_refused, workload=WORKLOAD, cluster="nowhere")):
+        assert said.startswith("--cp-cluster nowhere: no such file or preset")
+    for said in ranks(2, partial(_refused, workload=WORKLOAD, grid=(2, 1))):
+        assert said == "grid=(2, 1): --cp-strategy auto chooses the options of strategies; leave it out"
+    for said in ranks(2, _refused):
+        assert said.startswith("--cp-strategy auto: for which sizes? Give workload=Workload(")
+
+
+# -- the trainer and the tools ---------------------------------------------------------------------------------------
+
+TRAINER = "--preset tiny-llama --micro-batch-size 1 --dry-run --context-parallel-size 4 --cp-strategy auto"
+
+
+def _settled(flags: str, world: str) -> tuple:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", world)
+        args = parse_args(flags.split())
+        assert not args.cp_layers
+        args = choose_strategy(args)
+    return args.cp_layers[0].spec, args.cp_strategy, args.cp_layout, args.cp_cluster
+
+
+def test_trainer_takes_what_is_fastest(ranks, tmp_path, capsys):
+    path = tmp_path / "box.yaml"
+    path.write_text(BOX_TEXT)
+    flags = f"{TRAINER} --cp-cluster {path}"
+    describe(parse_args(flags.split()))
+    said = capsys.readouterr().out
+    spec = re.search(r"--cp-strategy auto: takes --cp-strategy (\S+); ", said)[1]
+    assert f"{spec}, " in said.split("strategy and layout")[1]
+    layout = choose(spec).layout
+    assert ranks(4, _settled, flags, "4") == [(spec, spec, layout, None)] * 4
+    assert parse_args(f"{TRAINER.replace('auto', spec)}".split()).cp_layers[0].spec == spec
+    describe(parse_args(TRAINER.split()))
+    assert "--cp-strategy auto: chosen when the run starts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags,message",
+    [
+        ("--cp-grid 2x2", "--cp-grid 2x2: --cp-strategy auto chooses it; leave it out"),
+        ("--cp-cluster nowhere", "--cp-cluster nowhere: no such file or preset; give a .yaml file, or one of "),
+        ("--cp-layout striped", "--cp-layout striped: unknown"),
+        ("--cp-strategy ring --cp-cluster dgx-h100", "--cp-cluster dgx-h100: needs --cp-strategy auto"),
+        ("--seq-length 510", "--seq-length 510: its split over 4 context-parallel ranks needs a multiple of 4"),
+    ],
+)
+def test_trainer_refuses(flags, message):
+    with pytest.raises(UsageError) as refused:
+        parse_args(f"{TRAINER} {flags}".split())
+    assert str(refused.value).startswith(message)
+
+
+def test_a_run_that_does_not_fit_is_refused(tmp_path):
+    path = tmp_path / "box.yaml"
+    path.write_text(BOX_TEXT)  # devices of 1 GiB
+    flags = TRAINER.replace("tiny-llama", "llama3-8b")
+    args = parse_args(f"{flags} --seq-length 4096 --cp-cluster {path}".split())
+    with pytest.raises(UsageError, match=r"--cp-strategy auto: without attention the run needs an estimated .* has 1"):
+        describe(args)
+
+
+def test_plan_tool_takes_auto(capsys):
+    sizes = ["--ranks", "4", "--seq-length", "4096", "--num-attention-heads", "8"]
+    plan_tool(["auto", *sizes, "--cluster", "dgx-h100"])
+    said = capsys.readouterr().out
+    spec = re.search(r"takes --cp-strategy (\S+); ", said)[1]
+    assert f"{spec}, {choose(spec).layout} layout" in said
+    with pytest.raises(UsageError, match="auto: needs to know the cluster; give --cluster"):
+        plan_tool(["auto", *sizes])
+
+
+SEARCH = ["--model", "llama3-8b", "--seq-length", "128K", "--cluster", "dgx-h100", "--nodes", "1"]
+
+
+def test_plan_search(capsys, tmp_path):
+    plan_search(SEARCH)
+    table, rejected = capsys.readouterr().out.split("rejected\n")
+    rows = [line.split() for line in table.splitlines() if re.match(r"\d+\*? +[\d.]+ +[\d.]+% ", line)]
+    times = [float(row[1]) for row in rows]
+    assert times == sorted(times) and len(rows) == 12
+    assert "needs more than the 80 GiB of a device" in rejected
+    flags = re.search(r"flags of the fastest that the trainer runs: (.*)", table)[1]
+    parse_args(f"--preset llama3-8b --micro-batch-size 1 --seq-length 131072 --dry-run {flags}".split())
+    trace = tmp_path / "t.json"
+    plan_search([*SEARCH, "--explain", "1", "--timeline", str(trace)])
+    said = capsys.readouterr().out
+    parts = re.findall(r"^(.+?)  +([\d.e-]+) +([\d.]+)%$", said, re.MULTILINE)
+    assert sum(float(share) for *_, share in parts) == pytest.approx(100, abs=1)
+    assert sum(float(part) for _, part, _ in parts) == pytest.approx(times[0], rel=1e-2)
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    "more,message",
+    [
+        (["--model", "llama9"], "--model llama9: unknown; choose "),
+        (["--seq-length", "long"], "--seq-length long: need a number of tokens, such as 131072, 128K or 1M"),
+        (["--nodes", "0"], "--nodes 0: need 1 or more"),
+        (["--data-parallel-size", "3"], "--data-parallel-size 3: "),
+        (["--timeline", "t.json"], "--timeline t.json: of which? Give --explain 1"),
+    ],
+)
+def test_plan_search_refuses(more, message):
+    with pytest.raises(UsageError) as refused:
+        plan_search([*SEARCH, *more])
+    assert str(refused.value).startswith(message)
+
+
+def test_a_mask_counts():
+    """With a window of a chunk a contiguous ring sends one chunk; nothing sends less."""
+    workload = replace(WORKLOAD, mask=Mask(True, (512, 0)), kv_heads=8)
+    assert search(workload, Place(SLOW), {"head_parallel_size": 1}).best.startswith(
+        ("ring:layout=contiguous", "lightseq")
+    )

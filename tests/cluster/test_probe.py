@@ -1,0 +1,51 @@
+"""Measuring a cluster: what ranks of this machine write, and that it is a description that predicts."""
+
+import os
+
+import pytest
+import torch
+
+from megatron.context_parallel import UsageError
+from megatron.context_parallel.cluster.description import load_cluster, save_cluster
+from megatron.context_parallel.cluster.measure.probe import probe
+from megatron.context_parallel.cluster.simulate.one_pass import simulate
+from megatron.context_parallel.commands.cluster_probe import check, parse_args
+from megatron.context_parallel.plan.volume import Shape
+from megatron.context_parallel.strategies import choose
+
+
+def measured(each: int):
+    os.environ["LOCAL_WORLD_SIZE"] = str(each)
+    return probe(device=torch.device("cpu"), dtype=torch.bfloat16, heads=2, kv_heads=1, head_dim=32, quick=True)
+
+
+def test_what_is_measured_is_the_same_on_all_ranks_and_predicts(ranks, tmp_path):
+    clusters = ranks(4, measured, 2)
+    first = clusters[0]
+    assert clusters == [first] * 4
+    assert (first.nodes, first.devices_per_node, first.nics.per_node in (1, 2)) == (2, 2, True)
+    assert first.inside.GB_s > 0 and first.device.memory_GB_s > 0 and first.device.pass_us > 0
+    assert first.buffered_sends and (first.shared_cores is None) == (len(os.sched_getaffinity(0)) >= 4)
+    kinds = {(rate.mask, rate.keys and rate.keys // rate.rows) for rate in first.device.attention}
+    assert kinds == {("full", None), ("full", 4), ("causal", None)}
+    save_cluster(first, tmp_path / "here.yaml")
+    assert load_cluster(str(tmp_path / "here.yaml")) == first
+    plan = choose("ring").plan(4, heads=2, kv_heads=1)
+    assert 0 < simulate(plan, first, Shape(256, 2, 1, 32, 2)).seconds < 10
+
+
+@pytest.mark.parametrize(
+    "flags,message",
+    [
+        ("--num-attention-heads 6 --num-query-groups 4", "--num-query-groups 4: must divide --num-attention-heads 6"),
+        ("--kv-channels 0", "--kv-channels 0: need at least 1"),
+        ("--output c.json", "--output c.json: must end in .yaml"),
+        ("--output nowhere/c.yaml", "--output nowhere/c.yaml: no folder nowhere"),
+        ("", "no ranks: start it with torchrun --nproc-per-node 2"),
+    ],
+)
+def test_a_mistake_is_one_line(flags, message, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UsageError) as error:
+        check(parse_args(["--output", "c.yaml", *flags.split()]))
+    assert str(error.value).startswith(message)

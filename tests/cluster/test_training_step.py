@@ -1,0 +1,343 @@
+"""The predicted time and memory of a training step: against closed forms, and memory against a real tiny run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch.distributed.tensor import DTensor
+
+from megatron.context_parallel import UsageError
+from megatron.context_parallel.cluster.description import AttentionRate, Cluster, Device, GemmRate, Inside, Nics
+from megatron.context_parallel.cluster.simulate.collectives import exchange, ring
+from megatron.context_parallel.cluster.step.attention_pass import attention_forecast, attention_shape
+from megatron.context_parallel.cluster.step.layer_time import LayerTime
+from megatron.context_parallel.cluster.step.memory import fullest_stage, memory, total
+from megatron.context_parallel.cluster.step.model_shape import Model
+from megatron.context_parallel.cluster.step.step_time import forecast_step
+from megatron.context_parallel.cluster.step.train_config import Run
+from megatron.context_parallel.trainer import training
+from megatron.context_parallel.trainer.config.workload import model_of, run_of
+from megatron.context_parallel.trainer.model.data_parallel import TorchFSDP2
+from tests.cluster import test_simulate
+from tests.support import training_case, zero_case
+
+# Memory and launches cost nothing, and all computing has the peak rate.
+IDEAL = Device(
+    name="ideal",
+    peak_TFLOP_s=1,
+    memory_GiB=1000,
+    memory_GB_s=1e12,
+    block_us=0,
+    kernel_us=0,
+    gemm=(GemmRate(size=1, TFLOP_s=1),),
+    attention=(AttentionRate(rows=1, forward_TFLOP_s=1, backward_TFLOP_s=1),),
+)
+BOX = replace(test_simulate.BOX, device=IDEAL)
+MODEL = Model(
+    num_layers=4,
+    hidden_size=256,
+    ffn_hidden_size=512,
+    num_attention_heads=8,
+    num_query_groups=4,
+    kv_channels=32,
+    padded_vocab_size=1024,
+)
+RUN = Run(seq_length=1024)
+ALONE = BOX.part(1)
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+GATHERS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+def seconds(run: Run, cluster: Cluster = BOX, model: Model = MODEL) -> float:
+    return forecast_step(model, run, cluster).seconds
+
+
+def attention_flops(model: Model, s: int) -> float:
+    return 4 * model.queries * s * s / 2 * model.num_layers
+
+
+def test_an_ideal_device_takes_the_models_operations():
+    """Attention's backward pass computes the scores again: 2.5 times its forward pass, not twice."""
+    flops = MODEL.flops_per_sequence(1024)
+    forecast = forecast_step(MODEL, RUN, ALONE)
+    assert forecast.seconds == pytest.approx((flops + 0.5 * attention_flops(MODEL, 1024)) / 1e12, rel=1e-3)
+    assert forecast.mfu == pytest.approx(flops / 1e12 / forecast.seconds)
+    assert sum(forecast.parts.values()) == pytest.approx(forecast.seconds)
+    assert forecast.fits and not forecast_step(MODEL, RUN, replace(ALONE, device=replace(IDEAL, memory_GiB=0.001))).fits
+    assert seconds(replace(RUN, micro_batch_size=2, global_batch_size=4), ALONE) == pytest.approx(4 * forecast.seconds)
+
+
+def test_recomputation_adds_a_forward_pass_and_keeping_attention_leaves_its_part_out():
+    forward = (MODEL.flops_per_sequence(1024) / 3 - 2 * 256 * 1024 * 1024) / 1e12
+    attention = attention_flops(MODEL, 1024) / 1e12
+    once = seconds(RUN, ALONE)
+    for changes, more in (
+        (FULL, forward),
+        (FULL | {"recompute_whitelist": True}, forward - attention),
+        ({"recompute_granularity": "selective"}, attention),
+        (FULL | {"recompute_method": "block", "recompute_num_layers": 3}, forward * 3 / 4),
+    ):
+        assert seconds(replace(RUN, **changes), ALONE) == pytest.approx(once + more, rel=1e-3)
+
+
+def test_kept_attention_still_swaps_its_heads():
+    run = replace(RUN, context_parallel_size=4, cp_strategy="ulysses")
+    cluster = replace(
+        BOX, device=replace(IDEAL, attention=(AttentionRate(rows=1, forward_TFLOP_s=1e6, backward_TFLOP_s=1e6),))
+    )
+    kept = forecast_step(MODEL, replace(run, **FULL, recompute_whitelist=True), cluster).parts
+    swap = 256 * (256 + 2 * 128) * 2 * 3 / 4 / 100e9  # queries, keys and values
+    exposed = "attention's exposed communication"
+    assert kept[exposed] - forecast_step(MODEL, run, cluster).parts[exposed] == pytest.approx(4 * swap, rel=1e-3)
+
+
+def test_rates_of_products_memory_and_launches_count():
+    slow = replace(IDEAL, memory_GB_s=1e-3)
+    norms = 4 * (4 * 256 + 6 * 256 + 2 * 384 + 3 * 512 + 6 * 256 + 6 * 256 + 2 * 384 + 5 * 512) + 5 * 256
+    parts = forecast_step(MODEL, RUN, replace(ALONE, device=slow)).parts
+    assert parts["norms and the like"] == pytest.approx(norms * 1024 * 2 / 1e6, rel=1e-6)
+    assert parts["optimizer"] == pytest.approx(MODEL.parameters * 42 / 1e6)
+    loss = 4 * 256 * 2 + 1024 * (13 * 4 + 2 * 2)  # bytes of a token, forward and backward
+    products = 3 * 2 * (1024 * 256 + 256 * 1024 + 1024 * 1024)  # as slow as memory gives the matrices
+    assert parts["logits and loss"] == pytest.approx((1024 * loss + products) / 1e6)
+    parts = forecast_step(MODEL, RUN, replace(ALONE, device=replace(IDEAL, kernel_us=1e6))).parts
+    assert parts["kernel launches"] == 4 * (11 + 15) + 2 + 20
+    sizes = GemmRate(size=256, TFLOP_s=1), GemmRate(size=1024, TFLOP_s=3)
+    parts = forecast_step(MODEL, RUN, replace(ALONE, device=replace(IDEAL, gemm=sizes))).parts
+    rate = {256: 1 + 2 / 3, 512: 2.0, 1024: 2 + 1 / 3}  # of 1024 x 256 by 256 x n, between cubes of 256 and 1024
+    product = {n: 2 * 1024 * 256 * n / rate[n] / 1e12 for n in rate}
+    per_layer = product[512] + product[256] + product[1024] + product[512]
+    assert parts["products of matrices"] == pytest.approx(3 * 4 * per_layer, rel=1e-6)
+
+
+def test_a_collective_uses_every_nic_of_its_nodes():
+    """8 ranks on 2 nodes: 4 rings, each with a quarter, cross by a NIC of their own; or by the one they share."""
+    everyone = (tuple(range(8)),)
+    assert ring(BOX, everyone).seconds(1e9) == pytest.approx(7 / 8 / 4 / 10)
+    assert ring(replace(BOX, nics=replace(BOX.nics, per_node=1)), everyone).seconds(1e9) == pytest.approx(7 / 8 / 10)
+    inside = tuple(range(4)), tuple(range(4, 8))
+    assert ring(BOX, inside).seconds(1e9) == pytest.approx(3 / 4 / 100)
+    shared = replace(BOX, inside=Inside(GB_s=100, latency_us=10, shared=True))
+    assert ring(shared, inside).seconds(1e9) == pytest.approx(4 * 3 / 4 / 100 + 3 * 10e-6)
+    crossing = tuple((i, i + 4) for i in range(4))
+    assert ring(BOX, crossing).seconds(1e9) == pytest.approx(1 / 2 / 10)
+    assert exchange(BOX, crossing).seconds(1e9) == pytest.approx(1 / 10)
+
+
+def test_what_ranks_share_is_sent_and_hidden():
+    run = replace(RUN, context_parallel_size=8, seq_length=8192)
+    count, part = MODEL.parameters, "gradients and weights, exposed"
+    whole = 7 / 8 / 4 / 10e9  # seconds a byte
+
+    def sent(**changes) -> float:
+        return forecast_step(MODEL, replace(run, **changes), BOX).parts[part]
+
+    assert sent() == pytest.approx(2 * 4 * count * whole)
+    assert sent(data_parallel_sharding_strategy="optim") == pytest.approx((4 + 2) * count * whole)
+    # The work of a micro batch hides all but one layer's part.
+    assert sent(data_parallel_sharding_strategy="optim", **GATHERS) == pytest.approx((4 + 2) * count * whole / 4)
+    batch = {"global_batch_size": 3, "data_parallel_sharding_strategy": "optim_grads_params"}
+    assert sent(**batch) == pytest.approx(3 * (4 + 2 + 2) * count * whole)
+    batch["data_parallel_sharding_strategy"] = "optim_grads"
+    assert sent(**batch) == pytest.approx((3 * 4 + 2) * count * whole)
+
+
+def test_tensor_parallel_ranks_exchange_hidden_states():
+    run, part = replace(RUN, tensor_model_parallel_size=4), "tensor-parallel traffic"
+    fast = replace(BOX, device=replace(IDEAL, gemm=(GemmRate(size=1, TFLOP_s=1e9),)))
+    one = 1024 * 256 * 2 * 3 / 4 / 100e9
+    loss = 6 * 1024 * 4 * 3 / 4 / 100e9
+    assert forecast_step(MODEL, run, fast).parts[part] == pytest.approx((4 * 8 + 2 + 2) * one + loss, rel=1e-4)
+    parallel = replace(run, sequence_parallel=True)
+    assert forecast_step(MODEL, parallel, fast).parts[part] == pytest.approx((4 * 10 + 4) * one + loss, rel=1e-4)
+    # Products of the backward pass hide what is summed meanwhile: 2 x 65 us of a layer behind 17 and 67 us.
+    slow = replace(BOX, device=replace(IDEAL, gemm=(GemmRate(size=1, TFLOP_s=100),)))
+    hidden = sum(min(2 * one, 2 * 1024 * 256 * n / 4 / 100e12) for n in (512, 1024))
+    expected = (4 * 8 + 2 + 2) * one + loss - 4 * hidden
+    assert forecast_step(MODEL, run, slow).parts[part] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
+    far = replace(BOX, nics=replace(BOX.nics, GB_s=1e9), inside=Inside(GB_s=1e9, latency_us=0))
+    run = replace(RUN, pipeline_model_parallel_size=4, global_batch_size=6)
+    forecast = forecast_step(MODEL, run, far)
+    layer = (MODEL.flops_per_sequence(1024) + 0.5 * attention_flops(MODEL, 1024)) / 1e12
+    logits = 3 * 2 * 256 * 1024 * 1024 / 1e12
+    layer = (layer - logits) / 4
+    assert forecast.parts["pipeline bubble"] == pytest.approx(3 * layer, rel=1e-3)
+    assert forecast.seconds == pytest.approx(6 * (layer + logits) + 3 * layer, rel=1e-3)
+    half = replace(run, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    assert forecast_step(MODEL, half, far).parts["pipeline bubble"] == pytest.approx(2 * layer / 2, rel=1e-3)
+    slow = replace(far, inside=Inside(GB_s=1, latency_us=0))
+    assert forecast_step(MODEL, run, slow).parts["pipeline traffic"] == pytest.approx(6 * 2 * 1024 * 256 * 2 / 1e9)
+    assert forecast_step(MODEL, half, slow).parts["pipeline traffic"] == 0  # hidden
+
+
+def test_context_groups_beside_each_other_share_the_nics():
+    slow = replace(
+        BOX, device=replace(IDEAL, attention=(AttentionRate(rows=1, forward_TFLOP_s=1e9, backward_TFLOP_s=1e9),))
+    )
+    keys = 256 * 2 * 2 * 32 * 2  # bytes of a chunk's keys and values, half of the heads
+    for nics, groups in ((4, 1), (2, 2), (1, 2)):
+        cluster = replace(slow, nics=replace(slow.nics, per_node=nics))
+        run = replace(RUN, context_parallel_size=4, tensor_model_parallel_size=2)
+        forecast = attention_forecast(MODEL, run, cluster, False)
+        assert forecast.seconds == pytest.approx(3 * keys * groups / 10e9, rel=1e-3)
+    thin = replace(slow, nodes=4, nodes_per_switch=2, oversubscription=8.0)  # 8 NICs of 10 GB/s and an uplink of 10
+    run = replace(run, context_parallel_size=8)
+    assert attention_forecast(MODEL, run, thin, False).seconds == pytest.approx(7 * keys / 2 * 2 / 10e9, rel=1e-3)
+    apart = replace(RUN, context_parallel_size=2, data_parallel_size=2, global_batch_size=2)
+    assert attention_forecast(MODEL, apart, cluster, False).seconds == pytest.approx(4 * keys / 100e9, rel=1e-3)
+    bus = replace(cluster, inside=replace(cluster.inside, shared=True))
+    assert attention_forecast(MODEL, apart, bus, False).seconds == pytest.approx(4 * 4 * keys / 100e9, rel=1e-3)
+
+
+def test_ranks_that_share_processors_take_longer():
+    run = replace(RUN, tensor_model_parallel_size=2, context_parallel_size=4)
+    far = replace(BOX, inside=Inside(GB_s=1e9, latency_us=0), nics=Nics(per_node=4, GB_s=1e9, latency_us=0))
+    alone, shared = (forecast_step(MODEL, run, replace(far, shared_cores=cores)) for cores in (None, 2))
+    flops = MODEL.flops_per_sequence(1024)
+    assert alone.mfu == pytest.approx(flops / 8 / 1e12 / alone.seconds)
+    for part in ("attention", "products of matrices", "logits and loss"):
+        assert shared.parts[part] == pytest.approx(4 * alone.parts[part], rel=1e-2)
+
+
+def test_key_heads_are_repeated_for_more_tensor_parallel_ranks():
+    for tensor, width in ((4, 256 // 4 + 2 * 128 // 4), (8, 256 // 8 + 2 * 32)):
+        time = LayerTime(MODEL, replace(RUN, tensor_model_parallel_size=tensor), IDEAL)
+        assert time.products["qkv"] == pytest.approx(2 * 1024 * 256 * width / 1e12)
+
+
+def test_the_fullest_stage_has_most_micro_batches_or_the_logits():
+    run = replace(RUN, pipeline_model_parallel_size=2, global_batch_size=8)
+    sizes = [{part.what: part.bytes for part in memory(MODEL, run, stage)} for stage in (0, 1)]
+    layer = (4 * 256 + 2 * 256 + 2 * 128 + 3 * 512) * 2 * 1024
+    assert [size["activations"] for size in sizes] == [2 * 2 * layer, 2 * layer]
+    assert (fullest_stage(MODEL, run), fullest_stage(replace(MODEL, padded_vocab_size=8192), run)) == (0, 1)
+    for stage, temporary in ((0, "attention buffers"), (1, "logits and loss")):
+        rest = sum(
+            bytes for what, bytes in sizes[stage].items() if what not in ("attention buffers", "logits and loss")
+        )
+        assert total(memory(MODEL, run, stage)) == rest + sizes[stage][temporary]
+
+
+def test_a_group_with_gaps_is_simulated_in_part():
+    run = replace(RUN, context_parallel_size=32, tensor_model_parallel_size=2, seq_length=32768)
+    cluster = replace(BOX, nodes=16)
+    every = attention_forecast(MODEL, run, cluster, True)
+    few = attention_forecast(MODEL, run, cluster, True, all_up_to=1)
+    assert (every.fold.ranks, few.fold.ranks) == (32, 2)
+    assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"dtype": "fp8"}, "dtype fp8: unknown; give one of fp32, bf16, fp16"),
+        ({"global_batch_size": 3, "data_parallel_size": 2}, "--global-batch-size 3: .* give 4"),
+        ({"context_parallel_size": 3}, "--seq-length 1024: .* give 1026"),
+        ({"recompute_granularity": "full"}, "needs --recompute-method and --recompute-num-layers"),
+        ({"pipeline_model_parallel_size": 3}, "--pipeline-model-parallel-size 3: does not divide --num-layers 4"),
+        ({"context_parallel_size": 2, "data_parallel_sharding_strategy": "zero"}, "give one of no_shard, optim"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, message):
+    with pytest.raises(UsageError, match=message):
+        seconds(replace(RUN, **changes))
+
+
+def test_sharding_divides_what_it_names():
+    run = replace(RUN, context_parallel_size=8, dtype="bf16")
+    count, layer = MODEL.parameters, MODEL.layer_parameters()
+
+    def sizes(sharding: str) -> dict[str, int]:
+        return {part.what: part.bytes for part in memory(MODEL, replace(run, data_parallel_sharding_strategy=sharding))}
+
+    whole = {"weights": 2 * count, "gradients": 4 * count, "optimizer": 12 * count}
+    expected = {
+        "no_shard": whole,
+        "optim": whole | {"optimizer": 12 * count // 8},
+        "optim_grads": {"weights": 2 * count, "gradients": 4 * count // 8, "optimizer": 12 * count // 8},
+        "optim_grads_params": {what: size // 8 for what, size in whole.items()} | {"gathered weights": 2 * 2 * layer},
+    }
+    for sharding, parts in expected.items():
+        assert sizes(sharding).items() >= parts.items()
+
+
+def test_the_buffers_of_a_ring():
+    """Backward: the gradient of queries, 2 received chunks of keys, and gradients of 4 chunks of keys."""
+    run = replace(RUN, context_parallel_size=8)
+    queries, keys, statistic = 128 * 256, 128 * 256, 4 * 128 * 8
+    sizes = {part.what: part.bytes for part in memory(MODEL, run)}
+    output_gradient = 2 * queries + 2 * statistic
+    assert sizes["attention buffers"] == output_gradient + 4 * queries + 2 * 2 * keys + 4 * 4 * keys
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+
+
+def _weights_and_gradients(chunk) -> dict[str, int]:
+    weights = [*chunk.parameters()]
+    if isinstance(chunk, DistributedDataParallel):
+        return {"weights": sum(map(_bytes, weights)), "gradients": sum(x.grad_data.nbytes for x in chunk.buffers)}
+    if isinstance(chunk, TorchFSDP2):
+        return {"weights": sum(map(_bytes, weights)), "gradients": sum(_bytes(x.grad) for x in weights)}
+    groups = chunk.param_and_grad_buffer.parameter_groups
+    return {
+        "weights": sum(group.model_weight_buffer.data.nbytes for group in groups),
+        "gradients": sum(group.main_grad_buffer.data.nbytes for group in groups),
+    }
+
+
+def _real_memory(family: str, changes: dict) -> tuple[dict, dict]:
+    """Bytes that a rank holds after an iteration, and those predicted."""
+    recompute = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+    args = training_case.case_args(
+        family, hidden_size=128, kv_channels=32, ffn_hidden_size=128, train_iters=1, **recompute, **changes
+    )
+    with training_case.groups(args):
+        state = training_case.build(args)
+        data = [training_case.batches(args, 0) for _ in state.model]
+        training.train_loop(args, state, training_case.Recorder(), data, None, 0.0)
+        inner = state.optimizer.optimizer
+        numbers = [value for kept in inner.state.values() for value in kept.values() if torch.is_tensor(value)]
+        numbers = [value for value in numbers if value.ndim]
+        if args.params_dtype is not torch.float32 and not args.use_torch_fsdp2:
+            numbers += [parameter for group in inner.param_groups for parameter in group["params"]]
+        real = _weights_and_gradients(state.model[0]) | {"optimizer": sum(map(_bytes, numbers))}
+    predicted = {part.what: part.bytes for part in memory(model_of(args), run_of(args))}
+    return real, {name: predicted[name] for name in real}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"bf16": True, "params_dtype": torch.bfloat16}, {"use_distributed_optimizer": False}]
+)
+def test_memory_is_that_of_a_real_run(ranks, changes):
+    for real, predicted in ranks(2, _real_memory, "llama", {"context_parallel_size": 2, **changes}):
+        assert real == predicted
+
+
+@pytest.mark.parametrize("way", ["torch_fsdp2", "optim_grads_params, 2 instances"])
+def test_memory_of_what_ranks_share_out(ranks, way):
+    changes = {"context_parallel_size": 2, "params_dtype": torch.bfloat16, "bf16": True}
+    runs = ranks(4, _real_memory, "llama", changes | zero_case.WAYS[way])
+    for part in ("weights", "gradients", "optimizer"):  # Megatron-FSDP pads its buckets of weights and gradients
+        total = sum(real[part] for real, _ in runs)
+        assert total == pytest.approx(
+            sum(predicted[part] for _, predicted in runs), rel=0 if part == "optimizer" else 5e-3
+        )
+
+
+def test_an_iteration_has_a_fixed_cost():
+    dear = replace(BOX, iteration_ms=250.0)
+    run = replace(RUN, global_batch_size=4)
+    assert forecast_step(MODEL, run, dear).seconds == pytest.approx(forecast_step(MODEL, run, BOX).seconds + 0.25)
+
+
+def test_gradients_may_travel_in_the_dtype_of_the_model():
+    assert attention_shape(MODEL, RUN).partial_itemsize == 4
+    assert attention_shape(MODEL, replace(RUN, partial_dtype="bf16")).partial_itemsize == 2
+    with pytest.raises(UsageError, match="partial_dtype fp8: unknown; give one of fp32, bf16, fp16"):
+        replace(RUN, partial_dtype="fp8")

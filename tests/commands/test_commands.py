@@ -1,0 +1,179 @@
+"""What is installed: commands that end in one line, a core that needs torch and numpy alone, one home for versions."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from megatron.context_parallel import UsageError
+from megatron.context_parallel.cli import run_main as run
+from megatron.context_parallel.commands import programs
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def ending(monkeypatch, capsys, main) -> tuple[int | None, str]:
+    """Exit status and stderr of a program named cp-try."""
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/cp-try"])
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as leaving:
+        run.run_main(main)
+    return leaving.value.code, capsys.readouterr().err
+
+
+def failing(error: Exception):
+    def main():
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("main", "status", "told"),
+    [
+        (lambda: None, None, ""),
+        (lambda: 3, 3, ""),
+        (failing(UsageError("--ranks 0: need at least 1")), 2, "cp-try: error: --ranks 0: need at least 1\n"),
+        (
+            failing(ModuleNotFoundError(name="megatron.core.models")),
+            2,
+            "cp-try: error: needs megatron-core: pip install 'megatron-context-parallel[train]'\n",
+        ),
+        (
+            failing(ModuleNotFoundError(name="wandb")),
+            2,
+            "cp-try: error: needs wandb: pip install 'megatron-context-parallel[wandb]'\n",
+        ),
+    ],
+)
+def test_how_a_program_ends(main, status, told, monkeypatch, capsys):
+    assert ending(monkeypatch, capsys, main) == (status, told)
+
+
+@pytest.mark.parametrize("name", ["megatron.context_parallel.plans", "richer"])
+def test_what_no_extra_brings_is_a_fault_of_ours(name):
+    with pytest.raises(ModuleNotFoundError):
+        run.run_main(failing(ModuleNotFoundError(name=name)))
+
+
+def test_every_console_script_is_a_command():
+    for script, target in PROJECT["scripts"].items():
+        module, name = target.split(":")
+        assert (module, script) == (programs.__name__, "cp-" + name.replace("_", "-"))
+        assert callable(getattr(programs, name)) and callable(import_module(f"{programs.__package__}.{name}").main)
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.match(r"[A-Za-z0-9-]+", line)[0].lower() for line in requirements}
+
+
+def test_extras_bring_what_commands_import_and_pins_are_complete():
+    extras = {extra: names(lines) for extra, lines in PROJECT["optional-dependencies"].items()}
+    extras["train"] |= extras["megatron"]
+    for package, extra in run.NEEDS.values():
+        assert package in extras[extra], package
+    pinned = names((ROOT / "requirements.txt").read_text().split())
+    assert pinned == names(PROJECT["dependencies"]) | extras["train"] - {PROJECT["name"]}
+    assert "megatron-core>=0.16.0,<0.17" in PROJECT["optional-dependencies"]["megatron"]
+
+
+LIGHT = """
+import sys
+from megatron.context_parallel.commands import programs
+for words in {runs!r}:
+    sys.argv = ["/usr/bin/cp-{program}", *words.split()]
+    try:
+        programs.{program}()
+    except SystemExit as leaving:
+        print(leaving.code)
+print(sorted({heavy!r} & set(sys.modules)))
+"""
+
+
+def started(runs: list[str], heavy: set[str], program: str = "pretrain") -> subprocess.CompletedProcess:
+    """A program with each of these flags in one process, which then prints what it imported of `heavy`."""
+    command = [sys.executable, "-c", LIGHT.format(runs=runs, heavy=heavy, program=program)]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+def test_help_and_wrong_flags_do_not_wait_for_torch(tmp_path):
+    (tmp_path / "run.yaml").write_text("num-layers: many")
+    tiny = "--preset tiny-llama --micro-batch-size 1 --dry-run"
+    wrong = {
+        "--num-layer 4": "--num-layer: unknown flag",
+        "--num-layers four": "--num-layers four: need a whole number",
+        "--lr -1": "--lr -1: need a number, above 0",
+        "--preset llama": "--preset llama: unknown",
+        f"--config {tmp_path}/run.yaml": "run.yaml: --num-layers many",
+        "--dry-run": "--num-layers: missing",
+        f"{tiny} --save-interval 5": "needs --save DIR",
+        f"{tiny} --bf16 --fp16": "does not go with --bf16",
+        f"{tiny} --cp-strategy circle": "--cp-strategy circle: unknown",
+        f"{tiny} --cp-strategy ring:tile=2": "no option tile",
+        f"{tiny} --cp-strategy mesh --cp-grid square": "--cp-grid square: need two whole numbers",
+        f"{tiny} --cp-overlap": "ring has no use for it",
+    }
+    done = started(["--help", *wrong], {"torch", "numpy", "megatron.core", "rich"})
+    assert "usage: torchrun --nproc-per-node N --no-python cp-pretrain [--preset NAME]" in done.stdout
+    assert "pretrain_gpt" not in done.stdout
+    assert done.stdout.splitlines()[-len(wrong) - 2 :] == ["0", *["2"] * len(wrong), "[]"], done.stderr
+    for line, part in zip(done.stderr.splitlines(), wrong.values(), strict=True):
+        assert line.startswith("cp-pretrain: error: ") and part in line
+
+
+def test_generation_does_not_wait_for_torch_either(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    wrong = {
+        "generate": {
+            "--prompt a": "--load: missing; give --load runs/quickstart",
+            "--load runs": "--prompt: missing; give --prompt",
+            "--load runs --prompt a --interactive": "--prompt a: does not go with --interactive",
+            f"--load runs --prompts-file {tmp_path}/none.txt": "none.txt: cannot be read",
+            f"--load runs --prompts-file {tmp_path}/empty.txt": "no prompts in it",
+            "--load runs --prompt a --top-p 1.5": "--top-p 1.5: need a number, 0 or more, 1 at most",
+            "--load runs --prompt a --temprature 1": "did you mean --temperature?",
+            f"--load {tmp_path} --prompt a": "neither a run with checkpoints nor a folder of HuggingFace",
+        },
+        "run_text_generation_server": {
+            "--port 70000 --load runs": "--port 70000: need a whole number, 0 or more, 65535 at most",
+            f"--load runs --api-key-file {tmp_path}/none.txt": "none.txt: cannot be read",
+            f"--load runs --api-key-file {tmp_path}/empty.txt": "no key in it",
+        },
+    }
+    for program, mistakes in wrong.items():
+        done = started(["--help", *mistakes], {"torch", "numpy", "megatron.core", "starlette"}, program)
+        assert "--inference-dynamic-batching-max-tokens N" in done.stdout
+        assert done.stdout.splitlines()[-len(mistakes) - 2 :] == ["0", *["2"] * len(mistakes), "[]"], done.stderr
+        for line, part in zip(done.stderr.splitlines(), mistakes.values(), strict=True):
+            assert line.startswith(f"cp-{program}: error: ") and part in line
+
+
+def test_a_dry_run_imports_nothing_of_training():
+    heavy = {"megatron.core", "transformers", "tensorboard", "matplotlib", "triton", "torch.utils.tensorboard"}
+    done = started(["--preset llama2-7b --context-parallel-size 8 --micro-batch-size 1 --bf16 --dry-run"], heavy)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "6,738,415,616 parameters" in done.stdout and done.stdout.endswith("\n[]\n")
+
+
+CORE = f"""
+import sys
+for name in {sorted({name.split(".")[0] for name in run.NEEDS} - {"megatron"})} + ["megatron.core", "scipy", "triton"]:
+    sys.modules[name] = None  # importing it is an error
+import torch
+from megatron.context_parallel import AllRanks, context_parallel_attention
+q = torch.randn(16, 1, 2, 8, requires_grad=True)
+context_parallel_attention(q, q, q, AllRanks(2, "mesh")).sum().backward()
+print(q.grad.shape)
+"""
+
+
+def test_the_core_needs_torch_and_numpy_alone():
+    done = subprocess.run([sys.executable, "-c", CORE], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "torch.Size([16, 1, 2, 8])\n", done.stderr

@@ -1,0 +1,255 @@
+"""tools/gpu_check.py without a GPU: the whole of it at tiny sizes, with CPU kernels; its times mean nothing here."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.context_parallel import STRATEGIES
+from megatron.context_parallel.commands import gpu_check
+from megatron.context_parallel.commands.gpu_checks import common, errors, speed, te
+from megatron.context_parallel.integration.host import support_cpu_host
+from megatron.context_parallel.integration.transformer_engine import DotProductAttention
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Piece
+from megatron.context_parallel.kernels.reference import Reference
+from megatron.context_parallel.plan.liveness import peak
+from tests.support import transformer_engine_standin
+
+CPU = torch.device("cpu")
+TINY = common.Sizes(
+    block_rows=15,
+    head_dims=(8,),
+    ranks=(4,),
+    rows_per_rank=12,
+    lengths=(64,),
+    speed_head_dims=(8,),
+    repeats=1,
+    overhead_rows_per_rank=8,
+    overhead_heads=(4, 2),
+    odd_rows=13,
+    documents=5,
+    document_tokens=160,
+    document_ranks=2,
+    memory_rows=(16,),
+    te_rows=32,
+)
+
+
+class HostClock:
+    mark = staticmethod(time.perf_counter)
+
+    def between(self, start, end):
+        return end - start
+
+
+class NoMeter:
+    """A peak of one byte."""
+
+    start = staticmethod(lambda: None)
+    peak = staticmethod(lambda: 1)
+
+
+def memory_units() -> float:
+    plans = [STRATEGIES["ring"].plan(8, backward=backward) for backward in (False, True)]
+    return max(peak(plan, 0, 0.5) for plan in plans)
+
+
+class OneLaunch(Reference):
+    """Computes any block in one call, as the position kernel does."""
+
+    def pieces(self, block, keys):
+        return [Piece(slice(None), slice(None), block)]
+
+    def forward(self, q, k, v, mask, scores):
+        out, lse = super().forward(q, k, v, mask, scores)
+        return out.to(q.dtype), lse.float()
+
+
+class Wrong(OneLaunch):
+    def backward(self, grad, scores):
+        dq, dk, dv = super().backward(grad, scores)
+        return dq, dk, dv * 1.1
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """`kernels(kernel)`: `kernel` is the backend triton."""
+    real = common.kernel_for
+
+    def use(triton):
+        def kernel_for(device, dtype, dim, name="auto"):
+            return triton if name == "triton" else real(device, dtype, dim, name)
+
+        monkeypatch.setattr(common, "kernel_for", kernel_for)
+
+    return use
+
+
+def test_everything_runs_and_agrees_with_float64(kernels, capsys):
+    kernels(OneLaunch())
+    report, bars, host = common.Report(), [], gpu_check.Host(CPU, 1, HostClock(), NoMeter())
+    for stage in gpu_check.STAGES:
+        bars += gpu_check.run_stage(stage, report, list(gpu_check.BACKENDS[1:]), TINY, host)
+    verdicts = {bar["bar"]: (bar["reached"], bar["verdict"]) for bar in bars}
+    assert verdicts["errors over their bound"] == (0, "PASS")
+    assert verdicts["launches per gathered block of attention2d"] == (1.0, "PASS")
+    assert all(reached is not None for reached, _ in verdicts.values())
+    assert verdicts["results that differ in 5 repeats"] == (0, "PASS")
+    assert verdicts["documents, waits of the host for the GPU"] == (0, "PASS")
+    ((share, _),) = [verdicts[bar] for bar in verdicts if bar.startswith("peak")]
+    (row, *_) = report.numbers["memory"]
+    assert share == pytest.approx(max(1e-9 / r["formula_GB"] for r in report.numbers["memory"]))
+    assert row["formula_GB"] * 1e9 == pytest.approx((memory_units() + 4) * 16 * 4 * 8 * 4)
+    assert "left_out" in report.numbers["te"][0]
+    assert report.numbers["nccl"] == [
+        {"left_out": "communication between GPUs: it needs two GPUs or more, and here is one"}
+    ]
+    blocks = report.numbers["blocks against float64"]
+    assert {(r["backend"], r["mask"]) for r in blocks} == {
+        *((name, mask) for name in ("aten", "triton") for mask in ("full", "causal", "causal, odd rows")),
+        *(("triton", mask) for mask in ("step", "window", "documents", "2 samples", "blind rows")),
+    }
+    strategies = report.numbers["strategies against float64"]
+    assert {r["strategy"] for r in strategies} == set(STRATEGIES)
+    assert {r["mask"] for r in strategies} == {"causal", "full", "window", "documents"}
+    assert {(r["backend"], r["mask"]) for r in report.numbers["TFLOP/s, bfloat16"]} == {
+        (name, mask) for name in ("aten", "triton") for mask in ("full", "causal", "step")
+    }
+    common.print_table("bars", bars)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["errors", "over", "their", "bound", "at", "most", "0", "0", "PASS"] in lines
+    json.dumps(report.numbers)
+
+
+class Layer(torch.nn.Module):
+    """As a layer of Transformer Engine, with nothing but attention of one projection."""
+
+    def __init__(self, hidden, ffn, heads, num_gqa_groups, params_dtype, device, **options):
+        super().__init__()
+        assert options["attention_dropout"] == 0 and options["self_attn_mask_type"] == "causal"
+        self.sizes = heads, num_gqa_groups
+        self.project = torch.nn.Linear(hidden, hidden + 2 * hidden // heads * num_gqa_groups, dtype=params_dtype)
+        self.self_attention = torch.nn.Module()
+        self.self_attention.core_attention = None
+
+    def set_context_parallel_group(self, group, ranks, stream):
+        self.self_attention.core_attention.set_context_parallel_group(group, ranks, stream)
+
+    def forward(self, x):
+        heads, groups = self.sizes
+        qkv = self.project(x).unflatten(2, (heads + 2 * groups, -1))
+        q, k, v = qkv.split([heads, groups, groups], 2)
+        if ours := self.self_attention.core_attention:
+            return ours(q, k, v, qkv_format="sbhd", attn_mask_type="causal")
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_inside_transformer_engine(wrong, monkeypatch):
+    stand_in = types.ModuleType("transformer_engine.pytorch")
+    stand_in.TransformerLayer = Layer
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", stand_in)
+    monkeypatch.setattr(te, "why_not_importable", lambda: "")
+    spec = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec"
+    monkeypatch.setattr(spec, lambda: transformer_engine_standin._layer(False))
+    support_cpu_host()
+    if wrong:
+        monkeypatch.setattr(DotProductAttention, "forward", lambda self, q, k, v, **_: q.flatten(2))
+    report = common.Report()
+    te.check_te(report, TINY, CPU)
+    verdicts = {row["checked"]: row["verdict"] for row in report.numbers["te"]}
+    assert verdicts == {"TransformerLayer": "FAIL" if wrong else "PASS", "GPTModel": "PASS"}
+    bars = gpu_check.run_stage("te", common.Report(report.numbers), [], TINY, gpu_check.Host(CPU, 1, None, None))
+    assert [bar["verdict"] for bar in bars] == ["FAIL" if wrong else "PASS"]
+
+
+def test_wrong_gradients_fail(kernels):
+    kernels(Wrong())
+    report = common.Report()
+    errors.check_blocks(report, ["aten", "triton"], TINY, CPU)
+    verdicts = {(r["backend"], r["verdict"]) for r in report.numbers["blocks against float64"]}
+    assert verdicts == {("aten", "PASS"), ("triton", "FAIL")}
+
+
+def test_infinities_in_other_places_are_errors():
+    a, b = torch.tensor([1.0, -torch.inf]), torch.tensor([1.0, -torch.inf], dtype=torch.float64)
+    assert errors.compare((a,), (b,)) == [0.0]
+    assert errors.compare((torch.tensor([-torch.inf, 1.0]),), (b,)) == [torch.inf]
+    assert errors.compare((torch.tensor([1.0, torch.nan]),), (b,)) == [torch.inf]
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, "step"])
+def test_flops_count_visible_pairs(mask, kernels, monkeypatch):
+    """A clock that ticks one second a call, so that TFLOP/s are the FLOPs counted."""
+    kernels(OneLaunch())
+    monkeypatch.setattr(HostClock, "between", lambda self, start, end: 1.0)
+    report = common.Report()
+    speed.measure_speed(report, ["triton"], TINY, CPU, HostClock())
+    (row, *_) = [r for r in report.numbers["TFLOP/s, bfloat16"] if r["mask"] == mask]
+    rows, keys = (32, 128) if mask == "step" else (64, 64)
+    growth = {FULL: 0, CAUSAL: 1, "step": 4}[mask]
+    pairs = sum(growth * (i + 1) if growth else keys for i in range(rows))
+    assert row["forward"] * 1e12 == pytest.approx(4 * pairs * 16 * 8)
+    assert row["backward"] * 1e12 == pytest.approx(10 * pairs * 16 * 8)
+
+
+class Ticks:
+    """One more at each mark: a call takes 1, and so does what is between two calls."""
+
+    now = 0
+
+    def mark(self):
+        self.now += 1
+        return self.now
+
+    def between(self, start, end):
+        return end - start
+
+
+def test_overhead_is_the_share_between_kernels(kernels):
+    kernels(OneLaunch())
+    report = common.Report()
+    speed.measure_overhead(report, ["triton"], TINY, CPU, Ticks())
+    for row in report.numbers["executor"]:
+        assert 0.5 < row["overhead"] < 0.55  # (calls + 1) / (2 calls + 1)
+
+
+@pytest.mark.parametrize(
+    "stage,reached,verdicts",
+    [
+        ("errors", (0,), "PASS"),
+        ("errors", (1,), "FAIL"),
+        ("speed", (0.7, 0.59), "PASS FAIL"),
+        ("executor", (None, 0.03, 0, 1), "FAIL PASS PASS FAIL"),
+    ],
+)
+def test_verdicts(stage, reached, verdicts):
+    assert [bar["verdict"] for bar in gpu_check.judge(stage, *reached)] == verdicts.split()
+
+
+def test_waits_are_counted():
+    with common.synchronisations(CPU) as counted:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    assert counted() == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_one_line_says_so(tmp_path):
+    """From a checkout that is not installed, on a host with little more than torch."""
+    for package in ("rich", "matplotlib", "yaml"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError")
+    tool = Path(__file__).parents[2] / "tools" / "gpu_check.py"
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, tool], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    expected = "gpu_check.py: error: needs a CUDA GPU, and there is none here; run it on a host with one\n"
+    assert (done.returncode, done.stderr) == (2, expected)

@@ -1,0 +1,88 @@
+"""tools/plan.py; what it draws is in test_pictures.py."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[2] / "tools" / "plan.py"
+
+
+def run(*argv: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(TOOL), *argv], capture_output=True, text=True, env={"PYTHONPATH": ".", **environment}
+    )
+
+
+def rows(done: subprocess.CompletedProcess) -> list[list[str]]:
+    assert done.returncode == 0, done.stderr
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+def test_table_drawings_and_page(tmp_path):
+    files = ["--draw", str(tmp_path / "p.png"), "--html", str(tmp_path / "p.html")]
+    table = rows(run("ring:layout=contiguous", "allgather", "--ranks", "4", *files))
+    assert ["ring:layout=contiguous", "forward", "6", "4", "37.50%", "8"] in table
+    by_tensor = [["allgather,", "zigzag", "layout"], ["forward", "6", "KV"], ["backward", "6", "DKV", "+", "6", "KV"]]
+    assert table[-3:] == by_tensor
+    assert ["allgather", "backward", "12", "3", "0.00%", "21"] in table
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "p-allgather-4-ranks-backward.png",
+        "p-allgather-4-ranks-forward.png",
+        "p-ring-layout-contiguous-4-ranks-backward.png",
+        "p-ring-layout-contiguous-4-ranks-forward.png",
+        "p.html",
+    ]
+    text = (tmp_path / "p.html").read_text()
+    assert '"measure":"units"' in text
+    assert re.findall(r'{"name":"(\w+[^"]*)","passes"', text) == ["ring:layout=contiguous", "allgather"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_table_fits_80_columns(terminal):
+    specs = ["ring", "mesh:grid=2x4", "loongtrain:inner_ring_size=2", "usp:head_parallel_size=4", "attention2d"]
+    screen = {"COLUMNS": "80", "FORCE_COLOR": "1"} if terminal else {"COLUMNS": "30"}
+    done = run(*specs, *["--ranks", "8", "--seq-length", "1048576", "--layout", "cyclic"], **screen)
+    assert done.returncode == 0, done.stderr
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).splitlines()
+    assert "…" not in done.stdout and max(map(len, lines)) <= 80, lines
+    assert ("│" in done.stdout) is terminal
+    assert "loongtrain:inner_ring_size=2, cyclic layout" in lines
+    assert terminal or any(line.startswith("loongtrain:inner_ring_size=2  ") for line in lines)
+
+
+def test_bytes_of_a_sequence(tmp_path):
+    flags = ["--num-attention-heads", "8", "--num-query-groups", "2", "--kv-channels", "64", "--seq-length", "4096"]
+    specs = ["ring:head_parallel_size=2", "mesh:head_parallel_size=2"]
+    table = rows(run(*specs, "--ranks", "4", *flags, "--html", str(tmp_path / "p.html")))
+    sizes = {row[1]: row[3] for row in table if row[:1] == specs[:1] and row[1] in ("forward", "backward")}
+    unit = 1024 * 8 * 64 * 2 / 2**20  # a chunk of queries in 16 bits, MiB
+    statistics = 4 / (64 * 2)  # a float32 per row and head: the log-sum-exp with O, delta with its gradient
+    swaps = (2 + 2 / 4 + statistics) / 2  # Q, KV and O, or their gradients, half of each
+    forward, backward = swaps + 2 / 4, swaps + 2 / 4 + 2 * 2 / 4
+    assert sizes == {"forward": f"{forward * unit:.4g}", "backward": f"{backward * unit:.4g}"}
+    assert '"measure":"bytes"' in (tmp_path / "p.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "argv,words",
+    [
+        (["spiral", "--ranks", "4"], ["--cp-strategy spiral", "ring"]),
+        (["ring", "--ranks", "0"], ["--ranks 0", "at least 1"]),
+        (["ring", "--ranks", "4", "--seq-length", "6"], ["--seq-length 6", "--ranks 4"]),
+        (["ulysses", "--ranks", "4", "--num-attention-heads", "6"], ["--cp-head-parallel-size 4", "1, 2, 3, 6"]),
+        (["ring", "--ranks", "4", "--draw", "p.gif"], ["--draw p.gif", ".png or .svg"]),
+        (["ring", "--ranks", "4", "--html", "p.htm"], ["--html p.htm", ".html"]),
+        (["ring", "--ranks", "4", "--draw", "no/where.png"], ["--draw no/where.png", "make it first"]),
+        (
+            ["ring", "--ranks", "4", "--num-attention-heads", "8", "--num-query-groups", "3"],
+            ["--num-query-groups 3", "divide", "8"],
+        ),
+    ],
+)
+def test_mistakes(argv, words):
+    done = run(*argv)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and all(word in done.stderr for word in words), done.stderr

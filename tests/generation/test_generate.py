@@ -1,0 +1,456 @@
+"""Generating: what is drawn, what text comes out, who waits for whom, and that no neighbour changes a text."""
+
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.inference.sampling_params import SamplingParams
+
+from megatron.context_parallel import UsageError
+from megatron.context_parallel.commands import generate as command
+from megatron.context_parallel.inference import sampling
+from megatron.context_parallel.inference.engine import Engine, Output, Request
+from megatron.context_parallel.inference.faults import MISTAKE
+from megatron.context_parallel.inference.prefixes import BLOCK, Prefixes
+from megatron.context_parallel.inference.rank_loop import RankLoop
+from megatron.context_parallel.inference.sampling import Token, choose_tokens
+from megatron.context_parallel.inference.text_stream import TextStream
+from megatron.context_parallel.inference.tokenizer import ByteTokenizer
+from megatron.context_parallel.runtime.comm.flight_recorder import recorder
+from tests.support import llama_case
+from tests.support.plain_session import PlainSession
+
+# -------------------------------------------------------------------------------------------------- sampling
+
+LOGITS = torch.tensor([0.0, 1.0, 3.0, 2.0, -math.inf])
+
+
+def choose_token(logits: torch.Tensor, params: SamplingParams, seed: int, position: int) -> Token | None:
+    return choose_tokens([logits], [(params, seed, position)])[0]
+
+
+def shares(**params) -> dict[int, float]:
+    """How often each token is drawn at 4,000 positions."""
+    draws = Counter(choose_token(LOGITS, SamplingParams(**params), 7, at).id for at in range(4000))
+    return {token: count / 4000 for token, count in draws.items()}
+
+
+def test_draws_have_the_probabilities_of_the_model():
+    expected = LOGITS.softmax(0)
+    assert shares() == pytest.approx(dict(enumerate(expected.tolist()[:4])), abs=0.025)
+    warm = (LOGITS / 2).softmax(0)
+    assert shares(temperature=2.0) == pytest.approx(dict(enumerate(warm.tolist()[:4])), abs=0.025)
+    two = LOGITS[2:4].softmax(0).tolist()
+    assert shares(top_k=2) == pytest.approx({2: two[0], 3: two[1]}, abs=0.025)
+    # The likeliest token has 0.64 and the next 0.24: 0.63 needs one of them, 0.65 two.
+    assert shares(top_p=0.63) == {2: 1.0}
+    assert shares(top_p=0.65) == pytest.approx({2: two[0], 3: two[1]}, abs=0.025)
+
+
+def test_greedy_takes_the_first_of_the_likeliest_and_tells_probabilities_of_the_model():
+    logits = torch.tensor([1.0, 4.0, 4.0, 0.0])
+    for params in (SamplingParams(top_k=1), SamplingParams(temperature=0.0, top_n_logprobs=3)):
+        token = choose_token(logits, params, 0, 5)
+        assert token.id == 1 and token.logprob == pytest.approx(logits.double().log_softmax(0)[1].item())
+    assert [pair[0] for pair in token.top] == [1, 2, 0]
+    cold = choose_token(logits, SamplingParams(temperature=0.01, top_k=2), 0, 5)
+    assert cold.logprob == pytest.approx(logits.double().log_softmax(0)[1].item())
+
+
+def test_draws_depend_on_seed_and_position():
+    def draws(seed: int) -> list[int]:
+        return [choose_token(torch.zeros(1000), SamplingParams(), seed, at).id for at in range(20)]
+
+    assert draws(1) == draws(1) and len({*draws(1)}) > 15
+    assert sum(a == b for a, b in zip(draws(1), draws(2), strict=True)) < 3
+
+
+def test_a_logit_that_is_no_number_chooses_nothing_and_others_do_not_notice():
+    rows = [torch.tensor(row) for row in ([0.0, math.nan], [0.0, 1.0], [math.inf, 0.0], [-math.inf, -math.inf])]
+    asked = (SamplingParams(top_k=1), 0, 4)
+    tokens = choose_tokens(rows, [asked] * 4)
+    assert tokens[1] == choose_token(rows[1], *asked) and tokens[1].id == 1
+    assert [type(token) for token in tokens] == [FloatingPointError, Token, FloatingPointError, FloatingPointError]
+
+
+def test_no_temperature_is_too_small_and_none_reaches_beyond_top_k():
+    for temperature in (5e-324, 1e-310, 1e-300, 1e-5, 1.7e308):
+        for limits in ({}, {"top_k": 2}, {"top_k": 10**30}, {"top_p": 1e-320}):
+            for logits in (LOGITS, LOGITS * 1e30, LOGITS - 1000):
+                params = SamplingParams(temperature=temperature, **limits)
+                drawn = {choose_token(logits, params, 7, at).id for at in range(30)}
+                assert drawn <= ({2} if temperature < 1 else {2, 3} if limits.get("top_k") == 2 else {0, 1, 2, 3})
+
+
+def test_a_draw_at_the_end_of_the_sum_is_a_token_that_can_come(monkeypatch):
+    # The sum of the probabilities rounds: what lies below it may round to it.
+    monkeypatch.setattr(sampling, "_uniform", lambda seed, position: 1.0)
+    assert choose_token(LOGITS, SamplingParams(), 0, 0).id == 3
+    assert choose_token(LOGITS, SamplingParams(top_k=3), 0, 0).id == 1
+
+
+def test_a_token_that_the_model_excludes_is_not_told():
+    assert len(choose_token(LOGITS, SamplingParams(top_k=1, top_n_logprobs=5), 0, 0).top) == 4
+
+
+# ------------------------------------------------------------------------------------------------------ text
+
+
+def pieces(text: bytes, stop: tuple[str, ...] = (), prompt: bytes = b"") -> tuple[list[str], TextStream]:
+    """What comes out byte by byte, and at the end."""
+    stream = TextStream(ByteTokenizer(256).decode, stop, prompt)
+    out = [stream.push(token) for token in text]
+    return [*out, stream.finish()], stream
+
+
+def test_text_never_splits_a_character_and_loses_none():
+    text = "aé€😀 \ufffd\n  z "
+    out, _ = pieces(text.encode(), prompt="😀".encode())
+    assert "".join(out) == text
+    assert [piece for piece in out if piece][:5] == ["a", "é", "€", "😀", " "]
+    broken, _ = pieces(b"a\xf0\x9f\x80b\xe2\x82")
+    assert "".join(broken) == b"a\xf0\x9f\x80b\xe2\x82".decode(errors="replace")
+
+
+def test_text_ends_before_the_first_stop_string():
+    for stop in (("END",), ("\n\n", "END"), ("ENDING", "END", "ND!")):
+        out, stream = pieces(b"one EN ENEND two END", stop)
+        assert "".join(out) == "one EN EN" and stream.stopped
+        assert all("E" not in piece or piece == "EN " for piece in out[:6])
+    out, stream = pieces("one € EN".encode(), ("END", "€€"))
+    assert "".join(out) == "one € EN" and not stream.stopped
+
+
+# -------------------------------------------------------------------------------------------------- prefixes
+
+
+def test_prefixes_are_found_to_the_token_within_one_key():
+    index, text = Prefixes(), list(range(3 * BLOCK))
+    index.add(1, "a", text, 2 * BLOCK + 5)
+    index.add(2, "a", [*text[:BLOCK], 7], BLOCK + 1)
+    assert index.longest("a", text) == (1, 2 * BLOCK + 5)
+    assert index.longest("a", [*text[: BLOCK + 3], 99]) == (1, BLOCK + 3)
+    assert index.longest("a", [*text[:BLOCK], 7, 8]) == (2, BLOCK + 1)
+    assert index.longest("a", text[: BLOCK - 1]) is None
+    assert index.longest("b", text) is None
+    index.add(1, "a", text, 3 * BLOCK)
+    assert index.longest("a", text) == (1, 3 * BLOCK)
+    assert index.longest("a", text[2 * BLOCK :]) is None  # no beginning, though a sequence has it
+    index.remove(1)
+    assert index.longest("a", text) == (2, BLOCK)
+    index.remove(2)
+    assert index.longest("a", text) is None and not index._holders
+
+
+# ---------------------------------------------------------------------------------------------------- engine
+
+
+class Letters:
+    """A character for each token; token 2 ends a text."""
+
+    ends = frozenset([2])
+    has_chat = False
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) - 256 for character in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(256 + token) for token in tokens)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    numbers = torch.randint(3, llama_case.VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
+    return numbers.tolist()
+
+
+def request(name: str, tokens: list[int], new: int, key: str = "", seed: int = 0, **params) -> Request:
+    return Request(name, tokens, SamplingParams(num_tokens_to_generate=new, **params), seed, key)
+
+
+def finished(engine: Engine, *requests: Request) -> dict[str, list[Output]]:
+    """The outputs of each request; the later ones join one after the other, every second step."""
+    outputs: dict[str, list[Output]] = {}
+    later = list(requests)
+    for step in range(10_000):
+        if later and step % 2 == 0:
+            engine.add(later.pop(0))
+        for output in engine.step():
+            outputs.setdefault(output.request, []).append(output)
+        if engine.idle and not later:
+            return outputs
+    raise AssertionError("it does not end")
+
+
+def ids(outputs: list[Output]) -> list[int]:
+    return [token.id for output in outputs for token in output.tokens]
+
+
+def tokens_of(folder, step_tokens: int, cache: int, requests: list[Request], turns: int = 1) -> tuple[dict, list]:
+    """Tokens by request on one rank, and how many tokens each step had of each sequence."""
+    _, _, model = llama_case.load_llama(folder)
+    session = PlainSession(model, cache, llama_case.VOCABULARY)
+    engine = Engine(session, Letters(), step_tokens)
+    found = {}
+    for turn in range(turns):
+        for name, outputs in finished(engine, *(r for r in requests if int(r.name[0]) == turn)).items():
+            assert outputs[-1].finish and not any(output.finish for output in outputs[:-1])
+            assert "".join(o.text for o in outputs) == Letters().decode([t for t in ids(outputs) if t != 2])
+            found[name] = ids(outputs), outputs[0].reused, outputs[-1].finish
+    parallel_state.destroy_model_parallel()
+    return found, session.steps
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A folder of HuggingFace, and its model in transformers."""
+    folder = tmp_path_factory.mktemp("llama")
+    return folder, llama_case.save_llama(folder, "llama3")
+
+
+def test_greedy_text_is_that_of_transformers_whoever_comes_and_goes(ranks, llama):
+    folder, theirs = llama
+    requests = [request(f"0{i}", prompt(n, i), 24, top_k=1) for i, n in enumerate((1, 70, 5, 33))]
+    ((found, steps),) = ranks(1, tokens_of, folder, 16, 200, requests)
+    for asked in requests:
+        (expected,) = theirs.generate(
+            torch.tensor([asked.tokens]), do_sample=False, max_new_tokens=24, eos_token_id=[2], pad_token_id=0
+        )
+        assert found[asked.name][0] == expected[len(asked.tokens) :].tolist()
+    assert max(map(len, steps)) >= 2
+    # The long prompt came in parts, beside texts that went on, and never were there more tokens of prompts than 16.
+    assert any({1, 16} <= {*step.values()} for step in steps)
+    assert max(sum(n for n in step.values() if n > 1) for step in steps) == 16
+
+
+def test_what_is_drawn_does_not_depend_on_neighbours(ranks, llama):
+    folder, _ = llama
+    one = request("0one", prompt(20), 30, temperature=1.5, top_k=40, top_p=0.9, seed=11)
+    others = [request(f"0{i}", prompt(3 * i + 1, i), 9 * i, temperature=2.0, seed=i) for i in range(1, 4)]
+    ((alone, _),) = ranks(1, tokens_of, folder, 64, 500, [one])
+    ((among, _),) = ranks(1, tokens_of, folder, 5, 120, [others[0], one, *others[1:]])
+    assert among["0one"] == alone["0one"] and len({*alone["0one"][0]}) > 10
+
+
+def test_turns_go_on_in_the_cache_and_keys_keep_theirs_apart(ranks, llama):
+    folder, _ = llama
+    first = prompt(40)
+    ((found, _),) = ranks(1, tokens_of, folder, 512, 400, [request("0", first, 8, key="a", top_k=1)])
+    whole = [*first, *found["0"][0]]
+    turns = [
+        request("0", first, 8, key="a", top_k=1),
+        request("1", [*whole, *prompt(6, 1)], 8, key="a", top_k=1),
+        request("2 fork", [*first, *prompt(9, 2)], 8, key="a", top_k=1),
+        request("3 other", [*first, *prompt(9, 2)], 8, key="b", top_k=1),
+    ]
+    ((found, steps),) = ranks(1, tokens_of, folder, 512, 400, turns, 4)
+    # The last token of a text is not in the cache: a turn starts with it.
+    assert [found[r.name][1] for r in turns] == [0, len(whole) - 1, len(first), 0]
+    assert [step for step in steps if max(step.values()) > 1] == [{1: 40}, {1: 7}, {2: 9}, {3: 49}]
+    assert found["2 fork"][0] == found["3 other"][0]
+
+
+class Fixed:
+    """A session whose logits depend on the number of tokens alone, for what needs no model."""
+
+    def __init__(self, cache_tokens: int) -> None:
+        self.session = PlainSession(self.logits, cache_tokens, llama_case.VOCABULARY)
+
+    def logits(self, tokens, positions, mask, runtime_gather_output):
+        return torch.nn.functional.one_hot(torch.tensor([[10 + tokens.shape[1] % 50]]), 101) * 9.0
+
+
+def test_requests_wait_for_room_and_old_sequences_make_it():
+    session = Fixed(100).session
+    engine = Engine(session, Letters(), 512)
+    outputs = finished(engine, *(request(str(i), prompt(30, i), 11, key="k", top_k=1) for i in range(4)))
+    assert all(len(ids(outputs[str(i)])) == 11 for i in range(4))
+    assert max(map(len, session.steps)) == 2  # 40 tokens each: a third would not fit
+    # The cached sequence begins like the prompt, but both together do not fit: it goes.
+    alike = request("long", [*prompt(30, 3)[:20], *prompt(70, 9)], 10, key="k", top_k=1)
+    long = finished(engine, alike)["long"]
+    assert len(ids(long)) == 10 and not any(output.reused for output in long)
+    with pytest.raises(UsageError, match="90 tokens and 12 new ones: more than 100; give 10 new tokens at most"):
+        engine.add(request("more", prompt(90), 12))
+    with pytest.raises(UsageError, match="give a prompt below 100 tokens"):
+        engine.add(request("more", prompt(100), 1))
+    with pytest.raises(UsageError, match="no tokens"):
+        engine.add(request("none", [], 1))
+    engine.check([0, 100], 1)
+    with pytest.raises(UsageError, match="token 101; the vocabulary is 0 to 100"):
+        engine.add(request("unknown", [5, 101], 1))
+
+
+def test_a_short_prompt_overtakes_a_long_one():
+    session = Fixed(1000).session
+    engine = Engine(session, Letters(), 20)
+    outputs: list[Output] = []
+    engine.add(request("long", prompt(300), 2, top_k=1))
+    engine.step()
+    engine.add(request("short", prompt(20, 1), 2, top_k=1))
+    while not any(output.finish for output in outputs):
+        outputs += engine.step()
+    assert outputs[-1].request == "short" and len(session.steps) == 4
+
+
+def test_who_is_cancelled_leaves_at_once_and_the_others_do_not_notice():
+    session = Fixed(100).session
+    engine = Engine(session, Letters(), 512)
+    for name in ("running", "stays", "waiting"):
+        engine.add(request(name, prompt(30, len(name)), 15, key=name, top_k=1))
+    engine.step()
+    for name in ("running", "waiting", "nobody"):
+        engine.cancel(name)
+    outputs = [output for _ in range(20) for output in engine.step()]
+    assert [o.request for o in outputs if o.finish == "cancelled"] == ["running", "waiting"]
+    assert len(ids([o for o in outputs if o.request == "stays"])) == 14 and engine.idle
+    assert not engine.running and not engine.waiting
+
+
+def test_of_who_is_cancelled_before_anything_is_cached_nothing_is_kept():
+    engine = Engine(Fixed(1000).session, Letters(), step_tokens=1)
+    for name, length in (("first", 30), ("second", 3)):  # a step has a token for the longer one alone
+        engine.add(request(name, prompt(length), 2, top_k=1))
+    engine.step()
+    assert [run.cached for run in engine.running.values()] == [1, 0]
+    engine.cancel("second")
+    assert [*engine._prefixes._cached] == [engine.running["first"].sequence]
+
+
+def test_a_logit_that_is_no_number_ends_one_text():
+    session = Fixed(100).session
+
+    def logits(tokens, positions, mask, runtime_gather_output):
+        found = torch.zeros(1, 1, 101)
+        found[..., 9] = math.nan if tokens.shape[1] == 12 else 1.0
+        return found
+
+    session.model = logits
+    engine = Engine(session, Letters(), 512)
+    good = request("good", prompt(30, 1), 9, top_k=1, top_n_logprobs=2)
+    outputs = finished(engine, request("bad", prompt(9), 9, top_k=1), good)
+    assert ids(outputs["bad"]) == [9] * 3 and [o.finish for o in outputs["bad"]][-1] == "error"
+    assert ids(outputs["good"]) == [9] * 9 and outputs["good"][-1].finish == "length"
+    assert {*session.sequences} == {*engine._kept} and len(engine._kept) == 1
+
+
+class Fragile(Letters):
+    """Has no text for token 57."""
+
+    def decode(self, tokens: list[int]) -> str:
+        if 57 in tokens:
+            raise LookupError("secret")
+        return super().decode(tokens)
+
+
+def test_an_error_of_one_request_ends_that_one(caplog):
+    session = Fixed(400).session
+    loop = RankLoop(Engine(session, Fragile(), 512))
+    good = [request(f"good{i}", [3 + i] * 20, 9, top_k=1) for i in range(2)]
+    bad = [
+        request("in its prompt", [5, 57], 9, top_k=1),
+        request("in its text", [6] * 45, 9, top_k=1),  # 55 follows, then 56 and 57
+        request("in sampling", [7] * 5, 9, top_k="many"),
+        request("too long", [7] * 500, 9, top_k=1),
+        request("unknown", [500], 9, top_k=1),
+    ]
+    outputs: dict[str, list[Output]] = {}
+    arriving = [good[0], *bad, good[1]]
+    while arriving or not loop.engine.idle:
+        for output in loop.turn(arriving):
+            outputs.setdefault(output.request, []).append(output)
+        arriving = []
+    for asked in good:
+        assert ids(outputs[asked.name]) == [*range(30, 39)] and outputs[asked.name][-1].finish == "length"
+    whys = {asked.name: outputs[asked.name][-1].why for asked in bad}
+    assert {outputs[name][-1].finish for name in whys} == {"error"}
+    assert [*whys.values()][:3] == [MISTAKE] * 3 and "token 500" in whys["unknown"] and "500 tokens" in whys["too long"]
+    assert ids(outputs["in its text"]) == [55, 56]
+    assert {*session.sequences} == {*loop.engine._kept} and len(loop.engine._kept) == 2
+    lines = [json.loads(record.message) for record in caplog.records]
+    assert {line["id"]: line["error"] for line in lines} == {
+        "in its prompt": "LookupError",
+        "in its text": "LookupError",
+        "in sampling": "TypeError",
+    }
+    assert all("test_generate.py" in line["at"][-1] or "sampling.py" in line["at"][-1] for line in lines)
+    assert "secret" not in caplog.text
+
+
+def test_a_rank_with_other_tokens_than_rank_0_stops(monkeypatch):
+    loop = loop_of()
+    loop.turn([request("one", prompt(5), 2, top_k=1)])
+    loop._group, sent = object(), [torch.tensor([0, loop._chosen]), torch.tensor([0, loop._chosen])]
+    monkeypatch.setattr("torch.distributed.broadcast", lambda here, source, group: here.copy_(sent.pop(0)))
+    with pytest.raises(RuntimeError, match="chose other tokens than rank 0"):
+        loop.follow()  # the second turn has another token
+    assert not sent and loop.engine.idle
+
+
+def test_the_watch_hears_of_turns_and_that_rank_0_may_idle():
+    session, seen = Fixed(400).session, []
+    logits = session.model
+    session.model = lambda *args, **how: seen.append(recorder.position) or logits(*args, **how)
+    engine = Engine(session, Letters(), 512)
+    engine.warm_up()
+    assert [*session.steps[0].values(), *session.steps[1].values()] == [2, 1] and not session.sequences
+    loop = RankLoop(engine)
+    assert (recorder.position.phase, recorder.position.iteration) == ("idle", 2) and recorder.position.done
+    loop.turn([request("one", prompt(5), 2, top_k=1)])
+    assert (seen[-1].phase, seen[-1].iteration, recorder.position.phase) == ("forward", 2, "idle")
+    loop.turn()
+    assert (seen[-1].phase, seen[-1].iteration) == ("forward", 3)
+
+
+def test_a_text_ends_at_end_tokens_and_stop_strings():
+    engine = Engine(Fixed(100).session, Letters(), 512)
+    after = Letters().decode([10 + 7, 10 + 8])
+    outputs = finished(engine, request("stop", prompt(5), 30, top_k=1, stop_words=[after]))["stop"]
+    assert ids(outputs) == [15, 16, 17, 18] and outputs[-1].finish == "stop"
+    assert "".join(output.text for output in outputs) == Letters().decode([15, 16])
+    Letters.ends, before = frozenset([16]), Letters.ends
+    outputs = finished(engine, request("end", prompt(5), 30, top_k=1))["end"]
+    Letters.ends = before
+    assert ids(outputs) == [15, 16] and outputs[-1].finish == "stop"
+    assert "".join(output.text for output in outputs) == Letters().decode([15])
+
+
+# --------------------------------------------------------------------------------------------------- command
+
+
+def loop_of(cache: int = 200) -> RankLoop:
+    return RankLoop(Engine(Fixed(cache).session, Letters(), 512))
+
+
+def letters(*tokens: int) -> str:
+    return Letters().decode([*tokens])
+
+
+def test_what_the_command_prints(capsys, tmp_path):
+    (tmp_path / "prompts.txt").write_text(f"{letters(5, 6)}\n\n{letters(7)}\n")
+    given = ["--load", "x", "--prompts-file", f"{tmp_path}/prompts.txt", "--max-new-tokens", "3", "--temperature", "0"]
+    flags = command.read_flags([*given, "--logprobs"])
+    loop, prompts = loop_of(), command.read_prompts(flags)
+    command.write_all(flags, loop, prompts, command.requests_of(flags, loop.engine, prompts))
+    lines = capsys.readouterr().out.splitlines()
+    assert [lines[0], lines[4]] == [letters(5, 6, 12, 13, 14), letters(7, 11, 12, 13)]
+    assert [line.split()[1:] for line in lines[1:4]] == [[str(i), repr(letters(i))] for i in (12, 13, 14)]
+    assert all(float(line.split()[0]) == pytest.approx(-0.0123, abs=1e-4) for line in lines[1:4])
+    with pytest.raises(UsageError, match="give 197 new tokens"):
+        command.requests_of(
+            command.read_flags([*given[:4], "--max-new-tokens", "198"]), loop.engine, [letters(1, 1, 1)]
+        )
+
+
+def test_a_conversation_goes_on_in_the_cache(capsys, monkeypatch):
+    said = iter([letters(*[9] * 20), letters(8), letters(*[7] * 200)])
+    monkeypatch.setattr("builtins.input", lambda mark: next(said))
+    flags = command.read_flags(["--load", "x", "--interactive", "--max-new-tokens", "3", "--top-k", "1"])
+    loop = loop_of()
+    command.converse(flags, loop)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [letters(30, 31, 32), letters(34, 35, 36)] and "the conversation ends here" in lines[2]
+    # 20 tokens, two of the three of the answer; then the third and one more.
+    assert [sum(step.values()) for step in loop.engine.cache.steps] == [20, 1, 1, 2, 1, 1]

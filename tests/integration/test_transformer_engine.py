@@ -1,0 +1,126 @@
+"""Our attention where Transformer Engine is used: in megatron-core's layer spec, and as a DotProductAttention."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.context_parallel import AllRanks, UsageError, context_parallel_attention
+from megatron.context_parallel.integration.transformer_engine import DotProductAttention, why_not_importable
+from megatron.context_parallel.tokens.layout import positions
+from tests.support import training_case
+from tests.support.transformer_engine_standin import standing_in
+
+LENGTH, HEADS, KV_HEADS, WIDTH = 48, 4, 2, 8
+STOP, END = 2, 4
+
+# What MultiheadAttention hands over, by the release that first did so (the defaults of its own arguments).
+CALLS = {
+    "2.5": {
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")),
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv", "attention_mask", "window_size", "alibi_slopes")),
+        **dict.fromkeys(("core_attention_bias", "inference_params", "pad_between_seqs")),
+        **{"qkv_format": "sbhd", "attn_mask_type": "causal", "checkpoint_core_attention": False},
+        **{"core_attention_bias_type": "no_bias", "fast_zero_fill": True},
+    }
+}
+CALLS["2.9"] = CALLS["2.5"] | {"fp8_output": False}
+CALLS["2.14"] = CALLS["2.9"] | {"bottom_right_diagonal": None}
+CALLS["2.20"] = CALLS["2.14"] | {"qkv_layer": None, "kv_layer": None, "qkv_interleave_dim": -3}
+
+
+def tensors() -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    return [torch.randn(LENGTH, 2, heads, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+
+def attend(strategy: str | None, comm_type: str, form: str, call: dict) -> torch.Tensor:
+    """What the module computes for a whole sequence, gathered from all ranks."""
+    module = DotProductAttention(HEADS, WIDTH, KV_HEADS, cp_strategy=strategy, layer_number=1)
+    module.set_context_parallel_group(dist.group.WORLD, list(range(dist.get_world_size())), None, comm_type)
+    q, k, v = (module.cp.shard(x) for x in tensors())
+    if form == "bshd":
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    out = module(q, k, v, **{"qkv_format": form, **call})
+    out = out if form == "sbhd" else out.transpose(0, 1)
+    parts = [torch.empty_like(out) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, out.contiguous())
+    whole = torch.empty(LENGTH, *out.shape[1:])
+    for rank, part in enumerate(parts):
+        whole[positions(module.cp.layout, module.cp.chunks[rank], module.cp.n, LENGTH)] = part
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("strategy", "comm_type", "form", "call"),
+    [
+        ("mesh", "p2p", "sbhd", CALLS["2.20"]),
+        (None, "p2p", "bshd", CALLS["2.5"] | {"qkv_format": "bshd"}),
+        (None, "all_gather", "sbhd", {"attn_mask_type": "no_mask"}),
+        (None, "a2a", "sbhd", {"window_size": (7, 0)}),
+    ],
+)
+def test_the_module_computes_exact_attention(ranks, strategy, comm_type, form, call):
+    n = 2 if comm_type == "a2a" else 4
+    causal, window = call.get("attn_mask_type") != "no_mask", call.get("window_size") or (-1, -1)
+    q, k, v = (x.double() for x in tensors())
+    exact = context_parallel_attention(q, k, v, AllRanks(1), causal=causal, window=window).flatten(2)
+    got = ranks(n, attend, strategy, comm_type, form, call)[0]
+    assert (got - exact).norm() / exact.norm() < 1e-6
+
+
+def test_what_would_change_the_result_is_refused():
+    with pytest.raises(UsageError, match=r"attention_dropout 0.1: not supported; give 0"):
+        DotProductAttention(HEADS, WIDTH, attention_dropout=0.1)
+    with pytest.raises(UsageError, match="attention_type cross: not supported; give self"):
+        DotProductAttention(HEADS, WIDTH, attention_type="cross")
+    module = DotProductAttention(HEADS, WIDTH, KV_HEADS)
+    with pytest.raises(UsageError, match="call set_context_parallel_group first"):
+        module(*tensors())
+    with pytest.raises(UsageError, match=r"cp_comm_type a2a\+p2p: give the whole group and cp_strategy"):
+        module.set_context_parallel_group([None, None], [0, 1], None, "a2a+p2p")
+    with pytest.raises(UsageError, match="cp_comm_type a2a: does not go with cp_strategy ring"):
+        DotProductAttention(HEADS, WIDTH, cp_strategy="ring").set_context_parallel_group(object(), [0], None, "a2a")
+    module.cp = AllRanks(2)
+    q, k, v = tensors()
+    with pytest.raises(UsageError, match="8 queries, 48 keys: there are no caches here"):
+        module(q[:8], k, v)
+    for wrong, message in (
+        ({"qkv_format": "thd"}, "qkv_format thd: not supported; give sbhd or bshd"),
+        ({"attn_mask_type": "padding_causal"}, "attn_mask_type padding_causal: not supported; give causal"),
+        ({"attention_mask": torch.ones(2, 2)}, r"attention_mask a tensor \[2, 2\]: not supported"),
+        ({"core_attention_bias_type": "alibi"}, "core_attention_bias_type alibi: not supported; give no_bias"),
+        ({"checkpoint_core_attention": True}, "checkpoint_core_attention True: not supported"),
+        ({"num_splits": 4}, "num_splits 4: not supported; give 1"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            module(*tensors(), **wrong)
+    with pytest.raises(UsageError, match=r"4 query and 4 key heads: the module was made for \(4, 2\)"):
+        module(tensors()[0], tensors()[0], tensors()[0])
+
+
+def test_a_model_that_asks_for_it_is_refused_where_it_is_missing(ranks):
+    if not why_not_importable():
+        pytest.skip("Transformer Engine is here")
+    with pytest.raises(AssertionError, match="transformer_engine: it is not installed; give --transformer-impl local"):
+        ranks(1, train, "transformer_engine", nullcontext)
+
+
+def train(implementation: str, place=standing_in, **run):
+    with place():
+        return training_case.train("llama", transformer_impl=implementation, train_iters=END, **run).losses
+
+
+def train_and_change(directory: str, first: str, then: str) -> tuple[list[float], list[float]]:
+    """Losses of a run by megatron-core's own modules, and of one that changes to or from the stand-in at STOP."""
+    whole = train("local")
+    size = {"context_parallel_size": 2}
+    start = train(first, save=directory, exit_interval=STOP, **size)
+    return whole, start + train(then, save=directory, load=directory, **size)
+
+
+@pytest.mark.parametrize(("first", "then"), [("local", "transformer_engine"), ("transformer_engine", "local")])
+def test_checkpoints_load_across_the_two_specs(ranks, tmp_path, first, then):
+    for whole, changed in ranks(2, train_and_change, str(tmp_path), first, then):
+        assert changed == pytest.approx(whole, rel=1e-5)

@@ -1,0 +1,409 @@
+"""Models of HuggingFace transformers with our attention: losses and gradients of one rank with its own."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.context_parallel import ContextParallel, UsageError
+from megatron.context_parallel.tokens.mask import Mask
+
+transformers = pytest.importorskip("transformers", reason="needs the extra [tokenizers]")
+
+LENGTH, BATCH, VOCABULARY, STEPS = 48, 2, 64, 5
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "pad_token_id": 0}
+FAMILIES = {
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 11}),
+    "qwen3": ("Qwen3Config", {}),
+    "gemma2": ("Gemma2Config", {"attn_logit_softcapping": 3.0, "sliding_window": 13, "query_pre_attn_scalar": 8}),
+    "gemma3": ("Gemma3TextConfig", {"use_bidirectional_attention": True, "sliding_window": 12}),
+    "qwen2_moe": ("Qwen2MoeConfig", {"num_experts": 4, "moe_intermediate_size": 16}),
+}
+
+
+def model_of(family: str):
+    name, extra = FAMILIES[family]
+    torch.manual_seed(11)
+    config = getattr(transformers, name)(**SIZES, **HEADS, **extra)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def batch(kind: str = "whole") -> dict[str, torch.Tensor]:
+    torch.manual_seed(2)
+    tokens = torch.randint(1, VOCABULARY, (BATCH, LENGTH))
+    labels = tokens.masked_fill(torch.rand(BATCH, LENGTH) < 0.2, -100)
+    if kind == "whole":
+        return {"input_ids": tokens, "labels": labels}
+    if kind == "padded":
+        mask = torch.arange(LENGTH) < torch.tensor([[LENGTH // 2], [LENGTH - 1]])
+        return {"input_ids": tokens, "labels": labels.masked_fill(~mask, -100), "attention_mask": mask.long()}
+    places = torch.cat([torch.arange(n) for n in (5, 1, 30, 12)])
+    return {"input_ids": tokens, "labels": labels, "position_ids": places.expand(BATCH, -1)}
+
+
+def train(family: str, spec: str | None, kind: str = "whole", lora: bool = False) -> list[float]:
+    """Losses of five steps of SGD; without a strategy, on one rank with the model's own attention."""
+    model, data = model_of(family), batch(kind)
+    if lora:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=32, target_modules="all-linear"))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.5)
+    if spec:
+        from megatron.context_parallel.integration.transformers import register, shard_batch
+
+        cp = ContextParallel(spec)
+        if lora:
+            register(cp, model)
+        else:
+            register(cp)
+            model.set_attn_implementation("context_parallel")
+        data = shard_batch(cp, data)
+    losses = []
+    for _ in range(STEPS):
+        loss = model(**data, use_cache=False).loss
+        loss.backward()
+        for tensor in (loss.detach(), *(p.grad for p in trained)):
+            if spec:
+                dist.all_reduce(tensor)
+                tensor /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("family", "specs", "kind"),
+    [
+        ("llama", ["mesh", "lightseq", "ulysses"], "whole"),
+        ("llama", ["ring", "attention2d"], "packed"),
+        ("llama", ["ring:layout=contiguous", "mesh"], "padded"),
+        ("qwen3", ["ring"], "whole"),
+        ("mistral", ["ring:layout=contiguous"], "whole"),
+        ("gemma2", ["mesh"], "whole"),
+    ],
+)
+def test_training_equals_one_rank(ranks, family, specs, kind):
+    (expected,) = ranks(1, train, family, None, kind)
+    for spec in specs:
+        for losses in ranks(4, train, family, spec, kind):
+            assert losses == pytest.approx(expected, abs=1e-6), spec
+    assert expected[-1] < expected[0] - 0.05
+
+
+def test_lora_equals_one_rank(ranks):
+    pytest.importorskip("peft", reason="needs the package peft")
+    (expected,) = ranks(1, train, "llama", None, "whole", True)
+    for losses in ranks(4, train, "llama", "mesh", "whole", True):
+        assert losses == pytest.approx(expected, abs=1e-6)
+    assert abs(expected[-1] - expected[0]) > 0.01  # the adapters were trained
+
+
+def packed_in(*lengths: int) -> torch.Tensor:
+    return torch.cat([torch.arange(n) for n in lengths]).expand(BATCH, -1)
+
+
+def one_rank(family: str, places: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits and gradients of the model's own attention."""
+    model = model_of(family)
+    logits = model(input_ids=batch()["input_ids"], position_ids=places, use_cache=False).logits
+    logits.square().mean().backward()
+    return logits.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def equal(cp: ContextParallel, got: torch.Tensor, whole: torch.Tensor) -> None:
+    torch.testing.assert_close(got, cp.shard(whole, 1), rtol=1e-4, atol=1e-5)
+
+
+def refilled() -> None:
+    """One tensor of position ids for all batches; two models at once, each with a context group of its own."""
+    from megatron.context_parallel.integration.transformers import register
+
+    tokens = batch()["input_ids"]
+    first, second = packed_in(5, 1, 30, 12), packed_in(20, 28)
+    models = {ContextParallel(*how): model_of("llama").eval() for how in (("ring",), ("mesh", "cyclic"))}
+    for cp, model in models.items():
+        register(cp, model)
+    for cp, model in models.items():
+        places, cut = cp.shard(first, 1).clone(), {"input_ids": cp.shard(tokens, 1), "use_cache": False}
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        logits = model(**cut, position_ids=places).logits
+        places.data[:] = cp.shard(second, 1)  # which no version counter tells
+        exact, gradients = one_rank("llama", first)
+        equal(cp, logits.detach(), exact)
+        (logits.square().mean() / cp.n).backward()  # computes each layer again
+        for p, gradient in zip(model.parameters(), gradients, strict=True):
+            dist.all_reduce(p.grad)
+            torch.testing.assert_close(p.grad, gradient, rtol=1e-3, atol=1e-6)
+        model.eval()
+        exact, _ = one_rank("llama", second)
+        with torch.no_grad():
+            equal(cp, model(**cut, position_ids=places).logits, exact)
+
+
+def test_position_ids_that_are_refilled_are_read_again(ranks):
+    ranks(2, refilled)
+
+
+def masked() -> None:
+    from megatron.context_parallel.integration.transformers import register
+
+    cp, tokens = ContextParallel("ring"), batch()["input_ids"]
+    for family in ("gemma3", "qwen2_moe"):  # windows of both sides; a mask that no layer uses and is none
+        for places in (packed_in(LENGTH), packed_in(20, 28)):
+            exact = one_rank(family, places)[0]
+            model = model_of(family)
+            register(cp, model)
+            cut = {"input_ids": cp.shard(tokens, 1), "position_ids": cp.shard(places, 1)}
+            equal(cp, model(**cut, use_cache=False).logits.detach(), exact)
+
+
+def as_long_as_chunks() -> None:
+    """Documents that look like the positions of each rank's own tokens, and one row of them for two samples."""
+    from megatron.context_parallel.integration.transformers import register
+
+    tokens, places = batch()["input_ids"], packed_in(LENGTH // 2, LENGTH // 2)
+    exact, _ = one_rank("llama", places)
+    for cp in (ContextParallel("ring", "contiguous"), ContextParallel("ring", "zigzag")):
+        for rows in (places, places[:1]):
+            model = model_of("llama")
+            register(cp, model)
+            cut = {"input_ids": cp.shard(tokens, 1), "position_ids": cp.shard(rows, 1)}
+            equal(cp, model(**cut, use_cache=False).logits.detach(), exact)
+
+
+def test_documents_as_long_as_chunks(ranks):
+    ranks(2, as_long_as_chunks)
+
+
+def test_masks_are_those_of_the_model(ranks):
+    ranks(2, masked)
+
+
+def test_a_mask_function_is_understood_or_refused():
+    from transformers import masking_utils as masks
+
+    from megatron.context_parallel.integration.transformers_mask import mask_of
+
+    places = packed_in(3, 2)
+    documents = masks.find_packed_sequence_indices(places)
+    window = masks.sliding_window_causal_mask_function(5)
+    causal = masks.causal_mask_function
+    for function, expected in (
+        (causal, Mask()),
+        (masks.bidirectional_mask_function, Mask(causal=False)),
+        (window, Mask(True, (4, -1))),
+        (masks.packed_sequence_compatibility_function(window, places, documents), Mask(True, (4, -1))),
+        (masks.sliding_window_bidirectional_mask_function(5), Mask(False, (5, 5))),
+        (masks.or_masks(window, masks.sliding_window_bidirectional_overlay(4)), Mask(False, (4, 4))),
+        (masks.or_masks(causal, lambda *_: torch.tensor(True)), Mask(causal=False)),
+        (lambda b, h, q, k: (k <= q + 2) & (k >= q), Mask(False, (0, 2))),
+    ):
+        assert mask_of(function) == expected
+    images = masks.packed_sequence_compatibility_function(causal, places, documents)
+    for function, name in (
+        (masks.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64)), "chunked_overlay"),
+        (masks.or_masks(images, masks.blockwise_overlay(places)), "blockwise_overlay"),
+        (masks.or_masks(causal, lambda b, h, q, k: k < 3), "test_a_mask_function"),
+        (lambda b, h, q, k: k <= q if b == 0 else k >= q, "test_a_mask_function"),
+        (lambda b, h, q, k: k < q, "test_a_mask_function"),
+        (lambda b, h, q, k: (k == q) | (k < q - 3), "test_a_mask_function"),
+    ):
+        with pytest.raises(UsageError, match=f"attention mask of {name}"):
+            mask_of(function)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "why"),
+    [
+        ("RobertaForCausalLM", {"is_decoder": True}, "counts positions from its padding token on"),
+        (
+            "BartForCausalLM",
+            {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4},
+            "takes no position_ids",
+        ),
+        ("LlamaForSequenceClassification", {}, "has another loss"),
+        ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, "has layers of type conv"),
+        ("JambaForCausalLM", {"num_experts": 1}, "has layers"),
+        ("BloomForCausalLM", {}, "takes no other attention"),
+        ("T5GemmaForConditionalGeneration", {}, "has an encoder and a decoder"),
+        ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
+        ("LlamaForCausalLM", {}, None),
+    ],
+)
+def test_a_model_that_shares_more_than_attention_is_refused(kind, changes, why):
+    from megatron.context_parallel.integration.transformers_model import check_model
+
+    class_ = getattr(transformers, kind)
+    sizes = {} if "T5" in kind else {"is_decoder": False, **SIZES, **HEADS}
+    with torch.device("meta"):
+        model = class_(class_.config_class(**sizes | changes))
+    name = model.config._attn_implementation if kind != "BloomForCausalLM" else "context_parallel"
+    if why is None:
+        check_model(model, name)
+        return
+    with pytest.raises(UsageError, match=f"{kind}: .*{why}"):
+        check_model(model, name)
+
+
+def made_up(model, tokens: torch.Tensor) -> None:
+    """Positions forgotten where chunks are contiguous: they look like a document for each rank."""
+    from megatron.context_parallel.integration.transformers import register
+
+    ring = ContextParallel("ring")
+    try:
+        register(ContextParallel("ring", "contiguous"), model)
+        model(input_ids=tokens)
+    finally:
+        register(ring, model)
+
+
+def mistakes() -> list[str]:
+    """What is said of each wrong use."""
+    from megatron.context_parallel.integration.transformers import register, shard_batch
+
+    cp, model, data = ContextParallel("ring"), model_of("llama"), batch()
+    register(cp, model)
+    cut = shard_batch(cp, data)
+    tokens, places = cut["input_ids"], cut["position_ids"]
+    padding = torch.ones_like(data["input_ids"])
+    padding[0, -3:] = 0
+    tail = data["labels"].clone()
+    tail[0, -3:] = 5
+    shifted = torch.nn.functional.pad(data["labels"][:, 1:], (0, 1), value=-100)
+    unknown = model_of("llama")
+    unknown.config._attn_implementation = "context_parallel"  # as `from_pretrained` does
+    named = {"input_ids": tokens, "position_ids": places}
+    uses = {
+        "labels": lambda: model(input_ids=tokens, position_ids=places, labels=tokens),
+        "positions": lambda: model(input_ids=tokens, position_ids=torch.arange(tokens.shape[1]).expand_as(tokens)),
+        "made up": lambda: made_up(model, tokens),
+        "mask": lambda: model(input_ids=tokens, position_ids=places, attention_mask=padding[:, -tokens.shape[1] :]),
+        "left": lambda: shard_batch(cp, {**data, "attention_mask": padding.flip(1)}),
+        "padding": lambda: shard_batch(cp, {**data, "labels": tail, "attention_mask": padding}),
+        "cache": lambda: model(input_ids=tokens, position_ids=places, past_key_values=transformers.DynamicCache()),
+        "length": lambda: shard_batch(cp, {"input_ids": data["input_ids"][:, :-1]}),
+        "unknown": lambda: shard_batch(cp, {**data, "token_type_ids": padding}),
+        "weights": lambda: model(input_ids=tokens, position_ids=places, output_attentions=True),
+        "whole labels": lambda: model(**{**cut, "labels": shifted, "shift_labels": shifted}),
+        "count": lambda: model(**named, labels=cut["labels"], shift_labels=cut["labels"]),
+        "not named": lambda: model(tokens, None, places, None, None, tokens),
+        "router": lambda: model(**named, output_router_logits=True),
+        "kept": lambda: model.generate(tokens, position_ids=places, max_new_tokens=1, use_cache=False),
+        "weights of scores": lambda: model(**named, use_cache=False, indices=tokens),
+        "not registered": lambda: unknown(**named, labels=tokens),
+    }
+    said = []
+    for name, use in uses.items():
+        with pytest.raises(UsageError) as caught:
+            use()
+        said.append(f"{name}: {caught.value}")
+    return said
+
+
+def test_wrong_uses_are_told(ranks):
+    for said in ranks(2, mistakes):
+        for line, expected in zip(
+            said,
+            (
+                "labels: labels without shift_labels: they must be shifted before they are cut; give model(",
+                "positions: position_ids: they are not those of this rank's tokens; give model(",
+                "made up: position_ids: missing, and made up they are not those of this rank's tokens; give model(",
+                "mask: attention_mask: a rank's part tells too little; give the whole mask to shard_batch",
+                "left: attention_mask: padding before a token; pad on the right",
+                "padding: labels: padding has some; give -100 there",
+                "cache: past_key_values: there is no cache under context parallelism; give model(",
+                "length: ",
+                "unknown: batch: token_type_ids is unknown; there is attention_mask, input_ids",
+                "weights: output_attentions: the weights are never stored; leave it out",
+                "whole labels: labels [2, 48] beside input_ids [2, 24]: not cut; give model(",
+                "count: num_items_in_batch: missing; ranks have different numbers of labels; give model(",
+                "not named: 6 inputs without a name: give each by name; give model(",
+                "router: output_router_logits: the load balancing loss would be that of a rank's tokens; give ",
+                "kept: logits_to_keep: a rank would keep the last tokens of its own part; leave it out",
+                "weights of scores: LlamaAttention: gives indices to its attention, which is not known here",
+                "not registered: LlamaAttention: of a model whose batches nobody checks; call register(cp, model)",
+            ),
+            strict=True,
+        ):
+            assert line.startswith(expected) and "\n" not in line
+
+
+def accelerated(family: str, spec: str) -> list[float]:
+    """The same steps by accelerate: FSDP2 over 2 data x 2 context ranks, a sample for each data rank."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    from megatron.context_parallel.integration.accelerate import use_context_parallel
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # it refuses FSDP2 on CPUs
+    parallelism = ParallelismConfig(dp_shard_size=2, cp_size=2)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    accelerator = Accelerator(cpu=True, parallelism_config=parallelism, fsdp_plugin=plugin)
+    model = model_of(family)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    use_context_parallel(accelerator, spec, model)
+    data = batch()
+    tokens = (data["labels"][:, 1:] != -100).sum() / dist.get_world_size()
+    mine = accelerator.torch_device_mesh["dp_shard"].get_local_rank()
+    losses = []
+    for _ in range(STEPS):
+        inputs = data["input_ids"][mine : mine + 1].clone()
+        labels = torch.nn.functional.pad(data["labels"][mine : mine + 1, 1:], (0, 1), value=-100)
+        places = torch.arange(LENGTH)[None]
+        with accelerator.maybe_context_parallel([inputs, labels, places], [1, 1, 1], {inputs, places}):
+            batched = {"input_ids": inputs, "position_ids": places, "labels": labels, "shift_labels": labels}
+            loss = model(**batched, num_items_in_batch=tokens, use_cache=False).loss
+            accelerator.backward(loss)
+        assert labels.shape[1] == LENGTH
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss := loss.detach())
+        losses.append(loss.item() / dist.get_world_size())
+    return losses
+
+
+def test_accelerate_with_fsdp2_equals_one_rank(ranks):
+    pytest.importorskip("accelerate", reason="needs the package accelerate")
+    (expected,) = ranks(1, train, "llama", None)
+    for losses in ranks(4, accelerated, "llama", "ring"):
+        assert losses == pytest.approx(expected, abs=1e-6)
+
+
+def test_accelerate_makes_buffers_whole_again():
+    pytest.importorskip("accelerate", reason="needs the package accelerate")
+    from megatron.context_parallel.integration.accelerate import _cut
+
+    cp = SimpleNamespace(shard=lambda x, dim: x.narrow(dim, 2, 2))
+    data = torch.arange(10).view(2, 5)
+    before = data.clone()
+    inputs, labels, kept = data[:, :-1], data[:, 1:], torch.arange(4)[None]  # views of one another
+    given = {"buffers": [inputs, labels, kept], "buffer_seq_dims": [1] * 3, "no_restore_buffers": {kept}}
+    with pytest.raises(ZeroDivisionError), _cut(cp, **given):
+        assert inputs.tolist() == [[2, 3], [7, 8]] and labels.tolist() == [[3, 4], [8, 9]] and kept.tolist() == [[2, 3]]
+        raise ZeroDivisionError
+    assert torch.equal(data, before) and torch.equal(inputs, before[:, :-1]) and torch.equal(labels, before[:, 1:])
+    data += 1
+    assert torch.equal(inputs, data[:, :-1]) and kept.tolist() == [[2, 3]]
+
+
+def finetuned(*flags: str) -> list[float]:
+    from examples.huggingface import finetune
+
+    return finetune.main([*flags, "--seq-length", "128", "--steps", "6", "--lr", "0.01"])
+
+
+def test_the_example_trains_as_one_rank(ranks):
+    (expected,) = ranks(1, finetuned, "--cp-strategy", "ring")
+    assert expected[-1] < expected[0] - 0.5
+    for losses in ranks(4, finetuned, "--cp-strategy", "mesh"):
+        assert losses == pytest.approx(expected, abs=2e-5)

@@ -1,0 +1,122 @@
+"""What is asked of NCCL: gloo carries the same calls here, so their numbers count, and each call is noted."""
+
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from megatron.context_parallel import ContextParallel, context_parallel_attention
+from megatron.context_parallel.runtime.comm import communicators, transport
+from megatron.context_parallel.runtime.comm import torch_works as works
+from tests.attention.test_exact import DIM, gradients
+
+CASES = [  # with head counts and the layout
+    ("allgather", {}, 4, 2),
+    ("attention2d", {"overlap": False}, 4, 2),
+    ("ulysses", {"layout": "contiguous"}, 4, 1),  # each rank gets a replica of the one key/value head
+    ("usp", {"head_parallel_size": 2, "layout": "cyclic"}, 6, 2),
+]
+
+
+@contextmanager
+def as_nccl():
+    """The backend of all groups is taken for NCCL."""
+    with (
+        patch("torch.distributed.get_backend_config", return_value="cuda:nccl"),
+        patch("torch.cuda.current_device", return_value=0),
+        patch("torch.distributed.barrier"),
+    ):
+        yield
+
+
+@contextmanager
+def noted(calls: list):
+    """Notes the name of each collective and batch of messages, and the shapes of tensors given."""
+
+    def note(name, real):
+        def call(*args, **how):
+            shapes = [tuple(x.shape) for x in args if isinstance(x, torch.Tensor)]
+            calls.append((name, *shapes))
+            return real(*args, **how)
+
+        return call
+
+    with ExitStack() as stack:
+        for at, function, name in (
+            (works, "gather_one", "gather"),
+            (works, "sum_one", "sum"),
+            (dist, "all_to_all_single", "all to all"),
+            (transport, "post", "messages"),
+            (dist, "_coalescing_manager", "together"),
+        ):
+            stack.enter_context(patch.object(at, function, note(name, getattr(at, function))))
+        yield
+
+
+def results(cp: ContextParallel, heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    whole = [torch.randn(6 * cp.n, 1, h, DIM - 1).to(dtype) for h in (heads, kv_heads, kv_heads, heads)]
+    return gradients(lambda *x: context_parallel_attention(*x, cp, return_lse=True), *map(cp.shard, whole))
+
+
+def _cases() -> list[tuple[list[float], list]]:
+    found = []
+    for name, options, *heads in CASES:
+        plain, calls = ContextParallel(name, **options), []
+        with as_nccl():
+            cp = ContextParallel(name, **options)
+        for dtype in (torch.bfloat16, torch.float32):  # odd head_dim: packed messages of both start at odd places
+            calls.clear()
+            expected = results(plain, *heads, dtype)
+            with noted(calls):
+                got = results(cp, *heads, dtype)
+        errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, expected, strict=True)]
+        found.append((errors, calls))
+    return found
+
+
+def test_collectives_are_few_and_give_the_same(ranks):
+    rows, width = 6, DIM - 1
+    for allgather, attention2d, ulysses, usp in ranks(4, _cases):
+        for errors, _ in (allgather, attention2d):
+            assert max(errors) < 2e-6  # sums in another order
+        for errors, _ in (ulysses, usp):
+            assert max(errors) == 0
+
+        kv, gathered = (rows, 2, width), (4 * rows, 2, width)
+        both = [("together",), ("gather", gathered, kv), ("gather", gathered, kv)]  # K and V in one collective
+        assert allgather[1] == [*both, *both, ("together",), *[("sum", kv, gathered)] * 2]
+
+        counts = Counter(name for name, *_ in attention2d[1])
+        # Both passes gather along rows and columns, and the backward pass sums DQ and DKV. Q; KV; QDO; KV: 9 tensors.
+        assert (counts["together"], counts["gather"], counts["sum"]) == (6, 9, 3) and not counts["all to all"]
+        assert next(call for call in attention2d[1] if call[0] == "sum") == (
+            "sum", (rows, 2, 2, width), (2 * rows, 2, 2, width)
+        )  # fmt: skip
+
+        assert [name for name, *_ in ulysses[1]] == ["all to all"] * 4  # to heads and back, in each pass
+        assert Counter(name for name, *_ in usp[1])["all to all"] == 4
+        to_heads = ulysses[1][0]  # q, k and v for three ranks; each message takes a multiple of 16 bytes
+        size = 3 * sum(-(-rows * heads * width * 4 // 16) * 16 for heads in (1, 1, 1))
+        assert to_heads == ("all to all", (size,), (size,))
+
+
+class NcclOptions:
+    """As `torch.distributed.ProcessGroupNCCL.Options`, which a build for CPUs lacks."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream, self.config = is_high_priority_stream, SimpleNamespace(max_ctas=None)
+
+
+def test_communicators_have_the_priority_and_limits_of_their_group(monkeypatch):
+    given = NcclOptions(True)
+    given.config.max_ctas, given._timeout = 16, 7
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
+    monkeypatch.setattr(communicators, "_backend_options", lambda group: given)
+    own = communicators.options_of(None)
+    assert own is not given and own.is_high_priority_stream and (own.config.max_ctas, own._timeout) == (16, 7)
+    monkeypatch.setattr(communicators, "_backend_options", lambda group: object())
+    assert communicators.options_of(None) is None

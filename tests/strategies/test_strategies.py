@@ -1,0 +1,244 @@
+"""How strategies are declared, named and chosen, and the messages they are written with."""
+
+import random
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+
+from megatron.context_parallel import STRATEGIES, AllRanks, UsageError
+from megatron.context_parallel.commands.plan import main as plan_tool
+from megatron.context_parallel.plan.ir import Attend, Recv, Send, Step, T
+from megatron.context_parallel.strategies import CPStrategy, Option, Pass, Ring, choose, register
+from megatron.context_parallel.tokens.mask import Mask
+from megatron.context_parallel.trainer.arguments.complete import parse_args
+from megatron.context_parallel.trainer.dry_run import attention_bytes
+
+ROOT = Path(__file__).parents[2]
+OWN = """
+from typing import Annotated
+from megatron.context_parallel.plan.ir import Attend, Step
+from megatron.context_parallel.strategies import Option, register
+
+@register("{name}", layouts=("cyclic",))
+def {name}(at, *, hops: Annotated[int, Option("how far")] = 1):
+    yield Step(attend=(Attend((at.rank,), (at.rank,)),))
+"""
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    """Leaves the strategies and modules as they were."""
+    strategies, modules = dict(STRATEGIES), set(sys.modules)
+    yield
+    STRATEGIES.clear()
+    STRATEGIES.update(strategies)
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+def one_line(refused: pytest.ExceptionInfo, message: str) -> None:
+    assert "\n" not in str(refused.value) and message in str(refused.value)
+
+
+# -- declared -------------------------------------------------------------------------------------------------
+
+
+def no_pass():
+    yield Step()
+
+
+def pass_by_keyword(*, at: Pass):
+    yield Step()
+
+
+def positional(at: Pass, hops: Annotated[int, Option("how far")] = 1):
+    yield Step()
+
+
+def no_default(at: Pass, *, hops: Annotated[int, Option("how far")]):
+    yield Step()
+
+
+def no_option(at: Pass, *, hops: int = 1):
+    yield Step()
+
+
+def unknown_type(at: Pass, *, hops: Annotated[bytes, Option("how far")] = b"1"):
+    yield Step()
+
+
+@pytest.mark.parametrize(
+    "name,layouts,function,message",
+    [
+        ("ring", ("zigzag",), lambda at: (), "strategy ring: the name is taken; register it under another"),
+        ("own", ("striped", "cyclic"), lambda at: (), "strategy own: layouts striped; choose among contiguous"),
+        ("own", (), lambda at: (), "strategy own: layouts missing; choose among contiguous, zigzag, cyclic"),
+        ("own", ("cyclic",), no_pass, "strategy no_pass: its first parameter must be the pass, such as `at: Pass`"),
+        ("own", ("cyclic",), pass_by_keyword, "strategy pass_by_keyword: its first parameter must be the pass"),
+        ("own", ("cyclic",), positional, "strategy positional: declare the option hops after a `*`, with a type and"),
+        ("own", ("cyclic",), no_default, "strategy no_default: declare the option hops after a `*`"),
+        ("own", ("cyclic",), no_option, "strategy no_option: declare the option hops after a `*`"),
+        ("own", ("cyclic",), unknown_type, "strategy unknown_type: declare the option hops after a `*`"),
+    ],
+)
+def test_what_declares_no_strategy_is_refused(name, layouts, function, message):
+    before = dict(STRATEGIES)
+    with pytest.raises(UsageError) as refused:
+        register(name, layouts)(function)
+    one_line(refused, message)
+    assert before == STRATEGIES
+
+
+def test_the_names_of_the_package_are_an_enumeration():
+    assert {*CPStrategy} == {*STRATEGIES}
+    assert choose(CPStrategy.MESH).strategy is STRATEGIES["mesh"]
+
+
+# -- named by specs -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spec,name,common,options",
+    [
+        ("ring", "ring", {}, {}),
+        ("mesh:grid=4x2,layout=cyclic", "mesh", {"layout": "cyclic"}, {"grid": (4, 2)}),
+        ("loongtrain:head_parallel_size=4,inner_ring_size=2", "loongtrain",
+         {"head_parallel_size": 4}, {"inner_ring_size": 2}),
+        ("lightseq:balance=no,prefetch=true", "lightseq", {}, {"balance": False, "prefetch": True}),
+    ],
+)  # fmt: skip
+def test_specs_of_the_package(spec, name, common, options):
+    choice = choose(spec)
+    assert (choice.strategy, choice.common, choice.options) == (STRATEGIES[name], common, options)
+    assert choose(choice.spec) == choice
+    assert choose(name, **common, **options) == choice == choose(choice)
+
+
+def test_specs_of_modules_and_files(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("in_module", "in_file"):
+        (tmp_path / f"my_{name}.py").write_text(OWN.format(name=name))
+    for source, name in (("my_in_module", "in_module"), (f"{tmp_path}/my_in_file.py", "in_file")):
+        choice = choose(f"{source}:{name}:hops=2")
+        assert choice.strategy is STRATEGIES[name] and choice.options == {"hops": 2} and choice.layout == "cyclic"
+        assert choice.spec == f"{source}:{name}:hops=2"
+        assert choose(choice.spec) == choice  # loaded once: a second time the name would be taken
+        assert choose(f"{source}:{name}").options == {}
+
+
+@pytest.mark.parametrize(
+    "spec,message",
+    [
+        ("circle", "--cp-strategy circle: unknown; choose one of allgather, attention2d, ring"),
+        ("", "--cp-strategy : give NAME, MODULE:NAME or FILE.py:NAME, then :OPTION=VALUE,..."),
+        ("a:b:c:d=1", "--cp-strategy a:b:c:d=1: give NAME, MODULE:NAME or FILE.py:NAME"),
+        ("mesh:grid", "--cp-strategy mesh:grid: grid has no value; give mesh:OPTION=VALUE,..."),
+        ("mesh:tile=2x2", "--cp-strategy mesh: no option tile; it has grid, q_cost"),
+        ("ring:grid=2x2", "--cp-grid 2x2: ring has no use for it; give --cp-strategy attention2d or mesh"),
+        ("mesh:grid=2", "--cp-grid 2: need two whole numbers, such as 2x4"),
+        ("mesh:grid=0x4", "--cp-grid 0x4: need two whole numbers, such as 2x4"),
+        ("lightseq:balance=maybe", "--cp-balance maybe: give true or false"),
+        (
+            "loongtrain:inner_ring_size=0",
+            "--cp-inner-ring-size 0: need a whole number, 1 or more, such as 4",
+        ),
+        (
+            "usp:head_parallel_size=two",
+            "--cp-head-parallel-size two: need a whole number, 1 or more, such as 2",
+        ),
+        ("mesh:q_cost=much", "--cp-q-cost much: need a number, above 0, such as 4"),
+        ("auto", "--cp-strategy auto: only pretrain_gpt.py, tools/plan.py --cluster and ContextParallel"),
+        ("no_such_module:own", "no_such_module cannot be loaded (ModuleNotFoundError: No module named"),
+        ("{folder}/absent.py:own", "absent.py cannot be loaded (FileNotFoundError:"),
+        ("{folder}/broken.py:own", "broken.py cannot be loaded (ZeroDivisionError: division by zero)"),
+        ("{folder}/empty.py:own", "empty.py:own: unknown; choose one of allgather,"),
+    ],
+)
+def test_specs_that_name_nothing_are_refused(spec, message, tmp_path):
+    (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "empty.py").write_text("")
+    with pytest.raises(UsageError) as refused:
+        choose(spec.format(folder=tmp_path))
+    one_line(refused, message)
+
+
+def test_an_option_is_given_once():
+    with pytest.raises(UsageError) as refused:
+        choose("mesh:grid=2x2", grid=(4, 1))
+    one_line(refused, "--cp-strategy mesh:grid=2x2: grid is given twice; leave one out")
+    assert choose("mesh:grid=2x2", grid=None) == choose("mesh:grid=2x2")
+
+
+# -- planned --------------------------------------------------------------------------------------------------
+
+
+def test_everyone_picks_the_same_grid(monkeypatch, capsys):
+    """8 ranks, 8 heads, 2 key/value heads: 2 x 4 moves least, and with 8 key/value heads 4 x 2 would."""
+    mesh, heads = STRATEGIES["mesh"], {"heads": 8, "kv_heads": 2}
+    wanted = [*mesh.plan(8, grid=(2, 4), **heads).steps]
+    assert wanted != [*mesh.plan(8, grid=(4, 2), **heads).steps]
+    assert [*mesh.plan(8, **heads).steps] == wanted
+    assert [*AllRanks(8, "mesh").plan(Mask(), (64, 64), 8, 2, backward=False).steps] == wanted
+    sizes = ["--num-attention-heads", "8", "--num-query-groups", "2"]
+    flags = "--num-layers 2 --hidden-size 64 --seq-length 64 --micro-batch-size 1 --group-query-attention --dry-run"
+    flags += " --context-parallel-size 8 --cp-strategy mesh"
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    moved = []
+    for grid in ([], ["--cp-grid", "2x4"], ["--cp-grid", "4x2"]):
+        args = parse_args([*flags.split(), *sizes, *grid])
+        moved.append(attention_bytes(args, backward=False))
+    assert moved[0] == moved[1] != moved[2]
+    tables = []
+    for text in ("mesh", "mesh:grid=2x4", "mesh:grid=4x2"):
+        plan_tool([text, "--ranks", "8", *sizes])
+        tables.append(capsys.readouterr().out.replace(text, "mesh").split())
+    assert tables[0] == tables[1] != tables[2]
+
+
+def test_a_rank_writes_only_its_own_steps():
+    asked = []
+
+    @register("asked", layouts=("cyclic",))
+    def own(at: Pass):
+        asked.append(at.rank)
+        yield Step(attend=(Attend((at.rank,), (at.rank,)),))
+
+    plan = own.plan(8)
+    assert asked == [0], "the check of the options"
+    assert plan.steps[-3] is plan.steps[5]
+    assert asked == [0, 5]
+    assert [attend.q_chunks for step in plan.steps[5] for attend in step.attend] == [(5,)]
+    assert plan.steps[4:6] == (plan.steps[4], plan.steps[5]) and asked == [0, 5, 4]
+
+
+@pytest.mark.parametrize("name", ["mesh", "attention2d"])
+def test_a_strategy_need_not_ask_the_mask_what_to_send(name):
+    """What it received and has no use for is no fault; without the window all of it is used."""
+    ranks, window = AllRanks(9, name, "zigzag"), Mask(True, (2, 0))
+    for backward in (False, True):
+        plan = ranks.plan(window, (72, 72), 4, 4, backward=backward)
+        full = ranks.plan(Mask(), (72, 72), 4, 4, backward=backward)
+        sent, all_sent = ([step.comm for step in p.steps[3] if step.comm] for p in (plan, full))
+        assert sent == all_sent
+
+
+# -- messages -------------------------------------------------------------------------------------------------
+
+
+def test_both_ends_of_a_shift_agree():
+    draw = random.Random(3)
+    for _ in range(200):
+        size, start, stride = draw.randrange(1, 8), draw.randrange(5), draw.randrange(1, 4)
+        chunks, by = [draw.choice([None, *range(9)]) for _ in range(size)], draw.randrange(-9, 10)
+        circles = [Ring(place, size, start, stride, "c") for place in range(size)]
+        members = [circle.rank(circle.place) for circle in circles]
+        assert members == [start + stride * place for place in range(size)]
+        ops = {circle.rank(circle.place): circle.shift(T.KV, chunks.__getitem__, by) for circle in circles}
+        sends = {(r, op.peer, op.chunk, op.channel) for r, mine in ops.items() for op in mine if isinstance(op, Send)}
+        takes = {(op.peer, r, op.chunk, op.channel) for r, mine in ops.items() for op in mine if isinstance(op, Recv)}
+        assert sends == takes
+        to = {place: (place + by) % size for place in range(size)}
+        moved = {(p, q) for p, q in to.items() if p != q and chunks[p] is not None}
+        assert sends == {(members[p], members[q], chunks[p], "c") for p, q in moved}

@@ -1,0 +1,30 @@
+"""Ways to share out optimizer, gradients and weights among data and context ranks, and runs that use them."""
+
+from tests.support import training_case
+
+PLAIN = {"use_distributed_optimizer": False}
+INSTANCES = {"num_distributed_optimizer_instances": 2}
+MESH = {"cp_strategy": "mesh", "cp_layout": "cyclic"}
+
+
+def fsdp(sharding: str, **changes) -> dict:
+    return {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": sharding, **changes}
+
+
+WAYS = {
+    "plain": PLAIN,
+    "distributed optimizer": {},
+    "distributed optimizer, 2 instances": INSTANCES,
+    "optim": fsdp("optim"),
+    "optim_grads": fsdp("optim_grads"),
+    "optim_grads, 2 instances": fsdp("optim_grads") | INSTANCES,
+    "optim_grads_params": fsdp("optim_grads_params"),
+    "optim_grads_params, 2 instances": fsdp("optim_grads_params") | INSTANCES,
+    "torch_fsdp2": PLAIN | {"use_torch_fsdp2": True},
+}
+
+
+def train(family: str, changes: dict) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of a run with two micro batches on each of two data ranks."""
+    run = training_case.train(family, context_parallel_size=2, global_batch_size=8, **changes)
+    return run.losses, run.grad_norms

@@ -1,0 +1,219 @@
+"""The loss of a training run does not depend on how it is spread over ranks."""
+
+import functools
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.context_parallel.cluster.step.model_shape import Model
+from megatron.context_parallel.kernels.aten import AtenFlash
+from megatron.context_parallel.trainer import log, setup
+from tests.support import training_case
+
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+STEPS = 20
+
+INTERLEAVED = {CP: 2, PP: 2, "num_layers": 4, "virtual_pipeline_model_parallel_size": 2}
+RECOMPUTED = {CP: 2, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+KEPT = {"recompute_whitelist": ["core_attention"]}
+
+SPREADS = {  # name: families, ranks, arguments
+    "cp2": ("llama", 2, {CP: 2}),
+    "cp4": ("llama gpt3", 4, {CP: 4}),
+    "cp4 cyclic": ("llama", 4, {CP: 4, "cp_layout": "cyclic"}),
+    "cp4 contiguous": ("llama", 4, {CP: 4, "cp_layout": "contiguous"}),
+    "cp4 allgather": ("llama", 4, {CP: 4, "cp_strategy": "allgather"}),
+    **{
+        f"cp4 {name} {options}": ("llama", 4, {CP: 4, "cp_strategy": name, "cp_layout": layout, "cp_options": options})
+        for name, layout, options in (
+            ("attention2d", "cyclic", {}),
+            ("lightseq", "contiguous", {}),
+            ("mesh", "cyclic", {}),
+            ("ulysses", "contiguous", {}),
+            ("loongtrain", "zigzag", {"head_parallel_size": 2, "placement": "context-first"}),
+            ("usp", "zigzag", {"head_parallel_size": 2}),
+        )
+    },
+    "cp2 tp2": ("llama gpt3 sinks", 4, {CP: 2, TP: 2}),
+    "cp2 tp2 sequence parallel": ("llama gpt3", 4, {CP: 2, TP: 2, "sequence_parallel": True}),
+    "cp2 pp2": ("llama gpt3", 4, {CP: 2, PP: 2}),
+    "cp2 pp2 interleaved": ("llama", 4, INTERLEAVED),
+    "cp2 dp2": ("llama gpt3", 4, {CP: 2}),
+    "cp2 dp2 replicated optimizer": ("llama", 4, {CP: 2, "use_distributed_optimizer": False}),
+    "cp2 dp2 overlapped": ("llama", 4, {CP: 2, "overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "cp2 recomputed": ("llama", 2, RECOMPUTED),
+    "cp2 attention kept": ("llama gpt3", 2, RECOMPUTED | KEPT),
+    "cp2 pp2 attention kept": ("llama", 4, RECOMPUTED | KEPT | {PP: 2}),
+    "cp4 heads, attention kept": (
+        "llama sinks",
+        4,
+        RECOMPUTED | KEPT | {CP: 4, "cp_strategy": "usp", "cp_options": {"head_parallel_size": 2}},
+    ),
+}
+PACKED = {"reset_attention_mask": True, "eod_token": 3}
+MASKED_SPREADS = [
+    ("llama", 4, PACKED | {CP: 4}),
+    ("gpt3", 4, PACKED | {CP: 2, PP: 2}),
+    ("llama", 2, PACKED | {CP: 2, "recompute_granularity": "selective"}),
+    ("llama", 4, PACKED | {CP: 4, "cp_strategy": "lightseq", "cp_layout": "contiguous", "window_size": (9, 0)}),
+    ("llama", 4, {CP: 4, "cp_layout": "contiguous", "window_size": (5, 0)}),
+]
+CASES = [(family, name) for name, (families, *_) in SPREADS.items() for family in families.split()]
+
+
+@pytest.fixture(scope="module")
+def reference(ranks, tmp_path_factory):
+    """Of a family and depth: where its initial weights are, and how they train on one rank."""
+
+    @functools.cache
+    def run(family: str, num_layers: int = 2):
+        start = str(tmp_path_factory.mktemp(family))
+        ranks(1, training_case.save_initial, family, start, {"num_layers": num_layers})
+        return start, ranks(1, train_from, start, family, {"num_layers": num_layers})[0]
+
+    return run
+
+
+def train_from(start: str, family: str, changes: dict) -> training_case.Recorder:
+    evaluation = {"eval_iters": 1, "eval_interval": 10}
+    return training_case.train(family, load=start, finetune=True, train_iters=STEPS, **evaluation, **changes)
+
+
+@pytest.mark.parametrize(("family", "spread"), CASES)
+def test_every_step_has_the_loss_of_one_rank(ranks, reference, family, spread):
+    _, world, changes = SPREADS[spread]
+    start, one = reference(family, changes.get("num_layers", 2))
+    for run in ranks(world, train_from, start, family, changes):
+        assert len(run.losses) == STEPS
+        assert run.losses == pytest.approx(one.losses, rel=1e-5)
+        assert run.grad_norms == pytest.approx(one.grad_norms, rel=1e-4)
+        assert run.evaluations == pytest.approx(one.evaluations, rel=1e-5)
+
+
+@pytest.mark.parametrize(("family", "world", "changes"), MASKED_SPREADS)
+def test_packed_documents_and_windows_train_as_on_one_rank(ranks, reference, family, world, changes):
+    start, unmasked = reference(family)
+    alone = {name: changes[name] for name in ("reset_attention_mask", "eod_token", "window_size") if name in changes}
+    (one,) = ranks(1, train_from, start, family, alone)
+    assert one.losses != pytest.approx(unmasked.losses, rel=1e-3)
+    for run in ranks(world, train_from, start, family, changes):
+        assert run.losses == pytest.approx(one.losses, rel=1e-5)
+        assert run.grad_norms == pytest.approx(one.grad_norms, rel=1e-4)
+
+
+def count_kernel_calls(start: str, changes: dict) -> tuple[int, int]:
+    """Calls of the block kernel, forward and backward, in two steps of two layers and two micro batches."""
+    calls = {"forward": 0, "backward": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in calls:
+            original = getattr(AtenFlash, name)
+
+            def counted(*args, name=name, original=original, **how):
+                calls[name] += 1
+                return original(*args, **how)
+
+            patch.setattr(AtenFlash, name, counted)
+        training_case.train("llama", load=start, finetune=True, train_iters=2, **changes)
+    return calls["forward"], calls["backward"]
+
+
+def test_attention_that_is_kept_is_not_computed_again(ranks, reference):
+    start, _ = reference("llama")
+    plain, again, kept = (
+        ranks(2, count_kernel_calls, start, changes) for changes in ({CP: 2}, RECOMPUTED, RECOMPUTED | KEPT)
+    )
+    for (forward, backward), twice, once in zip(plain, again, kept, strict=True):
+        assert (twice, once) == ((2 * forward, backward), (forward, backward))
+
+
+@pytest.mark.parametrize("family", training_case.FAMILIES)
+def test_training_learns(reference, family):
+    losses = reference(family)[1].losses
+    assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
+
+
+def test_batches_have_uneven_masks():
+    # Otherwise a loss averaged rank by rank would pass the tests above.
+    mask = training_case.sample(2)["loss_mask"]
+    assert mask[:8].sum() == 0 < mask[8:].sum() < 24
+
+
+def run_into_nan() -> list[float]:
+    recorder = training_case.Recorder()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(FloatingPointError, match="iteration 1: loss of micro batch 1 of 2 is nan on rank 0"),
+    ):
+        patch.setattr(training_case, "Recorder", lambda: recorder)
+        training_case.train("llama", init_method_std=float("inf"))
+    return recorder.losses
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(ranks):
+    assert ranks(1, run_into_nan) == [[]]
+
+
+def run_until(**exit_condition) -> int:
+    return len(training_case.train("llama", **exit_condition).losses)
+
+
+def run_until_out_of_time() -> int:
+    return run_until(exit_duration_in_mins=1e-9)
+
+
+def run_until_interval() -> int:
+    return run_until(exit_interval=3)
+
+
+def run_until_sigterm() -> int:
+    """Rank 0 alone is told to stop; both do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "_sigterm", [])
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        handler = signal.getsignal(signal.SIGTERM)
+        setup._hold_back_sigterm()
+        if torch.distributed.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        done = run_until()
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+        signal.signal(signal.SIGTERM, handler)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("run", "iterations"), [(run_until_out_of_time, 1), (run_until_interval, 3), (run_until_sigterm, 1)]
+)
+def test_exit_conditions(ranks, run, iterations):
+    assert ranks(2, run) == [iterations, iterations]
+
+
+def test_flops():
+    # One layer, h=4, two heads of 2 with one shared key/value head, 8 tokens, SwiGLU of 6, vocabulary 10.
+    model = Model(
+        num_layers=1,
+        hidden_size=4,
+        ffn_hidden_size=6,
+        num_attention_heads=2,
+        num_query_groups=1,
+        kv_channels=2,
+        padded_vocab_size=10,
+    )
+    projections = 8 * (4 * 4 + 2 * 4 * 2 + 4 * 4)
+    attention = 2 * 2 * (8 * 8 / 2) * 2  # QK^T and PV: 2 heads of width 2, half of 8 x 8 pairs
+    assert model.flops_per_sequence(8) == 3 * 2 * (projections + attention + 8 * 3 * 4 * 6 + 8 * 4 * 10)
+    attention = 2 * 2 * (4 * 4 / 2 + 4 * 4) * 2  # half of the first 4 x 4 pairs, then 4 keys for each token
+    windowed = replace(model, window_size=4)
+    assert windowed.flops_per_sequence(8) == 3 * 2 * (projections + attention + 8 * 3 * 4 * 6 + 8 * 4 * 10)
+    windowed = replace(model, window_size=100)
+    assert windowed.flops_per_sequence(8) == 3 * 2 * (projections + 2 * 2 * 32 * 2 + 8 * 3 * 4 * 6 + 8 * 4 * 10)
+
+
+def test_metrics_of_iterations_to_be_done_again_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1}\n{"iteration": 2}\n{"iteration": 3}\n{"iterat')
+    with log._resume_metrics(path, 2) as file:
+        file.write('{"iteration": 3, "again": 1}\n')
+    assert path.read_text() == '{"iteration": 1}\n{"iteration": 2}\n{"iteration": 3, "again": 1}\n'

@@ -1,0 +1,25 @@
+"""Ways to share out optimizer, gradients and weights: none changes the run, and each goes on where another stopped."""
+
+import pytest
+
+from tests.support import zero_case
+
+RELAY = [  # who trains two steps of the run, and how it saves
+    ("plain", {}),
+    ("optim_grads_params", {"async_save": True}),
+    ("torch_fsdp2", zero_case.MESH),
+    ("distributed optimizer, 2 instances", {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    ("optim_grads", zero_case.MESH),
+]
+
+
+def test_a_run_that_changes_hands_is_that_of_plain_ddp(ranks, tmp_path):
+    # Gradient norms too: Adam hides a constant scale of the gradients from the losses.
+    steps = 2 * len(RELAY)
+    losses, norms = ranks(4, zero_case.train, "llama", zero_case.PLAIN | {"train_iters": steps})[0]
+    for turn, (way, how) in enumerate(RELAY):
+        start, end = 2 * turn, 2 * turn + 2
+        checkpoints = {"save": str(tmp_path), "exit_interval": end} | ({"load": str(tmp_path)} if turn else {})
+        for run in ranks(4, zero_case.train, "llama", zero_case.WAYS[way] | how | checkpoints | {"train_iters": steps}):
+            assert run[0] == pytest.approx(losses[start:end], rel=1e-6), way
+            assert run[1] == pytest.approx(norms[start:end], rel=1e-6), way
