@@ -11,7 +11,7 @@ from megatron.context_parallel.cluster.search.step_search import workload_of
 from megatron.context_parallel.cluster.step.model_shape import Model
 from megatron.context_parallel.cluster.step.step_time import forecast_step
 from megatron.context_parallel.cluster.step.train_config import Run
-from megatron.context_parallel.trainer.config.workload import preset_model
+from megatron.context_parallel.trainer.arguments.preset_model import preset_model
 
 from .cells import HERE, PAPERS, ROOT, words
 from .systems import best_of, best_of_all

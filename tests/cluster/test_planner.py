@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.auto_rank import sweep
 from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError, context_parallel_attention
+from megatron.context_parallel.cluster.search.auto import resolve
 from megatron.context_parallel.cluster.search.candidates import Candidate, Workload, candidates
 from megatron.context_parallel.cluster.search.planner import Place, fastest, memory, search
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
@@ -149,12 +150,14 @@ def test_a_sweep_has_every_strategy_and_twelve_cases():
 
 def _agreed(cluster: str, layout: str | None) -> str:
     options = {"head_parallel_size": 1, "workload": WORKLOAD, "cluster": cluster}
-    return ContextParallel("auto", layout, **options).choice.spec
+    choice = resolve("auto", layout=layout, **options)
+    assert ContextParallel(choice).choice.spec == choice.spec
+    return choice.spec
 
 
 def _refused(**options) -> str:
     with pytest.raises(UsageError) as refused:
-        ContextParallel("auto", **options)
+        resolve("auto", **options)
     return str(refused.value)
 
 
@@ -169,6 +172,9 @@ def test_all_ranks_take_the_same(ranks, tmp_path):
         assert said == "grid=(2, 1): --cp-strategy auto chooses the options of strategies; leave it out"
     for said in ranks(2, _refused):
         assert said.startswith("--cp-strategy auto: for which sizes? Give workload=Workload(")
+    assert resolve("mesh", layout="cyclic").spec == "mesh:layout=cyclic"  # a named strategy needs no group
+    with pytest.raises(UsageError, match=r"^--cp-strategy auto: give what resolve\('auto', workload, group\) of"):
+        AllRanks(2, "auto")
 
 
 # -- the trainer and the tools ---------------------------------------------------------------------------------------

@@ -496,7 +496,7 @@ def test_fused_merge_keeps_the_digits_of_small_weights(interpreted):
     + [(80, 128, torch.bfloat16, ()), (100, 128, torch.bfloat16, ()), (90, 192, torch.bfloat16, (128, 30.0))],
 )
 def test_compiles_without_spills(compiled, architecture, head_dim, dtype, others):
-    """`python tests/campaigns/compile_position_kernel.py` does more. `others`: head_dim of the values, and a softcap."""
+    """`tests/campaigns/compile_position_kernel.py` does more. `others`: head_dim of the values, and a softcap."""
     from tests.campaigns.compile_position_kernel import SHARED, compile_block
 
     for kernel in compiled(compile_block, architecture, head_dim, dtype, "runs", *others):

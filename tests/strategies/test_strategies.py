@@ -149,7 +149,7 @@ def test_specs_of_modules_and_files(tmp_path, monkeypatch):
             "--cp-head-parallel-size two: need a whole number, 1 or more, such as 2",
         ),
         ("mesh:q_cost=much", "--cp-q-cost much: need a number, above 0, such as 4"),
-        ("auto", "--cp-strategy auto: only pretrain_gpt.py, tools/plan.py --cluster and ContextParallel"),
+        ("auto", "--cp-strategy auto: give what resolve("),
         ("no_such_module:own", "no_such_module cannot be loaded (ModuleNotFoundError: No module named"),
         ("{folder}/absent.py:own", "absent.py cannot be loaded (FileNotFoundError:"),
         ("{folder}/broken.py:own", "broken.py cannot be loaded (ZeroDivisionError: division by zero)"),

@@ -19,9 +19,10 @@ from megatron.context_parallel.kernels.names import BACKENDS
 from megatron.context_parallel.trainer import dry_run, setup
 from megatron.context_parallel.trainer.arguments.command_line import PARSER, read_flags
 from megatron.context_parallel.trainer.arguments.complete import parse_args
+from megatron.context_parallel.trainer.arguments.preset_model import preset_model
 from megatron.context_parallel.trainer.config.flags import FLAGS, PRESETS
 from megatron.context_parallel.trainer.config.samples import decay_samples, train_samples, warmup_samples
-from megatron.context_parallel.trainer.config.workload import model_of, preset_model, run_of
+from megatron.context_parallel.trainer.config.workload import model_of, run_of
 from megatron.context_parallel.trainer.data.tokenizer import build_tokenizer, vocabulary
 
 ROOT = Path(__file__).parents[2]

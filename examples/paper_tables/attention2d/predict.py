@@ -10,7 +10,7 @@ from functools import cache
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.step.step_time import forecast_step
 from megatron.context_parallel.cluster.step.train_config import Run
-from megatron.context_parallel.trainer.config.workload import preset_model
+from megatron.context_parallel.trainer.arguments.preset_model import preset_model
 
 CLUSTER = {"figure_4": "attention2d-a100", "figure_5": "attention2d-a100", "figure_6": "attention2d-h100"}
 FITTED: dict[str, Callable[[str, str], bool]] = {}

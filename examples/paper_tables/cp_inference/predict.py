@@ -10,7 +10,7 @@ from megatron.context_parallel.cluster.step.prefill_time import Forecast, Prefil
 from megatron.context_parallel.cluster.step.train_config import Run
 from megatron.context_parallel.inference.pass_q import RING_PASS_Q
 from megatron.context_parallel.strategies import Choice
-from megatron.context_parallel.trainer.config.workload import preset_model
+from megatron.context_parallel.trainer.arguments.preset_model import preset_model
 
 from ..cells import Cell, Wanted, cell_by_cell, every_third_row, everything
 from ..commands import inference_command

@@ -13,7 +13,7 @@ from megatron.context_parallel.cluster.step.step_time import forecast_step
 from megatron.context_parallel.cluster.step.train_config import Run
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.strategies import choose
-from megatron.context_parallel.trainer.config.workload import preset_model
+from megatron.context_parallel.trainer.arguments.preset_model import preset_model
 
 from ..cells import Wanted, cell_by_cell, every_third_row, everything
 from ..commands import training_command

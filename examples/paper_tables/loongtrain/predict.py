@@ -12,7 +12,7 @@ from megatron.context_parallel.cluster.step.step_time import forecast_step
 from megatron.context_parallel.cluster.step.train_config import Run
 from megatron.context_parallel.plan.ir import T
 from megatron.context_parallel.plan.volume import chunk_bytes, received_bytes
-from megatron.context_parallel.trainer.config.workload import preset_model
+from megatron.context_parallel.trainer.arguments.preset_model import preset_model
 
 from ..cells import Wanted, cell_by_cell, every_third_row, everything
 from ..commands import attention_command, training_command

@@ -25,7 +25,7 @@ from megatron.context_parallel.runtime.comm.transport import (
     run_here,
 )
 from megatron.context_parallel.runtime.executor import Problem
-from megatron.context_parallel.strategies import AUTO, COMMON, Choice, asked, choose
+from megatron.context_parallel.strategies import Choice, asked, choose
 from megatron.context_parallel.tokens.handles import Handled
 from megatron.context_parallel.tokens.layout import Chunks, positions, shard, unshard
 from megatron.context_parallel.tokens.mask import Mask
@@ -99,13 +99,11 @@ class ContextParallel(_Strategy):
     All ranks of the group make it together, as in a collective. Other ranks take no part.
 
     Args:
-        strategy: `--cp-strategy`, a name or a spec such as "mesh:grid=2x4" (`strategies.spec`). With "auto" the first
-            rank takes what is predicted to be fastest for the `workload`, on the `cluster` or else on one that the
-            ranks measure now (`cluster.auto.agree`).
+        strategy: `--cp-strategy`, a name or a spec such as "mesh:grid=2x4" (`strategies.spec`). For "auto" give what
+            `cluster.search.auto.resolve` returns.
         layout: `--cp-layout`; default: the strategy's own.
         group: the ranks that share a sequence, or a DeviceMesh of one dimension; default: the world.
-        options: `head_parallel_size`, `placement`, and the options of the strategy; for "auto" also `workload`, and
-            `cluster`, a description or the name of one.
+        options: `head_parallel_size`, `placement`, and the options of the strategy.
 
     Attributes:
         group: the ranks that share a sequence; rank: this one in it.
@@ -130,8 +128,6 @@ class ContextParallel(_Strategy):
             raise UsageError(f"layout: of type {type(layout).__name__}; give its name, and the group as group=...")
         # All meet before one may refuse what it was given.
         self._transport = TorchTransport(group, f"--cp-strategy {asked(strategy, layout=layout, **options)}")
-        if isinstance(strategy, str) and strategy == AUTO:
-            strategy, layout, options = _agreed(group, {**options, "layout": layout}), None, {}
         super().__init__(strategy, layout, dist.get_world_size(group), options)
         self.group, self.rank = group, dist.get_rank(group)
         self.chunk = self.chunks[self.rank]
@@ -177,25 +173,6 @@ class ContextParallel(_Strategy):
         results = [run_here(program(plan, problem, self.rank, self._transport, *parts[0]))]
         recorder.end()
         return results
-
-
-def _agreed(group: dist.ProcessGroup, options: dict[str, Any]) -> Choice:
-    """What "auto" stands for on the ranks of `group`."""
-    from megatron.context_parallel.cluster.description import Cluster
-    from megatron.context_parallel.cluster.search.auto import agree  # the planner, which other strategies do not need
-    from megatron.context_parallel.cluster.search.candidates import Workload
-
-    if not isinstance(workload := options.pop("workload", None), Workload):
-        given = "" if workload is None else f"; workload is of type {type(workload).__name__}"
-        raise UsageError(f"--cp-strategy {AUTO}: for which sizes? Give workload=Workload(length, heads, ...){given}")
-    cluster = options.pop("cluster", None)
-    if not isinstance(cluster, Cluster | str | None):
-        raise UsageError(f"cluster of type {type(cluster).__name__}: give a Cluster, its name or file, or leave it out")
-    fixed = {name: option.value(value) for name, option in COMMON.items() if (value := options.pop(name, None))}
-    if options:
-        name, value = options.popitem()
-        raise UsageError(f"{name}={value}: --cp-strategy {AUTO} chooses the options of strategies; leave it out")
-    return agree(workload, cluster, group, fixed)
 
 
 class AllRanks(_Strategy):

@@ -1,8 +1,9 @@
 """`torch.ops.context_parallel.attention`: attention and its gradients as operators, which PyTorch calls and does not
 look into. So torch.compile has no graph break at them, and a selective-checkpoint policy can save their results.
 
-They take objects as integers (`tokens/handles.py`). Where heads are swapped, attention also returns the swapped queries, keys,
-values and log-sum-exp of each rank of the process, for the backward pass. Otherwise this needs its inputs.
+They take objects as integers (`tokens/handles.py`). Where heads are swapped, attention also returns the swapped
+queries, keys, values and log-sum-exp of each rank of the process, for the backward pass. Otherwise this needs its
+inputs.
 """
 
 from collections.abc import Callable, Iterable

@@ -87,3 +87,17 @@ def _named(declared: Flag, name: str, hint: Any) -> Flag:
 def fields_given(args: object, config: type) -> dict[str, Any]:
     """What `args` has of the fields of a dataclass, by their names."""
     return {entry.name: getattr(args, entry.name) for entry in fields(config) if hasattr(args, entry.name)}
+
+
+@dataclass(frozen=True)
+class ForeignFlag:
+    """A flag of another program, such as Megatron-LM.
+
+    `nargs` is argparse's; `values` are those that it may have here, empty: any.
+    """
+
+    option: str
+    nargs: str | int | None
+    values: tuple[str, ...]
+    says: str
+    refused: bool

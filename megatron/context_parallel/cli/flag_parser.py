@@ -8,9 +8,8 @@ from itertools import takewhile
 from typing import Any
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.trainer.config.upstream_flags import UpstreamFlag
 
-from .flag import Flag, Section, flags_of
+from .flag import Flag, ForeignFlag, Section, flags_of
 
 
 class FlagParser:
@@ -32,7 +31,7 @@ class FlagParser:
         sections: Sequence[type[Section]],
         description: str,
         usage: str,
-        foreign: Mapping[str, UpstreamFlag] | None = None,
+        foreign: Mapping[str, ForeignFlag] | None = None,
     ) -> None:
         self.sections, self.description, self.usage = sections, description, usage
         self.flags = {name: flag for section in sections for name, flag in flags_of(section).items()}

@@ -55,8 +55,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def found_by(args: argparse.Namespace) -> tuple[StepSearch, Model, Cluster, str]:
     """The search that the flags ask for, of what and where, and a title."""
+    from megatron.context_parallel.trainer.arguments.preset_model import preset_model
     from megatron.context_parallel.trainer.config.flags import PRESETS
-    from megatron.context_parallel.trainer.config.workload import preset_model
 
     if args.model not in PRESETS:
         raise UsageError(f"--model {args.model}: unknown; choose {' or '.join(PRESETS)}")

@@ -149,8 +149,8 @@ def _parse(spec: str) -> tuple[Strategy, str, dict[str, Any]]:
     name = parts[-1]
     if name == AUTO:
         raise UsageError(
-            f"--cp-strategy {spec}: only pretrain_gpt.py, tools/plan.py --cluster and ContextParallel with a workload "
-            f"choose by themselves; give one of {', '.join(STRATEGIES)}"
+            f"--cp-strategy {spec}: give what resolve({AUTO!r}, workload, group) of "
+            f"megatron.context_parallel.cluster.search.auto returns, or one of {', '.join(STRATEGIES)}"
         )
     if name not in STRATEGIES:
         raise UsageError(

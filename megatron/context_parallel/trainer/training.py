@@ -131,7 +131,7 @@ def train_loop(
     `started` is the `time.monotonic()` from which `--exit-duration-in-mins` counts. With `--save` the last iteration
     done is always saved.
     """
-    progress, saver, profile, leave = state.progress, Saver(args, state, log), Profile(args), False
+    progress, saver, profile, leave = state.progress, Saver(args, state, log.say), Profile(args), False
     train = [replayable(args, batches) for batches in train]
     while progress.iteration < args.train_iters and not leave:
         profile.at(progress.iteration)

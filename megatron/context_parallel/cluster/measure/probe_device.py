@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.context import AllRanks
-from megatron.context_parallel.cluster.description import AttentionRate, Device, GemmRate
-from megatron.context_parallel.cluster.simulate.block_time import BACKWARD
+from megatron.context_parallel.cluster.description import BACKWARD, AttentionRate, Device, GemmRate
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL

@@ -1,16 +1,17 @@
 """`--cp-strategy auto`: all ranks of a group take the strategy that is predicted to be fastest on their cluster."""
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.cluster.measure.probe import probe
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.strategies import AUTO, Choice, choose
+from megatron.context_parallel.runtime.comm.communicators import joined, meet
+from megatron.context_parallel.strategies import AUTO, COMMON, Choice, asked, choose
 
 from .candidates import DTYPES, Workload
 from .planner import Place, Search, search
@@ -18,24 +19,44 @@ from .planner import Place, Search, search
 logger = logging.getLogger(__name__)
 
 
-def agree(
-    workload: Workload,
-    cluster: Cluster | str | None,
-    group: dist.ProcessGroup,
-    fixed: Mapping[str, Any] | None = None,
+def resolve(
+    strategy: str | Choice,
+    workload: Workload | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    cluster: Cluster | str | None = None,
+    **options: object,
 ) -> Choice:
-    """What is fastest for the ranks of a group. They call this together.
+    """A strategy for `ContextParallel`: for "auto" the one that is predicted to be fastest, else the one that is named.
+
+    All ranks of the group call this together.
 
     Args:
-        workload: the attention.
-        cluster: a description, or a preset or file of one, whose first devices are the ranks of the group; None: the
-            ranks measure theirs for some seconds.
-        group: the ranks that share a sequence.
-        fixed: as in `search`.
+        strategy: `--cp-strategy`, a spec or "auto".
+        workload: the attention that "auto" chooses for.
+        group: the ranks that share a sequence, or a DeviceMesh of one dimension; default: the world.
+        cluster: for "auto" a description, or a preset or file of one, whose first devices are the ranks of the group;
+            None: the ranks measure theirs for some seconds.
+        options: `layout`, `head_parallel_size` and `placement`, which bind the planner; for a named strategy its
+            options too.
 
     Raises:
-        UsageError: nothing can run, or there is no such cluster; on all ranks.
+        UsageError: nothing can run, or there is no such cluster, on all ranks; a rank was given something else, or did
+            not come within the timeout of the group.
     """
+    if strategy != AUTO:
+        return choose(strategy, **options)
+    group = joined(group)
+    given = {"workload": workload, "cluster": cluster, **options}
+    meet(group, f"--cp-strategy {asked(AUTO, **given)}")  # else ranks that were given other things wait for each other
+    if not isinstance(workload, Workload):
+        wrong = "" if workload is None else f"; workload is of type {type(workload).__name__}"
+        raise UsageError(f"--cp-strategy {AUTO}: for which sizes? Give workload=Workload(length, heads, ...){wrong}")
+    if not isinstance(cluster, Cluster | str | None):
+        raise UsageError(f"cluster of type {type(cluster).__name__}: give a Cluster, its name or file, or leave it out")
+    fixed = {name: option.value(value) for name, option in COMMON.items() if (value := options.pop(name, None))}
+    if options:
+        name, value = options.popitem()
+        raise UsageError(f"{name}={value}: --cp-strategy {AUTO} chooses the options of strategies; leave it out")
     here = measured(workload, group) if cluster is None else cluster
 
     def on_first_rank() -> Search:

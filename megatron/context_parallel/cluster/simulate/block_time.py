@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from megatron.context_parallel.cluster.description import AttentionRate, Device
+from megatron.context_parallel.cluster.description import BACKWARD, AttentionRate, Device
 from megatron.context_parallel.kernels.aten import AtenFlash
 from megatron.context_parallel.kernels.masks import CAUSAL
 from megatron.context_parallel.plan.ir import Attend, Plan
@@ -20,7 +20,6 @@ from megatron.context_parallel.tokens.mask import Mask
 
 SAMPLES = 32  # queries of a progression that stand for the others
 SMALL = 64  # rows of a progression in the small sequence that shows how blocks are cut
-BACKWARD = 2.5  # products of matrices for one of the forward pass
 
 
 class Part(NamedTuple):

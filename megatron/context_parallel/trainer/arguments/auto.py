@@ -11,11 +11,11 @@ from megatron.context_parallel.cluster.search.step_search import workload_of
 from megatron.context_parallel.cluster.step.memory import BUFFERS, LOGITS, fullest_stage, memory
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.strategies import AUTO, Choice
-from megatron.context_parallel.trainer.config.context_parallel_flags import fixed_options
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.config.workload import model_of, run_of
 
 from .check_values import check_together
+from .cp_strategy import fixed_options
 
 
 def choose_strategy(args: Arguments) -> Arguments:

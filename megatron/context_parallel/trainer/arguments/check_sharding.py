@@ -2,8 +2,8 @@
 
 import os
 
-from megatron.context_parallel.cli.flag_checks import check_sharers, refuse
 from megatron.context_parallel.trainer.config.flags import Arguments
+from megatron.context_parallel.trainer.config.refuse import check_sharers, refuse
 
 
 def check_sharding(args: Arguments) -> None:

@@ -4,14 +4,15 @@ import math
 import os
 from dataclasses import replace
 
-from megatron.context_parallel.cli.flag_checks import check_each, check_multiple, check_relations, refuse
-from megatron.context_parallel.trainer.config.context_parallel_flags import chosen
-from megatron.context_parallel.trainer.config.flags import SPLIT, Arguments, Flags
+from megatron.context_parallel.cli.flag_checks import check_each
+from megatron.context_parallel.trainer.config.flags import FLAGS, SPLIT, Arguments, Flags
+from megatron.context_parallel.trainer.config.refuse import check_multiple, check_relations, refuse
 from megatron.context_parallel.trainer.config.samples import iterations
 from megatron.context_parallel.trainer.data.tokenizer import vocabulary
 
 from .check_values import check_rampup, check_together, check_world, ranks_in
 from .command_line import read_flags
+from .cp_strategy import chosen
 
 
 def parse_args(argv: list[str] | None = None) -> Arguments:
@@ -37,7 +38,7 @@ def complete(given: Flags, tokenizer: tuple[int, int | None] | None = None) -> t
     Raises:
         UsageError: anything that would not run as asked.
     """
-    check_each(given)
+    check_each(given, FLAGS, ", or a --preset or --config that has it")
     specs, choices = chosen(given)
     needed = given.tensor_model_parallel_size * given.pipeline_model_parallel_size * given.context_parallel_size
     world_size = ranks_in("WORLD_SIZE", needed if given.dry_run else 1)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron.context_parallel.cli.flag import Flag, flags_of
-from megatron.context_parallel.cli.flag_checks import refuse
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.config.flags import (
     FLAGS,
@@ -13,6 +12,7 @@ from megatron.context_parallel.trainer.config.flags import (
     MixedPrecision,
     Regularization,
 )
+from megatron.context_parallel.trainer.config.refuse import refuse
 from megatron.context_parallel.trainer.config.samples import train_samples
 
 from .data_digest import Digests, changed, data_digests

@@ -1,12 +1,11 @@
 """When a run saves, and what a save that failed does to it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from megatron.context_parallel.trainer.config.flags import Arguments
-from megatron.context_parallel.trainer.log import RunLog
 from megatron.context_parallel.trainer.model.data_parallel import weights_gathered
 
 from .save_load import Save
@@ -18,11 +17,11 @@ class Saver:
     """The checkpoints of a run, of which at most one is being written. Every rank calls the same methods.
 
     A save that fails stops the run with a UsageError on every rank. With `--save-on-error continue` it is a warning,
-    unless it is the last.
+    unless it is the last. `say` prints a line on the first rank.
     """
 
-    def __init__(self, args: Arguments, state: TrainState, log: RunLog) -> None:
-        self.args, self.state, self.log = args, state, log
+    def __init__(self, args: Arguments, state: TrainState, say: Callable[[str], None]) -> None:
+        self.args, self.state, self.say = args, state, say
         self.saved = state.progress.iteration
         self.writing: Save | None = None
         self.tolerant = args.save_on_error == "continue"
@@ -50,7 +49,7 @@ class Saver:
         with self._errors(save.iteration):
             save.finish()
             self.saved = save.iteration
-            self.log.say(f"saved iteration {save.iteration} to {self.args.save}")
+            self.say(f"saved iteration {save.iteration} to {self.args.save}")
 
     def end(self) -> None:
         """Save the last iteration, unless that is done."""
@@ -68,4 +67,4 @@ class Saver:
             line = not_saved(self.args, iteration, error)
             if not self.tolerant:
                 raise UsageError(line) from error
-            self.log.say(f"warning: {line}; training goes on")
+            self.say(f"warning: {line}; training goes on")

@@ -4,23 +4,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.context_parallel.cli.flag import Section, flag
-from megatron.context_parallel.cluster.description import load_cluster
-from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.names import BACKENDS
-from megatron.context_parallel.strategies import (
-    AUTO,
-    COMMON,
-    STRATEGIES,
-    Choice,
-    Grid,
-    Option,
-    choose_by_layer,
-    specs_given,
-)
+from megatron.context_parallel.strategies import AUTO, COMMON, STRATEGIES, Grid, Option
 from megatron.context_parallel.strategies.by_layer import BOTH, COMM_TYPES
-
-if TYPE_CHECKING:
-    from .flags import Flags
 
 _STRATEGY = f"""distributed attention: {", ".join(STRATEGIES)}; NAME:OPTION=VALUE,... gives options, MODULE:NAME and
 FILE.py:NAME a strategy of your own, SPEC+SPEC another one for the backward pass, SPEC*4,SPEC*2 one for 4 layers and one
@@ -57,7 +43,7 @@ def _options() -> dict[str, Option]:
     return found
 
 
-_OPTIONS = _options()
+STRATEGY_OPTIONS = _options()
 
 
 def _declared(option: Option) -> Any:
@@ -72,34 +58,7 @@ if TYPE_CHECKING:
 
 else:
     # The values are texts, which the strategy reads once it is known; those of switches are True and False.
-    _types = {f"cp_{name}": (bool if option.kind is bool else str) | None for name, option in _OPTIONS.items()}
-    _fields = {f"cp_{name}": _declared(option) for name, option in _OPTIONS.items()}
+    _types = {f"cp_{name}": (bool if option.kind is bool else str) | None for name, option in STRATEGY_OPTIONS.items()}
+    _fields = {f"cp_{name}": _declared(option) for name, option in STRATEGY_OPTIONS.items()}
     _body = {"__annotations__": _types, "__module__": __name__, **_fields}
     ContextParallel = type("ContextParallel", (_Group,), _body, title="context parallel")
-
-
-def chosen(args: "Flags") -> tuple[str, tuple[Choice, ...]]:
-    """The specs that the `--cp-...` flags give, and the strategy of each layer.
-
-    There is none for "auto", which chooses when sizes are known.
-
-    Raises:
-        UsageError: an unknown strategy, or an option it does not have or with another value; no such cluster.
-    """
-    given = {name: getattr(args, f"cp_{name}") for name in _OPTIONS}
-    types, sizes = args.cp_comm_type, args.hierarchical_context_parallel_sizes
-    specs = specs_given(args.cp_strategy, types, sizes, args.context_parallel_size, args.num_layers)
-    if specs != AUTO:
-        return specs, choose_by_layer(specs, args.num_layers, args.context_parallel_size, **given)
-    fixed_options(args)
-    if own := next((name for name in _OPTIONS if name not in COMMON and given[name] is not None), None):
-        raise UsageError(f"{_OPTIONS[own].given(given[own])}: --cp-strategy {AUTO} chooses it; leave it out")
-    if args.cp_cluster:
-        load_cluster(args.cp_cluster, "--cp-cluster")
-    return AUTO, ()
-
-
-def fixed_options(args: "Flags") -> dict[str, Any]:
-    """The options given that every strategy has, which bind `--cp-strategy auto` too."""
-    given = {name: (option, getattr(args, f"cp_{name}")) for name, option in COMMON.items()}
-    return {name: option.value(text) for name, (option, text) in given.items() if text is not None}

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.context_parallel.cli.flag import Section, flag, flags_of
-from megatron.context_parallel.trainer.data.tokenizer import TOKENIZERS
 
 from .context_parallel_flags import ContextParallel
 from .expert_flags import Experts
@@ -25,6 +24,15 @@ SOFTMAX = ("vanilla", "off-by-one", "learnable")
 FP8_RECIPES = ("tensorwise", "delayed", "mxfp8", "blockwise")
 IMPLEMENTATIONS = ("local", "transformer_engine")
 DECAYS = ("constant", "linear", "cosine", "inverse-square-root")
+# --tokenizer-type: (megatron-core's library, the Python package it needs)
+TOKENIZERS = {
+    "ByteLevelTokenizer": ("byte-level", None),
+    "HuggingFaceTokenizer": ("huggingface", "transformers"),
+    "SentencePieceTokenizer": ("sentencepiece", "sentencepiece"),
+    "GPTSentencePieceTokenizer": ("sentencepiece", "sentencepiece"),
+    "Llama2Tokenizer": ("sentencepiece", "sentencepiece"),
+    "NullTokenizer": ("null", None),
+}
 weights = partial(flag, decides="weights")
 model = partial(flag, decides="model")
 data_order = partial(flag, decides="data order")

@@ -4,8 +4,7 @@ A flag stands with its values: a word in capitals is any value, other words are 
 dots stand for several. A flag of Megatron-LM that is neither here nor ours is refused as unknown.
 """
 
-from dataclasses import dataclass
-
+from megatron.context_parallel.cli.flag import ForeignFlag
 from megatron.context_parallel.errors import UsageError
 
 _FUSED = "kernels are fused where this host can, which the loss does not depend on"
@@ -153,21 +152,10 @@ GIVE_INSTEAD = {
 }
 
 
-@dataclass(frozen=True)
-class UpstreamFlag:
-    """A flag of Megatron-LM. `nargs` is argparse's; `values` are those that it may have here, empty: any."""
-
-    option: str
-    nargs: str | int | None
-    values: tuple[str, ...]
-    says: str
-    refused: bool
-
-
-def _read(usage: str, says: str, refused: bool) -> UpstreamFlag:
+def _read(usage: str, says: str, refused: bool) -> ForeignFlag:
     option, *values = usage.removesuffix("...").split()
     nargs = "+" if usage.endswith("...") else 1 if values else None
-    return UpstreamFlag(option, nargs, tuple(value for value in values if not value.isupper()), says, refused)
+    return ForeignFlag(option, nargs, tuple(value for value in values if not value.isupper()), says, refused)
 
 
 UPSTREAM = {

@@ -4,31 +4,17 @@ from megatron.context_parallel.cli.flag import fields_given
 from megatron.context_parallel.cluster.step.model_shape import Model
 from megatron.context_parallel.cluster.step.train_config import Run
 from megatron.context_parallel.strategies import Choice
-from megatron.context_parallel.trainer.arguments.command_line import read_flags
-from megatron.context_parallel.trainer.arguments.complete import complete_model, padded_vocab_size
-from megatron.context_parallel.trainer.data.tokenizer import vocabulary
 
 from .flags import Arguments, Flags
 
 
 def model_of(args: Arguments) -> Model:
     """The sizes of a run's model."""
-    return _model(args, args.padded_vocab_size)
+    return model_from(args, args.padded_vocab_size)
 
 
-def preset_model(preset: str, seq_length: int, tensor_model_parallel_size: int = 1) -> Model:
-    """The sizes of a published model (`--preset`), trained on sequences of `seq_length` tokens.
-
-    Raises:
-        UsageError: no such preset.
-    """
-    flags = ["--preset", preset, "--seq-length", str(seq_length), "--max-position-embeddings", str(seq_length)]
-    given = read_flags([*flags, "--tensor-model-parallel-size", str(tensor_model_parallel_size)])
-    given = complete_model(given)
-    return _model(given, padded_vocab_size(given, given.vocab_size or vocabulary(given)[0]))
-
-
-def _model(flags: Flags, padded: int) -> Model:
+def model_from(flags: Flags, padded: int) -> Model:
+    """The sizes of the model that flags describe, with `padded` rows in its embedding."""
     window = flags.window_size[0] if flags.window_size else -1
     given = fields_given(flags, Model) | {
         "num_query_groups": flags.num_query_groups if flags.group_query_attention else flags.num_attention_heads,

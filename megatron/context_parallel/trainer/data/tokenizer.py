@@ -4,26 +4,14 @@ import importlib.util
 import os
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.trainer.config.flags import TOKENIZERS, Flags
 
-if TYPE_CHECKING:
-    from megatron.context_parallel.trainer.config.flags import Flags
-
-# --tokenizer-type: (megatron-core's library, the Python package it needs)
-TOKENIZERS = {
-    "ByteLevelTokenizer": ("byte-level", None),
-    "HuggingFaceTokenizer": ("huggingface", "transformers"),
-    "SentencePieceTokenizer": ("sentencepiece", "sentencepiece"),
-    "GPTSentencePieceTokenizer": ("sentencepiece", "sentencepiece"),
-    "Llama2Tokenizer": ("sentencepiece", "sentencepiece"),
-    "NullTokenizer": ("null", None),
-}
 BYTES = 256
 
 
-def build_tokenizer(args: "Flags | Namespace"):
+def build_tokenizer(args: Flags | Namespace):
     """The megatron-core tokenizer named by `args.tokenizer_type`.
 
     Reads `tokenizer_type`, `tokenizer_model` (a file for SentencePiece, a folder for HuggingFace) and, for
@@ -48,7 +36,7 @@ def build_tokenizer(args: "Flags | Namespace"):
     return _load(args, library, options)
 
 
-def vocabulary(args: "Flags | Namespace") -> tuple[int, int | None]:
+def vocabulary(args: Flags | Namespace) -> tuple[int, int | None]:
     """The size of the vocabulary of that tokenizer and its `eod`; its files are read only if it has some.
 
     Raises:
@@ -63,7 +51,7 @@ def vocabulary(args: "Flags | Namespace") -> tuple[int, int | None]:
     return tokenizer.vocab_size, tokenizer.eod
 
 
-def _null_vocabulary(args: "Flags | Namespace") -> int:
+def _null_vocabulary(args: Flags | Namespace) -> int:
     if not args.vocab_size or args.vocab_size < 1:
         raise UsageError(
             f"--vocab-size {args.vocab_size} does not work with --tokenizer-type NullTokenizer; "
@@ -72,7 +60,7 @@ def _null_vocabulary(args: "Flags | Namespace") -> int:
     return args.vocab_size
 
 
-def _check_files(args: "Flags | Namespace", library: str, package: str | None) -> None:
+def _check_files(args: Flags | Namespace, library: str, package: str | None) -> None:
     model, given = args.tokenizer_model, f"--tokenizer-type {args.tokenizer_type}"
     if library == "huggingface":
         found, wanted = Path(model or "").is_dir() and model, "folder with tokenizer.json in it"
@@ -84,7 +72,7 @@ def _check_files(args: "Flags | Namespace", library: str, package: str | None) -
         raise UsageError(f"{given} needs a package: pip install {package}, or use --tokenizer-type ByteLevelTokenizer")
 
 
-def _load(args: "Flags | Namespace", library: str, options: dict):
+def _load(args: Flags | Namespace, library: str, options: dict):
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported, which is below
     from megatron.core.tokenizers import MegatronTokenizer
 

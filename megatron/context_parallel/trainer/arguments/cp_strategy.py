@@ -1,0 +1,36 @@
+"""The strategy of each layer that the `--cp-...` flags give."""
+
+from typing import Any
+
+from megatron.context_parallel.cluster.description import load_cluster
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.strategies import AUTO, COMMON, Choice, choose_by_layer, specs_given
+from megatron.context_parallel.trainer.config.context_parallel_flags import STRATEGY_OPTIONS
+from megatron.context_parallel.trainer.config.flags import Flags
+
+
+def chosen(args: Flags) -> tuple[str, tuple[Choice, ...]]:
+    """The specs that the `--cp-...` flags give, and the strategy of each layer.
+
+    There is none for "auto", which chooses when sizes are known.
+
+    Raises:
+        UsageError: an unknown strategy, or an option it does not have or with another value; no such cluster.
+    """
+    given = {name: getattr(args, f"cp_{name}") for name in STRATEGY_OPTIONS}
+    types, sizes = args.cp_comm_type, args.hierarchical_context_parallel_sizes
+    specs = specs_given(args.cp_strategy, types, sizes, args.context_parallel_size, args.num_layers)
+    if specs != AUTO:
+        return specs, choose_by_layer(specs, args.num_layers, args.context_parallel_size, **given)
+    fixed_options(args)
+    if own := next((name for name in STRATEGY_OPTIONS if name not in COMMON and given[name] is not None), None):
+        raise UsageError(f"{STRATEGY_OPTIONS[own].given(given[own])}: --cp-strategy {AUTO} chooses it; leave it out")
+    if args.cp_cluster:
+        load_cluster(args.cp_cluster, "--cp-cluster")
+    return AUTO, ()
+
+
+def fixed_options(args: Flags) -> dict[str, Any]:
+    """The options given that every strategy has, which bind `--cp-strategy auto` too."""
+    given = {name: (option, getattr(args, f"cp_{name}")) for name, option in COMMON.items()}
+    return {name: option.value(text) for name, (option, text) in given.items() if text is not None}
