@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler, dataloader
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.tokens.mask import Documents
 from megatron.context_parallel.trainer.config.flags import Arguments
-from megatron.context_parallel.trainer.faults.cause import end_without_room
 
 from .index_cache import drop_damaged, record
+from .worker_end import end_without_room
 
 Splits: TypeAlias = tuple[Dataset | None, Dataset | None, Dataset | None]
 Batch: TypeAlias = dict[str, Any]  # by KEYS tensors [micro batch, sequence], and documents

@@ -1,10 +1,10 @@
 """What lies behind the error of a rank: a data worker that ended, too few open files, no shared memory."""
 
 import errno
-import os
 import re
 from collections.abc import Iterator
-from multiprocessing.queues import Queue
+
+from megatron.context_parallel.trainer.data.worker_end import NO_ROOM, is_limit_of_files
 
 from .open_files import open_files
 
@@ -15,20 +15,6 @@ _OF_SIGNAL = {  # why the system sends it, and what to do
     "Killed": ", as the system does when memory runs out; give a smaller --num-workers, or the job more memory",
     "Bus error": ", as the system does when /dev/shm is full; make room there, or give --num-workers 0",
 }
-_NO_ROOM = "unable to allocate shared memory"
-
-
-def end_without_room(worker: int) -> None:
-    """For a data worker: end it when it cannot hand over a batch, for which the rank would wait for ever.
-
-    Its status is the number of the system's error.
-    """
-    Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
-
-
-def _end_worker(error: BaseException, batch: object) -> None:
-    number = errno.ENOSPC if _NO_ROOM in str(error) else 1
-    os._exit(errno.EMFILE if _is_limit_of_files([error]) else number)
 
 
 def told(error: BaseException) -> str:
@@ -40,19 +26,15 @@ def told(error: BaseException) -> str:
     text = "\n".join(str(one) for one in chain)
     ended, left = _ENDED.search(text), max(_LEFT.finditer(text), key=lambda found: found[2] or "", default=None)
     status = int(left[2] or 0) if left else 0
-    if status == errno.EMFILE or _is_limit_of_files(chain):
+    if status == errno.EMFILE or is_limit_of_files(chain):
         return f"ulimit -n {open_files()} is too low: no more files and connections may be opened; raise it to 65536"
-    if status == errno.ENOSPC or _NO_ROOM in text:
+    if status == errno.ENOSPC or NO_ROOM in text:
         return "a data worker found no room in /dev/shm; make some there, or give --num-workers 0"
     if ended:
         return f"its data worker (process {ended[1]}) was ended by a signal ({ended[2]}){_OF_SIGNAL.get(ended[2], '')}"
     if left:
         return f"its data worker (process {left[1]}) ended" + (f" with status {status}" if status else "")
     return _line_of(error)
-
-
-def _is_limit_of_files(chain: list[BaseException]) -> bool:
-    return any("too many open files" in str(error).lower() for error in chain)
 
 
 def _line_of(error: BaseException) -> str:

@@ -1,0 +1,26 @@
+"""How a data worker ends when it cannot hand over a batch."""
+
+import errno
+import os
+from collections.abc import Sequence
+from multiprocessing.queues import Queue
+
+NO_ROOM = "unable to allocate shared memory"
+
+
+def end_without_room(worker: int) -> None:
+    """For a data worker: end it when it cannot hand over a batch, for which the rank would wait for ever.
+
+    Its status is the number of the system's error.
+    """
+    Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
+
+
+def _end_worker(error: BaseException, batch: object) -> None:
+    number = errno.ENOSPC if NO_ROOM in str(error) else 1
+    os._exit(errno.EMFILE if is_limit_of_files([error]) else number)
+
+
+def is_limit_of_files(chain: Sequence[BaseException]) -> bool:
+    """Whether an error in a chain is that of too many open files."""
+    return any("too many open files" in str(error).lower() for error in chain)
