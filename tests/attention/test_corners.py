@@ -12,7 +12,7 @@ from megatron.context_parallel.cluster.search.candidates import Workload
 from megatron.context_parallel.kernels.aten import AtenFlash
 from megatron.context_parallel.tokens.layout import positions, shard, unshard
 from megatron.context_parallel.tokens.mask import Documents
-from tests.attention.test_exact import errors
+from tests.support.exact import errors
 
 WHAT = ("out", "lse", "dq", "dk", "dv", "dsinks")
 CASES = [(name, layout) for name, strategy in STRATEGIES.items() for layout in strategy.layouts]

@@ -1,12 +1,11 @@
 """Every strategy equals exact attention, all ranks in one process: out, lse, dq, dk, dv against float64."""
 
-from functools import cache
-
 import pytest
 import torch
 
 from megatron.context_parallel import STRATEGIES, AllRanks, context_parallel_attention
 from megatron.context_parallel.kernels.reference import Reference, attention
+from tests.support.exact import DIM, HEADS, WHAT, errors, exact, gradients, problem
 
 # The baselines here; every other strategy has a test file of its own.
 CASES = [(name, layout) for name in ("ring", "allgather") for layout in STRATEGIES[name].layouts]
@@ -18,32 +17,8 @@ OTHERS = [
     ("loongtrain", {"head_parallel_size": 4}),
     ("usp", {"head_parallel_size": 2, "placement": "context-first"}),
 ]
-HEADS = [(4, 4), (8, 2), (6, 1)]
 MASKED = [*((*heads, True) for heads in HEADS), (8, 2, False)]  # tests/campaigns/fuzz/__main__.py draws the others
 RANKS = [1, 2, 3, 4, 5, 7, 8, 16, 64]
-WHAT = ("out", "lse", "dq", "dk", "dv")
-DIM = 16
-
-
-@cache
-def problem(n: int, heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """q, k, v, dout of a whole sequence."""
-    torch.manual_seed(n * 1000 + heads)
-    length, batch = (n * 12, 2) if n < 16 else (n * 4, 1)
-    return [torch.randn(length, batch, h, DIM).to(dtype) for h in (heads, kv_heads, kv_heads, heads)]
-
-
-def gradients(function, q, k, v, dout) -> list[torch.Tensor]:
-    """out, lse, dq, dk, dv of `function(q, k, v) -> (out, lse)`."""
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out, lse = function(*leaves)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
-
-
-@cache
-def exact(n: int, heads: int, kv_heads: int, dtype: torch.dtype, causal: bool) -> list[torch.Tensor]:
-    wide = [x.double() for x in problem(n, heads, kv_heads, dtype)]
-    return gradients(lambda *x: attention(*x, causal=causal, scale=DIM**-0.5), *wide)
 
 
 def distributed(name, layout, n, heads, kv_heads, dtype, causal, kernel=None, **options) -> list[torch.Tensor]:
@@ -53,10 +28,6 @@ def distributed(name, layout, n, heads, kv_heads, dtype, causal, kernel=None, **
         return context_parallel_attention(q, k, v, cp, causal=causal, return_lse=True, kernel=kernel)
 
     return gradients(run, *problem(n, heads, kv_heads, dtype))
-
-
-def errors(got: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
-    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, expected, strict=True)]
 
 
 @pytest.mark.parametrize(

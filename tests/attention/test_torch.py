@@ -20,6 +20,7 @@ from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.tokens.handles import held
 from megatron.context_parallel.tokens.mask import Documents
 from tests.support import torch_case
+from tests.support.fsdp_case import fsdp_losses
 
 PAGE = Path(__file__).parents[2] / "docs" / "torch.md"
 ATTENTION = torch.ops.context_parallel.attention.default
@@ -234,17 +235,6 @@ def test_dtensors_and_a_mesh(ranks):
 
 
 # -- FSDP2 ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def one_rank(ranks) -> list[float]:
-    (losses,) = ranks(1, torch_case.train, "ring")
-    assert losses[-1] < losses[0] - 0.1
-    return losses
-
-
-def fsdp_losses(ranks, spec: str, how: dict) -> list[list[float]]:
-    return ranks(4, partial(torch_case.train, spec, **how))
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 
 from megatron.context_parallel.serving.connections import Patience
-from tests.serving.test_server import GOOD, JSON, SAID, call, serving, wait_until
 from tests.support.chatty import Chatty
+from tests.support.server_case import GOOD, JSON, SAID, call, serving, wait_until
 
 CLIENTS, REQUESTS = 200, 100
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -14,8 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.serving.test_server import JSON, call, wait_until
 from tests.support import llama_case
+from tests.support.server_case import JSON, call, wait_until
 
 
 def check_stopped_rank(victim: int, limit: int = 8) -> None:

@@ -7,9 +7,9 @@ from itertools import product
 
 import pytest
 
-from tests.attention.test_torch import fsdp_losses, one_rank  # noqa: F401  # a fixture
-from tests.integration.test_diffusers import check, flux, wan
 from tests.support import torch_case
+from tests.support.diffusers_case import check, flux, wan
+from tests.support.fsdp_case import fsdp_losses, one_rank  # noqa: F401  # a fixture
 
 SPECS = ("ring", "mesh", "lightseq", "ulysses")
 DATA = ({}, {"data": 2}, {"data": 2, "hybrid": True})

@@ -9,7 +9,7 @@ from megatron.context_parallel import UsageError
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.search.calibrate import Calibration, Cell, Field, field_of, with_field
 from megatron.context_parallel.commands.calibrate import main
-from tests.cluster.test_simulate import BOX
+from tests.support.box import BOX
 
 SIZES = (1.0, 2.0, 5.0, 20.0, 100.0)  # GB
 FIELDS = {"nics.GB_s": Field(10, 2, 25), "iteration_ms": Field(100, 1, 1000)}

@@ -11,8 +11,8 @@ from megatron.context_parallel.cluster.step.layer_time import LayerTime
 from megatron.context_parallel.cluster.step.prefill_time import Prefill, prefill_seconds
 from megatron.context_parallel.cluster.step.train_config import Run
 from megatron.context_parallel.inference.pass_q import RING_PASS_Q
-from tests.cluster.test_simulate import BOX
-from tests.cluster.test_training_step import IDEAL, MODEL
+from tests.support.box import BOX
+from tests.support.ideal_model import IDEAL, MODEL
 
 CLUSTER = replace(BOX, device=IDEAL)
 HEADS, HEAD_DIM, LAYERS = MODEL.num_attention_heads, MODEL.kv_channels, MODEL.num_layers

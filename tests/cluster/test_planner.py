@@ -21,8 +21,8 @@ from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.trainer.arguments.auto import choose_strategy
 from megatron.context_parallel.trainer.arguments.complete import parse_args
 from megatron.context_parallel.trainer.dry_run import describe
-from tests.attention.test_exact import errors, exact, gradients, problem
-from tests.cluster.test_simulate import BOX, BOX_TEXT
+from tests.support.box import BOX, BOX_TEXT
+from tests.support.exact import errors, exact, gradients, problem
 
 WORKLOAD = Workload(4096, 8, 4, 64)
 HOST = replace(BOX, shared_cores=2, nics=replace(BOX.nics, processor_ns_per_byte=2, GB_s=0.1))

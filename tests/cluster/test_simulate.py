@@ -10,9 +10,6 @@ from megatron.context_parallel.cluster.description import (
     PRESETS,
     AttentionRate,
     Cluster,
-    Device,
-    Inside,
-    Nics,
     load_cluster,
 )
 from megatron.context_parallel.cluster.simulate.block_time import BlockTime
@@ -25,35 +22,8 @@ from megatron.context_parallel.plan.volume import Shape
 from megatron.context_parallel.strategies import choose
 from megatron.context_parallel.tokens.layout import LAYOUTS, Chunks
 from megatron.context_parallel.tokens.mask import Mask
+from tests.support.box import BOX, BOX_TEXT, DEVICE
 
-DEVICE = Device(
-    name="test",
-    peak_TFLOP_s=1,
-    memory_GiB=1,
-    memory_GB_s=1e9,
-    block_us=0,
-    attention=(AttentionRate(rows=1, forward_TFLOP_s=1, backward_TFLOP_s=1),),
-)
-BOX = Cluster(
-    name="box",
-    source="made up",
-    nodes=2,
-    devices_per_node=4,
-    device=DEVICE,
-    inside=Inside(GB_s=100, latency_us=0),
-    nics=Nics(per_node=4, GB_s=10, latency_us=0),
-)
-BOX_TEXT = """
-name: box
-source: made up
-nodes: 2
-devices_per_node: 4
-device:
-  {name: test, peak_TFLOP_s: 1, memory_GiB: 1, memory_GB_s: 1.0e+9, block_us: 0,
-   attention: [{rows: 1, forward_TFLOP_s: 1, backward_TFLOP_s: 1}]}
-inside: {GB_s: 100, latency_us: 0}
-nics: {GB_s: 10, per_node: 4, latency_us: 0}
-"""
 SHAPE = Shape(rows=1024, heads=8, kv_heads=8, head_dim=64, itemsize=2)
 KV = 2 * 1024 * 8 * 64 * 2  # bytes of a chunk
 NO_WORK = replace(DEVICE, attention=(AttentionRate(rows=1, forward_TFLOP_s=1e9, backward_TFLOP_s=1e9),))

@@ -8,7 +8,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch.distributed.tensor import DTensor
 
 from megatron.context_parallel import UsageError
-from megatron.context_parallel.cluster.description import AttentionRate, Cluster, Device, GemmRate, Inside, Nics
+from megatron.context_parallel.cluster.description import AttentionRate, Cluster, GemmRate, Inside, Nics
 from megatron.context_parallel.cluster.simulate.collectives import exchange, ring
 from megatron.context_parallel.cluster.step.attention_pass import attention_forecast, attention_shape
 from megatron.context_parallel.cluster.step.layer_time import LayerTime
@@ -21,28 +21,9 @@ from megatron.context_parallel.trainer.config.workload import model_of, run_of
 from megatron.context_parallel.trainer.model.data_parallel import TorchFSDP2
 from tests.cluster import test_simulate
 from tests.support import training_case, zero_case
+from tests.support.ideal_model import IDEAL, MODEL
 
-# Memory and launches cost nothing, and all computing has the peak rate.
-IDEAL = Device(
-    name="ideal",
-    peak_TFLOP_s=1,
-    memory_GiB=1000,
-    memory_GB_s=1e12,
-    block_us=0,
-    kernel_us=0,
-    gemm=(GemmRate(size=1, TFLOP_s=1),),
-    attention=(AttentionRate(rows=1, forward_TFLOP_s=1, backward_TFLOP_s=1),),
-)
 BOX = replace(test_simulate.BOX, device=IDEAL)
-MODEL = Model(
-    num_layers=4,
-    hidden_size=256,
-    ffn_hidden_size=512,
-    num_attention_heads=8,
-    num_query_groups=4,
-    kv_channels=32,
-    padded_vocab_size=1024,
-)
 RUN = Run(seq_length=1024)
 ALONE = BOX.part(1)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

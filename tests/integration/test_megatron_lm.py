@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.integration import megatron_lm
 from megatron.context_parallel.integration.transformer_engine import why_not_importable
-from tests.integration.test_model import BATCH, LENGTH, VOCABULARY, batch, config, hidden
+from tests.support.gpt_case import BATCH, LENGTH, VOCABULARY, batch, config, hidden
 
 STEPS = 5
 

@@ -10,7 +10,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.context_parallel import LAYOUTS, STRATEGIES, ContextParallel, UsageError
@@ -18,9 +17,9 @@ from megatron.context_parallel.integration.batch import shard_batch
 from megatron.context_parallel.integration.host import support_cpu_host
 from megatron.context_parallel.integration.rope import use_layout
 from megatron.context_parallel.integration.spec import ContextParallelAttention, block_spec
+from tests.support.gpt_case import BATCH, CU_SEQLENS, LENGTH, VOCABULARY, WINDOW, batch, config, hidden
 
 support_cpu_host()
-LENGTH, BATCH, VOCABULARY = 24, 2, 32
 
 
 SPREADS = [(1, "ring", "zigzag", {}), (2, "allgather", "cyclic", {})]
@@ -33,8 +32,6 @@ SPREADS += [
 SPREADS += [(4, name, None, {"head_parallel_size": 2}) for name in ("mesh", "lightseq")]
 
 
-CU_SEQLENS = [0, 5, 6, 17, 24, 33, 34, 48]  # of both samples together
-WINDOW = (6, 0)
 MASKED = [  # tokens of two packed samples, or a window
     ("documents", 4, "ring", "zigzag", {}),
     ("documents", 4, "attention2d", None, {}),
@@ -45,43 +42,6 @@ MASKED = [  # tokens of two packed samples, or a window
     ("window", 2, "ulysses", None, {}),
 ]
 LEARNED = [(4, "ring", layout, {}) for layout in LAYOUTS]  # position ids come with the batch
-
-
-def config(**changes) -> TransformerConfig:
-    values = {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "ffn_hidden_size": 48,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "normalization": "RMSNorm",
-        "init_method_std": 0.2,
-        "bias_dropout_fusion": False,
-        "transformer_impl": "local",
-        "context_parallel_size": dist.get_world_size(),
-    }
-    return TransformerConfig(**values | changes)
-
-
-def batch() -> dict[str, torch.Tensor]:
-    torch.manual_seed(7)
-    tokens, labels = (torch.randint(VOCABULARY, (BATCH, LENGTH)) for _ in range(2))
-    position_ids = torch.arange(LENGTH).expand(BATCH, -1)
-    return {"tokens": tokens, "labels": labels, "position_ids": position_ids, "weight": torch.rand(BATCH, LENGTH)}
-
-
-def hidden(masked: str | None) -> torch.Tensor:
-    """What megatron-core's attention must not see: bool [b, 1, queries, keys]."""
-    at = torch.arange(LENGTH)
-    hide = (at[None, :] > at[:, None]).expand(BATCH, 1, -1, -1)
-    if masked == "window":
-        hide = hide | (at[None, :] < at[:, None] - WINDOW[0])
-    if masked == "documents":
-        ids = torch.bucketize(torch.arange(BATCH * LENGTH), torch.tensor(CU_SEQLENS[1:]), right=True).view(BATCH, -1)
-        hide = hide | (ids[:, None, :, None] != ids[:, None, None, :])
-    return hide
 
 
 def gradients(

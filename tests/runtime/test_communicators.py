@@ -14,7 +14,7 @@ from megatron.context_parallel.kernels.reference import attention
 from megatron.context_parallel.plan.ir import PLACEMENTS, PlanError
 from megatron.context_parallel.runtime.comm.communicators import timeout_of
 from megatron.context_parallel.tokens.mask import Pairs
-from tests.attention.test_exact import DIM, gradients
+from tests.support.exact import DIM, gradients
 
 HEADS = 6
 

@@ -27,7 +27,7 @@ from megatron.context_parallel.strategies import head_parallel_sizes
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import positions, rows_in, unshard
 from megatron.context_parallel.tokens.mask import Mask
-from tests.attention.test_exact import DIM, WHAT, errors, exact, gradients, problem
+from tests.support.exact import DIM, WHAT, errors, exact, gradients, problem
 
 INNER = [name for name, strategy in STRATEGIES.items() if strategy.head_parallel != "all"]
 PASSES = [(causal, backward) for causal in (True, False) for backward in (False, True)]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.context_parallel import ContextParallel, context_parallel_attention
 from megatron.context_parallel.runtime.comm import communicators, transport
 from megatron.context_parallel.runtime.comm import torch_works as works
-from tests.attention.test_exact import DIM, gradients
+from tests.support.exact import DIM, gradients
 
 CASES = [  # with head counts and the layout
     ("allgather", {}, 4, 2),

@@ -23,10 +23,10 @@ from megatron.context_parallel.serving.hosts import names_of
 from megatron.context_parallel.serving.log_lines import LimitedLines
 from megatron.context_parallel.serving.protocol import Chat, Completion, Limits, Refused, read
 from megatron.context_parallel.serving.requests import requests_of
-from tests.serving.test_server import GOOD, JSON, SAID, call, readers_of, serving, wait_until
 from tests.support import llama_case
 from tests.support.chatty import Chatty
 from tests.support.plain_session import PlainSession
+from tests.support.server_case import GOOD, JSON, SAID, call, readers_of, serving, wait_until
 
 LIMITS = Limits("parrot", length=1000, body_bytes=1 << 16)
 BYTES = ByteTokenizer(256)

@@ -15,7 +15,7 @@ from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.plan.volume import received, units
 from megatron.context_parallel.strategies.attention2d import grid_of, transposed
 from megatron.context_parallel.tokens.layout import unshard
-from tests.attention.test_exact import DIM, HEADS, WHAT, errors, exact, gradients, problem
+from tests.support.exact import DIM, HEADS, WHAT, errors, exact, gradients, problem
 
 attention2d = STRATEGIES["attention2d"]
 OVERLAP = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "collectives"])

@@ -12,7 +12,7 @@ from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.plan.volume import units
 from megatron.context_parallel.runtime.executor import Executor
 from megatron.context_parallel.tokens.layout import unshard
-from tests.attention.test_exact import HEADS, errors, exact, gradients, problem
+from tests.support.exact import HEADS, errors, exact, gradients, problem
 
 lightseq = STRATEGIES["lightseq"]
 SOME = [*range(1, 14), 16, 17, 33, 64]

@@ -16,7 +16,7 @@ from megatron.context_parallel.strategies.mesh import best_grid
 from megatron.context_parallel.strategies.mesh_schedule import costs_by_bytes, schedule
 from megatron.context_parallel.tokens.layout import shard, unshard
 from megatron.context_parallel.tokens.mask import Pairs
-from tests.attention.test_exact import HEADS, WHAT, errors, exact, gradients, problem
+from tests.support.exact import HEADS, WHAT, errors, exact, gradients, problem
 
 MESH, RING = STRATEGIES["mesh"], STRATEGIES["ring"]
 # A block hides one unit; the backward query side counted with O, as in the paper.

@@ -13,7 +13,7 @@ from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import Chunks, positions, unshard
 from megatron.context_parallel.tokens.mask import Documents, Mask
-from tests.attention.test_exact import WHAT, gradients
+from tests.support.exact import WHAT, gradients
 
 LENGTH, DIM = 192, 8
 

@@ -15,55 +15,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megatron.context_parallel.commands import preprocess_data
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.data import index_file
-from megatron.context_parallel.trainer.data.batches import build_data_iterator, build_datasets
+from megatron.context_parallel.trainer.data.batches import build_data_iterator
 from megatron.context_parallel.trainer.data.index_cache import record
 from megatron.context_parallel.trainer.data.tokenizer import build_tokenizer
-
-EOD = 256
-SEQUENCE = 32
-
-
-def preprocess(tmp_path, *flags: str, prefix: str = "out") -> IndexedDataset:
-    preprocess_data.main(["--output-prefix", str(tmp_path / prefix), *map(str, flags)])
-    return IndexedDataset(str(tmp_path / f"{prefix}_text_document"))
-
-
-def corpus(tmp_path, documents: int = 40) -> str:
-    """A prefix whose documents have 20 to 56 bytes each, with bytes that other tokenizers use for padding."""
-    lines = [json.dumps({"text": f"\x01{number:03d}" * (5 + number % 10)}) for number in range(documents)]
-    (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
-    preprocess(tmp_path, "--input", tmp_path / "corpus.jsonl", "--append-eod", prefix="corpus")
-    return str(tmp_path / "corpus_text_document")
-
-
-def arguments(tmp_path, **changes) -> Namespace:
-    values = {
-        "tokenizer_type": "ByteLevelTokenizer",
-        "tokenizer_model": None,
-        "vocab_size": None,
-        "vocabulary": 257,
-        "data_path": None,
-        "train_data_path": None,
-        "valid_data_path": None,
-        "test_data_path": None,
-        "split": "80,20,0",
-        "data_cache_path": str(tmp_path / "cache"),
-        "seq_length": SEQUENCE,
-        "seed": 1234,
-        "eod_mask_loss": False,
-        "reset_position_ids": False,
-        "reset_attention_mask": False,
-        "eod_token": EOD,
-        "micro_batch_size": 2,
-        "num_workers": 0,
-        "mock_data": False,
-        "skip_train": False,
-    }
-    return Namespace(**(values | changes))
-
-
-def datasets(args: Namespace, *sizes: int):
-    return build_datasets(args, build_tokenizer(args), sizes)
+from tests.support.data_case import EOD, SEQUENCE, arguments, corpus, datasets, preprocess
 
 
 def iterate(args: Namespace, consumed: int, dp_rank: int, dp_size: int, notes=None) -> list[dict[str, torch.Tensor]]:

@@ -14,7 +14,7 @@ from megatron.context_parallel.trainer.arguments.complete import parse_args
 from megatron.context_parallel.trainer.config.samples import batch_size, iterations
 from megatron.context_parallel.trainer.config.upstream_flags import UPSTREAM, meaningless
 from tests.support import training_case
-from tests.trainer.test_data import arguments, datasets
+from tests.support.data_case import arguments, datasets
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --dry-run"

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megatron.context_parallel.cli.flag import Flag, flags_of
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.trainer.checkpoint.data_digest import Digests, changed, data_digests
 from megatron.context_parallel.trainer.config.flags import (
     FLAGS,
     Arguments,
