@@ -17,7 +17,7 @@ OTHERS = [
     ("loongtrain", {"head_parallel_size": 4}),
     ("usp", {"head_parallel_size": 2, "placement": "context-first"}),
 ]
-MASKED = [*((*heads, True) for heads in HEADS), (8, 2, False)]  # tests/campaigns/fuzz/__main__.py draws the others
+MASKED = [*((*heads, True) for heads in HEADS), (8, 2, False)]  # tests/campaigns/fuzz draws the others
 RANKS = [1, 2, 3, 4, 5, 7, 8, 16, 64]
 
 

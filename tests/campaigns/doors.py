@@ -1,6 +1,6 @@
 """Five steps of training on 4 context-parallel ranks through each door, against one rank; a table of differences.
 
-python tests/campaigns/doors.py [--door DOOR]
+python -m tests.campaigns.doors [--door DOOR]
 prints for each door and strategy the largest absolute difference of the mean losses, over all steps and ranks. It
 fails above 1e-6.
 """

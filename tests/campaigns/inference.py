@@ -1,7 +1,7 @@
 """Inference in every combination: attention of all stages, plans to 64 ranks, and tokens of long conversations.
 
-    PYTHONPATH=. python tests/campaigns/inference.py
-    PYTHONPATH=. python tests/campaigns/inference.py --only "tokens of 3 ranks"
+    python -m tests.campaigns.inference
+    python -m tests.campaigns.inference --only "tokens of 3 ranks"
 
 Prints the largest error, and what failed. Exit status 1 if anything did.
 """

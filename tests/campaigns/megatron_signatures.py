@@ -1,6 +1,6 @@
 """Whether the sources of a megatron-core that cannot run here have what this project replaces and calls.
 
-    python tests/campaigns/megatron_signatures.py FOLDER
+    python -m tests.campaigns.megatron_signatures FOLDER
 
 FOLDER is an unpacked wheel: megatron/core is in it. Names and signatures are compared, nothing is imported.
 """

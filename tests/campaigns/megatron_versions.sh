@@ -3,7 +3,7 @@
 #   bash tests/campaigns/megatron_versions.sh [VERSION...]
 # Of a release that needs a newer Python, names and signatures are looked up in the sources.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 versions=("$@")
 ((${#versions[@]})) || versions=(0.16.0 0.16.1 0.17.1 0.18.2 0.19.2)
 tests=(tests/integration/test_megatron_lm.py tests/integration/test_model.py tests/trainer/test_training.py tests/trainer/test_checkpoint.py)
@@ -27,6 +27,6 @@ for version in "${versions[@]}"; do
     .venv/bin/pip download --quiet --no-deps --ignore-requires-python --only-binary :all: --python-version 3.12 \
         --platform manylinux_2_28_x86_64 --dest "$here" "megatron-core==$version" 2>/dev/null
     .venv/bin/python -m zipfile -e "$here"/*.whl "$here"
-    echo "$version: signatures only: $(PYTHONPATH=$PWD .venv/bin/python -W ignore tests/campaigns/megatron_signatures.py "$here")"
+    echo "$version: signatures only: $(PYTHONPATH=$PWD .venv/bin/python -W ignore -m tests.campaigns.megatron_signatures "$here")"
 done
 exit "$failed"

@@ -1,6 +1,6 @@
 """Plans changed at random: each is refused by `verify` with a PlanError or computes exact attention.
 
-    python tests/campaigns/plan_mutations.py --count 2000 --seed 0
+    python -m tests.campaigns.plan_mutations --count 2000 --seed 0
 
 `mutate(plan, draw)` returns a changed plan whose name says what was changed.
 """

@@ -1,6 +1,6 @@
 """The server under load: 200 clients, of whom one in a hundred means it no good, and 1,000 connections.
 
-PYTHONPATH=tests:. python tests/campaigns/server.py [--tiny-temperatures]
+python -m tests.campaigns.server [--tiny-temperatures]
 """
 
 import http.client

@@ -1,6 +1,6 @@
 """A real server of 3 ranks of which one is stopped: who notices, and what clients get.
 
-PYTHONPATH=tests:. python tests/campaigns/stopped_server.py
+python -m tests.campaigns.stopped_server
 """
 
 import http.client

@@ -289,7 +289,7 @@ def test_a_strategy_makes_and_verifies_each_plan_once(monkeypatch):
 
 
 def test_changed_plans_are_refused_or_right():
-    """A sample; `python tests/campaigns/plan_mutations.py` tries more."""
+    """A sample; `python -m tests.campaigns.plan_mutations` tries more."""
     verdicts = run_changed(120, seed=2)
     assert verdicts["refused"] > 40 and verdicts["right"] > 10, verdicts
 

@@ -1,7 +1,7 @@
 """Random cases against attention by its definition, until the time is up.
 
-    PYTHONPATH=. python tests/campaigns/fuzz/__main__.py --seconds 60 --seed 1
-    PYTHONPATH=. python tests/campaigns/fuzz/__main__.py --case '<what a failure printed>'
+    python -m tests.campaigns.fuzz --seconds 60 --seed 1
+    python -m tests.campaigns.fuzz --case '<what a failure printed>'
 
 Every third case runs on gloo ranks, the others with all ranks in this process. Exit status 1 if a case failed.
 """
@@ -70,7 +70,7 @@ class Fuzz:
     def show(self, case: Case) -> None:
         """Checks a case; what fails is printed as one line that runs it again."""
         if wrong := self.check(case):
-            print(f"python tests/campaigns/fuzz/__main__.py --case '{to_json(case)}'  # {wrong}", flush=True)
+            print(f"python -m tests.campaigns.fuzz --case '{to_json(case)}'  # {wrong}", flush=True)
 
     def report(self) -> int:
         """Prints what came of all cases; returns the exit status."""

@@ -1,6 +1,6 @@
 """Mutants of the core and of inference: would the tests notice one changed place? Not a part of the test run.
 
-    PYTHONPATH=. python tests/campaigns/mutants/__main__.py --count 300 --seed 0 --processes 1 --results mutants.txt
+    python -m tests.campaigns.mutants --count 300 --seed 0 --processes 1 --results mutants.txt
 
 Each mutant changes one place of one module: a comparison, operator, constant or condition, or a statement left out.
 First, every test of these modules runs once, to see which lines it runs and how long it takes. Then each mutant meets
@@ -38,41 +38,76 @@ ROOT = Path(__file__).parents[3]
 LONGEST = 2  # seconds of CPU time; tests that take longer are left out
 LONG_ENOUGH = 20  # seconds of tests that a mutant meets at most
 SLOWER, MORE = 5, 15  # a test does not end if it takes so many times what it takes without a mutant, and seconds more
-EXACT = "test_exact.py::test_float64_leaves_no_room_for_error"
-PLANS = ("test_form.py", "test_machine.py", "test_volume.py", "test_strategies.py", "test_plan.py", "test_guards.py")
-PLANS += ("test_lightseq.py", "test_heads.py")
-ATTENTION = ("test_guards.py", EXACT, "test_corners.py", "test_mask.py", "test_heads.py")
+EXACT = "attention/test_exact.py::test_float64_leaves_no_room_for_error"
+PLANS = (
+    "plan/test_form.py",
+    "plan/test_machine.py",
+    "plan/test_volume.py",
+    "strategies/test_strategies.py",
+    "plan/test_plan.py",
+    "attention/test_guards.py",
+)
+PLANS += ("strategies/test_lightseq.py", "runtime/test_heads.py")
+ATTENTION = (
+    "attention/test_guards.py",
+    EXACT,
+    "attention/test_corners.py",
+    "tokens/test_mask.py",
+    "runtime/test_heads.py",
+)
 FLAGS = ("-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist")
 RANKS = (  # of `TorchTransport`, between processes
-    "test_transport.py::test_torch_transport",
-    "test_gloo.py::test_exact_between_processes[2-4-4]",
-    "test_communicators.py::test_nccl_connects_each_communicator_on_the_current_device",
-    "test_communicators.py::test_a_rank_outside_the_group_is_told",
-    "test_communicators.py::test_one_made_after_another_has_communicators_of_its_own",
+    "runtime/test_transport.py::test_torch_transport",
+    "attention/test_gloo.py::test_exact_between_processes[2-4-4]",
+    "runtime/test_communicators.py::test_nccl_connects_each_communicator_on_the_current_device",
+    "runtime/test_communicators.py::test_a_rank_outside_the_group_is_told",
+    "runtime/test_communicators.py::test_one_made_after_another_has_communicators_of_its_own",
 )
 TESTS = {
     "plan/ir.py": (*PLANS, EXACT),
     "plan/form.py": PLANS,
-    "plan/machine.py": (*PLANS, "test_simulate.py"),
-    "plan/flows.py": (*PLANS, "test_simulate.py"),
-    "plan/trace.py": (*PLANS, "test_simulate.py"),
+    "plan/machine.py": (*PLANS, "cluster/test_simulate.py"),
+    "plan/flows.py": (*PLANS, "cluster/test_simulate.py"),
+    "plan/trace.py": (*PLANS, "cluster/test_simulate.py"),
     "plan/schedule.py": (*PLANS, *ATTENTION),
     "plan/verify.py": PLANS,
     "plan/liveness.py": PLANS,
     "plan/volume.py": PLANS,
-    "executor.py": ATTENTION,
-    "buffers.py": ATTENTION,
-    "pairs.py": ("test_mask.py", "test_strategies.py", "test_corners.py", "test_plan.py"),
-    "mask.py": ("test_mask.py", "test_strategies.py", "test_corners.py", "test_plan.py"),
-    "layout.py": ("test_layout.py", "test_mask.py", "test_corners.py", "test_heads.py"),
-    "heads.py": ("test_corners.py", "test_heads.py"),
-    "transport.py": ("test_transport.py", "test_guards.py", EXACT, "test_plan.py", "test_heads.py", *RANKS),
-    "inference/pages.py": ("test_pages.py", "test_generate.py"),
-    "inference/choose.py": ("test_choose_prefill.py",),
-    "inference/sampling.py": ("test_generate.py",),
-    "inference/text_stream.py": ("test_generate.py",),
-    "inference/prefixes.py": ("test_generate.py",),
-    "inference/engine.py": ("test_generate.py",),
+    "runtime/executor.py": ATTENTION,
+    "runtime/buffers.py": ATTENTION,
+    "tokens/chunk_pairs.py": (
+        "tokens/test_mask.py",
+        "strategies/test_strategies.py",
+        "attention/test_corners.py",
+        "plan/test_plan.py",
+    ),
+    "tokens/mask.py": (
+        "tokens/test_mask.py",
+        "strategies/test_strategies.py",
+        "attention/test_corners.py",
+        "plan/test_plan.py",
+    ),
+    "tokens/layout.py": (
+        "tokens/test_layout.py",
+        "tokens/test_mask.py",
+        "attention/test_corners.py",
+        "runtime/test_heads.py",
+    ),
+    "runtime/head_swap.py": ("attention/test_corners.py", "runtime/test_heads.py"),
+    "runtime/comm/transport.py": (
+        "runtime/test_transport.py",
+        "attention/test_guards.py",
+        EXACT,
+        "plan/test_plan.py",
+        "runtime/test_heads.py",
+        *RANKS,
+    ),
+    "inference/pages.py": ("inference/test_pages.py", "generation/test_generate.py"),
+    "inference/choose.py": ("inference/test_choose_prefill.py",),
+    "inference/sampling.py": ("generation/test_generate.py",),
+    "inference/text_stream.py": ("generation/test_generate.py",),
+    "inference/prefixes.py": ("generation/test_generate.py",),
+    "inference/engine.py": ("generation/test_generate.py",),
 }
 Mutation = tuple[str, int]  # a module, and the number of a place in it
 

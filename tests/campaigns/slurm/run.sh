@@ -2,7 +2,7 @@
 # Run examples/slurm/pretrain.sbatch under a real Slurm on this machine. Root only; installs Debian's Slurm if it is missing.
 #   bash tests/campaigns/slurm/run.sh [pytest arguments]
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 
 needed="slurm-wlm munge iproute2"
 if ((EUID == 0)) && ! command -v slurmctld >/dev/null; then
