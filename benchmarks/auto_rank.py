@@ -11,8 +11,8 @@ from benchmarks.job import run_job
 from megatron.context_parallel.cluster.description import Cluster, load_cluster, save_cluster
 from megatron.context_parallel.cluster.search import candidates
 from megatron.context_parallel.cluster.search.auto import measured
-from megatron.context_parallel.cluster.search.planner import Place, search
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.cluster.search.planner import GroupDevices, search
+from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.mask import Mask
 
 NEAR = 1.5  # times the predicted best
@@ -46,14 +46,14 @@ def sweep(workload: candidates.Workload, cluster: Cluster, fixed: dict, count: i
     After the choice come the best of every strategy (without a prediction, where a bound says that it is slower), the
     best with each head-parallel size, and others in order, up to `NEAR` times the best; then slower ones up to `LEAST`.
     """
-    found = search(workload, Place(cluster), fixed, most=EVERY)
+    found = search(workload, GroupDevices(cluster), fixed, most=EVERY)
     ranked = {spec: prediction.seconds for spec, prediction in found.ranked.items()}
     leaders = dict[object, str]()
     for spec in [*ranked, *found.slower]:
         leaders.setdefault(spec.split(":")[0], spec)
     others = dict[object, str]()
     for spec in (spec for spec, seconds in ranked.items() if seconds <= NEAR * ranked[found.best]):
-        choice = choose(spec)
+        choice = parse_spec(spec)
         others.setdefault((choice.strategy.name, choice.common.get("head_parallel_size")), spec)
     near = [spec for spec, seconds in ranked.items() if seconds <= NEAR * ranked[found.best]]
     every = dict.fromkeys([found.best, *leaders.values(), *others.values(), *near])

@@ -6,7 +6,7 @@ import torch
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
-from megatron.context_parallel.strategies import Choice, choose, head_parallel_sizes
+from megatron.context_parallel.strategies import Choice, head_parallel_sizes, parse_spec
 from megatron.context_parallel.tokens.layout import progressions
 
 from .peers import PEERS
@@ -67,7 +67,7 @@ def parse_case(text: str) -> Case:
         UsageError: no such strategy or peer, or an option it does not have.
     """
     if not text.startswith("peer:"):
-        choice = choose(text)
+        choice = parse_spec(text)
         return Case(text, choice.strategy.name, choice)
     name, _, rest = text.removeprefix("peer:").partition(":")
     if name not in PEERS:

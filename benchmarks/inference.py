@@ -23,7 +23,7 @@ from benchmarks import job, report
 from megatron.context_parallel.cli.run_main import run_main
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.inference.choose import CHOICES, Sizes, sent_bytes
+from megatron.context_parallel.inference.choose import CHOICES, LayerShape, sent_bytes
 from tools.netlab import add_flags, cluster_of, exits_as_ranks_did
 
 RANK = Path(__file__).with_name("inference_rank.py")
@@ -95,7 +95,7 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(f"--miss-rates {wrong[0]:g}: give shares above 0, 1 at most, such as 0.05")
 
 
-def rows_of(entries: list[dict], ranks: int, layers: int, sizes: Sizes) -> list[dict]:
+def rows_of(entries: list[dict], ranks: int, layers: int, sizes: LayerShape) -> list[dict]:
     """A row for each entry. A round takes as long as its slowest rank; the median of the rounds counts.
 
     `received` are the most bytes of a rank's connections, `formula` those of docs/inference.md for all ranks together.
@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     report.make_folder(args.output)
     task = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in (*SIZES, *LISTS)}
     task |= {"miss_rates": list(args.miss_rates), "choices": args.choices, "cluster": args.cluster}
-    sizes = Sizes(args.num_attention_heads, args.num_query_groups, args.kv_channels, args.kv_channels, 4)
+    sizes = LayerShape(args.num_attention_heads, args.num_query_groups, args.kv_channels, args.kv_channels, 4)
     rows, runs = [], []
     for place in places:
         surroundings = job.surroundings(place)

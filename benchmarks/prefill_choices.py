@@ -11,10 +11,18 @@ import numpy
 from rich.table import Table
 
 from megatron.context_parallel.cli.tables import show
-from megatron.context_parallel.inference.choose import EMPIRICAL, PASS_KV, PASS_Q, Rates, Sizes, choose, empirical
+from megatron.context_parallel.inference.choose import (
+    EMPIRICAL,
+    PASS_KV,
+    PASS_Q,
+    LayerShape,
+    Rates,
+    choose_prefill,
+    empirical,
+)
 
 CONTEXT, RANKS = 128_000, 4
-LLAMA_405B = Sizes(128, 8, 128, 128, 2)
+LLAMA_405B = LayerShape(128, 8, 128, 128, 2)
 # Milliseconds of pass-KV and pass-Q by T.
 TABLE_4 = {
     1280: (1023.39, 898.71),
@@ -49,7 +57,7 @@ def choices(how: str) -> dict[int, str]:
     if how in ("printed", "fitted"):
         constants = EMPIRICAL if how == "printed" else fitted()
         return {new: empirical(new, CONTEXT - new, constants) for new in TABLE_4}
-    return {new: choose(how, new, CONTEXT - new, RANKS, LLAMA_405B, RATES) for new in TABLE_4}
+    return {new: choose_prefill(how, new, CONTEXT - new, RANKS, LLAMA_405B, RATES) for new in TABLE_4}
 
 
 def lost(how: str) -> dict[int, float]:

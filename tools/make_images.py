@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 from megatron.context_parallel.inference.pages import PageTables
 from megatron.context_parallel.plan.ir import Plan
 from megatron.context_parallel.plan.pictures.draw import draw, file_name
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.strategies import parse_spec
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 # (spec, ranks); each is drawn forward and backward
@@ -30,7 +30,7 @@ COLOURS = {(1,): "#8db8e8", (2,): "#f2a96b", (1, 2): "#74c69a", (): "#f4f4f4"}  
 def plans() -> dict[str, Plan]:
     """The plan that each image shows, by the name of its file."""
     return {
-        f"{file_name(spec, ranks, backward)}.png": choose(spec).plan(ranks, backward=backward)
+        f"{file_name(spec, ranks, backward)}.png": parse_spec(spec).plan(ranks, backward=backward)
         for spec, ranks in IMAGES
         for backward in (False, True)
     }

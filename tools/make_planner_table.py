@@ -10,8 +10,8 @@ from pathlib import Path
 
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.search.candidates import Workload
-from megatron.context_parallel.cluster.search.planner import Place, fastest, search
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.cluster.search.planner import GroupDevices, fastest, search
+from megatron.context_parallel.strategies import parse_spec
 
 PAGE = Path(__file__).parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- made by tools/make_planner_table.py -->\n", "<!-- end -->\n"
@@ -31,10 +31,10 @@ KV_HEADS = {"MHA": 32, "GQA": 8}  # for 32 heads
 
 def cell(preset: str, ranks: int, length: int, kv_heads: int) -> str:
     """The fastest strategy, and how many times faster than the zigzag ring it is."""
-    place, workload = Place(load_cluster(preset).part(ranks)), Workload(length * 1024, 32, kv_heads, 128)
+    place, workload = GroupDevices(load_cluster(preset).part(ranks)), Workload(length * 1024, 32, kv_heads, 128)
     found = search(workload, place, most=24)
     how = {"heads": 32, "kv_heads": kv_heads}
-    ring = [choose("ring").plan(ranks, backward=backward, **how) for backward in (False, True)]
+    ring = [parse_spec("ring").plan(ranks, backward=backward, **how) for backward in (False, True)]
     simulated, _ = fastest({"ring": ring}, place, workload)
     return f"`{found.best}` {simulated['ring'].seconds / found.ranked[found.best].seconds:.2f}"
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.cluster.search.candidates import Workload
-from megatron.context_parallel.cluster.search.planner import Place
+from megatron.context_parallel.cluster.search.planner import GroupDevices
 
 from .systems import best_of, best_of_all
 
@@ -64,7 +64,7 @@ def beyond(paper: str) -> str:
     lines = ["| testbed | attention | the paper's best | ms | this project would choose | ms | gain |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for case in CASES[paper]:
-        place = Place(_part(load_cluster(case.cluster), case))
+        place = GroupDevices(_part(load_cluster(case.cluster), case))
         name, own = best_of(paper, case.workload, place, case.passes)
         spec, best = best_of_all(case.workload, place, case.passes)
         if best >= own:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
-from megatron.context_parallel.cluster.search.planner import Place
+from megatron.context_parallel.cluster.search.planner import GroupDevices
 from megatron.context_parallel.cluster.search.step_search import workload_of
-from megatron.context_parallel.cluster.step.model_shape import Model
+from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.step_time import forecast_step
-from megatron.context_parallel.cluster.step.train_config import Run
+from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.trainer.arguments.preset_model import preset_model
 
 from .cells import HERE, PAPERS, ROOT, words
@@ -47,9 +47,9 @@ def cluster() -> Cluster:
     return replace(load_cluster(PRESET), nodes=NODES)
 
 
-def run_of(length: int, spec: str) -> Run:
+def run_of(length: int, spec: str) -> TrainConfig:
     """All 64 GPUs share one sequence; weights and optimizer are sharded; all is recomputed but attention."""
-    return Run(
+    return TrainConfig(
         seq_length=length,
         cp_strategy=spec,
         context_parallel_size=cluster().ranks,
@@ -65,8 +65,8 @@ def run_of(length: int, spec: str) -> Run:
 
 def rows_of(label: str) -> dict[str, Row]:
     """Of every system at one length."""
-    length, place = LENGTHS[label], Place(cluster())
-    model: Model = preset_model(MODEL, length, 1)
+    length, place = LENGTHS[label], GroupDevices(cluster())
+    model: ModelShape = preset_model(MODEL, length, 1)
     workload = workload_of(model, run_of(length, "ring"))
     found = {paper: best_of(paper, workload, place) for paper in PAPERS}
     found[AUTO] = min([best_of_all(workload, place), *found.values()], key=lambda item: item[1])

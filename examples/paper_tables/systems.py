@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron.context_parallel.cluster.search.candidates import Workload
-from megatron.context_parallel.cluster.search.planner import Place, Prediction, fastest, search
+from megatron.context_parallel.cluster.search.planner import GroupDevices, Prediction, fastest, search
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.strategies.options import divisors
 from megatron.context_parallel.tokens.layout import Chunks
 
@@ -53,7 +53,7 @@ def ways(names: Iterator[str], workload: Workload, n: int) -> Mapping[str, Seque
     found = dict[str, Sequence[Plan]]()
     for spec in names:
         try:
-            choice = choose(spec, n)
+            choice = parse_spec(spec, n)
             steps = choice.plan(n).n
             sees = workload.mask.pairs(*Chunks.pair(choice.layout, steps, workload.length))
             how = {"sees": sees, "heads": workload.heads, "kv_heads": workload.kv_heads}
@@ -63,13 +63,13 @@ def ways(names: Iterator[str], workload: Workload, n: int) -> Mapping[str, Seque
     return found
 
 
-def best_of(paper: str, workload: Workload, place: Place, passes: int = 2) -> tuple[str, float]:
+def best_of(paper: str, workload: Workload, place: GroupDevices, passes: int = 2) -> tuple[str, float]:
     """The fastest way of a paper's system, and the seconds of its forward pass, or of both, by prediction."""
     ranked, _ = fastest(ways(specs(paper, place.n, workload.heads), workload, place.n), place, workload, SIMULATED)
     return _first(ranked, passes)
 
 
-def best_of_all(workload: Workload, place: Place, passes: int = 2) -> tuple[str, float]:
+def best_of_all(workload: Workload, place: GroupDevices, passes: int = 2) -> tuple[str, float]:
     """What `--cp-strategy auto` would take; of one pass, the fastest there of what it simulates."""
     return _first(search(workload, place, most=SEARCHED).ranked, passes)
 

@@ -2,7 +2,7 @@
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.volume import received
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.strategies import parse_spec
 
 STRATEGIES = {  # the paper's name: (its cost, a spec)
     "Ring Attention": ("O(N)", "ring"),
@@ -27,7 +27,7 @@ def volume_table() -> str:
 def _volume(spec: str, n: int) -> str:
     """A chunk is 1 / n of the sequence. A dash: the ranks are too few for the spec."""
     try:
-        plans = [choose(spec).plan(n, backward=backward, heads=HEADS, kv_heads=HEADS) for backward in (False, True)]
+        plans = [parse_spec(spec).plan(n, backward=backward, heads=HEADS, kv_heads=HEADS) for backward in (False, True)]
     except UsageError:
         return "-"
     return f"{max(sum(sum(received(plan, rank).values()) for plan in plans) for rank in range(n)) / n:.3g}"

@@ -13,7 +13,7 @@ from megatron.context_parallel.plan.ir import AllGather, Plan, PlanError, Recv, 
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.plan.volume import units
 from megatron.context_parallel.runtime.blocks import Blocks
-from megatron.context_parallel.runtime.comm.transport import Line, LocalTransport
+from megatron.context_parallel.runtime.comm.transport import LocalTransport, MessageQueue
 from megatron.context_parallel.runtime.executor import Executor, Problem
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import Chunks
@@ -80,7 +80,7 @@ def test_a_rank_has_two_batches_of_a_channel_under_way(ops):
 
 
 def test_what_is_being_sent_must_not_change():
-    post: dict = defaultdict(Line)
+    post: dict = defaultdict(MessageQueue)
     x, into = torch.zeros(2), torch.ones(2)
     first, second = LocalTransport(0, post), LocalTransport(1, post)
     first.exchange("ring", [(1, x)], [])

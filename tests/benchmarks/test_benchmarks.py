@@ -28,7 +28,7 @@ from benchmarks.volume import planned_bytes
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.attention import torch_op as attention_module
 from megatron.context_parallel.kernels.reference import attention
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.layout import positions
 
 ROOT = Path(__file__).parents[2]
@@ -244,7 +244,7 @@ def test_presets_are_cases_that_work(name, n):
 
 def test_options_of_a_case():
     text = "mesh:grid=4x2,layout=zigzag"
-    assert parse_case(text) == Case(text, "mesh", choose("mesh", layout="zigzag", grid=(4, 2)))
+    assert parse_case(text) == Case(text, "mesh", parse_spec("mesh", layout="zigzag", grid=(4, 2)))
     assert parse_case("lightseq:balance=no,prefetch=yes").choice.options == {"balance": False, "prefetch": True}
     assert parse_case("peer:yunchang:ulysses=2") == Case("peer:yunchang:ulysses=2", "yunchang", None, {"ulysses": 2})
 

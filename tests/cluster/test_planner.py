@@ -12,11 +12,11 @@ from benchmarks.auto_rank import sweep
 from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError, context_parallel_attention
 from megatron.context_parallel.cluster.search.auto import resolve
 from megatron.context_parallel.cluster.search.candidates import Candidate, Workload, candidates
-from megatron.context_parallel.cluster.search.planner import Place, fastest, memory, search
+from megatron.context_parallel.cluster.search.planner import GroupDevices, fastest, memory, search
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.commands.plan import main as plan_tool
 from megatron.context_parallel.commands.plan_search import main as plan_search
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.trainer.arguments.auto import choose_strategy
 from megatron.context_parallel.trainer.arguments.complete import parse_args
@@ -33,9 +33,9 @@ def every(workload: Workload, n: int, **fixed) -> list:
     return [*candidates(workload, n, lambda size: 2.0, fixed)]
 
 
-def seconds(spec: str, place: Place, workload: Workload) -> float:
+def seconds(spec: str, place: GroupDevices, workload: Workload) -> float:
     shape, how = workload.shape(place.n), {"heads": workload.heads, "kv_heads": workload.kv_heads}
-    plans = [choose(spec).plan(place.n, backward=backward, **how) for backward in (False, True)]
+    plans = [parse_spec(spec).plan(place.n, backward=backward, **how) for backward in (False, True)]
     more = workload.mask, workload.batch, workload.dtype, place.devices, place.others
     return sum(simulate(plan, place.cluster, shape, *more).seconds for plan in plans)
 
@@ -55,7 +55,7 @@ def test_candidates_are_what_strategies_declare():
     assert "loongtrain:inner_ring_size=2" in specs and "lightseq:balance=False,prefetch=False" in specs
     for one in found:
         assert one.choice.plan(4).layout == one.plans[0].layout and one.plans[1].backward
-        assert choose(one.choice.spec).spec == one.choice.spec
+        assert parse_spec(one.choice.spec).spec == one.choice.spec
 
 
 def test_what_cannot_run_is_rejected_with_a_reason():
@@ -65,7 +65,7 @@ def test_what_cannot_run_is_rejected_with_a_reason():
     refused = [one for one in found if not isinstance(one, Candidate)]
     assert refused and all("--cp-head-parallel-size" in one.reason and "6 heads" in one.reason for one in refused)
     least = min(memory(plan, WORKLOAD) for plan in choose_plans("ring", 8))
-    some, none = (search(WORKLOAD, Place(BOX), room=room, most=2) for room in (2 * least, 1))
+    some, none = (search(WORKLOAD, GroupDevices(BOX), room=room, most=2) for room in (2 * least, 1))
     assert some.ranked and any("of memory" in one.reason for one in some.rejected)
     with pytest.raises(UsageError, match=r"--cp-strategy auto: no strategy works here .*memory"):
         _ = none.best
@@ -73,11 +73,11 @@ def test_what_cannot_run_is_rejected_with_a_reason():
 
 def choose_plans(spec: str, n: int, workload: Workload = WORKLOAD) -> list:
     how = {"heads": workload.heads, "kv_heads": workload.kv_heads}
-    return [choose(spec).plan(n, backward=backward, **how) for backward in (False, True)]
+    return [parse_spec(spec).plan(n, backward=backward, **how) for backward in (False, True)]
 
 
 def test_options_that_are_given_bind():
-    found = search(WORKLOAD, Place(BOX), {"layout": "cyclic", "head_parallel_size": 2}, most=3)
+    found = search(WORKLOAD, GroupDevices(BOX), {"layout": "cyclic", "head_parallel_size": 2}, most=3)
     assert found.ranked and all("layout=cyclic" in spec and "head_parallel_size=2" in spec for spec in found.ranked)
 
 
@@ -87,16 +87,16 @@ def test_options_that_are_given_bind():
 @pytest.mark.parametrize("cluster", [BOX, HOST, SLOW], ids=["box", "host", "slow"])
 def test_nothing_is_faster_than_its_bound(cluster):
     ways = {one.choice.spec: one.plans for one in every(WORKLOAD, 8)[::9]}
-    _, least = fastest(ways, Place(cluster), WORKLOAD, most=0)
+    _, least = fastest(ways, GroupDevices(cluster), WORKLOAD, most=0)
     assert least.keys() == ways.keys()
     for spec, bound in least.items():
-        assert 0 < bound <= seconds(spec, Place(cluster), WORKLOAD) * (1 + 1e-9), spec
+        assert 0 < bound <= seconds(spec, GroupDevices(cluster), WORKLOAD) * (1 + 1e-9), spec
 
 
 def test_the_bound_is_reached_where_one_link_does_all():
     """Two ranks: keys cross the link once forward; once, and their gradients in float32, backward."""
     cluster = replace(SLOW, nodes=2)
-    _, least = fastest({"ring": choose_plans("ring", 2)}, Place(cluster), WORKLOAD, most=0)
+    _, least = fastest({"ring": choose_plans("ring", 2)}, GroupDevices(cluster), WORKLOAD, most=0)
     keys = 2 * 2048 * 4 * 64
     assert least["ring"] == pytest.approx((2 * keys + (2 + 4) * keys) / 0.01e9, rel=1e-3)
 
@@ -104,19 +104,21 @@ def test_the_bound_is_reached_where_one_link_does_all():
 def test_the_fastest_is_that_of_all():
     """Against the simulation of every candidate."""
     fixed = {"head_parallel_size": 1, "layout": "zigzag"}
-    found = search(WORKLOAD, Place(SLOW), fixed)
-    times = {one.choice.spec: seconds(one.choice.spec, Place(SLOW), WORKLOAD) for one in every(WORKLOAD, 8, **fixed)}
+    found = search(WORKLOAD, GroupDevices(SLOW), fixed)
+    times = {
+        one.choice.spec: seconds(one.choice.spec, GroupDevices(SLOW), WORKLOAD) for one in every(WORKLOAD, 8, **fixed)
+    }
     best = next(spec for spec in found.ranked if "+" not in spec)
     assert found.ranked[best].seconds == pytest.approx(times[best])
     assert found.ranked[best].seconds <= min(times.values()) * (1 + 1e-9)
     assert best.startswith("mesh") and times["ring"] > 1.4 * times[best]
-    assert [*found.ranked] == [*search(WORKLOAD, Place(SLOW), fixed).ranked]
+    assert [*found.ranked] == [*search(WORKLOAD, GroupDevices(SLOW), fixed).ranked]
     assert len(found.slower) > len(found.ranked)
 
 
 def test_other_groups_take_their_part_of_a_nic():
     shared = replace(BOX, nics=replace(BOX.nics, per_node=1, GB_s=0.01))
-    alone, beside = Place(shared, (0, 4)), Place(shared, (0, 4), ((1, 5), (2, 6), (3, 7)))
+    alone, beside = GroupDevices(shared, (0, 4)), GroupDevices(shared, (0, 4), ((1, 5), (2, 6), (3, 7)))
     ways = {"ring": choose_plans("ring", 2)}
     times = [fastest(ways, place, WORKLOAD)[0]["ring"].seconds for place in (alone, beside)]
     assert times[1] == pytest.approx(4 * times[0], rel=0.2)
@@ -124,20 +126,20 @@ def test_other_groups_take_their_part_of_a_nic():
 
 def test_passes_may_have_different_strategies():
     """The best forward and the best backward pass of the same places, if that is worth it; and it is exact."""
-    found = search(WORKLOAD, Place(SLOW), {"head_parallel_size": 1}, most=10**6)
+    found = search(WORKLOAD, GroupDevices(SLOW), {"head_parallel_size": 1}, most=10**6)
     for spec, mixed in found.ranked.items():
         if "+" in spec:
             first, second = (found.ranked[part] for part in spec.split("+"))
             assert mixed.passes == (first.passes[0], second.passes[1])
             assert mixed.seconds < 0.99 * min(first.seconds, second.seconds)
-            choose(spec).plan(8)
+            parse_spec(spec).plan(8)
     cp = AllRanks(4, "mesh:grid=2x2+attention2d:grid=4x1,overlap=no")
     assert [cp.choice.plan(4, backward=backward).name for backward in (False, True)] == ["mesh", "attention2d"]
     got = gradients(partial(context_parallel_attention, cp=cp, return_lse=True), *problem(4, 4, 4, torch.float32))
     assert max(errors(got, exact(4, 4, 4, torch.float32, True))) < 2e-6
     assert cp.choice.spec == "mesh:grid=2x2+attention2d:grid=4x1,overlap=False"
     with pytest.raises(UsageError, match=r"--cp-strategy ulysses\+ring: the forward pass has .* size 4, .* size 1"):
-        choose("ulysses+ring").plan(4)
+        parse_spec("ulysses+ring").plan(4)
 
 
 def test_a_sweep_has_every_strategy_and_twelve_cases():
@@ -164,7 +166,7 @@ def _refused(**options) -> str:
 def test_all_ranks_take_the_same(ranks, tmp_path):
     path = tmp_path / "box.yaml"
     path.write_text(BOX_TEXT)
-    best = search(WORKLOAD, Place(BOX.part(4)), {"layout": "cyclic", "head_parallel_size": 1}).best
+    best = search(WORKLOAD, GroupDevices(BOX.part(4)), {"layout": "cyclic", "head_parallel_size": 1}).best
     assert ranks(4, _agreed, str(path), "cyclic") == [best] * 4
     for said in ranks(2, partial(_refused, workload=WORKLOAD, cluster="nowhere")):
         assert said.startswith("--cp-cluster nowhere: no such file or preset")
@@ -199,7 +201,7 @@ def test_trainer_takes_what_is_fastest(ranks, tmp_path, capsys):
     said = capsys.readouterr().out
     spec = re.search(r"--cp-strategy auto: takes --cp-strategy (\S+); ", said)[1]
     assert f"{spec}, " in said.split("strategy and layout")[1]
-    layout = choose(spec).layout
+    layout = parse_spec(spec).layout
     assert ranks(4, _settled, flags, "4") == [(spec, spec, layout, None)] * 4
     assert parse_args(f"{TRAINER.replace('auto', spec)}".split()).cp_layers[0].spec == spec
     describe(parse_args(TRAINER.split()))
@@ -236,7 +238,7 @@ def test_plan_tool_takes_auto(capsys):
     plan_tool(["auto", *sizes, "--cluster", "dgx-h100"])
     said = capsys.readouterr().out
     spec = re.search(r"takes --cp-strategy (\S+); ", said)[1]
-    assert f"{spec}, {choose(spec).layout} layout" in said
+    assert f"{spec}, {parse_spec(spec).layout} layout" in said
     with pytest.raises(UsageError, match="auto: needs to know the cluster; give --cluster"):
         plan_tool(["auto", *sizes])
 
@@ -281,6 +283,6 @@ def test_plan_search_refuses(more, message):
 def test_a_mask_counts():
     """With a window of a chunk a contiguous ring sends one chunk; nothing sends less."""
     workload = replace(WORKLOAD, mask=Mask(True, (512, 0)), kv_heads=8)
-    assert search(workload, Place(SLOW), {"head_parallel_size": 1}).best.startswith(
+    assert search(workload, GroupDevices(SLOW), {"head_parallel_size": 1}).best.startswith(
         ("ring:layout=contiguous", "lightseq")
     )

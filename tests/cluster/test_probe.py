@@ -11,7 +11,7 @@ from megatron.context_parallel.cluster.measure.probe import probe
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.commands.cluster_probe import check, parse_args
 from megatron.context_parallel.plan.volume import Shape
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.strategies import parse_spec
 
 
 def measured(each: int):
@@ -30,7 +30,7 @@ def test_what_is_measured_is_the_same_on_all_ranks_and_predicts(ranks, tmp_path)
     assert kinds == {("full", None), ("full", 4), ("causal", None)}
     save_cluster(first, tmp_path / "here.yaml")
     assert load_cluster(str(tmp_path / "here.yaml")) == first
-    plan = choose("ring").plan(4, heads=2, kv_heads=1)
+    plan = parse_spec("ring").plan(4, heads=2, kv_heads=1)
     assert 0 < simulate(plan, first, Shape(256, 2, 1, 32, 2)).seconds < 10
 
 

@@ -14,12 +14,12 @@ from megatron.context_parallel.cluster.description import (
 )
 from megatron.context_parallel.cluster.simulate.block_time import BlockTime
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
-from megatron.context_parallel.cluster.simulate.symmetry import fold
+from megatron.context_parallel.cluster.simulate.symmetry import symmetry_of
 from megatron.context_parallel.commands.plan import main as plan_tool
 from megatron.context_parallel.plan.flows import Flows, Task
 from megatron.context_parallel.plan.ir import Attend, Step
 from megatron.context_parallel.plan.volume import Shape
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.layout import LAYOUTS, Chunks
 from megatron.context_parallel.tokens.mask import Mask
 from tests.support.box import BOX, BOX_TEXT, DEVICE
@@ -37,7 +37,7 @@ def ends(flows: Flows) -> list[tuple[float, list]]:
 
 
 def seconds(spec: str, cluster: Cluster, shape: Shape = SHAPE, backward: bool = False) -> float:
-    plan = choose(spec).plan(cluster.ranks, backward=backward, heads=shape.heads, kv_heads=shape.kv_heads)
+    plan = parse_spec(spec).plan(cluster.ranks, backward=backward, heads=shape.heads, kv_heads=shape.kv_heads)
     return simulate(plan, cluster, shape).seconds
 
 
@@ -97,7 +97,7 @@ def test_blocks_hide_messages_and_cores_are_shared():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_seen_shares_are_those_of_the_mask(layout):
-    plan = choose("allgather", layout=layout).plan(4)
+    plan = parse_spec("allgather", layout=layout).plan(4)
     shares = {}
     for name, mask in {"causal": Mask(), "full": Mask(False), "window": Mask(True, (255, 0))}.items():
         time = BlockTime(DEVICE, plan, SHAPE, mask, 4096, "bf16")
@@ -109,7 +109,7 @@ def test_seen_shares_are_those_of_the_mask(layout):
 
 def test_rates_are_between_those_measured():
     rates = tuple(AttentionRate(rows=r, forward_TFLOP_s=f, backward_TFLOP_s=f) for r, f in ((256, 1.0), (4096, 3.0)))
-    time = BlockTime(replace(DEVICE, attention=rates), choose("ring").plan(4), SHAPE, Mask(False), 4096, "bf16")
+    time = BlockTime(replace(DEVICE, attention=rates), parse_spec("ring").plan(4), SHAPE, Mask(False), 4096, "bf16")
     assert time(Attend((0,), (1,))) == pytest.approx(4 * 1024**2 * 8 * 64 / 2e12, rel=1e-3)
 
 
@@ -120,7 +120,7 @@ def test_gathered_keys_have_rates_of_their_own():
     )
     device = replace(DEVICE, attention=(square, long))
     times = {
-        spec: BlockTime(device, choose(spec).plan(4), SHAPE, Mask(False), 4096, "bf16")(Attend((0,), kv))
+        spec: BlockTime(device, parse_spec(spec).plan(4), SHAPE, Mask(False), 4096, "bf16")(Attend((0,), kv))
         for spec, kv in (("ring", (1,)), ("allgather", (0, 1, 2, 3)))
     }
     assert times["ring"] == pytest.approx(4 * 1024**2 * 8 * 64 / 1e12, rel=1e-3)
@@ -146,7 +146,7 @@ def test_ranks_that_do_the_same_are_simulated_once(spec):
     streams = {"inside": replace(box.inside, stream_GB_s=100.0), "nics": replace(box.nics, stream_GB_s=20.0)}
     cluster = replace(box, **streams)
     for backward in (False, True):
-        plan = choose(spec).plan(64, backward=backward, heads=64, kv_heads=64)
+        plan = parse_spec(spec).plan(64, backward=backward, heads=64, kv_heads=64)
         every = simulate(plan, cluster, SHAPE)
         few = simulate(plan, cluster, SHAPE, all_up_to=1)
         assert (every.fold.ranks, every.fold.groups) == (plan.n, plan.heads)
@@ -160,7 +160,7 @@ def test_ranks_that_do_the_same_are_simulated_once(spec):
 def test_a_device_that_stands_for_its_peer_is_slowed_once():
     """The two ranks of a head group lie alike on other nodes, so one device sends and receives for both."""
     cluster = replace(BOX, nodes=4, compute_slowdown=0.5, message_slowdown=0.5)
-    plan = choose("usp:head_parallel_size=2,placement=context-first").plan(16, heads=8, kv_heads=8)
+    plan = parse_spec("usp:head_parallel_size=2,placement=context-first").plan(16, heads=8, kv_heads=8)
     few = simulate(plan, cluster, SHAPE, all_up_to=1)
     assert (few.fold.ranks, few.fold.groups) == (4, 1)
     assert few.seconds == pytest.approx(simulate(plan, cluster, SHAPE).seconds, rel=1e-9)
@@ -198,24 +198,24 @@ def test_more_nodes_have_a_slower_one():
 def test_striped_blocks_of_many_ranks_are_alike():
     """They differ by half a row of 1024, on and off the diagonal."""
     n, length = 64, 2**16
-    choice = choose("ring", layout="cyclic")
+    choice = parse_spec("ring", layout="cyclic")
     plan = choice.plan(n, sees=Mask(True).pairs(*Chunks.pair("cyclic", n, length)))
     shape = replace(SHAPE, rows=length // n)
-    assert fold(plan, BlockTime(DEVICE, plan, shape, Mask(True), length, "bf16"), 8).ranks == 8
+    assert symmetry_of(plan, BlockTime(DEVICE, plan, shape, Mask(True), length, "bf16"), 8).ranks == 8
 
 
 def test_a_rank_that_does_something_else_is_not_folded():
     """The last of 16 ranks computes its block of two chunks in another step."""
-    ring = choose("ring").plan(16, causal=False)
+    ring = parse_spec("ring").plan(16, causal=False)
     *others, last = (ring.steps[rank] for rank in range(16))
     late = (Step(last[0].comm), Step(last[1].comm, last[0].attend + last[1].attend), *last[2:])
-    seconds = {name: fold(plan, lambda block: 1.0, 4) for name, plan in {
+    seconds = {name: symmetry_of(plan, lambda block: 1.0, 4) for name, plan in {
         "alike": ring, "late": replace(ring, steps=(*others, late)),
     }.items()}  # fmt: skip
     assert seconds["alike"].ranks == 4 and seconds["late"].ranks == 16
-    assert fold(ring, lambda block: float(block.q_chunks[0] % 8), 4).ranks == 8  # blocks repeat after 8
-    assert fold(ring, lambda block: 1.0, 3).ranks == 16  # the links repeat after no part of the ranks
-    assert fold(choose("ring").plan(16, layout="contiguous"), lambda block: 1.0, 4).ranks == 16
+    assert symmetry_of(ring, lambda block: float(block.q_chunks[0] % 8), 4).ranks == 8  # blocks repeat after 8
+    assert symmetry_of(ring, lambda block: 1.0, 3).ranks == 16  # the links repeat after no part of the ranks
+    assert symmetry_of(parse_spec("ring").plan(16, layout="contiguous"), lambda block: 1.0, 4).ranks == 16
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_message_waits_for_processors_that_compute():
     """Messages of a ring start while 8 ranks compute on 2 processors: each waits 4 times as long as for one of them."""
     device = replace(DEVICE, attention=(AttentionRate(rows=1, forward_TFLOP_s=1, backward_TFLOP_s=1),))
     fast = replace(HOST, device=device, inside=replace(HOST.inside, GB_s=1e6), nics=replace(HOST.nics, GB_s=1e6))
-    plan, far = choose("ring").plan(8), 1e6  # microseconds: far longer than blocks
+    plan, far = parse_spec("ring").plan(8), 1e6  # microseconds: far longer than blocks
     waits = [simulate(plan, replace(fast, busy_latency_us=us), SHAPE, Mask(False)).seconds for us in (0.0, far)]
     assert waits[0] < 1 and waits[1] >= 4
 
@@ -307,7 +307,7 @@ def test_steps_and_merges_take_time():
     idle = replace(idle, inside=replace(idle.inside, GB_s=1e6))
     assert seconds("ring", idle) == pytest.approx(8 * 50e-6, rel=0.01)
     slow = replace(idle, device=replace(NO_WORK, memory_GB_s=1))
-    plan = choose("attention2d:grid=1x8").plan(8)  # queries pass by, and 7 outputs are merged on their way
+    plan = parse_spec("attention2d:grid=1x8").plan(8)  # queries pass by, and 7 outputs are merged on their way
     merged = 7 * 3 * 4 * (1024 * 8 * 64 + 1024 * 8) / 1e9
     written = simulate(plan, slow, SHAPE).seconds - merged
     assert 0 < written < 8 * 12 * 1024 * 8 * 64 / 1e9 * 1.01  # each block adds its output to a partial
@@ -338,12 +338,12 @@ def test_blocks_are_computed_in_pieces_of_their_mask():
         AttentionRate(rows=1, mask=m, forward_TFLOP_s=f, backward_TFLOP_s=f) for m, f in (("full", 2), ("causal", 1))
     ]
     device = replace(DEVICE, attention=tuple(rates), block_us=100)
-    time = BlockTime(device, choose("ring").plan(4), SHAPE, Mask(), 4096, "bf16")
+    time = BlockTime(device, parse_spec("ring").plan(4), SHAPE, Mask(), 4096, "bf16")
     half = 4 * 1024**2 / 2 * 8 * 64 / 1e12
     assert time(Attend((0,), (0,))) == pytest.approx(100e-6 + half, rel=1e-3)
     assert time(Attend((0,), (1,))) == pytest.approx(100e-6 + half / 2, rel=1e-3)
     assert time(Attend((2,), (0, 1))) == pytest.approx(100e-6 + half, rel=1e-3)
-    cyclic = BlockTime(device, choose("ring:layout=cyclic").plan(4), SHAPE, Mask(), 4096, "bf16")
+    cyclic = BlockTime(device, parse_spec("ring:layout=cyclic").plan(4), SHAPE, Mask(), 4096, "bf16")
     assert cyclic(Attend((2,), (0, 1))) == pytest.approx(2 * (100e-6 + half), rel=5e-3)
     with pytest.raises(UsageError, match="mask half: give full or causal"):
         replace(rates[0], mask="half")

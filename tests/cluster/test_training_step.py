@@ -8,14 +8,14 @@ from megatron.core.distributed import DistributedDataParallel
 from torch.distributed.tensor import DTensor
 
 from megatron.context_parallel import UsageError
-from megatron.context_parallel.cluster.description import AttentionRate, Cluster, GemmRate, Inside, Nics
+from megatron.context_parallel.cluster.description import AttentionRate, Cluster, GemmRate, IntraNode, Nics
 from megatron.context_parallel.cluster.simulate.collectives import exchange, ring
 from megatron.context_parallel.cluster.step.attention_pass import attention_forecast, attention_shape
 from megatron.context_parallel.cluster.step.layer_time import LayerTime
 from megatron.context_parallel.cluster.step.memory import fullest_stage, memory, total
-from megatron.context_parallel.cluster.step.model_shape import Model
+from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.step_time import forecast_step
-from megatron.context_parallel.cluster.step.train_config import Run
+from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.trainer import training
 from megatron.context_parallel.trainer.config.workload import model_of, run_of
 from megatron.context_parallel.trainer.model.data_parallel import TorchFSDP2
@@ -24,17 +24,17 @@ from tests.support import training_case, zero_case
 from tests.support.ideal_model import IDEAL, MODEL
 
 BOX = replace(test_simulate.BOX, device=IDEAL)
-RUN = Run(seq_length=1024)
+RUN = TrainConfig(seq_length=1024)
 ALONE = BOX.part(1)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 GATHERS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
-def seconds(run: Run, cluster: Cluster = BOX, model: Model = MODEL) -> float:
+def seconds(run: TrainConfig, cluster: Cluster = BOX, model: ModelShape = MODEL) -> float:
     return forecast_step(model, run, cluster).seconds
 
 
-def attention_flops(model: Model, s: int) -> float:
+def attention_flops(model: ModelShape, s: int) -> float:
     return 4 * model.queries * s * s / 2 * model.num_layers
 
 
@@ -99,7 +99,7 @@ def test_a_collective_uses_every_nic_of_its_nodes():
     assert ring(replace(BOX, nics=replace(BOX.nics, per_node=1)), everyone).seconds(1e9) == pytest.approx(7 / 8 / 10)
     inside = tuple(range(4)), tuple(range(4, 8))
     assert ring(BOX, inside).seconds(1e9) == pytest.approx(3 / 4 / 100)
-    shared = replace(BOX, inside=Inside(GB_s=100, latency_us=10, shared=True))
+    shared = replace(BOX, inside=IntraNode(GB_s=100, latency_us=10, shared=True))
     assert ring(shared, inside).seconds(1e9) == pytest.approx(4 * 3 / 4 / 100 + 3 * 10e-6)
     crossing = tuple((i, i + 4) for i in range(4))
     assert ring(BOX, crossing).seconds(1e9) == pytest.approx(1 / 2 / 10)
@@ -140,7 +140,7 @@ def test_tensor_parallel_ranks_exchange_hidden_states():
 
 
 def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
-    far = replace(BOX, nics=replace(BOX.nics, GB_s=1e9), inside=Inside(GB_s=1e9, latency_us=0))
+    far = replace(BOX, nics=replace(BOX.nics, GB_s=1e9), inside=IntraNode(GB_s=1e9, latency_us=0))
     run = replace(RUN, pipeline_model_parallel_size=4, global_batch_size=6)
     forecast = forecast_step(MODEL, run, far)
     layer = (MODEL.flops_per_sequence(1024) + 0.5 * attention_flops(MODEL, 1024)) / 1e12
@@ -150,7 +150,7 @@ def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
     assert forecast.seconds == pytest.approx(6 * (layer + logits) + 3 * layer, rel=1e-3)
     half = replace(run, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     assert forecast_step(MODEL, half, far).parts["pipeline bubble"] == pytest.approx(2 * layer / 2, rel=1e-3)
-    slow = replace(far, inside=Inside(GB_s=1, latency_us=0))
+    slow = replace(far, inside=IntraNode(GB_s=1, latency_us=0))
     assert forecast_step(MODEL, run, slow).parts["pipeline traffic"] == pytest.approx(6 * 2 * 1024 * 256 * 2 / 1e9)
     assert forecast_step(MODEL, half, slow).parts["pipeline traffic"] == 0  # hidden
 
@@ -176,7 +176,7 @@ def test_context_groups_beside_each_other_share_the_nics():
 
 def test_ranks_that_share_processors_take_longer():
     run = replace(RUN, tensor_model_parallel_size=2, context_parallel_size=4)
-    far = replace(BOX, inside=Inside(GB_s=1e9, latency_us=0), nics=Nics(per_node=4, GB_s=1e9, latency_us=0))
+    far = replace(BOX, inside=IntraNode(GB_s=1e9, latency_us=0), nics=Nics(per_node=4, GB_s=1e9, latency_us=0))
     alone, shared = (forecast_step(MODEL, run, replace(far, shared_cores=cores)) for cores in (None, 2))
     flops = MODEL.flops_per_sequence(1024)
     assert alone.mfu == pytest.approx(flops / 8 / 1e12 / alone.seconds)

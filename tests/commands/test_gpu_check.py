@@ -23,7 +23,7 @@ from megatron.context_parallel.plan.liveness import peak
 from tests.support import transformer_engine_standin
 
 CPU = torch.device("cpu")
-TINY = common.Sizes(
+TINY = common.CheckSizes(
     block_rows=15,
     head_dims=(8,),
     ranks=(4,),
@@ -94,7 +94,7 @@ def kernels(monkeypatch):
 
 def test_everything_runs_and_agrees_with_float64(kernels, capsys):
     kernels(OneLaunch())
-    report, bars, host = common.Report(), [], gpu_check.Host(CPU, 1, HostClock(), NoMeter())
+    report, bars, host = common.CheckReport(), [], gpu_check.Host(CPU, 1, HostClock(), NoMeter())
     for stage in gpu_check.STAGES:
         bars += gpu_check.run_stage(stage, report, list(gpu_check.BACKENDS[1:]), TINY, host)
     verdicts = {bar["bar"]: (bar["reached"], bar["verdict"]) for bar in bars}
@@ -164,17 +164,17 @@ def test_inside_transformer_engine(wrong, monkeypatch):
     support_cpu_host()
     if wrong:
         monkeypatch.setattr(DotProductAttention, "forward", lambda self, q, k, v, **_: q.flatten(2))
-    report = common.Report()
+    report = common.CheckReport()
     te.check_te(report, TINY, CPU)
     verdicts = {row["checked"]: row["verdict"] for row in report.numbers["te"]}
     assert verdicts == {"TransformerLayer": "FAIL" if wrong else "PASS", "GPTModel": "PASS"}
-    bars = gpu_check.run_stage("te", common.Report(report.numbers), [], TINY, gpu_check.Host(CPU, 1, None, None))
+    bars = gpu_check.run_stage("te", common.CheckReport(report.numbers), [], TINY, gpu_check.Host(CPU, 1, None, None))
     assert [bar["verdict"] for bar in bars] == ["FAIL" if wrong else "PASS"]
 
 
 def test_wrong_gradients_fail(kernels):
     kernels(Wrong())
-    report = common.Report()
+    report = common.CheckReport()
     errors.check_blocks(report, ["aten", "triton"], TINY, CPU)
     verdicts = {(r["backend"], r["verdict"]) for r in report.numbers["blocks against float64"]}
     assert verdicts == {("aten", "PASS"), ("triton", "FAIL")}
@@ -192,7 +192,7 @@ def test_flops_count_visible_pairs(mask, kernels, monkeypatch):
     """A clock that ticks one second a call, so that TFLOP/s are the FLOPs counted."""
     kernels(OneLaunch())
     monkeypatch.setattr(HostClock, "between", lambda self, start, end: 1.0)
-    report = common.Report()
+    report = common.CheckReport()
     speed.measure_speed(report, ["triton"], TINY, CPU, HostClock())
     (row, *_) = [r for r in report.numbers["TFLOP/s, bfloat16"] if r["mask"] == mask]
     rows, keys = (32, 128) if mask == "step" else (64, 64)
@@ -217,7 +217,7 @@ class Ticks:
 
 def test_overhead_is_the_share_between_kernels(kernels):
     kernels(OneLaunch())
-    report = common.Report()
+    report = common.CheckReport()
     speed.measure_overhead(report, ["triton"], TINY, CPU, Ticks())
     for row in report.numbers["executor"]:
         assert 0.5 < row["overhead"] < 0.55  # (calls + 1) / (2 calls + 1)

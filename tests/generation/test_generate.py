@@ -12,7 +12,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.commands import generate as command
 from megatron.context_parallel.inference import sampling
-from megatron.context_parallel.inference.engine import Engine, Output, Request
+from megatron.context_parallel.inference.engine import Engine, Request, RequestOutput
 from megatron.context_parallel.inference.faults import MISTAKE
 from megatron.context_parallel.inference.prefixes import BLOCK, Prefixes
 from megatron.context_parallel.inference.rank_loop import RankLoop
@@ -170,9 +170,9 @@ def request(name: str, tokens: list[int], new: int, key: str = "", seed: int = 0
     return Request(name, tokens, SamplingParams(num_tokens_to_generate=new, **params), seed, key)
 
 
-def finished(engine: Engine, *requests: Request) -> dict[str, list[Output]]:
+def finished(engine: Engine, *requests: Request) -> dict[str, list[RequestOutput]]:
     """The outputs of each request; the later ones join one after the other, every second step."""
-    outputs: dict[str, list[Output]] = {}
+    outputs: dict[str, list[RequestOutput]] = {}
     later = list(requests)
     for step in range(10_000):
         if later and step % 2 == 0:
@@ -184,7 +184,7 @@ def finished(engine: Engine, *requests: Request) -> dict[str, list[Output]]:
     raise AssertionError("it does not end")
 
 
-def ids(outputs: list[Output]) -> list[int]:
+def ids(outputs: list[RequestOutput]) -> list[int]:
     return [token.id for output in outputs for token in output.tokens]
 
 
@@ -286,7 +286,7 @@ def test_requests_wait_for_room_and_old_sequences_make_it():
 def test_a_short_prompt_overtakes_a_long_one():
     session = Fixed(1000).session
     engine = Engine(session, Letters(), 20)
-    outputs: list[Output] = []
+    outputs: list[RequestOutput] = []
     engine.add(request("long", prompt(300), 2, top_k=1))
     engine.step()
     engine.add(request("short", prompt(20, 1), 2, top_k=1))
@@ -356,7 +356,7 @@ def test_an_error_of_one_request_ends_that_one(caplog):
         request("too long", [7] * 500, 9, top_k=1),
         request("unknown", [500], 9, top_k=1),
     ]
-    outputs: dict[str, list[Output]] = {}
+    outputs: dict[str, list[RequestOutput]] = {}
     arriving = [good[0], *bad, good[1]]
     while arriving or not loop.engine.idle:
         for output in loop.turn(arriving):

@@ -10,7 +10,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.context_parallel import ContextParallel, UsageError
 from megatron.context_parallel.generation import cache_size
-from megatron.context_parallel.generation.flags import Cache, Source
+from megatron.context_parallel.generation.flags import CacheFlags, Source
 from megatron.context_parallel.generation.generator import build_engine, text_tokenizer
 from megatron.context_parallel.generation.load_model import load_model
 from megatron.context_parallel.generation.model_source import model_arguments
@@ -40,7 +40,7 @@ def generate(folder: str, tensor: int, joining: dict[int, list[Request]], cancel
     """Tokens and reused tokens of each request, which joins at its turn, and the variants of the passes."""
     args = model_arguments(Source(load=folder, tensor_model_parallel_size=tensor))
     initialize_model_parallel(args)
-    engine = build_engine(args, Cache(**flags))
+    engine = build_engine(args, CacheFlags(**flags))
     loop, found, reused, variants = RankLoop(engine), {}, {}, set()
     if dist.get_rank():
         loop.follow()

@@ -6,16 +6,16 @@ import pytest
 
 from benchmarks.prefill_choices import LLAMA_405B, RATES, TABLE_4, lost
 from megatron.context_parallel import UsageError
-from megatron.context_parallel.cluster.description import AttentionRate, Cluster, Device, Inside, Nics
+from megatron.context_parallel.cluster.description import AttentionRate, Cluster, Device, IntraNode, Nics
 from megatron.context_parallel.commands import generate, run_text_generation_server
 from megatron.context_parallel.inference.choose import (
     PASS_KV,
     PASS_Q,
+    LayerShape,
     Rates,
-    Sizes,
     algorithm_1,
     algorithm_5,
-    choose,
+    choose_prefill,
     empirical,
     seconds,
     sent_bytes,
@@ -44,12 +44,12 @@ def test_algorithm_1_by_hand():
 def test_the_printed_constants_contradict_table_4():
     assert {empirical(new, 128000 - new) for new in TABLE_4} == {PASS_Q}
     assert empirical(1000, 0, (1.0, 0.0, -6.9)) == PASS_KV and empirical(1000, 0, (1.0, 0.0, -7.0)) == PASS_Q
-    assert choose("empirical", 1000, 3000, 4, LLAMA_405B, constants=(0.0, 1.0, 1.38)) == PASS_Q
-    assert choose("empirical", 1000, 3000, 4, LLAMA_405B, constants=(0.0, 1.0, 1.39)) == PASS_KV
+    assert choose_prefill("empirical", 1000, 3000, 4, LLAMA_405B, constants=(0.0, 1.0, 1.38)) == PASS_Q
+    assert choose_prefill("empirical", 1000, 3000, 4, LLAMA_405B, constants=(0.0, 1.0, 1.39)) == PASS_KV
 
 
 # 10 Mbit/s, 4 ranks, T + P = 4096, 16 heads, 1 KV head, d = 64, fp32: milliseconds of ring and attention2d 1x4.
-SIZES, LINK = Sizes(16, 1, 64, 64, 4), Rates(compute=20e9, bandwidth=10e6 / 8)
+SIZES, LINK = LayerShape(16, 1, 64, 64, 4), Rates(compute=20e9, bandwidth=10e6 / 8)
 MEASURED = {0.01: (1272, 224), 0.025: (1303, 530), 0.05: (1275, 1022), 0.1: (1284, 2057), 0.2: (1316, 4215)}
 
 
@@ -59,13 +59,13 @@ def test_predicted_seconds_of_slow_links():
         ours = [1000 * seconds(variant, new, 4096 - new, 4, SIZES, LINK) for variant in (PASS_KV, PASS_Q)]
         assert ours == pytest.approx(measured, rel=0.11)
         best = PASS_KV if measured[0] < measured[1] else PASS_Q
-        assert choose("auto", new, 4096 - new, 4, SIZES, LINK) == best
-        assert choose("auto", new, 4096 - new, 4, SIZES) == best  # without rates: fewer bytes
+        assert choose_prefill("auto", new, 4096 - new, 4, SIZES, LINK) == best
+        assert choose_prefill("auto", new, 4096 - new, 4, SIZES) == best  # without rates: fewer bytes
 
 
 def test_blocks_hide_messages():
     """A block of 2 x rows x keys x 2 head_dims takes 1 s here, each hop half of that; the last partial is bare."""
-    sizes = Sizes(1, 1, 1, 1, 4)
+    sizes = LayerShape(1, 1, 1, 1, 4)
     pairs = 50 * (800 + 200 / 2) / 4
     rates = Rates(compute=4 * pairs, bandwidth=2 * 50 * 8.0)  # 50 partial rows of 8 bytes take half a second
     assert seconds(PASS_Q, 200, 800, 4, sizes, rates) == pytest.approx(4 + 0.5)
@@ -78,7 +78,7 @@ def test_blocks_hide_messages():
 def test_bytes():
     assert sent_bytes(PASS_KV, 100, 300, 4, SIZES) == 3 * 100 * 2 * 64 * 4
     assert sent_bytes(PASS_Q, 100, 300, 4, SIZES) == 3 * 25 * 16 * (64 + 65) * 4
-    assert Sizes(4, 2, 8, 6, 2).partial_bytes == 4 * 7 * 4
+    assert LayerShape(4, 2, 8, 6, 2).partial_bytes == 4 * 7 * 4
 
 
 def cluster(**inside) -> Cluster:
@@ -88,7 +88,7 @@ def cluster(**inside) -> Cluster:
     nics = Nics(per_node=1, GB_s=0.5, latency_us=1000.0)
     return Cluster(
         name="c", source="s", nodes=4, devices_per_node=2, device=device,
-        inside=Inside(GB_s=4.0, latency_us=1.0, **inside), nics=nics,
+        inside=IntraNode(GB_s=4.0, latency_us=1.0, **inside), nics=nics,
     )  # fmt: skip
 
 
@@ -103,11 +103,11 @@ def test_rates_of_a_cluster():
 
 def test_what_is_refused():
     with pytest.raises(UsageError, match="--cp-prefill best: unknown; choose one of pass-kv, pass-q, "):
-        choose("best", 1, 1, 4, SIZES)
+        choose_prefill("best", 1, 1, 4, SIZES)
     for how in ("alg1", "alg5"):
         with pytest.raises(UsageError, match=f"--cp-prefill {how}: needs the rates of a cluster; give --cluster"):
-            choose(how, 1, 1, 4, SIZES)
-    assert [choose(how, 9, 1, 4, SIZES) for how in (PASS_KV, PASS_Q)] == [PASS_KV, PASS_Q]
+            choose_prefill(how, 1, 1, 4, SIZES)
+    assert [choose_prefill(how, 9, 1, 4, SIZES) for how in (PASS_KV, PASS_Q)] == [PASS_KV, PASS_Q]
 
 
 @pytest.mark.parametrize(

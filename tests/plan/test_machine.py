@@ -5,7 +5,7 @@ import pytest
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.plan.ir import AllGather, Attend, Plan, PlanError, Recv, ReduceScatter, Send, Step, T
 from megatron.context_parallel.plan.trace import Clock, _Alone, trace
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 
 
@@ -168,7 +168,7 @@ def test_a_block_reduced_twice():
 @pytest.mark.parametrize(("spec", "period"), [("mesh:grid=2x4", 4), ("allgather", 1), ("ring", 2)])
 def test_ranks_that_stand_for_others_hold_what_they_would(spec, period):
     for backward in (False, True):
-        pass_ = choose(spec).plan(8, backward=backward)
+        pass_ = parse_spec(spec).plan(8, backward=backward)
         clock = Clock(pass_, _Alone(pass_, lambda block, plan: 1.0, None), period=period)
         clock.run()
         assert clock.machines[0].held == trace(pass_).held[:period]

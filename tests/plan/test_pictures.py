@@ -21,7 +21,7 @@ from megatron.context_parallel.plan.pictures.lanes import picture
 from megatron.context_parallel.plan.pictures.page import write_page
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.volume import Shape, received_bytes
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.strategies import parse_spec
 
 ROOT = Path(__file__).parents[2]
 SPECS = [
@@ -47,7 +47,7 @@ def make_images():
 
 def test_a_ring_of_two():
     """Each rank computes its own pair while its keys travel, then the other one."""
-    shown = picture(choose("ring").plan(2))
+    shown = picture(parse_spec("ring").plan(2))
     assert shown.lanes == ("blocks", "ring") and shown.finish == 2 and shown.tensors == [T.KV]
     assert shown.title == "ring, 2 ranks, zigzag layout, forward"
     bars = [(bar.rank, bar.lane, bar.start, bar.end, bar.texts[0]) for bar in shown.bars]
@@ -62,7 +62,7 @@ def test_a_ring_of_two():
 
 
 def test_a_rank_that_sends_nothing_shows_what_it_receives():
-    shown = picture(choose("ring", layout="contiguous").plan(2), transfer_time=0.25)
+    shown = picture(parse_spec("ring", layout="contiguous").plan(2), transfer_time=0.25)
     assert [bar.texts[0] for bar in shown.bars if bar.tensor] == ["KV0→1", "KV0←0"]
     assert {bar.end for bar in shown.bars if bar.tensor} == {0.25}
 
@@ -70,7 +70,7 @@ def test_a_rank_that_sends_nothing_shows_what_it_receives():
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("spec", "n"), SPECS)
 def test_every_message_once_and_no_bar_over_another(spec, n, backward):
-    plan = choose(spec).plan(n, backward=backward)
+    plan = parse_spec(spec).plan(n, backward=backward)
     shown, run = picture(plan), trace(plan, transfer_time=lambda transfer: 0.5 * transfer.share)
     busy = Counter()
     for span in run.spans:
@@ -105,7 +105,7 @@ def test_every_message_once_and_no_bar_over_another(spec, n, backward):
     ],
 )
 def test_no_text_lies_over_another(spec, n, backward):
-    figure = figure_of(picture(choose(spec).plan(n, backward=backward)))
+    figure = figure_of(picture(parse_spec(spec).plan(n, backward=backward)))
     renderer = figure.canvas.get_renderer()
     figure.draw(renderer)
     texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
@@ -119,14 +119,14 @@ def test_no_text_lies_over_another(spec, n, backward):
 
 
 def test_cells_have_the_colour_of_their_rank():
-    matrix = figure_of(picture(choose("ring:layout=contiguous").plan(20))).axes[0]
+    matrix = figure_of(picture(parse_spec("ring:layout=contiguous").plan(20))).axes[0]
     cells = {(cell.get_y() + 0.5, cell.get_x() + 0.5): cell.get_facecolor() for cell in matrix.patches}
     tab20 = matplotlib.colormaps["tab20"]
     assert cells == {(q, kv): tab20(q) for q in range(20) for kv in range(q + 1)}
 
 
 def test_svg(tmp_path):
-    draw(choose("ring").plan(4), tmp_path / "ring.svg")
+    draw(parse_spec("ring").plan(4), tmp_path / "ring.svg")
     assert "ring, 4 ranks, zigzag layout, forward" in (tmp_path / "ring.svg").read_text()
 
 
@@ -158,7 +158,7 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 
 def page_of(path: Path, specs: list[str], n: int, shape: Shape | None = None) -> Path:
     passes = (False, True)
-    write_page({s: [choose(s).plan(n, backward=b) for b in passes] for s in specs}, path, heads=(8, 2), shape=shape)
+    write_page({s: [parse_spec(s).plan(n, backward=b) for b in passes] for s in specs}, path, heads=(8, 2), shape=shape)
     return path
 
 
@@ -173,7 +173,7 @@ def test_page_has_the_bytes_of_the_plan(spec, tmp_path):
     text = page_of(tmp_path / "p.html", [spec], 8, SHAPE).read_text()
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
     for backward, shown in zip((False, True), data["plans"][0]["passes"], strict=True):
-        plan = choose(spec).plan(8, backward=backward)
+        plan = parse_spec(spec).plan(8, backward=backward)
         received = sum(received_bytes(plan, plan.grid.rank(context=rank), SHAPE) for rank in range(plan.n))
         assert sum(bar["sent"] for bar in shown["bars"]) == received > 0
 

@@ -21,7 +21,7 @@ from megatron.context_parallel.plan.pictures.lanes import picture
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.plan.volume import units
-from megatron.context_parallel.runtime.comm.transport import Line, LocalTransport
+from megatron.context_parallel.runtime.comm.transport import LocalTransport, MessageQueue
 from megatron.context_parallel.runtime.head_swap import HeadGroup
 from megatron.context_parallel.strategies import head_parallel_sizes
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
@@ -250,7 +250,7 @@ def test_turns_of_a_swap_meet():
             turns[self.rank] = [[{peer for peer, _ in turn} for turn in of] for of in (sends, receives)]
             return super().trade(channel, sends, receives)
 
-    post = defaultdict(Line)
+    post = defaultdict(MessageQueue)
     for swap in (HeadGroup.to_heads, HeadGroup.to_chunks):
         for rank in range(4):
             next(swap(HeadGroup(plan, rank, Noted(rank, post)), torch.zeros(16, 1, 8, 2)))

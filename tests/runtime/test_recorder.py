@@ -129,7 +129,7 @@ class Broken:
 
 def test_a_failed_wait_says_where_and_keeps_the_position(monkeypatch):
     monkeypatch.setattr(works, "recorder", in_mesh())
-    batch = works.Batch([Broken(), Broken()], "ring", [("receive", 1), ("send", 2)])
+    batch = works.WorkBatch([Broken(), Broken()], "ring", [("receive", 1), ("send", 2)])
     with pytest.raises(RuntimeError, match="step 3, waiting for KV chunk 5 from rank 1: Connection closed by peer"):
         batch.wait()
     assert works.recorder.position.waits == ("receive", "ring", (1,))

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.plan.ir import PlanError
-from megatron.context_parallel.runtime.comm.torch_works import Batch, Rounds, post
+from megatron.context_parallel.runtime.comm.torch_works import Rounds, WorkBatch, post
 from megatron.context_parallel.runtime.comm.transport import (
-    Line,
     LocalTransport,
+    MessageQueue,
     Subgroup,
     TorchTransport,
     run_all,
@@ -28,7 +28,7 @@ def numbered(i: int) -> torch.Tensor:
 
 
 def test_messages_of_a_line_match_in_order_and_arrive_when_both_ends_are_named():
-    post: dict = defaultdict(Line)
+    post: dict = defaultdict(MessageQueue)
     ranks = [LocalTransport(r, post) for r in range(3)]
     into = [torch.zeros(2, 3) for _ in range(3)]
     receives = ranks[1].exchange("ring", [], [(0, into[0]), (0, into[1])])
@@ -50,7 +50,7 @@ def test_messages_of_a_line_match_in_order_and_arrive_when_both_ends_are_named()
 
 
 def test_a_message_of_another_shape_is_refused():
-    post: dict = defaultdict(Line)
+    post: dict = defaultdict(MessageQueue)
     LocalTransport(0, post).exchange("ring", [(1, torch.zeros(2, 1))], [])
     arriving = LocalTransport(1, post).exchange("ring", [], [(0, torch.zeros(2, 3))])
     with pytest.raises(PlanError, match=r"a tensor of \[2, 1\] was sent for one of \[2, 3\]"):
@@ -58,7 +58,7 @@ def test_a_message_of_another_shape_is_refused():
 
 
 def test_a_sent_tensor_may_be_one_of_inference():
-    post: dict = defaultdict(Line)
+    post: dict = defaultdict(MessageQueue)
     with torch.inference_mode():
         x, into = numbered(3), torch.zeros(2, 3)
         sent = LocalTransport(0, post).exchange("ring", [(1, x)], [])
@@ -81,13 +81,13 @@ def swapped(transport, me: int, group: tuple[int, ...]):
 
 
 def test_gathering_and_trading():
-    plan, post = STRATEGIES["ring"].plan(3), defaultdict(Line)
+    plan, post = STRATEGIES["ring"].plan(3), defaultdict(MessageQueue)
     got = run_all([swapped(LocalTransport(r, post), r, (0, 1, 2)) for r in range(3)], plan)
     assert got == [([0, 1, 2], {peer: 10 * peer + r for peer in range(3) if peer != r}) for r in range(3)]
 
 
 def test_a_subgroup_numbers_its_ranks():
-    plan, post = STRATEGIES["ring"].plan(2), defaultdict(Line)
+    plan, post = STRATEGIES["ring"].plan(2), defaultdict(MessageQueue)
     inside = [Subgroup(LocalTransport(r, post), (1, 4)) for r in (1, 4)]
     got = run_all([swapped(transport, i, (0, 1)) for i, transport in enumerate(inside)], plan)
     assert got == [([0, 1], {1: 10}), ([0, 1], {0: 1})]
@@ -109,7 +109,7 @@ def test_programs_run_to_their_end_or_say_what_they_wait_for():
         return 5
 
     assert run_here(program()) == 5 and done.waited == 2
-    plan, post = STRATEGIES["ring"].plan(3), defaultdict(Line)
+    plan, post = STRATEGIES["ring"].plan(3), defaultdict(MessageQueue)
 
     def waits(rank: int, peer: int):
         yield LocalTransport(rank, post).exchange("ring", [], [(peer, torch.zeros(1))])
@@ -155,13 +155,13 @@ def test_what_fails_while_it_is_under_way_is_named():
 
     works = [Work(), Work()]
     ends = [("receive", 1), ("send", 2)]
-    batch = Batch(works, "ring", ends)
+    batch = WorkBatch(works, "ring", ends)
     batch.wait()
     batch.wait()  # each work once
     assert [work.waited for work in works] == [1, 1]
     works[1].error = RuntimeError("connection closed")
     with pytest.raises(RuntimeError) as failed:
-        Batch(works, "ring", ends).wait()
+        WorkBatch(works, "ring", ends).wait()
     assert str(failed.value).startswith("context parallel communication failed: ")
     assert str(failed.value).endswith("waiting to send to rank 2 on channel ring: connection closed")
 

@@ -14,7 +14,7 @@ from megatron.context_parallel.inference.engine import Engine, Request
 from megatron.context_parallel.inference.rank_loop import RankLoop
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer
 from megatron.context_parallel.serving.app import Service, Settings
-from megatron.context_parallel.serving.listen import answering, bind
+from megatron.context_parallel.serving.listen import bind, serve_in_thread
 from megatron.context_parallel.serving.metrics import Metrics
 from megatron.context_parallel.serving.worker import Worker
 from tests.support.chatty import Chatty
@@ -200,7 +200,7 @@ def test_when_a_rank_fails_whole_texts_and_streams_get_an_error():
     worker = Worker(RankLoop(Engine(PlainSession(None, 100, 257), ByteTokenizer(256))), 8, Metrics())
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    with answering(Service(worker, Settings("parrot")).app(), listener), ThreadPoolExecutor(2) as clients:
+    with serve_in_thread(Service(worker, Settings("parrot")).app(), listener), ThreadPoolExecutor(2) as clients:
         whole, stream = (clients.submit(call, port, "/v1/completions", GOOD | {"stream": s}) for s in (False, True))
         wait_until(lambda: len(worker._deliver) == 2)  # as when a pass waits for a rank that does not come
         worker.fail()

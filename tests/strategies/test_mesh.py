@@ -13,7 +13,7 @@ from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.plan.volume import received
 from megatron.context_parallel.strategies.mesh import best_grid
-from megatron.context_parallel.strategies.mesh_schedule import costs_by_bytes, schedule
+from megatron.context_parallel.strategies.mesh_schedule import costs_by_bytes, greedy_steps
 from megatron.context_parallel.tokens.layout import shard, unshard
 from megatron.context_parallel.tokens.mask import Pairs
 from tests.support.exact import HEADS, WHAT, errors, exact, gradients, problem
@@ -31,7 +31,7 @@ def grids(n: int) -> list[tuple[int, int]]:
 
 
 def local(a: int, b: int, backward: bool, costs=BY_SIZE):
-    return schedule(a, b, backward, tuple(costs[backward].items()))
+    return greedy_steps(a, b, backward, tuple(costs[backward].items()))
 
 
 def expected_volume(a: int, b: int, backward: bool, kv_ratio=1) -> Counter:

@@ -10,7 +10,7 @@ import pytest
 from megatron.context_parallel import STRATEGIES, AllRanks, UsageError
 from megatron.context_parallel.commands.plan import main as plan_tool
 from megatron.context_parallel.plan.ir import Attend, Recv, Send, Step, T
-from megatron.context_parallel.strategies import CPStrategy, Option, Pass, Ring, choose, register
+from megatron.context_parallel.strategies import CPStrategy, Option, Pass, Ring, parse_spec, register
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.trainer.arguments.complete import parse_args
 from megatron.context_parallel.trainer.dry_run import attention_bytes
@@ -93,7 +93,7 @@ def test_what_declares_no_strategy_is_refused(name, layouts, function, message):
 
 def test_the_names_of_the_package_are_an_enumeration():
     assert {*CPStrategy} == {*STRATEGIES}
-    assert choose(CPStrategy.MESH).strategy is STRATEGIES["mesh"]
+    assert parse_spec(CPStrategy.MESH).strategy is STRATEGIES["mesh"]
 
 
 # -- named by specs -------------------------------------------------------------------------------------------
@@ -110,10 +110,10 @@ def test_the_names_of_the_package_are_an_enumeration():
     ],
 )  # fmt: skip
 def test_specs_of_the_package(spec, name, common, options):
-    choice = choose(spec)
+    choice = parse_spec(spec)
     assert (choice.strategy, choice.common, choice.options) == (STRATEGIES[name], common, options)
-    assert choose(choice.spec) == choice
-    assert choose(name, **common, **options) == choice == choose(choice)
+    assert parse_spec(choice.spec) == choice
+    assert parse_spec(name, **common, **options) == choice == parse_spec(choice)
 
 
 def test_specs_of_modules_and_files(tmp_path, monkeypatch):
@@ -121,11 +121,11 @@ def test_specs_of_modules_and_files(tmp_path, monkeypatch):
     for name in ("in_module", "in_file"):
         (tmp_path / f"my_{name}.py").write_text(OWN.format(name=name))
     for source, name in (("my_in_module", "in_module"), (f"{tmp_path}/my_in_file.py", "in_file")):
-        choice = choose(f"{source}:{name}:hops=2")
+        choice = parse_spec(f"{source}:{name}:hops=2")
         assert choice.strategy is STRATEGIES[name] and choice.options == {"hops": 2} and choice.layout == "cyclic"
         assert choice.spec == f"{source}:{name}:hops=2"
-        assert choose(choice.spec) == choice  # loaded once: a second time the name would be taken
-        assert choose(f"{source}:{name}").options == {}
+        assert parse_spec(choice.spec) == choice  # loaded once: a second time the name would be taken
+        assert parse_spec(f"{source}:{name}").options == {}
 
 
 @pytest.mark.parametrize(
@@ -160,15 +160,15 @@ def test_specs_that_name_nothing_are_refused(spec, message, tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0")
     (tmp_path / "empty.py").write_text("")
     with pytest.raises(UsageError) as refused:
-        choose(spec.format(folder=tmp_path))
+        parse_spec(spec.format(folder=tmp_path))
     one_line(refused, message)
 
 
 def test_an_option_is_given_once():
     with pytest.raises(UsageError) as refused:
-        choose("mesh:grid=2x2", grid=(4, 1))
+        parse_spec("mesh:grid=2x2", grid=(4, 1))
     one_line(refused, "--cp-strategy mesh:grid=2x2: grid is given twice; leave one out")
-    assert choose("mesh:grid=2x2", grid=None) == choose("mesh:grid=2x2")
+    assert parse_spec("mesh:grid=2x2", grid=None) == parse_spec("mesh:grid=2x2")
 
 
 # -- planned --------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from megatron.context_parallel.cluster.description import (
     AttentionRate,
     Cluster,
     Device,
-    Inside,
+    IntraNode,
     Nics,
 )
 
@@ -23,7 +23,7 @@ BOX = Cluster(
     nodes=2,
     devices_per_node=4,
     device=DEVICE,
-    inside=Inside(GB_s=100, latency_us=0),
+    inside=IntraNode(GB_s=100, latency_us=0),
     nics=Nics(per_node=4, GB_s=10, latency_us=0),
 )
 

@@ -1,7 +1,7 @@
 """A model and a device whose times are easy to work out."""
 
 from megatron.context_parallel.cluster.description import AttentionRate, Device, GemmRate
-from megatron.context_parallel.cluster.step.model_shape import Model
+from megatron.context_parallel.cluster.step.model_shape import ModelShape
 
 # Memory and launches cost nothing, and all computing has the peak rate.
 IDEAL = Device(
@@ -15,7 +15,7 @@ IDEAL = Device(
     attention=(AttentionRate(rows=1, forward_TFLOP_s=1, backward_TFLOP_s=1),),
 )
 
-MODEL = Model(
+MODEL = ModelShape(
     num_layers=4,
     hidden_size=256,
     ffn_hidden_size=512,

@@ -16,7 +16,7 @@ from megatron.context_parallel.inference.rank_loop import RankLoop
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer
 from megatron.context_parallel.serving.app import Service, Settings
 from megatron.context_parallel.serving.connections import Patience
-from megatron.context_parallel.serving.listen import answering, bind
+from megatron.context_parallel.serving.listen import bind, serve_in_thread
 from megatron.context_parallel.serving.metrics import Metrics
 from megatron.context_parallel.serving.protocol import Limits
 from megatron.context_parallel.serving.reader import Reader
@@ -66,7 +66,7 @@ def serving(
     if send_buffer:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     readers = readers_of(tokenizer, Limits("parrot", size, 1 << 20))
-    with answering(Service(worker, asked, readers).app(), listener, patience):
+    with serve_in_thread(Service(worker, asked, readers).app(), listener, patience):
         working.start()
         try:
             yield worker, listener.getsockname()[1], model

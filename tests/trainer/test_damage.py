@@ -28,11 +28,11 @@ from megatron.context_parallel.trainer.checkpoint.manifest import (
 )
 from megatron.context_parallel.trainer.checkpoint.store import (
     TRACKER,
-    candidates,
     existing,
     iteration_directory,
     iterations,
     latest_iteration,
+    loadable_checkpoints,
     quick_fault,
     superseded,
 )
@@ -107,7 +107,7 @@ def test_a_directory_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path,
 
     monkeypatch.setattr(Path, "iterdir", refuse)  # root may read any folder
     with pytest.raises(UsageError, match=rf"^--load {tmp_path} cannot be read \(Permission denied\); make it readable"):
-        candidates(Flags(load=str(tmp_path)))
+        loadable_checkpoints(Flags(load=str(tmp_path)))
 
 
 class Code:

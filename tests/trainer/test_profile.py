@@ -8,9 +8,9 @@ import pytest
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.ir import batches
-from megatron.context_parallel.plan.pictures.labels import named
+from megatron.context_parallel.plan.pictures.labels import label
 from megatron.context_parallel.runtime.profiler_ranges import marks
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.trainer.arguments.complete import parse_args
 from megatron.context_parallel.trainer.profiling import trace_path
 from tests.support import training_case
@@ -32,9 +32,9 @@ def expected(spec: Namespace, rank: int) -> Counter:
         plan = spec.plan(2, heads=4, kv_heads=2, backward=backward)
         place = plan.grid.coordinates(rank)["context"]
         for step in plan.steps[place]:
-            found.update(("blocks", named((block,))) for block in step.attend)
-            found.update((channel, named(ops)) for channel, ops in batches(step.comm))
-        found.update((swap.channel, named((swap,))) for swap in (*plan.before, *plan.after))
+            found.update(("blocks", label((block,))) for block in step.attend)
+            found.update((channel, label(ops)) for channel, ops in batches(step.comm))
+        found.update((swap.channel, label((swap,))) for swap in (*plan.before, *plan.after))
     return Counter({what: count * LAYERS * MICRO_BATCHES for what, count in found.items()})
 
 
@@ -43,7 +43,7 @@ def test_a_trace_has_the_blocks_and_batches_of_the_plans(strategy, ranks, tmp_pa
     ranks(2, profiled, str(tmp_path), strategy)
     assert [path.name for path in tmp_path.iterdir()] == [trace_path("", 1).name]  # of the ranks asked for
     events = json.loads(trace_path(str(tmp_path), 1).read_text())["traceEvents"]
-    want = expected(choose(strategy, layout="zigzag"), 1)
+    want = expected(parse_spec(strategy, layout="zigzag"), 1)
     lanes = [("blocks", e["name"], e) for e in events if e.get("cat") == "user_annotation" and "queries" in e["name"]]
     lanes += [(e["tid"], e["name"], e) for e in events if e.get("cat") == "plan"]
     assert Counter((lane, name) for lane, name, _ in lanes) == want

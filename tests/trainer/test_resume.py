@@ -20,10 +20,10 @@ from megatron.context_parallel.trainer.checkpoint.data_digest import data_digest
 from megatron.context_parallel.trainer.checkpoint.manifest import content_faults, read_manifest
 from megatron.context_parallel.trainer.checkpoint.resume import check_shuffle, same_data
 from megatron.context_parallel.trainer.checkpoint.store import (
-    candidates,
-    choose,
+    choose_checkpoint,
     iterations,
     latest_iteration,
+    loadable_checkpoints,
     quick_fault,
 )
 from megatron.context_parallel.trainer.checkpoint.train_state import Progress
@@ -280,7 +280,7 @@ def kill_everywhere(directory: str) -> int:
                     pass
                 else:
                     return point
-            found = choose(args, *candidates(args), quick_fault, print)
+            found = choose_checkpoint(args, *loadable_checkpoints(args), quick_fault, print)
             assert found and checkpoint_store.iteration_of(found) == 2, point
             checkpoint.clear_leftovers(Path(args.save))  # as the next save does first
             assert quick_fault(Path(args.save) / "iter_0000002") is None

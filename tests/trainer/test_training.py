@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.context_parallel.cluster.step.model_shape import Model
+from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.kernels.aten import AtenFlash
 from megatron.context_parallel.trainer import log, setup
 from tests.support import training_case
@@ -192,7 +192,7 @@ def test_exit_conditions(ranks, run, iterations):
 
 def test_flops():
     # One layer, h=4, two heads of 2 with one shared key/value head, 8 tokens, SwiGLU of 6, vocabulary 10.
-    model = Model(
+    model = ModelShape(
         num_layers=1,
         hidden_size=4,
         ffn_hidden_size=6,

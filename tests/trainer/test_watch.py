@@ -23,14 +23,14 @@ from megatron.context_parallel.trainer.faults.judge import (
     GRACE,
     SIGNAL_GRACE,
     SILENT,
-    Heard,
+    RankStatus,
     judge,
     judge_absent,
     judge_first,
 )
 from megatron.context_parallel.trainer.faults.monitor import Connection, Monitor
 from megatron.context_parallel.trainer.faults.rank_file import RankFile, RankProcess, rank_files, read_rank_file
-from megatron.context_parallel.trainer.faults.wait_graph import chains, culprits, told
+from megatron.context_parallel.trainer.faults.wait_graph import chains, culprits, describe_culprits
 
 LIMITS = (100.0, 30.0)
 NOW = 1000.0
@@ -80,21 +80,21 @@ def test_chains_end_at_a_culprit_or_close_a_circle():
 
 def test_a_hang_as_words():
     positions = dict(enumerate([receives(1), receives(0), BUSY]))
-    assert told([2], positions) == "rank 2 makes no progress at iteration 5, data, in read (data.py:3)"
-    line = told([0, 1], positions)
+    assert describe_culprits([2], positions) == "rank 2 makes no progress at iteration 5, data, in read (data.py:3)"
+    line = describe_culprits([0, 1], positions)
     assert line.startswith("ranks 0, 1 wait for each other: rank 0 at iteration 5, layer 1, forward of ring, step 2, ")
     assert "waiting for rank 1 on channel ring; rank 1 at" in line
-    many = told(list(range(9)), {rank: receives((rank + 1) % 9) for rank in range(9)})
+    many = describe_culprits(list(range(9)), {rank: receives((rank + 1) % 9) for rank in range(9)})
     assert many.startswith("ranks 0, 1, 2, 3 ... wait for each other:") and "rank 4" not in many.partition(":")[0]
 
 
-def heard(rank: int, position: Position = BUSY, *, ago: float = 0.0, still: float = 0.0, ended: str = "") -> Heard:
+def heard(rank: int, position: Position = BUSY, *, ago: float = 0.0, still: float = 0.0, ended: str = "") -> RankStatus:
     """A rank in its second iteration; `ago`: since its last message or its end."""
     process = RankProcess(rank, 4, 100 + rank, "host", "job")
-    return Heard(process, NOW - (0 if ended else ago), NOW - still, position, ended, NOW - ago)
+    return RankStatus(process, NOW - (0 if ended else ago), NOW - still, position, ended, NOW - ago)
 
 
-def verdict(*ranks: Heard, by=judge):
+def verdict(*ranks: RankStatus, by=judge):
     return by({each.process.rank: each for each in ranks}, NOW, LIMITS)
 
 
@@ -318,9 +318,9 @@ def test_a_monitor_waits_for_all_and_tells_when_they_are_there(monitor):
     first = [Far(rank, Link(monitor.port)) for rank in (0, 1)]
     assert beat(first, 3, monitor) == "" and monitor.absent == {2}
     late = Far(2, Link(monitor.port))
-    told: list[dict] = []
-    while not any("met" in message for message in told):
-        told += late.connection.read() or []
+    describe_culprits: list[dict] = []
+    while not any("met" in message for message in describe_culprits):
+        describe_culprits += late.connection.read() or []
         time.sleep(0.01)
     assert monitor.absent == set()
 

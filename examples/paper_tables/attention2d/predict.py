@@ -9,7 +9,7 @@ from functools import cache
 
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.step.step_time import forecast_step
-from megatron.context_parallel.cluster.step.train_config import Run
+from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.trainer.arguments.preset_model import preset_model
 
 CLUSTER = {"figure_4": "attention2d-a100", "figure_5": "attention2d-a100", "figure_6": "attention2d-h100"}
@@ -25,7 +25,7 @@ def seconds(cluster: Cluster, model: str, length: int, ranks: int, strategy: str
     """An iteration with ZeRO; recomputed where the paper says so."""
     recompute = model == "gpt3-13b" and length >= 2**16
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    run = Run(
+    run = TrainConfig(
         seq_length=length,
         global_batch_size=BATCH[model],
         cp_strategy=strategy,

@@ -5,9 +5,9 @@ from functools import cache
 
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.step.decode_time import decode_step
-from megatron.context_parallel.cluster.step.model_shape import Model
-from megatron.context_parallel.cluster.step.prefill_time import Forecast, Prefill, prefill_seconds
-from megatron.context_parallel.cluster.step.train_config import Run
+from megatron.context_parallel.cluster.step.model_shape import ModelShape
+from megatron.context_parallel.cluster.step.prefill_time import Prefill, PrefillForecast, prefill_seconds
+from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.inference.pass_q import RING_PASS_Q
 from megatron.context_parallel.strategies import Choice
 from megatron.context_parallel.trainer.arguments.preset_model import preset_model
@@ -45,7 +45,7 @@ FITTED = {table: every_third_row("cp_inference", table) for table in ("table_4",
 
 
 @cache
-def model() -> Model:
+def model() -> ModelShape:
     return preset_model("llama3-405b", 131_072)
 
 
@@ -58,9 +58,9 @@ def first_token(
     tensor: int = 8,
     variant: str = PASS_KV,
     path: bool = False,
-) -> Forecast:
+) -> PrefillForecast:
     """A prefill. `hosts`: context ranks; `path`: over a cache."""
-    run = Run(seq_length=new, context_parallel_size=hosts, tensor_model_parallel_size=tensor)
+    run = TrainConfig(seq_length=new, context_parallel_size=hosts, tensor_model_parallel_size=tensor)
     return prefill_seconds(model(), run, cluster, Prefill(new, cached, SENT, path, PLANS[variant]))
 
 
@@ -82,8 +82,8 @@ def sizes(system: str) -> tuple[int, int]:
     return int(context[2:]), int(tensor)
 
 
-def _decoding(hosts: int, tensor: int) -> Run:
-    return Run(seq_length=hosts, context_parallel_size=hosts, tensor_model_parallel_size=tensor)
+def _decoding(hosts: int, tensor: int) -> TrainConfig:
+    return TrainConfig(seq_length=hosts, context_parallel_size=hosts, tensor_model_parallel_size=tensor)
 
 
 # -------------------------------------------------------------------------------------------------------- tables

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.step.attention_pass import attention_seconds
 from megatron.context_parallel.cluster.step.memory import fullest_stage, memory, total
-from megatron.context_parallel.cluster.step.model_shape import Model
+from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.step_time import forecast_step
-from megatron.context_parallel.cluster.step.train_config import Run
+from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.plan.trace import trace
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.trainer.arguments.preset_model import preset_model
 
 from ..cells import Wanted, cell_by_cell, every_third_row, everything
@@ -62,7 +62,7 @@ class Case(NamedTuple):
     kept: bool = True
 
     @property
-    def model(self) -> Model:
+    def model(self) -> ModelShape:
         """Megatron-LM and Ulysses share out heads, so they pad them to a multiple of the ranks."""
         model = _model(self.preset)
         if self.system == "LightSeq":
@@ -72,7 +72,7 @@ class Case(NamedTuple):
         return replace(model, num_attention_heads=heads, num_query_groups=groups)
 
     @property
-    def run(self) -> Run:
+    def run(self) -> TrainConfig:
         if self.system == "Megatron-LM":
             how: dict[str, Any] = {"tensor_model_parallel_size": self.ranks, "sequence_parallel": True}
         else:
@@ -80,11 +80,11 @@ class Case(NamedTuple):
             how = {"context_parallel_size": self.ranks, "cp_strategy": strategy, "partial_dtype": "bf16"}
             how |= {"data_parallel_sharding_strategy": "optim_grads_params"}
             how |= {"recompute_whitelist": self.kept and self.system == "LightSeq"}
-        return Run(seq_length=self.each * self.ranks, **how, **FULL)
+        return TrainConfig(seq_length=self.each * self.ranks, **how, **FULL)
 
 
 @cache
-def _model(preset: str) -> Model:
+def _model(preset: str) -> ModelShape:
     return preset_model(preset, 2**15)
 
 
@@ -140,7 +140,7 @@ def longest(system: str, preset: str, cluster: Cluster) -> int:
         how |= {"data_parallel_size" if system.endswith("DP") else "pipeline_model_parallel_size": others}
     fits = 0
     for thousands in (2**power for power in range(LONGEST.bit_length())):
-        run = Run(seq_length=1024 * thousands, **how, **FULL) if thousands * 1024 >= 16 else None
+        run = TrainConfig(seq_length=1024 * thousands, **how, **FULL) if thousands * 1024 >= 16 else None
         if run and total(memory(model, run, fullest_stage(model, run))) <= SMALL_GIB * 2**30:
             fits = thousands
     return fits
@@ -151,7 +151,7 @@ def figure_5(row: str, column: str, cluster: Cluster) -> float:
     if "GPUs" in row:
         spec = "lightseq:balance=no" if row.startswith("unbalanced") else "lightseq"
         if column.startswith("most"):
-            plan = choose(spec).plan(8)
+            plan = parse_spec(spec).plan(8)
             return sum(row.bit_count() for row in plan.sees.rows) / trace(plan).finish
         alone, together = (replace(Case("LightSeq", "llama-7b", n, 2**18 // n).run, cp_strategy=spec) for n in (1, 8))
         times = [

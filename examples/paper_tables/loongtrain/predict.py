@@ -7,9 +7,9 @@ from typing import NamedTuple
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.search.calibrate import with_field
 from megatron.context_parallel.cluster.step.attention_pass import attention_plan, attention_seconds, attention_shape
-from megatron.context_parallel.cluster.step.model_shape import Model
+from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.step_time import forecast_step
-from megatron.context_parallel.cluster.step.train_config import Run
+from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.plan.ir import T
 from megatron.context_parallel.plan.volume import chunk_bytes, received_bytes
 from megatron.context_parallel.trainer.arguments.preset_model import preset_model
@@ -65,13 +65,13 @@ class Case(NamedTuple):
     overlap: bool = True
 
     @property
-    def model(self) -> Model:
+    def model(self) -> ModelShape:
         return _model(self.heads, self.length)
 
     @property
-    def run(self) -> Run:
+    def run(self) -> TrainConfig:
         """One sequence an iteration, ZeRO 1. LoongTrain sends gradients of keys and values in bf16."""
-        return Run(
+        return TrainConfig(
             seq_length=self.length,
             context_parallel_size=self.ranks,
             cp_strategy=self.strategy,
@@ -85,7 +85,7 @@ class Case(NamedTuple):
 
 
 @cache
-def _model(heads: str, length: int) -> Model:
+def _model(heads: str, length: int) -> ModelShape:
     return preset_model("llama2-7b" if heads == "MHA" else "llama2-7b-gqa", length)
 
 

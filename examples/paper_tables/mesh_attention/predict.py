@@ -14,7 +14,7 @@ from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.plan.ir import Plan
 from megatron.context_parallel.plan.liveness import peak_bytes
 from megatron.context_parallel.plan.volume import Shape, received
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Mask
 
@@ -52,7 +52,7 @@ FITTED = {table: every_third_row("mesh_attention", table) for table in ("table_3
 
 def plan_of(strategy: str, ranks: int, length: int, causal: bool, backward: bool) -> Plan:
     """Chunks are striped (section 3.7)."""
-    choice = choose(strategy, layout="cyclic")
+    choice = parse_spec(strategy, layout="cyclic")
     sees = Mask(causal).pairs(*Chunks.pair(choice.layout, ranks, length))
     return choice.plan(ranks, sees=sees, backward=backward, heads=HEADS, kv_heads=HEADS)
 
@@ -122,7 +122,7 @@ def _table_2() -> list[float | None]:
     systems = {"Ring-Attn": RING, "Ulysses": "ulysses:layout=zigzag", "StarTrail": None, "Mesh-Attn": "mesh"}
     found: list[float | None] = []
     for spec in systems.values():
-        plan = choose(spec).plan(32, causal=False) if spec else None
+        plan = parse_spec(spec).plan(32, causal=False) if spec else None
         found += [received(plan, 16).total() / 32 if plan else None] * 2
     return found
 

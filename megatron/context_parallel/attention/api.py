@@ -13,7 +13,7 @@ from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.runtime.executor import Problem
 from megatron.context_parallel.runtime.passes import forward
 from megatron.context_parallel.runtime.sinks import add_sinks
-from megatron.context_parallel.tokens.handles import Handed, handle_of
+from megatron.context_parallel.tokens.handles import HandleOf, handle_of
 from megatron.context_parallel.tokens.mask import Documents, Mask
 
 from .context import AllRanks, ContextParallel
@@ -94,8 +94,8 @@ def context_parallel_attention(
     q, k, v = (to_sbhd(x, tensor_layout) for x in (q, k, v))
     if cp.head_parallel_size == 1:  # saved as they are; swapped heads are new
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    given = None if kernel is None else Handed(kernel)
-    again = Handed(kept.popleft()) if kept and torch.is_grad_enabled() else None
+    given = None if kernel is None else HandleOf(kernel)
+    again = HandleOf(kept.popleft()) if kept and torch.is_grad_enabled() else None
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     how = (
         cp.handle,

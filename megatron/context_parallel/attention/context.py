@@ -17,30 +17,30 @@ from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.runtime.comm.communicators import joined
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from megatron.context_parallel.runtime.comm.transport import (
-    Line,
     LocalTransport,
+    MessageQueue,
     Program,
     TorchTransport,
     run_all,
     run_here,
 )
 from megatron.context_parallel.runtime.executor import Problem
-from megatron.context_parallel.strategies import Choice, asked, choose
-from megatron.context_parallel.tokens.handles import Handled
+from megatron.context_parallel.strategies import Choice, asked, parse_spec
+from megatron.context_parallel.tokens.handles import HasHandle
 from megatron.context_parallel.tokens.layout import Chunks, positions, shard, unshard
 from megatron.context_parallel.tokens.mask import Mask
 
 ALL_RANKS_UP_TO = 64  # beyond, what goes through the steps of all ranks (verifying, plans by document) is left out
 REMEMBERED = 32  # plans and blocks kept; those of packed documents change with each batch
-Made = TypeVar("Made")
+Value = TypeVar("Value")
 Lengths = tuple[int, int]  # queries and keys of the whole sequence
 
 
-class _Strategy(Handled):
+class _Strategy(HasHandle):
     """A strategy as chosen, and its plans for n ranks. Each is made once, and verified unless documents shape it."""
 
     def __init__(self, strategy: str | Choice, layout: str | None, n: int, options: dict[str, object]) -> None:
-        self.choice, self.n = choose(strategy, layout=layout, **options), n
+        self.choice, self.n = parse_spec(strategy, layout=layout, **options), n
         self.layout = self.choice.layout
         self._recent: OrderedDict[tuple, Any] = OrderedDict()
         plan = self.choice.plan(n)
@@ -83,7 +83,7 @@ class _Strategy(Handled):
         undivided = self.blocks(Mask(mask.causal, mask.window), lengths, kernel) if mask.documents else None
         return self.remember(key, lambda: Blocks(mask, *self._chunks(lengths), kernel, undivided))
 
-    def remember(self, key: tuple, make: Callable[[], Made]) -> Made:
+    def remember(self, key: tuple, make: Callable[[], Value]) -> Value:
         """What `make` made for `key`, or makes now. The oldest of what is kept is forgotten."""
         if key not in self._recent:
             self._recent[key] = make()
@@ -202,6 +202,6 @@ class AllRanks(_Strategy):
         return sum(parts[1:], parts[0]).to(dtype)
 
     def run(self, program: Callable[..., Program], plan: Plan, problem: Problem, parts: list[tuple]) -> list:
-        post: dict[tuple[str, int, int], Line] = defaultdict(Line)
+        post: dict[tuple[str, int, int], MessageQueue] = defaultdict(MessageQueue)
         programs = [program(plan, problem, r, LocalTransport(r, post), *part) for r, part in enumerate(parts)]
         return run_all(programs, plan)

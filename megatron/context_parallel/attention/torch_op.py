@@ -22,7 +22,7 @@ from megatron.context_parallel.runtime import passes
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from megatron.context_parallel.runtime.comm.transport import Program
 from megatron.context_parallel.runtime.executor import Problem
-from megatron.context_parallel.tokens.handles import Handed, held
+from megatron.context_parallel.tokens.handles import HandleOf, held
 from megatron.context_parallel.tokens.mask import Documents, Mask
 
 from .context import AllRanks, ContextParallel, Lengths
@@ -43,10 +43,10 @@ attention = torch.ops.context_parallel.attention.default
 _gradients = torch.ops.context_parallel.attention_backward.default
 
 
-Parts = list[Tensor]  # of each rank of the process
+TensorList = list[Tensor]  # of each rank of the process
 
 
-class _How(NamedTuple):
+class OpArgs(NamedTuple):
     """What both operators take besides tensors and sizes."""
 
     cp: int
@@ -57,7 +57,7 @@ class _How(NamedTuple):
     softcap: float
     kernel: int
 
-    def objects(self) -> tuple[ContextParallel | AllRanks, Documents | None, Handed | None]:
+    def objects(self) -> tuple[ContextParallel | AllRanks, Documents | None, HandleOf | None]:
         return held(self.cp, "cp"), held(self.documents, "documents"), held(self.kernel, "kernel")
 
 
@@ -68,13 +68,13 @@ class _Call(NamedTuple):
     plan: Plan
     problem: Problem
 
-    def run(self, program: Callable[..., Program], *inputs: Iterable) -> list[Parts]:
+    def run(self, program: Callable[..., Program], *inputs: Iterable) -> list[TensorList]:
         """Runs `program` on each rank with its part of each input; returns its results, each as parts of the ranks."""
         ranks = self.cp.run(program, self.plan, self.problem, [*zip(*inputs, strict=True)])
         return [[*parts] for parts in zip(*ranks, strict=True)]
 
 
-def _call(how: _How, q: Tensor, v: Tensor, lengths: Lengths, heads: int, kv_heads: int, *, backward: bool) -> _Call:
+def _call(how: OpArgs, q: Tensor, v: Tensor, lengths: Lengths, heads: int, kv_heads: int, *, backward: bool) -> _Call:
     cp, documents, given = how.objects()
     kernel: Kernel = (
         given.value if given else kernel_for(q.device, q.dtype, q.shape[-1], value_dim=v.shape[-1], softcap=how.softcap)
@@ -91,13 +91,13 @@ def _call(how: _How, q: Tensor, v: Tensor, lengths: Lengths, heads: int, kv_head
     return _Call(cp, *cp.remember(("call", *same), make))
 
 
-def _joined(parts: Parts) -> Tensor:
+def _joined(parts: TensorList) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @library.impl(NAME, "default")
 def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others: Any) -> tuple:
-    how, kept = _How(*others[:-1]), others[-1]
+    how, kept = OpArgs(*others[:-1]), others[-1]
     cp, documents, _ = how.objects()
     lengths = cp.length(q), cp.length(k)
     _check_documents(documents, q.shape[1], *lengths)
@@ -129,13 +129,13 @@ def _attention_backward(
 ) -> list[Tensor]:
     cp: ContextParallel | AllRanks = held(how[0], "cp")
     lengths = cp.length(dout), cp.length(seen[1]) // cp.head_parallel_size
-    call = _call(_How(*how), seen[0], seen[2], lengths, out.shape[2], kv_heads, backward=True)
+    call = _call(OpArgs(*how), seen[0], seen[2], lengths, out.shape[2], kv_heads, backward=True)
     parts = [cp.split(x) for x in (dout, out)]
     ranks = len(parts[0])
     if call.plan.heads > 1:
         folded = [[*x.chunk(ranks)] for x in seen]
     else:
-        folded = [[*parts] for parts in zip(*map(passes.fold, *map(cp.split, seen)), strict=True)]
+        folded = [[*parts] for parts in zip(*map(passes.fold_heads, *map(cp.split, seen)), strict=True)]
     dsinks, *grads = call.run(passes.backward, repeat(sinks, ranks), *parts, *folded)
     return [*map(cp.join, grads), *([] if sinks is None else [cp.add_up(dsinks, sinks.dtype)])]
 
@@ -161,7 +161,7 @@ class _Attention(torch.autograd.Function):
         ctx.mark_non_differentiable(lse, *swapped)
         ctx.set_materialize_grads(False)  # else zeros of all outputs
         ctx.save_for_backward(out, sinks, *(swapped or (q, k, v, lse)))
-        ctx.how, ctx.kv_heads, ctx.layer = _How(*others[:-1]), k.shape[2], recorder.position.layer
+        ctx.how, ctx.kv_heads, ctx.layer = OpArgs(*others[:-1]), k.shape[2], recorder.position.layer
         if not torch.compiler.is_compiling():
             ctx.alive = ctx.how.objects()
         return out, lse, *swapped

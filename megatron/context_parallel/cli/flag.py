@@ -55,7 +55,7 @@ def flag(help: str, default: object = None, **declared: Any) -> Any:
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(flag,))
-class Section:
+class FlagSection:
     """Flags under one title in `--help`; subclasses are frozen dataclasses."""
 
     title: ClassVar[str] = ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.context_parallel.errors import UsageError
 
-from .flag import Flag, ForeignFlag, Section, flags_of
+from .flag import Flag, FlagSection, ForeignFlag, flags_of
 
 
 class FlagParser:
@@ -28,7 +28,7 @@ class FlagParser:
 
     def __init__(
         self,
-        sections: Sequence[type[Section]],
+        sections: Sequence[type[FlagSection]],
         description: str,
         usage: str,
         foreign: Mapping[str, ForeignFlag] | None = None,

@@ -74,7 +74,7 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inside:
+class IntraNode:
     """What connects the devices of a node: a link of each device to a switch, or one link that all share."""
 
     GB_s: float
@@ -123,7 +123,7 @@ class Cluster:
     nodes: int
     devices_per_node: int
     device: Device
-    inside: Inside | None = None
+    inside: IntraNode | None = None
     nics: Nics | None = None
     nodes_per_switch: int | None = None
     oversubscription: float = 1.0

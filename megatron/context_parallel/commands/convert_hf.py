@@ -47,9 +47,9 @@ def main(argv: list[str] | None = None) -> None:
 def write_checkpoint(args: "Arguments", save: Path) -> int:
     """From HuggingFace to a checkpoint; how many weights it has. The world has one rank, as for `write_folder`."""
     from megatron.context_parallel.convert.to_megatron import to_megatron
-    from megatron.context_parallel.trainer.model.outline import bytes_of, outline
+    from megatron.context_parallel.trainer.model.outline import build_meta_model, bytes_of
 
-    model = outline(args)
+    model = build_meta_model(args)
     with _progress(bytes_of(model)) as done:
         to_megatron(args, model, str(save), done)
     return sum(weight.numel() for weight in model.parameters())
@@ -59,12 +59,12 @@ def write_folder(args: "Arguments", asked: Namespace) -> int:
     """From a checkpoint to HuggingFace; how many weights it has."""
     from megatron.context_parallel.convert.to_huggingface import to_folder
     from megatron.context_parallel.trainer.checkpoint.save_load import fault_everywhere
-    from megatron.context_parallel.trainer.checkpoint.store import candidates, choose
-    from megatron.context_parallel.trainer.model.outline import bytes_of, outline
+    from megatron.context_parallel.trainer.checkpoint.store import choose_checkpoint, loadable_checkpoints
+    from megatron.context_parallel.trainer.model.outline import build_meta_model, bytes_of
 
-    checkpoint = choose(args, *candidates(args), lambda path: fault_everywhere(args, path), print)
+    checkpoint = choose_checkpoint(args, *loadable_checkpoints(args), lambda path: fault_everywhere(args, path), print)
     assert checkpoint is not None  # its arguments were read
-    model = outline(args)
+    model = build_meta_model(args)
     with _progress(bytes_of(model)) as done:
         to_folder(args, model, checkpoint, asked.save, asked.max_shard_size, done)
     return sum(weight.numel() for weight in model.parameters())

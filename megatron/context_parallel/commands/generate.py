@@ -13,7 +13,7 @@ from megatron.context_parallel.generation.model_source import model_arguments
 from megatron.context_parallel.trainer.faults.lifetime import end_with_parent
 
 if TYPE_CHECKING:
-    from megatron.context_parallel.inference.engine import Engine, Output, Request
+    from megatron.context_parallel.inference.engine import Engine, Request, RequestOutput
     from megatron.context_parallel.inference.rank_loop import RankLoop
 
 PARSER = FlagParser(Generate.__bases__, "Generate text with a trained model.", '--load DIR --prompt "def " [flags]')
@@ -95,14 +95,14 @@ def request_of(flags: Generate, name: str, tokens: list[int], seed: int) -> "Req
 
 def write_all(flags: Generate, loop: "RankLoop", prompts: Sequence[str], requests: "Sequence[Request]") -> None:
     """Print each prompt with its text, the first as it comes, the others one after the other."""
-    outputs: dict[str, list[Output]] = {request.name: [] for request in requests}
+    outputs: dict[str, list[RequestOutput]] = {request.name: [] for request in requests}
     coming = in_turn(loop, requests, outputs)
     for prompt, request in zip(prompts, requests, strict=True):
         print(prompt, end="", flush=True)
         write_text(flags, loop.engine, coming, outputs[request.name])
 
 
-def write_text(flags: Generate, engine: "Engine", coming: Iterator[None], outputs: "list[Output]") -> None:
+def write_text(flags: Generate, engine: "Engine", coming: Iterator[None], outputs: "list[RequestOutput]") -> None:
     """Print one text as it comes, to its end; `next(coming)` may append to its outputs."""
     written = 0
     while not (outputs and written == len(outputs) and outputs[-1].finish):
@@ -120,7 +120,9 @@ def write_text(flags: Generate, engine: "Engine", coming: Iterator[None], output
         print(f"{token.logprob:10.4f}  {token.id:7}  {engine.tokenizer.decode([token.id])!r}")
 
 
-def in_turn(loop: "RankLoop", requests: "Sequence[Request]", outputs: "dict[str, list[Output]]") -> Iterator[None]:
+def in_turn(
+    loop: "RankLoop", requests: "Sequence[Request]", outputs: "dict[str, list[RequestOutput]]"
+) -> Iterator[None]:
     """Make a step for each `next`, and append what it brings to `outputs` by request."""
     arriving = requests
     while True:
@@ -151,7 +153,7 @@ def converse(flags: Generate, loop: "RankLoop") -> None:
             print(f"{error}; the conversation ends here")
             return
         request = request_of(flags, str(turn), tokens, flags.seed + turn)
-        outputs: dict[str, list[Output]] = {request.name: []}
+        outputs: dict[str, list[RequestOutput]] = {request.name: []}
         write_text(flags, engine, in_turn(loop, [request], outputs), outputs[request.name])
         chosen = [token.id for output in outputs[request.name] for token in output.tokens]
         said = [*tokens, *(token for token in chosen if token not in engine.tokenizer.ends)]

@@ -22,10 +22,10 @@ import torch
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.kernels.names import BACKENDS
 
-from .gpu_checks.common import Report, Sizes, print_table
+from .gpu_checks.common import CheckReport, CheckSizes, print_table
 from .gpu_checks.documents import measure_documents
 from .gpu_checks.errors import check_blocks, check_strategies
-from .gpu_checks.memory import GpuMeter, Meter, measure_memory
+from .gpu_checks.memory import GpuMeter, PeakMemory, measure_memory
 from .gpu_checks.nccl import check_nccl
 from .gpu_checks.speed import GpuClock, check_repeats, measure_overhead, measure_speed, ratios
 from .gpu_checks.te import check_te
@@ -59,10 +59,10 @@ class Host(NamedTuple):
     device: torch.device
     gpus: int
     clock: GpuClock
-    meter: Meter
+    meter: PeakMemory
 
 
-def run_stage(stage: str, report: Report, names: list[str], sizes: Sizes, host: Host) -> list[dict]:
+def run_stage(stage: str, report: CheckReport, names: list[str], sizes: CheckSizes, host: Host) -> list[dict]:
     """Adds a stage's tables to the report; returns its bars, each with what was reached (None: not measured)."""
     tables, device = report.numbers, host.device
     match stage:
@@ -139,10 +139,10 @@ def main(argv: list[str] | None = None) -> int:
         raise UsageError("needs a CUDA GPU, and there is none here; run it on a host with one")
     device = torch.device("cuda", torch.cuda.current_device())
     host = Host(device, torch.cuda.device_count(), GpuClock(), GpuMeter())
-    report, bars, seconds = Report(), list[dict](), dict[str, float]()
+    report, bars, seconds = CheckReport(), list[dict](), dict[str, float]()
     for stage in args.stage:
         shown, start = set(report.numbers), time.perf_counter()
-        bars += run_stage(stage, report, list(BACKENDS[1:]), Sizes(), host)
+        bars += run_stage(stage, report, list(BACKENDS[1:]), CheckSizes(), host)
         seconds[stage] = time.perf_counter() - start
         for title, rows in report.numbers.items():
             if rows and title not in shown:

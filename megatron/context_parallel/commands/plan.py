@@ -10,15 +10,15 @@ from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.cluster.search.auto import headline
 from megatron.context_parallel.cluster.search.candidates import Workload
-from megatron.context_parallel.cluster.search.planner import Place, search
-from megatron.context_parallel.cluster.simulate.one_pass import Forecast, simulate
+from megatron.context_parallel.cluster.search.planner import GroupDevices, search
+from megatron.context_parallel.cluster.simulate.one_pass import PassForecast, simulate
 from megatron.context_parallel.cluster.simulate.timeline import write_timeline
 from megatron.context_parallel.plan.ir import Plan, PlanError
 from megatron.context_parallel.plan.pictures.draw import draw, file_name
 from megatron.context_parallel.plan.pictures.page import write_page
-from megatron.context_parallel.plan.verify import Report, verify
+from megatron.context_parallel.plan.verify import PlanReport, verify
 from megatron.context_parallel.plan.volume import Shape, received_bytes
-from megatron.context_parallel.strategies import AUTO, choose
+from megatron.context_parallel.strategies import AUTO, parse_spec
 from megatron.context_parallel.tokens.mask import Mask
 
 
@@ -76,7 +76,7 @@ def shape_of(args: argparse.Namespace) -> Shape | None:
     return Shape(rows, args.num_attention_heads, args.num_query_groups, args.kv_channels, itemsize=2)
 
 
-def row(spec: str, plan: Plan, report: Report, shape: Shape | None, forecast: Forecast | None) -> list[str]:
+def row(spec: str, plan: Plan, report: PlanReport, shape: Shape | None, forecast: PassForecast | None) -> list[str]:
     size = max(received_bytes(plan, rank, shape) for rank in range(plan.size)) / 2**20 if shape else 0
     return [
         spec,
@@ -90,7 +90,7 @@ def row(spec: str, plan: Plan, report: Report, shape: Shape | None, forecast: Fo
     ]
 
 
-def chosen(args: argparse.Namespace, cluster: Cluster | None) -> list[str]:
+def resolve_auto(args: argparse.Namespace, cluster: Cluster | None) -> list[str]:
     """The strategies given, with the planner's choice in place of "auto"."""
     if AUTO not in args.strategy:
         return args.strategy
@@ -98,7 +98,7 @@ def chosen(args: argparse.Namespace, cluster: Cluster | None) -> list[str]:
         raise UsageError(f"{AUTO}: needs to know the cluster; give --cluster, such as --cluster dgx-h100")
     sizes = args.seq_length, args.num_attention_heads, args.num_query_groups, args.kv_channels
     workload = Workload(*sizes, mask=Mask(not args.full_mask))
-    found = search(workload, Place(cluster), {"layout": args.layout} if args.layout else {})
+    found = search(workload, GroupDevices(cluster), {"layout": args.layout} if args.layout else {})
     print(headline(found))
     return [found.best if spec == AUTO else spec for spec in args.strategy]
 
@@ -107,7 +107,7 @@ def way(plan: Plan) -> str:
     return "backward" if plan.backward else "forward"
 
 
-def by_tensor(plan: Plan, report: Report) -> str:
+def by_tensor(plan: Plan, report: PlanReport) -> str:
     tensors = sorted({t for volume in report.volume for t in volume})
     received = " + ".join(f"{max(v[t] for v in report.volume):g} {t}" for t in tensors)
     return f"  {way(plan):8}  {received or '-'}"
@@ -126,13 +126,13 @@ def main(argv: list[str] | None = None) -> None:
     )
     table.add_column("strategy")
     table.add_column("pass")
-    shape, pages, volumes, forecasts = shape_of(args), dict[str, list[Plan]](), list[str](), dict[str, Forecast]()
+    shape, pages, volumes, forecasts = shape_of(args), dict[str, list[Plan]](), list[str](), dict[str, PassForecast]()
     cluster = load_cluster(args.cluster).part(args.ranks) if args.cluster else None
     times = ["ms", "exposed"] if cluster else []
     for heading in ("received", *(["MiB"] if shape else []), "steps", "idle", "peak", *times):
         table.add_column(heading, justify="right")
-    for spec in chosen(args, cluster):
-        choice = choose(spec, layout=args.layout)
+    for spec in resolve_auto(args, cluster):
+        choice = parse_spec(spec, layout=args.layout)
         volumes.append(f"{spec}, {choice.layout} layout")
         passes = pages[choice.spec] = []
         heads = {"heads": args.num_attention_heads, "kv_heads": args.num_query_groups}

@@ -11,12 +11,12 @@ from rich.table import Table
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
-from megatron.context_parallel.cluster.search.step_search import Found, StepSearch, search_steps
+from megatron.context_parallel.cluster.search.step_search import FeasibleRun, StepSearch, search_steps
 from megatron.context_parallel.cluster.simulate.timeline import write_timeline
 from megatron.context_parallel.cluster.step.attention_pass import attention_forecast
-from megatron.context_parallel.cluster.step.model_shape import Model
+from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.stage_time import EXPOSED
-from megatron.context_parallel.cluster.step.train_config import ITEMSIZE, SHARDING, Run
+from megatron.context_parallel.cluster.step.train_config import ITEMSIZE, SHARDING, TrainConfig
 
 SHOWN = 12
 UNITS = {"": 1, "K": 2**10, "M": 2**20}
@@ -53,7 +53,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def found_by(args: argparse.Namespace) -> tuple[StepSearch, Model, Cluster, str]:
+def found_by(args: argparse.Namespace) -> tuple[StepSearch, ModelShape, Cluster, str]:
     """The search that the flags ask for, of what and where, and a title."""
     from megatron.context_parallel.trainer.arguments.preset_model import preset_model
     from megatron.context_parallel.trainer.config.flags import PRESETS
@@ -70,7 +70,7 @@ def found_by(args: argparse.Namespace) -> tuple[StepSearch, Model, Cluster, str]
             f"--data-parallel-size {args.data}: tensor x pipeline x data does not divide the {cluster.ranks} devices; "
             "give 1"
         )
-    base = Run(
+    base = TrainConfig(
         seq_length=length,
         micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size or args.micro_batch_size * args.data,
@@ -91,7 +91,7 @@ def found_by(args: argparse.Namespace) -> tuple[StepSearch, Model, Cluster, str]
 # ------------------------------------------------------------------------------------------------------ tables
 
 
-def flags(run: Run) -> str:
+def flags(run: TrainConfig) -> str:
     """A run as the trainer's flags; what it has none for, as Megatron's."""
     sizes = {
         "tensor-model-parallel-size": run.tensor_model_parallel_size,
@@ -166,7 +166,7 @@ def refusals(found: StepSearch) -> Table:
     return table
 
 
-def explanation(found: Found) -> list[Table]:
+def explanation(found: FeasibleRun) -> list[Table]:
     """The parts of one's time and memory."""
     run, forecast = found
     time = Table("part", title=f"{flags(run)}\n\ntime of an iteration")
@@ -183,7 +183,7 @@ def explanation(found: Found) -> list[Table]:
     return [time, held]
 
 
-def asked(found: StepSearch, which: str) -> Found:
+def asked(found: StepSearch, which: str) -> FeasibleRun:
     """The run of a number in the table, or the fastest of a spec. Raises UsageError if there is none."""
     if which.isdecimal() and 1 <= int(which) <= len(found.ranked):
         return found.ranked[int(which) - 1]

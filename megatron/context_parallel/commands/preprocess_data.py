@@ -40,7 +40,7 @@ class Document:
 
 
 @dataclass
-class Output:
+class IndexedOutput:
     """The `.bin/.idx/.json` of one JSON key, under temporary names until `finish`."""
 
     prefix: str
@@ -213,7 +213,7 @@ def encode_all(args: argparse.Namespace, encoder: Encoder, documents: Iterator[D
         yield from pool.imap(_encode, documents, chunksize=16)
 
 
-def write(args: argparse.Namespace, encoder: Encoder, outputs: dict[str, Output]) -> dict[str, int]:
+def write(args: argparse.Namespace, encoder: Encoder, outputs: dict[str, IndexedOutput]) -> dict[str, int]:
     """Add every document to its output; the number of documents skipped, by reason."""
     skipped: dict[str, int] = {}
     started = time.monotonic()
@@ -235,7 +235,7 @@ def write(args: argparse.Namespace, encoder: Encoder, outputs: dict[str, Output]
 def run(args: argparse.Namespace) -> None:
     encoder = Encoder(args)
     Path(args.output_prefix).parent.mkdir(parents=True, exist_ok=True)
-    outputs = {key: Output(f"{args.output_prefix}_{key}_document", encoder.dtype) for key in args.json_keys}
+    outputs = {key: IndexedOutput(f"{args.output_prefix}_{key}_document", encoder.dtype) for key in args.json_keys}
     try:
         skipped = write(args, encoder, outputs)
         source = {

@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     from megatron.context_parallel.serving.app import Service, Settings
     from megatron.context_parallel.serving.connections import Patience
     from megatron.context_parallel.serving.hosts import names_of
-    from megatron.context_parallel.serving.listen import answering, bind
+    from megatron.context_parallel.serving.listen import bind, serve_in_thread
     from megatron.context_parallel.serving.metrics import Metrics
     from megatron.context_parallel.serving.protocol import Limits
     from megatron.context_parallel.serving.reader import reading
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         listener = bind(flags.host, flags.port)
         with (
             reading(loop.engine.tokenizer, limits) as readers,
-            answering(Service(worker, settings, readers).app(), listener, patience) as stop,
+            serve_in_thread(Service(worker, settings, readers).app(), listener, patience) as stop,
         ):
 
             def end_texts() -> None:

@@ -33,7 +33,7 @@ _NO_ANSWER = 10  # seconds for py-spy
 
 
 @dataclass(frozen=True)
-class Seen:
+class RunningRank:
     """A rank of a job that runs here."""
 
     process: RankProcess
@@ -41,17 +41,19 @@ class Seen:
     state: str  # "moves", "waits", "still" (does not move, waits for no rank) or "stopped" (by a signal)
 
 
-def look() -> dict[str, dict[int, Seen]]:
+def look() -> dict[str, dict[int, RunningRank]]:
     """The ranks on this host by job, after two looks at them."""
     before = _read()
     time.sleep(_LOOK)
-    jobs: dict[str, dict[int, Seen]] = defaultdict(dict)
+    jobs: dict[str, dict[int, RunningRank]] = defaultdict(dict)
     for process, (position, status) in _read().items():
         still = process in before and before[process][0].notes == position.notes
         state = "waits" if position.waits else "still"
         if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
             state = "stopped"
-        jobs[process.job][process.rank] = Seen(process, position, state if still or state == "stopped" else "moves")
+        jobs[process.job][process.rank] = RunningRank(
+            process, position, state if still or state == "stopped" else "moves"
+        )
     return {job: dict(sorted(ranks.items())) for job, ranks in jobs.items()}
 
 
@@ -64,7 +66,7 @@ def _read() -> dict[RankProcess, tuple[Position, str]]:
     return found
 
 
-def blamed(ranks: dict[int, Seen]) -> list[int]:
+def culprits_of(ranks: dict[int, RunningRank]) -> list[int]:
     """The ranks that the others wait for; none while the job moves."""
     stopped = [rank for rank, seen in ranks.items() if seen.state == "stopped"]
     if not stopped and any(seen.state == "moves" for seen in ranks.values()):
@@ -72,7 +74,7 @@ def blamed(ranks: dict[int, Seen]) -> list[int]:
     return culprits({rank: seen.position for rank, seen in ranks.items()}, stopped)
 
 
-def describe(ranks: dict[int, Seen], of: list[int]) -> None:
+def describe(ranks: dict[int, RunningRank], of: list[int]) -> None:
     """Print the table of a job, its culprits, and who waits for whom."""
     title = f"{len(ranks)} of {next(iter(ranks.values())).process.world} ranks are on this host"
     table = Table("rank", "state", "iteration", "where", "waits", title=title)
@@ -96,7 +98,7 @@ def describe(ranks: dict[int, Seen], of: list[int]) -> None:
         print(" -> ".join(map(str, chain)) + last)
 
 
-def _told(rank: int, ranks: dict[int, Seen]) -> str:
+def _told(rank: int, ranks: dict[int, RunningRank]) -> str:
     if rank not in ranks:
         return f"rank {rank} is on another host; run cp-stuck there"
     process = ranks[rank].process
@@ -121,7 +123,7 @@ def code_of(pid: int) -> str:
     return f"{frame['name']} ({Path(frame['filename']).name}:{frame['line']})"
 
 
-def draw(ranks: dict[int, Seen], of: list[int], path: str) -> None:
+def draw_wait_graph(ranks: dict[int, RunningRank], of: list[int], path: str) -> None:
     """Draw who waits for whom, the culprits in red, to an image file."""
     import matplotlib
 
@@ -149,9 +151,9 @@ def main(argv: list[str] | None = None) -> None:
     for number, ranks in enumerate(jobs.values()):
         if number:
             print()
-        of = blamed(ranks)
+        of = culprits_of(ranks)
         describe(ranks, of)
         if image:
             path = Path(image) if len(jobs) == 1 else Path(image).with_stem(f"{Path(image).stem}-{number}")
-            draw(ranks, of, str(path))
+            draw_wait_graph(ranks, of, str(path))
             print(f"wrote {path}")

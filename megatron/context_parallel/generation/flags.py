@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
-from megatron.context_parallel.cli.flag import Section, flag
+from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.inference.choose import CHOICES
 from megatron.context_parallel.trainer.config.flags import Arguments
 
 
-class Source(Section, title="model"):
+class Source(FlagSection, title="model"):
     load: str = flag(
         "a directory of checkpoints of the trainer, or a folder of HuggingFace: Llama, Mistral or Qwen3 in safetensors",
         unit="DIR",
@@ -21,7 +21,7 @@ class Source(Section, title="model"):
     bf16: bool = flag("compute in bfloat16, whatever the dtype of the weights is", False)
 
 
-class Cache(Section, title="cache"):
+class CacheFlags(FlagSection, title="cache"):
     cache_tokens: int | None = flag(
         "tokens whose keys and values all ranks together keep", derived="the positions of the model", example=8192
     )
@@ -41,14 +41,14 @@ class Cache(Section, title="cache"):
     inference_dynamic_batching_max_tokens: int = flag("most tokens of prompts in one step", 512)
 
 
-class Limits(Section, title="time limits"):
+class Limits(FlagSection, title="time limits"):
     distributed_timeout_minutes: int = flag("a rank that waits longer fails", 10, unit="MINUTES")
     distributed_timeout_seconds_after_init: int = flag(
         "a rank that does not respond so long ends the job, after the first iteration", 60, unit="SECONDS", at_least=2
     )
 
 
-def check_prefill(flags: Cache) -> None:
+def check_prefill(flags: CacheFlags) -> None:
     """Refuse a way to choose without what it needs, before ranks meet.
 
     Raises:
@@ -76,13 +76,13 @@ def with_limits(args: Arguments, flags: Limits) -> Arguments:
     )
 
 
-class Prompts(Section, title="prompts"):
+class Prompts(FlagSection, title="prompts"):
     prompt: list[str] | None = flag("texts to go on from", excludes="prompts_file interactive", example="def ")
     prompts_file: str | None = flag("a file with a prompt on each line", unit="FILE", excludes="interactive")
     interactive: bool = flag("read turns of a conversation from the terminal, until its end (Ctrl-D)", False)
 
 
-class Sampling(Section, title="sampling"):
+class Sampling(FlagSection, title="sampling"):
     max_new_tokens: int = flag("tokens of a text at most", 128)
     temperature: float = flag("divides the logits; 0: the most likely token", 1.0, at_least=0)
     top_k: int = flag("draw among the most likely tokens; 1: greedy; 0: all", 0, at_least=0)
@@ -94,7 +94,7 @@ class Sampling(Section, title="sampling"):
     logprobs: bool = flag("list the tokens of each text with the logarithms of their probabilities", False)
 
 
-class Http(Section, title="server"):
+class Http(FlagSection, title="server"):
     host: str = flag("address to listen at; 0.0.0.0: all of this machine, for which set keys", "127.0.0.1")
     port: int = flag("port to listen at; 0: any free one", 5000, at_least=0, at_most=65535)
     api_key_file: str | None = flag(
@@ -121,9 +121,9 @@ class Http(Section, title="server"):
     dry_run: bool = flag("print how many tokens fit into the memory of this machine, and stop", False)
 
 
-class Generate(Source, Prompts, Sampling, Cache, Limits):
+class Generate(Source, Prompts, Sampling, CacheFlags, Limits):
     """The flags of tools/generate.py."""
 
 
-class Serve(Source, Http, Cache, Limits):
+class Serve(Source, Http, CacheFlags, Limits):
     """The flags of tools/run_text_generation_server.py."""

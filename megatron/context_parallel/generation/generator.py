@@ -18,11 +18,11 @@ from megatron.context_parallel.integration.huggingface.config import is_huggingf
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.data.tokenizer import BYTES
 
-from .flags import Cache
+from .flags import CacheFlags
 from .load_model import load_model
 
 
-def build_engine(args: Arguments, flags: Cache, length: int | None = None) -> Engine:
+def build_engine(args: Arguments, flags: CacheFlags, length: int | None = None) -> Engine:
     """An engine with the model of `args`, on the ranks of the world; every rank calls it.
 
     `length` is the most tokens of a request (default: the positions of the model).

@@ -8,7 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.integration.huggingface.config import is_huggingface
 from megatron.context_parallel.trainer.checkpoint.save_load import fault_everywhere, on_first_rank, read_checkpoint, say
-from megatron.context_parallel.trainer.checkpoint.store import candidates, choose
+from megatron.context_parallel.trainer.checkpoint.store import choose_checkpoint, loadable_checkpoints
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.model.build import build_gpt, transformer_config
 
@@ -36,8 +36,8 @@ def load_model(args: Arguments, cp: ContextParallel) -> GPTModel:
 
 
 def _load_checkpoint(args: Arguments, model: GPTModel) -> None:
-    paths, fault = on_first_rank(lambda: candidates(args))
-    checkpoint = choose(args, paths, fault, lambda path: fault_everywhere(args, path), say)
+    paths, fault = on_first_rank(lambda: loadable_checkpoints(args))
+    checkpoint = choose_checkpoint(args, paths, fault, lambda path: fault_everywhere(args, path), say)
     assert checkpoint is not None  # its arguments were read
     loaded = read_checkpoint(args, {"model": model.sharded_state_dict()}, checkpoint)
     model.load_state_dict(loaded["model"])

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-class Cache:
+class KVCache:
     """Keys (rotated) and values of one rank in pages, for each layer. All memory is taken at once.
 
     Args:

@@ -18,7 +18,7 @@ EMPIRICAL = (-1.059, 1.145, 12.112)  # Appendix D as printed; it contradicts Tab
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LayerShape:
     """The attention of a layer on one rank.
 
     Attributes:
@@ -81,7 +81,7 @@ class Rates:
         return cls(best.forward_TFLOP_s * 1e12, bandwidth, max((path.seconds for path in paths), default=0.0))
 
 
-def seconds(variant: str, new: int, cached: int, n: int, sizes: Sizes, rates: Rates) -> float:
+def seconds(variant: str, new: int, cached: int, n: int, sizes: LayerShape, rates: Rates) -> float:
     """Predicted seconds of one layer's attention, if each step hides its messages behind its block, or the reverse.
 
     All ranks have as many rows as each other; each query sees half of the new tokens. The steps are those of the plans:
@@ -99,19 +99,19 @@ def seconds(variant: str, new: int, cached: int, n: int, sizes: Sizes, rates: Ra
     return sum(max(hop, block * (s < n)) for s, hop in enumerate(hops))
 
 
-def sent_bytes(variant: str, new: int, cached: int, n: int, sizes: Sizes) -> float:
+def sent_bytes(variant: str, new: int, cached: int, n: int, sizes: LayerShape) -> float:
     """Bytes that a rank sends in one layer, with `new` and `cached` tokens on all ranks together."""
     row = sizes.query_bytes + sizes.partial_bytes
     return (n - 1) / n * (new * row if variant == PASS_Q else (new + cached) * sizes.key_bytes)
 
 
-def algorithm_1(new: int, cached: int, n: int, sizes: Sizes, rates: Rates) -> str:
+def algorithm_1(new: int, cached: int, n: int, sizes: LayerShape, rates: Rates) -> str:
     """Algorithm 1: pass-KV if blocks hide it (Eq. 2) or if keys are smaller than queries (Eq. 1)."""
     hidden = new >= n * rates.compute * sizes.kv_heads * sizes.itemsize / (2 * sizes.heads * rates.bandwidth)
     return PASS_KV if hidden or new / (new + cached) >= 2 * sizes.kv_heads / sizes.heads else PASS_Q
 
 
-def algorithm_5(new: int, cached: int, n: int, sizes: Sizes, rates: Rates) -> str:
+def algorithm_5(new: int, cached: int, n: int, sizes: LayerShape, rates: Rates) -> str:
     """Algorithm 5: as algorithm 1, but the all-to-all of pass-Q counts (Eq. 5)."""
     hidden = new >= n * rates.compute * sizes.kv_heads * sizes.itemsize / (2 * sizes.heads * rates.bandwidth)
     all_to_all = 4 * new * rates.bandwidth / (n * rates.compute * sizes.itemsize)
@@ -125,12 +125,12 @@ def empirical(new: int, cached: int, constants: tuple[float, float, float] = EMP
     return PASS_KV if a * math.log(new) + b * math.log(new / (new + cached)) + c > 0 else PASS_Q
 
 
-def choose(
+def choose_prefill(
     how: str,
     new: int,
     cached: int,
     n: int,
-    sizes: Sizes,
+    sizes: LayerShape,
     rates: Rates | None = None,
     constants: tuple[float, float, float] = EMPIRICAL,
 ) -> str:

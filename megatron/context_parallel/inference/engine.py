@@ -18,7 +18,7 @@ from .text_stream import TextStream
 from .tokenizer import Tokenizer
 
 
-class Cache(Protocol):
+class CacheSession(Protocol):
     """What the engine needs of a `Session`."""
 
     vocabulary: int
@@ -52,7 +52,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Output:
+class RequestOutput:
     """What one step brought a request.
 
     Attributes:
@@ -113,7 +113,12 @@ class Engine:
     """
 
     def __init__(
-        self, cache: Cache, tokenizer: Tokenizer, step_tokens: int = 512, length: int | None = None, waste: int = 0
+        self,
+        cache: CacheSession,
+        tokenizer: Tokenizer,
+        step_tokens: int = 512,
+        length: int | None = None,
+        waste: int = 0,
     ) -> None:
         self.cache, self.tokenizer, self.step_tokens, self.waste = cache, tokenizer, step_tokens, waste
         self.capacity = cache.room()
@@ -122,7 +127,7 @@ class Engine:
         self.running: dict[str, _Running] = {}
         self._kept: OrderedDict[int, int] = OrderedDict()  # cached tokens of sequences; the one used last comes last
         self._prefixes = Prefixes()
-        self._ended: list[Output] = []  # outside of passes
+        self._ended: list[RequestOutput] = []  # outside of passes
 
     @property
     def idle(self) -> bool:
@@ -169,13 +174,13 @@ class Engine:
             self.waiting = deque(request for request in self.waiting if request.name != name)
         else:
             return
-        self._ended.append(Output(name, finish="cancelled"))
+        self._ended.append(RequestOutput(name, finish="cancelled"))
 
     def refuse(self, name: str, why: str) -> None:
         """End with an error a request that was not added."""
-        self._ended.append(Output(name, finish="error", why=why))
+        self._ended.append(RequestOutput(name, finish="error", why=why))
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[RequestOutput]:
         """Compute one token of each text, and parts of the prompts. Every rank calls it."""
         self._admit()
         outputs, self._ended = self._ended, []
@@ -221,7 +226,7 @@ class Engine:
         shared = self.cache.share(chosen, width=2 + 2 * most)
         return [from_numbers(shared[run.sequence], run.request.params.top_n_logprobs) for run in runs]
 
-    def _take(self, run: _Running, token: Token | str) -> Output:
+    def _take(self, run: _Running, token: Token | str) -> RequestOutput:
         """Append a token; the end of its request, if it is that, or if there is none."""
         if isinstance(token, str):
             return self._drop(run, token)
@@ -236,7 +241,7 @@ class Engine:
         if finish:
             del self.running[run.request.name]
             self._end(run)
-        return Output(run.request.name, (token,), text, finish, first, run.reused if first else 0)
+        return RequestOutput(run.request.name, (token,), text, finish, first, run.reused if first else 0)
 
     def _write(self, run: _Running, token: Token) -> tuple[str, str]:
         """The text that has become certain with a token, and how the request ends, if it does."""
@@ -249,12 +254,12 @@ class Engine:
             return text + run.stream.finish(), "length"
         return text, ""
 
-    def _drop(self, run: _Running, why: str) -> Output:
+    def _drop(self, run: _Running, why: str) -> RequestOutput:
         """End a request by an error; what is cached of it may be wrong too."""
         del self.running[run.request.name]
         self._prefixes.remove(run.sequence)
         self.cache.free(run.sequence)
-        return Output(run.request.name, finish="error", why=why)
+        return RequestOutput(run.request.name, finish="error", why=why)
 
     # -- room in the cache ----------------------------------------------------------------------------------------
 

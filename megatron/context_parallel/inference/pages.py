@@ -32,7 +32,7 @@ class CacheFull(UsageError):
 
 
 @dataclass
-class Part:
+class RankRows:
     """The rows of a sequence on one rank.
 
     Attributes:
@@ -95,7 +95,7 @@ class PageTables:
             raise UsageError(f"{pages} pages of {page} rows: need 1 page or more of 1 to {PAGE} rows, such as {PAGE}")
         self.n, self.page, self.capacity = n, page, n * pages * page
         self._stores = [_Store(pages) for _ in range(n)]
-        self._parts: dict[int, list[Part]] = {}
+        self._parts: dict[int, list[RankRows]] = {}
         self._next = 0
 
     # -- what there is -----------------------------------------------------------------------------------------
@@ -136,10 +136,10 @@ class PageTables:
 
     def room(self, sequence: int | None = None) -> int:
         """Tokens that fit now: of one new sequence, or more of one that is there."""
-        parts = self._parts[sequence] if sequence is not None else [Part() for _ in self._stores]
+        parts = self._parts[sequence] if sequence is not None else [RankRows() for _ in self._stores]
         return sum(self._rooms(parts, [len(store.free) for store in self._stores]))
 
-    def _rooms(self, parts: list[Part], free: list[int]) -> list[int]:
+    def _rooms(self, parts: list[RankRows], free: list[int]) -> list[int]:
         """Rows that each rank could still take of a sequence."""
         return [
             len(part.pages) * self.page - len(part.positions) + pages * self.page
@@ -151,7 +151,7 @@ class PageTables:
     def open(self) -> int:
         """A new sequence without tokens: its number."""
         self._next += 1
-        self._parts[self._next] = [Part() for _ in range(self.n)]
+        self._parts[self._next] = [RankRows() for _ in range(self.n)]
         return self._next
 
     def add(self, new: Mapping[int, int]) -> dict[int, list[int]]:
@@ -206,7 +206,7 @@ class PageTables:
                     part.pages.append(store.take())
                 self._fill(part, store, min(left, len(part.pages) * self.page - len(part.slots)))
 
-    def _fill(self, part: Part, store: _Store, rows: int) -> None:
+    def _fill(self, part: RankRows, store: _Store, rows: int) -> None:
         """Puts the next rows of a sequence into its last page."""
         slot = part.pages[-1] * self.page + len(part.slots) % self.page
         part.slots.extend(range(slot, slot + rows))

@@ -14,7 +14,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
-from .engine import Engine, Output, Request
+from .engine import Engine, Request, RequestOutput
 from .faults import MISTAKE, log_fault
 
 _LONG = timedelta(days=3650)  # idle ranks wait for rank 0
@@ -36,7 +36,7 @@ class RankLoop:
         self._group = dist.new_group(backend="gloo", timeout=_LONG) if several else None
         recorder.enter("idle", self._turn)
 
-    def turn(self, requests: Sequence[Request] = (), cancelled: Sequence[str] = ()) -> list[Output]:
+    def turn(self, requests: Sequence[Request] = (), cancelled: Sequence[str] = ()) -> list[RequestOutput]:
         """Let requests join and others leave, and make one step, if there is anything to do.
 
         A request that the engine refuses ends with an error.
@@ -68,7 +68,7 @@ class RankLoop:
             self._step(arrivals)
             recorder.enter("arrivals", self._turn)
 
-    def _step(self, arrivals: dict[str, Any]) -> list[Output]:
+    def _step(self, arrivals: dict[str, Any]) -> list[RequestOutput]:
         recorder.enter("forward")
         for plain in arrivals.get("requests", ()):
             self._add(plain)

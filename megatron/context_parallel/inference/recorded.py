@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, fx, library
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megatron.context_parallel.integration.spec import Attend, ContextParallelAttention
+from megatron.context_parallel.integration.spec import AttentionOverride, ContextParallelAttention
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
 _library = library.Library("megatron_context_parallel", "FRAGMENT")
@@ -49,7 +49,7 @@ class Recorded:
 def record(
     model: GPTModel,
     cores: Sequence[ContextParallelAttention],
-    attend: Attend,
+    attend: AttentionOverride,
     run: Callable[..., Tensor],
     inputs: tuple[Tensor | None, ...],
 ) -> Recorded | None:

@@ -19,16 +19,16 @@ from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.integration.rope import LayoutRotaryEmbedding
-from megatron.context_parallel.integration.spec import Attend, ContextParallelAttention
+from megatron.context_parallel.integration.spec import AttentionOverride, ContextParallelAttention
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.strategies import Choice
 
-from .cache import Cache
-from .choose import EMPIRICAL, PASS_KV, PASS_Q, PASS_Q_PAPER, Rates, Sizes, choose
+from .cache import KVCache
+from .choose import EMPIRICAL, PASS_KV, PASS_Q, PASS_Q_PAPER, LayerShape, Rates, choose_prefill
 from .pages import PAGE, PageTables
 from .pass_q import RING_PASS_Q
 from .recorded import Recorded, record
-from .turn import Turn
+from .turn import BatchLayout
 
 DECODE = "decode"
 OFTEN = 8  # decode steps of as many rows before they are recorded
@@ -77,12 +77,12 @@ class Session:
         self.vocabulary: int = getattr(model, "vocabulary", model.vocab_size)
         attentions = [layer.self_attention for layer in model.decoder.layers]
         shapes = [(a.num_query_groups_per_partition, a.key_hidden_size, a.val_hidden_size) for a in attentions]
-        self.sizes = Sizes(model.config.num_attention_heads // tensor, *shapes[0], self.dtype.itemsize)
+        self.sizes = LayerShape(model.config.num_attention_heads // tensor, *shapes[0], self.dtype.itemsize)
         self.rates = Rates.of(cluster, cp.n, DTYPES.get(self.dtype, "fp32"), self.sizes.head_dim) if cluster else None
         self._choose(prefill, 1, 0)
         pages = -(-cache_tokens // (cp.n * page))
         self.tables = PageTables(cp.n, pages, page)
-        self.cache = Cache(pages, page, shapes, self.dtype, self.device)
+        self.cache = KVCache(pages, page, shapes, self.dtype, self.device)
         grid = f"attention2d:grid=1x{cp.n}"
         specs: dict[str, str | Choice] = {
             PASS_KV: "ring",
@@ -157,7 +157,7 @@ class Session:
             cached = sum(map(self.tables.length, counts))
             self.variant = self._choose(prefill or self.prefill, total, cached)
         self.tables.add(counts)
-        self._turn = turn = Turn(self.tables, new, self.cp.rank, self.device)
+        self._turn = turn = BatchLayout(self.tables, new, self.cp.rank, self.device)
         self._sequences = turn.sequences
         tokens, places = (x if turn.rows else x.new_zeros(1) for x in (turn.tokens, turn.positions))
         wanted = torch.tensor([*turn.last.values()] or [0], device=self.device)
@@ -187,7 +187,7 @@ class Session:
         return dict(zip(row, numbers.tolist(), strict=True))
 
     def _choose(self, how: str, new: int, cached: int) -> str:
-        return choose(how, new, cached, self.cp.n, self.sizes, self.rates, self.constants)
+        return choose_prefill(how, new, cached, self.cp.n, self.sizes, self.rates, self.constants)
 
     def _check_tokens(self, new: Mapping[int, Sequence[int]]) -> None:
         if not new:
@@ -231,7 +231,7 @@ class Session:
         return logits
 
     def _through_model(
-        self, attend: Attend, tokens: Tensor, places: Tensor, wanted: Tensor, angles: Tensor | None
+        self, attend: AttentionOverride, tokens: Tensor, places: Tensor, wanted: Tensor, angles: Tensor | None
     ) -> Tensor:
         """A pass through the model.
 
@@ -245,7 +245,7 @@ class Session:
             return self.model(tokens.unsqueeze(0), places.unsqueeze(0), None, runtime_gather_output=True)
 
     @contextmanager
-    def _installed(self, attend: Attend, wanted: Tensor, angles: Tensor | None) -> Iterator[None]:
+    def _installed(self, attend: AttentionOverride, wanted: Tensor, angles: Tensor | None) -> Iterator[None]:
         """The model as it is needed for a pass: over the cache, at given positions, logits of last rows only."""
 
         def last_rows(_: object, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -15,7 +15,7 @@ from megatron.context_parallel.tokens.mask import Mask, Sequences
 from .pages import PageTables
 
 
-class Turn:
+class BatchLayout:
     """The chunks of a forward pass, from page tables that have the new tokens already.
 
     Args:

@@ -32,7 +32,7 @@ from .norm import Norm
 from .packed import PackedDocuments
 from .transformer_engine import check_importable
 
-Attend = Callable[["ContextParallelAttention", Tensor, Tensor, Tensor], Tensor]
+AttentionOverride = Callable[["ContextParallelAttention", Tensor, Tensor, Tensor], Tensor]
 Contexts = ContextParallel | Sequence[ContextParallel]  # the context group of all layers, or of each of the whole model
 
 
@@ -94,7 +94,7 @@ class ContextParallelAttention(MegatronModule):
         self.softmax_offset = self._softmax_offset()
         # Recomputations follow their forward passes in order, so those of a layer can wait in a line.
         self.kept: deque | None = deque() if keep_output else None
-        self.instead: Attend | None = None
+        self.instead: AttentionOverride | None = None
 
     def _softmax_offset(self) -> Tensor | None:
         """The sinks of this rank's heads, named as in megatron-core's own core attention; None for plain softmax."""

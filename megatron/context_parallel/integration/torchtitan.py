@@ -26,7 +26,7 @@ from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 from megatron.context_parallel.attention.api import context_parallel_attention
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.mask import Documents
 
 TRIED = "0.3."
@@ -99,7 +99,7 @@ def use_context_parallel(config: Config, strategy: str) -> Config:
     """
     if not torchtitan.__version__.startswith(TRIED):
         raise UsageError(f"torchtitan {torchtitan.__version__}: tried with {TRIED}0; install torchtitan=={TRIED}0")
-    choose(strategy)  # says what is wrong with it
+    parse_spec(strategy)  # says what is wrong with it
     spec = config.model_spec
     _replace_attention(spec.model)
     spec.parallelize_fn = _parallelize_with(spec.parallelize_fn, strategy)

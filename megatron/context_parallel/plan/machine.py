@@ -25,28 +25,28 @@ class Operation:
 
     label: tuple
     parties_needed: int
-    parties: list[tuple["Batch", Comm]] = field(default_factory=list)
+    parties: list[tuple["CommBatch", Comm]] = field(default_factory=list)
     started: int = 0  # parties whose batch has started
     given: dict[tuple[int, Key], int] = field(default_factory=dict)  # by rank, and tensor and chunk
 
 
 @dataclass(eq=False, slots=True)
-class Batch:
+class CommBatch:
     """The operations that a rank launches together on a channel."""
 
     rank: int
     step: int
     channel: str
     comm: list[Comm]
-    previous: "Batch | None"
+    previous: "CommBatch | None"
     operations: list[Operation] = field(default_factory=list)  # until it starts
-    following: "Batch | None" = None
+    following: "CommBatch | None" = None
     open: int = 0  # operations that are not complete
     begin: float = 0.0  # when the last of them started
     done: bool = False
 
 
-class Line(NamedTuple):
+class OperationQueue(NamedTuple):
     """The operations between the same ranks on a channel.
 
     Attributes:
@@ -63,7 +63,7 @@ class Wait(NamedTuple):
 
     step: int
     what: str
-    batch: Batch
+    batch: CommBatch
 
 
 class Launch(NamedTuple):
@@ -80,7 +80,7 @@ class Merge(NamedTuple):
     times: int
 
 
-class Work(NamedTuple):
+class RankTask(NamedTuple):
     """A rank goes on when it has computed a block, swapped heads with its peers, launched a step or merged partials."""
 
     step: int
@@ -106,23 +106,23 @@ class Machine:
         self.buffered = buffered
         ranks = range(self.period)
         self.held: list[dict[Key, int]] = [{(t, r): 1 << r for t in plan.starts} for r in ranks]
-        self.arriving: list[dict[Key, list[tuple[Operation, Batch, Comm]]]] = [{} for _ in ranks]
+        self.arriving: list[dict[Key, list[tuple[Operation, CommBatch, Comm]]]] = [{} for _ in ranks]
         self.groups: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
-        self.launched: dict[tuple[int, str], deque[Batch]] = defaultdict(partial(deque, maxlen=IN_FLIGHT))
-        self.lines: dict[tuple, Line] = defaultdict(lambda: Line({}, {}))
+        self.launched: dict[tuple[int, str], deque[CommBatch]] = defaultdict(partial(deque, maxlen=IN_FLIGHT))
+        self.lines: dict[tuple, OperationQueue] = defaultdict(lambda: OperationQueue({}, {}))
         self.started: list[Operation] = []
-        self.completed: list[Batch] = []
+        self.completed: list[CommBatch] = []
 
     # -- one rank's program ------------------------------------------------------------------------------------
 
-    def program(self, r: int) -> Iterator[Wait | Work]:
+    def program(self, r: int) -> Iterator[Wait | RankTask]:
         """What rank `r` waits for, in order."""
         held, arriving, backward = self.held[r], self.arriving[r], self.plan.backward
         for swap in self.plan.before:
-            yield Work(0, Launch((swap,), False))
-            yield Work(0, swap)
+            yield RankTask(0, Launch((swap,), False))
+            yield RankTask(0, swap)
         for s, step in enumerate(self.plan.steps[r]):
-            yield Work(s, Launch(step.comm, s == 0))
+            yield RankTask(s, Launch(step.comm, s == 0))
             for op in step.comm:
                 for key in op.reads(r):
                     if key in arriving:
@@ -144,15 +144,15 @@ class Machine:
                     elif key not in held:
                         raise PlanError(f"rank {r}, step {s}: block needs {say(key)}, which is not there")
                 self._compute(r, s, attend)
-                yield Work(s, attend)
+                yield RankTask(s, attend)
         end = len(self.plan.steps[r])
         for key in list(arriving):
             yield from self._receive(r, end, key)
         for swap in self.plan.after:
-            yield Work(end, Launch((swap,), False))
-            yield Work(end, swap)
+            yield RankTask(end, Launch((swap,), False))
+            yield RankTask(end, swap)
 
-    def _receive(self, r: int, s: int, key: Key) -> Iterator[Wait | Work]:
+    def _receive(self, r: int, s: int, key: Key) -> Iterator[Wait | RankTask]:
         """Waits for a chunk, and merges what has arrived of it."""
         held = self.held[r]
         for operation, batch, op in self.arriving[r].pop(key):
@@ -167,7 +167,7 @@ class Machine:
             if key[0] in PARTIAL:
                 times = (len(op.group) - 1 if isinstance(op, ReduceScatter) else 1) - (key not in held)
                 if times:
-                    yield Work(s, Merge(key[0], times))
+                    yield RankTask(s, Merge(key[0], times))
             held[key] = before | value
 
     def _compute(self, r: int, s: int, attend: Attend) -> None:
@@ -194,7 +194,7 @@ class Machine:
 
     def _launch(self, r: int, s: int, channel: str, comm: list[Comm]) -> None:
         running = self.launched[r, channel]
-        batch = Batch(r, s, channel, comm, running[-1] if running else None)
+        batch = CommBatch(r, s, channel, comm, running[-1] if running else None)
         if batch.previous:
             batch.previous.following = batch
         running.append(batch)
@@ -210,7 +210,7 @@ class Machine:
         if self.buffered or batch.previous is None or batch.previous.done:
             self._start(batch)
 
-    def _meet(self, batch: Batch, op: Comm) -> Operation:
+    def _meet(self, batch: CommBatch, op: Comm) -> Operation:
         """This operation with its parties: the next of its kind on the channel between its ranks."""
         r, n, period, kind = batch.rank, self.n, self.period, type(op)
         where: tuple
@@ -267,7 +267,7 @@ class Machine:
             total |= value
         return total
 
-    def _start(self, batch: Batch) -> None:
+    def _start(self, batch: CommBatch) -> None:
         operations, batch.operations, batch.previous = batch.operations, [], None
         for operation in operations:
             operation.started += 1
@@ -286,7 +286,7 @@ class Machine:
             if not (self.buffered and isinstance(op, Send)):
                 self._count(batch)
 
-    def _count(self, batch: Batch) -> None:
+    def _count(self, batch: CommBatch) -> None:
         batch.open -= 1
         if batch.open == 0:
             batch.done = True

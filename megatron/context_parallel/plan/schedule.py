@@ -8,7 +8,7 @@ from .ir import PARTIAL, AllGather, Attend, Comm, Key, Plan, Recv, ReduceScatter
 from .liveness import last_reads
 
 
-class Messages(NamedTuple):
+class MessageBatch(NamedTuple):
     """A batch of messages on a channel. A key names the tensor and the chunk that a message carries."""
 
     channel: str
@@ -17,7 +17,7 @@ class Messages(NamedTuple):
     ops: tuple[Comm, ...]
 
 
-class Block(NamedTuple):
+class ScheduledBlock(NamedTuple):
     """A block of a step.
 
     Attributes:
@@ -41,8 +41,8 @@ class Scheduled(NamedTuple):
     """
 
     collectives: tuple[AllGather | ReduceScatter, ...]
-    messages: tuple[Messages, ...]
-    blocks: tuple[Block, ...]
+    messages: tuple[MessageBatch, ...]
+    blocks: tuple[ScheduledBlock, ...]
     freed: tuple[Key, ...]
 
 
@@ -58,11 +58,11 @@ def schedule(plan: Plan, rank: int) -> tuple[Scheduled, ...]:
             Scheduled(
                 tuple(op for op in step.comm if isinstance(op, AllGather | ReduceScatter)),
                 tuple(
-                    Messages(channel, _ends(ops, Send), _ends(ops, Recv), tuple(ops))
+                    MessageBatch(channel, _ends(ops, Send), _ends(ops, Recv), tuple(ops))
                     for channel, ops in batches(step.comm)
                     if isinstance(ops[0], Send | Recv)
                 ),
-                tuple(Block(attend, attend.reads(plan.backward), next(last)) for attend in step.attend),
+                tuple(ScheduledBlock(attend, attend.reads(plan.backward), next(last)) for attend in step.attend),
                 tuple(freed.get(s, ())),
             )
             for s, step in enumerate(plan.steps[rank])

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from .flows import Flows, Task
 from .form import check_form
 from .ir import Attend, Comm, Key, Plan, PlanError, Recv, Send, SwapHeads, Transfer
-from .machine import Launch, Machine, Merge, Operation, Wait, Work
+from .machine import Launch, Machine, Merge, Operation, RankTask, Wait
 
 Rank = tuple[int, int]  # group, and rank in the steps
 
@@ -156,7 +156,7 @@ class Clock:
     def _resume(self, rank: Rank) -> None:
         group, place = rank
         event = next(self.programs[rank], None)
-        while isinstance(event, Work) and isinstance(event.work, Launch | Merge):
+        while isinstance(event, RankTask) and isinstance(event.work, Launch | Merge):
             if task := self.costs.overhead(group, place, event.work):
                 self.flows.add(Task(partial(self.ready.append, rank), *task[1:]))
                 break
@@ -177,7 +177,7 @@ class Clock:
             task = self.costs.block(group, place, event.work)
             self.flows.add(Task(partial(self._computed, rank, event, start), *task[1:]))
 
-    def _computed(self, rank: Rank, event: Work, start: float) -> None:
+    def _computed(self, rank: Rank, event: RankTask, start: float) -> None:
         if rank[0] == 0:
             self.spans.append(Span(rank[1], event.step, "", (event.work,), start, self.flows.now))
         self.ready.append(rank)

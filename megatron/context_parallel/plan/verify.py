@@ -10,7 +10,7 @@ from .volume import received
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     """What a verified plan costs. One unit is one chunk of one tensor of model width: Q, K, V and dO are one each.
 
     Attributes:
@@ -32,7 +32,7 @@ class Report:
         return max(sum(v.values()) for v in self.volume)
 
 
-def verify(plan: Plan, kv_ratio: float = 1.0) -> Report:
+def verify(plan: Plan, kv_ratio: float = 1.0) -> PlanReport:
     """Proves that `plan` computes exact attention and ends, and counts its costs.
 
     Each pair of chunks that the mask leaves is computed exactly once, and its result reaches its owner. Each send meets
@@ -56,7 +56,7 @@ def verify(plan: Plan, kv_ratio: float = 1.0) -> Report:
         if plan.sees.full:
             _check_used(plan, r, last_reads(plan, r))
     busy = sum(span.end - span.start for span in run.spans if not span.channel)
-    return Report(
+    return PlanReport(
         volume=tuple(received(plan, plan.grid.rank(context=r), kv_ratio) for r in range(plan.n)),
         steps=max(len(steps) for steps in plan.steps),
         idle=1 - busy / (plan.n * run.finish) if run.finish else 0.0,

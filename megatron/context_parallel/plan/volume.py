@@ -46,10 +46,10 @@ class Shape:
     key_rows: int | None = None
 
 
-Rows = tuple[Sequence[int], Sequence[int]]  # of queries and of keys, of each chunk, times batch size
+RowCounts = tuple[Sequence[int], Sequence[int]]  # of queries and of keys, of each chunk, times batch size
 
 
-def received_bytes(plan: Plan, rank: int, shape: Shape, rows: Rows | None = None) -> int:
+def received_bytes(plan: Plan, rank: int, shape: Shape, rows: RowCounts | None = None) -> int:
     """Bytes that `rank` (of all ranks) receives, with log-sum-exp and delta, without headers.
 
     With `rows`, chunks have these, and not `shape.rows` each.

@@ -14,7 +14,7 @@ from megatron.context_parallel.tokens.layout import Chunks, ListedChunks
 from megatron.context_parallel.tokens.mask import Documents, Mask, Sequences
 
 ALL = slice(None)  # in a piece: all rows of the chunk, or of the gathered keys
-Rows = tuple[int, slice, slice | Tensor]  # chunk, rows of the chunk, and where they are among the gathered rows
+PieceRows = tuple[int, slice, slice | Tensor]  # chunk, rows of the chunk, and where they are among the gathered rows
 
 
 class Blocks:
@@ -39,7 +39,7 @@ class Blocks:
             undivided = undivided or Blocks(Mask(mask.causal, mask.window), q, kv, kernel)
         self.undivided = undivided
         self._pieces: dict[tuple, list[Piece]] = {}
-        self._order: dict[tuple, list[Rows]] = {} if undivided is None else undivided._order
+        self._order: dict[tuple, list[PieceRows]] = {} if undivided is None else undivided._order
         self._runs: dict[tuple, Runs] = {}
         self._edges: dict[int, list[np.ndarray]] = {}
 
@@ -51,17 +51,17 @@ class Blocks:
         """Rows of the key chunks together."""
         return sum(self.kv.rows(chunk) for chunk in chunks)
 
-    def order(self, chunks: tuple[int, ...]) -> list[Rows]:
+    def order(self, chunks: tuple[int, ...]) -> list[PieceRows]:
         """Where the rows of each of the key chunks are among those of all of them, in ascending order of position."""
         if chunks not in self._order:
             self._order[chunks] = self._interleaved(chunks)
         return self._order[chunks]
 
-    def _interleaved(self, chunks: tuple[int, ...]) -> list[Rows]:
+    def _interleaved(self, chunks: tuple[int, ...]) -> list[PieceRows]:
         if isinstance(self.kv, ListedChunks):
             before = (self.kv.before(chunks, self.kv.positions(chunk).numpy()) for chunk in chunks)
             return [(c, slice(None), torch.from_numpy(at).long()) for c, at in zip(chunks, before, strict=True)]
-        rows: list[tuple[int, Rows]] = []
+        rows: list[tuple[int, PieceRows]] = []
         for chunk in chunks:
             start = 0
             for p in self.kv.progressions[chunk]:

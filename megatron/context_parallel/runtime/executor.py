@@ -16,7 +16,7 @@ from megatron.context_parallel.kernels.interface import BlockGrad, Kernel, Score
 from megatron.context_parallel.kernels.masks import Piece
 from megatron.context_parallel.kernels.merge import merge
 from megatron.context_parallel.plan.ir import IN_FLIGHT, PARTIAL, AllGather, Key, Plan, ReduceScatter, T
-from megatron.context_parallel.plan.schedule import Block, Messages, schedule
+from megatron.context_parallel.plan.schedule import MessageBatch, ScheduledBlock, schedule
 
 from .blocks import ALL, Blocks
 from .buffers import Value, empty
@@ -24,7 +24,7 @@ from .comm.flight_recorder import recorder
 from .comm.transport import Program, Transport, Work
 from .profiler_ranges import marks
 
-Part = slice | tuple[slice, slice]  # rows, or rows and heads
+RowSlice = slice | tuple[slice, slice]  # rows, or rows and heads
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Executor:
 
     # -- communication -----------------------------------------------------------------------------------------
 
-    def _launch(self, messages: tuple[Messages, ...]) -> Program[None]:
+    def _launch(self, messages: tuple[MessageBatch, ...]) -> Program[None]:
         """Launches a batch on each channel, when all that they send is here."""
         arriving, leaving = self.arriving, []
         for batch in messages:
@@ -230,7 +230,7 @@ class Executor:
 
     # -- blocks ------------------------------------------------------------------------------------------------
 
-    def _block(self, block: Block) -> None:
+    def _block(self, block: ScheduledBlock) -> None:
         kv_chunks = block.attend.kv_chunks
         for chunk in block.attend.q_chunks:
             cut = self.problem.blocks.pieces(chunk, kv_chunks)
@@ -262,7 +262,7 @@ class Executor:
                 x[where] = rows
         return gathered
 
-    def _rows(self, piece: Piece) -> tuple[Part, Part]:
+    def _rows(self, piece: Piece) -> tuple[RowSlice, RowSlice]:
         """Where the piece is in queries and in keys: rows, and the heads of its sample."""
         if piece.sample is None:
             return piece.q, piece.kv
@@ -303,7 +303,7 @@ class Executor:
             else:
                 self.key_grads = self._plus(self.key_grads, keys, kv_rows, dkv)
 
-    def _plus(self, total: Value | None, like: Value, rows: Part, parts: Sequence[Tensor]) -> Value:
+    def _plus(self, total: Value | None, like: Value, rows: RowSlice, parts: Sequence[Tensor]) -> Value:
         """`total`, new in the shapes of `like` if None, with `parts` added to its rows."""
         if total is None:
             if all([part.shape == x.shape for part, x in zip(parts, like, strict=False)]):
@@ -326,5 +326,5 @@ class Executor:
                     total[own].add_(part[where])
 
 
-def _part(x: Tensor, part: Part) -> Tensor:
+def _part(x: Tensor, part: RowSlice) -> Tensor:
     return x if part is ALL else x[part]

@@ -11,11 +11,11 @@ from torch import Tensor
 from megatron.context_parallel.plan.ir import Plan, SwapHeads
 from megatron.context_parallel.tokens.layout import rows_in
 
-from .comm.transport import Messages, Program, Subgroup, Transport
+from .comm.transport import MessageList, Program, Subgroup, Transport
 from .profiler_ranges import marks
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Where a rank is in the grid of a plan.
 
     Attributes:
@@ -31,12 +31,12 @@ class Place(NamedTuple):
     chunks: list[int]
 
 
-def place(plan: Plan, rank: int) -> Place:
+def place_of(plan: Plan, rank: int) -> RankPlace:
     """The place of `rank` (of all ranks). Found once for a plan and rank."""
     if rank not in plan.places:
         at, members = plan.grid.coordinates(rank), plan.grid.along(rank, "heads")
         chunks = [plan.chunk_of(member) for member in members]
-        plan.places[rank] = Place(at["heads"], at["context"], members, plan.grid.along(rank, "context"), chunks)
+        plan.places[rank] = RankPlace(at["heads"], at["context"], members, plan.grid.along(rank, "context"), chunks)
     return plan.places[rank]
 
 
@@ -45,7 +45,7 @@ class HeadGroup:
 
     def __init__(self, plan: Plan, rank: int, transport: Transport) -> None:
         self.plan, self.transport = plan, transport
-        self.part, self.context_rank, self.members, same_heads, self.chunks = place(plan, rank)
+        self.part, self.context_rank, self.members, same_heads, self.chunks = place_of(plan, rank)
         self.context = Subgroup(transport, same_heads) if plan.heads > 1 else transport
 
     def slice_of(self, heads: int) -> slice:
@@ -99,7 +99,7 @@ class HeadGroup:
         """Sends sent[i] to member i and receives what member i sends into landing[i]."""
         for there, x in zip(landing[self.part], sent[self.part], strict=True):
             there.copy_(x)
-        sends, receives = list[Messages](), list[Messages]()
+        sends, receives = list[MessageList](), list[MessageList]()
         for k in range(1, len(self.members)):
             after, before = (self.part + k) % len(self.members), (self.part - k) % len(self.members)
             sends.append([(self.members[after], x) for x in sent[after]])

@@ -42,10 +42,10 @@ def swap(
 
 def _folded(group: HeadGroup, q: Tensor, k: Tensor, v: Tensor) -> Program[tuple[Tensor, ...]]:
     q, k, v = yield from group.to_heads(q, k, v)
-    return fold(q, k, v)
+    return fold_heads(q, k, v)
 
 
-def fold(q: Tensor, k: Tensor, v: Tensor, *lses: Tensor) -> tuple[Tensor, ...]:
+def fold_heads(q: Tensor, k: Tensor, v: Tensor, *lses: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys, values (and log-sum-exp) of some heads, as the executor has them."""
     s, b, heads, d = q.shape
     rows = s, b * k.shape[2], heads // k.shape[2]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.context_parallel.plan.ir import Attend, Comm, SwapHeads
-from megatron.context_parallel.plan.pictures.labels import named
+from megatron.context_parallel.plan.pictures.labels import label
 
 from .comm.transport import Work
 
@@ -38,11 +38,11 @@ class Marks:
 
     def block(self, attend: Attend) -> AbstractContextManager:
         """Around a block."""
-        return torch.profiler.record_function(named((attend,))) if self.on else _NOTHING
+        return torch.profiler.record_function(label((attend,))) if self.on else _NOTHING
 
     def batch(self, channel: str, comm: Sequence[Comm | SwapHeads], work: Work) -> Work:
         """Communication that has just been launched, to wait for."""
-        return _Marked(channel, named(comm), work) if self.on else work
+        return _Marked(channel, label(comm), work) if self.on else work
 
 
 class _Marked:

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megatron.context_parallel.inference.engine import Output
+from megatron.context_parallel.inference.engine import RequestOutput
 
 from .hosts import check_host
 from .protocol import Body, Chat, Completion, Refused, check_model
@@ -148,14 +148,14 @@ class Service:
         logprobs = body.told is not None
         texts = reply(name, self.settings.model, requests, body.n or 1, logprobs, engine.tokenizer.decode)
         request.state.texts = texts
-        arriving, loop = asyncio.Queue[Output](), asyncio.get_running_loop()
+        arriving, loop = asyncio.Queue[RequestOutput](), asyncio.get_running_loop()
         self.worker.submit(requests, lambda output: loop.call_soon_threadsafe(arriving.put_nowait, output))
         if body.stream:
             chunks = self._stream(texts, arriving, body.streams_usage)
             return StreamingResponse(chunks, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         return await self._whole(request, texts, arriving)
 
-    async def _whole(self, request: HttpRequest, texts: Texts, arriving: asyncio.Queue[Output]) -> Response:
+    async def _whole(self, request: HttpRequest, texts: Texts, arriving: asyncio.Queue[RequestOutput]) -> Response:
         """The answer when all texts are complete; a client that leaves before ends them."""
         leaving = asyncio.ensure_future(request.receive())  # after the body comes nothing but that
         try:
@@ -173,7 +173,7 @@ class Service:
             self.worker.cancel(texts.unfinished)
         return await run_in_threadpool(lambda: JSONResponse(texts.whole()))  # with many log-probabilities it takes long
 
-    async def _stream(self, texts: Texts, arriving: asyncio.Queue[Output], usage: bool) -> AsyncIterator[str]:
+    async def _stream(self, texts: Texts, arriving: asyncio.Queue[RequestOutput], usage: bool) -> AsyncIterator[str]:
         """The events of a stream; a client that leaves ends it, and the texts."""
         try:
             for chunk in texts.first():
@@ -195,7 +195,7 @@ class Service:
         finally:
             self.worker.cancel(texts.unfinished)
 
-    def _check_end(self, output: Output) -> None:
+    def _check_end(self, output: RequestOutput) -> None:
         if output.finish == "cancelled":
             raise Refused(503, output.why or "the server stopped before the end of the text", kind="server_error")
         if output.finish == "error":

@@ -31,7 +31,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def answering(app: ASGIApp, listener: socket.socket, patience: Patience) -> Iterator[Callable[[], None]]:
+def serve_in_thread(app: ASGIApp, listener: socket.socket, patience: Patience) -> Iterator[Callable[[], None]]:
     """Requests are answered while the block runs; then, or when what it gets is called, the last answers are sent.
 
     Raises:

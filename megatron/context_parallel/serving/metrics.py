@@ -4,7 +4,7 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from megatron.context_parallel.inference.engine import Output
+from megatron.context_parallel.inference.engine import RequestOutput
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -32,7 +32,7 @@ class Metrics:
         self._last[name] = time.monotonic()
         self.prompt_tokens.inc(tokens)
 
-    def brought(self, output: Output) -> None:
+    def brought(self, output: RequestOutput) -> None:
         """Note what a step brought a request."""
         now, before = time.monotonic(), self._last.get(output.request)
         if output.tokens and before is not None:

@@ -13,7 +13,7 @@ _MOST_STRINGS = 1 << 15  # of a body, with the names of fields
 _BYTES_OF_A_VALUE = 24  # with more values a body takes more than 10 times the memory of the largest one
 _SHOWN = 100  # characters of what a client wrote, in an error
 Zero = Annotated[float, Field(ge=0, le=0)]
-Count = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1)]
 Stop = Annotated[StrictStr, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]  # one error, not one for each wrong token
@@ -126,7 +126,7 @@ class Completion(Body):
         | Tokens
         | Annotated[list[Tokens], Field(min_length=1, max_length=128, fail_fast=True)]
     )
-    max_tokens: Count | None = None
+    max_tokens: PositiveInt | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
@@ -151,14 +151,14 @@ class Completion(Body):
         return self.logprobs
 
 
-class Part(_Strict):
+class ContentPart(_Strict):
     type: Literal["text"]
     text: str
 
 
-class Message(_Strict):
+class ChatMessage(_Strict):
     role: Literal["system", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(min_length=1, fail_fast=True)]
+    content: str | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)]
     name: str | None = None
 
     @property
@@ -175,9 +175,9 @@ class Chat(Body):
     """The body of POST /v1/chat/completions."""
 
     said = "messages"
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None

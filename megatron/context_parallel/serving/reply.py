@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.context_parallel.inference.engine import Output, Request
+from megatron.context_parallel.inference.engine import Request, RequestOutput
 from megatron.context_parallel.inference.sampling import Token
 
 Decode = Callable[[list[int]], str]
@@ -35,10 +35,10 @@ class Texts:
 
     def __post_init__(self) -> None:
         self.index = {request.name: i for i, request in enumerate(self.requests)}
-        self.outputs: list[list[Output]] = [[] for _ in self.requests]
+        self.outputs: list[list[RequestOutput]] = [[] for _ in self.requests]
         self.offsets = [0] * len(self.requests)
 
-    def add(self, output: Output) -> int:
+    def add(self, output: RequestOutput) -> int:
         """Note an output; which text it belongs to."""
         self.outputs[self.index[output.request]].append(output)
         self.reused += output.reused
@@ -70,7 +70,7 @@ class Texts:
         """The chunks before any text."""
         raise NotImplementedError
 
-    def chunk(self, i: int, output: Output) -> dict[str, Any]:
+    def chunk(self, i: int, output: RequestOutput) -> dict[str, Any]:
         """The chunk with an output of text i."""
         raise NotImplementedError
 
@@ -101,13 +101,13 @@ class Completions(Texts):
     def first(self) -> list[dict[str, Any]]:
         return []
 
-    def chunk(self, i: int, output: Output) -> dict[str, Any]:
+    def chunk(self, i: int, output: RequestOutput) -> dict[str, Any]:
         return self._envelope("text_completion", [self._choice(i, [output])])
 
     def last(self) -> dict[str, Any]:
         return self._envelope("text_completion", [], usage=self.usage)
 
-    def _choice(self, i: int, outputs: Sequence[Output]) -> dict[str, Any]:
+    def _choice(self, i: int, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         return {
             "index": i,
             "text": "".join(output.text for output in outputs),
@@ -152,7 +152,7 @@ class Chats(Texts):
     def first(self) -> list[dict[str, Any]]:
         return [self._chunk(i, {"role": "assistant", "content": ""}) for i in range(len(self.requests))]
 
-    def chunk(self, i: int, output: Output) -> dict[str, Any]:
+    def chunk(self, i: int, output: RequestOutput) -> dict[str, Any]:
         delta = {"content": output.text} if output.text or not output.finish else {}
         return self._chunk(i, delta, self._logprobs(output.tokens), output.finish or None)
 

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from megatron.context_parallel.inference.engine import Output, Request
+from megatron.context_parallel.inference.engine import Request, RequestOutput
 from megatron.context_parallel.inference.faults import log_fault
 from megatron.context_parallel.inference.rank_loop import RankLoop
 from megatron.context_parallel.runtime.comm.flight_recorder import named
@@ -13,7 +13,7 @@ from megatron.context_parallel.runtime.comm.flight_recorder import named
 from .metrics import Metrics
 from .protocol import Refused
 
-Deliver = Callable[[Output], object]
+Deliver = Callable[[RequestOutput], object]
 _IDLE = 0.1  # seconds after which an idle worker looks whether it is to stop
 
 
@@ -76,7 +76,7 @@ class Worker:
             names = [*self._deliver]
         why = "a rank of the server failed before the end of the text"
         for name in names:
-            self._hand_over(Output(name, finish="cancelled", why=why))
+            self._hand_over(RequestOutput(name, finish="cancelled", why=why))
 
     # -- the main thread -----------------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class Worker:
                 end = time.monotonic() + drain_seconds
             self.turn()
         for name in [*self._deliver]:
-            self._hand_over(Output(name, finish="cancelled"))
+            self._hand_over(RequestOutput(name, finish="cancelled"))
         self.loop.end()
 
     def turn(self) -> None:
@@ -124,7 +124,7 @@ class Worker:
         self.metrics.free.set(free)
         self.metrics.used.set(engine.capacity - free)
 
-    def _hand_over(self, output: Output) -> None:
+    def _hand_over(self, output: RequestOutput) -> None:
         with self._lock:
             deliver = self._deliver.pop(output.request, None) if output.finish else self._deliver.get(output.request)
         if deliver:  # nobody waits for it once `fail` has ended it

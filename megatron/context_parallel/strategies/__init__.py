@@ -16,7 +16,7 @@ from .messages import Ring, relay
 from .options import Grid, Option
 from .registry import STRATEGIES, Pass, Strategy, head_parallel_sizes, register
 from .ring import ring
-from .spec import AUTO, COMMON, Choice, CPStrategy, asked, choose
+from .spec import AUTO, COMMON, Choice, CPStrategy, asked, parse_spec
 from .ulysses import ulysses, usp
 
 __all__ = [
@@ -34,13 +34,13 @@ __all__ = [
     "asked",
     "attention2d",
     "check_same_tokens",
-    "choose",
     "choose_by_layer",
     "distinct",
     "double_ring",
     "head_parallel_sizes",
     "lightseq",
     "mesh",
+    "parse_spec",
     "register",
     "relay",
     "ring",

@@ -14,7 +14,7 @@ from itertools import groupby
 from megatron.context_parallel.errors import UsageError
 
 from .options import divisors
-from .spec import AUTO, Choice, choose
+from .spec import AUTO, Choice, parse_spec
 
 COMM_TYPES = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}  # Transformer Engine's names
 BOTH = "a2a+p2p"  # usp, with the sizes of two levels
@@ -28,17 +28,17 @@ def choose_by_layer(specs: str, layers: int, n: int | None = None, /, **options:
     Args:
         specs: as above.
         layers: of the whole model.
-        n: as for `choose`.
-        options: as for `choose`, for the strategies of all layers.
+        n: as for `parse_spec`.
+        options: as for `parse_spec`, for the strategies of all layers.
 
     Raises:
-        UsageError: a spec that `choose` refuses, for another number of layers, or no layout works with all of them.
+        UsageError: a spec that `parse_spec` refuses, for another number of layers, or no layout works with all of them.
     """
     parts = [_COUNTED.fullmatch(part) for part in _BETWEEN.split(specs)]
     texts = [part["spec"] if part else "" for part in parts]
     counts = [int(part["count"] or 1) if part else 1 for part in parts]
     if texts == [specs]:
-        return (choose(specs, n, **options),) * layers
+        return (parse_spec(specs, n, **options),) * layers
     if AUTO in texts:
         raise UsageError(f"--cp-strategy {specs}: {AUTO} chooses one strategy for all layers; give {AUTO} alone")
     if sum(counts) != layers:
@@ -46,7 +46,7 @@ def choose_by_layer(specs: str, layers: int, n: int | None = None, /, **options:
         raise UsageError(
             f"--cp-strategy {specs}: is for {sum(counts)} layers, and --num-layers is {layers}; give {works}"
         )
-    choices = _with_one_layout(specs, [choose(text, n, **options) for text in texts], n)
+    choices = _with_one_layout(specs, [parse_spec(text, n, **options) for text in texts], n)
     return tuple(choice for choice, count in zip(choices, counts, strict=True) for _ in range(count))
 
 
@@ -59,7 +59,7 @@ def _with_one_layout(specs: str, choices: list[Choice], n: int | None) -> list[C
         }
         why = f"all layers share one layout, and these have none in common ({'; '.join(sorted(told))})"
         raise UsageError(f"--cp-strategy {specs}: {why}; give strategies that have, such as ring and ulysses")
-    return [choose(choice, n, layout=shared[0]) for choice in choices]
+    return [parse_spec(choice, n, layout=shared[0]) for choice in choices]
 
 
 def _layouts(choice: Choice) -> list[str]:

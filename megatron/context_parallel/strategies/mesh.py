@@ -16,7 +16,7 @@ from typing import Annotated
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.ir import PARTIAL, Attend, Comm, Step, T
 
-from .mesh_schedule import costs_by_bytes, schedule
+from .mesh_schedule import costs_by_bytes, greedy_steps
 from .messages import Ring
 from .options import Grid, Option, divisors
 from .registry import Pass, register
@@ -39,7 +39,7 @@ def mesh(
     a, b = best_grid(at.n, at.kv_ratio) if grid is None else _checked(grid, at.n, at.kv_ratio)
     queries, keys = circles(at.rank, a, b)
     moved = Counter[T]()
-    for tensor, blocks in schedule(a, b, at.backward, costs_by_bytes(at.backward, at.kv_ratio, q_cost)):
+    for tensor, blocks in greedy_steps(a, b, at.backward, costs_by_bytes(at.backward, at.kv_ratio, q_cost)):
         comm: tuple[Comm, ...] = ()
         if tensor:
             circle = keys if tensor in (T.KV, T.DKV) else queries

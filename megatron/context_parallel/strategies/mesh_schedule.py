@@ -14,15 +14,15 @@ from functools import cache
 
 from megatron.context_parallel.plan.ir import T
 
-Block = tuple[int, int]  # (row, column)
-Schedule = tuple[tuple[T | None, tuple[Block, ...]], ...]  # steps: what moves, if anything, and the blocks meanwhile
-Costs = tuple[tuple[T, float], ...]
+TileCell = tuple[int, int]  # (row, column)
+Schedule = tuple[tuple[T | None, tuple[TileCell, ...]], ...]  # steps: what moves, if anything, and the blocks meanwhile
+TransferCosts = tuple[tuple[T, float], ...]
 
 BACKWARD_BLOCK = 2.5  # forward blocks: five matrix products against two
 
 
 @cache
-def schedule(a: int, b: int, backward: bool, costs: Costs) -> Schedule:
+def greedy_steps(a: int, b: int, backward: bool, costs: TransferCosts) -> Schedule:
     """The steps of the greedy algorithm: Alg. 2 forward, Alg. 3 backward."""
     return _Tile(a, b, backward, dict(costs)).steps()
 
@@ -62,7 +62,7 @@ class _Tile:
         lines = self.columns if result is T.DKV else self.rows
         return self._pending(result) and not lines[self.moved[result] + 1]
 
-    def _step(self, tensor: T | None) -> tuple[T | None, tuple[Block, ...]]:
+    def _step(self, tensor: T | None) -> tuple[T | None, tuple[TileCell, ...]]:
         blocks = []
         for _ in range(math.ceil(self.costs[tensor]) if tensor else 1):
             if (block := self._next()) is None:
@@ -75,7 +75,7 @@ class _Tile:
             self.moved[tensor] += 1
         return tensor, tuple(blocks)
 
-    def _next(self) -> Block | None:
+    def _next(self) -> TileCell | None:
         """The next block that can be computed.
 
         Rows go first to last, but the own row comes last, because no rank waits for it. In the backward pass rows and
@@ -93,7 +93,7 @@ class _Tile:
         return self.costs[gradient] / lacking.bit_count() if lacking else 0.0
 
 
-def _first(lines: list[int], here: int, across: int) -> Block | None:
+def _first(lines: list[int], here: int, across: int) -> TileCell | None:
     """(line, place) of the first block of the first `here` lines, line 0 last, among their first `across` places."""
     for line in (*range(1, here), 0):
         if ready := lines[line] & (1 << across) - 1:
@@ -101,13 +101,13 @@ def _first(lines: list[int], here: int, across: int) -> Block | None:
     return None
 
 
-def costs_by_bytes(backward: bool, kv_ratio: float, q_cost: float) -> Costs:
+def costs_by_bytes(backward: bool, kv_ratio: float, q_cost: float) -> TransferCosts:
     """The cost of each tensor of a pass, where a chunk of queries takes as long as `q_cost` forward blocks.
 
     The others are in proportion to their bytes in a 16-bit model, whose partials are float32.
     """
     if backward:
-        chunks: Costs = ((T.QDO, 2), (T.KV, 2 * kv_ratio), (T.DQ, 2), (T.DKV, 4 * kv_ratio))
+        chunks: TransferCosts = ((T.QDO, 2), (T.KV, 2 * kv_ratio), (T.DQ, 2), (T.DKV, 4 * kv_ratio))
     else:
         chunks = ((T.Q, 1), (T.KV, 2 * kv_ratio), (T.O, 2))
     block = BACKWARD_BLOCK if backward else 1

@@ -15,7 +15,7 @@ from megatron.context_parallel.plan.ir import Attend, Comm, Step, T
 from .messages import Ring
 from .registry import Pass, register
 
-Count = Callable[[int], int]  # of the chunk that began at a place: how many places it visits, or its number
+ChunkCount = Callable[[int], int]  # of the chunk that began at a place: how many places it visits, or its number
 
 
 @register("ring", layouts=("zigzag", "cyclic", "contiguous"))
@@ -28,7 +28,7 @@ def ring(at: Pass) -> Iterator[Step]:
         yield Step(gradients(circle, at.n, stops, circle.rank))
 
 
-def keys(circle: Ring, s: int, stops: Count, chunk: Count) -> tuple[Comm, ...]:
+def keys(circle: Ring, s: int, stops: ChunkCount, chunk: ChunkCount) -> tuple[Comm, ...]:
     """Step s of keys and values: each place passes on what it computes with, the chunk that began s places back."""
 
     def onward(place: int) -> int | None:
@@ -38,7 +38,7 @@ def keys(circle: Ring, s: int, stops: Count, chunk: Count) -> tuple[Comm, ...]:
     return circle.shift(T.KV, onward)
 
 
-def gradients(circle: Ring, s: int, stops: Count, chunk: Count) -> tuple[Comm, ...]:
+def gradients(circle: Ring, s: int, stops: ChunkCount, chunk: ChunkCount) -> tuple[Comm, ...]:
     """Step s of their gradients: each place passes on the sum that step s-1 finished, or sends it home.
 
     The owner's own contribution stays at home.

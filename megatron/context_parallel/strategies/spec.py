@@ -106,7 +106,7 @@ def _written(options: dict[str, object]) -> str:
     return ",".join(f"{name}={show(value)}" for name, value in sorted(options.items()))
 
 
-def choose(spec: "str | Choice", n: int | None = None, /, **options: object) -> Choice:
+def parse_spec(spec: "str | Choice", n: int | None = None, /, **options: object) -> Choice:
     """The strategy that `spec` names, with the options it gives; `options` add to them, None for none.
 
     Args:
@@ -120,10 +120,10 @@ def choose(spec: "str | Choice", n: int | None = None, /, **options: object) -> 
     given = {name: value for name, value in options.items() if value is not None}
     if isinstance(spec, Choice):
         if spec.back:
-            return replace(choose(replace(spec, back=None), n, **given), back=choose(spec.back, n, **given))
+            return replace(parse_spec(replace(spec, back=None), n, **given), back=parse_spec(spec.back, n, **given))
         strategy, source, own = spec.strategy, spec.source, spec.common | spec.options
     elif "+" in (text := str(spec)):  # options are for both
-        forward, backward = (choose(part, n, **given) for part in text.split("+", 1))
+        forward, backward = (parse_spec(part, n, **given) for part in text.split("+", 1))
         return replace(forward, back=backward)
     else:
         strategy, source, own = _parse(str(spec))

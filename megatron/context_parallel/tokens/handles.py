@@ -7,10 +7,10 @@ from weakref import WeakValueDictionary
 from megatron.context_parallel.errors import UsageError
 
 _numbers = count(1)
-_objects: WeakValueDictionary[int, "Handled"] = WeakValueDictionary()
+_objects: WeakValueDictionary[int, "HasHandle"] = WeakValueDictionary()
 
 
-class Handled:
+class HasHandle:
     """An object with a `handle`: an integer that no other object of the process has or had. A copy has another one."""
 
     handle: int
@@ -26,14 +26,14 @@ class Handled:
         return {name: value for name, value in self.__dict__.items() if name != "handle"}
 
 
-class Handed(Handled):
+class HandleOf(HasHandle):
     """Gives a handle to a value of any type."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
-def handle_of(x: Handled | None) -> int:
+def handle_of(x: HasHandle | None) -> int:
     """0 for None."""
     return x.handle if x is not None else 0
 

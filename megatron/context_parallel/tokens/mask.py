@@ -16,11 +16,11 @@ from torch import Tensor
 from megatron.context_parallel.errors import UsageError
 
 from .chunk_pairs import Pairs
-from .handles import Handled
+from .handles import HasHandle
 from .layout import Chunks
 
 
-class Documents(Handled):
+class Documents(HasHandle):
     """Packed documents: a token sees only tokens of its document. Make one per batch and pass it to every layer.
 
     It holds no number for each token, so making one from end tokens or from `cu_seqlens` takes little time.

@@ -12,11 +12,11 @@ from megatron.context_parallel.cluster.search.auto import headline
 from megatron.context_parallel.cluster.step.attention_pass import attention_plan, attention_shape
 from megatron.context_parallel.cluster.step.memory import fullest_stage, memory, total
 from megatron.context_parallel.plan.volume import received_bytes
-from megatron.context_parallel.strategies import AUTO, Choice, choose, distinct
+from megatron.context_parallel.strategies import AUTO, Choice, distinct, parse_spec
 from megatron.context_parallel.strategies.by_layer import written
 from megatron.context_parallel.tokens.layout import positions
 
-from .arguments.auto import planned, settled
+from .arguments.auto import planned, with_strategy
 from .config.flags import Arguments
 from .config.workload import model_of, run_of
 
@@ -34,7 +34,7 @@ def describe(args: Arguments) -> None:
     if not args.cp_layers and args.cp_cluster:
         found = planned(args, load_cluster(args.cp_cluster, "--cp-cluster"))
         print(headline(found))
-        args = settled(args, choose(found.best))
+        args = with_strategy(args, parse_spec(found.best))
     if not args.cp_layers:
         show(_layout(args))
         print(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.context_parallel.runtime.comm.communicators import joined
-from megatron.context_parallel.runtime.comm.transport import Messages, TorchTransport, Work
+from megatron.context_parallel.runtime.comm.transport import MessageList, TorchTransport, Work
 
 CHANNEL = "probe"
 LARGEST = {"cpu": 2**24, "cuda": 2**28}  # bytes of a message: caches of a processor hold chunks, not 2**28
@@ -106,7 +106,7 @@ class Meter:
                 return size / self.seconds(partial(_complete, exchange, tensor), 3 if took >= self.target else 9)
             size = min(largest, size * (16 if took < self.target / 16 else 2))
 
-    def exchange(self, sends: Messages, receives: Messages) -> Work:
+    def exchange(self, sends: MessageList, receives: MessageList) -> Work:
         """Starts messages."""
         return self.transport.exchange(CHANNEL, sends, receives)
 

@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.context_parallel.cluster.description import Cluster, Inside, Nics
+from megatron.context_parallel.cluster.description import Cluster, IntraNode, Nics
 
 from .meter import Meter
-from .probe_device import Blocks, measured_device
-from .probe_links import Links
+from .probe_device import BlockTimer, measured_device
+from .probe_links import LinkProbe
 
-Section = TypeVar("Section", Inside, Nics)
+LinkSection = TypeVar("LinkSection", IntraNode, Nics)
 
 
 def probe(
@@ -44,8 +44,8 @@ def probe(
         UsageError: as `joined`, or nodes that have different numbers of ranks.
     """
     meter = Meter(group, device, quick)
-    blocks = Blocks(meter, dtype, heads, kv_heads, head_dim)
-    links = Links(meter, blocks.one)
+    blocks = BlockTimer(meter, dtype, heads, kv_heads, head_dim)
+    links = LinkProbe(meter, blocks.one)
     measured = measured_device(meter, blocks)
     message_us = links.message_us()
     inside, nics = links.inside(message_us), links.nics(message_us)
@@ -66,7 +66,7 @@ def probe(
     return meter.everyone(cluster)[0]
 
 
-def _rounded(section: Section) -> Section:
+def _rounded(section: LinkSection) -> LinkSection:
     numbers: dict[str, Any] = {f.name: getattr(section, f.name) for f in fields(section)}
     rounded: dict[str, Any] = {name: float(f"{x:.4g}") for name, x in numbers.items() if isinstance(x, float)}
     return replace(section, **rounded)

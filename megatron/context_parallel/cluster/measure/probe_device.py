@@ -25,7 +25,7 @@ CHUNKS = 4, 8  # of the small ring that costs its steps
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
-class Blocks:
+class BlockTimer:
     """Blocks of attention of one rank."""
 
     def __init__(self, meter: Meter, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
@@ -95,7 +95,7 @@ class Blocks:
         )
 
 
-def measured_device(meter: Meter, blocks: Blocks) -> Device:
+def measured_device(meter: Meter, blocks: BlockTimer) -> Device:
     """The device of each rank, while all compute."""
     dtype = blocks.dtype
     short = meter.everyone(blocks.seconds(SHORT, FULL, blocks.kv_heads))[0]
@@ -149,7 +149,7 @@ def _kernel(meter: Meter) -> float:
     return meter.computing(many) / 100
 
 
-def _host(meter: Meter, blocks: Blocks) -> tuple[float, float]:
+def _host(meter: Meter, blocks: BlockTimer) -> tuple[float, float]:
     """Seconds of a step of a plan, and of a pass of one step, each with a small block: forward and backward, halved.
 
     Messages stay inside this process.

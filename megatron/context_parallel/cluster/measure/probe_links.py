@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.cluster.description import Inside, Nics
+from megatron.context_parallel.cluster.description import IntraNode, Nics
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.runtime.comm.transport import Work
 
@@ -23,7 +23,7 @@ TURNS = 3  # measurements of processors' work, of which the median counts: other
 PINGS = 0.5  # seconds of messages there and back
 
 
-class Links:
+class LinkProbe:
     """The ranks of a group on their nodes, and what is measured between them.
 
     Args:
@@ -57,7 +57,7 @@ class Links:
         each = [self._work(lambda: self._shift(1, *[x] * SMALL).wait())[0] for _ in range(TURNS)]
         return statistics.median(each) / (2 * SMALL * self.meter.n) * 1e6
 
-    def inside(self, message_us: float) -> Inside | None:
+    def inside(self, message_us: float) -> IntraNode | None:
         if self.each == 1:
             return None
         alone = self.meter.rate(partial(self._pair, 1))
@@ -65,7 +65,7 @@ class Links:
         # Ranks that share processors are slower together because of that.
         shared = not self.meter.shared and together < 0.6 * alone
         rate = alone if self.meter.shared else together * (self.each if shared else 1)
-        return Inside(
+        return IntraNode(
             GB_s=rate / 1e9,
             latency_us=self._latency(1, message_us),
             shared=shared,

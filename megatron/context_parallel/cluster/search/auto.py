@@ -11,10 +11,10 @@ from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.cluster.measure.probe import probe
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.runtime.comm.communicators import joined, meet
-from megatron.context_parallel.strategies import AUTO, COMMON, Choice, asked, choose
+from megatron.context_parallel.strategies import AUTO, COMMON, Choice, asked, parse_spec
 
 from .candidates import DTYPES, Workload
-from .planner import Place, Search, search
+from .planner import GroupDevices, Search, search
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def resolve(
             not come within the timeout of the group.
     """
     if strategy != AUTO:
-        return choose(strategy, **options)
+        return parse_spec(strategy, **options)
     group = joined(group)
     given = {"workload": workload, "cluster": cluster, **options}
     meet(group, f"--cp-strategy {asked(AUTO, **given)}")  # else ranks that were given other things wait for each other
@@ -61,7 +61,7 @@ def resolve(
 
     def on_first_rank() -> Search:
         described = load_cluster(here, "--cp-cluster") if isinstance(here, str) else here
-        return search(workload, Place(described.part(dist.get_world_size(group))), fixed)
+        return search(workload, GroupDevices(described.part(dist.get_world_size(group))), fixed)
 
     return told(group, on_first_rank)
 
@@ -84,7 +84,7 @@ def told(group: dist.ProcessGroup, on_first_rank: Callable[[], Search]) -> Choic
     spec, refusal = said[0]
     if refusal:
         raise UsageError(refusal)
-    return choose(spec)
+    return parse_spec(spec)
 
 
 def measured(workload: Workload, group: dist.ProcessGroup) -> Cluster:

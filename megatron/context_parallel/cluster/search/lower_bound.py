@@ -13,10 +13,10 @@ from megatron.context_parallel.plan.volume import Shape, chunk_bytes
 
 ALL_UP_TO = 16  # ranks that are all looked at
 
-Message = tuple[int, int, float]  # sender, receiver, bytes
+MessageCost = tuple[int, int, float]  # sender, receiver, bytes
 
 
-class Outlook(NamedTuple):
+class PassBound(NamedTuple):
     """Seconds of a pass.
 
     Attributes:
@@ -28,7 +28,7 @@ class Outlook(NamedTuple):
     likely: float
 
 
-def outlook(plan: Plan, links: Links, shape: Shape, blocks: BlockTime) -> Outlook:
+def lower_bound(plan: Plan, links: Links, shape: Shape, blocks: BlockTime) -> PassBound:
     """What is known of a pass before it is simulated.
 
     Args:
@@ -58,7 +58,7 @@ def outlook(plan: Plan, links: Links, shape: Shape, blocks: BlockTime) -> Outloo
         busy += spent
         work = max(longest, spent / len(ranks) * plan.size / cores)
         likely += max(max(wire.values(), default=0.0) + latency, work)
-    return Outlook(float(max([*wires.values(), *computed, busy / cores])), float(likely))
+    return PassBound(float(max([*wires.values(), *computed, busy / cores])), float(likely))
 
 
 def _looked_at(links: Links) -> list[int]:
@@ -80,18 +80,18 @@ class _Rank:
         self.plan, self.rank, self.bytes, grid = plan, rank, size_of, plan.grid
         self.place, self.members = grid.coordinates(rank)["context"], grid.along(rank, "context")
 
-    def steps(self) -> Iterator[tuple[Iterable[Attend], Iterable[Message]]]:
+    def steps(self) -> Iterator[tuple[Iterable[Attend], Iterable[MessageCost]]]:
         """The blocks of each step, and its messages."""
         plan = self.plan
         yield from (((), self._swapped(swap)) for swap in plan.before)
         yield from ((step.attend, self._moved(step.comm)) for step in plan.steps[self.place])
         yield from (((), self._swapped(swap)) for swap in plan.after)
 
-    def _swapped(self, op: SwapHeads) -> list[Message]:
+    def _swapped(self, op: SwapHeads) -> list[MessageCost]:
         moved = self.plan.swapped(op, self.rank)
         return [(t.sender, t.receiver, self.bytes(t.tensor, True) * t.share) for t in moved]
 
-    def _moved(self, comm: tuple[Comm, ...]) -> Iterator[Message]:
+    def _moved(self, comm: tuple[Comm, ...]) -> Iterator[MessageCost]:
         for op in comm:
             size = self.bytes(op.tensor, False)
             if isinstance(op, AllGather):  # libraries pass the chunks on along a ring

@@ -15,10 +15,10 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.ir import Attend, Plan, T
 from megatron.context_parallel.plan.liveness import peak_bytes
 from megatron.context_parallel.plan.volume import chunk_bytes
-from megatron.context_parallel.strategies import AUTO, choose
+from megatron.context_parallel.strategies import AUTO, parse_spec
 
 from .candidates import Rejected, Workload, candidates
-from .lower_bound import Outlook, outlook
+from .lower_bound import PassBound, lower_bound
 
 SIMULATED = 64  # ways, those whose outlook is best
 GAIN = 0.01  # part of the time that another strategy in the backward pass must save
@@ -26,7 +26,7 @@ GAIN = 0.01  # part of the time that another strategy in the backward pass must 
 Name = TypeVar("Name", bound=Hashable)
 
 
-class Place(NamedTuple):
+class GroupDevices(NamedTuple):
     """The devices of a context group.
 
     Attributes:
@@ -44,7 +44,7 @@ class Place(NamedTuple):
         return len(self.devices or range(self.cluster.ranks))
 
 
-class Passed(NamedTuple):
+class PassPrediction(NamedTuple):
     """What a pass takes.
 
     Attributes:
@@ -61,7 +61,7 @@ class Passed(NamedTuple):
 class Prediction(NamedTuple):
     """What the passes of a way take, which run in turn."""
 
-    passes: tuple[Passed, ...]
+    passes: tuple[PassPrediction, ...]
 
     @property
     def seconds(self) -> float:
@@ -77,7 +77,7 @@ class Prediction(NamedTuple):
 
 
 def fastest(
-    ways: Mapping[Name, Sequence[Plan]], place: Place, workload: Workload, most: int = SIMULATED
+    ways: Mapping[Name, Sequence[Plan]], place: GroupDevices, workload: Workload, most: int = SIMULATED
 ) -> tuple[dict[Name, Prediction], dict[Name, float]]:
     """Which of several ways to compute a workload is fastest. Each has one plan or more, which run in turn.
 
@@ -106,29 +106,29 @@ def fastest(
     return {name: found[name] for name in ranked}, {name: looks[name].least for name in by_likely if name not in found}
 
 
-def _predict(plans: Sequence[Plan], place: Place, workload: Workload) -> Prediction:
+def _predict(plans: Sequence[Plan], place: GroupDevices, workload: Workload) -> Prediction:
     passes, shape = [], workload.shape(place.n)
     for plan in plans:
         how = workload.mask, workload.batch, workload.dtype, place.devices, place.others
         found = simulate(plan, place.cluster, shape, *how)
-        passes.append(Passed(found.seconds, found.exposed, memory(plan, workload)))
+        passes.append(PassPrediction(found.seconds, found.exposed, memory(plan, workload)))
     return Prediction(tuple(passes))
 
 
-def _looks(ways: Mapping[Name, Sequence[Plan]], place: Place, workload: Workload) -> dict[Name, Outlook]:
+def _looks(ways: Mapping[Name, Sequence[Plan]], place: GroupDevices, workload: Workload) -> dict[Name, PassBound]:
     links = Links(place.cluster, devices=place.devices, others=place.others)
     shape, blocks = workload.shape(place.n), dict[tuple, BlockTime]()
 
-    def look(plan: Plan) -> Outlook:
+    def look(plan: Plan) -> PassBound:
         alike = plan.backward, plan.layout, plan.n
         if alike not in blocks:
             blocks[alike] = _block_time(plan, place, workload)
-        return outlook(plan, links, shape, blocks[alike])
+        return lower_bound(plan, links, shape, blocks[alike])
 
-    return {name: Outlook(*map(sum, zip(*map(look, plans), strict=True))) for name, plans in ways.items()}
+    return {name: PassBound(*map(sum, zip(*map(look, plans), strict=True))) for name, plans in ways.items()}
 
 
-def _block_time(plan: Plan, place: Place, workload: Workload) -> BlockTime:
+def _block_time(plan: Plan, place: GroupDevices, workload: Workload) -> BlockTime:
     shape = workload.shape(place.n)
     return BlockTime(place.cluster.device, plan, shape, workload.mask, workload.length, workload.dtype)
 
@@ -158,7 +158,7 @@ class Search:
 
 def search(
     workload: Workload,
-    place: Place,
+    place: GroupDevices,
     fixed: Mapping[str, Any] | None = None,
     room: float | None = None,
     most: int = SIMULATED,
@@ -205,12 +205,12 @@ def memory(plan: Plan, workload: Workload) -> int:
     return max(peak_bytes(plan, rank, workload.shape(plan.size)) for rank in {0, plan.n - 1})
 
 
-def _q_cost(workload: Workload, place: Place, head_parallel_size: int) -> float:
+def _q_cost(workload: Workload, place: GroupDevices, head_parallel_size: int) -> float:
     """How long a message of queries takes on the slowest link between neighbours, in forward blocks."""
     n, links = place.n, Links(place.cluster, devices=place.devices, others=place.others)
     if head_parallel_size == n:
         return 1.0
-    plan = choose("ring", layout="cyclic").plan(n, head_parallel_size=head_parallel_size)
+    plan = parse_spec("ring", layout="cyclic").plan(n, head_parallel_size=head_parallel_size)
     block = _block_time(plan, place, workload)(Attend((1,), (0,))) * max(1.0, n / (place.cluster.shared_cores or n))
     seconds, size = Counter[tuple](), chunk_bytes(plan, T.Q, workload.shape(n), swap=False)
     for rank in range(n):

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.step.attention_pass import attention_mask, attention_shape
 from megatron.context_parallel.cluster.step.memory import fullest_stage, memory, total
-from megatron.context_parallel.cluster.step.model_shape import Model
+from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.step_time import StepForecast, check_sizes, forecast_step
-from megatron.context_parallel.cluster.step.train_config import SHARDING, Run
+from megatron.context_parallel.cluster.step.train_config import SHARDING, TrainConfig
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.strategies.options import divisors
 
 from .candidates import Rejected, Workload
-from .planner import SIMULATED, Place, search
+from .planner import SIMULATED, GroupDevices, search
 
 TAKEN = 8  # strategies that a whole step is predicted with, of each split of the ranks
 SIMULATED_OF_MANY = 8  # strategies that are simulated for each of many splits
@@ -22,10 +22,10 @@ FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "un
 RECOMPUTE: tuple[dict[str, Any], ...] = ({}, {**FULL, "recompute_whitelist": True}, FULL)
 
 
-class Found(NamedTuple):
+class FeasibleRun(NamedTuple):
     """A run that fits the cluster, and what an iteration of it takes."""
 
-    run: Run
+    run: TrainConfig
     forecast: StepForecast
 
     @property
@@ -46,12 +46,12 @@ class StepSearch:
         slower: strategies that were not simulated, or not taken for a whole step.
     """
 
-    ranked: list[Found]
+    ranked: list[FeasibleRun]
     rejected: list[Rejected]
     slower: int
 
 
-def search_steps(model: Model, cluster: Cluster, base: Run, every_split: bool = False) -> StepSearch:
+def search_steps(model: ModelShape, cluster: Cluster, base: TrainConfig, every_split: bool = False) -> StepSearch:
     """Ranks the ways to train a model on all devices of a cluster.
 
     Args:
@@ -61,10 +61,10 @@ def search_steps(model: Model, cluster: Cluster, base: Run, every_split: bool = 
         every_split: try all tensor-, context-, data- and pipeline-parallel sizes instead.
     """
     splits = [*_splits(model, cluster, base)] if every_split else [base]
-    ranked, rejected, slower = list[Found](), list[Rejected](), 0
+    ranked, rejected, slower = list[FeasibleRun](), list[Rejected](), 0
     for split in splits:
         group, *others = split.groups("context")
-        place = Place(cluster, group, others)
+        place = GroupDevices(cluster, group, others)
         most = SIMULATED if len(splits) == 1 else SIMULATED_OF_MANY
         found = search(workload_of(model, split), place, most=most)
         rejected += found.rejected
@@ -75,24 +75,26 @@ def search_steps(model: Model, cluster: Cluster, base: Run, every_split: bool = 
     return StepSearch(sorted(ranked, key=lambda found: found.forecast.seconds), rejected, slower)
 
 
-def workload_of(model: Model, run: Run) -> Workload:
+def workload_of(model: ModelShape, run: TrainConfig) -> Workload:
     """The attention of a layer and micro batch."""
     shape = attention_shape(model, run)
     sizes = run.seq_length, shape.heads, shape.kv_heads, shape.head_dim
     return Workload(*sizes, run.micro_batch_size, run.dtype, attention_mask(model))
 
 
-def _forecast(model: Model, run: Run, cluster: Cluster, ranked: list[Found], rejected: list[Rejected]) -> None:
+def _forecast(
+    model: ModelShape, run: TrainConfig, cluster: Cluster, ranked: list[FeasibleRun], rejected: list[Rejected]
+) -> None:
     try:
         check_sizes(model, run)
         if total(memory(model, run, fullest_stage(model, run))) > cluster.device.memory_GiB * 2**30:
             raise UsageError(f"needs more than the {cluster.device.memory_GiB:g} GiB of a device")
-        ranked.append(Found(run, forecast_step(model, run, cluster)))
+        ranked.append(FeasibleRun(run, forecast_step(model, run, cluster)))
     except UsageError as error:
         rejected.append(Rejected(run.cp_strategy, str(error)))
 
 
-def _variants(run: Run) -> Iterator[Run]:
+def _variants(run: TrainConfig) -> Iterator[TrainConfig]:
     """A run with every kind of sharding and recomputation."""
     for sharding in SHARDING if run.sharers > 1 else SHARDING[:1]:
         for recompute in RECOMPUTE:
@@ -105,7 +107,7 @@ def _variants(run: Run) -> Iterator[Run]:
             )
 
 
-def _splits(model: Model, cluster: Cluster, base: Run) -> Iterator[Run]:
+def _splits(model: ModelShape, cluster: Cluster, base: TrainConfig) -> Iterator[TrainConfig]:
     """All parallel sizes that use all devices; tensor-parallel ranks stay in a node."""
     for tensor in divisors(cluster.devices_per_node):
         groups, split = model.num_query_groups, (model.num_attention_heads, model.ffn_hidden_size)

@@ -22,7 +22,7 @@ SAMPLES = 32  # queries of a progression that stand for the others
 SMALL = 64  # rows of a progression in the small sequence that shows how blocks are cut
 
 
-class Part(NamedTuple):
+class PieceShare(NamedTuple):
     """A piece of a block, as shares of the rows of a chunk and of the pairs of rows of two chunks."""
 
     causal: bool
@@ -58,7 +58,7 @@ class BlockTime:
         self.itemsize = shape.itemsize
         self.seen, self.seconds, self.pieces = cache(self._seen), cache(self._seconds), cache(self._pieces)
         self._small = _small_blocks(plan, mask, length)
-        self._parts: dict[tuple, list[Part]] = {}
+        self._parts: dict[tuple, list[PieceShare]] = {}
 
     def __call__(self, attend: Attend) -> float:
         """Seconds of a block."""
@@ -93,19 +93,19 @@ class BlockTime:
         seconds = numpy.array([self._seconds((int(i) // n,), (int(i) % n,)) for i in first])
         return seconds[kind].reshape(n, n).tolist()
 
-    def _computed(self, part: Part) -> float:
+    def _computed(self, part: PieceShare) -> float:
         """Seconds of a call of the kernel."""
         operations = self.operations * part.pairs * self.rows**2 * (BACKWARD if self.backward else 1)
         return self.device.block_us * 1e-6 + operations / self._rate(part)
 
-    def _added(self, part: Part) -> float:
+    def _added(self, part: PieceShare) -> float:
         """Bytes: a result is added to the partial, two reads and a write of float32."""
         return 12 * (part.queries * self.query_numbers + part.keys * self.key_numbers * self.backward)
 
-    def _rate(self, part: Part) -> float:
+    def _rate(self, part: PieceShare) -> float:
         return _between(self.rates[part.causal], self.rows * part.queries, self.rows * part.keys, self.backward)
 
-    def parts(self, q: int, kv_chunks: tuple[int, ...]) -> list[Part]:
+    def parts(self, q: int, kv_chunks: tuple[int, ...]) -> list[PieceShare]:
         """The pieces of a query chunk against gathered key chunks, in ascending order."""
         shares = self.seen(q)[:, kv_chunks].reshape(len(self.chunks.progressions[q]), -1)
         if not shares.any():
@@ -117,7 +117,7 @@ class BlockTime:
             self._parts[key] = self._cut(q, kv_chunks, float(shares.sum()))
         return self._parts[key]
 
-    def _cut(self, q: int, kv_chunks: tuple[int, ...], share: float) -> list[Part]:
+    def _cut(self, q: int, kv_chunks: tuple[int, ...], share: float) -> list[PieceShare]:
         """The pieces of a small sequence; full ones count as one. Together they have the share of pairs that is seen.
 
         So ranks whose blocks differ only in where they are cut take the same time.
@@ -133,8 +133,8 @@ class BlockTime:
         side = min(1.0, math.sqrt(full))
         if len(kv_chunks) > 1:  # gathered keys are many, for the queries of a progression
             side = 1 / len(self.chunks.progressions[q])
-        parts = [Part(False, side, full / side, full)] if full else []
-        parts += [Part(True, square, square, square**2 / 2) for square in squares]
+        parts = [PieceShare(False, side, full / side, full)] if full else []
+        parts += [PieceShare(True, square, square, square**2 / 2) for square in squares]
         total = sum(part.pairs for part in parts)
         return [part._replace(pairs=part.pairs * share / total) for part in parts]
 

@@ -15,13 +15,13 @@ from megatron.context_parallel.tokens.mask import Mask
 
 from .block_time import BlockTime
 from .links import Links, Path, period_of_links
-from .symmetry import Fold, fold
+from .symmetry import Symmetry, symmetry_of
 
 ALL_UP_TO = 64  # ranks that are simulated one by one, even if a few could stand for all
 
 
 @dataclass(frozen=True)
-class Forecast:
+class PassForecast:
     """What one pass of an attention takes.
 
     Attributes:
@@ -34,7 +34,7 @@ class Forecast:
     seconds: float
     compute: float
     spans: list[Span]
-    fold: Fold
+    symmetry_of: Symmetry
 
     @property
     def exposed(self) -> float:
@@ -53,7 +53,7 @@ def simulate(
     others: Sequence[Sequence[int]] = (),
     all_up_to: int = ALL_UP_TO,
     blocks: Callable[[Attend], float] | None = None,
-) -> Forecast:
+) -> PassForecast:
     """Predicts one pass on a cluster.
 
     Args:
@@ -77,23 +77,23 @@ def simulate(
         raise UsageError(f"{cluster.name}: {len(devices)} devices for {plan.size} ranks; give as many")
     if blocks is None:
         blocks = BlockTime(cluster.device, plan, shape, mask or Mask(), shape.rows * plan.size // batch, dtype)
-    few = _folded(plan, blocks, period_of_links(cluster, devices)) if plan.size > all_up_to else Fold.none(plan)
+    few = _folded(plan, blocks, period_of_links(cluster, devices)) if plan.size > all_up_to else Symmetry.none(plan)
     links = Links(cluster, few.like, devices, others)
     clock = Clock(plan, _Costs(plan, shape, blocks, links, few), few.groups, few.ranks, cluster.buffered_sends)
     clock.run()
     busy = [0.0] * few.ranks
     for span in clock.spans:
         busy[span.rank] += span.end - span.start if not span.channel else 0.0
-    return Forecast(clock.flows.now, max(busy), clock.spans, few)
+    return PassForecast(clock.flows.now, max(busy), clock.spans, few)
 
 
-def _folded(plan: Plan, blocks: Callable[[Attend], float], links: int) -> Fold:
+def _folded(plan: Plan, blocks: Callable[[Attend], float], links: int) -> Symmetry:
     """The fold of a plan. That of a mask is kept, because it is the same on devices of any speed."""
     if not isinstance(blocks, BlockTime):
-        return fold(plan, blocks, links)
+        return symmetry_of(plan, blocks, links)
     key = links, blocks.mask, blocks.length
     if key not in plan.folds:
-        plan.folds[key] = fold(plan, blocks.look, links)
+        plan.folds[key] = symmetry_of(plan, blocks.look, links)
     return plan.folds[key]
 
 
@@ -101,7 +101,9 @@ TENSORS = {T.Q: 1, T.KV: 2, T.O: 2, T.QDO: 4, T.DO: 2, T.DQ: 1, T.DKV: 2}  # of 
 
 
 class _Costs:
-    def __init__(self, plan: Plan, shape: Shape, blocks: Callable[[Attend], float], links: Links, few: Fold) -> None:
+    def __init__(
+        self, plan: Plan, shape: Shape, blocks: Callable[[Attend], float], links: Links, few: Symmetry
+    ) -> None:
         self.plan, self.shape, self.blocks, self.links, self.fold = plan, shape, blocks, links, few
         self.cluster = cluster = links.cluster
         self.flows = Flows((cluster.compute_slowdown, cluster.message_slowdown))

@@ -10,7 +10,7 @@ from megatron.context_parallel.tokens.rank_grid import ProcessMesh
 
 
 @dataclass(frozen=True)
-class Fold:
+class Symmetry:
     """The ranks that are simulated. Each stands for those that are further by multiples.
 
     Attributes:
@@ -24,7 +24,7 @@ class Fold:
     groups: int
 
     @classmethod
-    def none(cls, plan: Plan) -> "Fold":
+    def none(cls, plan: Plan) -> "Symmetry":
         """Every rank stands for itself."""
         return cls(plan, plan.n, plan.heads)
 
@@ -43,7 +43,7 @@ class Fold:
         return self.grid.rank(heads=at["heads"] % self.groups, context=at["context"] % self.ranks)
 
 
-def fold(plan: Plan, look: Callable[[Attend], Hashable], links: int) -> Fold:
+def symmetry_of(plan: Plan, look: Callable[[Attend], Hashable], links: int) -> Symmetry:
     """The fewest ranks that stand for all.
 
     Args:
@@ -60,7 +60,7 @@ def fold(plan: Plan, look: Callable[[Attend], Hashable], links: int) -> Fold:
         yield size
 
     alike = _Alike(plan, look)
-    return Fold(plan, next(filter(alike, fits("context", plan.n))), next(fits("heads", plan.heads)))
+    return Symmetry(plan, next(filter(alike, fits("context", plan.n))), next(fits("heads", plan.heads)))
 
 
 class _Alike:

@@ -6,22 +6,22 @@ from typing import NamedTuple
 
 from megatron.context_parallel.attention.context import ALL_RANKS_UP_TO
 from megatron.context_parallel.cluster.description import Cluster
-from megatron.context_parallel.cluster.simulate.one_pass import ALL_UP_TO, Forecast, simulate
+from megatron.context_parallel.cluster.simulate.one_pass import ALL_UP_TO, PassForecast, simulate
 from megatron.context_parallel.plan.ir import Plan, SwapHeads, T
 from megatron.context_parallel.plan.liveness import peak_bytes
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes
-from megatron.context_parallel.strategies import choose
+from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Mask
 
-from .model_shape import Model
-from .train_config import ITEMSIZE, Run
+from .model_shape import ModelShape
+from .train_config import ITEMSIZE, TrainConfig
 
 KEPT = 4096  # results that are kept: of a search over other options they are the same
 KEPT_PLANS = 128
 
 
-def attention_shape(model: Model, run: Run) -> Shape:
+def attention_shape(model: ModelShape, run: TrainConfig) -> Shape:
     """The sizes of the attention of a rank, with the heads that tensor parallelism leaves to it."""
     tensor = run.tensor_model_parallel_size
     heads, kv_heads = model.num_attention_heads // tensor, max(1, model.num_query_groups // tensor)
@@ -29,12 +29,12 @@ def attention_shape(model: Model, run: Run) -> Shape:
     return Shape(*sizes, partial_itemsize=ITEMSIZE[run.partial_dtype])
 
 
-def attention_mask(model: Model) -> Mask:
+def attention_mask(model: ModelShape) -> Mask:
     """The mask of all layers."""
     return Mask(True, (-1, -1) if model.window_size is None else (model.window_size, 0))
 
 
-def attention_plan(model: Model, run: Run, backward: bool) -> Plan:
+def attention_plan(model: ModelShape, run: TrainConfig, backward: bool) -> Plan:
     """The plan of a pass of the attention.
 
     Raises:
@@ -44,16 +44,16 @@ def attention_plan(model: Model, run: Run, backward: bool) -> Plan:
 
 
 @lru_cache(KEPT_PLANS)
-def _plan(model: Model, run: Run, backward: bool) -> Plan:
-    n, choice, shape = run.context_parallel_size, choose(run.cp_strategy), attention_shape(model, run)
+def _plan(model: ModelShape, run: TrainConfig, backward: bool) -> Plan:
+    n, choice, shape = run.context_parallel_size, parse_spec(run.cp_strategy), attention_shape(model, run)
     chunks = Chunks.pair(choice.layout, choice.plan(n).n, run.seq_length)
     sees = attention_mask(model).pairs(*chunks)
     return choice.plan(n, sees=sees, backward=backward, heads=shape.heads, kv_heads=shape.kv_heads)
 
 
 def attention_forecast(
-    model: Model, run: Run, cluster: Cluster, backward: bool, all_up_to: int = ALL_UP_TO
-) -> Forecast:
+    model: ModelShape, run: TrainConfig, cluster: Cluster, backward: bool, all_up_to: int = ALL_UP_TO
+) -> PassForecast:
     """Predicts a pass of the attention of one layer and micro batch, of the context group that takes longest.
 
     All context groups compute at the same time. Rank r of the run is device r of the cluster. `all_up_to`: as in
@@ -100,13 +100,13 @@ class Attention(NamedTuple):
         return self.compute + self.exposed
 
 
-def attention_seconds(model: Model, run: Run, cluster: Cluster, backward: bool) -> Attention:
+def attention_seconds(model: ModelShape, run: TrainConfig, cluster: Cluster, backward: bool) -> Attention:
     """Seconds of one layer and micro batch, as `attention_forecast` predicts. Results are kept."""
     return _seconds(*_attention_only(model, run), _attention_cluster(cluster), backward)
 
 
 @lru_cache(KEPT)
-def _seconds(model: Model, run: Run, cluster: Cluster, backward: bool) -> Attention:
+def _seconds(model: ModelShape, run: TrainConfig, cluster: Cluster, backward: bool) -> Attention:
     forecast = attention_forecast(model, run, cluster, backward, all_up_to=1)
     swaps = [(span.what[0].tensors, span.end) for span in forecast.spans if isinstance(span.what[0], SwapHeads)]
     steps = max((span.end for span in forecast.spans if not isinstance(span.what[0], SwapHeads)), default=0.0)
@@ -115,13 +115,13 @@ def _seconds(model: Model, run: Run, cluster: Cluster, backward: bool) -> Attent
     return Attention(forecast.compute, forecast.exposed, 0.0 if backward else before, before + after)
 
 
-def attention_buffers(model: Model, run: Run) -> int:
+def attention_buffers(model: ModelShape, run: TrainConfig) -> int:
     """Bytes that a pass holds at most, beyond its queries, keys and values. Results are kept."""
     return _buffers(*_attention_only(model, run))
 
 
 @lru_cache(KEPT)
-def _buffers(model: Model, run: Run) -> int:
+def _buffers(model: ModelShape, run: TrainConfig) -> int:
     shape, most = attention_shape(model, run), 0
     for backward in (False, True):
         plan = attention_plan(model, run, backward)
@@ -131,9 +131,9 @@ def _buffers(model: Model, run: Run) -> int:
     return most
 
 
-def _attention_only(model: Model, run: Run) -> tuple[Model, Run]:
+def _attention_only(model: ModelShape, run: TrainConfig) -> tuple[ModelShape, TrainConfig]:
     """A model and a run with the same attention, alike for all that differ in nothing else."""
-    model = Model(
+    model = ModelShape(
         num_layers=1,
         hidden_size=1,
         ffn_hidden_size=1,

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from megatron.context_parallel.cluster.description import Cluster
 
-from .model_shape import Model
-from .train_config import Run
+from .model_shape import ModelShape
+from .train_config import TrainConfig
 
 KERNELS = 11  # of a layer beside attention, as in `LayerTime`
 MERGE_KERNELS = 4  # permute, pack, unpack and merge partial outputs
@@ -37,7 +37,7 @@ class DecodeForecast(NamedTuple):
 
 
 def decode_step(
-    model: Model, run: Run, cluster: Cluster, context: int, batch: int = 1, mlp_itemsize: int | None = None
+    model: ModelShape, run: TrainConfig, cluster: Cluster, context: int, batch: int = 1, mlp_itemsize: int | None = None
 ) -> DecodeForecast:
     """Predicts a step of decoding with pass-Q (Yang et al. 2024, Algorithm 4): queries go round the context ranks.
 
@@ -70,14 +70,14 @@ def decode_step(
     return DecodeForecast(block, n * block, (n - 1) * hop, exchanged, attention, step)
 
 
-def _weights(model: Model, run: Run, mlp_itemsize: int) -> float:
+def _weights(model: ModelShape, run: TrainConfig, mlp_itemsize: int) -> float:
     """Bytes of a layer's weights on a rank."""
     attention = model.hidden_size * (2 * model.queries + 2 * model.keys) * run.itemsize
     mlp = model.hidden_size * (model.mlp_inputs + model.ffn_hidden_size) * mlp_itemsize
     return (attention + mlp) / run.tensor_model_parallel_size
 
 
-def _message(cluster: Cluster, n: int, run: Run, size: float) -> float:
+def _message(cluster: Cluster, n: int, run: TrainConfig, size: float) -> float:
     """Seconds of a message from each context rank to the next, which is on another node if there is one."""
     if n == 1:
         return 0.0
@@ -86,7 +86,7 @@ def _message(cluster: Cluster, n: int, run: Run, size: float) -> float:
     return link.latency_us * 1e-6 + size / ((link.stream_GB_s or link.GB_s) * 1e9)
 
 
-def _sum(cluster: Cluster, run: Run, size: float) -> float:
+def _sum(cluster: Cluster, run: TrainConfig, size: float) -> float:
     """Seconds of an all-reduce among tensor ranks: up and down a tree inside nodes and between them."""
     ranks = run.tensor_model_parallel_size
     if ranks == 1:

@@ -8,14 +8,14 @@ import numpy
 
 from megatron.context_parallel.cluster.description import Device, GemmRate
 
-from .model_shape import Model
-from .train_config import Run
+from .model_shape import ModelShape
+from .train_config import TrainConfig
 
 OF_PEAK = 0.7  # of a device whose products were not measured
 LOSS_READS = 9, 4  # float32 numbers that move for a logit, forward and backward
 
 
-class Work(NamedTuple):
+class KernelTime(NamedTuple):
     """Seconds of products, seconds of other kernels, which move numbers, and how many kernels there are."""
 
     gemm: float
@@ -33,12 +33,12 @@ class LayerTime:
         slower: how many times longer all takes, where ranks share processors.
     """
 
-    model: Model
-    run: Run
+    model: ModelShape
+    run: TrainConfig
     device: Device
     slower: float = 1.0
 
-    def layer(self, backward: bool) -> Work:
+    def layer(self, backward: bool) -> KernelTime:
         """A layer without its attention. The backward pass has two products for each one of the forward pass."""
         model, tensor, dense = self.model, self.run.tensor_model_parallel_size, sum(self.products.values())
         whole = model.hidden_size / (tensor if self.run.sequence_parallel else 1)
@@ -46,9 +46,9 @@ class LayerTime:
         mlp = model.ffn_hidden_size / tensor
         if not backward:  # norms, residual sums, RoPE, activation
             numbers = 2 * 2 * whole + 2 * 3 * whole + rotated + (3 if model.swiglu else 2) * mlp
-            return Work(dense, self._moving(numbers), 4 + 7)
+            return KernelTime(dense, self._moving(numbers), 4 + 7)
         numbers = 2 * 3 * whole + 2 * 3 * whole + rotated + (5 if model.swiglu else 3) * mlp
-        return Work(2 * dense, self._moving(numbers), 8 + 7)
+        return KernelTime(2 * dense, self._moving(numbers), 8 + 7)
 
     @property
     def products(self) -> dict[str, float]:
@@ -71,17 +71,17 @@ class LayerTime:
         speed = 1e12 * float(numpy.interp(math.log(m * k * n) / 3, sizes, speeds))
         return max(2 * m * k * n / speed * self.slower, self._seconds(self.run.itemsize * (m * k + k * n + m * n)))
 
-    def embedding(self, backward: bool) -> Work:
+    def embedding(self, backward: bool) -> KernelTime:
         """The first stage's embedding: rows are read and written, and in the backward pass added."""
-        return Work(0.0, self._moving((3 if backward else 2) * self.model.hidden_size), 1)
+        return KernelTime(0.0, self._moving((3 if backward else 2) * self.model.hidden_size), 1)
 
-    def logits(self, backward: bool) -> Work:
+    def logits(self, backward: bool) -> KernelTime:
         """The last stage's norm, logits and loss."""
         logits = self.model.padded_vocab_size // self.run.tensor_model_parallel_size
         passes = 4 * LOSS_READS[backward] + self.run.itemsize
         moving = self._moving(2 * self.model.hidden_size) + self._seconds(passes * logits * self.run.tokens)
         product = self.product(self.model.hidden_size, logits)
-        return Work(product * (2 if backward else 1), moving, 8 if backward else 12)
+        return KernelTime(product * (2 if backward else 1), moving, 8 if backward else 12)
 
     def optimizer(self, parameters: int) -> float:
         """Adam for the parameters of a rank's part: norm and clipping of gradients, moments, weights."""

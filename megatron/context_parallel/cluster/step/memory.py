@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .attention_pass import attention_buffers
-from .model_shape import Model
-from .train_config import Run
+from .model_shape import ModelShape
+from .train_config import TrainConfig
 
 
-class Part(NamedTuple):
+class MemoryItem(NamedTuple):
     """Memory of one kind: what it holds, bytes of a rank, and how they are counted."""
 
     what: str
@@ -19,7 +19,7 @@ class Part(NamedTuple):
 LOGITS, BUFFERS = "logits and loss", "attention buffers"
 
 
-def memory(model: Model, run: Run, stage: int = 0) -> list[Part]:
+def memory(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[MemoryItem]:
     """What a rank of pipeline stage `stage` (0 first) holds at most; `total` adds it up."""
     stages, tensor, dtype = run.pipeline_model_parallel_size, run.tensor_model_parallel_size, run.itemsize
     count = model.parameters_on_stage(stage, stages, tensor, model.expert_model_parallel_size)
@@ -28,19 +28,21 @@ def memory(model: Model, run: Run, stage: int = 0) -> list[Part]:
     parts.append(_activations(model, run, stage))
     if stage == stages - 1:
         logits = run.tokens * model.padded_vocab_size // tensor
-        parts.append(Part(LOGITS, logits * (dtype + 4), f"tokens x vocabulary / tensor ranks x ({dtype} + 4) bytes"))
-    parts.append(Part(BUFFERS, attention_buffers(model, run), "the most chunks and partials alive in a pass"))
+        parts.append(
+            MemoryItem(LOGITS, logits * (dtype + 4), f"tokens x vocabulary / tensor ranks x ({dtype} + 4) bytes")
+        )
+    parts.append(MemoryItem(BUFFERS, attention_buffers(model, run), "the most chunks and partials alive in a pass"))
     return parts
 
 
-def total(parts: list[Part]) -> int:
+def total(parts: list[MemoryItem]) -> int:
     """Bytes at the fullest moment: logits and the buffers of attention are not there at the same time."""
     return sum(part.bytes for part in parts if part.what not in (LOGITS, BUFFERS)) + max(
         part.bytes for part in parts if part.what in (LOGITS, BUFFERS)
     )
 
 
-def fullest_stage(model: Model, run: Run) -> int:
+def fullest_stage(model: ModelShape, run: TrainConfig) -> int:
     """The pipeline stage whose ranks hold most."""
     return max(range(run.pipeline_model_parallel_size), key=lambda stage: total(memory(model, run, stage)))
 
@@ -48,26 +50,26 @@ def fullest_stage(model: Model, run: Run) -> int:
 # ------------------------------------------------------------------------------------------ weights and the rest
 
 
-def _states(model: Model, run: Run, count: int, shared: int) -> Iterator[Part]:
+def _states(model: ModelShape, run: TrainConfig, count: int, shared: int) -> Iterator[MemoryItem]:
     dtype, layer = run.itemsize, model.layer_parameters(run.tensor_model_parallel_size)
     over = {what: run.shards(what) for what in ("params", "grads", "optim")}
     by = {what: f" / {n} data x context ranks that shard it" if n > 1 else "" for what, n in over.items()}
     kept = 4 if run.use_torch_fsdp2 else dtype
-    yield Part("weights", count * kept // over["params"], f"{count:,} parameters x {kept} bytes{by['params']}")
+    yield MemoryItem("weights", count * kept // over["params"], f"{count:,} parameters x {kept} bytes{by['params']}")
     if over["params"] > 1:
-        yield Part("gathered weights", 2 * layer * dtype, f"2 layers of {layer:,} parameters x {dtype} bytes")
-    yield Part("gradients", count * 4 // over["grads"], f"4 bytes (float32){by['grads']}")
+        yield MemoryItem("gathered weights", 2 * layer * dtype, f"2 layers of {layer:,} parameters x {dtype} bytes")
+    yield MemoryItem("gradients", count * 4 // over["grads"], f"4 bytes (float32){by['grads']}")
     if over["grads"] > 1:
-        yield Part("whole gradients", layer * 4, f"1 layer of {layer:,} parameters x 4 bytes")
+        yield MemoryItem("whole gradients", layer * 4, f"1 layer of {layer:,} parameters x 4 bytes")
     state, parts = (12, "float32 copy and two moments") if kept == 2 else (8, "two moments")
     optimizer = (shared if over["optim"] > 1 else count) * state // over["optim"]
-    yield Part("optimizer", optimizer, f"{state} bytes ({parts}){by['optim']}")
+    yield MemoryItem("optimizer", optimizer, f"{state} bytes ({parts}){by['optim']}")
 
 
 # ------------------------------------------------------------------------------------------------- activations
 
 
-def _activations(model: Model, run: Run, stage: int) -> Part:
+def _activations(model: ModelShape, run: TrainConfig, stage: int) -> MemoryItem:
     tensor, h, each = run.tensor_model_parallel_size, model.hidden_size, run.recompute_num_layers
     whole = h / (tensor if run.sequence_parallel else 1)
     mlp = model.mlp_width * (3 if model.swiglu else 2)
@@ -88,10 +90,10 @@ def _activations(model: Model, run: Run, stage: int) -> Part:
         how += " + q / tensor ranks a recomputed layer" if kept else ""
     in_flight = _in_flight(run, stage)
     size = round(values * in_flight * run.tokens * run.itemsize)
-    return Part("activations", size, f"{how}, x {in_flight:g} micro batches in flight")
+    return MemoryItem("activations", size, f"{how}, x {in_flight:g} micro batches in flight")
 
 
-def _in_flight(run: Run, stage: int) -> float:
+def _in_flight(run: TrainConfig, stage: int) -> float:
     """Micro batches whose activations a stage holds at once; an interleaved schedule counts in parts of a stage."""
     stages, turns = run.pipeline_model_parallel_size, run.turns
     if turns == 1:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class ModelShape:
     """Sizes of a model. The fields have the names and meanings of the trainer's flags.
 
     Attributes:

@@ -12,13 +12,13 @@ from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.plan.ir import Attend
 from megatron.context_parallel.plan.trace import Span
 from megatron.context_parallel.plan.volume import Shape
-from megatron.context_parallel.strategies import Choice, choose
+from megatron.context_parallel.strategies import Choice, parse_spec
 from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Mask
 
 from .layer_time import LayerTime
-from .model_shape import Model
-from .train_config import Run
+from .model_shape import ModelShape
+from .train_config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Prefill:
     choice: str | Choice = "ring"
 
 
-class Forecast(NamedTuple):
+class PrefillForecast(NamedTuple):
     """Seconds of a prefill by part, of all layers, and what one layer's attention does (`simulate`).
 
     Attributes:
@@ -91,7 +91,7 @@ class Forecast(NamedTuple):
 
 
 @lru_cache(1024)
-def prefill_seconds(model: Model, run: Run, cluster: Cluster, prefill: Prefill) -> Forecast:
+def prefill_seconds(model: ModelShape, run: TrainConfig, cluster: Cluster, prefill: Prefill) -> PrefillForecast:
     """Predicts a prefill.
 
     Args:
@@ -104,7 +104,7 @@ def prefill_seconds(model: Model, run: Run, cluster: Cluster, prefill: Prefill) 
 
 
 class _Prefill:
-    def __init__(self, model: Model, run: Run, cluster: Cluster, prefill: Prefill) -> None:
+    def __init__(self, model: ModelShape, run: TrainConfig, cluster: Cluster, prefill: Prefill) -> None:
         self.model, self.run, self.cluster, self.prefill = model, run, cluster, prefill
 
     @cached_property
@@ -121,7 +121,7 @@ class _Prefill:
 
     def attention(self) -> tuple[float, Sequence[Span]]:
         run, n = self.run, self.run.context_parallel_size
-        choice = choose(self.prefill.choice, layout="zigzag")
+        choice = parse_spec(self.prefill.choice, layout="zigzag")
         sees = Mask(True).pairs(*Chunks.pair("zigzag", n, 2 * n))
         plan = choice.plan(n, sees=sees, heads=self.shape.heads, kv_heads=self.shape.kv_heads)
         pairs = run.tokens * (self.prefill.cached + self.prefill.new / 2) / n
@@ -130,7 +130,7 @@ class _Prefill:
         forecast = simulate(plan, self.cluster, self.shape, devices=first, others=others, blocks=blocks)
         return forecast.seconds, forecast.spans
 
-    def forecast(self) -> Forecast:
+    def forecast(self) -> PrefillForecast:
         model, run, cluster = self.model, self.run, self.cluster
         layer = LayerTime(model, run, cluster.device).layer(backward=False)
         hidden = run.tokens * model.hidden_size * run.itemsize
@@ -139,4 +139,6 @@ class _Prefill:
         over_cache = cluster.device.cache_us * 1e-6 if self.prefill.cached or self.prefill.through_cache else 0.0
         other = layer.moving + layer.kernels * cluster.device.kernel_us * 1e-6
         count = model.num_layers
-        return Forecast(count * attention, count * layer.gemm, count * other, count * tensor, count * over_cache, spans)
+        return PrefillForecast(
+            count * attention, count * layer.gemm, count * other, count * tensor, count * over_cache, spans
+        )

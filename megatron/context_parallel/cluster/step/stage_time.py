@@ -6,9 +6,9 @@ from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.simulate.collectives import Rate, exchange, ring
 
 from .attention_pass import attention_seconds
-from .layer_time import LayerTime, Work
-from .model_shape import Model
-from .train_config import Run
+from .layer_time import KernelTime, LayerTime
+from .model_shape import ModelShape
+from .train_config import TrainConfig
 
 # The parts of an iteration, in the order of tables.
 PARTS = (
@@ -26,12 +26,12 @@ PARTS = (
     "fixed cost",
 )
 ATTENTION, EXPOSED, PRODUCTS, NORMS, LOGITS, LAUNCHES, TENSOR, PIPELINE, BUBBLE, SHARED, OPTIMIZER, FIXED = PARTS
-Parts = dict[str, float]
+SecondsByKind = dict[str, float]
 
 
-def add(several: Iterable[Parts]) -> Parts:
+def add(several: Iterable[SecondsByKind]) -> SecondsByKind:
     """Seconds by kind, added up."""
-    result: Parts = {}
+    result: SecondsByKind = {}
     for parts in several:
         for name, seconds in parts.items():
             result[name] = result.get(name, 0.0) + seconds
@@ -46,7 +46,7 @@ class StageTime:
         once: seconds of an iteration beside its micro batches.
     """
 
-    def __init__(self, model: Model, run: Run, cluster: Cluster, stage: int) -> None:
+    def __init__(self, model: ModelShape, run: TrainConfig, cluster: Cluster, stage: int) -> None:
         self.model, self.run, self.cluster = model, run, cluster
         cores = min(run.world_size, cluster.shared_cores or run.world_size)
         self.time = LayerTime(model, run, cluster.device, run.world_size / cores)
@@ -59,7 +59,7 @@ class StageTime:
         optimizer = self.time.optimizer(count // run.shards("optim"))
         self.once = {SHARED: shared, OPTIMIZER: optimizer, FIXED: cluster.iteration_ms * 1e-3}
 
-    def _pass(self, backward: bool) -> Parts:
+    def _pass(self, backward: bool) -> SecondsByKind:
         several = [self._layers(self.layers, backward), self._attention(self.layers, backward)]
         if backward:
             several += self._recomputed()
@@ -67,24 +67,24 @@ class StageTime:
             several.append(self._work(self.time.embedding(backward)))
         if self.last:
             logits = self.time.logits(backward)
-            several += [{LOGITS: logits.gemm + logits.moving}, self._work(Work(0.0, 0.0, logits.kernels))]
+            several += [{LOGITS: logits.gemm + logits.moving}, self._work(KernelTime(0.0, 0.0, logits.kernels))]
         several.append({TENSOR: self._tensor_at_ends(backward)})
         parts = add(several)
         return parts | {PIPELINE: self._pipeline(sum(parts.values()))}
 
-    def _work(self, work: Work) -> Parts:
+    def _work(self, work: KernelTime) -> SecondsByKind:
         launches = work.kernels * self.cluster.device.kernel_us * 1e-6
         return {PRODUCTS: work.gemm, NORMS: work.moving, LAUNCHES: launches}
 
-    def _layers(self, count: int, backward: bool) -> Parts:
+    def _layers(self, count: int, backward: bool) -> SecondsByKind:
         parts = self._work(self.time.layer(backward)) | {TENSOR: self._tensor_of_layer(backward)}
         return {name: count * seconds for name, seconds in parts.items()}
 
-    def _attention(self, count: int, backward: bool) -> Parts:
+    def _attention(self, count: int, backward: bool) -> SecondsByKind:
         seconds = attention_seconds(self.model, self.run, self.cluster, backward)
         return {ATTENTION: count * seconds.compute, EXPOSED: count * seconds.exposed}
 
-    def _recomputed(self) -> list[Parts]:
+    def _recomputed(self) -> list[SecondsByKind]:
         """Forward passes that the backward pass repeats; where attention's output is kept, only its swap of heads."""
         run = self.run
         if run.recompute_granularity == "selective":

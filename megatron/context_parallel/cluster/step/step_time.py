@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.errors import UsageError
 
-from .memory import Part, fullest_stage, memory, total
-from .model_shape import Model
+from .memory import MemoryItem, fullest_stage, memory, total
+from .model_shape import ModelShape
 from .stage_time import BUBBLE, PARTS, StageTime
-from .train_config import Run
+from .train_config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class StepForecast:
     seconds: float
     parts: dict[str, float]
     mfu: float
-    memory: list[Part]
+    memory: list[MemoryItem]
     memory_bytes: int
     fits: bool
 
 
-def forecast_step(model: Model, run: Run, cluster: Cluster) -> StepForecast:
+def forecast_step(model: ModelShape, run: TrainConfig, cluster: Cluster) -> StepForecast:
     """Predicts an iteration of a run.
 
     Rank r is device r of the cluster, counted node by node; ranks are in Megatron's order tp-cp-dp-pp.
@@ -68,7 +68,7 @@ def forecast_step(model: Model, run: Run, cluster: Cluster) -> StepForecast:
     )
 
 
-def check_sizes(model: Model, run: Run) -> None:
+def check_sizes(model: ModelShape, run: TrainConfig) -> None:
     """Raises UsageError if the parallel sizes do not divide the model's."""
     for name, value, flag, size in (
         ("--num-layers", model.num_layers, "--pipeline-model-parallel-size", run.pipeline_model_parallel_size),

@@ -12,7 +12,7 @@ ORDER = ("tensor", "context", "data", "pipeline")  # of ranks, innermost first
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class TrainConfig:
     """A run of the trainer. The fields have the names and meanings of its flags, or of Megatron's.
 
     Attributes:

@@ -18,7 +18,7 @@ STEP = 4  # keys more that each row of a step mask sees: chunks of a cyclic layo
 
 
 @dataclass
-class Sizes:
+class CheckSizes:
     """What is measured; the defaults are the published ones."""
 
     block_rows: int = 384
@@ -54,7 +54,7 @@ def synchronisations(device: torch.device) -> Iterator[Callable[[], int]]:
 
 
 @dataclass
-class Report:
+class CheckReport:
     """Tables to print and the same numbers for the JSON file."""
 
     numbers: dict[str, list[dict]] = field(default_factory=lambda: defaultdict(list))
@@ -78,7 +78,7 @@ def _cell(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-class Block(NamedTuple):
+class RandomBlock(NamedTuple):
     """q, dout [s, B, G, d]; k, v [t, B, d]."""
 
     q: Tensor
@@ -87,7 +87,9 @@ class Block(NamedTuple):
     dout: Tensor
 
     @classmethod
-    def random(cls, rows: int, keys: int, heads: int, group: int, dim: int, dtype: torch.dtype, device) -> "Block":
+    def random(
+        cls, rows: int, keys: int, heads: int, group: int, dim: int, dtype: torch.dtype, device
+    ) -> "RandomBlock":
         torch.manual_seed(rows + dim)
         shapes = ((rows, heads, group, dim), (keys, heads, dim), (keys, heads, dim), (rows, heads, group, dim))
         return cls(*(torch.randn(shape, device=device).to(dtype) for shape in shapes))

@@ -11,7 +11,7 @@ from megatron.context_parallel.kernels.interface import Kernel
 from megatron.context_parallel.plan.schedule import schedule
 from megatron.context_parallel.tokens.mask import Documents, Mask
 
-from .common import Report, Sizes, synchronisations
+from .common import CheckReport, CheckSizes, synchronisations
 
 CASES = ("ring", "ring:layout=contiguous", "ring:layout=cyclic", "lightseq", "ulysses", "attention2d", "mesh")
 
@@ -41,7 +41,7 @@ def plan_and_cut(
     return planned - start, clock() - planned
 
 
-def measure_documents(report: Report, sizes: Sizes, device: torch.device) -> None:
+def measure_documents(report: CheckReport, sizes: CheckSizes, device: torch.device) -> None:
     """Milliseconds of a micro batch on the critical path, wall time, and how often the host waits for the GPU."""
     n, length = sizes.document_ranks, sizes.document_tokens
     kernel = kernel_for(device, torch.bfloat16, sizes.speed_head_dims[-1])

@@ -14,7 +14,7 @@ from megatron.context_parallel.kernels.masks import CAUSAL, FULL, PieceMask, Run
 from megatron.context_parallel.kernels.reference import Reference, attention
 from megatron.context_parallel.tokens.mask import Documents, Mask
 
-from .common import STEP, Block, Report, Sizes, kernels
+from .common import STEP, CheckReport, CheckSizes, RandomBlock, kernels
 
 WHAT = ("out", "lse", "dq", "dk", "dv")
 BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}  # relative error of a whole tensor
@@ -52,14 +52,14 @@ def compare(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float
     return errors
 
 
-def add_errors(report: Report, table: str, errors: list[float], dtype: torch.dtype, **row: object) -> None:
+def add_errors(report: CheckReport, table: str, errors: list[float], dtype: torch.dtype, **row: object) -> None:
     bounds = [LSE_BOUND if what == "lse" else BOUNDS[dtype] for what in WHAT]
     good = all(e <= bound for e, bound in zip(errors, bounds, strict=True))
     name = str(dtype).removeprefix("torch.")
     report.add(table, **row, dtype=name, **dict(zip(WHAT, errors, strict=True)), verdict="PASS" if good else "FAIL")
 
 
-def check_blocks(report: Report, names: list[str], sizes: Sizes, device: torch.device) -> None:
+def check_blocks(report: CheckReport, names: list[str], sizes: CheckSizes, device: torch.device) -> None:
     """Every backend, every mask it has, against attention by definition in float64."""
     masks: dict[str, tuple[PieceMask, int]] = {
         "full": (FULL, sizes.block_rows + 40),
@@ -72,17 +72,17 @@ def check_blocks(report: Report, names: list[str], sizes: Sizes, device: torch.d
             for name, kernel in kernels(few, device, dtype, dim):
                 for what, (mask, keys) in (masks | (irregular if name == "triton" else {})).items():
                     for heads, group in ((4, 1), (2, 8)):
-                        block = Block.random(sizes.block_rows, keys, heads, group, dim, dtype, device)
+                        block = RandomBlock.random(sizes.block_rows, keys, heads, group, dim, dtype, device)
                         errors = block_errors(kernel, block, mask)
                         row = {"backend": name, "mask": what, "head_dim": dim, "heads": f"{heads * group}:{heads}"}
                         add_errors(report, "blocks against float64", errors, dtype, **row)
                 if dtype is torch.bfloat16 and dim in sizes.speed_head_dims:
-                    block = Block.random(sizes.odd_rows, sizes.odd_rows, 2, 8, dim, dtype, device)
+                    block = RandomBlock.random(sizes.odd_rows, sizes.odd_rows, 2, 8, dim, dtype, device)
                     row = {"backend": name, "mask": "causal, odd rows", "head_dim": dim, "heads": "16:2"}
                     add_errors(report, "blocks against float64", block_errors(kernel, block, CAUSAL), dtype, **row)
 
 
-def block_errors(kernel: Kernel, block: Block, mask: PieceMask) -> list[float]:
+def block_errors(kernel: Kernel, block: RandomBlock, mask: PieceMask) -> list[float]:
     q, k, v, dout = block
     scores, reference = Scores(q.shape[-1] ** -0.5), Reference()
     out, lse = reference.forward(q, k, v, mask, scores)
@@ -92,7 +92,7 @@ def block_errors(kernel: Kernel, block: Block, mask: PieceMask) -> list[float]:
     return compare((*kernel.forward(q, k, v, mask, scores), *kernel.backward(grad, scores)), expected)
 
 
-def check_strategies(report: Report, names: list[str], sizes: Sizes, device: torch.device) -> None:
+def check_strategies(report: CheckReport, names: list[str], sizes: CheckSizes, device: torch.device) -> None:
     """Every strategy, all ranks in this process, with the default backend; attention2d's step masks with each."""
     dim, dtype = 64, torch.bfloat16
     auto = kernel_for(device, dtype, dim)

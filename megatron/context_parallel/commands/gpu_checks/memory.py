@@ -12,13 +12,13 @@ from megatron.context_parallel.plan.liveness import peak
 from megatron.context_parallel.runtime.comm.transport import Program, run_here
 from megatron.context_parallel.tokens.mask import Mask
 
-from .common import Report, Sizes
+from .common import CheckReport, CheckSizes
 
 CASES = ("ring", "attention2d", "mesh")
 KERNEL = 4  # units of float32 that a kernel and its caller hold for a moment: results, and a gathered block's
 
 
-class Meter(Protocol):
+class PeakMemory(Protocol):
     """The peak of allocated bytes since `start`."""
 
     def start(self) -> None: ...
@@ -44,7 +44,7 @@ class _Done:
         pass
 
 
-class Silence:
+class SilentTransport:
     """A transport on which nothing travels: what is received is what was in memory."""
 
     sums = False
@@ -71,7 +71,7 @@ class OneRank(AllRanks):
         return parts[0]
 
     def run(self, program: Callable[..., Program], plan: Plan, problem, parts: list[tuple]) -> list:
-        return [run_here(program(plan, problem, 0, Silence(), *parts[0]))]
+        return [run_here(program(plan, problem, 0, SilentTransport(), *parts[0]))]
 
 
 def formula(cp: OneRank, rows: int, heads: int, kv_heads: int, dim: int) -> float:
@@ -81,7 +81,7 @@ def formula(cp: OneRank, rows: int, heads: int, kv_heads: int, dim: int) -> floa
     return (units + KERNEL) * rows * heads * dim * 4
 
 
-def measure_memory(report: Report, sizes: Sizes, device: torch.device, meter: Meter) -> None:
+def measure_memory(report: CheckReport, sizes: CheckSizes, device: torch.device, meter: PeakMemory) -> None:
     """Peak bytes of rank 0 of 8, forward and backward, over the formula."""
     dim, (heads, kv_heads) = sizes.speed_head_dims[-1], sizes.overhead_heads
     kernel = kernel_for(device, torch.bfloat16, dim)

@@ -11,13 +11,13 @@ import torch.multiprocessing as multiprocessing
 
 from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError, context_parallel_attention
 
-from .common import Report, Sizes
+from .common import CheckReport, CheckSizes
 from .errors import WHAT, compare, with_gradients
 
 BOUND = 1e-4  # of float32: sums in another order
 
 
-def check_nccl(report: Report, sizes: Sizes, ranks: int, backend: str = "nccl") -> None:
+def check_nccl(report: CheckReport, sizes: CheckSizes, ranks: int, backend: str = "nccl") -> None:
     """Errors of each strategy, worst rank; with fewer than two GPUs it says what was left out."""
     if ranks < 2:
         report.add("nccl", left_out="communication between GPUs: it needs two GPUs or more, and here is one")
@@ -41,7 +41,7 @@ def check_nccl(report: Report, sizes: Sizes, ranks: int, backend: str = "nccl") 
         report.add("nccl", **rows[0][0], **named, verdict="PASS" if max(errors) <= BOUND else "FAIL")
 
 
-def _rank(rank: int, ranks: int, backend: str, store: str, sizes: Sizes, pipe: Connection) -> None:
+def _rank(rank: int, ranks: int, backend: str, store: str, sizes: CheckSizes, pipe: Connection) -> None:
     """One rank. The world is bound to its device, as trainers bind it."""
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
@@ -58,7 +58,7 @@ def _attention(cp: ContextParallel | AllRanks) -> Callable:
     return lambda q, k, v: context_parallel_attention(q, k, v, cp, return_lse=True)
 
 
-def _errors(ranks: int, sizes: Sizes, device: torch.device) -> list[tuple[dict, list[float]]]:
+def _errors(ranks: int, sizes: CheckSizes, device: torch.device) -> list[tuple[dict, list[float]]]:
     torch.manual_seed(0)
     dim, found = sizes.speed_head_dims[0], []
     whole = [torch.randn(sizes.rows_per_rank * ranks, 1, h, dim, device=device) for h in (8, 4, 4, 8)]

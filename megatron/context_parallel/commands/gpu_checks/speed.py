@@ -15,7 +15,7 @@ from megatron.context_parallel.kernels.masks import Piece, PieceMask, Runs, cut
 from megatron.context_parallel.kernels.merge import merge
 from megatron.context_parallel.tokens.mask import Mask
 
-from .common import STEP, Block, Report, Sizes, kernels, synchronisations
+from .common import STEP, CheckReport, CheckSizes, RandomBlock, kernels, synchronisations
 
 REPEATS = 5
 
@@ -33,14 +33,16 @@ class GpuClock:
         return start.elapsed_time(end) / 1000
 
 
-def measure_speed(report: Report, names: list[str], sizes: Sizes, device: torch.device, clock: GpuClock) -> None:
+def measure_speed(
+    report: CheckReport, names: list[str], sizes: CheckSizes, device: torch.device, clock: GpuClock
+) -> None:
     """TFLOP/s of each backend for masks of as many pairs, in turns, medians."""
     for dim in sizes.speed_head_dims:
         for heads, group in sizes.heads:
             for length in sizes.lengths:
                 for mask in ("full", "causal", "step"):
                     rows, keys = (length // 2, length // 2 * STEP) if mask == "step" else (length, length)
-                    block = Block.random(rows, keys, heads, group, dim, torch.bfloat16, device)
+                    block = RandomBlock.random(rows, keys, heads, group, dim, torch.bfloat16, device)
                     calls = {
                         (name, way): call
                         for name, kernel in kernels(names, device, torch.bfloat16, dim)
@@ -55,7 +57,7 @@ def measure_speed(report: Report, names: list[str], sizes: Sizes, device: torch.
                         report.add("TFLOP/s, bfloat16", **row, backend=name, **speed)
 
 
-def ways(kernel: Kernel, name: str, block: Block, mask: str) -> dict[str, Callable[[], None]]:
+def ways(kernel: Kernel, name: str, block: RandomBlock, mask: str) -> dict[str, Callable[[], None]]:
     """Forward and backward of a block; a step mask in pieces where the backend has none."""
     q, k, v, dout = block
     pieces = [Piece(slice(None), slice(None), mask)]
@@ -107,7 +109,7 @@ def ratios(rows: list[dict], way: str) -> list[float]:
     return found
 
 
-class Watched:
+class CountingKernel:
     """A kernel whose calls are counted and timed."""
 
     def __init__(self, kernel: Kernel, clock: GpuClock) -> None:
@@ -130,7 +132,9 @@ class Watched:
         return result
 
 
-def measure_overhead(report: Report, names: list[str], sizes: Sizes, device: torch.device, clock: GpuClock) -> None:
+def measure_overhead(
+    report: CheckReport, names: list[str], sizes: CheckSizes, device: torch.device, clock: GpuClock
+) -> None:
     """What the executor adds to its kernels, forward and backward of four ranks one after the other."""
     n, dim, (heads, kv_heads) = 4, 128, sizes.overhead_heads
     torch.manual_seed(0)
@@ -142,7 +146,7 @@ def measure_overhead(report: Report, names: list[str], sizes: Sizes, device: tor
     ours = [name for name in names if name == "triton"]
     for name, kernel in [("auto", kernel_for(device, q.dtype, dim)), *kernels(ours, device, q.dtype, dim)]:
         for strategy, layout in (("ring", None), ("attention2d", "cyclic")):
-            cp, shares, watched = AllRanks(n, strategy, layout), [], Watched(kernel, clock)
+            cp, shares, watched = AllRanks(n, strategy, layout), [], CountingKernel(kernel, clock)
             for turn in range(sizes.repeats + 1):
                 watched.calls.clear()
                 start = clock.mark()
@@ -157,7 +161,7 @@ def measure_overhead(report: Report, names: list[str], sizes: Sizes, device: tor
             report.add("executor", **row, overhead=statistics.median(shares))
 
 
-def check_repeats(report: Report, sizes: Sizes, device: torch.device) -> None:
+def check_repeats(report: CheckReport, sizes: CheckSizes, device: torch.device) -> None:
     """Five times the same, bit for bit, in deterministic mode; and no wait of the host for the GPU after the first."""
     n, dim, (heads, kv_heads) = 4, sizes.speed_head_dims[-1], sizes.overhead_heads
     before = torch.are_deterministic_algorithms_enabled()
@@ -185,7 +189,7 @@ def check_repeats(report: Report, sizes: Sizes, device: torch.device) -> None:
 
 def launches(cp: AllRanks, kernel: Kernel, clock: GpuClock, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     """Kernel calls of a causal forward pass, and the blocks (query chunks against gathered keys) of its plan."""
-    watched = Watched(kernel, clock)
+    watched = CountingKernel(kernel, clock)
     context_parallel_attention(q, k, v, cp, kernel=watched)
     plan = cp.plan(Mask(), (len(q), len(k)), q.shape[2], k.shape[2], backward=False)
     attends = [attend for steps in plan.steps for step in steps for attend in step.attend]

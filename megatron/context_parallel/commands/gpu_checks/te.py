@@ -15,12 +15,12 @@ from torch import Tensor
 from megatron.context_parallel import ContextParallel
 from megatron.context_parallel.integration.transformer_engine import DotProductAttention, why_not_importable
 
-from .common import Report, Sizes
+from .common import CheckReport, CheckSizes
 
 BOUND = 2e-2  # of bfloat16, relative error of a whole tensor
 
 
-def check_te(report: Report, sizes: Sizes, device: torch.device) -> None:
+def check_te(report: CheckReport, sizes: CheckSizes, device: torch.device) -> None:
     """Outputs and gradients of TE's layer, and losses and gradients of megatron-core's model; or what was left out."""
     if why := why_not_importable():
         report.add("te", left_out=f"Transformer Engine: {why}")
@@ -47,7 +47,7 @@ def _world_of_one(device: torch.device) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _layer(sizes: Sizes, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+def _layer(sizes: CheckSizes, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
     """A layer's output and gradients, with TE's core attention and with ours in its place."""
     pytorch = importlib.import_module("transformer_engine.pytorch")
     (heads, kv_heads), dim = sizes.overhead_heads, sizes.speed_head_dims[0]
@@ -64,7 +64,7 @@ def _layer(sizes: Sizes, device: torch.device) -> tuple[list[Tensor], list[Tenso
     return theirs, _results(layer, lambda: layer(x), x)
 
 
-def _model(sizes: Sizes, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+def _model(sizes: CheckSizes, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
     """A model's losses and gradients: TE's layer spec as it is, and with our core attention."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from megatron.context_parallel.plan.ir import AllGather, Attend, Comm, ReduceScatter, Send, SwapHeads
 
 
-def named(what: Iterable[Attend | Comm | SwapHeads]) -> str:
+def label(what: Iterable[Attend | Comm | SwapHeads]) -> str:
     """The name of one block, or of the operations of a batch."""
     return ", ".join(map(_named, what))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .flight_recorder import Ends, recorder
 
-Messages = list[tuple[int, Tensor]]  # to or from a peer; a tensor of no rows does not travel
+MessageList = list[tuple[int, Tensor]]  # to or from a peer; a tensor of no rows does not travel
 ALIGNED = 16  # bytes; a message in a packed buffer starts at a multiple, so that it can be seen in its own dtype
 
 # Releases before 2.13 have the older names only.
@@ -24,7 +24,7 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
-class Batch:
+class WorkBatch:
     """Works of torch.distributed. Each has an end of its own, or all have all of them."""
 
     def __init__(self, works: Sequence[Work], channel: str, ends: Ends) -> None:
@@ -52,12 +52,14 @@ class Batch:
 class Rounds:
     """Batches one after the other. The first starts at once, each other one while `wait` is called."""
 
-    def __init__(self, start: Callable[[Messages, Messages], Work], rounds: list[tuple[Messages, Messages]]) -> None:
+    def __init__(
+        self, start: Callable[[MessageList, MessageList], Work], rounds: list[tuple[MessageList, MessageList]]
+    ) -> None:
         self.start, self.staged = start, list[tuple[Tensor, Tensor]]()
         self.rounds = [([(to, x.contiguous()) for to, x in sends], self._dense(of)) for sends, of in rounds]
         self.work = start(*self.rounds.pop(0))
 
-    def _dense(self, receives: Messages) -> Messages:
+    def _dense(self, receives: MessageList) -> MessageList:
         """The same, with buffers in place of strided tensors."""
         found = []
         for peer, x in receives:
@@ -75,7 +77,7 @@ class Rounds:
             x.copy_(buffer)
 
 
-def post(group: dist.ProcessGroup, sends: Messages, receives: Messages) -> list[dist.Work]:
+def post(group: dist.ProcessGroup, sends: MessageList, receives: MessageList) -> list[dist.Work]:
     """Starts messages with ranks of a group; of NCCL as one operation.
 
     It asks the group itself: `dist.batch_isend_irecv` does the same with four times the host's work.
@@ -90,7 +92,7 @@ def post(group: dist.ProcessGroup, sends: Messages, receives: Messages) -> list[
     return _post(group, sends, receives)
 
 
-def _post(group: dist.ProcessGroup, sends: Messages, receives: Messages) -> list[dist.Work]:
+def _post(group: dist.ProcessGroup, sends: MessageList, receives: MessageList) -> list[dist.Work]:
     # Receives first: with two sends that cross, gloo moves one after the other, not both at once.
     works = [group.recv([x], peer, 0) for peer, x in receives]
     return works + [group.send([x], peer, 0) for peer, x in sends]
@@ -119,7 +121,7 @@ class AllToAll:
         sends, receives: (rank in the group, tensor), in the same order on both ends of a line. Tensors may be strided.
     """
 
-    def __init__(self, group: dist.ProcessGroup, sends: Messages, receives: Messages) -> None:
+    def __init__(self, group: dist.ProcessGroup, sends: MessageList, receives: MessageList) -> None:
         size = dist.get_world_size(group)
         parts, packed, sent = _packed(sends, size)
         self.parts, self.landed, received = _packed(receives, size)
@@ -138,7 +140,7 @@ def _peer(message: tuple[int, Tensor]) -> int:
     return message[0]
 
 
-def _packed(messages: Messages, size: int) -> tuple[list[Tensor], Tensor, list[int]]:
+def _packed(messages: MessageList, size: int) -> tuple[list[Tensor], Tensor, list[int]]:
     """A buffer for messages, rank after rank: where each of them is in it, the buffer, and its bytes for each rank."""
     ordered, counts = sorted(messages, key=_peer), [0] * size
     sizes = [-(-x.numel() * x.element_size() // ALIGNED) * ALIGNED for _, x in ordered]

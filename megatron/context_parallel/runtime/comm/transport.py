@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.context_parallel.plan.ir import Plan, PlanError
 
 from .communicators import meet, new_communicator
-from .torch_works import AllToAll, Batch, Messages, Rounds, Work, add_up, gather, gather_one, post
+from .torch_works import AllToAll, MessageList, Rounds, Work, WorkBatch, add_up, gather, gather_one, post
 
 Result = TypeVar("Result")
 Counts = tuple[int, ...]
@@ -30,11 +30,11 @@ class Transport(Protocol):
         """The rank in the world of a peer."""
         ...
 
-    def exchange(self, channel: str, sends: Messages, receives: Messages) -> Work:
+    def exchange(self, channel: str, sends: MessageList, receives: MessageList) -> Work:
         """Starts one batch of messages. Between two ranks, messages match in order."""
         ...
 
-    def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> Work:
+    def trade(self, channel: str, sends: list[MessageList], receives: list[MessageList]) -> Work:
         """Starts an exchange of each rank with each other rank of a group.
 
         `sends` are for the ranks after this one, in turn; `receives` are from the ranks before it. Wait for it at once:
@@ -92,24 +92,24 @@ class TorchTransport:
             )
         return self._groups[channel, members]
 
-    def exchange(self, channel: str, sends: Messages, receives: Messages) -> Work:
+    def exchange(self, channel: str, sends: MessageList, receives: MessageList) -> Work:
         return self._exchange(channel, self._everyone, sends, receives)
 
-    def _exchange(self, channel: str, members: tuple[int, ...], sends: Messages, receives: Messages) -> Work:
+    def _exchange(self, channel: str, members: tuple[int, ...], sends: MessageList, receives: MessageList) -> Work:
         """Starts one batch of messages on a communicator."""
         group, ranks = self._group(channel, members), self.ranks
         sends, receives = ([(peer, x) for peer, x in some if x.numel()] for some in (sends, receives))
         ends = [("receive", ranks[peer]) for peer, _ in receives] + [("send", ranks[peer]) for peer, _ in sends]
         if members is not self._everyone:
             sends, receives = ([(members.index(peer), x) for peer, x in some] for some in (sends, receives))
-        return Batch(post(group, sends, receives), channel, ends)
+        return WorkBatch(post(group, sends, receives), channel, ends)
 
-    def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> Work:
+    def trade(self, channel: str, sends: list[MessageList], receives: list[MessageList]) -> Work:
         if self._nccl:
             group = self._group(channel, self._everyone)
             given, got = list(chain(*sends)), list(chain(*receives))
             ends = [("receive", self.ranks[peer]) for peer in dict(got)]
-            return Batch([AllToAll(group, given, got)], channel, ends)
+            return WorkBatch([AllToAll(group, given, got)], channel, ends)
         # gloo reaches the rate of a link one pair at a time; all at once it gets two thirds of it.
         return Rounds(partial(self.exchange, channel), list(zip(sends, receives, strict=True)))
 
@@ -121,17 +121,19 @@ class TorchTransport:
             works = [gather(communicator, tensors)]
         else:
             works = [gather_one(all_, mine, group=communicator, async_op=True) for mine, all_ in tensors]
-        return Batch(works, channel, [("gather", self.ranks[rank]) for rank in group if rank != self.rank])
+        return WorkBatch(works, channel, [("gather", self.ranks[rank]) for rank in group if rank != self.rank])
 
     def reduce_scatter(self, channel: str, group: tuple[int, ...], tensors: list[Gathered]) -> Work:
         work = add_up(self._group(channel, group), tensors)
-        return Batch([work], channel, [("receive", self.ranks[rank]) for rank in group if rank != self.rank])
+        return WorkBatch([work], channel, [("receive", self.ranks[rank]) for rank in group if rank != self.rank])
 
 
-def _as_messages(rank: int, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> tuple[Messages, Messages]:
+def _as_messages(
+    rank: int, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]
+) -> tuple[MessageList, MessageList]:
     """What a rank sends and receives in a gather; its own part is copied at once."""
-    sends: Messages = []
-    receives: Messages = []
+    sends: MessageList = []
+    receives: MessageList = []
     for mine, everyone in tensors:
         for peer, part in zip(group, everyone.split(rows), strict=True):
             if peer == rank:
@@ -173,7 +175,7 @@ class _Message:
         self.content = self.into = None
 
 
-class Line:
+class MessageQueue:
     """Messages from one rank to another on a channel. They match in order; either end may name its tensor first."""
 
     __slots__ = ("sent", "wanted")
@@ -235,19 +237,19 @@ class LocalTransport:
 
     sums = False
 
-    def __init__(self, rank: int, post: dict[tuple[str, int, int], Line]) -> None:
+    def __init__(self, rank: int, post: dict[tuple[str, int, int], MessageQueue]) -> None:
         self.rank, self.post = rank, post
 
     def world(self, peer: int) -> int:
         return peer
 
-    def exchange(self, channel: str, sends: Messages, receives: Messages) -> _Exchange:
+    def exchange(self, channel: str, sends: MessageList, receives: MessageList) -> _Exchange:
         rank, post = self.rank, self.post
         messages = [post[channel, rank, to].send(x) for to, x in sends]
         messages += [post[channel, of, rank].receive(x) for of, x in receives]
         return _Exchange(channel, messages, [peer for peer, _ in chain(sends, receives)])
 
-    def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> _Exchange:
+    def trade(self, channel: str, sends: list[MessageList], receives: list[MessageList]) -> _Exchange:
         return self.exchange(channel, list(chain(*sends)), list(chain(*receives)))
 
     def all_gather(self, channel: str, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> _Exchange:
@@ -263,14 +265,14 @@ class Subgroup:
     def world(self, peer: int) -> int:
         return self.transport.world(self.ranks[peer])
 
-    def exchange(self, channel: str, sends: Messages, receives: Messages) -> Work:
+    def exchange(self, channel: str, sends: MessageList, receives: MessageList) -> Work:
         return self.transport.exchange(channel, self._outside(sends), self._outside(receives))
 
-    def trade(self, channel: str, sends: list[Messages], receives: list[Messages]) -> Work:
+    def trade(self, channel: str, sends: list[MessageList], receives: list[MessageList]) -> Work:
         outside = ([self._outside(messages) for messages in turns] for turns in (sends, receives))
         return self.transport.trade(channel, *outside)
 
-    def _outside(self, messages: Messages) -> Messages:
+    def _outside(self, messages: MessageList) -> MessageList:
         return [(self.ranks[peer], x) for peer, x in messages]
 
     def all_gather(self, channel: str, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> Work:

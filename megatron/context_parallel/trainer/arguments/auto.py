@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.cluster.search.auto import measured, told
-from megatron.context_parallel.cluster.search.planner import Place, Search, search
+from megatron.context_parallel.cluster.search.planner import GroupDevices, Search, search
 from megatron.context_parallel.cluster.search.step_search import workload_of
 from megatron.context_parallel.cluster.step.memory import BUFFERS, LOGITS, fullest_stage, memory
 from megatron.context_parallel.errors import UsageError
@@ -30,10 +30,10 @@ def choose_strategy(args: Arguments) -> Arguments:
     assert world is not None  # the job has begun
     workload = workload_of(model_of(args), run_of(args))
     cluster = load_cluster(args.cp_cluster, "--cp-cluster") if args.cp_cluster else measured(workload, world)
-    return settled(args, told(world, lambda: planned(args, cluster)))
+    return with_strategy(args, told(world, lambda: planned(args, cluster)))
 
 
-def settled(args: Arguments, choice: Choice) -> Arguments:
+def with_strategy(args: Arguments, choice: Choice) -> Arguments:
     """`args` with a strategy, as if it had been given."""
     layers = (choice,) * args.num_layers
     args = replace(args, cp_layers=layers, cp_strategy=choice.spec, cp_layout=choice.layout, cp_cluster=None)
@@ -45,7 +45,7 @@ def planned(args: Arguments, cluster: Cluster) -> Search:
     """What is fastest for a run whose rank r is device r of a cluster. All context groups work at the same time."""
     run = run_of(args)
     first, *others = run.groups("context")
-    place = Place(cluster.part(run.world_size), first, others)
+    place = GroupDevices(cluster.part(run.world_size), first, others)
     return search(workload_of(model_of(args), run), place, fixed_options(args), _room(args, cluster))
 
 

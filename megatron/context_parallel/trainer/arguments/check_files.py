@@ -7,7 +7,13 @@ from typing import Any
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.checkpoint.resume import check_resume
-from megatron.context_parallel.trainer.checkpoint.store import TRACKER, candidates, choose, quick_fault, read_saved_args
+from megatron.context_parallel.trainer.checkpoint.store import (
+    TRACKER,
+    choose_checkpoint,
+    loadable_checkpoints,
+    quick_fault,
+    read_saved_args,
+)
 from megatron.context_parallel.trainer.config.flags import FLAGS, Arguments
 from megatron.context_parallel.trainer.config.refuse import refuse
 from megatron.context_parallel.trainer.data.index_file import open_tokens, tokenizer_of
@@ -113,9 +119,9 @@ def _check_writable(args: Arguments, directory: Path) -> None:
 
 
 def _check_checkpoint(args: Arguments, directory: str) -> None:
-    paths, fault = candidates(args)
+    paths, fault = loadable_checkpoints(args)
     if not paths and not fault and args.exit_on_missing_checkpoint:
         why = f"no {TRACKER} there, so no checkpoint"
         refuse(args, "load", f"{why}; give --load DIR of a run, or leave out --exit-on-missing-checkpoint")
-    if checkpoint := choose(args, paths, fault, quick_fault, say=lambda line: None):  # the load tells
+    if checkpoint := choose_checkpoint(args, paths, fault, quick_fault, say=lambda line: None):  # the load tells
         check_resume(args, read_saved_args(checkpoint))

@@ -12,7 +12,7 @@ from megatron.context_parallel.trainer.data.tokenizer import vocabulary
 
 from .check_values import check_rampup, check_together, check_world, ranks_in
 from .command_line import read_flags
-from .cp_strategy import chosen
+from .cp_strategy import strategies_given
 
 
 def parse_args(argv: list[str] | None = None) -> Arguments:
@@ -39,7 +39,7 @@ def complete(given: Flags, tokenizer: tuple[int, int | None] | None = None) -> t
         UsageError: anything that would not run as asked.
     """
     check_each(given, FLAGS, ", or a --preset or --config that has it")
-    specs, choices = chosen(given)
+    specs, choices = strategies_given(given)
     needed = given.tensor_model_parallel_size * given.pipeline_model_parallel_size * given.context_parallel_size
     world_size = ranks_in("WORLD_SIZE", needed if given.dry_run else 1)
     check_world(given, world_size, needed)

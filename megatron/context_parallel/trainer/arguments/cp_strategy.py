@@ -9,7 +9,7 @@ from megatron.context_parallel.trainer.config.context_parallel_flags import STRA
 from megatron.context_parallel.trainer.config.flags import Flags
 
 
-def chosen(args: Flags) -> tuple[str, tuple[Choice, ...]]:
+def strategies_given(args: Flags) -> tuple[str, tuple[Choice, ...]]:
     """The specs that the `--cp-...` flags give, and the strategy of each layer.
 
     There is none for "auto", which chooses when sizes are known.

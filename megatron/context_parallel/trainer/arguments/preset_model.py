@@ -1,6 +1,6 @@
 """The sizes of a published model."""
 
-from megatron.context_parallel.cluster.step.model_shape import Model
+from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.trainer.config.workload import model_from
 from megatron.context_parallel.trainer.data.tokenizer import vocabulary
 
@@ -8,7 +8,7 @@ from .command_line import read_flags
 from .complete import complete_model, padded_vocab_size
 
 
-def preset_model(preset: str, seq_length: int, tensor_model_parallel_size: int = 1) -> Model:
+def preset_model(preset: str, seq_length: int, tensor_model_parallel_size: int = 1) -> ModelShape:
     """The sizes of a published model (`--preset`), trained on sequences of `seq_length` tokens.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.context_parallel.trainer.model.data_parallel import DataParallel
 
-from .shares import Rows, described, empty, install_weights, rows_of, take, whole
+from .shares import RowSharding, copy_share, described, empty, gather_rows, install_weights, rows_of
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 _FROM_FLAGS = ("max_lr", "min_lr", "betas", "eps")  # of a group of parameters; the schedule sets lr and weight decay
@@ -54,7 +54,7 @@ def load_optimizer(optimizer: MegatronOptimizer, model: list[DataParallel], load
         for name, _, parameter in described(chunk):
             rows = rows_of(parameter)
             for kind, tensor in _states(parts, parameter).items():
-                take(tensor, loaded["param_state"][f"{number}.{name}"][kind], rows)
+                copy_share(tensor, loaded["param_state"][f"{number}.{name}"][kind], rows)
         install_weights(chunk)
     step = loaded["optimizer"]["param_groups"][0]["step"]
     for part in parts:
@@ -88,12 +88,12 @@ def _states(parts: list[MegatronOptimizer], parameter: torch.nn.Parameter) -> di
 
 
 def _sharded_states(
-    entry: ShardedBase, states: dict[str, Tensor], rows: Rows | None, loading: bool
+    entry: ShardedBase, states: dict[str, Tensor], rows: RowSharding | None, loading: bool
 ) -> dict[str, ShardedBase]:
     """The states of a weight that checkpoints know as `entry`."""
     found = {}
     for kind, tensor in states.items():
-        data = empty(tensor, torch.float32) if loading else whole(tensor, rows, torch.float32)
+        data = empty(tensor, torch.float32) if loading else gather_rows(tensor, rows, torch.float32)
         dtype = {"dtype": torch.float32} if isinstance(entry, ShardedTensor) else {}
         found[kind] = replace(entry, key=f"optimizer.state.{kind}.{entry.key}", data=data, **dtype)
     return found

@@ -29,12 +29,12 @@ from .resume import check_resume, check_samples
 from .shares import load_weights
 from .storage import begin_save, cause_of, raise_alike, raise_kept
 from .store import (
-    candidates,
-    choose,
+    choose_checkpoint,
     clear_leftovers,
     delete,
     faults_of,
     iteration_directory,
+    loadable_checkpoints,
     plain_args,
     quick_fault,
     read_saved_args,
@@ -198,8 +198,8 @@ def load_checkpoint(args: Arguments, state: TrainState) -> bool:
     Raises:
         UsageError: it is damaged or was saved with arguments that do not go with `args`; every rank raises the same.
     """
-    paths, fault = on_first_rank(lambda: candidates(args))
-    checkpoint = choose(args, paths, fault, lambda path: fault_everywhere(args, path), say)
+    paths, fault = on_first_rank(lambda: loadable_checkpoints(args))
+    checkpoint = choose_checkpoint(args, paths, fault, lambda path: fault_everywhere(args, path), say)
     if checkpoint is None:
         return False
     saved = on_first_rank(lambda: read_saved_args(checkpoint))

@@ -5,7 +5,7 @@ from typing import Any
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.config.flags import FLAGS, Flags
 
-from .store import candidates, choose, quick_fault, read_saved_args
+from .store import choose_checkpoint, loadable_checkpoints, quick_fault, read_saved_args
 
 _DECIDES = ("weights", "model", "position table")
 _SAVED = ("group_query_attention", "make_vocab_size_divisible_by", "tokenizer_model", "seq_length")
@@ -18,7 +18,9 @@ def saved_flags(asked: Flags, *others: str) -> dict[str, Any]:
     Raises:
         UsageError: there is no checkpoint, or it is damaged.
     """
-    checkpoint = choose(asked, *candidates(asked), quick_fault, lambda line: None)  # the load tells
+    checkpoint = choose_checkpoint(
+        asked, *loadable_checkpoints(asked), quick_fault, lambda line: None
+    )  # the load tells
     if checkpoint is None:
         why = "neither a run with checkpoints nor a folder of HuggingFace with a config.json"
         raise UsageError(f"--load {asked.load}: {why}; give one, such as --load runs/quickstart")

@@ -41,7 +41,7 @@ def sharded_weights(chunk: DataParallel, loading: bool) -> dict[str, ShardedBase
     entries = {name: x for name, (x, weight) in chunk.descriptions.items() if not weight}
     for name, entry, parameter in described(chunk):
         dtype = chunk.config.params_dtype
-        data = empty(parameter, dtype) if loading else whole(parameter, rows_of(parameter), dtype)
+        data = empty(parameter, dtype) if loading else gather_rows(parameter, rows_of(parameter), dtype)
         entries[name] = replace(entry, data=data)
     return entries
 
@@ -52,7 +52,7 @@ def load_weights(chunk: DataParallel, loaded: dict[str, Any]) -> None:
         chunk.module.load_state_dict(loaded)
         return
     for name, _, parameter in described(chunk):
-        take(parameter, loaded[name], rows_of(parameter))
+        copy_share(parameter, loaded[name], rows_of(parameter))
     install_weights(chunk)
 
 
@@ -66,14 +66,14 @@ def install_weights(chunk: DataParallel) -> None:
 # --------------------------------------------------------------------------------------------------- one tensor
 
 
-class Rows(NamedTuple):
+class RowSharding(NamedTuple):
     """The ranks that share out the rows of a weight, and how many each has: Megatron-FSDP cuts where buckets end."""
 
     group: dist.ProcessGroup
     counts: list[int]
 
 
-def rows_of(parameter: Tensor) -> Rows | None:
+def rows_of(parameter: Tensor) -> RowSharding | None:
     """How the rows of a weight are shared out; None if each rank has all of them. All of these ranks call it."""
     if not isinstance(parameter, DTensor):
         return None
@@ -81,7 +81,7 @@ def rows_of(parameter: Tensor) -> Rows | None:
     mine = torch.tensor([len(parameter.to_local())], device=parameter.to_local().device)
     counts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(counts, mine, group)
-    return Rows(group, [int(count) for count in counts])
+    return RowSharding(group, [int(count) for count in counts])
 
 
 def empty(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -89,7 +89,7 @@ def empty(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(tensor.shape, dtype=dtype)
 
 
-def whole(tensor: Tensor, rows: Rows | None, dtype: torch.dtype) -> Tensor:
+def gather_rows(tensor: Tensor, rows: RowSharding | None, dtype: torch.dtype) -> Tensor:
     """All rows of a tensor, on the host; the ranks that share it out call this together."""
     tensor = tensor.detach()
     if not rows:
@@ -104,7 +104,7 @@ def whole(tensor: Tensor, rows: Rows | None, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def take(tensor: Tensor, values: Tensor, rows: Rows | None) -> None:
+def copy_share(tensor: Tensor, values: Tensor, rows: RowSharding | None) -> None:
     """Copy what this rank has of the whole `values`."""
     if rows:
         rank = dist.get_rank(rows.group)

@@ -138,7 +138,7 @@ def read_saved_args(checkpoint: Path) -> dict:
 # --------------------------------------------------------------------------------------------- which one to load
 
 
-def candidates(args: Flags) -> tuple[list[Path], str | None]:
+def loadable_checkpoints(args: Flags) -> tuple[list[Path], str | None]:
     """The checkpoints of `--load`, the one to load first and then those to turn to; what is wrong with the tracker."""
     assert args.load is not None
     try:
@@ -158,10 +158,10 @@ def candidates(args: Flags) -> tuple[list[Path], str | None]:
     return [existing(args.load, iteration) for iteration in order], fault
 
 
-def choose(
+def choose_checkpoint(
     args: Flags, paths: list[Path], fault: str | None, fault_of: Fault, say: Callable[[str], None]
 ) -> Path | None:
-    """The one of `candidates` to load, None if there are none: that of `--ckpt-step`, or what the tracker names.
+    """The one of `loadable_checkpoints` to load: that of `--ckpt-step`, or what the tracker names; None if there are none.
 
     With `--load-fallback` it is the newest complete one instead, if that one is not complete; `say` gets a line of it.
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron.context_parallel.cli.flag import Section, flag
+from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.kernels.names import BACKENDS
 from megatron.context_parallel.strategies import AUTO, COMMON, STRATEGIES, Grid, Option
 from megatron.context_parallel.strategies.by_layer import BOTH, COMM_TYPES
@@ -13,7 +13,7 @@ FILE.py:NAME a strategy of your own, SPEC+SPEC another one for the backward pass
 for 2; {AUTO}: the fastest as predicted"""
 
 
-class _Group(Section):
+class _Group(FlagSection):
     context_parallel_size: int = flag("ranks that share each sequence", 1)
     cp_strategy: str = flag(_STRATEGY, derived="ring, or what --cp-comm-type names", unit="SPEC", example="ring")
     cp_comm_type: list[str] | None = flag(

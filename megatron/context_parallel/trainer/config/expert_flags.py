@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from megatron.context_parallel.cli.flag import Section, flag
+from megatron.context_parallel.cli.flag import FlagSection, flag
 
 BALANCING = ("aux_loss", "seq_aux_loss", "none")
 DISPATCHERS = ("allgather", "alltoall")
@@ -10,7 +10,7 @@ weights = partial(flag, decides="weights", needs="num_experts")
 model = partial(flag, decides="model", needs="num_experts")
 
 
-class Experts(Section, title="experts"):
+class Experts(FlagSection, title="experts"):
     num_experts: int | None = flag("MLPs of each layer: experts", decides="weights", example=8)
     expert_model_parallel_size: int = flag(
         "ranks that share out the experts", 1, example=2, needs="num_experts", divides="num_experts"

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.context_parallel.cli.flag import Section, flag, flags_of
+from megatron.context_parallel.cli.flag import FlagSection, flag, flags_of
 
 from .context_parallel_flags import ContextParallel
 from .expert_flags import Experts
@@ -47,13 +47,13 @@ def _shares(text: str) -> str:
     return text
 
 
-class Run(Section, title="run"):
+class RunFlags(FlagSection, title="run"):
     preset: str | None = flag(f"shape of a published model: {', '.join(PRESETS)}", unit="NAME", choices=(*PRESETS,))
     config: str | None = flag("YAML file of flags, which win over --preset and lose to the command line", unit="FILE")
     dry_run: bool = flag("check everything, print parallel layout, parameters and memory, and stop", False)
 
 
-class Model(Section, title="model"):
+class ModelFlags(FlagSection, title="model"):
     num_layers: int = weights("transformer layers", example=24, at_most=10_000)
     hidden_size: int = weights("model width", example=1024)
     ffn_hidden_size: int = weights("MLP width", derived="4 hidden-size; with --swiglu 2/3 of it, in 64s", example=4096)
@@ -96,7 +96,7 @@ class Model(Section, title="model"):
     )
 
 
-class Regularization(Section, title="regularization"):
+class Regularization(FlagSection, title="regularization"):
     attention_dropout: float = flag("only 0 is accepted; Megatron's default is 0.1", 0.0, at_least=0, below=1)
     hidden_dropout: float = flag("dropout of the residual stream; Megatron's default is 0.1", 0.0, at_least=0, below=1)
     weight_decay: float = flag("decoupled (AdamW) weight decay", 0.01, at_least=0)
@@ -106,7 +106,7 @@ class Regularization(Section, title="regularization"):
     adam_eps: float = flag("added to Adam's denominator", 1e-8)
 
 
-class Training(Section, title="training"):
+class Training(FlagSection, title="training"):
     micro_batch_size: int = flag("sequences per forward pass and data-parallel rank")
     global_batch_size: int = flag(
         "sequences per update",
@@ -144,7 +144,7 @@ class Training(Section, title="training"):
     recompute_activations: bool = flag("the same as --recompute-granularity selective", False, excludes=FULL)
 
 
-class LearningRate(Section, title="learning rate"):
+class LearningRate(FlagSection, title="learning rate"):
     lr: float = flag("largest learning rate", example=3e-4, to_train=True)
     lr_decay_style: str = flag("shape of the decay", "linear", choices=DECAYS)
     lr_decay_iters: int | None = flag("updates until --min-lr", derived="all", example=1000, excludes="train_samples")
@@ -161,7 +161,7 @@ class LearningRate(Section, title="learning rate"):
     )
 
 
-class MixedPrecision(Section, title="mixed precision"):
+class MixedPrecision(FlagSection, title="mixed precision"):
     bf16: bool = flag("bfloat16 weights and activations; gradients and optimizer in float32", False)
     fp16: bool = flag("like --bf16 in float16, on GPUs", False, excludes="bf16")
     fp8: str | None = flag(
@@ -180,7 +180,7 @@ class MixedPrecision(Section, title="mixed precision"):
     hysteresis: int = flag("fp16: overflows before the loss scale is lowered", 2)
 
 
-class Distributed(Section, title="distributed"):
+class Distributed(FlagSection, title="distributed"):
     tensor_model_parallel_size: int = flag(
         "ranks that split every layer", 1, example=2, divides="num_attention_heads ffn_hidden_size"
     )
@@ -231,7 +231,7 @@ class Distributed(Section, title="distributed"):
     nccl_communicator_config_path: str | None = flag("YAML with NCCL's options of such groups", unit="FILE")
 
 
-class Data(Section, title="data"):
+class Data(FlagSection, title="data"):
     data_path: list[str] | None = data_order(
         "prefixes of .bin/.idx files from tools/preprocess_data.py, each with a weight before it or none", unit="PREFIX"
     )
@@ -263,8 +263,8 @@ class Data(Section, title="data"):
 
 
 class Flags(
-    Run,
-    Model,
+    RunFlags,
+    ModelFlags,
     Experts,
     Regularization,
     Training,
@@ -309,5 +309,5 @@ class Arguments(Flags):
         return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size else 1
 
 
-SECTIONS: tuple[type[Section], ...] = Flags.__bases__
+SECTIONS: tuple[type[FlagSection], ...] = Flags.__bases__
 FLAGS = {name: declared for section in SECTIONS for name, declared in flags_of(section).items()}

@@ -1,9 +1,9 @@
 """The flags of what a run writes: checkpoints, logs and profiles."""
 
-from megatron.context_parallel.cli.flag import Section, flag
+from megatron.context_parallel.cli.flag import FlagSection, flag
 
 
-class Checkpointing(Section, title="checkpointing"):
+class Checkpointing(FlagSection, title="checkpointing"):
     save: str | None = flag("directory of the checkpoints to write", unit="DIR")
     save_interval: int | None = flag("updates between checkpoints; the last is saved too", example=100, needs="save")
     async_save: bool = flag("train on while checkpoints are written", False, needs="save")
@@ -33,7 +33,7 @@ class Checkpointing(Section, title="checkpointing"):
     ckpt_format: str = flag("format of checkpoints", "torch_dist", choices=("torch_dist",))
 
 
-class Logging(Section, title="validation and logging"):
+class Logging(FlagSection, title="validation and logging"):
     skip_train: bool = flag("only evaluate, on validation and test data", False)
     eval_iters: int = flag("global batches per evaluation; 0: none", 100, at_least=0)
     eval_interval: int = flag("iterations between evaluations", 1000)
@@ -45,7 +45,7 @@ class Logging(Section, title="validation and logging"):
     peak_tflops: float | None = flag("peak TFLOP/s of a device, for MFU", derived="known GPUs", example=989)
 
 
-class Profiling(Section, title="profiling"):
+class Profiling(FlagSection, title="profiling"):
     profile: bool = flag("profile some iterations of some ranks, for nsys or --use-pytorch-profiler", False)
     use_pytorch_profiler: bool = flag("write Chrome traces to --tensorboard-dir instead", False, needs="profile")
     profile_step_start: int = flag("iteration to begin with, counted from 0", 10, at_least=0, needs="profile")

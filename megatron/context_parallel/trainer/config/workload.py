@@ -1,40 +1,40 @@
 """A run of the trainer in the words of the cost model: its model's sizes, and how it is trained."""
 
 from megatron.context_parallel.cli.flag import fields_given
-from megatron.context_parallel.cluster.step.model_shape import Model
-from megatron.context_parallel.cluster.step.train_config import Run
+from megatron.context_parallel.cluster.step.model_shape import ModelShape
+from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.strategies import Choice
 
 from .flags import Arguments, Flags
 
 
-def model_of(args: Arguments) -> Model:
+def model_of(args: Arguments) -> ModelShape:
     """The sizes of a run's model."""
     return model_from(args, args.padded_vocab_size)
 
 
-def model_from(flags: Flags, padded: int) -> Model:
+def model_from(flags: Flags, padded: int) -> ModelShape:
     """The sizes of the model that flags describe, with `padded` rows in its embedding."""
     window = flags.window_size[0] if flags.window_size else -1
-    given = fields_given(flags, Model) | {
+    given = fields_given(flags, ModelShape) | {
         "num_query_groups": flags.num_query_groups if flags.group_query_attention else flags.num_attention_heads,
         "padded_vocab_size": padded,
         "positions": flags.max_position_embeddings if flags.position_embedding_type == "learned_absolute" else 0,
         "window_size": window if window >= 0 else None,
     }
-    return Model(**given)
+    return ModelShape(**given)
 
 
-def run_of(args: Arguments, choice: Choice | None = None) -> Run:
+def run_of(args: Arguments, choice: Choice | None = None) -> TrainConfig:
     """How a run trains its model, with the strategy `choice` of some layers (default: of the first)."""
     choices = [choice] if choice else args.cp_layers[:1]
-    given = fields_given(args, Run) | {
+    given = fields_given(args, TrainConfig) | {
         "cp_strategy": choices[0].spec if choices else "ring:layout=contiguous",  # one that fits, until it is chosen
         "data_parallel_sharding_strategy": _sharding(args),
         "recompute_whitelist": bool(args.recompute_whitelist),
         "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
     }
-    return Run(**given)
+    return TrainConfig(**given)
 
 
 def _sharding(args: Arguments) -> str:

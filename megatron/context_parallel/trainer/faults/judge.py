@@ -17,7 +17,7 @@ _ANY_TIME = ("", "save", "idle")  # phases that may take any time: only the coll
 
 
 @dataclass
-class Heard:
+class RankStatus:
     """What is known of a rank; times are those of `time.monotonic`.
 
     Attributes:
@@ -54,7 +54,7 @@ class Verdict:
     stopped: list[int] = field(default_factory=list)  # those of them that are alive
 
 
-def judge(ranks: Mapping[int, Heard], now: float, limits: tuple[float, float]) -> Verdict | None:
+def judge(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, float]) -> Verdict | None:
     """Who broke the job, or None if nobody did, or if that is not clear yet.
 
     Args:
@@ -81,7 +81,7 @@ def judge(ranks: Mapping[int, Heard], now: float, limits: tuple[float, float]) -
     return _silent(ranks, now, limits) or _lost(ranks, now) or _hang(ranks, now, limits[1])
 
 
-def judge_first(ranks: Mapping[int, Heard], now: float, limits: tuple[float, float]) -> Verdict | None:
+def judge_first(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, float]) -> Verdict | None:
     """Whether rank 0, which judges the others, died or stopped."""
     if 0 not in ranks:
         return None
@@ -117,7 +117,7 @@ def few(ranks: Collection[int]) -> str:
     return named(sorted(ranks)[:_TOLD]) + " ..." * (len(ranks) > _TOLD)
 
 
-def _cut_off(ranks: Mapping[int, Heard], now: float) -> Verdict:
+def _cut_off(ranks: Mapping[int, RankStatus], now: float) -> Verdict:
     """The first whose connection broke is to blame: rank 0 loses the connections of all others with its own."""
     lost = [rank for rank in sorted(ranks) if ranks[rank].ended in ("cut off", "gone")]
     blamed = min(lost + [rank for rank in ranks if now - ranks[rank].cut < _RECENT])
@@ -128,7 +128,7 @@ def _cut_off(ranks: Mapping[int, Heard], now: float) -> Verdict:
     return Verdict([blamed], f"rank {blamed} lost its connections at {heard.position}", [], lost)
 
 
-def _silent(ranks: Mapping[int, Heard], now: float, limits: tuple[float, float]) -> Verdict | None:
+def _silent(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, float]) -> Verdict | None:
     suspicion = any(_for_long(heard, now, "lost", "timeout") for heard in ranks.values())
     silent = {
         rank: heard
@@ -146,7 +146,7 @@ def _silent(ranks: Mapping[int, Heard], now: float, limits: tuple[float, float])
     return Verdict([rank], f"rank {rank} stopped responding at {ranks[rank].position}", [*silent], [*silent])
 
 
-def _lost(ranks: Mapping[int, Heard], now: float) -> Verdict | None:
+def _lost(ranks: Mapping[int, RankStatus], now: float) -> Verdict | None:
     """A connection broke, but both ends live: the rank that noticed it first says so."""
     lost = [rank for rank, heard in ranks.items() if _for_long(heard, now, "lost")]
     if not lost or any(heard.ended == "timeout" for heard in ranks.values()):
@@ -156,7 +156,7 @@ def _lost(ranks: Mapping[int, Heard], now: float) -> Verdict | None:
     return Verdict([min(lost, key=lambda rank: ranks[rank].at)], "")
 
 
-def _hang(ranks: Mapping[int, Heard], now: float, limit: float) -> Verdict | None:
+def _hang(ranks: Mapping[int, RankStatus], now: float, limit: float) -> Verdict | None:
     there = {rank: heard for rank, heard in ranks.items() if heard.ended != "left"}
     waited = any(_for_long(heard, now, "timeout") for heard in there.values())
     still = all(
@@ -165,12 +165,12 @@ def _hang(ranks: Mapping[int, Heard], now: float, limit: float) -> Verdict | Non
     )
     if not there or not (waited or still):
         return None
-    from .wait_graph import culprits, told  # takes a third of a second to import
+    from .wait_graph import culprits, describe_culprits  # takes a third of a second to import
 
     positions = {rank: heard.position for rank, heard in there.items()}
     blamed = culprits(positions)
-    return Verdict(blamed, told(blamed, positions))
+    return Verdict(blamed, describe_culprits(blamed, positions))
 
 
-def _for_long(heard: Heard, now: float, *ended: str) -> bool:
+def _for_long(heard: RankStatus, now: float, *ended: str) -> bool:
     return heard.ended in ended and now - heard.at > GRACE

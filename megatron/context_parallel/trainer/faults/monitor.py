@@ -17,7 +17,7 @@ import psutil
 
 from megatron.context_parallel.runtime.comm.flight_recorder import Position
 
-from .judge import BEAT, SILENT, Heard, Verdict, few, judge, judge_absent, judge_first
+from .judge import BEAT, SILENT, RankStatus, Verdict, few, judge, judge_absent, judge_first
 from .rank_file import RankProcess, file_of, read_rank_file, this_host
 
 _TICK = 0.1  # seconds
@@ -84,7 +84,7 @@ class Monitor:
         self.absent = set(range(world)) if rank == 0 else {0}  # of those that it judges
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.listener = socket.create_server((address, 0), family=family, backlog=4096)
-        self.ranks: dict[int, Heard] = {}
+        self.ranks: dict[int, RankStatus] = {}
         self.connections: list[Connection] = []
         self.verdict: Verdict | None = None
         self.closed = threading.Event()
@@ -193,7 +193,7 @@ class Monitor:
     def _join(self, process: RankProcess, now: float) -> None:
         heard = self.ranks.get(process.rank)
         if not heard:
-            self.ranks[process.rank] = Heard(process, now, now)
+            self.ranks[process.rank] = RankStatus(process, now, now)
             return
         if heard.process != process:
             raise ValueError("that rank is another process")
@@ -201,7 +201,7 @@ class Monitor:
         if heard.ended in ("cut off", "gone"):
             heard.ended = ""
 
-    def _move(self, heard: Heard, position: Position, now: float) -> None:
+    def _move(self, heard: RankStatus, position: Position, now: float) -> None:
         if position.notes != heard.position.notes:
             heard.moved = now
         heard.position = position
@@ -214,7 +214,7 @@ class Monitor:
         ended = "gone" if elsewhere else "cut off" if _lives(process) else "died"
         self.ranks[rank].ended, self.ranks[rank].at = ended, now
 
-    def _look_at_file(self, heard: Heard, now: float) -> None:
+    def _look_at_file(self, heard: RankStatus, now: float) -> None:
         """The position of a rank on this host, newer than what it sent."""
         if heard.ended == "left" or heard.process.host != this_host():
             return

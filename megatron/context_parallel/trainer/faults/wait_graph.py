@@ -69,7 +69,7 @@ def _next(graph: networkx.DiGraph, rank: int, blamed: set[int]) -> int:
     return min(graph.succ[rank], key=lambda other: (distances.get(other, len(graph)), other))
 
 
-def told(ranks: list[int], positions: Mapping[int, Position]) -> str:
+def describe_culprits(ranks: list[int], positions: Mapping[int, Position]) -> str:
     """What is wrong with the culprits of a hang, in one line."""
     each = [f"rank {rank} at {positions[rank]}" for rank in ranks[:_TOLD]]
     each += ["..."] * (len(ranks) > _TOLD)

@@ -18,7 +18,7 @@ from .build import build_gpt, transformer_config
 Done = Callable[[int], None]  # told of each weight that is written, in bytes
 
 
-def outline(args: Arguments) -> GPTModel:
+def build_meta_model(args: Arguments) -> GPTModel:
     """The model of `args` on one rank, whose weights have names, shapes and dtypes only."""
     config = transformer_config(args)
     config.perform_initialization = False
