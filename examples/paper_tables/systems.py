@@ -55,8 +55,8 @@ def ways(names: Iterator[str], workload: Workload, n: int) -> Mapping[str, Seque
         try:
             choice = parse_spec(spec, n)
             steps = choice.plan(n).n
-            sees = workload.mask.pairs(*Chunks.pair(choice.layout, steps, workload.length))
-            how = {"sees": sees, "heads": workload.heads, "kv_heads": workload.kv_heads}
+            visible_pairs = workload.mask.pairs(*Chunks.pair(choice.layout, steps, workload.length))
+            how = {"sees": visible_pairs, "heads": workload.heads, "kv_heads": workload.kv_heads}
             found[spec] = [choice.plan(n, backward=backward, **how) for backward in (False, True)]
         except UsageError:
             continue  # a size that the heads or the ranks do not have

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.context_parallel import STRATEGIES, AllRanks, context_parallel_attention
-from megatron.context_parallel.attention.context import REMEMBERED
+from megatron.context_parallel.attention.context import CACHED_PLANS
 from megatron.context_parallel.kernels.interface import Scores
 from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.plan.ir import AllGather, Plan, PlanError, Recv, ReduceScatter, Send, Step, T
@@ -96,4 +96,4 @@ def test_plans_of_changing_documents_are_forgotten():
         bounds = torch.tensor([0, 1 + batch % 14, 16])
         ids = (torch.arange(16) >= bounds[1]).long() + 2 * batch
         context_parallel_attention(q, q, q, cp, documents=Documents(ids))
-        assert len(cp._recent) <= REMEMBERED
+        assert len(cp._recent) <= CACHED_PLANS

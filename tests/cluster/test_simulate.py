@@ -199,7 +199,7 @@ def test_striped_blocks_of_many_ranks_are_alike():
     """They differ by half a row of 1024, on and off the diagonal."""
     n, length = 64, 2**16
     choice = parse_spec("ring", layout="cyclic")
-    plan = choice.plan(n, sees=Mask(True).pairs(*Chunks.pair("cyclic", n, length)))
+    plan = choice.plan(n, visible_pairs=Mask(True).pairs(*Chunks.pair("cyclic", n, length)))
     shape = replace(SHAPE, rows=length // n)
     assert symmetry_of(plan, BlockTime(DEVICE, plan, shape, Mask(True), length, "bf16"), 8).ranks == 8
 

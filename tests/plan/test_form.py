@@ -80,6 +80,6 @@ def test_ranks_without_steps_and_plans_without_blocks():
             verify(replace(plan, steps=steps))
     for row in (0b111, 0b100, -1):
         with pytest.raises(PlanError, match=rf"ring: query chunk 1 sees chunks {row:#b}; need bits of 2 chunks$"):
-            verify(replace(plan, sees=Pairs((0b01, row))))
-    nothing = verify(STRATEGIES["ring"].plan(2, sees=Pairs((0, 0))))  # padding alone: right, and nothing to do
+            verify(replace(plan, visible_pairs=Pairs((0b01, row))))
+    nothing = verify(STRATEGIES["ring"].plan(2, visible_pairs=Pairs((0, 0))))  # padding alone: right, and nothing to do
     assert nothing.steps == 0 and nothing.idle == 0 and nothing.peak == (3, 3)

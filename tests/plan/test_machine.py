@@ -41,11 +41,11 @@ def test_a_block_waits_for_its_keys():
 
 
 def test_a_block_takes_the_time_of_the_pairs_that_the_mask_leaves():
-    sees, block = Pairs((0b001, 0b101, 0)), Attend((0, 1, 2), (0, 2))
-    assert [*block.pairs(sees)] == [(0, 0), (1, 0), (1, 2)]
+    visible_pairs, block = Pairs((0b001, 0b101, 0)), Attend((0, 1, 2), (0, 2))
+    assert [*block.pairs(visible_pairs)] == [(0, 0), (1, 0), (1, 2)]
     gather = Step((AllGather(T.KV, (0, 2), (0, 2)), AllGather(T.Q, (0, 1, 2), (0, 1, 2))))
     steps = (gather, Step(attend=(block,))), (Step(gather.comm[1:]),), (gather,)
-    run = trace(Plan("own", "cyclic", sees, False, steps))
+    run = trace(Plan("own", "cyclic", visible_pairs, False, steps))
     assert run.finish == 3 and run.held[0][T.O, 1] == 0b101
 
 

@@ -91,7 +91,7 @@ def test_every_message_once_and_no_bar_over_another(spec, n, backward):
         planned.update(t for op in (*plan.before, *plan.after) for t in plan.swapped(op, one) if t.sender == one)
     assert sent == planned
     pairs = Counter(pair for bar in shown.bars for pair in bar.pairs)
-    assert pairs == Counter((q, kv) for q in range(plan.n) for kv in range(plan.n) if plan.sees(q, kv))
+    assert pairs == Counter((q, kv) for q in range(plan.n) for kv in range(plan.n) if plan.visible_pairs(q, kv))
 
 
 @pytest.mark.parametrize(

@@ -216,8 +216,8 @@ def hasty(sent: int) -> Plan:
         sends = (Send(T.KV, chunk, 0, "in"),) if chunk < sent else ()
         steps[chunk] = [Step(sends, (Attend((chunk,), (chunk,)),))]
     row = (1 << sent) - 1 | 0b1000
-    sees, channels = Pairs((row, 0b0010, 0b0100, row)), ("in", "keys", "queries")
-    return Plan("hasty", "cyclic", sees, False, tuple(map(tuple, steps)), channels)
+    visible_pairs, channels = Pairs((row, 0b0010, 0b0100, row)), ("in", "keys", "queries")
+    return Plan("hasty", "cyclic", visible_pairs, False, tuple(map(tuple, steps)), channels)
 
 
 def test_a_rank_waits_at_the_third_batch_of_a_channel():
@@ -270,11 +270,11 @@ class Counting(Pairs):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_a_rank_asks_the_mask_a_few_questions_a_chunk(name, layout):
     n, layouts = 64, STRATEGIES[name].layouts
-    sees = Counting(Mask().pairs(*Chunks.pair(layout if layout in layouts else layouts[0], n, 4 * n)).rows)
+    visible_pairs = Counting(Mask().pairs(*Chunks.pair(layout if layout in layouts else layouts[0], n, 4 * n)).rows)
     for how in [{}, {"inner_ring_size": 1}, {"inner_ring_size": n}] if name == "loongtrain" else [{}]:
         for backward in (False, True):
             Counting.asked = 0
-            assert [*STRATEGIES[name].write(Pass(n // 2, n, sees, backward), **how)]
+            assert [*STRATEGIES[name].write(Pass(n // 2, n, visible_pairs, backward), **how)]
             assert Counting.asked <= 6 * n
 
 

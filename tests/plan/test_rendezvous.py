@@ -52,12 +52,17 @@ def shipped(name: str, sizes: tuple[int, ...]) -> Iterator[tuple[str, Plan]]:
                 if heads > 1 and layout != strategy.layouts[0]:
                     continue  # a layout changes the steps through the mask alone
                 for how in options(name, n // heads, heads):
-                    for sees in masks(layout, n // heads):
+                    for visible_pairs in masks(layout, n // heads):
                         for backward in (False, True):
                             plan = strategy.plan(
-                                n, layout=layout, sees=sees, backward=backward, head_parallel_size=heads, **how
+                                n,
+                                layout=layout,
+                                visible_pairs=visible_pairs,
+                                backward=backward,
+                                head_parallel_size=heads,
+                                **how,
                             )
-                            yield f"{name} {n} {layout} {how} {heads} {sees.rows} {backward}", plan
+                            yield f"{name} {n} {layout} {how} {heads} {visible_pairs.rows} {backward}", plan
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -216,9 +216,9 @@ def test_no_mask_needs_other_communicators_than_causal_and_full_ones(n):
             made = {(r, needed) for plan in plans for r in range(n) for needed in plan.communicators(r)}
             for look_back in (True, False):
                 rows = [draw.getrandbits(m) & (2 << q) - 1 if look_back else draw.getrandbits(m) for q in range(m)]
-                sees = Pairs(tuple(row | 1 << q for q, row in enumerate(rows)))
+                visible_pairs = Pairs(tuple(row | 1 << q for q, row in enumerate(rows)))
                 for backward in (False, True):
-                    plan = strategy.plan(n, sees=sees, backward=backward, **how)
+                    plan = strategy.plan(n, visible_pairs=visible_pairs, backward=backward, **how)
                     assert made.issuperset((r, needed) for r in range(n) for needed in plan.communicators(r))
 
 

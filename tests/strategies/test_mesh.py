@@ -81,7 +81,7 @@ def test_volume_is_that_of_table_2_for_every_grid_to_64():
         for a, b in grids(n):
             units = []
             for backward in (False, True):
-                plan = MESH.plan(n, sees=Pairs.all(n), backward=backward, grid=(a, b))
+                plan = MESH.plan(n, visible_pairs=Pairs.all(n), backward=backward, grid=(a, b))
                 for r in {0, n // 2, n - 1}:  # all ranks where plans are verified
                     by_tensor = received(plan, r)
                     assert +by_tensor == expected_volume(a, b, backward), (n, a, backward)

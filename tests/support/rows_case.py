@@ -84,6 +84,6 @@ def error(batch: Batch, cp: AllRanks | ContextParallel, heads: int = 4, kv_heads
     """The largest difference from the definition on the ranks of this process."""
     q, k, v = batch.tensors(heads, kv_heads)
     expected, blocks = batch.expected(q, k, v), batch.blocks()
-    outs = attention_of_rows([batch.inputs(r, blocks, q, k, v) for r in cp.here], cp, blocks)
-    differences = [out - expected[blocks.q.positions(r)] for r, out in zip(cp.here, outs, strict=True)]
+    outs = attention_of_rows([batch.inputs(r, blocks, q, k, v) for r in cp.local_ranks], cp, blocks)
+    differences = [out - expected[blocks.q.positions(r)] for r, out in zip(cp.local_ranks, outs, strict=True)]
     return max((x.abs().max().item() for x in differences if len(x)), default=0.0)

@@ -216,24 +216,29 @@ def test_plans_of_any_pairs_are_proved(name):
             else:
                 rows = [draw.randrange(1 << n) | 1 << q for q in range(n)]
             for backward in (False, True):
-                verify(strategy.plan(n * hp, sees=Pairs(tuple(rows)), backward=backward, head_parallel_size=hp))
+                verify(
+                    strategy.plan(n * hp, visible_pairs=Pairs(tuple(rows)), backward=backward, head_parallel_size=hp)
+                )
 
 
 def test_a_window_spares_communication():
     """With contiguous chunks as long as the window a rank sees its own and the previous chunk: one hop, not n - 1."""
     window = Mask(True, (8, 0)).pairs(*Chunks.pair("contiguous", 8, 64))
     for name, forward, backward in [("ring", 2, 4), ("lightseq", 2, 4), ("loongtrain", 2, 4)]:
-        plans = [STRATEGIES[name].plan(8, layout="contiguous", sees=window, backward=b) for b in (False, True)]
+        plans = [STRATEGIES[name].plan(8, layout="contiguous", visible_pairs=window, backward=b) for b in (False, True)]
         options = {"inner_ring_size": 8} if name == "loongtrain" else {}
         if options:
             plans = [
-                STRATEGIES[name].plan(8, layout="contiguous", sees=window, backward=b, **options) for b in (False, True)
+                STRATEGIES[name].plan(8, layout="contiguous", visible_pairs=window, backward=b, **options)
+                for b in (False, True)
             ]
         assert [verify(plan).received for plan in plans] == [forward, backward], name
     documents = Mask(documents=Documents(torch.arange(64) // 8))
     assert (
         verify(
-            STRATEGIES["ring"].plan(8, layout="contiguous", sees=documents.pairs(*Chunks.pair("contiguous", 8, 64)))
+            STRATEGIES["ring"].plan(
+                8, layout="contiguous", visible_pairs=documents.pairs(*Chunks.pair("contiguous", 8, 64))
+            )
         ).received
         == 0
     )

@@ -152,7 +152,7 @@ def figure_5(row: str, column: str, cluster: Cluster) -> float:
         spec = "lightseq:balance=no" if row.startswith("unbalanced") else "lightseq"
         if column.startswith("most"):
             plan = parse_spec(spec).plan(8)
-            return sum(row.bit_count() for row in plan.sees.rows) / trace(plan).finish
+            return sum(row.bit_count() for row in plan.visible_pairs.rows) / trace(plan).finish
         alone, together = (replace(Case("LightSeq", "llama-7b", n, 2**18 // n).run, cp_strategy=spec) for n in (1, 8))
         times = [
             attention_seconds(_model("llama-7b"), run, cluster.part(run.world_size), False).seconds

@@ -53,8 +53,8 @@ FITTED = {table: every_third_row("mesh_attention", table) for table in ("table_3
 def plan_of(strategy: str, ranks: int, length: int, causal: bool, backward: bool) -> Plan:
     """Chunks are striped (section 3.7)."""
     choice = parse_spec(strategy, layout="cyclic")
-    sees = Mask(causal).pairs(*Chunks.pair(choice.layout, ranks, length))
-    return choice.plan(ranks, sees=sees, backward=backward, heads=HEADS, kv_heads=HEADS)
+    visible_pairs = Mask(causal).pairs(*Chunks.pair(choice.layout, ranks, length))
+    return choice.plan(ranks, visible_pairs=visible_pairs, backward=backward, heads=HEADS, kv_heads=HEADS)
 
 
 def shape(ranks: int, length: int) -> Shape:

@@ -141,7 +141,7 @@ def attention_of_rows(
     Raises:
         UsageError: shapes, dtypes or heads that do not fit; other rows than `blocks` has; head parallelism.
     """
-    for rank, (q, k, v) in zip(cp.here, inputs, strict=True):
+    for rank, (q, k, v) in zip(cp.local_ranks, inputs, strict=True):
         check(q, k, v, sinks, smallest=0)
         given, chunks = (len(q), len(k)), (blocks.q.rows(rank), blocks.kv.rows(rank))
         if given != chunks:

@@ -31,7 +31,7 @@ from megatron.context_parallel.tokens.layout import Chunks, positions, shard, un
 from megatron.context_parallel.tokens.mask import Mask
 
 ALL_RANKS_UP_TO = 64  # beyond, what goes through the steps of all ranks (verifying, plans by document) is left out
-REMEMBERED = 32  # plans and blocks kept; those of packed documents change with each batch
+CACHED_PLANS = 32  # plans and blocks kept; those of packed documents change with each batch
 Value = TypeVar("Value")
 Lengths = tuple[int, int]  # queries and keys of the whole sequence
 
@@ -60,15 +60,17 @@ class _Strategy(HasHandle):
         """
         if self.steps_on > ALL_RANKS_UP_TO:
             mask = Mask(mask.causal, mask.window)  # plans for the documents of each batch would take too long to make
-        sees = self.remember(("sees", mask, lengths), lambda: mask.pairs(*self._chunks(lengths)))
+        visible_pairs = self.cached(("sees", mask, lengths), lambda: mask.pairs(*self._chunks(lengths)))
 
         def make() -> Plan:
-            plan = self.choice.plan(self.n, sees=sees, backward=backward, heads=heads, kv_heads=kv_heads)
+            plan = self.choice.plan(
+                self.n, visible_pairs=visible_pairs, backward=backward, heads=heads, kv_heads=kv_heads
+            )
             if mask.documents is None and plan.n <= ALL_RANKS_UP_TO:
                 verify(plan)
             return plan
 
-        return self.remember(("plan", sees, heads, kv_heads, backward), make)
+        return self.cached(("plan", visible_pairs, heads, kv_heads, backward), make)
 
     def full_plan(self, heads: int, kv_heads: int) -> Plan:
         """The plan of a forward pass in which every chunk may see every chunk, as chunks of any rows do."""
@@ -81,14 +83,14 @@ class _Strategy(HasHandle):
         """The blocks of `mask`, the same object for each layer of a model."""
         key = "blocks", mask, lengths, kernel
         undivided = self.blocks(Mask(mask.causal, mask.window), lengths, kernel) if mask.documents else None
-        return self.remember(key, lambda: Blocks(mask, *self._chunks(lengths), kernel, undivided))
+        return self.cached(key, lambda: Blocks(mask, *self._chunks(lengths), kernel, undivided))
 
-    def remember(self, key: tuple, make: Callable[[], Value]) -> Value:
+    def cached(self, key: tuple, make: Callable[[], Value]) -> Value:
         """What `make` made for `key`, or makes now. The oldest of what is kept is forgotten."""
         if key not in self._recent:
             self._recent[key] = make()
         self._recent.move_to_end(key)
-        while len(self._recent) > REMEMBERED:
+        while len(self._recent) > CACHED_PLANS:
             self._recent.popitem(last=False)
         return self._recent[key]
 
@@ -143,7 +145,7 @@ class ContextParallel(_Strategy):
         return positions(self.layout, self.chunk, self.n, length)
 
     @property
-    def here(self) -> tuple[int, ...]:
+    def local_ranks(self) -> tuple[int, ...]:
         """The ranks of this process."""
         return (self.rank,)
 
@@ -185,7 +187,7 @@ class AllRanks(_Strategy):
         super().__init__(strategy, layout, n, options)
 
     @property
-    def here(self) -> tuple[int, ...]:
+    def local_ranks(self) -> tuple[int, ...]:
         return tuple(range(self.n))
 
     def length(self, x: Tensor) -> int:

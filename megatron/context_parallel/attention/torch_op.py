@@ -88,7 +88,7 @@ def _call(how: OpArgs, q: Tensor, v: Tensor, lengths: Lengths, heads: int, kv_he
         return plan, Problem(blocks, kv_heads, kernel, Scores(how.scale, how.softcap))
 
     same = how.causal, window, how.documents, how.scale, how.softcap, lengths, heads, kv_heads, backward, kernel
-    return _Call(cp, *cp.remember(("call", *same), make))
+    return _Call(cp, *cp.cached(("call", *same), make))
 
 
 def _joined(parts: TensorList) -> Tensor:

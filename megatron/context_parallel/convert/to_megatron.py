@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.integration.huggingface.folder import SafetensorsFolder
 from megatron.context_parallel.integration.huggingface.weights import check_names, fill
+from megatron.context_parallel.runtime.comm.first_rank import DiskError
 from megatron.context_parallel.trainer.checkpoint.publish import publish
-from megatron.context_parallel.trainer.checkpoint.storage import DiskError, begin_save, cause_of, not_saved
+from megatron.context_parallel.trainer.checkpoint.storage import begin_save, cause_of, not_saved
 from megatron.context_parallel.trainer.checkpoint.store import iteration_directory, iterations, plain_args
 from megatron.context_parallel.trainer.config.flags import FLAGS, Arguments
 from megatron.context_parallel.trainer.data.tokenizer import vocabulary

@@ -7,7 +7,8 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.integration.huggingface.config import is_huggingface
-from megatron.context_parallel.trainer.checkpoint.save_load import fault_everywhere, on_first_rank, read_checkpoint, say
+from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
+from megatron.context_parallel.trainer.checkpoint.save_load import fault_everywhere, read_checkpoint, say
 from megatron.context_parallel.trainer.checkpoint.store import choose_checkpoint, loadable_checkpoints
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.model.build import build_gpt, transformer_config

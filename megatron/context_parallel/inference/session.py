@@ -256,7 +256,7 @@ class Session:
         if self._rope:
             self._rope.angles = angles
         for core in self.cores:
-            core.instead = attend
+            core.attention_override = attend
         if training:
             self.model.eval()
         try:
@@ -266,7 +266,7 @@ class Session:
             if self._rope:
                 self._rope.angles = None
             for core in self.cores:
-                core.instead = None
+                core.attention_override = None
             if training:
                 self.model.train()
 

@@ -43,7 +43,8 @@ class ContextParallelAttention(MegatronModule):
 
     Attributes:
         follows_layout: the model rotates by the layout of `cp` (`use_layout`); megatron-core's own layout is zigzag.
-        instead: while it is set, it computes [s, 1, heads, d] from this module, queries, keys and values: over a cache.
+        attention_override: while it is set, it computes [s, 1, heads, d] from this module, queries, keys and values:
+            over a cache.
 
     Raises:
         UsageError: a feature of the configuration that this attention does not have.
@@ -94,7 +95,7 @@ class ContextParallelAttention(MegatronModule):
         self.softmax_offset = self._softmax_offset()
         # Recomputations follow their forward passes in order, so those of a layer can wait in a line.
         self.kept: deque | None = deque() if keep_output else None
-        self.instead: AttentionOverride | None = None
+        self.attention_override: AttentionOverride | None = None
 
     def _softmax_offset(self) -> Tensor | None:
         """The sinks of this rank's heads, named as in megatron-core's own core attention; None for plain softmax."""
@@ -145,8 +146,8 @@ class ContextParallelAttention(MegatronModule):
         if attention_bias is not None:
             raise UsageError("attention bias: not supported; leave it out")
         recorder.at_layer(self.layer_number)
-        if self.instead:
-            return self.instead(self, query, key, value).flatten(2)
+        if self.attention_override:
+            return self.attention_override(self, query, key, value).flatten(2)
         if len(key) != len(query):
             raise UsageError(
                 f"{len(query)} queries, {len(key)} keys: megatron-core's caches do not work here; use Session"

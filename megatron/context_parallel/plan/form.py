@@ -13,11 +13,11 @@ def check_form(plan: Plan) -> None:
     Raises:
         PlanError: names rank and step of the first that is wrong.
     """
-    if plan.n != plan.sees.n or plan.n < 1:
+    if plan.n != plan.visible_pairs.n or plan.n < 1:
         raise PlanError(
-            f"{plan.name}: steps of {plan.n} ranks for a mask of {plan.sees.n} chunks; need one rank a chunk"
+            f"{plan.name}: steps of {plan.n} ranks for a mask of {plan.visible_pairs.n} chunks; need one rank a chunk"
         )
-    for q, row in enumerate(plan.sees.rows):
+    for q, row in enumerate(plan.visible_pairs.rows):
         if not 0 <= row < 1 << plan.n:
             raise PlanError(f"{plan.name}: query chunk {q} sees chunks {row:#b}; need bits of {plan.n} chunks")
     travels = frozenset((*plan.starts, *plan.ends))

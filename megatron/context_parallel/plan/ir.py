@@ -190,10 +190,10 @@ class Attend:
         query = T.QDO if backward else T.Q
         return (*((query, c) for c in self.q_chunks), *((T.KV, c) for c in self.kv_chunks))
 
-    def pairs(self, sees: Pairs) -> Iterator[tuple[int, int]]:
+    def pairs(self, visible_pairs: Pairs) -> Iterator[tuple[int, int]]:
         """The (query chunk, key/value chunk) pairs that the mask does not empty."""
         for q in self.q_chunks:
-            row = sees.rows[q]
+            row = visible_pairs.rows[q]
             for kv in self.kv_chunks:
                 if row >> kv & 1:
                     yield q, kv
@@ -239,7 +239,7 @@ class Plan:
 
     name: str
     layout: str
-    sees: Pairs
+    visible_pairs: Pairs
     backward: bool
     steps: Sequence[tuple[Step, ...]] = field(repr=False)  # steps[rank]
     channels: tuple[str, ...] = ("ring",)  # of messages

@@ -44,7 +44,7 @@ def _peak(plan: Plan, r: int, size: Callable[[T, bool], float]) -> float:
             else:
                 alive += [(op.tensor, s, max(s, last.get(key, s))) for key in op.brings(r)]
         for attend in step.attend:
-            for q, kv in attend.pairs(plan.sees):
+            for q, kv in attend.pairs(plan.visible_pairs):
                 for tensor, chunk in zip(plan.ends, (q, kv), strict=False):
                     partial.setdefault((tensor, chunk), s)
     alive += [(tensor, s, end) for (tensor, _), s in partial.items()]

@@ -172,10 +172,10 @@ class Machine:
 
     def _compute(self, r: int, s: int, attend: Attend) -> None:
         """Adds the pairs of a block to the partials of its chunks."""
-        sees = self.plan.sees
-        self._add(r, s, self.ends[0], attend.q_chunks, sees.rows, attend.kv_chunks)
+        visible_pairs = self.plan.visible_pairs
+        self._add(r, s, self.ends[0], attend.q_chunks, visible_pairs.rows, attend.kv_chunks)
         if self.plan.backward:
-            self._add(r, s, self.ends[1], attend.kv_chunks, sees.columns, attend.q_chunks)
+            self._add(r, s, self.ends[1], attend.kv_chunks, visible_pairs.columns, attend.q_chunks)
 
     def _add(
         self, r: int, s: int, tensor: T, chunks: tuple[int, ...], seen: tuple[int, ...], others: tuple[int, ...]

@@ -81,7 +81,7 @@ class _Alone:
 
 
 def _pair_cost(attend: Attend, plan: Plan) -> float:
-    return sum(1 for _ in attend.pairs(plan.sees))
+    return sum(1 for _ in attend.pairs(plan.visible_pairs))
 
 
 def _no_time(transfer: Transfer) -> float:

@@ -53,7 +53,7 @@ def verify(plan: Plan, kv_ratio: float = 1.0) -> PlanReport:
                 raise PlanError(f"rank {r}, step {len(plan.steps[r])}: partial {tensor} chunk {chunk} is left behind")
         for tensor in plan.ends:
             _check_complete(plan, r, tensor, held.get((tensor, r), 0))
-        if plan.sees.full:
+        if plan.visible_pairs.full:
             _check_used(plan, r, last_reads(plan, r))
     busy = sum(span.end - span.start for span in run.spans if not span.channel)
     return PlanReport(
@@ -65,7 +65,7 @@ def verify(plan: Plan, kv_ratio: float = 1.0) -> PlanReport:
 
 
 def _check_complete(plan: Plan, r: int, tensor: T, value: int) -> None:
-    missing = (plan.sees.columns if tensor is T.DKV else plan.sees.rows)[r] & ~value
+    missing = (plan.visible_pairs.columns if tensor is T.DKV else plan.visible_pairs.rows)[r] & ~value
     if missing:
         first = (missing & -missing).bit_length() - 1
         raise PlanError(

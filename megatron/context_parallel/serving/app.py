@@ -145,7 +145,7 @@ class Service:
             body, prompts = await reader_of(self.readers, data).read(kind, data)
         engine, name = self.worker.loop.engine, f"{prefix}-{uuid.uuid4().hex}"
         requests = await run_in_threadpool(requests_of, body, prompts, name, key, engine, self.settings.new_tokens)
-        logprobs = body.told is not None
+        logprobs = body.logprobs_returned is not None
         texts = reply(name, self.settings.model, requests, body.n or 1, logprobs, engine.tokenizer.decode)
         request.state.texts = texts
         arriving, loop = asyncio.Queue[RequestOutput](), asyncio.get_running_loop()

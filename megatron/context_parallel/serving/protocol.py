@@ -111,7 +111,7 @@ class Body(_Strict):
         raise NotImplementedError
 
     @property
-    def told(self) -> int | None:
+    def logprobs_returned(self) -> int | None:
         """How many log-probabilities are told of each place; None: not even that of the token."""
         raise NotImplementedError
 
@@ -147,7 +147,7 @@ class Completion(Body):
         return self.max_tokens or 16
 
     @property
-    def told(self) -> int | None:
+    def logprobs_returned(self) -> int | None:
         return self.logprobs
 
 
@@ -193,7 +193,7 @@ class Chat(Body):
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def told(self) -> int | None:
+    def logprobs_returned(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
 

@@ -43,7 +43,7 @@ def requests_of(
 
 
 def _check_logprobs(body: Body, new: int) -> None:
-    told = 0 if body.told is None else 1 + body.told
+    told = 0 if body.logprobs_returned is None else 1 + body.logprobs_returned
     if told * new > _MOST_LOGPROBS:
         why = f"logprobs: {told} for each of {new} new tokens; ask for fewer texts or tokens, at most {_MOST_LOGPROBS}"
         raise Refused(400, f"{why} log-probabilities in all", param="logprobs")
@@ -55,8 +55,8 @@ def _params(body: Body, new: int) -> SamplingParams:
         temperature=1.0 if body.temperature is None else body.temperature,
         top_k=body.top_k or 0,
         top_p=body.top_p or 0.0,
-        return_log_probs=body.told is not None,
-        top_n_logprobs=body.told or 0,
+        return_log_probs=body.logprobs_returned is not None,
+        top_n_logprobs=body.logprobs_returned or 0,
         num_tokens_to_generate=new,
         stop_words=stop,
     )

@@ -17,6 +17,6 @@ def allgather(at: Pass) -> Iterator[Step]:
         yield Step(attend=(Attend(own, own),))
         return
     yield Step((AllGather(T.KV, everyone, everyone),), (Attend(own, own),))
-    yield Step(attend=(Attend(own, tuple(c for c in everyone if c != at.rank and at.sees(at.rank, c))),))
+    yield Step(attend=(Attend(own, tuple(c for c in everyone if c != at.rank and at.visible_pairs(at.rank, c))),))
     if at.backward:
         yield Step((ReduceScatter(T.DKV, everyone, everyone),))

@@ -33,7 +33,7 @@ def double_ring(
         int | None, Option("ranks of an inner ring; default: the most square", 4, tries=lambda n, _: divisors(n)[1:-1])
     ] = None,
 ) -> Iterator[Step]:
-    w, sees = _inner(at.n, inner_ring_size), at.sees
+    w, visible_pairs = _inner(at.n, inner_ring_size), at.visible_pairs
     rings, (i, j) = at.n // w, divmod(at.rank, w)
     inner, outer = Ring(j, w, i * w, channel="inner"), Ring(i, rings, j, w, channel="outer")
 
@@ -43,14 +43,14 @@ def double_ring(
 
     def rings_seeing(chunk: int) -> int:
         home = chunk // w * w
-        return 1 + max(0, (sees.seen_from(home, chunk).bit_length() - 1) // w)
+        return 1 + max(0, (visible_pairs.seen_from(home, chunk).bit_length() - 1) // w)
 
     def within(hops: Hops, o: int, s: int) -> tuple[Comm, ...]:
         """Step s of round o inside this inner ring."""
         first = (i - o) % rings * w
 
         def ranks_seeing(place: int) -> int:
-            members = sees.columns[first + place] >> i * w & (1 << w) - 1
+            members = visible_pairs.columns[first + place] >> i * w & (1 << w) - 1
             return rotated(members, place, w).bit_length()
 
         return hops(inner, s, ranks_seeing, lambda place: first + place) if 0 <= o < rings else ()

@@ -34,14 +34,14 @@ def lightseq(
         bool, Option("communication flies during the slots before and after; if not, a slot waits for its own")
     ] = True,
 ) -> Iterator[Step]:
-    n, sees, helps = at.n, at.sees, balance and at.sees.look_back
+    n, visible_pairs, helps = at.n, at.visible_pairs, balance and at.visible_pairs.look_back
 
     def pair(rank: int, t: int) -> tuple[int, int] | None:
         """The (query chunk, key/value chunk) that `rank` computes in slot t."""
         other = (rank - t) % n
         if helps and other > rank:
-            return (other, rank) if 2 * t < n and sees(other, rank) else None
-        return (rank, other) if sees(rank, other) else None
+            return (other, rank) if 2 * t < n and visible_pairs(other, rank) else None
+        return (rank, other) if visible_pairs(rank, other) else None
 
     def fetched(rank: int, t: int) -> T | None:
         """Which of the two is not `rank`'s own."""

@@ -27,7 +27,7 @@ class Pass:
 
     rank: int
     n: int
-    sees: Pairs
+    visible_pairs: Pairs
     backward: bool
     kv_ratio: float = 1.0
 
@@ -78,7 +78,7 @@ class Strategy:
         *,
         layout: str | None = None,
         causal: bool = True,
-        sees: Pairs | None = None,
+        visible_pairs: Pairs | None = None,
         backward: bool = False,
         head_parallel_size: int | None = None,
         placement: str = PLACEMENTS[0],
@@ -115,23 +115,25 @@ class Strategy:
         if type(n) is not int or n < 1:
             raise UsageError(f"{n!r} ranks: need a whole number, 1 or more, such as 4")
         size = self._head_parallel_size(n, head_parallel_size, heads, kv_heads)
-        if sees is None:
+        if visible_pairs is None:
             from megatron.context_parallel.tokens.mask import Mask  # of torch, which only plans need
 
-            sees = Mask(causal).pairs(*Chunks.pair(layout, n // size, 4 * n // size))
+            visible_pairs = Mask(causal).pairs(*Chunks.pair(layout, n // size, 4 * n // size))
         ratio = kv_heads / heads if heads and kv_heads else 1.0
         options = self.read(options, n)
-        next(iter(self.write(Pass(0, n // size, sees, backward, ratio), **options)), None)  # checks come before steps
-        write = partial(self._write, n // size, sees, backward, ratio, options)
-        return Plan(self.name, layout, sees, backward, Steps(n // size, write), self.channels, size, placement)
+        next(
+            iter(self.write(Pass(0, n // size, visible_pairs, backward, ratio), **options)), None
+        )  # checks come before steps
+        write = partial(self._write, n // size, visible_pairs, backward, ratio, options)
+        return Plan(self.name, layout, visible_pairs, backward, Steps(n // size, write), self.channels, size, placement)
 
     def _write(
-        self, n: int, sees: Pairs, backward: bool, kv_ratio: float, options: dict[str, object], rank: int
+        self, n: int, visible_pairs: Pairs, backward: bool, kv_ratio: float, options: dict[str, object], rank: int
     ) -> tuple[Step, ...]:
         """One rank's steps without blocks that the mask empties, and without empty steps."""
         steps = []
-        for step in self.write(Pass(rank, n, sees, backward, kv_ratio), **options):
-            blocks = tuple(block for block in step.attend if sees.any(block.q_chunks, block.kv_chunks))
+        for step in self.write(Pass(rank, n, visible_pairs, backward, kv_ratio), **options):
+            blocks = tuple(block for block in step.attend if visible_pairs.any(block.q_chunks, block.kv_chunks))
             if step.comm or blocks:
                 steps.append(step if len(blocks) == len(step.attend) else Step(step.comm, blocks))
         return tuple(steps)

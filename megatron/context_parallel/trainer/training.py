@@ -18,11 +18,12 @@ from torch.utils.data import Dataset
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.integration.batch import shard_batch
 from megatron.context_parallel.integration.packed import PackedDocuments
+from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
 from .arguments.auto import choose_strategy
 from .checkpoint.resume import check_shuffle, same_data
-from .checkpoint.save_load import load_checkpoint, on_first_rank, say
+from .checkpoint.save_load import load_checkpoint, say
 from .checkpoint.save_lock import save_lock
 from .checkpoint.saver import Saver
 from .checkpoint.train_state import Progress, TrainState

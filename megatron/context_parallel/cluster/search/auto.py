@@ -11,6 +11,7 @@ from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.cluster.measure.probe import probe
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.runtime.comm.communicators import joined, meet
+from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
 from megatron.context_parallel.strategies import AUTO, COMMON, Choice, asked, parse_spec
 
 from .candidates import DTYPES, Workload
@@ -59,32 +60,26 @@ def resolve(
         raise UsageError(f"{name}={value}: --cp-strategy {AUTO} chooses the options of strategies; leave it out")
     here = measured(workload, group) if cluster is None else cluster
 
-    def on_first_rank() -> Search:
+    def search_on_first_rank() -> Search:
         described = load_cluster(here, "--cp-cluster") if isinstance(here, str) else here
         return search(workload, GroupDevices(described.part(dist.get_world_size(group))), fixed)
 
-    return told(group, on_first_rank)
+    return choose_on_group(group, search_on_first_rank)
 
 
-def told(group: dist.ProcessGroup, on_first_rank: Callable[[], Search]) -> Choice:
+def choose_on_group(group: dist.ProcessGroup, search_on_first_rank: Callable[[], Search]) -> Choice:
     """The best that the first rank of a group finds, on all of its ranks. They call this together.
 
     Raises:
-        UsageError: as `on_first_rank`; on all ranks.
+        UsageError: as `search_on_first_rank`; on all ranks.
     """
-    said = [("", "")]
-    if dist.get_rank(group) == 0:
-        try:
-            found = on_first_rank()
-            said = [(found.best, "")]
-            logger.info("%s", headline(found))
-        except UsageError as error:
-            said = [("", str(error))]
-    dist.broadcast_object_list(said, group_src=0, group=group)
-    spec, refusal = said[0]
-    if refusal:
-        raise UsageError(refusal)
-    return parse_spec(spec)
+
+    def best() -> str:
+        found = search_on_first_rank()
+        logger.info("%s", headline(found))
+        return found.best
+
+    return parse_spec(on_first_rank(best, group))
 
 
 def measured(workload: Workload, group: dist.ProcessGroup) -> Cluster:

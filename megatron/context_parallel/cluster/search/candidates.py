@@ -85,14 +85,14 @@ def candidates(
         q_cost: `q_cost(head_parallel_size)` is the time of a message of queries, in forward blocks.
         fixed: options that are given: `layout`, `head_parallel_size`, `placement`.
     """
-    sees = cache(lambda layout, steps: workload.mask.pairs(*Chunks.pair(layout, steps, workload.length)))
+    visible_pairs = cache(lambda layout, steps: workload.mask.pairs(*Chunks.pair(layout, steps, workload.length)))
     known = set()
     for size, choice in _choices(n, q_cost, fixed):
         how = {"heads": workload.heads, "kv_heads": workload.kv_heads}
         try:
             Chunks.of(choice.layout, n, workload.length)
-            where = sees(choice.layout, n // size)
-            plans = tuple(choice.plan(n, sees=where, backward=backward, **how) for backward in (False, True))
+            where = visible_pairs(choice.layout, n // size)
+            plans = tuple(choice.plan(n, visible_pairs=where, backward=backward, **how) for backward in (False, True))
         except UsageError as error:
             yield Rejected(choice.spec, str(error))
             continue

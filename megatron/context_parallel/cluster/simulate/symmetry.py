@@ -72,7 +72,7 @@ class _Alike:
         self.seen: dict[int, list] = {}  # what the first ranks do
 
     def __call__(self, period: int) -> bool:
-        n, rows = self.plan.n, self.plan.sees.rows
+        n, rows = self.plan.n, self.plan.visible_pairs.rows
         if period == n:
             return True
         if any(rotated(rows[(q + period) % n], period, n) != rows[q] for q in range(n)):

@@ -47,8 +47,8 @@ def attention_plan(model: ModelShape, run: TrainConfig, backward: bool) -> Plan:
 def _plan(model: ModelShape, run: TrainConfig, backward: bool) -> Plan:
     n, choice, shape = run.context_parallel_size, parse_spec(run.cp_strategy), attention_shape(model, run)
     chunks = Chunks.pair(choice.layout, choice.plan(n).n, run.seq_length)
-    sees = attention_mask(model).pairs(*chunks)
-    return choice.plan(n, sees=sees, backward=backward, heads=shape.heads, kv_heads=shape.kv_heads)
+    visible_pairs = attention_mask(model).pairs(*chunks)
+    return choice.plan(n, visible_pairs=visible_pairs, backward=backward, heads=shape.heads, kv_heads=shape.kv_heads)
 
 
 def attention_forecast(

@@ -122,8 +122,8 @@ class _Prefill:
     def attention(self) -> tuple[float, Sequence[Span]]:
         run, n = self.run, self.run.context_parallel_size
         choice = parse_spec(self.prefill.choice, layout="zigzag")
-        sees = Mask(True).pairs(*Chunks.pair("zigzag", n, 2 * n))
-        plan = choice.plan(n, sees=sees, heads=self.shape.heads, kv_heads=self.shape.kv_heads)
+        visible_pairs = Mask(True).pairs(*Chunks.pair("zigzag", n, 2 * n))
+        plan = choice.plan(n, visible_pairs=visible_pairs, heads=self.shape.heads, kv_heads=self.shape.kv_heads)
         pairs = run.tokens * (self.prefill.cached + self.prefill.new / 2) / n
         blocks = CachedBlock(self.cluster.device, self.shape, pairs, run.dtype)
         first, *others = run.groups("context")

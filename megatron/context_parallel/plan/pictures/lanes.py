@@ -85,7 +85,7 @@ def picture(plan: Plan, transfer_time: float = MESSAGE) -> Picture:
 def _bars(plan: Plan, span: Span, lanes: tuple[str, ...]) -> Iterator[Bar]:
     start, end = round(span.start, 6), round(span.end, 6)
     if not span.channel:
-        pairs = tuple(span.what[0].pairs(plan.sees))
+        pairs = tuple(span.what[0].pairs(plan.visible_pairs))
         texts = ("{},{}".format(*pairs[0]),) if len(pairs) == 1 else (f"{len(pairs)} pairs", f"{len(pairs)}")
         yield Bar(span.rank, 0, span.step, start, end, None, texts, pairs)
         return

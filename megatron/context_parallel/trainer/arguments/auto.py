@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
-from megatron.context_parallel.cluster.search.auto import measured, told
+from megatron.context_parallel.cluster.search.auto import choose_on_group, measured
 from megatron.context_parallel.cluster.search.planner import GroupDevices, Search, search
 from megatron.context_parallel.cluster.search.step_search import workload_of
 from megatron.context_parallel.cluster.step.memory import BUFFERS, LOGITS, fullest_stage, memory
@@ -30,7 +30,7 @@ def choose_strategy(args: Arguments) -> Arguments:
     assert world is not None  # the job has begun
     workload = workload_of(model_of(args), run_of(args))
     cluster = load_cluster(args.cp_cluster, "--cp-cluster") if args.cp_cluster else measured(workload, world)
-    return with_strategy(args, told(world, lambda: planned(args, cluster)))
+    return with_strategy(args, choose_on_group(world, lambda: planned(args, cluster)))
 
 
 def with_strategy(args: Arguments, choice: Choice) -> Arguments:

@@ -2,7 +2,7 @@
 
 import gc
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.runtime.comm.first_rank import on_first_rank, raise_alike
 from megatron.context_parallel.trainer.config.flags import Arguments
 
 from .manifest import MANIFEST, Manifest, content_faults, file_record, read_manifest, share_of
@@ -27,7 +28,7 @@ from .plain_read import plain_reads
 from .publish import publish
 from .resume import check_resume, check_samples
 from .shares import load_weights
-from .storage import begin_save, cause_of, raise_alike, raise_kept
+from .storage import begin_save, cause_of, raise_kept
 from .store import (
     choose_checkpoint,
     clear_leftovers,
@@ -57,24 +58,6 @@ def say(line: str) -> None:
     """Print a line, on rank 0 only."""
     if dist.get_rank() == 0:
         print(line, flush=True)
-
-
-def on_first_rank(action: Callable[[], T]) -> T:
-    """What `action` returns on rank 0, on every rank.
-
-    Raises:
-        UsageError, DiskError: `action` raised it, or another OSError; every rank raises the same.
-    """
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = action()
-        except (UsageError, OSError) as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise_alike(outcome[1])
-    return outcome[0]
 
 
 # ---------------------------------------------------------------------------------------------------- saving

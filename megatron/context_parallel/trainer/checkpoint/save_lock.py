@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
 from megatron.context_parallel.trainer.config.flags import Arguments
 
 _NAME = "lock"  # a file in --save: locked while a job runs, and it says which; left behind, unlocked, by every job
@@ -32,21 +31,22 @@ def save_lock(args: Arguments) -> Iterator[None]:
     if not args.save:
         yield
         return
-    refused: list[str | None] = [None]
-    if args.rank == 0:
-        try:
-            _held = _lock(args, Path(args.save) / _NAME)
-        except UsageError as error:
-            refused = [str(error)]
-        except OSError as error:
-            refused = [f"--save {args.save}: cannot be written to ({error.strerror}); give --save runs/first"]
-    dist.broadcast_object_list(refused)
-    if refused[0]:
-        raise UsageError(refused[0])
+    on_first_rank(lambda: _hold(args))
     yield
     if _held:
         os.close(_held[0])
         _held = None
+
+
+def _hold(args: Arguments) -> None:
+    global _held
+    try:
+        assert args.save is not None
+        _held = _lock(args, Path(args.save) / _NAME)
+    except OSError as error:
+        raise UsageError(
+            f"--save {args.save}: cannot be written to ({error.strerror}); give --save runs/first"
+        ) from None
 
 
 def check_save_lock() -> None:

@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.runtime.comm.first_rank import DiskError
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.model.data_parallel import weights_gathered
 
 from .save_load import Save
-from .storage import DiskError, not_saved
+from .storage import not_saved
 from .train_state import TrainState
 
 

@@ -7,13 +7,14 @@ import tempfile
 from collections.abc import Callable
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
+from megatron.context_parallel.runtime.comm.first_rank import DiskError
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.config.workload import model_of
 
@@ -21,10 +22,6 @@ from .save_lock import check_save_lock
 
 _ADVICE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some room") | {errno.ENOENT: "bring it back"}
 _kept: list[Exception] = []
-
-
-class DiskError(OSError):
-    """An OSError of one rank, which all ranks raise alike."""
 
 
 def begin_save(args: Arguments) -> None:
@@ -103,13 +100,6 @@ def cause_of(error: BaseException, directory: Path) -> Exception:
     except OSError as found:
         return OSError(found.errno, found.strerror, str(directory))
     return error if isinstance(error, Exception) else RuntimeError(str(error))
-
-
-def raise_alike(error: Exception) -> NoReturn:
-    """Raise the error of one rank on all, which have heard of it; an OSError as a DiskError."""
-    if isinstance(error, OSError):
-        raise DiskError(*error.args, error.filename) if error.errno else DiskError(*error.args)
-    raise error
 
 
 def not_saved(args: Arguments, iteration: int, error: DiskError) -> str:

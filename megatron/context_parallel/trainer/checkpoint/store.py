@@ -161,7 +161,7 @@ def loadable_checkpoints(args: Flags) -> tuple[list[Path], str | None]:
 def choose_checkpoint(
     args: Flags, paths: list[Path], fault: str | None, fault_of: Fault, say: Callable[[str], None]
 ) -> Path | None:
-    """The one of `loadable_checkpoints` to load: that of `--ckpt-step`, or what the tracker names; None if there are none.
+    """The one of `loadable_checkpoints` to load: that of `--ckpt-step`, or what the tracker names. None: there is none.
 
     With `--load-fallback` it is the newest complete one instead, if that one is not complete; `say` gets a line of it.
 

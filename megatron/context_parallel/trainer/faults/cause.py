@@ -17,7 +17,7 @@ _OF_SIGNAL = {  # why the system sends it, and what to do
 }
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error in one line: what is known to be behind it, or else its kind and the first line of its message.
 
     An error of a data worker may come up anywhere in the main thread, so it is looked for behind other errors too.

@@ -17,7 +17,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from megatron.context_parallel.trainer.config.flags import Arguments
 
-from .cause import told
+from .cause import describe_error
 
 if TYPE_CHECKING:
     from .watch import Watch
@@ -92,7 +92,7 @@ def leave_after(args: Arguments, error: BaseException, watch: "Watch | None") ->
         details = f"its details could not be written: {full}"
     speaks = watch.may_speak() if watch else kind == "failed" and _is_first()
     if speaks:
-        print(f"rank {args.rank}: {told(error)}; {details}", file=sys.stderr, flush=True)
+        print(f"rank {args.rank}: {describe_error(error)}; {details}", file=sys.stderr, flush=True)
     if watch:
         watch.leave()  # the judge, when all have heard the verdict
     if not speaks:
