@@ -19,7 +19,7 @@ from megatron.context_parallel.errors import UsageError
 
 if TYPE_CHECKING:
     from megatron.context_parallel.trainer.config.flags import Arguments
-    from megatron.context_parallel.trainer.model.outline import Done
+    from megatron.context_parallel.trainer.model.meta_model import Done
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 def write_checkpoint(args: "Arguments", save: Path) -> int:
     """From HuggingFace to a checkpoint; how many weights it has. The world has one rank, as for `write_folder`."""
     from megatron.context_parallel.convert.to_megatron import to_megatron
-    from megatron.context_parallel.trainer.model.outline import build_meta_model, bytes_of
+    from megatron.context_parallel.trainer.model.meta_model import build_meta_model, bytes_of
 
     model = build_meta_model(args)
     with _progress(bytes_of(model)) as done:
@@ -60,7 +60,7 @@ def write_folder(args: "Arguments", asked: Namespace) -> int:
     from megatron.context_parallel.convert.to_huggingface import to_folder
     from megatron.context_parallel.trainer.checkpoint.save_load import fault_everywhere
     from megatron.context_parallel.trainer.checkpoint.store import choose_checkpoint, loadable_checkpoints
-    from megatron.context_parallel.trainer.model.outline import build_meta_model, bytes_of
+    from megatron.context_parallel.trainer.model.meta_model import build_meta_model, bytes_of
 
     checkpoint = choose_checkpoint(args, *loadable_checkpoints(args), lambda path: fault_everywhere(args, path), print)
     assert checkpoint is not None  # its arguments were read

@@ -23,7 +23,7 @@ from megatron.context_parallel.integration.huggingface.folder import write_safet
 from megatron.context_parallel.integration.huggingface.weights import to_huggingface
 from megatron.context_parallel.trainer.checkpoint.plain_read import plain_reads
 from megatron.context_parallel.trainer.config.flags import Arguments
-from megatron.context_parallel.trainer.model.outline import Done, bytes_of, chunk_of, shards_of
+from megatron.context_parallel.trainer.model.meta_model import Done, bytes_of, chunk_of, shards_of
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.json", "merges.txt")
 _OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -26,7 +26,7 @@ from megatron.context_parallel.trainer.checkpoint.storage import begin_save, cau
 from megatron.context_parallel.trainer.checkpoint.store import iteration_directory, iterations, plain_args
 from megatron.context_parallel.trainer.config.flags import FLAGS, Arguments
 from megatron.context_parallel.trainer.data.tokenizer import vocabulary
-from megatron.context_parallel.trainer.model.outline import Done, chunk_of, shards_of
+from megatron.context_parallel.trainer.model.meta_model import Done, chunk_of, shards_of
 
 FLAGS_FILE = "model.yaml"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")

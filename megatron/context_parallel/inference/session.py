@@ -23,12 +23,12 @@ from megatron.context_parallel.integration.spec import AttentionOverride, Contex
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.strategies import Choice
 
+from .batch_layout import BatchLayout
 from .cache import KVCache
 from .choose import EMPIRICAL, PASS_KV, PASS_Q, PASS_Q_PAPER, LayerShape, Rates, choose_prefill
 from .pages import PAGE, PageTables
 from .pass_q import RING_PASS_Q
 from .recorded import Recorded, record
-from .turn import BatchLayout
 
 DECODE = "decode"
 OFTEN = 8  # decode steps of as many rows before they are recorded

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.context_parallel.trainer.model.data_parallel import DataParallel
 
-from .shares import RowSharding, copy_share, described, empty, gather_rows, install_weights, rows_of
+from .sharded_weights import RowSharding, copy_share, described, empty, gather_rows, install_weights, rows_of
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 _FROM_FLAGS = ("max_lr", "min_lr", "betas", "eps")  # of a group of parameters; the schedule sets lr and weight decay

@@ -27,7 +27,7 @@ from .optimizer_state import METADATA, load_optimizer
 from .plain_read import plain_reads
 from .publish import publish
 from .resume import check_resume, check_samples
-from .shares import load_weights
+from .sharded_weights import load_weights
 from .storage import begin_save, cause_of, raise_kept
 from .store import (
     choose_checkpoint,

@@ -18,7 +18,7 @@ from megatron.context_parallel.trainer.model.data_parallel import DataParallel
 
 from .data_digest import Digests
 from .optimizer_state import sharded_optimizer
-from .shares import sharded_weights
+from .sharded_weights import sharded_weights
 
 
 @dataclass
