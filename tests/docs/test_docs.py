@@ -5,6 +5,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 
@@ -217,3 +218,11 @@ def test_the_site_has_every_page():
 
     listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     assert listed == {str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")}
+
+
+def test_architecture_shows_the_layers_that_are_checked():
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    picture = (ROOT / "docs/architecture.md").read_text().split("```text\n")[1].split("```")[0]
+    assert [re.split(r"  +", line)[0] for line in picture.splitlines()] == contract["layers"]
+    folders = {path.name for path in (ROOT / "megatron/context_parallel").iterdir() if (path / "__init__.py").exists()}
+    assert folders | {"errors"} == {name for layer in contract["layers"] for name in layer.split(" | ")}
