@@ -20,7 +20,8 @@ class Pass:
     Attributes:
         rank: the rank. It owns chunk `rank`.
         n: how many ranks there are.
-        sees: `sees(q, kv)` says whether the mask leaves anything of query chunk q against key/value chunk kv.
+        visible_pairs: `visible_pairs(q, kv)` says whether the mask leaves anything of query chunk q against key/value
+            chunk kv.
         backward: whether it is the backward pass.
         kv_ratio: key/value heads per query head.
     """
@@ -92,8 +93,8 @@ class Strategy:
             n: the ranks of the context group.
             layout: default: the strategy's own.
             causal: for a causal mask; otherwise for a full one.
-            sees: the pairs of chunks that the mask leaves; default: by `causal`. It has a chunk for each rank of the
-                steps, n / head_parallel_size.
+            visible_pairs: the pairs of chunks that the mask leaves; default: by `causal`. It has a chunk for each rank
+                of the steps, n / head_parallel_size.
             backward: for the backward pass.
             head_parallel_size: the strategy runs on n / head_parallel_size ranks for a part of the heads; default 1,
                 or n for a strategy that spreads all heads.
