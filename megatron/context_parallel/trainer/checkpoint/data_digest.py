@@ -6,8 +6,6 @@ All of an index is read, and of the tokens 256 parts: to read all of them would 
 from pathlib import Path
 from typing import TypeAlias
 
-from megatron.core.datasets.indexed_dataset import get_bin_path, get_idx_path
-from megatron.core.datasets.utils import get_blend_from_list
 from xxhash import xxh3_64
 
 from megatron.context_parallel.trainer.config.flags import Arguments
@@ -26,6 +24,9 @@ def data_digests(args: Arguments) -> Digests:
     Raises:
         OSError: a file cannot be read.
     """
+    from megatron.core.datasets.indexed_dataset import get_bin_path, get_idx_path  # which a dry run does not wait for
+    from megatron.core.datasets.utils import get_blend_from_list
+
     given = args.train_data_path or args.data_path
     if args.mock_data or not given:
         return {}
