@@ -11,14 +11,17 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.context_parallel.commands import stuck
+from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.runtime.comm.flight_recorder import Position
+from megatron.context_parallel.trainer.faults import crash, rank_file
 from megatron.context_parallel.trainer.faults import judge as judges
 from megatron.context_parallel.trainer.faults import monitor as monitors
-from megatron.context_parallel.trainer.faults import rank_file
+from megatron.context_parallel.trainer.faults import watch as watches
 from megatron.context_parallel.trainer.faults.judge import (
     GRACE,
     SIGNAL_GRACE,
@@ -31,6 +34,7 @@ from megatron.context_parallel.trainer.faults.judge import (
 from megatron.context_parallel.trainer.faults.monitor import Connection, Monitor
 from megatron.context_parallel.trainer.faults.rank_file import RankFile, RankProcess, rank_files, read_rank_file
 from megatron.context_parallel.trainer.faults.wait_graph import chains, culprits, describe_culprits
+from megatron.context_parallel.trainer.faults.watch import Watch
 
 LIMITS = (100.0, 30.0)
 NOW = 1000.0
@@ -189,6 +193,18 @@ def test_a_judge_that_hears_nobody_is_cut_off_itself():
     silent = [heard(rank, ago=31) for rank in (1, 2, 3)]
     assert verdict(heard(0), *silent).line.startswith("rank 0 is cut off: it hears nothing from the others at ")
     assert verdict(heard(0), heard(1), *silent[1:]).ranks == [2]
+    assert verdict(heard(0), heard(1, ago=31), heard(2, ago=3), heard(3, ago=2)).ranks == [1]  # the others are late
+    assert verdict(heard(0), heard(1, ago=31), heard(2, ended="left", ago=31)).ranks == [1]
+    assert verdict(heard(0, ago=31), heard(1, ago=31)).ranks == [0]  # it hears not even itself
+
+
+def test_a_deputy_that_hears_nobody_is_cut_off_itself():
+    silent = [heard(rank, ago=31) for rank in (0, 2, 3)]
+    line = "rank 1 is cut off: it hears nothing from the others at "
+    assert verdict(silent[0], heard(1), *silent[1:], by=judge_first).line.startswith(line)
+    assert verdict(silent[0], heard(1, ago=31), *silent[1:], by=judge_first).line.startswith(line)
+    assert verdict(silent[0], heard(1, ago=31), by=judge_first).line.startswith(line)  # of two, not even itself
+    assert verdict(silent[0], heard(1), heard(2), heard(3), by=judge_first).ranks == [0]
 
 
 def test_a_hang_has_a_culprit():
@@ -312,6 +328,126 @@ def test_a_link_that_passes_nothing_is_a_fault(monitor):
     beat(ranks, 3, monitor)
     ranks[1].link.delay = 100
     assert beat(ranks, 100, monitor).startswith("rank 1 stopped responding at iteration 5, data")
+
+
+def has_come(what) -> bool:
+    """Whether it comes within some seconds."""
+    deadline = time.monotonic() + 10
+    while not (come := what()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(come)
+
+
+def heard_ends(rank: Far) -> list[dict]:
+    rank.messages = getattr(rank, "messages", []) + (rank.connection.read() or [])
+    return [message for message in rank.messages if "end" in message]
+
+
+def failing(monitor, kind: str) -> tuple[Far, Far]:
+    """Ranks 0 and 1 fail; rank 0 has been told to say it."""
+    first, other = [Far(rank, Link(monitor.port)) for rank in (0, 1)]
+    assert has_come(lambda: len(monitor.ranks) == 2)
+    first.connection.send({"ended": kind})
+    assert has_come(lambda: monitor.ranks[0].ended)
+    other.connection.send({"ended": kind})
+    assert has_come(lambda: heard_ends(first)) and heard_ends(first)[0] == {"end": "", "speak": True, "kill": []}
+    return first, other
+
+
+@pytest.mark.parametrize("kind", ["usage", "failed"])
+def test_nobody_leaves_before_the_rank_that_is_to_speak_has_spoken(monitor, kind):
+    first, other = failing(monitor, kind)
+    late = Far(2, Link(monitor.port))
+    assert has_come(lambda: 2 in monitor.ranks)
+    time.sleep(0.2)
+    assert not heard_ends(other) and not heard_ends(late)
+    first.connection.send({"ended": "left"})
+    assert has_come(lambda: heard_ends(other) and heard_ends(late))
+    assert heard_ends(other) == heard_ends(late) == [{"end": "", "speak": False, "kill": []}]
+    assert monitor.said == [""]
+
+
+def test_others_leave_without_a_rank_that_takes_too_long_to_speak(monitor, monkeypatch):
+    monkeypatch.setattr(monitors, "_SECONDS_TO_SPEAK", 0.3)
+    _, other = failing(monitor, "usage")
+    assert has_come(lambda: heard_ends(other))
+
+
+@pytest.mark.parametrize("kind", ["usage", "failed"])
+def test_a_rank_that_ends_before_it_speaks_is_named_by_the_monitor(monitor, kind):
+    first, other = failing(monitor, kind)
+    first.link.drop()
+    assert has_come(lambda: heard_ends(other))
+    line = "rank 0 failed at joining, and ended before it said why"
+    assert heard_ends(other)[0]["end"] == line and monitor.said == ["", line]
+
+
+@pytest.mark.parametrize("kind", ["usage", "failed"])
+def test_a_deputy_names_rank_0_that_failed_and_ended_without_a_word(monitor, kind):
+    monitor.rank = 1
+    first = Far(0, Link(monitor.port))
+    first.connection.send({"ended": kind})
+    assert has_come(lambda: monitor.ranks and monitor.ranks[0].ended == kind)
+    first.link.drop()
+    assert has_come(lambda: monitor.said)
+    assert monitor.said == ["rank 0 on host0 died or was cut off at joining"]
+
+
+def watch_of(rank: int, monkeypatch) -> Watch:
+    """A watch without threads: what it sends is in `sent`."""
+    found = Watch.__new__(Watch)
+    found.args, found.monitor, found.sent = SimpleNamespace(rank=rank, world_size=2, save=None), None, []
+    found._failed, found._notes, found._monitors, found._speaks = {}, -1, {0: None}, False
+    found._said, found._answered = threading.Event(), threading.Event()
+    found._tell = found.sent.append
+    found.leave = lambda: found.sent.append({"ended": "left"})
+    monkeypatch.setattr(crash, "linger", lambda: None)
+    monkeypatch.setattr(os, "_exit", lambda status: (_ for _ in ()).throw(SystemExit(status)))
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("error", [UsageError("a wrong flag"), ValueError("broken")])
+@pytest.mark.parametrize("answer", ["speak", "be still", "none", "nobody is there"])
+def test_a_rank_speaks_unless_another_is_to(rank, error, answer, monkeypatch, capsys):
+    watch = watch_of(rank, monkeypatch)
+    monkeypatch.setattr(watches, "_SECONDS_TO_ANSWER", 0.05)
+    watch._speaks = answer == "speak"
+    if answer in ("speak", "be still"):
+        watch._answered.set()
+    if answer == "nobody is there":
+        watch._monitors = {}
+    at_exit = []
+    monkeypatch.setattr(crash.atexit, "register", at_exit.append)
+    with pytest.raises((SystemExit, UsageError)) as left:
+        crash.leave_after(watch.args, error, watch)
+    raised = left.type is UsageError  # the program prints it, and leaves then
+    assert raised == (answer != "be still" and rank == 0 and isinstance(error, UsageError))
+    assert bool(at_exit) == raised == (watch.sent[-1] != {"ended": "left"})
+    assert watch._said.is_set() == (not raised)  # until then no signal ends it
+    words = capsys.readouterr().err
+    assert raised or (str(error) in words) == (answer != "be still")
+
+
+@pytest.mark.parametrize("kind", ["usage", "failed"])
+def test_a_signal_waits_for_a_rank_that_is_to_speak(kind, monkeypatch):
+    watch = watch_of(1, monkeypatch)
+    watch.fail(kind)
+    signals = threading.Thread(target=watch.fail, args=("SIGTERM",), daemon=True)
+    signals.start()
+    signals.join(0.2)
+    assert signals.is_alive()
+    watch.said()
+    signals.join(10)
+    assert not signals.is_alive()
+    assert [message["ended"] for message in watch.sent] == [kind]  # and it does not say that the signal was it
+
+
+def test_a_signal_ends_a_rank_that_lost_a_peer_at_once(monkeypatch):
+    watch = watch_of(1, monkeypatch)
+    watch.fail("lost")
+    watch.fail("SIGTERM")
+    assert watch.sent[-1]["ended"] == "SIGTERM"
 
 
 def test_a_monitor_waits_for_all_and_tells_when_they_are_there(monitor):

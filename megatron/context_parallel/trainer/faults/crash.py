@@ -1,5 +1,6 @@
 """How a rank that fails leaves: one line for people, everything else in a log."""
 
+import atexit
 import faulthandler
 import os
 import signal
@@ -94,6 +95,7 @@ def leave_after(args: Arguments, error: BaseException, watch: "Watch | None") ->
     if speaks:
         print(f"rank {args.rank}: {describe_error(error)}; {details}", file=sys.stderr, flush=True)
     if watch:
+        watch.said()
         watch.leave()  # the judge, when all have heard the verdict
     if not speaks:
         linger()
@@ -103,12 +105,13 @@ def leave_after(args: Arguments, error: BaseException, watch: "Watch | None") ->
 def _leave_with(args: Arguments, error: UsageError, watch: "Watch") -> None:
     watch.fail("usage")
     speaks = watch.may_speak()
-    if not args.rank:
-        watch.leave()
-        if speaks:
-            return
-    elif speaks:
+    if speaks and not args.rank:
+        atexit.register(watch.leave)  # after the program has printed it: others leave when they hear that this one did
+        return
+    if speaks:
         print(f"rank {args.rank}: error: {error}", file=sys.stderr, flush=True)
+    watch.said()
+    watch.leave()
     if not speaks:
         linger()
     os._exit(2)

@@ -28,6 +28,7 @@ class RankStatus:
             may raise too; "lost" a peer; "timeout" of a collective; the name of the signal that ends it.
         at: when it ended.
         cut: when its connection to the monitor last broke and was made anew.
+        spoke: whether it had its say after that: a rank that ends without it died.
     """
 
     process: RankProcess
@@ -37,6 +38,7 @@ class RankStatus:
     ended: str = ""
     at: float = 0.0
     cut: float = float("-inf")
+    spoke: bool = False
 
     @property
     def settled(self) -> bool:
@@ -78,11 +80,11 @@ def judge(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, floa
                 return Verdict([0], "")
             if now - heard.at > GRACE:
                 return Verdict([rank], "")
-    return _silent(ranks, now, limits) or _lost(ranks, now) or _hang(ranks, now, limits[1])
+    return _silent(ranks, now, limits, 0) or _lost(ranks, now) or _hang(ranks, now, limits[1])
 
 
-def judge_first(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, float]) -> Verdict | None:
-    """Whether rank 0, which judges the others, died or stopped."""
+def judge_first(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, float], deputy: int = 1) -> Verdict | None:
+    """Whether rank 0, which judges the others, died or stopped, or whether the deputy that asks is cut off itself."""
     if 0 not in ranks:
         return None
     if ranks[0].ended.startswith("SIG"):
@@ -95,8 +97,9 @@ def judge_first(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float
         return _cut_off({0: ranks[0]}, now)
     if ranks[0].ended == "died":
         return Verdict([0], f"rank 0 died at {ranks[0].position}", [0])
-    verdict = _silent(ranks, now, limits)
-    return verdict if verdict and verdict.ranks == [0] else None
+    verdict = _silent(ranks, now, limits, deputy)
+    judged = verdict and (verdict.ranks == [0] or not verdict.silent)  # not silent: the deputy, which is cut off
+    return verdict if judged else None
 
 
 def judge_absent(absent: Collection[int], waited: float, limit: float) -> Verdict | None:
@@ -128,7 +131,7 @@ def _cut_off(ranks: Mapping[int, RankStatus], now: float) -> Verdict:
     return Verdict([blamed], f"rank {blamed} lost its connections at {heard.position}", [], lost)
 
 
-def _silent(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, float]) -> Verdict | None:
+def _silent(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, float], me: int) -> Verdict | None:
     suspicion = any(_for_long(heard, now, "lost", "timeout") for heard in ranks.values())
     silent = {
         rank: heard
@@ -138,12 +141,20 @@ def _silent(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, fl
     }
     if not silent:
         return None
-    others = [heard for rank, heard in ranks.items() if rank and now - heard.heard > 2 * BEAT]
-    if 0 in ranks and len(others) == len(ranks) - 1 > 1:  # they are not to blame, but the network of the judge
-        line = f"rank 0 is cut off: it hears nothing from the others at {ranks[0].position}"
-        return Verdict([0], line, [], [*silent])
+    if me in ranks and _is_alone(me, ranks, now):
+        line = f"rank {me} is cut off: it hears nothing from the others at {ranks[me].position}"
+        return Verdict([me], line, [], [*silent])
     rank = min(silent, key=lambda rank: silent[rank].heard)
     return Verdict([rank], f"rank {rank} stopped responding at {ranks[rank].position}", [*silent], [*silent])
+
+
+def _is_alone(me: int, ranks: Mapping[int, RankStatus], now: float) -> bool:
+    """Whether the others fell silent all at once, several of them or this rank too: then its network is to blame."""
+    silences = {rank: now - heard.heard for rank, heard in ranks.items() if heard.ended in ("", "lost", "timeout")}
+    mine = silences.pop(me, 0.0)
+    if not silences or (len(silences) == 1 and mine <= SILENT):
+        return False
+    return min(silences.values()) > max(2 * BEAT, max(silences.values()) / 2)
 
 
 def _lost(ranks: Mapping[int, RankStatus], now: float) -> Verdict | None:

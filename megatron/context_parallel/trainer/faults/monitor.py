@@ -24,6 +24,7 @@ _TICK = 0.1  # seconds
 _LONGEST_LINE = 16384
 _SECONDS_TO_BE_HEARD = 3
 _SECONDS_TO_DIE = 0.3
+_SECONDS_TO_SPEAK = 3  # of the rank that is to say why it failed, before the others may leave
 SECONDS_OF_PATIENCE = 30  # with ranks that have not joined, without a word
 
 
@@ -87,6 +88,7 @@ class Monitor:
         self.ranks: dict[int, RankStatus] = {}
         self.connections: list[Connection] = []
         self.verdict: Verdict | None = None
+        self._others_wait_until = 0.0  # until when only the rank that is to speak has heard the verdict
         self.closed = threading.Event()
         self.silent = False  # whether it has nothing more to say
         self._selector = selectors.DefaultSelector()
@@ -124,7 +126,8 @@ class Monitor:
             if not self.verdict and not self.silent:
                 self.verdict = judge_absent(self.absent, now - began, self.limits[0]) or self._decide(now)
                 if self.verdict:
-                    self._announce(self.verdict)
+                    self._announce(self.verdict, now)
+            self._let_others_leave(now)
 
     def silent_ranks(self) -> list[int]:
         """Ranks that have sent nothing for some seconds, for any thread. They may yet."""
@@ -132,12 +135,16 @@ class Monitor:
         return sorted(rank for rank, heard in [*self.ranks.items()] if now - heard.heard > SILENT)
 
     def _decide(self, now: float) -> Verdict | None:
-        decide = judge if self.rank == 0 else judge_first
-        if not decide(self.ranks, now, self.limits):
+        if not self._judge(now):
             return None
         for heard in self.ranks.values():  # what they sent may be half a second old
             self._look_at_file(heard, now)
-        return decide(self.ranks, now, self.limits)
+        return self._judge(now)
+
+    def _judge(self, now: float) -> Verdict | None:
+        if self.rank == 0:
+            return judge(self.ranks, now, self.limits)
+        return judge_first(self.ranks, now, self.limits, self.rank)
 
     def _ask_for_patience(self, waited: float) -> None:
         if waited < self.limits[0]:
@@ -180,15 +187,17 @@ class Monitor:
             self.absent.discard(process.rank)
             if self.rank == 0 and not self.absent:
                 self._tell_all({"met": True})
-            if self.verdict:
+            if self.verdict and self._may_hear(connection):
                 self._send_verdict(connection, self.verdict)
             return
         heard = self.ranks[connection.rank]
         heard.heard = now
         if "at" in message:
             self._move(heard, Position.read(message["at"]), now)
-        if "ended" in message and not heard.ended:
-            heard.ended, heard.at = message["ended"], now
+        if "ended" in message:
+            heard.spoke = message["ended"] == "left"
+            if not heard.ended:
+                heard.ended, heard.at = message["ended"], now
 
     def _join(self, process: RankProcess, now: float) -> None:
         heard = self.ranks.get(process.rank)
@@ -207,12 +216,17 @@ class Monitor:
         heard.position = position
 
     def _gone(self, rank: int, now: float) -> None:
-        if rank < 0 or self.ranks[rank].ended:
+        if rank < 0:
             return
-        process = self.ranks[rank].process
-        elsewhere = process.host != this_host()
-        ended = "gone" if elsewhere else "cut off" if _lives(process) else "died"
-        self.ranks[rank].ended, self.ranks[rank].at = ended, now
+        heard = self.ranks[rank]
+        chosen = self.verdict and rank in self.verdict.ranks
+        unsaid = not heard.spoke and (heard.ended in ("failed", "usage") or chosen)
+        if heard.ended and not unsaid:
+            return
+        elsewhere = heard.process.host != this_host()
+        heard.ended = "gone" if elsewhere else "cut off" if _lives(heard.process) else "died"
+        if not unsaid:
+            heard.at = now
 
     def _look_at_file(self, heard: RankStatus, now: float) -> None:
         """The position of a rank on this host, newer than what it sent."""
@@ -227,10 +241,31 @@ class Monitor:
         for connection in list(self.connections):
             connection.send(message)
 
-    def _announce(self, verdict: Verdict) -> None:
+    def _announce(self, verdict: Verdict, now: float) -> None:
         self.say(verdict)
+        self._others_wait_until = 0.0 if verdict.line else now + _SECONDS_TO_SPEAK
         for connection in self.connections:
-            self._send_verdict(connection, verdict)
+            if self._may_hear(connection):
+                self._send_verdict(connection, verdict)
+
+    def _may_hear(self, connection: Connection) -> bool:
+        """The rank that is to speak hears the verdict first: a launcher ends it when another rank has left."""
+        assert self.verdict
+        return not self._others_wait_until or connection.rank == self.verdict.ranks[0]
+
+    def _let_others_leave(self, now: float) -> None:
+        if not self.verdict or not self._others_wait_until:
+            return
+        speaker = self.ranks[self.verdict.ranks[0]]
+        if speaker.ended in ("died", "cut off", "gone"):  # without a word
+            line = f"rank {speaker.process.rank} failed at {speaker.position}, and ended before it said why"
+            self.verdict = Verdict(self.verdict.ranks, line, self.verdict.ranks)
+            self._announce(self.verdict, now)
+        elif speaker.spoke or now > self._others_wait_until:
+            self._others_wait_until = 0.0
+            for connection in self.connections:
+                if connection.rank != speaker.process.rank:
+                    self._send_verdict(connection, self.verdict)
 
     def _send_verdict(self, connection: Connection, verdict: Verdict) -> None:
         pids = [[self.ranks[rank].process.host, self.ranks[rank].process.pid] for rank in verdict.stopped]

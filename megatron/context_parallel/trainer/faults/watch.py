@@ -27,6 +27,7 @@ from .monitor import SECONDS_OF_PATIENCE, Connection, Monitor
 from .rank_file import RankFile
 
 _SECONDS_TO_ANSWER = 10  # of a monitor, at most
+_SECONDS_TO_SAY = 5
 _SECONDS_TO_CONNECT = 30
 _SHORTEST_PAUSE = 0.02
 _SECONDS_TO_FAIL = 0.2  # of a rank that another broke: its own error tells more in its crash log
@@ -61,6 +62,7 @@ class Watch:
         self._met = threading.Event()  # all ranks have come
         self._left: set[int] = set()  # whose monitors left in order
         self._answered, self._speaks = threading.Event(), False
+        self._said = threading.Event()  # this rank, which failed, has nothing more to say
         self._failed: dict[str, str] = {}  # what the monitors are told when the main thread leaves by itself
         self.before_end: Callable[[], None] = lambda: None  # called in the watch's thread when the job is broken
         self._closed = threading.Event()
@@ -224,7 +226,13 @@ class Watch:
     # -- for the main thread -------------------------------------------------------------------------------------
 
     def fail(self, kind: str) -> None:
-        """Tell the monitors that this rank fails, in one of the ways of `Heard.ended`."""
+        """Tell the monitors that this rank fails, in one of the ways of `Heard.ended`.
+
+        A signal that comes while it fails by an error of its own waits here until it has said why.
+        """
+        if kind.startswith("SIG") and self._failed.get("ended") in ("failed", "usage"):
+            self._said.wait(_SECONDS_TO_ANSWER + _SECONDS_TO_SAY)
+            return
         self._failed = {"ended": kind}
         if self.monitor and kind.startswith("SIG"):  # it comes to others too
             self.monitor.silent = True
@@ -240,6 +248,10 @@ class Watch:
         if not self._monitors and not self._answered.is_set():
             return True
         return not self._answered.wait(_SECONDS_TO_ANSWER) or self._speaks
+
+    def said(self) -> None:
+        """This rank, which failed, has said why, or leaves that to another: now a signal may end it."""
+        self._said.set()
 
     def leave(self) -> None:
         """Leave in order. After a verdict the monitor of this rank stays until all have heard it."""
