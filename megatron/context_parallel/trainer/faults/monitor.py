@@ -24,7 +24,7 @@ _TICK = 0.1  # seconds
 _LONGEST_LINE = 16384
 _SECONDS_TO_BE_HEARD = 3
 _SECONDS_TO_DIE = 0.3
-_SECONDS_TO_SPEAK = 3  # of the rank that is to say why it failed, before the others may leave
+_SECONDS_TO_SPEAK = 2  # of the rank that is to say why it failed, before the others may leave
 SECONDS_OF_PATIENCE = 30  # with ranks that have not joined, without a word
 
 
