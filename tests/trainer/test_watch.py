@@ -429,6 +429,15 @@ def test_a_rank_speaks_unless_another_is_to(rank, error, answer, monkeypatch, ca
     assert raised or (str(error) in words) == (answer != "be still")
 
 
+def test_a_rank_that_is_alone_raises_a_usage_error_again_and_leaves(monkeypatch):
+    watch, at_exit = watch_of(0, monkeypatch), []
+    watch.args.world_size = 1
+    monkeypatch.setattr(crash.atexit, "register", at_exit.append)
+    with pytest.raises(UsageError):
+        crash.leave_after(watch.args, UsageError("a wrong flag"), watch)
+    assert watch.sent == [{"ended": "left"}] and not at_exit
+
+
 @pytest.mark.parametrize("kind", ["usage", "failed"])
 def test_a_signal_waits_for_a_rank_that_is_to_speak(kind, monkeypatch):
     watch = watch_of(1, monkeypatch)

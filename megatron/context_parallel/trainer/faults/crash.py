@@ -103,6 +103,9 @@ def leave_after(args: Arguments, error: BaseException, watch: "Watch | None") ->
 
 
 def _leave_with(args: Arguments, error: UsageError, watch: "Watch") -> None:
+    if args.world_size == 1:
+        watch.leave()
+        return
     watch.fail("usage")
     speaks = watch.may_speak()
     if speaks and not args.rank:
