@@ -24,19 +24,18 @@ def data_digests(args: Arguments) -> Digests:
     Raises:
         OSError: a file cannot be read.
     """
-    from megatron.core.datasets.indexed_dataset import get_bin_path, get_idx_path  # which a dry run does not wait for
-    from megatron.core.datasets.utils import get_blend_from_list
+    from megatron.core.datasets.utils import get_blend_from_list  # which a dry run does not wait for
 
     given = args.train_data_path or args.data_path
     if args.mock_data or not given:
         return {}
     prefixes, _ = get_blend_from_list(given)
-    return {prefix: (file_record(Path(get_idx_path(prefix))).checksum, _of_parts(prefix)) for prefix in prefixes}
+    return {prefix: (file_record(Path(prefix + ".idx")).checksum, _of_parts(prefix)) for prefix in prefixes}
 
 
 def _of_parts(prefix: str) -> str:
     """A checksum of the size of the tokens' file, and of parts of it at even distances, with its first and last."""
-    path = Path(get_bin_path(prefix))
+    path = Path(prefix + ".bin")
     size = path.stat().st_size
     digest = xxh3_64(str(size).encode())
     with open(path, "rb", buffering=0) as stream:

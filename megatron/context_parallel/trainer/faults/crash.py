@@ -1,76 +1,24 @@
 """How a rank that fails leaves: one line for people, everything else in a log."""
 
 import atexit
-import faulthandler
 import os
 import signal
-import socket
 import sys
-import tempfile
-import time
-import traceback
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from torch.distributed import distributed_c10d
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from megatron.context_parallel.trainer.config.flags import Arguments
 
 from .cause import describe_error
-
-if TYPE_CHECKING:
-    from .watch import Watch
+from .crash_log import crash_log, linger
+from .watch import Watch
 
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-_SECONDS_TO_BE_ENDED = 5
 
 
-def crash_log(args: Arguments, error: BaseException | str, rank: int | None = None) -> Path:
-    """Write what this rank was doing to `--save`/crash/rank-N.log, and return its path.
-
-    Without `--save`, or if it cannot be written to, the log is in a new folder for temporary files.
-
-    Args:
-        args: of the run.
-        error: that of this rank, or why it is ended.
-        rank: another rank, which cannot write; then only `error` is written.
-
-    Raises:
-        OSError: it cannot be written there either.
-    """
-    if args.save:
-        try:
-            return _write(Path(args.save) / "crash", args.rank, error, rank)
-        except OSError:
-            pass
-    return _write(Path(tempfile.mkdtemp(prefix="crash-")), args.rank, error, rank)
-
-
-def _write(directory: Path, me: int, error: BaseException | str, rank: int | None) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"rank-{me if rank is None else rank}.log"
-    with path.open("w") as log:
-        when = time.strftime("%F %T")
-        if rank is not None:
-            log.write(f"written by rank {me} on {socket.gethostname()}, {when}\n\n{error}\n")
-            return path
-        log.write(f"rank {me}, process {os.getpid()} on {socket.gethostname()}, {when}\n")
-        log.write(f"at {recorder.position}\n\n")
-        if isinstance(error, str):
-            log.write(f"{error}\n")
-        else:
-            traceback.print_exception(error, file=log)
-        log.write("\nlast transport operations:\n")
-        log.writelines(f"{line}\n" for line in recorder.operations() or ["none"])
-        log.write("\nthreads:\n")
-        log.flush()
-        faulthandler.dump_traceback(log, all_threads=True)
-    return path
-
-
-def leave_after(args: Arguments, error: BaseException, watch: "Watch | None") -> NoReturn:
+def leave_after(args: Arguments, error: BaseException, watch: Watch | None) -> NoReturn:
     """End this process with status 1 (2 for a UsageError) because of `error`.
 
     The rank that broke the job says why. One that only lost a peer says nothing. A UsageError is raised again where it
@@ -102,7 +50,7 @@ def leave_after(args: Arguments, error: BaseException, watch: "Watch | None") ->
     os._exit(1)
 
 
-def _leave_with(args: Arguments, error: UsageError, watch: "Watch") -> None:
+def _leave_with(args: Arguments, error: UsageError, watch: Watch) -> None:
     if args.world_size == 1:
         watch.leave()
         return
@@ -120,14 +68,8 @@ def _leave_with(args: Arguments, error: UsageError, watch: "Watch") -> None:
     os._exit(2)
 
 
-def linger() -> None:
-    """Let the launcher see first which rank ended first: it reports that one, and ends the others."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        signal.sigtimedwait({signal.SIGTERM}, _SECONDS_TO_BE_ENDED)
-
-
 def _kind(error: BaseException) -> str:
-    """How a rank ends that raises `error`, as `Heard.ended` says it."""
+    """How a rank ends that raises `error`, as `RankStatus.ended` says it."""
     text = str(error)
     if isinstance(error, RuntimeError) and any(words in text for words in _LOST_PEER):
         return "lost"

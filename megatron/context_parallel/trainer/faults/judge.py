@@ -83,7 +83,9 @@ def judge(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, floa
     return _silent(ranks, now, limits, 0) or _lost(ranks, now) or _hang(ranks, now, limits[1])
 
 
-def judge_first(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, float], deputy: int = 1) -> Verdict | None:
+def judge_first(
+    ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, float], deputy: int = 1
+) -> Verdict | None:
     """Whether rank 0, which judges the others, died or stopped, or whether the deputy that asks is cut off itself."""
     if 0 not in ranks:
         return None

@@ -21,7 +21,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.runtime.comm.flight_recorder import named, recorder
 from megatron.context_parallel.trainer.config.flags import Arguments
 
-from .crash import crash_log, linger
+from .crash_log import crash_log, linger
 from .judge import BEAT, GRACE, Verdict, never_came
 from .monitor import SECONDS_OF_PATIENCE, Connection, Monitor
 from .rank_file import RankFile
@@ -226,7 +226,7 @@ class Watch:
     # -- for the main thread -------------------------------------------------------------------------------------
 
     def fail(self, kind: str) -> None:
-        """Tell the monitors that this rank fails, in one of the ways of `Heard.ended`.
+        """Tell the monitors that this rank fails, in one of the ways of `RankStatus.ended`.
 
         A signal that comes while it fails by an error of its own waits here until it has said why.
         """

@@ -1,0 +1,64 @@
+"""What a rank that fails leaves behind: a log of what it was doing."""
+
+import faulthandler
+import os
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from megatron.context_parallel.runtime.comm.flight_recorder import recorder
+from megatron.context_parallel.trainer.config.flags import Arguments
+
+_SECONDS_TO_BE_ENDED = 5
+
+
+def crash_log(args: Arguments, error: BaseException | str, rank: int | None = None) -> Path:
+    """Write what this rank was doing to `--save`/crash/rank-N.log, and return its path.
+
+    Without `--save`, or if it cannot be written to, the log is in a new folder for temporary files.
+
+    Args:
+        args: of the run.
+        error: that of this rank, or why it is ended.
+        rank: another rank, which cannot write; then only `error` is written.
+
+    Raises:
+        OSError: it cannot be written there either.
+    """
+    if args.save:
+        try:
+            return _write(Path(args.save) / "crash", args.rank, error, rank)
+        except OSError:
+            pass
+    return _write(Path(tempfile.mkdtemp(prefix="crash-")), args.rank, error, rank)
+
+
+def _write(directory: Path, me: int, error: BaseException | str, rank: int | None) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"rank-{me if rank is None else rank}.log"
+    with path.open("w") as log:
+        when = time.strftime("%F %T")
+        if rank is not None:
+            log.write(f"written by rank {me} on {socket.gethostname()}, {when}\n\n{error}\n")
+            return path
+        log.write(f"rank {me}, process {os.getpid()} on {socket.gethostname()}, {when}\n")
+        log.write(f"at {recorder.position}\n\n")
+        if isinstance(error, str):
+            log.write(f"{error}\n")
+        else:
+            traceback.print_exception(error, file=log)
+        log.write("\nlast transport operations:\n")
+        log.writelines(f"{line}\n" for line in recorder.operations() or ["none"])
+        log.write("\nthreads:\n")
+        log.flush()
+        faulthandler.dump_traceback(log, all_threads=True)
+    return path
+
+
+def linger() -> None:
+    """Let the launcher see first which rank ended first: it reports that one, and ends the others."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal.sigtimedwait({signal.SIGTERM}, _SECONDS_TO_BE_ENDED)
