@@ -92,8 +92,9 @@ def test_a_rank_of_the_tests_that_crashes_shows_where(monkeypatch):
 def test_a_crash_shows_native_frames(tmp_path):
     if not shutil.which("gdb") or Path("/proc/sys/kernel/core_pattern").read_text().startswith("|"):
         pytest.skip("needs gdb, and a kernel that writes cores into a folder")
-    crash = "import os, sys; from backtrace import *; record_crash(Path(sys.argv[1])); os.kill(os.getpid(), 11)"
-    began, here = time.time(), {"PYTHONPATH": str(Path(__file__).parent)}
+    imports = "import os, sys; from tests.support.backtrace import Path, record_crash"
+    crash = f"{imports}; record_crash(Path(sys.argv[1])); os.kill(os.getpid(), 11)"
+    began, here = time.time(), {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", crash, str(tmp_path / "frames")], env=here)
     assert done.returncode == -signal.SIGSEGV
     assert re.search(r"#\d+ .*kill", backtrace(tmp_path / "frames", began))

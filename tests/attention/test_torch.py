@@ -20,7 +20,7 @@ from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.tokens.handles import held
 from megatron.context_parallel.tokens.mask import Documents
 from tests.support import torch_case
-from tests.support.fsdp_case import fsdp_losses
+from tests.support.fsdp_case import fsdp_losses, one_rank  # noqa: F401  # a fixture
 
 PAGE = Path(__file__).parents[2] / "docs" / "torch.md"
 ATTENTION = torch.ops.context_parallel.attention.default
@@ -246,7 +246,7 @@ def test_dtensors_and_a_mesh(ranks):
         ("ulysses", {"compiled": True}),
     ],
 )
-def test_training_with_fsdp_equals_one_rank(ranks, one_rank, spec, how):
+def test_training_with_fsdp_equals_one_rank(ranks, one_rank, spec, how):  # noqa: F811  # the fixture
     for losses in fsdp_losses(ranks, spec, how):
         assert losses == pytest.approx(one_rank, abs=1e-6)
 

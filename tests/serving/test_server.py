@@ -16,10 +16,11 @@ from megatron.context_parallel.inference.tokenizer import ByteTokenizer
 from megatron.context_parallel.serving.app import Service, Settings
 from megatron.context_parallel.serving.listen import bind, serve_in_thread
 from megatron.context_parallel.serving.metrics import Metrics
+from megatron.context_parallel.serving.protocol import Limits
 from megatron.context_parallel.serving.worker import Worker
 from tests.support.chatty import Chatty
 from tests.support.plain_session import PlainSession
-from tests.support.server_case import GOOD, JSON, SAID, TEXT, call, serving, wait_until
+from tests.support.server_case import GOOD, JSON, PATIENCE, SAID, TEXT, call, readers_of, serving, wait_until
 
 
 def client(port: int, key: str = "none") -> openai.OpenAI:
@@ -200,7 +201,8 @@ def test_when_a_rank_fails_whole_texts_and_streams_get_an_error():
     worker = Worker(RankLoop(Engine(PlainSession(None, 100, 257), ByteTokenizer(256))), 8, Metrics())
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    with serve_in_thread(Service(worker, Settings("parrot")).app(), listener), ThreadPoolExecutor(2) as clients:
+    app = Service(worker, Settings("parrot"), readers_of(ByteTokenizer, Limits("parrot", 100, 1 << 20))).app()
+    with serve_in_thread(app, listener, PATIENCE), ThreadPoolExecutor(2) as clients:
         whole, stream = (clients.submit(call, port, "/v1/completions", GOOD | {"stream": s}) for s in (False, True))
         wait_until(lambda: len(worker._deliver) == 2)  # as when a pass waits for a rank that does not come
         worker.fail()
@@ -254,9 +256,9 @@ def test_prefixes_are_shared_within_one_key_alone():
 
 def test_a_stop_finishes_what_has_begun_and_logs_have_no_texts(caplog):
     caplog.set_level(logging.INFO)
-    logging.getLogger("megatron.context_parallel.serving").propagate = True
     answers: list[str] = []
     with serving() as (worker, port, model):
+        logging.getLogger("megatron.context_parallel.serving").propagate = True
         model.pause = 0.01
         create = client(port).completions.create
         asking = threading.Thread(
@@ -270,7 +272,7 @@ def test_a_stop_finishes_what_has_begun_and_logs_have_no_texts(caplog):
         assert call(port, "/v1/completions", GOOD)[0] == 503
         asking.join(20)
     assert answers == [(TEXT * 3)[: len(answers[0])]] and len(answers[0].encode()) in range(38, 41)
-    lines = [json.loads(r.message) for r in caplog.records if r.name.endswith("server.app")]
+    lines = [json.loads(r.message) for r in caplog.records if r.name.endswith("serving.app")]
     done = next(line for line in lines if line["path"] == "/v1/completions" and line["status"] == 200)
     assert (done["prompt_tokens"], done["completion_tokens"], done["complete"]) == (4, 40, True)
     assert "1234" not in json.dumps([{**line, "id": "", "request": ""} for line in lines]) and "Gr" not in caplog.text

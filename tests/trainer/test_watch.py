@@ -579,7 +579,7 @@ def test_stuck_without_a_job(folder):
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> dict:
     """What became of a job whose rank 1 was killed, and of one whose rank 0 was stopped."""
-    case = Path(__file__).with_name("watch_case.py")
+    case = Path(__file__).parents[1] / "support" / "watch_case.py"
     command = [sys.executable, case, tmp_path_factory.mktemp("watch")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
