@@ -46,8 +46,9 @@ def folder(tmp_path_factory):
     ):
         (folder / f"{name}.idx").write_bytes(bad_index)
         (folder / f"{name}.bin").write_bytes(bad_data)
-    for name, kind in (("tokenizer", "SentencePieceTokenizer"), ("vocabulary", "ByteLevelTokenizer")):
-        made_by = {"tokenizer_type": kind, "tokenizer_model": "my.model", "vocab_size": 300}
+    made = ("tokenizer", "SentencePieceTokenizer", "my.model"), ("vocabulary", "ByteLevelTokenizer", None)
+    for name, kind, model in made:
+        made_by = {"tokenizer_type": kind, "tokenizer_model": model, "vocab_size": 300}
         (folder / f"other_{name}.json").write_text(json.dumps(made_by))
     (folder / "bad_description.json").write_text("{}")
     (folder / "only_index.idx").write_bytes(index)
@@ -252,7 +253,8 @@ MISTAKES = [
     ("--vocab-size 100", 1, ["--vocab-size 100", "257"], "--vocab-size 257"),
     ("--data-path {folder}/other_tokenizer", 1,
      ["--tokenizer-type ByteLevelTokenizer", "give --tokenizer-type SentencePieceTokenizer"], None),
-    ("--data-path {folder}/other_vocabulary", 1, ["--tokenizer-model None", "257 tokens", "with 300"], None),
+    ("--data-path {folder}/other_vocabulary", 1,
+     ["--tokenizer-type ByteLevelTokenizer", "257 tokens", "other_vocabulary.json names one of 300"], None),
     ("--data-path {folder}/large_ids", 1, ["--tokenizer-type ByteLevelTokenizer", "token 320 at place 4", "257"], None),
     ("--data-path {folder}/large_ids --tokenizer-type NullTokenizer --vocab-size 99", 1,
      ["--vocab-size 99", "has 100"], "--vocab-size 40001"),

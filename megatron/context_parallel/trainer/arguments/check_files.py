@@ -86,7 +86,9 @@ def _check_tokenizer(args: Arguments, data: str, made_by: dict[str, Any], vocabu
     if kind != args.tokenizer_type:
         refuse(args, "tokenizer_type", f"{data} was made with {kind}", tokenizer_type=kind)
     if size != vocabulary:
-        why = f"has {vocabulary} tokens, and {data} was made with {size}"
+        why = f"has {vocabulary} tokens, and {data}.json names one of {size}"
+        if model is None:
+            refuse(args, "tokenizer_type", f"{why}; {_MAKE_DATA}")
         refuse(args, "tokenizer_model", why, tokenizer_model=model)
 
 
