@@ -124,8 +124,13 @@ def move_away(directory: Path) -> None:
 
 def make_read_only(directory: Path) -> None:
     """By a mount on top: permissions do not stop root, and files that are open stay writable."""
-    for options in (["--bind", str(directory)], ["-o", "remount,bind,ro"]):
-        subprocess.run(["mount", *options, str(directory)], check=True)
+    subprocess.run(["mount", "--bind", str(directory), str(directory)], check=True)
+    remount = ["mount", "-o", "remount,bind,ro", str(directory)]
+    for _ in range(500):  # it is busy while another rank writes a file that it opened since
+        if subprocess.run(remount, stderr=subprocess.DEVNULL).returncode == 0:
+            return
+        time.sleep(0.01)
+    subprocess.run(remount, check=True)
 
 
 def kill_helpers() -> None:
