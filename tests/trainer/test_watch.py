@@ -18,6 +18,7 @@ import pytest
 from megatron.context_parallel.commands import stuck
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.runtime.comm.flight_recorder import Position
+from megatron.context_parallel.trainer import setup
 from megatron.context_parallel.trainer.faults import crash, rank_file
 from megatron.context_parallel.trainer.faults import judge as judges
 from megatron.context_parallel.trainer.faults import monitor as monitors
@@ -571,6 +572,20 @@ def test_stuck_shows_a_circle(folder, capsys, monkeypatch):
 def test_stuck_without_a_job(folder):
     with pytest.raises(stuck.UsageError, match="no job runs here"):
         stuck.main([])
+
+
+def test_rank_0_that_ends_while_a_rank_connects_is_named(monkeypatch, capfd):
+    listener = socket.create_server(("127.0.0.1", 0))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(listener.getsockname()[1]))
+    closing = threading.Thread(target=lambda: [end.close() for end in (listener.accept()[0], listener)])
+    closing.start()  # it answers once
+    args = SimpleNamespace(world_size=2, rank=1, distributed_timeout_minutes=1 / 60)
+    args.distributed_timeout_seconds_after_init = None
+    with pytest.raises(UsageError, match=r"^rank 0 never came: no word within --distributed-timeout-minutes"):
+        setup.open_store(args)
+    closing.join()
+    assert capfd.readouterr().err == ""
 
 
 # ------------------------------------------------------------------------------------------------- real ranks

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.integration.host import support_cpu_host
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
@@ -19,6 +21,7 @@ from .checkpoint.store import latest_iteration
 from .checkpoint.train_state import Progress
 from .config.flags import Arguments
 from .faults.crash import leave_after
+from .faults.judge import never_came
 from .faults.lifetime import end_at_signals
 from .faults.open_files import allow_open_files
 from .faults.watch import Watch, wait_for_store
@@ -93,15 +96,37 @@ def open_store(args: Arguments) -> dist.Store:
     It does not wait for the other ranks: the watch says which of them never come.
 
     Raises:
-        UsageError: nobody answers at MASTER_ADDR within `--distributed-timeout-minutes`.
+        UsageError: nobody answers at MASTER_ADDR within `--distributed-timeout-minutes`, or rank 0 ends meanwhile.
     """
     if args.world_size == 1 and "MASTER_ADDR" not in os.environ:
         return dist.HashStore()
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
     if args.rank and "MASTER_ADDR" in os.environ:
         wait_for_store(args)
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    store, _, _ = next(dist.rendezvous("env://", args.rank, world_size=1, timeout=timeout))  # it would wait for so many
+    try:
+        with _stack_of_torch_left_out():
+            store, _, _ = next(dist.rendezvous("env://", args.rank, world_size=1, timeout=timeout))  # waits for so many
+    except dist.DistNetworkError as error:
+        if not args.rank:
+            raise
+        why = str(error).partition("\n")[0]  # rank 0 answered, and ended before this rank was connected
+        raise UsageError(f"{never_came([0], timeout.total_seconds())}; {why}") from None
     return store
+
+
+@contextmanager
+def _stack_of_torch_left_out() -> Iterator[None]:
+    """What torch prints while the block raises is left out: its C++ stack, beside an error that says the same."""
+    real = os.dup(2)
+    with tempfile.TemporaryFile() as printed:
+        os.dup2(printed.fileno(), 2)
+        try:
+            yield
+            printed.seek(0)
+            os.write(real, printed.read())
+        finally:
+            os.dup2(real, 2)
+            os.close(real)
 
 
 def join_world(args: Arguments, store: dist.Store) -> None:
