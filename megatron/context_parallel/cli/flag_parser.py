@@ -92,22 +92,22 @@ class FlagParser:
         """What is wrong with words of a command line that are no flags of the program."""
         # What follows an unknown flag may be its value; what stands before the first of them is nobody's.
         stray = [f"{word}: unknown word" for word in takewhile(lambda word: not _is_flag(word), words)]
-        flags = {word: self._closest(word) for word in (word.split("=")[0] for word in words if _is_flag(word))}
-        unknown = [
-            f"{word}: unknown flag" + (f" (did you mean {near}?)" if near else "") for word, near in flags.items()
-        ]
+        options = dict.fromkeys(word.split("=")[0] for word in words if _is_flag(word))
+        nearest = [self._closest(option) for option in options]
+        unknown = []
+        for option, near in zip(options, nearest, strict=True):
+            unknown.append(f"{option}: unknown flag" + (f" (did you mean {near}?)" if near else ""))
         such = next(flag.option for flag in self.flags.values() if flag.required)
-        advice = [] if flags and all(flags.values()) else [f"--help lists the flags, such as {such}"]
+        advice = [] if nearest and all(nearest) else [f"--help lists the flags, such as {such}"]
         return "; ".join(stray + unknown + advice)
 
     def _closest(self, word: str) -> str | None:
         """The flag that `word` is nearly spelled like and that has all its words: a --vocab-file is no --vocab-size."""
-        given = word.strip("-").replace("_", "-").lower()
-        alike = [
-            name
-            for name in (option[2:] for option in [*self.by_option, *self.foreign])
-            if all(get_close_matches(part, name.split("-"), 1, 0.7) for part in given.split("-"))
-        ]
+        given, alike = word.strip("-").replace("_", "-").lower(), []
+        for option in [*self.by_option, *self.foreign]:
+            name = option[2:]
+            if all(get_close_matches(part, name.split("-"), 1, 0.7) for part in given.split("-")):
+                alike.append(name)
         return next((f"--{name}" for name in get_close_matches(given, alike, 1, 0.7)), None)
 
 

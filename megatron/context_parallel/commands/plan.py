@@ -108,9 +108,11 @@ def way(plan: Plan) -> str:
 
 
 def by_tensor(plan: Plan, report: PlanReport) -> str:
-    tensors = sorted({t for volume in report.volume for t in volume})
-    received = " + ".join(f"{max(v[t] for v in report.volume):g} {t}" for t in tensors)
-    return f"  {way(plan):8}  {received or '-'}"
+    received = []
+    for tensor in sorted({t for volume in report.volume for t in volume}):
+        most = max(volume[tensor] for volume in report.volume)
+        received.append(f"{most:g} {tensor}")
+    return f"  {way(plan):8}  {' + '.join(received) or '-'}"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -121,8 +121,10 @@ def find_files(inputs: list[str]) -> list[Path]:
     for name in inputs:
         path = Path(name)
         if path.is_dir():
-            inside = (p for p in path.rglob("*") if p.is_file() and p.suffix != ".json")
-            files += sorted(p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts))
+            for inside in sorted(path.rglob("*")):
+                hidden = any(part.startswith(".") for part in inside.relative_to(path).parts)
+                if not hidden and inside.suffix != ".json" and inside.is_file():
+                    files.append(inside)
         elif path.is_file():
             files.append(path)
         else:

@@ -57,14 +57,16 @@ class BatchLayout:
     def _chunks(self, first: Mapping[int, int]) -> ListedChunks:
         """The rows of each rank, of places from `first` on in each sequence."""
         tables, of = self.tables, first.items()
+        begins = [0, *accumulate(self.lengths[:-1])]  # of each sequence among the rows of all
 
         def positions(rank: int) -> Tensor:
-            begins = accumulate(self.lengths, initial=0)
-            parts = [tables.positions(s, rank, start) + begin for (s, start), begin in zip(of, begins, strict=False)]
+            parts = [tables.positions(s, rank, start) + begin for (s, start), begin in zip(of, begins, strict=True)]
             return torch.from_numpy(numpy.concatenate(parts))
 
-        counts = (tuple([tables.count(s, rank, start) for s, start in of]) for rank in range(tables.n))
-        return ListedChunks(tuple(counts), positions)
+        def counts(rank: int) -> tuple[int, ...]:
+            return tuple([tables.count(s, rank, start) for s, start in of])
+
+        return ListedChunks(tuple(map(counts, range(tables.n))), positions)
 
     def view(self, window: tuple[int, int], kernel: Kernel) -> tuple[Blocks, Tensor | slice]:
         """The blocks under a window, the same for all layers that have it, and where this rank's keys are.

@@ -16,11 +16,12 @@ class KVCache:
     def __init__(
         self, pages: int, page: int, shapes: list[tuple[int, int, int]], dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.layers = [
-            tuple(torch.empty(pages, page, heads, d, dtype=dtype, device=device) for d in dims)
-            for heads, *dims in shapes
-        ]
-        self._rows = [tuple(pages.flatten(0, 1) for pages in layer) for layer in self.layers]  # views
+        self.layers, self._rows = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+        for heads, key_dim, value_dim in shapes:
+            keys = torch.empty(pages, page, heads, key_dim, dtype=dtype, device=device)
+            values = torch.empty(pages, page, heads, value_dim, dtype=dtype, device=device)
+            self.layers.append((keys, values))
+            self._rows.append((keys.flatten(0, 1), values.flatten(0, 1)))  # views
 
     def append(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores rows [rows, kv_heads, d] of a layer at `slots` int64 [rows]."""
@@ -34,5 +35,6 @@ class KVCache:
 
     def copy(self, source: int, target: int) -> None:
         """Copies a page in all layers."""
-        for pages in (x for layer in self.layers for x in layer):
-            pages[target] = pages[source]
+        for layer in self.layers:
+            for pages in layer:
+                pages[target] = pages[source]

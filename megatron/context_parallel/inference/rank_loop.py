@@ -75,7 +75,10 @@ class RankLoop:
         for name in arrivals.get("cancelled", ()):
             self.engine.cancel(name)
         outputs = self.engine.step()
-        told = [(output.request, [token.id for token in output.tokens], output.finish) for output in outputs]
+        told = []
+        for output in outputs:
+            chosen = [token.id for token in output.tokens]
+            told.append((output.request, chosen, output.finish))
         self._chosen = zlib.crc32(repr(told).encode(), self._chosen)
         self._turn += 1
         return outputs

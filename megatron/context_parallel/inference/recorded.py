@@ -61,12 +61,10 @@ def record(
         run: calls the model; takes `attend` and the inputs.
         inputs: of a pass; their shapes are recorded with it.
     """
-    weights = [
-        (of, name, weight)
-        for module in model.modules()
-        for of in (module._parameters, module._buffers)
-        for name, weight in of.items()
-    ]
+    weights = list[tuple[dict, str, Tensor | None]]()
+    for module in model.modules():
+        for of in (module._parameters, module._buffers):
+            weights += [(of, name, weight) for name, weight in of.items()]
     mark = partial(run, lambda core, q, k, v: _attend(q, k, v, core.layer_number - 1))
     # megatron-core puts data into new tensors behind the back of a recording, to be rid of views.
     with mock.patch.object(megatron.core.utils, "_kernel_make_viewless_tensor", lambda x, *_: x):

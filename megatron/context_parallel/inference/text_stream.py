@@ -48,8 +48,7 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + text
-        places = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
-        if places:
+        if places := [text.index(stop) for stop in self._stop if stop in text]:
             self.stopped, self._held = True, ""
             return text[: min(places)]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)

@@ -87,9 +87,6 @@ class Texts:
             "choices": choices,
         } | more
 
-    def _top(self, token: Token) -> list[tuple[int, float]]:
-        return [*token.top] or [(token.id, token.logprob)]
-
 
 class Completions(Texts):
     """Answers of /v1/completions."""
@@ -125,28 +122,19 @@ class Completions(Texts):
         return {
             "tokens": texts,
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{self.decode([other]): logprob for other, logprob in self._top(t)} for t in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": offsets,
         }
+
+    def _top(self, token: Token) -> dict[str, float]:
+        return {self.decode([other]): logprob for other, logprob in token.top or [(token.id, token.logprob)]}
 
 
 class Chats(Texts):
     """Answers of /v1/chat/completions."""
 
     def whole(self) -> dict[str, Any]:
-        choices = [
-            {
-                "index": i,
-                "message": {
-                    "role": "assistant",
-                    "content": "".join(output.text for output in outputs),
-                    "refusal": None,
-                },
-                "logprobs": self._logprobs([token for output in outputs for token in output.tokens]),
-                "finish_reason": outputs[-1].finish,
-            }
-            for i, outputs in enumerate(self.outputs)
-        ]
+        choices = [self._choice(i, outputs) for i, outputs in enumerate(self.outputs)]
         return self._envelope("chat.completion", choices, usage=self.usage)
 
     def first(self) -> list[dict[str, Any]]:
@@ -158,6 +146,15 @@ class Chats(Texts):
 
     def last(self) -> dict[str, Any]:
         return self._envelope("chat.completion.chunk", [], usage=self.usage)
+
+    def _choice(self, i: int, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        text = "".join(output.text for output in outputs)
+        return {
+            "index": i,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": self._logprobs([token for output in outputs for token in output.tokens]),
+            "finish_reason": outputs[-1].finish,
+        }
 
     def _chunk(self, i: int, delta: dict, logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
         choice = {"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": finish}

@@ -64,18 +64,9 @@ def pretrain(args: Arguments) -> None:
             check_shuffle(args, state.progress, datasets[0], lambda n: build_datasets(args, tokenizer, (n, 0, 0))[0])
         state.progress.planned_train_samples = samples[0]
         log = RunLog(args, state.progress)
-        train, valid, test = (
-            None if dataset is None else [_batches(args, state, dataset, consumed) for _ in state.model]
-            for dataset, consumed in zip(
-                datasets,
-                (
-                    state.progress.consumed_train_samples,
-                    0 if args.skip_train else state.progress.consumed_valid_samples,
-                    0,
-                ),
-                strict=True,
-            )
-        )
+        train = _batches(args, state, datasets[0], state.progress.consumed_train_samples)
+        valid = _batches(args, state, datasets[1], 0 if args.skip_train else state.progress.consumed_valid_samples)
+        test = _batches(args, state, datasets[2], 0)
         if args.skip_train:
             for split, batches in (("validation", valid), ("test", test)):
                 if batches:
@@ -116,9 +107,11 @@ def samples_needed(args: Arguments) -> tuple[int, int, int]:
     return train_samples(args), (args.train_iters // args.eval_interval + 1) * per_evaluation, per_evaluation
 
 
-def _batches(args: Arguments, state: TrainState, dataset: Dataset, consumed: int) -> Batches:
+def _batches(args: Arguments, state: TrainState, dataset: Dataset | None, consumed: int) -> ChunkBatches | None:
+    if dataset is None:
+        return None
     rank, note = parallel_state.get_data_parallel_rank(), state.findings.note_data
-    return build_data_iterator(dataset, args, consumed, rank, args.data_parallel_size, note)
+    return [build_data_iterator(dataset, args, consumed, rank, args.data_parallel_size, note) for _ in state.model]
 
 
 # ------------------------------------------------------------------------------------------------- the loop

@@ -36,7 +36,9 @@ class BlockTimer:
         """Of a forward and a backward pass, each time with other inputs: in training too they are new to the caches."""
         first = self._inputs(rows, kv_heads, keys)
         count = max(SETS[0], min(SETS[-1], COLD // sum(x.nbytes for x in first)))
-        sets = [first, *([x.clone() for x in first] for _ in range(count - 1))]
+        sets = [first]
+        while len(sets) < count:
+            sets.append([x.clone() for x in first])
         q, k, v, _ = first
         lse = self.kernel.forward(q, k, v, mask, self.scores)[1].to(torch.promote_types(self.dtype, torch.float32))
         delta = torch.zeros_like(lse)  # the values of both do not change the time
@@ -129,7 +131,8 @@ def _gemms(meter: Meter, dtype: torch.dtype) -> tuple[GemmRate, ...]:
 def _bandwidth(meter: Meter) -> float:
     """Bytes a second of an addition in place to a partial that is not in the caches: it was used long ago."""
     numbers, pairs = (2**19, COLD // 2**22) if meter.device.type == "cpu" else (2**26, 1)
-    partials = cycle([[torch.ones(numbers, device=meter.device) for _ in range(2)] for _ in range(pairs)])
+    ones = partial(torch.ones, numbers, device=meter.device)
+    partials = cycle([(ones(), ones()) for _ in range(pairs)])
 
     def add() -> None:
         total, part = next(partials)

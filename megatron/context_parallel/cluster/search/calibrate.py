@@ -77,10 +77,12 @@ class Calibration:
         if not self.used:
             raise UsageError(f"{cluster.name}: no cell is marked as fitted")
         self.start = numpy.log([field.start for field in self.fields])
-        self.bounds = tuple(numpy.log([getattr(f, side) for f in self.fields]) for side in ("least", "most"))
+        least = numpy.log([field.least for field in self.fields])
+        most = numpy.log([field.most for field in self.fields])
+        self.bounds = least, most
         found = least_squares(
             self._off,
-            self.start.clip(*self.bounds),
+            self.start.clip(least, most),
             bounds=self.bounds,
             loss="soft_l1",
             f_scale=LARGE,
@@ -89,7 +91,8 @@ class Calibration:
             ftol=1e-3,
             max_nfev=MOST_STEPS,
         )
-        self.steps, self.at, self.residuals, self.fitted = found.nfev, found.x, found.fun, self._cluster(found.x)
+        self.steps, self.at, self.residuals = found.nfev, found.x, found.fun
+        self.fitted = self._cluster(self.at)
 
     def errors(self, cells: Collection[Cell], cluster: Cluster) -> dict[Cell, float]:
         """|predicted / known - 1| of cells, without those that are not known or not predicted."""

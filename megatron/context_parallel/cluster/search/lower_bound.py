@@ -37,48 +37,77 @@ def lower_bound(plan: Plan, links: Links, shape: Shape, blocks: BlockTime) -> Pa
         shape: the sizes on a rank.
         blocks: the times of its blocks.
     """
+    ranks = _looked_at(links)
     shared = links.cluster.shared_cores
-    ranks, cores = _looked_at(links), shared / links.together if shared else plan.size
-    wires, computed, busy, likely = defaultdict[tuple, float](float), [0.0] * len(ranks), 0.0, 0.0
+    cores = shared / links.together if shared else plan.size
     size_of = cache(lambda tensor, swap: chunk_bytes(plan, tensor, shape, swap))
-    for step in zip_longest(*(_Rank(plan, rank, size_of).steps() for rank in ranks), fillvalue=((), ())):
-        wire, latency, longest, spent = defaultdict[tuple, float](float), 0.0, 0.0, 0.0
-        for i, (attends, messages) in enumerate(step):
+    wires, computed = defaultdict[tuple, float](float), [0.0] * len(ranks)  # seconds of each link and rank, all steps
+    busy, likely = 0.0, 0.0
+    for works in zip_longest(*(_Rank(plan, rank, size_of).steps() for rank in ranks), fillvalue=((), ())):
+        step = _Step(links, ranks)
+        for i, (attends, messages) in enumerate(works):
             seconds = sum(map(blocks, attends))
-            computed[i], longest, spent = computed[i] + seconds, max(longest, seconds), spent + seconds
-            for sender, receiver, size in messages:
-                path = links.path(sender, receiver)
-                spent += size * path.processor if shared else 0.0  # at this end
-                if ranks[i] == sender or sender not in ranks:  # each message once
-                    latency = max(latency, path.seconds)
-                    for link, rate in path.links:
-                        wire[link] += size / rate
-        for link, seconds in wire.items():
+            computed[i] += seconds
+            step.add(ranks[i], seconds, messages)
+        for link, seconds in step.wires.items():
             wires[link] += seconds
-        busy += spent
-        work = max(longest, spent / len(ranks) * plan.size / cores)
-        likely += max(max(wire.values(), default=0.0) + latency, work)
+        busy += step.busy
+        moved = max(step.wires.values(), default=0.0) + step.latency
+        worked = max(step.longest, step.busy / len(ranks) * plan.size / cores)
+        likely += max(moved, worked)
     return PassBound(float(max([*wires.values(), *computed, busy / cores])), float(likely))
 
 
 def _looked_at(links: Links) -> list[int]:
     """All ranks, or of many: those that share a link with the first, the last of its node, and the last of all."""
-    cluster, n = links.cluster, len(links.devices)
-    if n <= ALL_UP_TO:
-        return [*range(n)]
-    each, nics, inside = cluster.devices_per_node, cluster.nics, cluster.inside
-    sharers = each // nics.per_node if nics and not (inside and inside.shared) else each
-    node = [rank for rank in range(n) if links.devices[rank] // each == links.devices[0] // each]
-    near = [rank for rank in node if links.devices[rank] - links.devices[0] < sharers]
-    return sorted({*near, node[-1], n - 1})
+    cluster, devices = links.cluster, links.devices
+    ranks = range(len(devices))
+    if len(ranks) <= ALL_UP_TO:
+        return [*ranks]
+    sharers = cluster.devices_per_node  # devices on a link
+    if cluster.nics and not (cluster.inside and cluster.inside.shared):
+        sharers //= cluster.nics.per_node
+    node = [rank for rank in ranks if links.nodes[rank] == links.nodes[0]]
+    near = [rank for rank in node if devices[rank] - devices[0] < sharers]
+    return sorted({*near, node[-1], ranks[-1]})
+
+
+class _Step:
+    """A step of some ranks.
+
+    Attributes:
+        wires: seconds that each link is taken.
+        latency: seconds until the first byte of the slowest message.
+        longest: seconds of the blocks of a rank.
+        busy: seconds that the processors of all these ranks work.
+    """
+
+    def __init__(self, links: Links, ranks: list[int]) -> None:
+        self.links, self.ranks, self.wires = links, ranks, defaultdict[tuple, float](float)
+        self.latency, self.longest, self.busy = 0.0, 0.0, 0.0
+
+    def add(self, rank: int, seconds: float, messages: Iterable[MessageCost]) -> None:
+        """What a rank does: blocks of so many seconds, and messages that it sends or receives."""
+        shared = self.links.cluster.shared_cores
+        self.longest = max(self.longest, seconds)
+        self.busy += seconds
+        for sender, receiver, size in messages:
+            path = self.links.path(sender, receiver)
+            if shared:
+                self.busy += size * path.processor  # at this end
+            if rank == sender or sender not in self.ranks:  # each message once
+                self.latency = max(self.latency, path.seconds)
+                for link, rate in path.links:
+                    self.wires[link] += size / rate
 
 
 class _Rank:
     """What a rank (of all ranks) computes and moves."""
 
     def __init__(self, plan: Plan, rank: int, size_of: Callable[[T, bool], float]) -> None:
-        self.plan, self.rank, self.bytes, grid = plan, rank, size_of, plan.grid
-        self.place, self.members = grid.coordinates(rank)["context"], grid.along(rank, "context")
+        self.plan, self.rank, self.bytes = plan, rank, size_of
+        self.place = plan.grid.coordinates(rank)["context"]  # among `members`
+        self.members = plan.grid.along(rank, "context")
 
     def steps(self) -> Iterator[tuple[Iterable[Attend], Iterable[MessageCost]]]:
         """The blocks of each step, and its messages."""
@@ -95,10 +124,10 @@ class _Rank:
         for op in comm:
             size = self.bytes(op.tensor, False)
             if isinstance(op, AllGather):  # libraries pass the chunks on along a ring
-                at, others = op.group.index(self.place), len(op.group) - 1
-                before, after = (self.members[op.group[(at + by) % (others + 1)]] for by in (-1, 1))
-                yield before, self.rank, size * others
-                yield self.rank, after, size * others
+                ring = [self.members[place] for place in op.group]
+                at, passed = ring.index(self.rank), size * (len(ring) - 1)
+                yield ring[at - 1], self.rank, passed
+                yield self.rank, ring[(at + 1) % len(ring)], passed
             else:
                 for t in op.transfers(self.place):
                     yield self.members[t.sender], self.members[t.receiver], size

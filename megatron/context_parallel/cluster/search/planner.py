@@ -1,7 +1,7 @@
 """Which strategy is fastest on a described cluster, among all that can run."""
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -93,8 +93,9 @@ def fastest(
     Returns:
         What those simulated take, fastest first; and the seconds that the others take at least.
     """
-    looks, leaders = _looks(ways, place, workload), dict[str, Name]()
+    looks = _looks(ways, place, workload)
     by_likely = sorted(ways, key=lambda name: looks[name].likely)
+    leaders = dict[str, Name]()  # of each strategy
     for name in by_likely:
         leaders.setdefault(ways[name][0].name, name)
     found, best = dict[Name, Prediction](), math.inf
@@ -103,13 +104,14 @@ def fastest(
             found[name] = _predict(ways[name], place, workload)
             best = min(best, found[name].seconds)
     ranked = sorted(found, key=lambda name: found[name].seconds)
-    return {name: found[name] for name in ranked}, {name: looks[name].least for name in by_likely if name not in found}
+    slower = {name: looks[name].least for name in by_likely if name not in found}
+    return {name: found[name] for name in ranked}, slower
 
 
 def _predict(plans: Sequence[Plan], place: GroupDevices, workload: Workload) -> Prediction:
     passes, shape = [], workload.shape(place.n)
+    how = workload.mask, workload.batch, workload.dtype, place.devices, place.others
     for plan in plans:
-        how = workload.mask, workload.batch, workload.dtype, place.devices, place.others
         found = simulate(plan, place.cluster, shape, *how)
         passes.append(PassPrediction(found.seconds, found.exposed, memory(plan, workload)))
     return Prediction(tuple(passes))
@@ -125,7 +127,11 @@ def _looks(ways: Mapping[Name, Sequence[Plan]], place: GroupDevices, workload: W
             blocks[alike] = _block_time(plan, place, workload)
         return lower_bound(plan, links, shape, blocks[alike])
 
-    return {name: PassBound(*map(sum, zip(*map(look, plans), strict=True))) for name, plans in ways.items()}
+    looks = dict[Name, PassBound]()
+    for name, plans in ways.items():
+        passes = list(map(look, plans))
+        looks[name] = PassBound(sum(of.least for of in passes), sum(of.likely for of in passes))
+    return looks
 
 
 def _block_time(plan: Plan, place: GroupDevices, workload: Workload) -> BlockTime:
@@ -193,7 +199,8 @@ def _mixed(ways: Mapping[str, tuple[Plan, ...]], ranked: Mapping[str, Prediction
     for spec, (plan, _) in ways.items():
         alike[plan.layout, plan.heads, plan.placement].append(spec)
     for specs in alike.values():
-        first, second = (min(specs, key=lambda spec: ranked[spec].passes[i].seconds) for i in (0, 1))
+        first = min(specs, key=lambda spec: ranked[spec].passes[0].seconds)
+        second = min(specs, key=lambda spec: ranked[spec].passes[1].seconds)
         mixed = Prediction((ranked[first].passes[0], ranked[second].passes[1]))
         if mixed.seconds < (1 - GAIN) * min(ranked[spec].seconds for spec in specs):
             found[f"{first}+{second}"] = mixed
@@ -207,13 +214,16 @@ def memory(plan: Plan, workload: Workload) -> int:
 
 def _q_cost(workload: Workload, place: GroupDevices, head_parallel_size: int) -> float:
     """How long a message of queries takes on the slowest link between neighbours, in forward blocks."""
-    n, links = place.n, Links(place.cluster, devices=place.devices, others=place.others)
+    n = place.n
     if head_parallel_size == n:
         return 1.0
     plan = parse_spec("ring", layout="cyclic").plan(n, head_parallel_size=head_parallel_size)
-    block = _block_time(plan, place, workload)(Attend((1,), (0,))) * max(1.0, n / (place.cluster.shared_cores or n))
-    seconds, size = Counter[tuple](), chunk_bytes(plan, T.Q, workload.shape(n), swap=False)
+    waiting = max(1.0, n / (place.cluster.shared_cores or n))  # for a processor
+    block = _block_time(plan, place, workload)(Attend((1,), (0,))) * waiting
+    size = chunk_bytes(plan, T.Q, workload.shape(n), swap=False)
+    links = Links(place.cluster, devices=place.devices, others=place.others)
+    seconds = defaultdict[tuple, float](float)
     for rank in range(n):
         for link, rate in links.path(rank, (rank + head_parallel_size) % n).links:
-            seconds[link] += size / rate  # type: ignore[assignment]
+            seconds[link] += size / rate
     return max(seconds.values()) / block

@@ -30,6 +30,10 @@ class PieceShare(NamedTuple):
     keys: float
     pairs: float
 
+    @property
+    def look(self) -> tuple[float, ...]:
+        return tuple([round(number, 9) for number in self])
+
 
 class BlockTime:
     """Seconds of the blocks of one pass.
@@ -72,7 +76,7 @@ class BlockTime:
 
     def _pieces(self, q_chunks: tuple[int, ...], kv_chunks: tuple[int, ...]) -> Hashable:
         parts = [part for q in q_chunks for part in self.parts(q, kv_chunks)]
-        return len(kv_chunks), tuple(tuple(round(number, 9) for number in part) for part in parts)
+        return len(kv_chunks), tuple([part.look for part in parts])
 
     def _seconds(self, q_chunks: tuple[int, ...], kv_chunks: tuple[int, ...]) -> float:
         parts = [part for q in q_chunks for part in self.parts(q, kv_chunks)]

@@ -51,8 +51,11 @@ def _rings(cluster: Cluster, group: Group) -> list[Group]:
         nodes.setdefault(device // cluster.devices_per_node, []).append(device)
     fewest = min(map(len, nodes.values()))
     count = min(cluster.nics.per_node, fewest) if cluster.nics and len(nodes) > 1 else 1
-    shifts = [i * fewest // count for i in range(count)]
-    return [tuple(device for node in nodes.values() for device in node[shift:] + node[:shift]) for shift in shifts]
+    orders = []
+    for i in range(count):
+        shift = i * fewest // count
+        orders.append(tuple(device for node in nodes.values() for device in node[shift:] + node[:shift]))
+    return orders
 
 
 def _together(cluster: Cluster, hops: list[tuple[int, int, float]], rounds: int) -> Rate:

@@ -107,9 +107,7 @@ class _Costs:
         self.plan, self.shape, self.blocks, self.links, self.fold = plan, shape, blocks, links, few
         self.cluster = cluster = links.cluster
         self.flows = Flows((cluster.compute_slowdown, cluster.message_slowdown))
-        self.ranks = [
-            [few.grid.rank(heads=group, context=rank) for rank in range(plan.n)] for group in range(few.groups)
-        ]
+        self.ranks = [few.grid.along(few.grid.rank(heads=group), "context") for group in range(few.groups)]
         self.route = cache(self._route)
         self.compute_is_shared = bool(cluster.shared_cores or cluster.compute_slowdown or cluster.message_slowdown)
         self.bytes = {(t, swap): chunk_bytes(plan, t, shape, swap) for swap in (False, True) for t in T}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from megatron.context_parallel.plan.ir import AllGather, Attend, Comm, Plan, ReduceScatter, Send, Steps
 from megatron.context_parallel.tokens.chunk_pairs import rotated
@@ -51,37 +51,40 @@ def symmetry_of(plan: Plan, look: Callable[[Attend], Hashable], links: int) -> S
         look: blocks of the same look take the same time.
         links: devices after which the links of the cluster repeat.
     """
-    apart = {"heads": plan.grid.rank(heads=1), "context": plan.grid.rank(context=1)}  # devices between neighbours
-
-    def fits(dimension: str, size: int) -> Iterator[int]:
-        for part in range(1, size):
-            if size % part == 0 and part * apart[dimension] % links == 0 and size * apart[dimension] % links == 0:
-                yield part
-        yield size
-
-    alike = _Alike(plan, look)
-    return Symmetry(plan, next(filter(alike, fits("context", plan.n))), next(fits("heads", plan.heads)))
+    work = _Work(plan, look)
+    periods = _periods(plan.n, plan.grid.rank(context=1), links)
+    ranks = next(period for period in periods if work.repeats(period))
+    groups = next(_periods(plan.heads, plan.grid.rank(heads=1), links))
+    return Symmetry(plan, ranks, groups)
 
 
-class _Alike:
-    """Whether rank r + period does what rank r does, for every r."""
+def _periods(size: int, apart: int, links: int) -> Iterator[int]:
+    """Parts of a dimension of the grid after which the links repeat, and at last all of it.
+
+    Its neighbours are `apart` devices apart.
+    """
+    for part in range(1, size):
+        if size % part == 0 and part * apart % links == 0 and size * apart % links == 0:
+            yield part
+    yield size
+
+
+class _Work:
+    """What the ranks of a plan do."""
 
     def __init__(self, plan: Plan, look: Callable[[Attend], Hashable]) -> None:
         self.plan, self.look = plan, look
         self.write = plan.steps.write if isinstance(plan.steps, Steps) else plan.steps.__getitem__  # keeps nothing
-        self.seen: dict[int, list] = {}  # what the first ranks do
+        self.of_first = cache(self._does)  # each of the first ranks is compared with many
 
-    def __call__(self, period: int) -> bool:
+    def repeats(self, period: int) -> bool:
+        """Whether rank r + period does what rank r does, for every r."""
         n, rows = self.plan.n, self.plan.visible_pairs.rows
         if period == n:
             return True
         if any(rotated(rows[(q + period) % n], period, n) != rows[q] for q in range(n)):
             return False
-        for rank in range(period, n):
-            first = self.seen.get(rank % period) or self.seen.setdefault(rank % period, self._does(rank % period))
-            if first != self._does(rank):
-                return False
-        return True
+        return all(self.of_first(rank % period) == self._does(rank) for rank in range(period, n))
 
     def _does(self, rank: int) -> list:
         """The work of a rank, seen from it."""
@@ -90,8 +93,9 @@ class _Alike:
             for op in step.comm:
                 work.append((s, *_turned(op, rank, n)))
             for block in step.attend:
-                queries, keys = ([(c - rank) % n for c in chunks] for chunks in (block.q_chunks, block.kv_chunks))
-                work.append((s, sorted(queries), sorted(keys), self.look(block)))
+                queries = sorted([(chunk - rank) % n for chunk in block.q_chunks])
+                keys = sorted([(chunk - rank) % n for chunk in block.kv_chunks])
+                work.append((s, queries, keys, self.look(block)))
         return work
 
 

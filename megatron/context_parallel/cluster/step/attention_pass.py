@@ -61,25 +61,15 @@ def attention_forecast(
     """
     plan, shape, mask = attention_plan(model, run, backward), attention_shape(model, run), attention_mask(model)
     groups, each = run.groups("context"), cluster.devices_per_node
-    # Groups that lie alike on nodes take equally long.
-    unlike = {tuple(rank // each - group[0] // each for rank in group): group for group in reversed(groups)}
-    return max(
-        (
-            simulate(
-                plan,
-                cluster,
-                shape,
-                mask,
-                run.micro_batch_size,
-                run.dtype,
-                group,
-                [g for g in groups if g != group],
-                all_up_to,
-            )
-            for group in unlike.values()
-        ),
-        key=lambda forecast: forecast.seconds,
-    )
+    unlike = {}  # groups that lie alike on nodes take equally long
+    for group in reversed(groups):
+        nodes = tuple(rank // each - group[0] // each for rank in group)
+        unlike[nodes] = group
+    how, forecasts = (mask, run.micro_batch_size, run.dtype), []
+    for group in unlike.values():
+        others = [other for other in groups if other != group]
+        forecasts.append(simulate(plan, cluster, shape, *how, group, others, all_up_to))
+    return max(forecasts, key=lambda forecast: forecast.seconds)
 
 
 class Attention(NamedTuple):

@@ -132,6 +132,9 @@ class TrainConfig:
 
 @cache
 def _groups(mesh: ProcessMesh, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    places = map(mesh.coordinates, range(mesh.size))
-    first = [rank for rank, place in enumerate(places) if not any(place[name] for name in names)]
-    return tuple(mesh.along(rank, *names) for rank in first)
+    groups = []
+    for rank in range(mesh.size):
+        place = mesh.coordinates(rank)
+        if not any(place[name] for name in names):  # the first of its group
+            groups.append(mesh.along(rank, *names))
+    return tuple(groups)

@@ -65,7 +65,8 @@ class CheckReport:
 
 def print_table(title: str, rows: list[dict]) -> None:
     """Plain text, columns to the right; without rich, which a plain GPU image may lack."""
-    lines = [list(rows[0]), *([_cell(x) for x in row.values()] for row in rows)]
+    lines = [list(rows[0])]
+    lines += [list(map(_cell, row.values())) for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print(f"\n{title}")
     for line in lines:

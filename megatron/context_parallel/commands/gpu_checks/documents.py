@@ -35,9 +35,10 @@ def plan_and_cut(
         schedule(plan, rank)
     planned = clock()
     blocks = cp.blocks(mask, shape[0], kernel)
-    for attend in (attend for plan in plans for step in plan.steps[rank] for attend in step.attend):
-        for q in attend.q_chunks:
-            blocks.pieces(q, attend.kv_chunks)
+    for plan in plans:
+        for attend in [attend for step in plan.steps[rank] for attend in step.attend]:
+            for q in attend.q_chunks:
+                blocks.pieces(q, attend.kv_chunks)
     return planned - start, clock() - planned
 
 

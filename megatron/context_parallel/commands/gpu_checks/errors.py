@@ -35,10 +35,10 @@ def run_masks(rows: int, device: torch.device) -> dict[str, tuple[Runs, int]]:
         "2 samples": ([document, window], [up, up], rows),
         "blind rows": ([torch.where(up <= rows // 2, window, half)], [half], rows),
     }
-    return {
-        name: (Runs(*(torch.stack(x).int().to(device) for x in (first, end))), keys)
-        for name, (first, end, keys) in found.items()
-    }
+    masks = {}
+    for name, (first, end, keys) in found.items():
+        masks[name] = Runs(torch.stack(first).int().to(device), torch.stack(end).int().to(device)), keys
+    return masks
 
 
 def compare(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]:

@@ -36,7 +36,8 @@ def check_nccl(report: CheckReport, sizes: CheckSizes, ranks: int, backend: str 
         for process in processes:
             process.join()
     for rows in zip(*of_ranks, strict=True):
-        errors = [max(of) for of in zip(*(errors for _, errors in rows), strict=True)]
+        by_tensor = zip(*(errors for _, errors in rows), strict=True)
+        errors = list(map(max, by_tensor))
         named = dict(zip(WHAT, errors, strict=True))
         report.add("nccl", **rows[0][0], **named, verdict="PASS" if max(errors) <= BOUND else "FAIL")
 

@@ -192,5 +192,7 @@ def launches(cp: AllRanks, kernel: Kernel, clock: GpuClock, q: Tensor, k: Tensor
     watched = CountingKernel(kernel, clock)
     context_parallel_attention(q, k, v, cp, kernel=watched)
     plan = cp.plan(Mask(), (len(q), len(k)), q.shape[2], k.shape[2], backward=False)
-    attends = [attend for steps in plan.steps for step in steps for attend in step.attend]
-    return len(watched.calls), sum(len(attend.q_chunks) for attend in attends)
+    blocks = 0
+    for steps in plan.steps:
+        blocks += sum(len(attend.q_chunks) for step in steps for attend in step.attend)
+    return len(watched.calls), blocks

@@ -174,9 +174,10 @@ def _check_blocks(args: Arguments) -> None:
         plan = choice.plan(args.context_parallel_size, backward=backward)
         chunks = Chunks.pair(choice.layout, plan.n, args.seq_length)
         blocks = Blocks(Mask(), *chunks, cast(Kernel, library))  # which only cuts here
-        for attend in (attend for rank in (0, plan.n - 1) for step in plan.steps[rank] for attend in step.attend):
-            for chunk in attend.q_chunks:
-                blocks.pieces(chunk, attend.kv_chunks)
+        for step in (*plan.steps[0], *plan.steps[plan.n - 1]):
+            for attend in step.attend:
+                for chunk in attend.q_chunks:
+                    blocks.pieces(chunk, attend.kv_chunks)
 
 
 def _check_rerun(args: Arguments) -> None:

@@ -140,7 +140,7 @@ def _prime_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def _load_buckets(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
-    given = [{name: group[name] for name in _FROM_FLAGS} for group in optimizer.param_groups]
+    given = [dict(group) for group in optimizer.param_groups]
     parts, groups = _parts(optimizer), loaded["optimizer"]["param_groups"]
     # Of what experts were not shared out: their optimizer has the groups of the other weights.
     both = [group | {"is_expert_parallel": shared} for shared in (False, True) for group in groups]
@@ -148,8 +148,9 @@ def _load_buckets(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
         states = loaded["param_state"] if len(parts) == 1 else loaded["param_state"][number]
         copied = [dict(group) for group in both]
         _load_part(part, {**loaded, "optimizer": {**loaded["optimizer"], "param_groups": copied}}, states)
-    for group, values in zip(optimizer.param_groups, given, strict=True):
-        group.update(values)  # megatron-core restored the old ones, and the schedule would follow them
+    for group, before in zip(optimizer.param_groups, given, strict=True):
+        for name in _FROM_FLAGS:  # megatron-core restored the old ones, and the schedule would follow them
+            group[name] = before[name]
 
 
 def _load_part(part: MegatronOptimizer, loaded: dict[str, Any], per_parameter: dict[int, Any]) -> None:

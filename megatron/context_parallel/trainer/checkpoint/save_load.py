@@ -162,10 +162,11 @@ def _on_host(request: AsyncRequest, copy: bool) -> list:
     buckets = request.preload_fn()
     if not copy or torch.cuda.is_available():  # on a GPU's host no weights or optimizer states live on the host
         return buckets
-    return [
-        (path, name, (values, [(item, tensor.clone()) for item, tensor in tensors]))
-        for path, name, (values, tensors) in buckets
-    ]
+    copied = []
+    for path, name, (values, tensors) in buckets:
+        own = [(item, tensor.clone()) for item, tensor in tensors]
+        copied.append((path, name, (values, own)))
+    return copied
 
 
 # --------------------------------------------------------------------------------------------------- loading

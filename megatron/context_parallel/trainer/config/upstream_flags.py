@@ -158,11 +158,9 @@ def _read(usage: str, says: str, refused: bool) -> ForeignFlag:
     return ForeignFlag(option, nargs, tuple(value for value in values if not value.isupper()), says, refused)
 
 
-UPSTREAM = {
-    flag.option: flag
-    for table, refused in ((MEANS_NOTHING, False), (GIVE_INSTEAD, True))
-    for flag in (_read(usage, says, refused) for usage, says in table.items())
-}
+_NOTHING = [_read(usage, says, False) for usage, says in MEANS_NOTHING.items()]
+_REFUSED = [_read(usage, says, True) for usage, says in GIVE_INSTEAD.items()]
+UPSTREAM = {flag.option: flag for flag in _NOTHING + _REFUSED}
 
 
 def meaningless(given: dict[str, list[str]]) -> str | None:

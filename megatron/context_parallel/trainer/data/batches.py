@@ -213,7 +213,9 @@ def _wrong_token(dataset: Dataset, samples: range, tokens: torch.Tensor, vocabul
 
 def collate(samples: list[dict[str, torch.Tensor]], end: int | None) -> Batch:
     """A batch of samples; with its documents, if the token that ends one is given."""
-    batch: Batch = {key: torch.stack([sample[key] for sample in samples]) for key in KEYS}
+    batch: Batch = {}
+    for key in KEYS:
+        batch[key] = torch.stack([sample[key] for sample in samples])
     if end is not None:
         batch["documents"] = Documents.after(batch["tokens"] == end)
     return batch
