@@ -154,7 +154,8 @@ def attention_of_rows(
     if plan.heads > 1:
         raise UsageError(f"--cp-head-parallel-size {plan.heads}: chunks of any rows have no head parallelism; give 1")
     problem = Problem(blocks, k.shape[2], blocks.kernel, scores)
-    return [out for out, *_ in cp.run(forward, plan, problem, [(sinks, *part) for part in inputs])]
+    results = cp.run(forward, plan, problem, [(sinks, *part) for part in inputs])
+    return [out for out, *_ in results]
 
 
 def _of_one_rank(blocks: Blocks, scores: Scores, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -117,8 +117,9 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 def _needed(tensor_layout: str) -> str:
     names = {"q": ("s", "heads", "d"), "k": ("t", "kv_heads", "d"), "v": ("t", "kv_heads", "dv")}
-    q, k, v = (
-        f"{x} [{', '.join({'s': s, 'b': 'b', 'h': h, 'd': d}[letter] for letter in tensor_layout)}]"
-        for x, (s, h, d) in names.items()
-    )
+    needed = []
+    for x, (s, h, d) in names.items():
+        named = {"s": s, "b": "b", "h": h, "d": d}
+        needed.append(f"{x} [{', '.join(named[letter] for letter in tensor_layout)}]")
+    q, k, v = needed
     return f"{q}, {k} and {v}"

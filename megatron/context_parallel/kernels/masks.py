@@ -69,9 +69,10 @@ def cut(block: Runs, short: int = SHORT, most: int | None = None) -> list[Piece]
     if block.first.numel() == 1:  # as in each sequence of a decode step
         first, end = int(block.first), int(block.end)
         return [Piece(slice(0, 1), slice(first, end), FULL)] if end > first else []
-    samples = range(len(block.first))
-    alone = len(samples) == 1
-    of_samples = (_cut_sample(Runs(*(x[i : i + 1] for x in block)), None if alone else i, short) for i in samples)
+    if len(block.first) == 1:
+        return list(islice(_cut_sample(block, None, short), most))
+    alone = enumerate(zip(block.first.split(1), block.end.split(1), strict=True))
+    of_samples = (_cut_sample(Runs(*bounds), sample, short) for sample, bounds in alone)
     return list(islice(chain.from_iterable(of_samples), most))
 
 

@@ -166,8 +166,11 @@ class Flows:
         rates, waiting = [0.0] * len(tasks), list(range(len(tasks)))
         while waiting:
             share = {use: left[use] / count for use, count in users.items() if count}
-            tightest = [min([share[use] for use in tasks[i].uses]) for i in waiting]
-            full, more = min(tightest) * (1 + SAME), list[int]()
+            tightest = []
+            for i in waiting:
+                tightest.append(min([share[use] for use in tasks[i].uses]))
+            full = min(tightest) * (1 + SAME)
+            more: list[int] = []
             for i, rate in zip(waiting, tightest, strict=True):
                 if rate > full:
                     more.append(i)
@@ -185,11 +188,14 @@ class Flows:
         return 1 + crowding * (len({running.task.ranks for running in self._users[resource]}) - 1) if crowding else 1.0
 
     def _slowed(self, tasks: list[_Running], rates: list[float]) -> list[float]:
-        ranks = [running.task.ranks for running in tasks]
-        computes = {r[0] for r in ranks if len(r) == 1}
-        moves = {rank for r in ranks if len(r) == 2 for rank in r}
-        blocks, messages = self._slowdown
-        return [
-            rate / (1 + (blocks * (r[0] in moves) if len(r) == 1 else messages * any(rank in computes for rank in r)))
-            for rate, r in zip(rates, ranks, strict=True)
-        ]
+        """The rates of tasks, less where a rank computes while it sends or receives."""
+        compute, move = set[int](), set[int]()
+        for running in tasks:
+            (compute if len(running.task.ranks) == 1 else move).update(running.task.ranks)
+        of_block, of_message = self._slowdown
+        slowed = []
+        for running, rate in zip(tasks, rates, strict=True):
+            ranks = running.task.ranks
+            by = of_block * (ranks[0] in move) if len(ranks) == 1 else of_message * (not compute.isdisjoint(ranks))
+            slowed.append(rate / (1 + by))
+        return slowed

@@ -168,7 +168,8 @@ def batches(comm: tuple[Comm, ...]) -> list[tuple[str, list[Comm]]]:
 
     First comes each collective, as a batch of its own. Then the messages of each channel form one batch.
     """
-    alone, messages = list[tuple[str, list[Comm]]](), dict[str, list[Comm]]()
+    alone: list[tuple[str, list[Comm]]] = []
+    messages: dict[str, list[Comm]] = {}
     for op in comm:
         of_channel = messages.setdefault(op.channel, [])
         if isinstance(op, Send | Recv):
@@ -300,19 +301,21 @@ class Plan:
 
     def swapped(self, op: SwapHeads, rank: int) -> tuple[Transfer, ...]:
         """What `rank` (of all ranks) sends and receives in a swap of heads, as shares of chunks of the steps."""
-        chunk, peers = self.grid.coordinates(rank)["context"], self.grid.along(rank, "heads")
-        pairs = [(rank, peer) for peer in peers if peer != rank] + [(peer, rank) for peer in peers if peer != rank]
+        chunk = self.grid.coordinates(rank)["context"]
+        peers = [peer for peer in self.grid.along(rank, "heads") if peer != rank]
+        pairs = [(rank, peer) for peer in peers] + [(peer, rank) for peer in peers]
         return tuple(Transfer(t, chunk, *pair, 1 / op.size) for pair in pairs for t in op.tensors)
 
     def communicators(self, rank: int) -> list[tuple[str, tuple[int, ...]]]:
         """The communicators of `rank` (of all ranks), each as (channel, ranks), sorted."""
         place, in_steps = self.grid.coordinates(rank)["context"], self.grid.along(rank, "context")
-        needed = {
-            (channel, tuple(range(self.size))) for channel in (*self.channels, *(op.channel for op in self.before))
-        }
-        for op in (op for step in self.steps[place] for op in step.comm):
-            if isinstance(op, AllGather | ReduceScatter):
-                needed.add((op.channel, tuple(in_steps[r] for r in op.group)))
+        everyone = tuple(range(self.size))
+        needed = {(channel, everyone) for channel in self.channels}
+        needed.update((op.channel, everyone) for op in self.before)
+        for step in self.steps[place]:
+            for op in step.comm:
+                if isinstance(op, AllGather | ReduceScatter):
+                    needed.add((op.channel, tuple(in_steps[r] for r in op.group)))
         return sorted(needed)
 
     @property

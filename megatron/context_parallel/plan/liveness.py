@@ -9,12 +9,12 @@ from .volume import Shape, chunk_bytes, units
 
 def last_reads(plan: Plan, r: int) -> dict[Key, int]:
     """The last step in which rank r reads each chunk. After it, a received copy can be freed."""
-    return {
-        key: s
-        for s, step in enumerate(plan.steps[r])
-        for keys in (*(op.reads(r) for op in step.comm), *(a.reads(plan.backward) for a in step.attend))
-        for key in keys
-    }
+    last: dict[Key, int] = {}
+    for s, step in enumerate(plan.steps[r]):
+        read = [key for op in step.comm for key in op.reads(r)]
+        read += [key for attend in step.attend for key in attend.reads(plan.backward)]
+        last.update(dict.fromkeys(read, s))
+    return last
 
 
 def peak(plan: Plan, r: int, kv_ratio: float = 1.0) -> float:
@@ -28,6 +28,21 @@ def peak_bytes(plan: Plan, r: int, shape: Shape) -> int:
 
 
 def _peak(plan: Plan, r: int, size: Callable[[T, bool], float]) -> float:
+    sizes = {t: size(t, False) for t in T}
+    change = [0.0] * (len(plan.steps[r]) + 2)
+    for tensor, first, final in _alive(plan, r):
+        change[first] += sizes[tensor]
+        change[final + 1] -= sizes[tensor]
+    peaks = [*accumulate(change)]
+    for swap, there in ((plan.before, plan.starts), (plan.after, (*plan.starts, *plan.ends))):
+        for op in swap:
+            copies = sum(size(t, True) for t in op.tensors)
+            peaks.append(sum(sizes[t] for t in there) + copies)
+    return max(peaks)
+
+
+def _alive(plan: Plan, r: int) -> list[tuple[T, int, int]]:
+    """Each value that rank r holds: its tensor, and the first and the last step in which it is alive."""
     last, end = last_reads(plan, r), max(0, len(plan.steps[r]) - 1)
     alive: list[tuple[T, int, int]] = [(t, 0, end) for t in plan.starts]
     partial: dict[Key, int] = {}
@@ -47,12 +62,4 @@ def _peak(plan: Plan, r: int, size: Callable[[T, bool], float]) -> float:
             for q, kv in attend.pairs(plan.visible_pairs):
                 for tensor, chunk in zip(plan.ends, (q, kv), strict=False):
                     partial.setdefault((tensor, chunk), s)
-    alive += [(tensor, s, end) for (tensor, _), s in partial.items()]
-    sizes, change = {t: size(t, False) for t in T}, [0.0] * (end + 2)
-    for tensor, first, final in alive:
-        change[first] += sizes[tensor]
-        change[final + 1] -= sizes[tensor]
-    peaks = [*accumulate(change)]
-    for swap, there in ((plan.before, plan.starts), (plan.after, (*plan.starts, *plan.ends))):  # and the copies sent
-        peaks += [sum(sizes[t] for t in there) + sum(size(t, True) for t in op.tensors) for op in swap]
-    return max(peaks)
+    return alive + [(tensor, s, end) for (tensor, _), s in partial.items()]

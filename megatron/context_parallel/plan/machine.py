@@ -104,9 +104,10 @@ class Machine:
     def __init__(self, plan: Plan, period: int | None = None, buffered: bool = False) -> None:
         self.plan, self.n, self.period, self.ends = plan, plan.n, period or plan.n, plan.ends
         self.buffered = buffered
-        ranks = range(self.period)
-        self.held: list[dict[Key, int]] = [{(t, r): 1 << r for t in plan.starts} for r in ranks]
-        self.arriving: list[dict[Key, list[tuple[Operation, CommBatch, Comm]]]] = [{} for _ in ranks]
+        self.held: list[dict[Key, int]] = []
+        for r in range(self.period):
+            self.held.append({(t, r): 1 << r for t in plan.starts})
+        self.arriving: list[dict[Key, list[tuple[Operation, CommBatch, Comm]]]] = [{} for _ in self.held]
         self.groups: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
         self.launched: dict[tuple[int, str], deque[CommBatch]] = defaultdict(partial(deque, maxlen=IN_FLIGHT))
         self.lines: dict[tuple, OperationQueue] = defaultdict(lambda: OperationQueue({}, {}))
@@ -212,24 +213,25 @@ class Machine:
 
     def _meet(self, batch: CommBatch, op: Comm) -> Operation:
         """This operation with its parties: the next of its kind on the channel between its ranks."""
-        r, n, period, kind = batch.rank, self.n, self.period, type(op)
-        where: tuple
-        me: object
+        r, n = batch.rank, self.n
+        line: OperationQueue
+        party: object  # which of the operation's parties this rank is
         if isinstance(op, Send | Recv):
-            sender, receiver = (r, op.peer) if kind is Send else (op.peer, r)
-            like = sender % period
-            where, me, count = (like, (receiver - sender) % n, op.channel), kind, 2
+            sender, receiver = (r, op.peer) if isinstance(op, Send) else (op.peer, r)
+            like = sender % self.period
+            line = self.lines[like, (receiver - sender) % n, op.channel]
+            party, parties = type(op), 2
             label: tuple = "p2p", op.tensor, ((op.chunk - sender + like) % n,)
         else:
             group, turn = self._first(op.group)
-            where, me, count = (group, op.channel), r, len({member % period for member in group})
-            label = kind.__name__, op.tensor, tuple((chunk + turn) % n for chunk in op.chunks)
-        unmatched, joined = self.lines[where]
-        mine = joined.get(me, 0)
-        joined[me] = mine + 1
-        operation = unmatched.get(mine)
+            line = self.lines[group, op.channel]
+            party, parties = r, len({member % self.period for member in group})
+            label = type(op).__name__, op.tensor, tuple((chunk + turn) % n for chunk in op.chunks)
+        number = line.launched.get(party, 0)
+        line.launched[party] = number + 1
+        operation = line.unmatched.get(number)
         if operation is None:
-            operation = unmatched[mine] = Operation(label, count)
+            operation = line.unmatched[number] = Operation(label, parties)
         elif operation.label != label:
             first, _ = operation.parties[0]
             raise PlanError(
@@ -237,15 +239,17 @@ class Machine:
                 f"{say_operation(operation.label)} of rank {first.rank}, step {first.step}"
             )
         operation.parties.append((batch, op))
-        if len(operation.parties) == count:
-            del unmatched[mine]
+        if len(operation.parties) == parties:
+            del line.unmatched[number]
         return operation
 
     def _first(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
         """Of the groups that are multiples of the period further, the first one, and how much further that is."""
         if group not in self.groups:
-            turns = range(0, self.n, self.period)
-            turned = [(tuple(sorted((member + turn) % self.n for member in group)), turn) for turn in turns]
+            turned = []
+            for turn in range(0, self.n, self.period):
+                members = sorted((member + turn) % self.n for member in group)
+                turned.append((tuple(members), turn))
             self.groups[group] = min(turned)
         return self.groups[group]
 

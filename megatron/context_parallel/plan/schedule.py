@@ -49,25 +49,25 @@ class Scheduled(NamedTuple):
 def schedule(plan: Plan, rank: int) -> tuple[Scheduled, ...]:
     """The steps of `rank` (of those that run the steps together). Found once for a plan and rank."""
     if rank not in plan.schedules:
-        freed: dict[int, list[Key]] = {}
-        for (tensor, chunk), step in last_reads(plan, rank).items():
-            if tensor not in PARTIAL and chunk != rank:
-                freed.setdefault(step, []).append((tensor, chunk))
-        last = _last(plan, rank)
-        plan.schedules[rank] = tuple(
-            Scheduled(
-                tuple(op for op in step.comm if isinstance(op, AllGather | ReduceScatter)),
-                tuple(
-                    MessageBatch(channel, _ends(ops, Send), _ends(ops, Recv), tuple(ops))
-                    for channel, ops in batches(step.comm)
-                    if isinstance(ops[0], Send | Recv)
-                ),
-                tuple(ScheduledBlock(attend, attend.reads(plan.backward), next(last)) for attend in step.attend),
-                tuple(freed.get(s, ())),
-            )
-            for s, step in enumerate(plan.steps[rank])
-        )
+        plan.schedules[rank] = tuple(_scheduled(plan, rank))
     return plan.schedules[rank]
+
+
+def _scheduled(plan: Plan, rank: int) -> Iterator[Scheduled]:
+    freed: dict[int, list[Key]] = {}
+    for (tensor, chunk), last_read in last_reads(plan, rank).items():
+        if tensor not in PARTIAL and chunk != rank:
+            freed.setdefault(last_read, []).append((tensor, chunk))
+    last = _last(plan, rank)
+    for s, step in enumerate(plan.steps[rank]):
+        collectives = tuple(op for op in step.comm if isinstance(op, AllGather | ReduceScatter))
+        messages = [
+            MessageBatch(channel, _ends(ops, Send), _ends(ops, Recv), tuple(ops))
+            for channel, ops in batches(step.comm)
+            if isinstance(ops[0], Send | Recv)
+        ]
+        blocks = [ScheduledBlock(attend, attend.reads(plan.backward), next(last)) for attend in step.attend]
+        yield Scheduled(collectives, tuple(messages), tuple(blocks), tuple(freed.get(s, ())))
 
 
 def _ends(ops: list[Comm], kind: type[Send | Recv]) -> tuple[tuple[Key, int], ...]:

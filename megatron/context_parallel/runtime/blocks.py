@@ -113,19 +113,22 @@ class Blocks:
         """The block of a query chunk against gathered key/value chunks, cut for the kernel."""
         key = q_chunk, kv_chunks
         if key not in self._pieces:
-            sequences = self.mask.documents
-            if isinstance(sequences, Sequences):
-                assert isinstance(self.q, ListedChunks) and isinstance(self.kv, ListedChunks)  # as sequences need
-                edges = self.q.edges((q_chunk,)), self.kv.edges(kv_chunks)
-                parts = zip(*([slice(*pair) for pair in pairwise(of)] for of in edges), strict=True)
-                self._pieces[key] = [p for q, kv in parts for p in self._of_sequence(key, q, kv)]
+            if isinstance(self.mask.documents, Sequences):
+                self._pieces[key] = self._of_sequences(q_chunk, kv_chunks)
             else:
                 rows, keys = self.q.rows(q_chunk), self.keys(kv_chunks)
-                self._pieces[key] = [
-                    piece._replace(q=_all_or(piece.q, rows), kv=_all_or(piece.kv, keys))
-                    for piece in self._cut(self.runs(*key), keys)
-                ]
+                cut = self._cut(self.runs(*key), keys)
+                self._pieces[key] = [p._replace(q=_all_or(p.q, rows), kv=_all_or(p.kv, keys)) for p in cut]
         return self._pieces[key]
+
+    def _of_sequences(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> list[Piece]:
+        """The pieces of a block, each in one sequence."""
+        assert isinstance(self.q, ListedChunks) and isinstance(self.kv, ListedChunks)  # as sequences need
+        rows, keys = pairwise(self.q.edges((q_chunk,))), pairwise(self.kv.edges(kv_chunks))
+        pieces = []
+        for of_rows, of_keys in zip(rows, keys, strict=True):
+            pieces += self._of_sequence((q_chunk, kv_chunks), slice(*of_rows), slice(*of_keys))
+        return pieces
 
     def _of_sequence(self, key: tuple[int, tuple[int, ...]], rows: slice, keys: slice) -> list[Piece]:
         """The pieces of the rows and keys of a sequence, in rows and keys of the whole block."""

@@ -253,14 +253,19 @@ class Executor:
 
     def _gathered(self, chunks: tuple[int, ...]) -> Value:
         blocks = self.problem.blocks
-        parts = [([x[own] for x in self.held[T.KV, chunk]], where) for chunk, own, where in blocks.order(chunks)]
+        parts_k, parts_v = [], []
+        for chunk, own, _ in blocks.order(chunks):
+            k, v = self.held[T.KV, chunk]
+            parts_k.append(k[own])
+            parts_v.append(v[own])
         if blocks.side_by_side(chunks):
-            return tuple(map(torch.cat, zip(*[part for part, _ in parts], strict=True)))
-        gathered = tuple([x.new_empty(blocks.keys(chunks), *x.shape[1:]) for x in (self.k, self.v)])
-        for part, where in parts:
-            for x, rows in zip(gathered, part, strict=True):
-                x[where] = rows
-        return gathered
+            return torch.cat(parts_k), torch.cat(parts_v)
+        rows = blocks.keys(chunks)
+        gathered_k, gathered_v = (x.new_empty(rows, *x.shape[1:]) for x in (self.k, self.v))
+        for (_, _, where), k, v in zip(blocks.order(chunks), parts_k, parts_v, strict=True):
+            gathered_k[where] = k
+            gathered_v[where] = v
+        return gathered_k, gathered_v
 
     def _rows(self, piece: Piece) -> tuple[RowSlice, RowSlice]:
         """Where the piece is in queries and in keys: rows, and the heads of its sample."""

@@ -65,17 +65,17 @@ class HeadGroup:
         size = len(self.members)
         if size == 1:
             return list(tensors)
-        rows = [self._rows(len(x) * self.plan.size) for x in tensors]  # of each tensor and member
-        heads = [[_heads(p, size, x.shape[2]) for x in tensors] for p in range(size)]
-        wholes = [
-            x.new_empty(len(x) * size, x.shape[1], h.stop - h.start, *x.shape[3:])
-            for x, h in zip(tensors, heads[self.part], strict=True)
-        ]
-        sent = [
-            [x[own, :, h] for x, h, at in zip(tensors, of, rows, strict=True) for own, _ in at[self.part]]
-            for of in heads
-        ]
-        landing = [[x[where] for x, at in zip(wholes, rows, strict=True) for _, where in at[p]] for p in range(size)]
+        wholes: list[Tensor] = []
+        sent: list[list[Tensor]] = [[] for _ in self.members]
+        landing: list[list[Tensor]] = [[] for _ in self.members]
+        for x in tensors:
+            rows, ours = self._rows(len(x) * self.plan.size), self.slice_of(x.shape[2])
+            whole = x.new_empty(len(x) * size, x.shape[1], ours.stop - ours.start, *x.shape[3:])
+            for p in range(size):
+                theirs = _heads(p, size, x.shape[2])
+                sent[p] += [x[own, :, theirs] for own, _ in rows[self.part]]
+                landing[p] += [whole[where] for _, where in rows[p]]
+            wholes.append(whole)
         yield from self._swap(self.plan.before[0], sent, landing)
         return wholes
 
@@ -84,14 +84,16 @@ class HeadGroup:
         size = len(self.members)
         if size == 1:
             return list(tensors)
-        rows = [self._rows(len(x) * self.plan.n) for x in tensors]
-        wholes = [x.new_empty(len(x) // size, x.shape[1], x.shape[2] * size, *x.shape[3:]) for x in tensors]
-        sent = [[x[where] for x, at in zip(tensors, rows, strict=True) for _, where in at[p]] for p in range(size)]
-        parts = [whole.chunk(size, 2) for whole in wholes]
-        landing = [
-            [part[p][own] for part, at in zip(parts, rows, strict=True) for own, _ in at[self.part]]
-            for p in range(size)
-        ]
+        wholes: list[Tensor] = []
+        sent: list[list[Tensor]] = [[] for _ in self.members]
+        landing: list[list[Tensor]] = [[] for _ in self.members]
+        for x in tensors:
+            rows = self._rows(len(x) * self.plan.n)
+            whole = x.new_empty(len(x) // size, x.shape[1], x.shape[2] * size, *x.shape[3:])
+            for p, theirs in enumerate(whole.chunk(size, 2)):  # their heads, of our chunk
+                sent[p] += [x[where] for _, where in rows[p]]
+                landing[p] += [theirs[own] for own, _ in rows[self.part]]
+            wholes.append(whole)
         yield from self._swap(self.plan.after[0], sent, landing)
         return wholes
 

@@ -66,9 +66,11 @@ def transposed(rows: int, cols: int) -> tuple[int, ...]:
     """
     held: list[int] = []
     for col in range(cols):
-        ranks, wanted = range(rows * col, rows * (col + 1)), range(col, rows * cols, cols)
-        lacking = (chunk for chunk in wanted if chunk not in ranks)
-        held += [p if p in wanted else next(lacking) for p in ranks]
+        ranks = range(rows * col, rows * (col + 1))
+        wanted = range(col, rows * cols, cols)
+        lacking = iter([chunk for chunk in wanted if chunk not in ranks])
+        for rank in ranks:
+            held.append(rank if rank in wanted else next(lacking))
     return tuple(held)
 
 
@@ -106,7 +108,7 @@ def _overlapping(at: Pass, queries: Ring, keys: Ring, held: tuple[int, ...]) -> 
 
 
 def _collective(at: Pass, queries: Ring, keys: Ring, held: tuple[int, ...]) -> Iterator[Step]:
-    row, column = (tuple(circle.rank(p) for p in range(circle.size)) for circle in (queries, keys))
+    row, column = queries.ranks, keys.ranks
     there = tuple(held[rank] for rank in column)
 
     def together(collective: type[AllGather | ReduceScatter], along: T, up: T | None) -> tuple[Comm, ...]:

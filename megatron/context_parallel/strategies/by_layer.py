@@ -52,7 +52,8 @@ def choose_by_layer(specs: str, layers: int, n: int | None = None, /, **options:
 
 def _with_one_layout(specs: str, choices: list[Choice], n: int | None) -> list[Choice]:
     possible = [_layouts(choice) for choice in choices]
-    shared = [layout for layout in possible[0] if all(layout in others for others in possible)]
+    in_all = set(possible[0]).intersection(*possible)
+    shared = [layout for layout in possible[0] if layout in in_all]
     if not shared:
         told = {
             f"{choice.strategy.name}: {' or '.join(layouts)}" for choice, layouts in zip(choices, possible, strict=True)
@@ -78,7 +79,10 @@ def written(choices: Sequence[Choice]) -> str:
     """The specs that give these choices."""
     if len(distinct(choices)) == 1:
         return choices[0].spec
-    return ",".join(f"{spec}*{len([*same])}" for spec, same in groupby(choice.spec for choice in choices))
+    parts = []
+    for spec, same in groupby(choice.spec for choice in choices):
+        parts.append(f"{spec}*{len([*same])}")
+    return ",".join(parts)
 
 
 def check_same_tokens(choices: Sequence[Choice], n: int) -> None:
@@ -89,11 +93,15 @@ def check_same_tokens(choices: Sequence[Choice], n: int) -> None:
     """
     first, *others = distinct(choices)
     for other in others:
-        plans = first.plan(n), other.plan(n)
-        chunks, others_chunks = ([plan.chunk_of(rank) for rank in range(n)] for plan in plans)
-        if (first.layout, chunks) != (other.layout, others_chunks):
+        if _tokens(first, n) != _tokens(other, n):
             why = f"a rank holds other tokens than with {first.spec}"
             raise UsageError(f"--cp-strategy {other.spec}: {why}; give both the same layout and placement")
+
+
+def _tokens(choice: Choice, n: int) -> tuple[str, list[int]]:
+    """The layout, and the chunk of each of n ranks."""
+    plan = choice.plan(n)
+    return choice.layout, [plan.chunk_of(rank) for rank in range(n)]
 
 
 def specs_given(

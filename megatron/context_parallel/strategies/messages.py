@@ -49,6 +49,11 @@ class Ring:
         """The rank at a place, modulo the size."""
         return self.start + place % self.size * self.stride
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All of them, in order."""
+        return tuple(self.rank(place) for place in range(self.size))
+
     def shift(self, tensor: T, chunk: Rule, by: int = 1) -> tuple[Comm, ...]:
         """This rank's operations where each place p sends chunk(p), if any, to place p + by."""
         if by % self.size == 0:

@@ -138,7 +138,9 @@ def _parse(spec: str) -> tuple[Strategy, str, dict[str, Any]]:
     """Strategy, the module or file it comes from, and the options as text."""
     *parts, last = spec.split(":")
     parts, given = (parts, last) if "=" in last and parts else ([*parts, last], "")
-    texts = {name: text for name, _, text in (part.partition("=") for part in given.split(",") if part)}
+    texts = {}
+    for part in filter(None, given.split(",")):
+        name, _, texts[name] = part.partition("=")
     if len(parts) > 2 or not all(parts):
         raise UsageError(f"--cp-strategy {spec}: give NAME, MODULE:NAME or FILE.py:NAME, then :OPTION=VALUE,...")
     source = parts[0] if len(parts) == 2 else ""

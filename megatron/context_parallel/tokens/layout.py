@@ -91,7 +91,10 @@ class Chunks:
         return cls.of(layout, n, length)._shifted(kv_length - length), cls.of(layout, n, kv_length)
 
     def _shifted(self, by: int) -> "Chunks":
-        return Chunks(tuple(tuple(p._replace(start=p.start + by) for p in chunk) for chunk in self.progressions))
+        shifted = []
+        for chunk in self.progressions:
+            shifted.append(tuple(p._replace(start=p.start + by) for p in chunk))
+        return Chunks(tuple(shifted))
 
     @property
     def n(self) -> int:
@@ -100,7 +103,10 @@ class Chunks:
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """The tokens of each chunk."""
-        return tuple(sum(p.length for p in chunk) for chunk in self.progressions)
+        counts = []
+        for chunk in self.progressions:
+            counts.append(sum(p.length for p in chunk))
+        return tuple(counts)
 
     def rows(self, chunk: int) -> int:
         """Tokens of `chunk`."""
@@ -117,8 +123,9 @@ class Chunks:
         import numpy as np
 
         total = np.zeros(bounds.shape, np.int32)
-        for start, stride, length in (p for chunk in chunks for p in self.progressions[chunk]):
-            total += ((bounds - (start - stride + 1)) // stride).clip(0, length).astype(np.int32)
+        for chunk in chunks:
+            for start, stride, length in self.progressions[chunk]:
+                total += ((bounds - (start - stride + 1)) // stride).clip(0, length).astype(np.int32)
         return total
 
 

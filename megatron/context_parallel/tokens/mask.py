@@ -154,6 +154,11 @@ def _edges(changes: np.ndarray, length: int) -> list[np.ndarray]:
     return [np.concatenate(([0], np.flatnonzero(of) + 1, [length])) for of in changes]
 
 
+def _progressions(chunks: Chunks) -> tuple[Tensor, ...]:
+    """The first position, stride and last position of each progression, chunk after chunk: three int64."""
+    return torch.tensor([(p.start, p.stride, p.last) for p in chain(*chunks.progressions)]).unbind(1)
+
+
 class Sequences:
     """Sequences of a batch laid end to end: a token sees only tokens of its sequence.
 
@@ -233,11 +238,13 @@ class Mask:
         n = q.n
         if not self.causal and self.plain:
             return Pairs.all(n)
-        every = [[(p.start, p.stride, p.last) for p in chain(*chunks.progressions)] for chunks in (q, kv)]
-        (first, _, final), (start, stride, last) = (torch.tensor(x).unbind(1) for x in every)
-        low, high = self.seen(first)[0], self.seen(final)[1]  # of all queries of a progression together
-        nearest = start + ((low.unsqueeze(2) - start).clamp_min(0) + stride - 1) // stride * stride
-        some = (nearest < high.unsqueeze(2)) & (nearest <= last)
-        seen = some.any(0).view(n, some.shape[1] // n, n, -1).any(3).any(1)
+        q_first, _, q_last = _progressions(q)
+        kv_first, stride, kv_last = _progressions(kv)
+        # What all queries of a progression see together: [samples, query progressions, 1].
+        low, high = self.seen(q_first)[0].unsqueeze(2), self.seen(q_last)[1].unsqueeze(2)
+        # The first key of each progression that is not before it: [samples, query progressions, key progressions].
+        nearest = kv_first + ((low - kv_first).clamp_min(0) + stride - 1) // stride * stride
+        some = ((nearest < high) & (nearest <= kv_last)).any(0)
+        seen = some.view(n, len(q_first) // n, n, len(kv_first) // n).any(3).any(1)  # by chunks: [n, n]
         rows = np.packbits(seen.numpy(), axis=1, bitorder="little")
         return Pairs(tuple(int.from_bytes(row.tobytes(), "little") for row in rows))

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 
 from megatron.context_parallel.plan.ir import AllGather, Comm, Plan, Recv, ReduceScatter, Send, SwapHeads, T, Transfer
 from megatron.context_parallel.plan.trace import Span, trace
@@ -55,7 +54,8 @@ class Picture:
 
     @property
     def tensors(self) -> list[T]:
-        return [t for t in T if any(bar.tensor is t for bar in self.bars)]
+        shown = {bar.tensor for bar in self.bars}
+        return [t for t in T if t in shown]
 
     @property
     def digest(self) -> str:
@@ -109,7 +109,7 @@ def _messages(plan: Plan, op: Comm | SwapHeads, rank: int) -> Iterator[tuple]:
     else:
         way = f"{op.chunk}{'→' if isinstance(op, Send) else '←'}{op.peer}"
         transfers, texts = op.transfers(rank), {op.tensor: (f"{op.tensor}{way}", way, f"{op.chunk}")}
-    ends = attrgetter("sender"), attrgetter("receiver")
     for tensor, written in texts.items():
-        sent, received = ([t for t in transfers if t.tensor is tensor and end(t) == rank] for end in ends)
-        yield tensor, written, tuple(sent), tuple(received)
+        sent = tuple(t for t in transfers if t.tensor is tensor and t.sender == rank)
+        received = tuple(t for t in transfers if t.tensor is tensor and t.receiver == rank)
+        yield tensor, written, sent, received

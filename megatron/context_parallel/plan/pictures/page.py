@@ -28,10 +28,9 @@ def write_page(
         heads: query heads and key/value heads of the model, for volume in units; default: as many of both.
         shape: sizes on one rank, for volume in bytes in place of units.
     """
-    shown = [
-        {"name": name, "passes": [_Pass(plan, heads, shape).data() for plan in passes]}
-        for name, passes in plans.items()
-    ]
+    shown = []
+    for name, passes in plans.items():
+        shown.append({"name": name, "passes": [_Pass(plan, heads, shape).data() for plan in passes]})
     data = {
         "blocks": {"name": BLOCKS, "colour": BLOCK},
         "tensors": {t: {"colour": colour, "meaning": MEANING[t]} for t, colour in COLOURS.items()},
@@ -82,8 +81,9 @@ class _Pass:
     def _says(self, bar: Bar, lane: str, swap: bool) -> list[str]:
         when = f"step {bar.step}, time {bar.start:g} to {bar.end:g}"
         if bar.tensor is None:
-            queries, keys = ({pair[i] for pair in bar.pairs} for i in (0, 1))
-            return [f"Rank {bar.rank} computes", _list("query chunk", queries), _list("key/value chunk", keys), when]
+            queries = _list("query chunk", {q for q, _ in bar.pairs})
+            keys = _list("key/value chunk", {kv for _, kv in bar.pairs})
+            return [f"Rank {bar.rank} computes", queries, keys, when]
         lines = [f"Rank {bar.rank}: {bar.tensor}, {MEANING[bar.tensor]}"]
         for verb, way, transfers in (("sends", "to", bar.sent), ("receives", "from", bar.received)):
             if transfers:

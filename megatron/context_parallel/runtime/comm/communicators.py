@@ -90,10 +90,12 @@ def meet(group: dist.ProcessGroup, given: str) -> str:
             ) from None
     said = [text.decode() for text in store.multi_get(keys)]
     if len(set(said)) > 1:
-        by_text = {text: _named([r for r, t in zip(ranks, said, strict=True) if t == text]) for text in said}
+        by_text: dict[str, list[int]] = {}
+        for r, text in zip(ranks, said, strict=True):
+            by_text.setdefault(text, []).append(r)
         raise UsageError(
             "the ranks of a context group need the same strategy, layout and options: "
-            + "; ".join(f"{who}: {text}" for text, who in by_text.items())
+            + "; ".join(f"{_named(who)}: {text}" for text, who in by_text.items())
         )
     return f"{members}/{turn}"
 

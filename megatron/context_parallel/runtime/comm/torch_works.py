@@ -55,17 +55,23 @@ class Rounds:
     def __init__(
         self, start: Callable[[MessageList, MessageList], Work], rounds: list[tuple[MessageList, MessageList]]
     ) -> None:
-        self.start, self.staged = start, list[tuple[Tensor, Tensor]]()
-        self.rounds = [([(to, x.contiguous()) for to, x in sends], self._dense(of)) for sends, of in rounds]
+        self.start = start
+        self.staged: list[tuple[Tensor, Tensor]] = []  # strided tensors, and the buffers that receive for them
+        self.rounds: list[tuple[MessageList, MessageList]] = []
+        for sends, receives in rounds:
+            dense = [(to, x.contiguous()) for to, x in sends]
+            self.rounds.append((dense, self._dense(receives)))
         self.work = start(*self.rounds.pop(0))
 
     def _dense(self, receives: MessageList) -> MessageList:
         """The same, with buffers in place of strided tensors."""
         found = []
         for peer, x in receives:
-            found.append((peer, x if x.is_contiguous() else x.new_empty(x.shape)))
-            if found[-1][1] is not x:
-                self.staged.append((x, found[-1][1]))
+            buffer = x
+            if not x.is_contiguous():
+                buffer = x.new_empty(x.shape)
+                self.staged.append((x, buffer))
+            found.append((peer, buffer))
         return found
 
     def wait(self) -> None:

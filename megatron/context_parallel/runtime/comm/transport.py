@@ -98,10 +98,12 @@ class TorchTransport:
     def _exchange(self, channel: str, members: tuple[int, ...], sends: MessageList, receives: MessageList) -> Work:
         """Starts one batch of messages on a communicator."""
         group, ranks = self._group(channel, members), self.ranks
-        sends, receives = ([(peer, x) for peer, x in some if x.numel()] for some in (sends, receives))
+        sends = [(peer, x) for peer, x in sends if x.numel()]
+        receives = [(peer, x) for peer, x in receives if x.numel()]
         ends = [("receive", ranks[peer]) for peer, _ in receives] + [("send", ranks[peer]) for peer, _ in sends]
         if members is not self._everyone:
-            sends, receives = ([(members.index(peer), x) for peer, x in some] for some in (sends, receives))
+            sends = [(members.index(peer), x) for peer, x in sends]
+            receives = [(members.index(peer), x) for peer, x in receives]
         return WorkBatch(post(group, sends, receives), channel, ends)
 
     def trade(self, channel: str, sends: list[MessageList], receives: list[MessageList]) -> Work:
@@ -269,8 +271,7 @@ class Subgroup:
         return self.transport.exchange(channel, self._outside(sends), self._outside(receives))
 
     def trade(self, channel: str, sends: list[MessageList], receives: list[MessageList]) -> Work:
-        outside = ([self._outside(messages) for messages in turns] for turns in (sends, receives))
-        return self.transport.trade(channel, *outside)
+        return self.transport.trade(channel, [*map(self._outside, sends)], [*map(self._outside, receives)])
 
     def _outside(self, messages: MessageList) -> MessageList:
         return [(self.ranks[peer], x) for peer, x in messages]
