@@ -73,7 +73,7 @@ def test_compiled_mistakes_are_told():
 def test_the_operator_is_what_pytorch_expects(spec):
     """Its schema, its shapes without data, its gradients, and all of it under symbolic shapes."""
     cp, (q, k, sinks) = AllRanks(4, spec), (*tensors(16, 1, 4, 4, count=2), torch.zeros(4, requires_grad=True))
-    args = (q, k[:, :, :2], k[:, :, 2:], sinks, cp.handle, True, [-1, -1], 0, 0.5, 0.0, 0, 0)
+    args = (q, k[:, :, :2], k[:, :, 2:], sinks, 0, cp.handle, True, [-1, -1], 0, 0.5, 0.0, 0)
     assert set(library.opcheck(ATTENTION, args).values()) == {"SUCCESS"}
 
 

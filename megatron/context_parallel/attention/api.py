@@ -18,7 +18,7 @@ from megatron.context_parallel.tokens.mask import Documents, Mask
 
 from .context import AllRanks, ContextParallel
 from .inputs import autocast, check, check_kernel, check_types, from_sbhd, to_sbhd
-from .torch_op import attention
+from .torch_op import OpArgs, attention
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -97,17 +97,16 @@ def context_parallel_attention(
     given = None if kernel is None else HandleOf(kernel)
     again = HandleOf(kept.popleft()) if kept and torch.is_grad_enabled() else None
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    how = (
-        cp.handle,
-        causal,
-        window,
-        handle_of(documents),
-        float(scale),
-        float(softcap),
-        handle_of(given),
-        handle_of(again),
+    how = OpArgs(
+        cp=cp.handle,
+        causal=causal,
+        window=window,
+        documents=handle_of(documents),
+        scale=float(scale),
+        softcap=float(softcap),
+        kernel=handle_of(given),
     )
-    out, lse, swapped = attention(q, k, v, sinks, *how)
+    out, lse, swapped = attention(q, k, v, sinks, handle_of(again), *how)
     if kept is not None and not torch.is_grad_enabled():
         kept.append((out, lse, *swapped[3:]))
     out, lse = from_sbhd(out, tensor_layout), from_sbhd(lse, tensor_layout)

@@ -6,10 +6,10 @@ queries, keys, values and log-sum-exp of each rank of the process, for the backw
 inputs.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, library
@@ -29,21 +29,8 @@ from .context import AllRanks, ContextParallel, Lengths
 from .inputs import refuse_transforms
 
 NAME, GRADIENTS = "context_parallel::attention", "context_parallel::attention_backward"
-HOW = "int cp, bool causal, int[2] window, SymInt documents, float scale, float softcap, int kernel"
-
-library.define(
-    NAME,
-    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {HOW}, int kept) -> (Tensor out, Tensor lse, Tensor[] swapped)",
-)
-library.define(
-    GRADIENTS,
-    f"(Tensor dout, Tensor out, Tensor[] seen, Tensor? sinks, SymInt kv_heads, {HOW}) -> Tensor[]",
-)
-attention = torch.ops.context_parallel.attention.default
-_gradients = torch.ops.context_parallel.attention_backward.default
-
-
 TensorList = list[Tensor]  # of each rank of the process
+SymbolicInt = Annotated[int, "SymInt"]  # torch.compile makes no new graph for another value
 
 
 class OpArgs(NamedTuple):
@@ -51,14 +38,29 @@ class OpArgs(NamedTuple):
 
     cp: int
     causal: bool
-    window: list[int]
-    documents: int
+    window: Sequence[int]
+    documents: SymbolicInt
     scale: float
     softcap: float
     kernel: int
 
     def objects(self) -> tuple[ContextParallel | AllRanks, Documents | None, HandleOf | None]:
         return held(self.cp, "cp"), held(self.documents, "documents"), held(self.kernel, "kernel")
+
+
+_SCHEMA_TYPES = {int: "int", bool: "bool", float: "float", Sequence[int]: "int[2]", SymbolicInt: "SymInt"}
+ARGS = ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in OpArgs.__annotations__.items())
+
+library.define(
+    NAME,
+    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, int kept, {ARGS}) -> (Tensor out, Tensor lse, Tensor[] swapped)",
+)
+library.define(
+    GRADIENTS,
+    f"(Tensor dout, Tensor out, Tensor[] seen, Tensor? sinks, SymInt kv_heads, {ARGS}) -> Tensor[]",
+)
+attention = torch.ops.context_parallel.attention.default
+_gradients = torch.ops.context_parallel.attention_backward.default
 
 
 class _Call(NamedTuple):
@@ -96,13 +98,14 @@ def _joined(parts: TensorList) -> Tensor:
 
 
 @library.impl(NAME, "default")
-def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others: Any) -> tuple:
-    how, kept = OpArgs(*others[:-1]), others[-1]
+def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kept: int, *args: Any) -> tuple:
+    how = OpArgs(*args)
     cp, documents, _ = how.objects()
     lengths = cp.length(q), cp.length(k)
     _check_documents(documents, q.shape[1], *lengths)
     call = _call(how, q, v, lengths, q.shape[2], k.shape[2], backward=False)
-    parts, swaps = [cp.split(x) for x in (q, k, v)], call.plan.heads > 1
+    swaps = call.plan.heads > 1
+    parts = [cp.split(x) for x in (q, k, v)]
     if kept:
         out, lse, *swapped_lse = held(kept, "kept").value
         return out, lse, [*map(_joined, call.run(passes.swap, *parts)), *swapped_lse] if swaps else []
@@ -111,8 +114,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others: A
 
 
 @library.register_fake(NAME)
-def _shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others: Any) -> tuple:
-    wide, parts = torch.promote_types(q.dtype, torch.float32), held(others[0], "cp").head_parallel_size
+def _shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kept: int, cp: int, *_: Any) -> tuple:
+    wide, parts = torch.promote_types(q.dtype, torch.float32), held(cp, "cp").head_parallel_size
     out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide)
     if parts == 1:
         return out, lse, []
@@ -125,11 +128,12 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others: Any)
 
 @library.impl(GRADIENTS, "default")
 def _attention_backward(
-    dout: Tensor, out: Tensor, seen: list[Tensor], sinks: Tensor | None, kv_heads: int, *how: Any
+    dout: Tensor, out: Tensor, seen: list[Tensor], sinks: Tensor | None, kv_heads: int, *args: Any
 ) -> list[Tensor]:
-    cp: ContextParallel | AllRanks = held(how[0], "cp")
-    lengths = cp.length(dout), cp.length(seen[1]) // cp.head_parallel_size
-    call = _call(OpArgs(*how), seen[0], seen[2], lengths, out.shape[2], kv_heads, backward=True)
+    how, (q, k, v) = OpArgs(*args), seen[:3]
+    cp: ContextParallel | AllRanks = held(how.cp, "cp")
+    lengths = cp.length(dout), cp.length(k) // cp.head_parallel_size
+    call = _call(how, q, v, lengths, out.shape[2], kv_heads, backward=True)
     parts = [cp.split(x) for x in (dout, out)]
     ranks = len(parts[0])
     if call.plan.heads > 1:
@@ -155,13 +159,15 @@ class _Attention(torch.autograd.Function):
     """What PyTorch's `register_autograd` would make, in a third of its time."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kept: int, *args: Any
+    ) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse, swapped = attention(q, k, v, sinks, *others)
+            out, lse, swapped = attention(q, k, v, sinks, kept, *args)
         ctx.mark_non_differentiable(lse, *swapped)
         ctx.set_materialize_grads(False)  # else zeros of all outputs
         ctx.save_for_backward(out, sinks, *(swapped or (q, k, v, lse)))
-        ctx.how, ctx.kv_heads, ctx.layer = OpArgs(*others[:-1]), k.shape[2], recorder.position.layer
+        ctx.how, ctx.kv_heads, ctx.layer = OpArgs(*args), k.shape[2], recorder.position.layer
         if not torch.compiler.is_compiling():
             ctx.alive = ctx.how.objects()
         return out, lse, *swapped
@@ -176,7 +182,7 @@ class _Attention(torch.autograd.Function):
         # With autograd they refuse to be differentiated.
         with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
             dq, dk, dv, *dsinks = _gradients(dout, out, seen, sinks, ctx.kv_heads, *ctx.how)
-        return dq, dk, dv, dsinks[0] if dsinks else None, *[None] * (len(ctx.how) + 1)
+        return dq, dk, dv, dsinks[0] if dsinks else None, None, *[None] * len(ctx.how)
 
 
 @library.impl(NAME, "Autograd")
