@@ -208,6 +208,12 @@ def test_a_deputy_that_hears_nobody_is_cut_off_itself():
     assert verdict(silent[0], heard(1), heard(2), heard(3), by=judge_first).ranks == [0]
 
 
+def test_a_deputy_whose_connections_break_does_not_blame_rank_0():
+    ranks = [heard(rank, ended="cut off", ago=2) for rank in range(4)]
+    assert verdict(*ranks, by=judge_first).line.startswith("rank 1 lost its connections at ")
+    assert verdict(ranks[0], heard(1), *ranks[2:], by=judge_first).line.startswith("rank 0 lost its connections at ")
+
+
 def test_a_hang_has_a_culprit():
     found = verdict(heard(0, receives(1), still=31), heard(1, still=31), heard(2, receives(0), still=31))
     assert found.ranks == [1]

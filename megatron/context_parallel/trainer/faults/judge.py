@@ -96,7 +96,9 @@ def judge_first(
     if ranks[0].ended in ("cut off", "gone") and now - ranks[0].at <= GRACE:
         return None
     if ranks[0].ended in ("cut off", "gone"):
-        return _cut_off({0: ranks[0]}, now)
+        itself = deputy in ranks and ranks[deputy].ended in ("cut off", "gone")  # its connection to itself broke too
+        blamed = deputy if itself else 0
+        return _cut_off({blamed: ranks[blamed]}, now)
     if ranks[0].ended == "died":
         return Verdict([0], f"rank 0 died at {ranks[0].position}", [0])
     verdict = _silent(ranks, now, limits, deputy)
