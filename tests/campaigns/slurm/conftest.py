@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from cluster import ROOT, Slurm, missing
+
+from tests.campaigns.slurm.cluster import ROOT, Slurm, missing
 
 
 @pytest.fixture(scope="session")

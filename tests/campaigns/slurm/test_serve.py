@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from cluster import ROOT, Job
+
+from tests.campaigns.slurm.cluster import ROOT, Job
 
 ASK = {"model": "byte-model", "prompt": "docu", "max_tokens": 4, "temperature": 0}
 

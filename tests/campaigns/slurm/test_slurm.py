@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from cluster import ROOT, Job
+
+from tests.campaigns.slurm.cluster import ROOT, Job
 
 ENDLESS = 100_000  # iterations: the tests end these jobs
 
