@@ -149,11 +149,11 @@ def test_ranks_that_do_the_same_are_simulated_once(spec):
         plan = parse_spec(spec).plan(64, backward=backward, heads=64, kv_heads=64)
         every = simulate(plan, cluster, SHAPE)
         few = simulate(plan, cluster, SHAPE, all_up_to=1)
-        assert (every.fold.ranks, every.fold.groups) == (plan.n, plan.heads)
-        assert (few.fold.ranks, few.fold.groups) == FOLDS[spec]
+        assert (every.symmetry.ranks, every.symmetry.groups) == (plan.n, plan.heads)
+        assert (few.symmetry.ranks, few.symmetry.groups) == FOLDS[spec]
         assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
         assert few.compute == pytest.approx(every.compute, rel=1e-9)
-        assert len(few.spans) == len(every.spans) * few.fold.ranks / plan.n
+        assert len(few.spans) == len(every.spans) * few.symmetry.ranks / plan.n
         assert simulate(plan, cluster, SHAPE).spans == every.spans  # the same numbers on every run
 
 
@@ -162,7 +162,7 @@ def test_a_device_that_stands_for_its_peer_is_slowed_once():
     cluster = replace(BOX, nodes=4, compute_slowdown=0.5, message_slowdown=0.5)
     plan = parse_spec("usp:head_parallel_size=2,placement=context-first").plan(16, heads=8, kv_heads=8)
     few = simulate(plan, cluster, SHAPE, all_up_to=1)
-    assert (few.fold.ranks, few.fold.groups) == (4, 1)
+    assert (few.symmetry.ranks, few.symmetry.groups) == (4, 1)
     assert few.seconds == pytest.approx(simulate(plan, cluster, SHAPE).seconds, rel=1e-9)
 
 

@@ -208,7 +208,7 @@ def test_a_group_with_gaps_is_simulated_in_part():
     cluster = replace(BOX, nodes=16)
     every = attention_forecast(MODEL, run, cluster, True)
     few = attention_forecast(MODEL, run, cluster, True, all_up_to=1)
-    assert (every.fold.ranks, few.fold.ranks) == (32, 2)
+    assert (every.symmetry.ranks, few.symmetry.ranks) == (32, 2)
     assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
 
 

@@ -259,7 +259,7 @@ class Plan:
 
     @cached_property
     def folds(self) -> dict[tuple, Any]:
-        """What `cluster.fold.fold` has found, by what it depends on beside the plan."""
+        """What `symmetry_of` has found, by what it depends on beside the plan."""
         return {}
 
     @property

@@ -28,13 +28,13 @@ class PassForecast:
         seconds: until the last rank has its result.
         compute: seconds in which the busiest rank computes blocks.
         spans: what happened on each rank that was simulated, of the first group of heads.
-        fold: the ranks that were simulated, which stand for all.
+        symmetry: the ranks that were simulated, which stand for all.
     """
 
     seconds: float
     compute: float
     spans: list[Span]
-    symmetry_of: Symmetry
+    symmetry: Symmetry
 
     @property
     def exposed(self) -> float:
@@ -104,7 +104,7 @@ class _Costs:
     def __init__(
         self, plan: Plan, shape: Shape, blocks: Callable[[Attend], float], links: Links, few: Symmetry
     ) -> None:
-        self.plan, self.shape, self.blocks, self.links, self.fold = plan, shape, blocks, links, few
+        self.plan, self.shape, self.blocks, self.links, self.symmetry = plan, shape, blocks, links, few
         self.cluster = cluster = links.cluster
         self.flows = Flows((cluster.compute_slowdown, cluster.message_slowdown))
         self.ranks = [few.grid.along(few.grid.rank(heads=group), "context") for group in range(few.groups)]
@@ -149,7 +149,7 @@ class _Costs:
     @cached_property
     def _cores(self) -> int:
         assert self.cluster.shared_cores
-        return self.flows.resource("cores", self.cluster.shared_cores * self.fold.share / self.links.together)
+        return self.flows.resource("cores", self.cluster.shared_cores * self.symmetry.share / self.links.together)
 
     def messages(self, group: int, op: Comm | SwapHeads, transfers: Sequence[Transfer]) -> Iterator[tuple[Task, float]]:
         swap, hops, rounds = isinstance(op, SwapHeads), 1, 1
@@ -175,12 +175,12 @@ class _Costs:
         cores, wait = self.cluster.shared_cores, self.cluster.busy_latency_us
         if not cores or not wait:
             return 0.0
-        computing = self.flows.computing(self._cores) / (cores * self.fold.share / self.links.together)
+        computing = self.flows.computing(self._cores) / (cores * self.symmetry.share / self.links.together)
         return wait * 1e-6 * computing if computing >= 1 else 0.0
 
     def _route(self, group: int | None, sender: int, receiver: int) -> tuple[Path, list[int], tuple[int, int]]:
         """The path, its resources and the devices of a message between two ranks: of a group, or of all."""
-        stream = "stream", group, sender % self.fold.ranks, (receiver - sender) % self.plan.n
+        stream = "stream", group, sender % self.symmetry.ranks, (receiver - sender) % self.plan.n
         if group is not None:
             sender, receiver = self.ranks[group][sender], self.ranks[group][receiver]
         path = self.links.path(sender, receiver)
