@@ -26,7 +26,7 @@ from .judge import BEAT, GRACE, Verdict, never_came
 from .monitor import SECONDS_OF_PATIENCE, Connection, Monitor
 from .rank_file import RankFile
 
-_SECONDS_TO_ANSWER = 10  # of a monitor, at most
+_SECONDS_TO_ANSWER = 7  # of a monitor, at most
 _SECONDS_TO_SAY = 5
 _SECONDS_TO_CONNECT = 30
 _SHORTEST_PAUSE = 0.02
