@@ -137,11 +137,12 @@ def _cut_off(ranks: Mapping[int, RankStatus], now: float) -> Verdict:
 
 def _silent(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, float], me: int) -> Verdict | None:
     suspicion = any(_for_long(heard, now, "lost", "timeout") for heard in ranks.values())
+    settled = any(heard.settled for heard in ranks.values())  # no rank ends an iteration without the others
+    limit = SILENT if suspicion else limits[settled]
     silent = {
         rank: heard
         for rank, heard in ranks.items()
-        if heard.ended in ("", "lost", "timeout")
-        and now - heard.heard > (SILENT if suspicion else limits[heard.settled])
+        if heard.ended in ("", "lost", "timeout") and now - heard.heard > limit
     }
     if not silent:
         return None
