@@ -56,8 +56,12 @@ def ways(names: Iterator[str], workload: Workload, n: int) -> Mapping[str, Seque
             choice = parse_spec(spec, n)
             steps = choice.plan(n).n
             visible_pairs = workload.mask.pairs(*Chunks.pair(choice.layout, steps, workload.length))
-            how = {"sees": visible_pairs, "heads": workload.heads, "kv_heads": workload.kv_heads}
-            found[spec] = [choice.plan(n, backward=backward, **how) for backward in (False, True)]
+            found[spec] = [
+                choice.plan(
+                    n, visible_pairs=visible_pairs, backward=b, heads=workload.heads, kv_heads=workload.kv_heads
+                )
+                for b in (False, True)
+            ]
         except UsageError:
             continue  # a size that the heads or the ranks do not have
     return found

@@ -257,7 +257,7 @@ def attend(cp=None, *, q=(8, 1, 2, 4), k=None, v=None, dtype=torch.float32, **ho
         (lambda: AllRanks(True), "True ranks: need a whole number"),
         (lambda: AllRanks(2, None), "--cp-strategy None: unknown"),
         (lambda: AllRanks(2, "ring", np.zeros(2)), "--cp-layout .*: unknown"),
-        (lambda: AllRanks(2).choice.plan(2, head_parallel_size=True), "--cp-head-parallel-size True: "),
+        (lambda: AllRanks(2).choice.strategy.plan(2, head_parallel_size=True), "--cp-head-parallel-size True: "),
         (lambda: shard(torch.zeros(8, 2), "zigzag", 0, 2, 2), r"dim 2: need one of the 2 dimensions of \[8, 2\]"),
         (lambda: shard(torch.zeros(8, 2), "zigzag", 0, 2, True), "dim True: need one of"),
         (lambda: shard([0] * 8, "zigzag", 0, 2), "a sequence of type list: need a dense tensor"),

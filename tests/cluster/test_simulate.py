@@ -215,7 +215,7 @@ def test_a_rank_that_does_something_else_is_not_folded():
     assert seconds["alike"].ranks == 4 and seconds["late"].ranks == 16
     assert symmetry_of(ring, lambda block: float(block.q_chunks[0] % 8), 4).ranks == 8  # blocks repeat after 8
     assert symmetry_of(ring, lambda block: 1.0, 3).ranks == 16  # the links repeat after no part of the ranks
-    assert symmetry_of(parse_spec("ring").plan(16, layout="contiguous"), lambda block: 1.0, 4).ranks == 16
+    assert symmetry_of(parse_spec("ring:layout=contiguous").plan(16), lambda block: 1.0, 4).ranks == 16
 
 
 @pytest.mark.parametrize(

@@ -176,8 +176,10 @@ def test_a_rank_that_does_not_come_is_waited_for_and_named():
 
 
 def test_a_rank_of_another_host_that_is_gone_may_live():
-    gone = heard(2, ended="gone", ago=GRACE + 1)
-    assert verdict(heard(0), heard(2, ended="gone", ago=GRACE / 2)) is None  # it may connect anew
+    gone = heard(2, ended="gone", ago=SILENT + 1)
+    late = heard(2, ended="gone", ago=GRACE + 1)
+    assert verdict(heard(0), late) is None  # it may connect anew
+    assert verdict(heard(0, ended="lost", ago=GRACE / 2), late).ranks == [2]  # another rank misses a peer as well
     assert verdict(heard(0), gone).line.startswith("rank 2 on host died or was cut off at iteration 5")
     assert verdict(replace(gone, process=RankProcess(0, 4, 1, "host", "job")), by=judge_first).ranks == [0]
 
@@ -209,7 +211,7 @@ def test_a_deputy_that_hears_nobody_is_cut_off_itself():
 
 
 def test_a_deputy_whose_connections_break_does_not_blame_rank_0():
-    ranks = [heard(rank, ended="cut off", ago=2) for rank in range(4)]
+    ranks = [heard(rank, ended="cut off", ago=SILENT + 1) for rank in range(4)]
     assert verdict(*ranks, by=judge_first).line.startswith("rank 1 lost its connections at ")
     assert verdict(ranks[0], heard(1), *ranks[2:], by=judge_first).line.startswith("rank 0 lost its connections at ")
 
@@ -293,6 +295,7 @@ def monitor(monkeypatch):
     """That of rank 0 of three, in a hurry: a second of silence is too long, and it grants half of one."""
     monkeypatch.setattr(monitors, "BEAT", 0.05)
     monkeypatch.setattr(judges, "GRACE", 0.5)
+    monkeypatch.setattr(judges, "SILENT", 0.5)
     said: list[str] = []
     found = Monitor("127.0.0.1", "job", 0, 3, (1.0, 1.0), lambda verdict: said.append(verdict.line))
     found.said = said

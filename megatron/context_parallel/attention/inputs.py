@@ -34,6 +34,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype is torch.float64 or not x.is_floating_point() else x.to(dtype) for x in tensors)
 
 
+_TENSORS = {"q": "[s, b, heads, d]", "k": "[t, b, kv_heads, d]", "v": "[t, b, kv_heads, dv]", "sinks": "[heads]"}
 # Of arguments that are no tensors of tokens: their types, and what an error tells to give.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "documents": ((Documents, NoneType), "Documents(ids), with ids int [samples, length], or None"),
@@ -47,8 +48,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 def check_types(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **others: object) -> None:
     """Raises UsageError for arguments of `context_parallel_attention` that are of another type."""
-    needed = {"q": "[s, b, heads, d]", "k": "[t, b, kv_heads, d]", "v": "[t, b, kv_heads, dv]", "sinks": "[heads]"}
-    for (name, shape), x in zip(needed.items(), (q, k, v, sinks), strict=True):
+    for (name, shape), x in zip(_TENSORS.items(), (q, k, v, sinks), strict=True):
         if name == "sinks" and x is None:
             continue
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:

@@ -41,7 +41,7 @@ class CacheFlags(FlagSection, title="cache"):
     inference_dynamic_batching_max_tokens: int = flag("most tokens of prompts in one step", 512)
 
 
-class Limits(FlagSection, title="time limits"):
+class TimeLimits(FlagSection, title="time limits"):
     distributed_timeout_minutes: int = flag("a rank that waits longer fails", 10, unit="MINUTES")
     distributed_timeout_seconds_after_init: int = flag(
         "a rank that does not respond so long ends the job, after the first iteration", 60, unit="SECONDS", at_least=2
@@ -67,7 +67,7 @@ def check_prefill(flags: CacheFlags) -> None:
         load_cluster(flags.cluster)
 
 
-def with_limits(args: Arguments, flags: Limits) -> Arguments:
+def with_limits(args: Arguments, flags: TimeLimits) -> Arguments:
     """The arguments of a model with the time limits of the flags."""
     return replace(
         args,
@@ -121,9 +121,9 @@ class Http(FlagSection, title="server"):
     dry_run: bool = flag("print how many tokens fit into the memory of this machine, and stop", False)
 
 
-class Generate(Source, Prompts, Sampling, CacheFlags, Limits):
+class Generate(Source, Prompts, Sampling, CacheFlags, TimeLimits):
     """The flags of tools/generate.py."""
 
 
-class Serve(Source, Http, CacheFlags, Limits):
+class Serve(Source, Http, CacheFlags, TimeLimits):
     """The flags of tools/run_text_generation_server.py."""

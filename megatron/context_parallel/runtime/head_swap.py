@@ -40,6 +40,23 @@ def place_of(plan: Plan, rank: int) -> RankPlace:
     return plan.places[rank]
 
 
+class _Pieces(NamedTuple):
+    """What a swap of heads moves.
+
+    Attributes:
+        wholes: the tensors that it fills.
+        sent: what it sends to each member; landing: where what each member sends lands, parts of `wholes`.
+    """
+
+    wholes: list[Tensor]
+    sent: list[list[Tensor]]
+    landing: list[list[Tensor]]
+
+    @classmethod
+    def among(cls, size: int) -> "_Pieces":
+        return cls([], [[] for _ in range(size)], [[] for _ in range(size)])
+
+
 class HeadGroup:
     """The head group of one rank, its part of the heads, and the ranks with the same part."""
 
@@ -65,40 +82,35 @@ class HeadGroup:
         size = len(self.members)
         if size == 1:
             return list(tensors)
-        wholes: list[Tensor] = []
-        sent: list[list[Tensor]] = [[] for _ in self.members]
-        landing: list[list[Tensor]] = [[] for _ in self.members]
+        pieces = _Pieces.among(size)
         for x in tensors:
             rows, ours = self._rows(len(x) * self.plan.size), self.slice_of(x.shape[2])
             whole = x.new_empty(len(x) * size, x.shape[1], ours.stop - ours.start, *x.shape[3:])
             for p in range(size):
                 theirs = _heads(p, size, x.shape[2])
-                sent[p] += [x[own, :, theirs] for own, _ in rows[self.part]]
-                landing[p] += [whole[where] for _, where in rows[p]]
-            wholes.append(whole)
-        yield from self._swap(self.plan.before[0], sent, landing)
-        return wholes
+                pieces.sent[p] += [x[own, :, theirs] for own, _ in rows[self.part]]
+                pieces.landing[p] += [whole[where] for _, where in rows[p]]
+            pieces.wholes.append(whole)
+        return (yield from self._swap(self.plan.before[0], pieces))
 
     def to_chunks(self, *tensors: Tensor) -> Program[list[Tensor]]:
         """The inverse of `to_heads`. Replicated heads come back as all their replicas, side by side."""
         size = len(self.members)
         if size == 1:
             return list(tensors)
-        wholes: list[Tensor] = []
-        sent: list[list[Tensor]] = [[] for _ in self.members]
-        landing: list[list[Tensor]] = [[] for _ in self.members]
+        pieces = _Pieces.among(size)
         for x in tensors:
             rows = self._rows(len(x) * self.plan.n)
             whole = x.new_empty(len(x) // size, x.shape[1], x.shape[2] * size, *x.shape[3:])
             for p, theirs in enumerate(whole.chunk(size, 2)):  # their heads, of our chunk
-                sent[p] += [x[where] for _, where in rows[p]]
-                landing[p] += [theirs[own] for own, _ in rows[self.part]]
-            wholes.append(whole)
-        yield from self._swap(self.plan.after[0], sent, landing)
-        return wholes
+                pieces.sent[p] += [x[where] for _, where in rows[p]]
+                pieces.landing[p] += [theirs[own] for own, _ in rows[self.part]]
+            pieces.wholes.append(whole)
+        return (yield from self._swap(self.plan.after[0], pieces))
 
-    def _swap(self, op: SwapHeads, sent: list[list[Tensor]], landing: list[list[Tensor]]) -> Program[None]:
-        """Sends sent[i] to member i and receives what member i sends into landing[i]."""
+    def _swap(self, op: SwapHeads, pieces: _Pieces) -> Program[list[Tensor]]:
+        """Makes the tensors whole."""
+        wholes, sent, landing = pieces
         for there, x in zip(landing[self.part], sent[self.part], strict=True):
             there.copy_(x)
         sends, receives = list[MessageList](), list[MessageList]()
@@ -107,6 +119,7 @@ class HeadGroup:
             sends.append([(self.members[after], x) for x in sent[after]])
             receives.append([(self.members[before], x) for x in landing[before]])
         yield marks.batch("heads", (op,), self.transport.trade("heads", sends, receives))
+        return wholes
 
 
 def _heads(part: int, size: int, heads: int) -> slice:

@@ -80,10 +80,10 @@ class Server(uvicorn.Server):
                 await asyncio.sleep(_PAUSE)
 
     def _connection(self) -> asyncio.Protocol:
-        return Connection(self.patience.client_seconds, config=self.config, server_state=self.server_state)
+        return ClientConnection(self.patience.client_seconds, config=self.config, server_state=self.server_state)
 
 
-class Connection(H11Protocol):
+class ClientConnection(H11Protocol):
     """Ends if its client takes longer than `seconds` to send a request, or to take what was sent."""
 
     def __init__(self, seconds: float, **of_uvicorn: Any) -> None:

@@ -41,7 +41,7 @@ def serve_in_thread(app: ASGIApp, listener: socket.socket, patience: Patience) -
     write_log_lines()
     config = uvicorn.Config(
         app,
-        http="h11",  # `Connection` is made for it, whatever else is installed
+        http="h11",  # `ClientConnection` is made for it, whatever else is installed
         ws="none",
         log_config=None,
         access_log=False,

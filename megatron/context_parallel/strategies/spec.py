@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
+from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import LAYOUTS
 
 from .options import Option, show
@@ -81,18 +82,33 @@ class Choice:
         own = ":".join(part for part in (self.source, self.strategy.name, _written(options)) if part)
         return f"{own}+{self.back.spec}" if self.back else own
 
-    def plan(self, n: int, **how: Any) -> Plan:
+    def plan(
+        self,
+        n: int,
+        *,
+        causal: bool = True,
+        visible_pairs: Pairs | None = None,
+        backward: bool = False,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+    ) -> Plan:
         """`Strategy.plan` of this choice."""
+        given: dict[str, Any] = {
+            "causal": causal,
+            "visible_pairs": visible_pairs,
+            "heads": heads,
+            "kv_heads": kv_heads,
+        }
+        forward = self.strategy.plan(n, backward=backward and not self.back, **self.common, **self.options, **given)
         if self.back is None:
-            return self.strategy.plan(n, **{**self.common, **self.options, **how})
-        forward = replace(self, back=None).plan(n, **how | {"backward": False})
-        backward = self.back.plan(n, **how | {"backward": True})
-        places = [(plan.layout, plan.heads, plan.placement) for plan in (forward, backward)]
+            return forward
+        back = self.back.plan(n, backward=True, **given)
+        places = [(plan.layout, plan.heads, plan.placement) for plan in (forward, back)]
         if places[0] != places[1]:
             told = ["layout {}, head-parallel size {}, placement {}".format(*place) for place in places]
             why = f"the forward pass has {told[0]}, the backward pass {told[1]}"
             raise UsageError(f"--cp-strategy {self.spec}: {why}; give both the same")
-        return backward if how.get("backward") else forward
+        return back if backward else forward
 
 
 def asked(spec: "str | Choice", **options: object) -> str:

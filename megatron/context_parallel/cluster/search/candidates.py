@@ -88,11 +88,19 @@ def candidates(
     visible_pairs = cache(lambda layout, steps: workload.mask.pairs(*Chunks.pair(layout, steps, workload.length)))
     known = set()
     for size, choice in _choices(n, q_cost, fixed):
-        how = {"heads": workload.heads, "kv_heads": workload.kv_heads}
         try:
             Chunks.of(choice.layout, n, workload.length)
             where = visible_pairs(choice.layout, n // size)
-            plans = tuple(choice.plan(n, visible_pairs=where, backward=backward, **how) for backward in (False, True))
+            plans = tuple(
+                choice.plan(
+                    n,
+                    visible_pairs=where,
+                    backward=backward,
+                    heads=workload.heads,
+                    kv_heads=workload.kv_heads,
+                )
+                for backward in (False, True)
+            )
         except UsageError as error:
             yield Rejected(choice.spec, str(error))
             continue

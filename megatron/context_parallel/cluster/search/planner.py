@@ -217,7 +217,7 @@ def _q_cost(workload: Workload, place: GroupDevices, head_parallel_size: int) ->
     n = place.n
     if head_parallel_size == n:
         return 1.0
-    plan = parse_spec("ring", layout="cyclic").plan(n, head_parallel_size=head_parallel_size)
+    plan = parse_spec("ring", layout="cyclic", head_parallel_size=head_parallel_size).plan(n)
     waiting = max(1.0, n / (place.cluster.shared_cores or n))  # for a processor
     block = _block_time(plan, place, workload)(Attend((1,), (0,))) * waiting
     size = chunk_bytes(plan, T.Q, workload.shape(n), swap=False)

@@ -8,7 +8,7 @@ from megatron.context_parallel.runtime.comm.flight_recorder import Position, nam
 from .rank_file import RankProcess
 
 BEAT = 0.5  # seconds between two messages of a rank
-SILENT = 6 * BEAT  # without a message: of a rank whose peers lost it
+SILENT = 6 * BEAT  # without a message: of a rank whose peers lost it, or whose connections broke
 GRACE = 1.0  # seconds in which the cause of a failure may show itself
 SIGNAL_GRACE = 0.2  # seconds in which a signal that ends all ranks comes to each
 _RECENT = 60  # seconds in which ranks notice that a connection of theirs broke
@@ -41,6 +41,11 @@ class RankStatus:
     spoke: bool = False
 
     @property
+    def disconnected(self) -> bool:
+        """Whether all its connections broke, and nothing else is known of it."""
+        return self.ended in ("cut off", "gone")
+
+    @property
     def settled(self) -> bool:
         """Whether it has done an iteration."""
         return self.position.done > 0
@@ -65,6 +70,7 @@ def judge(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, floa
         limits: seconds without a message, or without progress of any rank, before the first iteration is done and
             after.
     """
+    to_connect = _seconds_to_connect(ranks)
     for rank in sorted(ranks, key=lambda rank: ranks[rank].at):
         heard = ranks[rank]
         if heard.ended == "died":
@@ -73,7 +79,7 @@ def judge(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, floa
             return Verdict([rank], "")
         if heard.ended.startswith("SIG") and now - heard.at > SIGNAL_GRACE:
             return Verdict([rank], f"rank {rank} was ended by {heard.ended} at {heard.position}", [rank])
-        if heard.ended in ("cut off", "gone") and now - heard.at > GRACE:
+        if heard.disconnected and now - heard.at > to_connect:
             return _cut_off(ranks, now)
         if heard.ended == "usage":
             if 0 in ranks and ranks[0].ended == "usage":  # it prints what all of them may raise
@@ -91,16 +97,16 @@ def judge_first(
         return None
     if ranks[0].ended.startswith("SIG"):
         return judge({0: ranks[0]}, now, limits)
-    if ranks[0].ended not in ("", "died", "cut off", "gone"):
-        return None
-    if ranks[0].ended in ("cut off", "gone") and now - ranks[0].at <= GRACE:
-        return None
-    if ranks[0].ended in ("cut off", "gone"):
-        itself = deputy in ranks and ranks[deputy].ended in ("cut off", "gone")  # its connection to itself broke too
+    if ranks[0].disconnected:
+        if now - ranks[0].at <= _seconds_to_connect(ranks):
+            return None
+        itself = deputy in ranks and ranks[deputy].disconnected  # its connection to itself broke too
         blamed = deputy if itself else 0
         return _cut_off({blamed: ranks[blamed]}, now)
     if ranks[0].ended == "died":
         return Verdict([0], f"rank 0 died at {ranks[0].position}", [0])
+    if ranks[0].ended:
+        return None
     verdict = _silent(ranks, now, limits, deputy)
     judged = verdict and (verdict.ranks == [0] or not verdict.silent)  # not silent: the deputy, which is cut off
     return verdict if judged else None
@@ -124,9 +130,14 @@ def few(ranks: Collection[int]) -> str:
     return named(sorted(ranks)[:_TOLD]) + " ..." * (len(ranks) > _TOLD)
 
 
+def _seconds_to_connect(ranks: Mapping[int, RankStatus]) -> float:
+    """In which a rank may connect anew: a busy host takes its time, unless other ranks miss a peer as well."""
+    return GRACE if any(heard.ended in ("lost", "timeout") for heard in ranks.values()) else SILENT
+
+
 def _cut_off(ranks: Mapping[int, RankStatus], now: float) -> Verdict:
     """The first whose connection broke is to blame: rank 0 loses the connections of all others with its own."""
-    lost = [rank for rank in sorted(ranks) if ranks[rank].ended in ("cut off", "gone")]
+    lost = [rank for rank in sorted(ranks) if ranks[rank].disconnected]
     blamed = min(lost + [rank for rank in ranks if now - ranks[rank].cut < _RECENT])
     heard = ranks[blamed]
     if heard.ended == "gone":

@@ -207,7 +207,7 @@ class Monitor:
         if heard.process != process:
             raise ValueError("that rank is another process")
         heard.heard = heard.cut = now  # its connection broke, and it made another
-        if heard.ended in ("cut off", "gone"):
+        if heard.disconnected:
             heard.ended = ""
 
     def _move(self, heard: RankStatus, position: Position, now: float) -> None:
@@ -257,7 +257,7 @@ class Monitor:
         if not self.verdict or not self._others_wait_until:
             return
         speaker = self.ranks[self.verdict.ranks[0]]
-        if speaker.ended in ("died", "cut off", "gone"):  # without a word
+        if speaker.ended == "died" or speaker.disconnected:  # without a word
             line = f"rank {speaker.process.rank} failed at {speaker.position}, and ended before it said why"
             self.verdict = Verdict(self.verdict.ranks, line, self.verdict.ranks)
             self._announce(self.verdict, now)

@@ -38,7 +38,10 @@ def culprits(positions: Mapping[int, Position], stopped: Collection[int] = ()) -
     graph = wait_graph({rank: Position() if rank in stopped else at for rank, at in positions.items()})
     knots = networkx.condensation(graph)
     ends = [set(knots.nodes[knot]["members"]) for knot in knots if not knots.out_degree(knot)]
-    awaited = [ranks for ranks in ends if any(graph.pred[rank] for rank in ranks)]
+    awaited = []
+    for ranks in ends:
+        if any(graph.pred[rank] for rank in ranks):
+            awaited.append(ranks)
     # Nobody waits for a rank at the end of no chain: if others are waited for, it is only busy.
     return sorted(set().union(*(awaited or ends)))
 
