@@ -180,7 +180,7 @@ def test_everyone_picks_the_same_grid(monkeypatch, capsys):
     wanted = [*mesh.plan(8, grid=(2, 4), **heads).steps]
     assert wanted != [*mesh.plan(8, grid=(4, 2), **heads).steps]
     assert [*mesh.plan(8, **heads).steps] == wanted
-    assert [*AllRanks(8, "mesh").plan(Mask(), (64, 64), 8, 2, backward=False).steps] == wanted
+    assert [*AllRanks(8, "mesh").plans.of(Mask(), (64, 64), 8, 2, backward=False).steps] == wanted
     sizes = ["--num-attention-heads", "8", "--num-query-groups", "2"]
     flags = "--num-layers 2 --hidden-size 64 --seq-length 64 --micro-batch-size 1 --group-query-attention --dry-run"
     flags += " --context-parallel-size 8 --cp-strategy mesh"
@@ -218,8 +218,8 @@ def test_a_strategy_need_not_ask_the_mask_what_to_send(name):
     """What it received and has no use for is no fault; without the window all of it is used."""
     ranks, window = AllRanks(9, name, "zigzag"), Mask(True, (2, 0))
     for backward in (False, True):
-        plan = ranks.plan(window, (72, 72), 4, 4, backward=backward)
-        full = ranks.plan(Mask(), (72, 72), 4, 4, backward=backward)
+        plan = ranks.plans.of(window, (72, 72), 4, 4, backward=backward)
+        full = ranks.plans.of(Mask(), (72, 72), 4, 4, backward=backward)
         sent, all_sent = ([step.comm for step in p.steps[3] if step.comm] for p in (plan, full))
         assert sent == all_sent
 

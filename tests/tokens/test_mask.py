@@ -289,7 +289,9 @@ def test_runs_are_those_of_the_positions(layout):
 def test_documents_of_each_batch_share_what_they_do_not_decide():
     """Where gathered keys are, and what the mask without documents lets see, is found once."""
     cp, kernel = AllRanks(4, "attention2d"), Reference()
-    first, second = (cp.blocks(Mask(documents=documents(lengths)), (LENGTH,) * 2, kernel) for lengths in (ODD, TINY))
+    first, second = (
+        cp.plans.blocks(Mask(documents=documents(lengths)), (LENGTH,) * 2, kernel) for lengths in (ODD, TINY)
+    )
     assert first is not second and first.undivided is second.undivided
     assert first.undivided.runs(1, (0, 1)) is second.undivided.runs(1, (0, 1))
     assert first.order((0, 1)) is second.order((0, 1))

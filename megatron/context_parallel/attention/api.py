@@ -149,7 +149,7 @@ def attention_of_rows(
     scores = Scores(1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap)
     if cp.n == 1:
         return [_of_one_rank(blocks, scores, sinks, *inputs[0])]
-    plan = cp.full_plan(q.shape[2], k.shape[2])
+    plan = cp.plans.full(q.shape[2], k.shape[2])
     if plan.heads > 1:
         raise UsageError(f"--cp-head-parallel-size {plan.heads}: chunks of any rows have no head parallelism; give 1")
     problem = Problem(blocks, k.shape[2], blocks.kernel, scores)

@@ -25,8 +25,9 @@ from megatron.context_parallel.runtime.executor import Problem
 from megatron.context_parallel.tokens.handles import HandleOf, held
 from megatron.context_parallel.tokens.mask import Documents, Mask
 
-from .context import AllRanks, ContextParallel, Lengths
+from .context import AllRanks, ContextParallel
 from .inputs import refuse_transforms
+from .plans import Lengths
 
 NAME, GRADIENTS = "context_parallel::attention", "context_parallel::attention_backward"
 TensorList = list[Tensor]  # of each rank of the process
@@ -85,12 +86,12 @@ def _call(how: OpArgs, q: Tensor, v: Tensor, lengths: Lengths, heads: int, kv_he
 
     def make() -> tuple[Plan, Problem]:
         mask = Mask(how.causal, window, documents)
-        blocks = cp.blocks(mask, lengths, kernel)
-        plan = cp.plan(mask, lengths, heads, kv_heads, backward=backward)
+        blocks = cp.plans.blocks(mask, lengths, kernel)
+        plan = cp.plans.of(mask, lengths, heads, kv_heads, backward=backward)
         return plan, Problem(blocks, kv_heads, kernel, Scores(how.scale, how.softcap))
 
     same = how.causal, window, how.documents, how.scale, how.softcap, lengths, heads, kv_heads, backward, kernel
-    return _Call(cp, *cp.cached(("call", *same), make))
+    return _Call(cp, *cp.plans.cached(("call", *same), make))
 
 
 def _joined(parts: TensorList) -> Tensor:

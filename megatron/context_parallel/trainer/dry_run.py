@@ -5,7 +5,7 @@ from itertools import product
 
 from rich.table import Table
 
-from megatron.context_parallel.attention.context import ALL_RANKS_UP_TO
+from megatron.context_parallel.attention.plans import ALL_RANKS_UP_TO
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.search.auto import headline

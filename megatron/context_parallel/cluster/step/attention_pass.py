@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron.context_parallel.attention.context import ALL_RANKS_UP_TO
+from megatron.context_parallel.attention.plans import ALL_RANKS_UP_TO
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.simulate.one_pass import ALL_UP_TO, PassForecast, simulate
 from megatron.context_parallel.plan.ir import Plan, SwapHeads, T
