@@ -17,6 +17,7 @@ from megatron.context_parallel.strategies.mesh_schedule import costs_by_bytes, g
 from megatron.context_parallel.tokens.layout import shard, unshard
 from megatron.context_parallel.tokens.mask import Pairs
 from tests.support.exact import HEADS, WHAT, errors, exact, gradients, problem
+from tests.support.sizes import SIZES
 
 MESH, RING = STRATEGIES["mesh"], STRATEGIES["ring"]
 # A block hides one unit; the backward query side counted with O, as in the paper.
@@ -77,7 +78,7 @@ def test_large_grids_are_proved(n):
 
 def test_volume_is_that_of_table_2_for_every_grid_to_64():
     """(2a/n + 2/a - 4/n) N d forward, in units of N d / n. The paper's backward, with O, is 4(a-1) + 4(b-1)."""
-    for n in range(1, 65):
+    for n in SIZES:
         for a, b in grids(n):
             units = []
             for backward in (False, True):
