@@ -7,4 +7,4 @@ SIZES = (
     36,
     48,
     64,
-)  # every small one; then even, prime, square, and the largest that is promised
+)  # every small one, some large ones, the largest promised
