@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.names import BACKENDS
-from megatron.context_parallel.patches.megatron_lm import replaced_by
+from megatron.context_parallel.patches.megatron_lm import put_in_place, replaced_by
 from megatron.context_parallel.strategies import check_same_tokens, choose_by_layer, distinct, specs_given
 
 from .groups import context_of
@@ -58,8 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     if added and os.environ.get("RANK", "0") == "0":
         print(f"cp: added {' '.join(added)}", flush=True)
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    for owner, name, value in replacements(strategies, backend):
-        setattr(owner, name, value)
+    put_in_place(replacements(strategies, backend))
     sys.argv = [script, *theirs]
     runpy.run_path(script, run_name="__main__")
 

@@ -7,6 +7,7 @@ positions. So it is known for all positions what it says, or it is refused.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import getfile
 from traceback import walk_tb
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.patches.transformers import without_documents
 from megatron.context_parallel.tokens.mask import Mask
 
-_OURS = (__file__, without_documents.__code__.co_filename)
+_OURS = (__file__, getfile(without_documents))
 MaskFunction = Callable[[Any, Any, Any, Any], Any]  # of sample, head, position of the query, position of the key
 
 

@@ -3,7 +3,7 @@
 Megatron's scripts build their models and batches by these names alone, and take no functions of ours.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 CHECKED = {"megatron-core": "0.16"}
@@ -35,3 +35,9 @@ def replaced_by(
             yield utils, name, packed_batch
     for module in (rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding):
         yield module, "get_pos_emb_on_this_cp_rank", embedding
+
+
+def put_in_place(replacements: Iterable[tuple[Any, str, Callable]]) -> None:
+    """Replaces each of (owner, name, value)."""
+    for owner, name, value in replacements:
+        setattr(owner, name, value)
