@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megatron.context_parallel import STRATEGIES, ContextParallel, UsageError, context_parallel_attention
 from megatron.context_parallel.kernels.reference import attention
+from megatron.context_parallel.patches.torch_process_groups import timeout_of
 from megatron.context_parallel.plan.ir import PLACEMENTS, PlanError
-from megatron.context_parallel.runtime.comm.communicators import timeout_of
 from megatron.context_parallel.tokens.mask import Pairs
 from tests.support.exact import DIM, gradients
 

@@ -17,6 +17,7 @@ from torch import Tensor, library
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.interface import Kernel, Scores
+from megatron.context_parallel.patches.torch_dispatcher import below_autograd
 from megatron.context_parallel.plan.ir import Plan
 from megatron.context_parallel.runtime import passes
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
@@ -163,7 +164,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kept: int, *args: Any
     ) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             out, lse, swapped = attention(q, k, v, sinks, kept, *args)
         ctx.mark_non_differentiable(lse, *swapped)
         ctx.set_materialize_grads(False)  # else zeros of all outputs
@@ -181,7 +182,7 @@ class _Attention(torch.autograd.Function):
         refuse_transforms(dout)
         sinks = sinks if ctx.needs_input_grad[3] else None
         # With autograd they refuse to be differentiated.
-        with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
+        with nullcontext() if torch.is_grad_enabled() else below_autograd():
             dq, dk, dv, *dsinks = _gradients(dout, out, seen, sinks, ctx.kv_heads, *ctx.how)
         return dq, dk, dv, dsinks[0] if dsinks else None, None, *[None] * len(ctx.how)
 
@@ -192,7 +193,7 @@ def _differentiable(*args: Any) -> tuple:
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:4]):
         out, lse, *swapped = _Attention.apply(*args)
         return out, lse, swapped
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return attention(*args)
 
 

@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.context_parallel.patches.torch_coalescing import as_one, can_coalesce
+from megatron.context_parallel.patches.torch_foreach import copy_each
+
 from .flight_recorder import Ends, recorder
 
 MessageList = list[tuple[int, Tensor]]  # to or from a peer; a tensor of no rows does not travel
@@ -91,8 +94,8 @@ def post(group: dist.ProcessGroup, sends: MessageList, receives: MessageList) ->
     if not (sends or receives):
         return []
     device = (sends or receives)[0][1].device
-    if group._get_backend(device).supports_coalescing:
-        with dist._coalescing_manager(group, device, async_ops=True) as together:
+    if can_coalesce(group, device):
+        with as_one(group, device, async_ops=True) as together:
             _post(group, sends, receives)
         return [together]
     return _post(group, sends, receives)
@@ -106,7 +109,7 @@ def _post(group: dist.ProcessGroup, sends: MessageList, receives: MessageList) -
 
 def gather(group: dist.ProcessGroup, tensors: Iterable[tuple[Tensor, Tensor]]) -> dist.Work:
     """Starts gathering each (mine, everyone), all in one collective."""
-    with dist._coalescing_manager(group, async_ops=True) as together:
+    with as_one(group, async_ops=True) as together:
         for mine, everyone in tensors:
             gather_one(everyone, mine, group=group)
     return together
@@ -114,7 +117,7 @@ def gather(group: dist.ProcessGroup, tensors: Iterable[tuple[Tensor, Tensor]]) -
 
 def add_up(group: dist.ProcessGroup, tensors: Iterable[tuple[Tensor, Tensor]]) -> dist.Work:
     """Starts a reduce-scatter of each (mine, everyone), all in one collective."""
-    with dist._coalescing_manager(group, async_ops=True) as together:
+    with as_one(group, async_ops=True) as together:
         for mine, everyone in tensors:
             sum_one(mine, everyone, group=group)
     return together
@@ -132,14 +135,14 @@ class AllToAll:
         parts, packed, sent = _packed(sends, size)
         self.parts, self.landed, received = _packed(receives, size)
         self.into = [x for _, x in sorted(receives, key=_peer)]
-        torch._foreach_copy_(parts, [x for _, x in sorted(sends, key=_peer)])
+        copy_each(parts, [x for _, x in sorted(sends, key=_peer)])
         work = dist.all_to_all_single(self.landed, packed, received, sent, group=group, async_op=True)
         assert work is not None  # this rank is in the group
         self.work = work
 
     def wait(self) -> None:
         self.work.wait()
-        torch._foreach_copy_(self.into, self.parts)
+        copy_each(self.into, self.parts)
 
 
 def _peer(message: tuple[int, Tensor]) -> int:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.context_parallel.patches.torch_write_counter import writes_to
 from megatron.context_parallel.plan.ir import Plan, PlanError
 
 from .communicators import meet, new_communicator
@@ -146,14 +147,6 @@ def _as_messages(
     return sends, receives
 
 
-def _version(x: Tensor) -> int:
-    """How often `x` was written to; tensors of inference mode do not count."""
-    try:
-        return x._version
-    except RuntimeError:
-        return 0
-
-
 class _Message:
     """A tensor on its way inside the process. As on a network, it is complete when both ends have named their tensor.
 
@@ -169,7 +162,7 @@ class _Message:
 
     def deliver(self) -> None:
         assert self.content is not None and self.into is not None  # only what is complete is delivered
-        if _version(self.content) != self.version:
+        if writes_to(self.content) != self.version:
             raise PlanError("a tensor was overwritten while it was being sent")
         if self.content.shape != self.into.shape:
             raise PlanError(f"a tensor of {list(self.content.shape)} was sent for one of {list(self.into.shape)}")
@@ -192,7 +185,7 @@ class MessageQueue:
             message.complete = True
         else:
             self.sent.append(message := _Message())
-        message.content, message.version = content, _version(content)
+        message.content, message.version = content, writes_to(content)
         return message
 
     def receive(self, into: Tensor) -> _Message:

@@ -15,9 +15,10 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_idx_path
 from megatron.core.datasets.utils import Split, get_blend_from_list
-from torch.utils.data import DataLoader, Dataset, Sampler, dataloader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches.torch_data_workers import forget_workers
 from megatron.context_parallel.tokens.mask import Documents
 from megatron.context_parallel.trainer.config.flags import Arguments
 
@@ -192,7 +193,7 @@ def _started(loader: DataLoader) -> Iterator[Batch]:
     except OSError as error:
         if error.errno == errno.EMFILE:  # told by the end of the rank
             raise
-        dataloader._MultiProcessingDataLoaderIter._shutdown = True  # what did not start lacks it when it is deleted
+        forget_workers()
         why = f"{error.strerror}{' in /dev/shm' if error.errno == errno.ENOSPC else ''}"
         raise UsageError(f"--num-workers {loader.num_workers}: they cannot start ({why}); give 0") from error
 

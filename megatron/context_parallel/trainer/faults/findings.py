@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches.megatron_data_parallel import before_reduction
+from megatron.context_parallel.patches.torch_foreach import norm_of_each
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.model.data_parallel import DataParallel
 
@@ -69,13 +71,12 @@ class Findings:
     def _watch_gradients(self, chunk: DistributedDataParallel) -> None:
         names = _names(chunk)
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            # megatron-core calls this before the ranks add up the gradients of the group.
-            group.ddp_config.check_for_nan_in_grad = True
             parameters = [parameter for bucket in group.buckets for parameter in bucket.params_list]
-            group.check_grads = partial(self._keep_norms, [names[parameter] for parameter in parameters], parameters)
+            keep = partial(self._keep_norms, [names[parameter] for parameter in parameters], parameters)
+            before_reduction(group, keep)
 
     def _keep_norms(self, names: list[str], parameters: list[torch.nn.Parameter], **_: bool) -> None:
-        norms = torch._foreach_norm([parameter.main_grad for parameter in parameters])  # type: ignore[attr-defined]
+        norms = norm_of_each([parameter.main_grad for parameter in parameters])  # type: ignore[attr-defined]
         self._norms.update(zip(names, norms, strict=True))
 
     def note_data(self, line: str) -> None:
