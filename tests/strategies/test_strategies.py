@@ -10,7 +10,7 @@ import pytest
 from megatron.context_parallel import STRATEGIES, AllRanks, UsageError
 from megatron.context_parallel.commands.plan import main as plan_tool
 from megatron.context_parallel.plan.ir import Attend, Recv, Send, Step, T
-from megatron.context_parallel.strategies import CPStrategy, Option, Pass, Ring, parse_spec, register
+from megatron.context_parallel.strategies import Option, Pass, Ring, parse_spec, register
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.trainer.arguments.complete import parse_args
 from megatron.context_parallel.trainer.dry_run import attention_bytes
@@ -89,11 +89,6 @@ def test_what_declares_no_strategy_is_refused(name, layouts, function, message):
         register(name, layouts)(function)
     one_line(refused, message)
     assert before == STRATEGIES
-
-
-def test_the_names_of_the_package_are_an_enumeration():
-    assert {*CPStrategy} == {*STRATEGIES}
-    assert parse_spec(CPStrategy.MESH).strategy is STRATEGIES["mesh"]
 
 
 # -- named by specs -------------------------------------------------------------------------------------------

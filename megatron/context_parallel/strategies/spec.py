@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import sys
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,6 @@ from .options import Option, show
 from .registry import STRATEGIES, Strategy
 
 AUTO = "auto"  # in place of a spec: the planner chooses
-
-
-class CPStrategy(StrEnum):
-    """The names of the strategies that come with this package."""
-
-    RING = "ring"
-    ALLGATHER = "allgather"
-    ULYSSES = "ulysses"
-    USP = "usp"
-    ATTENTION2D = "attention2d"
-    LIGHTSEQ = "lightseq"
-    LOONGTRAIN = "loongtrain"
-    MESH = "mesh"
-
 
 # Options that every strategy has.
 COMMON = {
