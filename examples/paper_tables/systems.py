@@ -22,7 +22,7 @@ def specs(paper: str, n: int, heads: int) -> Iterator[str]:
             yield from (f"attention2d:grid={rows}x{n // rows},layout=cyclic,overlap={o}" for o in ("yes", "no"))
     elif paper == "mesh_attention":
         for a in divisors(n):
-            yield from (f"mesh:grid={a}x{n // a},layout=cyclic,q_cost={cost}" for cost in (0.25, 1))
+            yield from (f"mesh:grid={a}x{n // a},layout=cyclic,q_transfer_blocks={cost}" for cost in (0.25, 1))
     elif paper == "lightseq":
         yield "lightseq"
     elif paper == "cp_inference":

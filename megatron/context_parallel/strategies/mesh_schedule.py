@@ -101,8 +101,8 @@ def _first(lines: list[int], here: int, across: int) -> TileCell | None:
     return None
 
 
-def costs_by_bytes(backward: bool, kv_ratio: float, q_cost: float) -> TransferCosts:
-    """The cost of each tensor of a pass, where a chunk of queries takes as long as `q_cost` forward blocks.
+def costs_by_bytes(backward: bool, kv_ratio: float, q_transfer_blocks: float) -> TransferCosts:
+    """The cost of each tensor of a pass, where a chunk of queries takes as long as `q_transfer_blocks` forward blocks.
 
     The others are in proportion to their bytes in a 16-bit model, whose partials are float32.
     """
@@ -111,4 +111,4 @@ def costs_by_bytes(backward: bool, kv_ratio: float, q_cost: float) -> TransferCo
     else:
         chunks = ((T.Q, 1), (T.KV, 2 * kv_ratio), (T.O, 2))
     block = BACKWARD_BLOCK if backward else 1
-    return tuple((tensor, size * q_cost / block) for tensor, size in chunks)
+    return tuple((tensor, size * q_transfer_blocks / block) for tensor, size in chunks)

@@ -180,7 +180,7 @@ def search(
     """
     ways, rejected = dict[str, tuple[Plan, ...]](), list[Rejected]()
     room = place.cluster.device.memory_GiB * 2**30 if room is None else room
-    for found in candidates(workload, place.n, partial(_q_cost, workload, place), fixed or {}):
+    for found in candidates(workload, place.n, partial(_q_transfer_blocks, workload, place), fixed or {}):
         if isinstance(found, Rejected):
             rejected.append(found)
         elif (needed := max(memory(plan, workload) for plan in found.plans)) > room:
@@ -212,7 +212,7 @@ def memory(plan: Plan, workload: Workload) -> int:
     return max(peak_bytes(plan, rank, workload.shape(plan.size)) for rank in {0, plan.n - 1})
 
 
-def _q_cost(workload: Workload, place: GroupDevices, head_parallel_size: int) -> float:
+def _q_transfer_blocks(workload: Workload, place: GroupDevices, head_parallel_size: int) -> float:
     """How long a message of queries takes on the slowest link between neighbours, in forward blocks."""
     n = place.n
     if head_parallel_size == n:
