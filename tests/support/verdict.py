@@ -8,10 +8,11 @@ import torch
 
 from megatron.context_parallel import STRATEGIES, AllRanks, context_parallel_attention
 from megatron.context_parallel.attention.plans import Plans
-from megatron.context_parallel.kernels.reference import Reference, attention
+from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.plan.ir import Plan, PlanError
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.tokens.mask import Documents, Mask
+from tests.support.dense import dense_attention
 from tests.support.waiting import stuck
 
 
@@ -57,7 +58,7 @@ class Subject:
         first, end = self.mask.seen(torch.arange(self.length))
         at = torch.arange(self.length)
         seen = (at >= first.unsqueeze(2)) & (at < end.unsqueeze(2))
-        return self._results(lambda q, k, v: attention(q, k, v, causal=False, scale=0.5, seen=seen)[0])
+        return self._results(lambda q, k, v: dense_attention(q, k, v, seen, scale=0.5)[0])
 
     def plan(self, backward: bool) -> Plan:
         return self.ranks.plans.of(self.mask, (self.length, self.length), 4, 2, backward=backward)

@@ -155,7 +155,7 @@ def check_backend(
     *,
     device: str,
     irregular: str | None = None,
-    here: bool = True,
+    on_this_host: bool = True,
     value_dim: int | None = None,
     softcap: float = 0.0,
 ) -> None:
@@ -164,20 +164,26 @@ def check_backend(
     Args:
         device: "cuda" or "cpu", where the run computes.
         irregular: the flag that needs masks which are neither full nor causal, such as "--window-size"; None without.
-        here: the run computes on this host, so that what is installed, and the GPU, count. Otherwise what is known of
+        on_this_host: the run computes there, so that what is installed, and the GPU, count. Otherwise what is known of
             the backends everywhere does.
         value_dim, softcap: as in `kernel_for`.
 
     Raises:
         UsageError: names a backend that can.
     """
-    _check(_need(dtype, head_dim, value_dim, softcap), backend, device=device, irregular=irregular, here=here)
+    _check(
+        _need(dtype, head_dim, value_dim, softcap),
+        backend,
+        device=device,
+        irregular=irregular,
+        on_this_host=on_this_host,
+    )
 
 
-def _check(need: Need, backend: str, *, device: str, irregular: str | None = None, here: bool = True) -> None:
+def _check(need: Need, backend: str, *, device: str, irregular: str | None = None, on_this_host: bool = True) -> None:
     if backend not in BACKENDS:
         raise UsageError(f"--cp-attention-backend {backend}: unknown; choose one of {', '.join(BACKENDS)}")
-    capability = torch.cuda.get_device_capability() if here and device == "cuda" else None
+    capability = torch.cuda.get_device_capability() if on_this_host and device == "cuda" else None
 
     def refusal(name: str) -> str | None:
         if device == "cpu":

@@ -5,6 +5,7 @@ steps with the ranks that have the same part, and swap back.
 """
 
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -31,13 +32,17 @@ class RankPlace(NamedTuple):
     chunks: list[int]
 
 
+_places: WeakKeyDictionary[Plan, dict[int, RankPlace]] = WeakKeyDictionary()  # by rank
+
+
 def place_of(plan: Plan, rank: int) -> RankPlace:
-    """The place of `rank` (of all ranks). Found once for a plan and rank."""
-    if rank not in plan.places:
+    """The place of `rank` (of all ranks). Made once for a plan and rank."""
+    by_rank = _places.setdefault(plan, {})
+    if rank not in by_rank:
         at, members = plan.grid.coordinates(rank), plan.grid.along(rank, "heads")
         chunks = [plan.chunk_of(member) for member in members]
-        plan.places[rank] = RankPlace(at["heads"], at["context"], members, plan.grid.along(rank, "context"), chunks)
-    return plan.places[rank]
+        by_rank[rank] = RankPlace(at["heads"], at["context"], members, plan.grid.along(rank, "context"), chunks)
+    return by_rank[rank]
 
 
 class _Pieces(NamedTuple):

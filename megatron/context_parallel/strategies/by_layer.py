@@ -2,7 +2,7 @@
 
 spec                    ring: all layers
 spec,spec,...           ring,ring,ulysses: of 3 layers
-spec*4,spec*2           ring*4,mesh:grid=2x4,q_cost=2.5*2: of 4 layers in a row, then of 2
+spec*4,spec*2           ring*4,mesh:grid=2x4,q_transfer_blocks=2.5*2: of 4 layers in a row, then of 2
 
 A comma before NAME= goes on with the options of a spec.
 """

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.ir import PLACEMENTS, Plan, Step, Steps, T
@@ -63,6 +63,18 @@ class Strategy:
     channels: tuple[str, ...]
     head_parallel: Literal["optional", "required", "all"] = "optional"
 
+    def renamed(self, options: dict[str, Any]) -> dict[str, Any]:
+        """`options` by their names of today. Raises UsageError for one that is given by both its names."""
+        every = [option for strategy in STRATEGIES.values() for option in strategy.options.values()]
+        today = {option.formerly: option.name for option in every if option.formerly}
+        found = {}
+        for given, value in options.items():
+            name = given if given in self.options else today.get(given, given)
+            if name != given and name in options:
+                raise UsageError(f"--cp-strategy {self.name}: {given} is the former name of {name}; leave one out")
+            found[name] = value
+        return found
+
     def read(self, options: dict[str, object], n: int | None = None) -> dict[str, object]:
         """The values of `options`, each a text or a value. Raises UsageError for one that the strategy has not."""
         if unknown := options.keys() - self.options.keys():
@@ -121,7 +133,7 @@ class Strategy:
 
             visible_pairs = Mask(causal).pairs(*Chunks.pair(layout, n // size, 4 * n // size))
         ratio = kv_heads / heads if heads and kv_heads else 1.0
-        options = self.read(options, n)
+        options = self.read(self.renamed(options), n)
         next(
             iter(self.write(Pass(0, n // size, visible_pairs, backward, ratio), **options)), None
         )  # checks come before steps

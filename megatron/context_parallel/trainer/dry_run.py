@@ -118,8 +118,8 @@ def _memory(args: Arguments) -> Table:
     title = f"{model.parameters:,} parameters ({model.table_parameters:,} in embeddings); "
     table = Table("memory", "per rank", "formula", title=f"{title}a rank of stage {fullest}, the fullest")
     parts = memory(model, run, fullest)
-    for what, size, how in parts:
-        table.add_row(what, _gib(size), how)
+    for what, size, formula in parts:
+        table.add_row(what, _gib(size), formula)
     table.add_row(
         "total", _gib(total(parts)), "the larger of logits and attention buffers; without the allocator's loss"
     )

@@ -155,7 +155,9 @@ def _check_devices(args: Arguments) -> None:
     elsewhere = args.dry_run and not gpus and backend not in ("auto", "aten")
     device = "cuda" if gpus or elsewhere else "cpu"
     irregular = next((FLAGS[n].option for n in ("window_size", "reset_attention_mask") if getattr(args, n)), None)
-    check_backend(backend, args.params_dtype, args.kv_channels, device=device, irregular=irregular, here=not elsewhere)
+    check_backend(
+        backend, args.params_dtype, args.kv_channels, device=device, irregular=irregular, on_this_host=not elsewhere
+    )
     if device == "cuda":
         _check_blocks(args)
 
