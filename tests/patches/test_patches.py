@@ -260,9 +260,10 @@ def found(place: str) -> tuple[str, ast.AST]:
     file, _, names = place.partition(":")
     source, node = tree_of(file)
     for name in names.split("."):
-        definitions = [inner for inner in ast.walk(node) if name in _defines(inner)]
-        assert definitions, f"{place}: no {name}"
-        node = definitions[0]  # the outermost, since ast.walk goes level by level
+        # The outermost, since ast.walk goes level by level.
+        definition = next((inner for inner in ast.walk(node) if name in _defines(inner)), None)
+        assert definition, f"{place}: no {name}"
+        node = definition
     return source, node
 
 

@@ -14,7 +14,7 @@ MODULES = [
     name for path in sorted(PACKAGE.rglob("*.py")) if not (name := str(path.relative_to(PACKAGE))).startswith(ELSEWHERE)
 ]
 PYTHONS_OWN = {"_replace", "_exit", "_current_frames"}  # of named tuples, os, sys
-INSIDES = {"__globals__", "__closure__", "__code__"}  # of a function
+NEVER = {"__globals__", "__closure__", "__code__", "mock"}  # the inside of functions; replacing for a while
 
 
 def reached(tree: ast.Module) -> Iterator[str]:
@@ -24,13 +24,13 @@ def reached(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         for name in _named(node):
             private = name.startswith("_") and not name.startswith("__")
-            if name in INSIDES or (private and name not in own | PYTHONS_OWN):
+            if name in NEVER or (private and name not in own | PYTHONS_OWN):
                 yield f"{node.lineno}: {name}"
         for target in _targets(node):
             if _root(target) in libraries:
                 yield f"{node.lineno}: {ast.unparse(target)} ="
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "delattr", "patch.object")):
-            yield f"{node.lineno}: {ast.unparse(node.func)}"
+        if _is_call_of(node, "setattr", "delattr"):
+            yield f"{node.lineno}: {ast.unparse(node)}"
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
@@ -68,9 +68,13 @@ def _named(node: ast.AST) -> list[str]:
         return [*(node.module or "").split("."), *(alias.name for alias in node.names)]
     if isinstance(node, ast.Import):
         return [part for alias in node.names for part in alias.name.split(".")]
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and len(node.args) > 1:
-        return [node.args[1].value] if isinstance(node.args[1], ast.Constant) else []
+    if _is_call_of(node, "getattr", "hasattr"):
+        return [str(argument.value) for argument in node.args[1:2] if isinstance(argument, ast.Constant)]
     return []
+
+
+def _is_call_of(node: ast.AST, *functions: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions
 
 
 def _targets(node: ast.AST) -> list[ast.expr]:
@@ -97,9 +101,9 @@ def _root(node: ast.expr) -> str:
                 return ""
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_private_name_of_another_library(module):
-    assert [*reached(ast.parse((PACKAGE / module).read_text()))] == []
+def test_no_private_name_of_another_library():
+    found = {module: [*reached(ast.parse((PACKAGE / module).read_text()))] for module in MODULES}
+    assert len(found) > 200 and {module: places for module, places in found.items() if places} == {}
 
 
 @pytest.mark.parametrize(
@@ -111,6 +115,7 @@ def test_no_private_name_of_another_library(module):
         ("from megatron.core.datasets.indexed_dataset import _INDEX_HEADER", 1),
         ("from megatron.core import utils\nutils.get_batch = None", 1),
         ("import torch\nsetattr(torch, 'ones', None)", 1),
+        ("from unittest import mock", 1),
         ("x = model._is_stateful", 1),
         ("x = hasattr(model.processor, '_attention_backend')", 1),
         ("names = parallelize.__globals__", 1),
