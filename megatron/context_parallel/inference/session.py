@@ -196,6 +196,7 @@ class Session:
             if low < 0 or high >= self.vocabulary:
                 wrong = low if low < 0 else high
                 raise UsageError(f"sequence {sequence}: token {wrong}; the vocabulary is 0 to {self.vocabulary - 1}")
-            length, most = self.tables.length(sequence) + len(tokens), self.model.max_sequence_length
+            length = self.tables.length(sequence) + len(tokens)
+            most = self.model.max_sequence_length
             if self.model.position_embedding_type == "learned_absolute" and length > most:
                 raise UsageError(f"sequence {sequence}: {length} tokens; --max-position-embeddings {most} is the most")

@@ -47,7 +47,8 @@ class Executor:
         self.launched: dict[str, deque[Work]] = defaultdict(deque)
         self.keys: Value | None = None  # those of several chunks, while successive blocks use the same ones
         self.key_grads: Value | None = None  # their gradients
-        self.q, (self.k, self.v) = inputs[plan.starts[0]][0], inputs[T.KV]
+        self.q = inputs[plan.starts[0]][0]
+        self.k, self.v = inputs[T.KV]
         self.wide = torch.promote_types(self.q.dtype, torch.float32)
         self.widen = Tensor.double if self.wide is torch.float64 else Tensor.float  # quicker than `to`
         self.sizes = *self.q.shape[1:], self.v.shape[-1]
@@ -83,7 +84,8 @@ class Executor:
 
     def _launch(self, messages: tuple[MessageBatch, ...]) -> Program[None]:
         """Launches a batch on each channel, when all that they send is here."""
-        arriving, leaving = self.arriving, []
+        arriving = self.arriving
+        leaving = []
         for batch in messages:
             sends: list[tuple[int, Tensor]] = []
             for key, peer in batch.sends:
@@ -295,7 +297,8 @@ class Executor:
         return (piece.q, heads), (piece.kv, heads)
 
     def _forward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Piece]) -> None:
-        key, q = (T.O, chunk), self.held[T.Q, chunk][0]
+        key = (T.O, chunk)
+        q = self.held[T.Q, chunk][0]
         for piece in cut:
             rows, kv_rows = self._rows(piece)
             k, v = self._keys(kv_chunks)
@@ -310,7 +313,8 @@ class Executor:
             self._partial(key)
 
     def _backward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Piece]) -> None:
-        held, queries = self.held, self.held[T.QDO, chunk]
+        held = self.held
+        queries = self.held[T.QDO, chunk]
         for piece in cut:
             rows, kv_rows = self._rows(piece)
             keys = self._keys(kv_chunks)

@@ -66,7 +66,9 @@ class Documents(HasHandle):
 
         For a token of no document both are its own position.
         """
-        at, starts, ends = positions.numpy(), [], []
+        at = positions.numpy()
+        starts = []
+        ends = []
         for edges, inside in zip(self.edges, self.inside, strict=True):
             of = np.searchsorted(edges[1:], at, side="right")
             starts.append(np.where(inside[of], edges[of], at))

@@ -98,7 +98,8 @@ def measured(workload: Workload, group: dist.ProcessGroup) -> Cluster:
 
 def headline(found: Search) -> str:
     """One line: the choice, as a flag that reproduces it, and what was predicted."""
-    milliseconds, all_found = 1e3 * found.ranked[found.best].seconds, len(found.ranked) + len(found.slower)
+    milliseconds = 1e3 * found.ranked[found.best].seconds
+    all_found = len(found.ranked) + len(found.slower)
     return (
         f"--cp-strategy {AUTO}: takes --cp-strategy {found.best}; {milliseconds:.4g} ms of attention a layer and micro "
         f"batch predicted, the fastest of {all_found}"

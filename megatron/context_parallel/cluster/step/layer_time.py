@@ -40,7 +40,9 @@ class LayerTime:
 
     def layer(self, backward: bool) -> KernelTime:
         """A layer without its attention. The backward pass has two products for each one of the forward pass."""
-        model, tensor, dense = self.model, self.run.tensor_model_parallel_size, sum(self.products.values())
+        model = self.model
+        tensor = self.run.tensor_model_parallel_size
+        dense = sum(self.products.values())
         whole = model.hidden_size / (tensor if self.run.sequence_parallel else 1)
         rotated = 0 if model.positions else 2 * (model.queries + model.keys) / tensor
         mlp = model.ffn_hidden_size / tensor

@@ -102,13 +102,16 @@ def _messages(plan: Plan, op: Comm | SwapHeads, rank: int) -> Iterator[tuple]:
     texts: dict[T, tuple[str, ...]]
     if isinstance(op, SwapHeads):
         rank = plan.grid.rank(context=rank)
-        transfers, texts = plan.swapped(op, rank), {t: (f"swap {t}", f"{t}") for t in op.tensors}
+        transfers = plan.swapped(op, rank)
+        texts = {t: (f"swap {t}", f"{t}") for t in op.tensors}
     elif isinstance(op, AllGather | ReduceScatter):
         word = "gather" if isinstance(op, AllGather) else "reduce"
-        transfers, texts = op.transfers(rank), {op.tensor: (f"{word} {op.tensor}", f"{op.tensor}")}
+        transfers = op.transfers(rank)
+        texts = {op.tensor: (f"{word} {op.tensor}", f"{op.tensor}")}
     else:
         way = f"{op.chunk}{'→' if isinstance(op, Send) else '←'}{op.peer}"
-        transfers, texts = op.transfers(rank), {op.tensor: (f"{op.tensor}{way}", way, f"{op.chunk}")}
+        transfers = op.transfers(rank)
+        texts = {op.tensor: (f"{op.tensor}{way}", way, f"{op.chunk}")}
     for tensor, written in texts.items():
         sent = tuple(t for t in transfers if t.tensor is tensor and t.sender == rank)
         received = tuple(t for t in transfers if t.tensor is tensor and t.receiver == rank)

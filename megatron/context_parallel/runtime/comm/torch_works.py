@@ -148,7 +148,8 @@ def _peer(message: tuple[int, Tensor]) -> int:
 
 def _packed(messages: MessageList, size: int) -> tuple[list[Tensor], Tensor, list[int]]:
     """A buffer for messages, rank after rank: where each of them is in it, the buffer, and its bytes for each rank."""
-    ordered, counts = sorted(messages, key=_peer), [0] * size
+    ordered = sorted(messages, key=_peer)
+    counts = [0] * size
     sizes = [-(-x.numel() * x.element_size() // ALIGNED) * ALIGNED for _, x in ordered]
     for (peer, _), count in zip(ordered, sizes, strict=True):
         counts[peer] += count

@@ -49,7 +49,8 @@ def complete(given: Flags, tokenizer: tuple[int, int | None] | None = None) -> t
     given = replace(given, cp_strategy=specs, cp_layout=choices[0].layout if choices else given.cp_layout)
     tokens, eod = tokenizer or vocabulary(given)
     given, size = _fill_in_vocabulary(given, tokens)
-    layers, each = given.num_layers // given.pipeline_model_parallel_size, given.num_layers_per_virtual_pipeline_stage
+    layers = given.num_layers // given.pipeline_model_parallel_size
+    each = given.num_layers_per_virtual_pipeline_stage
     args = Arguments(
         **vars(given),
         world_size=world_size,
