@@ -105,7 +105,9 @@ def measured_device(meter: Meter, blocks: BlockTimer) -> Device:
     """The device of each rank, while all compute."""
     dtype = blocks.dtype
     short = meter.everyone(blocks.seconds(SHORT, FULL, blocks.kv_heads))[0]
-    launch, step, whole = min(short), *_host(meter, blocks)
+    launch = min(short)
+    computed = sum(short) / 2  # seconds
+    step, whole = _host(meter, blocks)
     gemm = _gemms(meter, dtype)
     return Device(
         name=torch.cuda.get_device_name(meter.device) if meter.device.type == "cuda" else _processor(),
@@ -116,8 +118,8 @@ def measured_device(meter: Meter, blocks: BlockTimer) -> Device:
         block_us=_digits(launch * 1e6),
         gemm=gemm,
         kernel_us=_digits(_kernel(meter) * 1e6),
-        step_us=_digits(max(0.0, step - sum(short) / 2) * 1e6),
-        pass_us=_digits(max(0.0, whole - sum(short) / 2) * 1e6),
+        step_us=_digits(max(0.0, step - computed) * 1e6),
+        pass_us=_digits(max(0.0, whole - computed) * 1e6),
     )
 
 

@@ -190,7 +190,8 @@ class LinkProbe:
         for _ in range(TURNS):
             spent, times = self._work(both)
             more.append(spent - self.meter.busy(compute, times) / times)
-        return max(0.0, statistics.median(more) / (2 * self.meter.n) - message_us * 1e-6) / len(x) * 1e9
+        of_a_message = statistics.median(more) / (2 * self.meter.n)
+        return max(0.0, of_a_message - message_us * 1e-6) / len(x) * 1e9
 
     def _crowding(self, rate: float, ranks: int) -> float:
         """How much less a NIC of some ranks carries when each of them exchanges with all of the other nodes at once."""

@@ -71,7 +71,9 @@ class LayerTime:
         dtype = min((rate.dtype for rate in rates), key=lambda dtype: dtype != self.run.dtype)
         sizes, speeds = zip(*sorted((math.log(r.size), r.TFLOP_s) for r in rates if r.dtype == dtype), strict=True)
         speed = 1e12 * float(numpy.interp(math.log(m * k * n) / 3, sizes, speeds))
-        return max(2 * m * k * n / speed * self.slower, self._seconds(self.run.itemsize * (m * k + k * n + m * n)))
+        computing = 2 * m * k * n / speed * self.slower
+        moving = self._seconds(self.run.itemsize * (m * k + k * n + m * n))
+        return max(computing, moving)
 
     def embedding(self, backward: bool) -> KernelTime:
         """The first stage's embedding: rows are read and written, and in the backward pass added."""

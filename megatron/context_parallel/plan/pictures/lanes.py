@@ -91,7 +91,8 @@ def _bars(plan: Plan, span: Span, lanes: tuple[str, ...]) -> Iterator[Bar]:
         return
     shown = [op for op in span.what if not isinstance(op, Recv)] or span.what
     messages = [message for op in shown for message in _messages(plan, op, span.rank)]
-    ends = [round(start + i * (end - start) / len(messages), 6) for i in range(len(messages) + 1)]
+    count = len(messages)
+    ends = [round(start + i * (end - start) / count, 6) for i in range(count + 1)]
     for (tensor, texts, sent, received), start, end in zip(messages, ends, ends[1:], strict=False):
         lane = lanes.index(span.channel)
         yield Bar(span.rank, lane, span.step, start, end, tensor, texts, sent=sent, received=received)
