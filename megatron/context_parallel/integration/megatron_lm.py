@@ -131,7 +131,8 @@ def replacements(strategies: Sequence[str], backend: str = "auto") -> Iterator[t
 
     def batch_here(batch: dict[str, Tensor | None], *args: Any, **kwargs: Any) -> dict:
         # Later releases and Megatron-Bridge name the group, and whether the batch is hybrid.
-        cp, (hybrid, group) = context(), _asked(*args, **kwargs)
+        cp = context()
+        hybrid, group = _asked(*args, **kwargs)
         if hybrid or batch.get("cu_seqlens") is not None or batch.get("cu_seqlens_q") is not None:
             refuse_packed()
         if batch.get("attention_mask") is not None:

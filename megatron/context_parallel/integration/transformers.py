@@ -136,7 +136,8 @@ def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) ->
         # Those that transformers makes up count a rank's own tokens. In chunks they may look like documents.
         raise UsageError(f"position_ids: missing, and made up they are not those of this rank's tokens; {_USE_HELPER}")
     for name in ("labels", "shift_labels"):
-        given, tokens = kwargs.get(name), args[0] if args else kwargs.get("input_ids")
+        given = kwargs.get(name)
+        tokens = args[0] if args else kwargs.get("input_ids")
         if given is not None and tokens is not None and given.shape != tokens.shape:
             raise UsageError(
                 f"{name} {list(given.shape)} beside input_ids {list(tokens.shape)}: not cut; {_USE_HELPER}"

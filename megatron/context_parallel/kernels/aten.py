@@ -50,7 +50,9 @@ class AtenFlash:
         return cut(block)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
-        group, scale, value_dim = q.shape[2], _uncapped(scores), v.shape[-1]
+        group = q.shape[2]
+        scale = _uncapped(scores)
+        value_dim = v.shape[-1]
         q, k, v = _same_width(*_widen(q, k, v))
         if mask == FULL and len(q) == 1:  # as in decode: heads of a group are rows, so that their keys are read once
             k, v = k.transpose(0, 1).unsqueeze(1), v.transpose(0, 1).unsqueeze(1)
@@ -67,7 +69,9 @@ class AtenFlash:
 
     def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, lse, delta, mask = grad
-        group, scale, (head_dim, value_dim) = q.shape[2], _uncapped(scores), (q.shape[-1], v.shape[-1])
+        group = q.shape[2]
+        scale = _uncapped(scores)
+        head_dim, value_dim = q.shape[-1], v.shape[-1]
         dout, q, k, v = _same_width(*_widen(dout, q, k, v))
         out = _heads_first(output_with(delta, dout))
         inputs = (_heads_first(dout), _heads_first(q), _shared(k, group), _shared(v, group), out, lse.permute(1, 2, 0))

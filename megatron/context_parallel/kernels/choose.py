@@ -48,7 +48,8 @@ class LibraryAndPosition:
         self.name = f"{library.name}+{position.name}"
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
-        found, rows = cut(block, most=MOST_PIECES + 1), block.first.shape[1]
+        found = cut(block, most=MOST_PIECES + 1)
+        rows = block.first.shape[1]
         if len(found) <= MOST_PIECES and all(_worth_a_launch(p) and self.plain.takes(p, rows, keys) for p in found):
             return found
         return self.position.pieces(block, keys)
@@ -137,7 +138,8 @@ def _chosen(device: torch.device, need: Need, backend: str) -> tuple[Kernel, str
         if why := _refusal(name, need, capability):
             passed += f"; not {name}: {why}"
             continue
-        kernel, served = library(deterministic=need.deterministic), f"{library.title} for {library.blocks}{passed}"
+        kernel = library(deterministic=need.deterministic)
+        served = f"{library.title} for {library.blocks}{passed}"
         if no_position:
             return kernel, f"{served}; others refused: {no_position}"
         return LibraryAndPosition(kernel, _position(device, need)), f"{served}; the position kernel for others"
@@ -231,7 +233,9 @@ def _refusal(name: str, need: Need, capability: Capability | None) -> str | None
     """Why a backend cannot compute this on a GPU of that capability (None: on any, wherever it is installed)."""
     if name == "triton":
         return _refusal_of_position(need, capability)
-    library, dtype, head_dim = LIBRARIES[name], need.dtype, need.head_dim
+    library = LIBRARIES[name]
+    dtype = need.dtype
+    head_dim = need.head_dim
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{library.title} has no {str(dtype).removeprefix('torch.')}"
     if head_dim % 8:

@@ -102,7 +102,10 @@ class Machine:
     """
 
     def __init__(self, plan: Plan, period: int | None = None, buffered: bool = False) -> None:
-        self.plan, self.n, self.period, self.ends = plan, plan.n, period or plan.n, plan.ends
+        self.plan = plan
+        self.n = plan.n
+        self.period = period or plan.n
+        self.ends = plan.ends
         self.buffered = buffered
         self.held: list[dict[Key, int]] = []
         for r in range(self.period):
@@ -118,7 +121,9 @@ class Machine:
 
     def program(self, r: int) -> Iterator[Wait | RankTask]:
         """What rank `r` waits for, in order."""
-        held, arriving, backward = self.held[r], self.arriving[r], self.plan.backward
+        held = self.held[r]
+        arriving = self.arriving[r]
+        backward = self.plan.backward
         for swap in self.plan.before:
             yield RankTask(0, Launch((swap,), False))
             yield RankTask(0, swap)
@@ -181,7 +186,8 @@ class Machine:
     def _add(
         self, r: int, s: int, tensor: T, chunks: tuple[int, ...], seen: tuple[int, ...], others: tuple[int, ...]
     ) -> None:
-        held, bits = self.held[r], sum([1 << other for other in others])
+        held = self.held[r]
+        bits = sum([1 << other for other in others])
         for chunk in chunks:
             if added := seen[chunk] & bits:
                 before = held.get((tensor, chunk), 0)
@@ -255,7 +261,9 @@ class Machine:
 
     def _contributions(self, r: int, s: int, operation: Operation, op: Comm, key: Key) -> int:
         """The contributions to a chunk that rank `r` receives."""
-        total, n, (tensor, chunk) = 0, self.n, key
+        total = 0
+        n = self.n
+        tensor, chunk = key
         if isinstance(op, Send | Recv):
             givers: tuple[int, ...] = (op.peer,)
         else:

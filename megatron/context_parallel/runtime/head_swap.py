@@ -89,7 +89,8 @@ class HeadGroup:
             return list(tensors)
         pieces = _Pieces.among(size)
         for x in tensors:
-            rows, ours = self._rows(len(x) * self.plan.size), self.slice_of(x.shape[2])
+            rows = self._rows(len(x) * self.plan.size)
+            ours = self.slice_of(x.shape[2])
             whole = x.new_empty(len(x) * size, x.shape[1], ours.stop - ours.start, *x.shape[3:])
             for p in range(size):
                 theirs = _heads(p, size, x.shape[2])

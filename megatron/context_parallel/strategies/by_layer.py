@@ -121,7 +121,8 @@ def specs_given(
     """
     if not types:
         return strategy or "ring"
-    named, given = _specs_of(types, sizes, n), f"--cp-comm-type {' '.join(types)}"
+    named = _specs_of(types, sizes, n)
+    given = f"--cp-comm-type {' '.join(types)}"
     if len(named) not in (1, layers):
         raise UsageError(f"{given}: {len(types)} values for {layers} layers; give one, or one for each")
     specs = ",".join(named)

@@ -147,7 +147,8 @@ def options_of(function: Callable) -> dict[str, Option]:
     Raises:
         UsageError: a signature other than `(at: Pass, *, name: Annotated[type, Option(...)] = default, ...)`.
     """
-    name, found = f"strategy {function.__name__}", dict[str, Option]()
+    name = f"strategy {function.__name__}"
+    found = dict[str, Option]()
     hints = get_type_hints(function, include_extras=True)
     first, *others = inspect.signature(function).parameters.values() or (None,)
     if first is None or first.kind is not first.POSITIONAL_OR_KEYWORD:

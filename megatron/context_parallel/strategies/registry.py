@@ -78,9 +78,11 @@ class Strategy:
     def read(self, options: dict[str, object], n: int | None = None) -> dict[str, object]:
         """The values of `options`, each a text or a value. Raises UsageError for one that the strategy has not."""
         if unknown := options.keys() - self.options.keys():
-            name, own = min(unknown), ", ".join(self.options) or "none"
+            name = min(unknown)
+            own = ", ".join(self.options) or "none"
             if others := [other for other in STRATEGIES.values() if name in other.options]:
-                shown, fits = others[0].options[name].given(options[name]), [other.name for other in others]
+                shown = others[0].options[name].given(options[name])
+                fits = [other.name for other in others]
                 raise UsageError(f"{shown}: {self.name} has no use for it; give --cp-strategy {' or '.join(fits)}")
             raise UsageError(f"--cp-strategy {self.name}: no option {name}; it has {own}")
         return {name: self.options[name].value(given, n) for name, given in options.items()}

@@ -122,7 +122,9 @@ def parse_spec(spec: "str | Choice", n: int | None = None, /, **options: object)
     if isinstance(spec, Choice):
         if spec.back:
             return replace(parse_spec(replace(spec, back=None), n, **given), back=parse_spec(spec.back, n, **given))
-        strategy, source, own = spec.strategy, spec.source, spec.common | spec.options
+        strategy = spec.strategy
+        source = spec.source
+        own = spec.common | spec.options
     elif "+" in (text := str(spec)):  # options are for both
         forward, backward = (parse_spec(part, n, **given) for part in text.split("+", 1))
         return replace(forward, back=backward)

@@ -89,7 +89,8 @@ def _work(args: Arguments) -> Table:
     )
     choices = distinct(args.cp_layers)
     for choice, (name, backward) in product(choices, (("forward", False), ("backward", True))):
-        volume, of = _gib(attention_bytes(args, backward, choice)), f" of {choice.spec}" if len(choices) > 1 else ""
+        volume = _gib(attention_bytes(args, backward, choice))
+        of = f" of {choice.spec}" if len(choices) > 1 else ""
         what = f"{volume} received by the busiest rank per layer{of} and micro batch"
         table.add_row(f"attention {name} traffic", what)
     return table
@@ -112,7 +113,8 @@ def attention_bytes(args: Arguments, backward: bool, choice: Choice | None = Non
 
 
 def _memory(args: Arguments) -> Table:
-    model, runs = model_of(args), [run_of(args, choice) for choice in distinct(args.cp_layers)]
+    model = model_of(args)
+    runs = [run_of(args, choice) for choice in distinct(args.cp_layers)]
     run = max(runs, key=lambda run: total(memory(model, run)))  # only the buffers of attention differ
     fullest = fullest_stage(model, run)
     title = f"{model.parameters:,} parameters ({model.table_parameters:,} in embeddings); "

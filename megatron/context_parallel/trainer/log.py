@@ -117,7 +117,8 @@ class RunLog:
             self.losses, self.seconds, self.consumed = [], 0.0, progress.consumed_train_samples
 
     def _record(self, progress: RunProgress, lr: float, grad_norm: float | None) -> Record:
-        args, step_time = self.args, self.seconds / len(self.losses)
+        args = self.args
+        step_time = self.seconds / len(self.losses)
         sequences = (progress.consumed_train_samples - self.consumed) / self.seconds / args.world_size
         return Record(
             iteration=progress.iteration,

@@ -99,7 +99,8 @@ def fastest(
     leaders = dict[str, Name]()  # of each strategy
     for name in by_likely:
         leaders.setdefault(choices[name][0].name, name)
-    found, best = dict[Name, Prediction](), math.inf
+    found = dict[Name, Prediction]()
+    best = math.inf
     for name in dict.fromkeys([*leaders.values(), *by_likely]):
         if len(found) < most and looks[name].least < best:
             found[name] = _predict(choices[name], place, workload)
@@ -110,7 +111,8 @@ def fastest(
 
 
 def _predict(plans: Sequence[Plan], place: GroupDevices, workload: Workload) -> Prediction:
-    passes, shape = [], workload.shape(place.n)
+    passes = []
+    shape = workload.shape(place.n)
     how = workload.mask, workload.batch, workload.dtype, place.devices, place.others
     for plan in plans:
         found = simulate(plan, place.cluster, shape, *how)
@@ -120,7 +122,8 @@ def _predict(plans: Sequence[Plan], place: GroupDevices, workload: Workload) -> 
 
 def _looks(choices: Mapping[Name, Sequence[Plan]], place: GroupDevices, workload: Workload) -> dict[Name, PassBound]:
     links = Links(place.cluster, devices=place.devices, others=place.others)
-    shape, blocks = workload.shape(place.n), dict[tuple, BlockTime]()
+    shape = workload.shape(place.n)
+    blocks = dict[tuple, BlockTime]()
 
     def look(plan: Plan) -> PassBound:
         alike = plan.backward, plan.layout, plan.n
@@ -196,7 +199,8 @@ def search(
 
 def _mixed(choices: Mapping[str, tuple[Plan, ...]], ranked: Mapping[str, Prediction]) -> dict[str, Prediction]:
     """Of choices that place tokens and heads alike, the fastest forward and backward pass, where that gains enough."""
-    alike, found = defaultdict[tuple, list[str]](list), dict[str, Prediction]()
+    alike = defaultdict[tuple, list[str]](list)
+    found = dict[str, Prediction]()
     for spec, (plan, _) in choices.items():
         alike[plan.layout, plan.heads, plan.placement].append(spec)
     for specs in alike.values():

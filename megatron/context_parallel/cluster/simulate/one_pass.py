@@ -157,7 +157,9 @@ class _Costs:
         return self.flows.resource("cores", self.cluster.shared_cores * self.symmetry.share / self.links.together)
 
     def messages(self, group: int, op: Comm | SwapHeads, transfers: Sequence[Transfer]) -> Iterator[tuple[Task, float]]:
-        swap, hops, rounds = isinstance(op, SwapHeads), 1, 1
+        swap = isinstance(op, SwapHeads)
+        hops = 1
+        rounds = 1
         if isinstance(op, SwapHeads) and self.cluster.buffered_sends:  # with one rank after the other
             rounds = op.size - 1
         if isinstance(op, AllGather):  # libraries pass the chunks on along a ring
@@ -168,7 +170,8 @@ class _Costs:
         wake = self._wake()
         for t in transfers:
             path, uses, ends = self.route(None if swap else group, t.sender, t.receiver)
-            size, delay = self.bytes[t.tensor, swap] * t.share * hops, path.seconds + wake
+            size = self.bytes[t.tensor, swap] * t.share * hops
+            delay = path.seconds + wake
             yield Task(None, size, uses, ends), delay * rounds
             if path.processor and self.cluster.shared_cores:  # at both ends, as fast as the links bring the bytes
                 for end, (link, rate) in zip(ends, (path.links[0], path.links[:2][-1]), strict=True):

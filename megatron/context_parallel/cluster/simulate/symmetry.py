@@ -75,7 +75,8 @@ class _Work:
 
     def repeats(self, period: int) -> bool:
         """Whether rank r + period does what rank r does, for every r."""
-        n, rows = self.plan.n, self.plan.visible_pairs.rows
+        n = self.plan.n
+        rows = self.plan.visible_pairs.rows
         if period == n:
             return True
         if any(rotated(rows[(q + period) % n], period, n) != rows[q] for q in range(n)):
@@ -84,7 +85,8 @@ class _Work:
 
     def _does(self, rank: int) -> list:
         """The work of a rank, seen from it."""
-        n, work = self.plan.n, list[tuple]()
+        n = self.plan.n
+        work = list[tuple]()
         for s, step in enumerate(self.write(rank)):
             for op in step.comm:
                 work.append((s, *_turned(op, rank, n)))

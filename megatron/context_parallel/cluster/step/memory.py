@@ -51,7 +51,8 @@ def fullest_stage(model: ModelShape, run: TrainConfig) -> int:
 
 
 def _states(model: ModelShape, run: TrainConfig, count: int, shared: int) -> Iterator[MemoryItem]:
-    dtype, layer = run.itemsize, model.layer_parameters(run.tensor_model_parallel_size)
+    dtype = run.itemsize
+    layer = model.layer_parameters(run.tensor_model_parallel_size)
     over = {what: run.shards(what) for what in ("params", "grads", "optim")}
     by = {what: f" / {n} data x context ranks that shard it" if n > 1 else "" for what, n in over.items()}
     kept = 4 if run.use_torch_fsdp2 else dtype

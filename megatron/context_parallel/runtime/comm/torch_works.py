@@ -1,7 +1,6 @@
 """Operations of torch.distributed under way: messages, and what NCCL does in one call where gloo prefers messages."""
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, chain
 from typing import Protocol
 
 import torch
@@ -151,14 +150,16 @@ def _peer(message: tuple[int, Tensor]) -> int:
 
 def _packed(messages: MessageList, size: int) -> tuple[list[Tensor], Tensor, list[int]]:
     """A buffer for messages, rank after rank: where each of them is in it, the buffer, and its bytes for each rank."""
-    ordered, counts = sorted(messages, key=_peer), [0] * size
+    ordered = sorted(messages, key=_peer)
+    counts = [0] * size
     sizes = [-(-x.numel() * x.element_size() // ALIGNED) * ALIGNED for _, x in ordered]
     for (peer, _), count in zip(ordered, sizes, strict=True):
         counts[peer] += count
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=ordered[0][1].device)
-    starts = chain((0,), accumulate(sizes))
-    parts = [
-        buffer[start : start + x.numel() * x.element_size()].view(x.dtype).view(x.shape)
-        for (_, x), start in zip(ordered, starts, strict=False)
-    ]
+    parts = []
+    start = 0
+    for (_, x), size_of in zip(ordered, sizes, strict=True):
+        used = buffer[start : start + x.numel() * x.element_size()]
+        parts.append(used.view(x.dtype).view(x.shape))
+        start += size_of
     return parts, buffer, counts

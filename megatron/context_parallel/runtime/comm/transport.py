@@ -64,8 +64,10 @@ class TorchTransport:
     def __init__(self, group: dist.ProcessGroup, given: str) -> None:
         """Waits for the other ranks of `group`, which must be `given` the same (see `meet`)."""
         self.ranks = dist.get_process_group_ranks(group)
-        self.rank, self._everyone = dist.get_rank(group), tuple(range(len(self.ranks)))
-        self._given, self._meeting = group, meet(group, given)
+        self.rank = dist.get_rank(group)
+        self._everyone = tuple(range(len(self.ranks)))
+        self._given = group
+        self._meeting = meet(group, given)
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self.sums = self._nccl = "nccl" in dist.get_backend_config(group)
 
@@ -98,7 +100,8 @@ class TorchTransport:
 
     def _exchange(self, channel: str, members: tuple[int, ...], sends: MessageList, receives: MessageList) -> Work:
         """Starts one batch of messages on a communicator."""
-        group, ranks = self._group(channel, members), self.ranks
+        group = self._group(channel, members)
+        ranks = self.ranks
         sends = [(peer, x) for peer, x in sends if x.numel()]
         receives = [(peer, x) for peer, x in receives if x.numel()]
         ends = [("receive", ranks[peer]) for peer, _ in receives] + [("send", ranks[peer]) for peer, _ in sends]
@@ -158,7 +161,8 @@ class _Message:
     def __init__(self) -> None:
         self.content: Tensor | None = None
         self.into: Tensor | None = None
-        self.version, self.complete = 0, False
+        self.version = 0
+        self.complete = False
 
     def deliver(self) -> None:
         assert self.content is not None and self.into is not None  # only what is complete is delivered
@@ -255,7 +259,9 @@ class Subgroup:
     """Some ranks of a transport, numbered 0, 1, ... in the order given."""
 
     def __init__(self, transport: Transport, ranks: tuple[int, ...]) -> None:
-        self.transport, self.ranks, self.sums = transport, ranks, transport.sums
+        self.transport = transport
+        self.ranks = ranks
+        self.sums = transport.sums
 
     def world(self, peer: int) -> int:
         return self.transport.world(self.ranks[peer])

@@ -49,7 +49,8 @@ def complete(flags: Flags, tokenizer: tuple[int, int | None] | None = None) -> t
     flags = replace(flags, cp_strategy=specs, cp_layout=choices[0].layout if choices else flags.cp_layout)
     tokens, eod = tokenizer or vocabulary(flags)
     flags, size = _fill_in_vocabulary(flags, tokens)
-    layers, each = flags.num_layers // flags.pipeline_model_parallel_size, flags.num_layers_per_virtual_pipeline_stage
+    layers = flags.num_layers // flags.pipeline_model_parallel_size
+    each = flags.num_layers_per_virtual_pipeline_stage
     args = Arguments(
         **vars(flags),
         world_size=world_size,

@@ -79,7 +79,8 @@ class Save:
 
     def __init__(self, args: Arguments, state: TrainState) -> None:
         assert args.save is not None
-        self.args, self.iteration = args, state.progress.iteration
+        self.args = args
+        self.iteration = state.progress.iteration
         self.final = iteration_directory(args.save, self.iteration)
         self.temporary = self.final.with_name(self.final.name + ".incomplete")
         on_first_rank(self._make_room)

@@ -32,7 +32,8 @@ def begin_save(args: Arguments) -> None:
     _keep_errors()
     _kept.clear()
     check_save_lock()
-    needed, disk = checkpoint_bytes(args), os.statvfs(args.save)
+    needed = checkpoint_bytes(args)
+    disk = os.statvfs(args.save)
     free = disk.f_bavail * disk.f_frsize
     if free < needed:
         why = f"a checkpoint needs {_megabytes(needed)}, and {_megabytes(free)} are free"

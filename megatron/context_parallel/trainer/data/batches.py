@@ -81,7 +81,8 @@ def _dataset_config(args: Arguments, tokenizer) -> GPTDatasetConfig:
         source: dict[str, Any] = {"blend_per_split": [get_blend_from_list(paths) for paths in per_split]}
         prefixes = [prefix for blend in source["blend_per_split"] if blend for prefix in blend[0]]
     elif args.mock_data:
-        source, prefixes = {"split": args.split}, []
+        source = {"split": args.split}
+        prefixes = []
     elif args.data_path:
         source = {"blend": get_blend_from_list(args.data_path), "split": args.split}
         prefixes = source["blend"][0]
@@ -204,7 +205,8 @@ def _wrong_token(dataset: Dataset, samples: range, tokens: torch.Tensor, vocabul
     own: Any = dataset
     number = sample
     if isinstance(dataset, BlendedDataset):
-        own, number = dataset.datasets[dataset.dataset_index[sample]], dataset.dataset_sample_index[sample]
+        own = dataset.datasets[dataset.dataset_index[sample]]
+        number = dataset.dataset_sample_index[sample]
     prefix = own.dataset.path_prefix
     return (
         f"{prefix}: sample {number} has token {tokens[row, column]}, and the vocabulary has {vocabulary}; "

@@ -120,9 +120,10 @@ def _check_pointers(name: str, lengths: numpy.ndarray, pointers: numpy.ndarray, 
 
 
 def _check_bounds(name: str, bounds: numpy.ndarray, sequences: int) -> None:
-    falls = any(
-        (numpy.diff(bounds[start : start + _AT_ONCE + 1]) < 0).any() for start in range(0, len(bounds), _AT_ONCE)
-    )
+    falls = False
+    for start in range(0, len(bounds), _AT_ONCE):
+        steps = numpy.diff(bounds[start : start + _AT_ONCE + 1])
+        falls = falls or bool((steps < 0).any())
     if bounds[0] != 0 or bounds[-1] != sequences or falls:
         why = f"from {bounds[0]} to {bounds[-1]}{', and fall between' if falls else ''}"
         raise ValueError(

@@ -99,7 +99,8 @@ class Findings:
 
     def note_numbers(self) -> None:
         """Finding the values that are not finite, and the losses that are spikes."""
-        args, rank = self.args, dist.get_rank()
+        args = self.args
+        rank = dist.get_rank()
         for place, (name, value) in enumerate(self.values.items()):
             is_loss = name.startswith("loss")
             if args.check_for_nan_in_loss_and_grad and not math.isfinite(value):
@@ -134,7 +135,8 @@ class Findings:
 
 def _told(findings: list[Finding]) -> str:
     """The first finding, which is not finite, and how many more there are."""
-    first, not_finite = findings[0], [finding for finding in findings if finding.kind is not Kind.SPIKE]
+    first = findings[0]
+    not_finite = [finding for finding in findings if finding.kind is not Kind.SPIKE]
     text = f"{first.text} on rank {first.rank}"
     if len(not_finite) > 1:
         ranks = ", ".join(map(str, sorted({finding.rank for finding in not_finite})))

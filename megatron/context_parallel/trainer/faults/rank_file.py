@@ -49,7 +49,8 @@ class RankFile:
             self.memory = mmap.mmap(-1, _PARTS["rank"].stop)
         self._write("rank", json.dumps(asdict(self.process)))
         self._write("position", repr(recorder.now))
-        recorder.size, recorder.memory = _PARTS["position"].stop, self.memory
+        recorder.size = _PARTS["position"].stop
+        recorder.memory = self.memory
 
     def look_up(self, threads: set[int]) -> Position:
         """The position of this process with what its threads, but for `threads`, wait for outside of plans."""
