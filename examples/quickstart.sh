@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# Set up, turn text into tokens, train a small Llama with context parallelism on 4 ranks, plot the loss, generate text.
-#   bash examples/quickstart.sh                 train on the Python standard library's own source files
+# Install the dependencies, train a tokenizer, turn text into tokens, train a small Llama with context parallelism on 4 ranks,
+# plot the loss and generate text.
+#   bash examples/quickstart.sh                 train on the source files of Python's standard library
 #   bash examples/quickstart.sh FILE_OR_FOLDER  train on your text or .jsonl
-# RUN_DIR (default runs/quickstart) gets everything; the same command again goes on where the last one stopped.
+# Everything is written to RUN_DIR (default runs/quickstart). The same command again resumes.
 set -euEo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 run=${RUN_DIR:-runs/quickstart}
 input=${1:-${DATA:-"the Python standard library"}}
 prefix=$run/data/corpus
+tokenizer=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$run/data/tokenizer.model")
 step="start"
 trap 'echo "quickstart.sh: failed at the step: $step" >&2' ERR
 
@@ -25,14 +27,15 @@ preprocess() {
         mapfile -d '' files < <(find "$library" -name '*.py' -not -path '*-packages/*' \
             -not -path '*/test/*' -not -path '*/tests/*' -not -path '*/idle_test/*' -print0 | sort -z)
     fi
-    .venv/bin/python tools/preprocess_data.py --input "${files[@]}" --output-prefix "$prefix" --append-eod
+    .venv/bin/python examples/train_tokenizer.py "$run/data/tokenizer.model" "${files[@]}"
+    .venv/bin/python tools/preprocess_data.py --input "${files[@]}" --output-prefix "$prefix" --append-eod "${tokenizer[@]}"
     printf '%s\n' "$input" >"$run/data/input"
 }
 
 begin "install the pinned dependencies into .venv"
 bash tools/venv.sh requirements.txt
 
-begin "turn $input into tokens"
+begin "train a tokenizer and turn $input into tokens"
 if [[ ! -f $run/data/input ]]; then
     mkdir -p "$run/data"
     preprocess
@@ -64,7 +67,7 @@ else
     OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore .venv/bin/python tools/torchrun.py \
         --standalone --nproc-per-node "$ranks" pretrain_gpt.py \
         --preset quickstart --context-parallel-size "$ranks" --cp-strategy ring "${precision[@]}" \
-        --data-path "${prefix}_text_document" --save "$run" --load "$run" \
+        --data-path "${prefix}_text_document" "${tokenizer[@]}" --save "$run" --load "$run" \
         "${validation[@]}"
 fi
 
@@ -75,5 +78,13 @@ begin "generate"
 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore .venv/bin/python tools/torchrun.py --standalone --nproc-per-node "$ranks" \
     tools/generate.py --load "$run" --prompt "def " "import " --max-new-tokens 100 --temperature 0.7 --stop $'\n\n'
 
-echo "checkpoint   $run/$(printf 'iter_%07d' "$(<"$tracker")")"
-echo "everything   $run, TensorBoard: .venv/bin/tensorboard --logdir $run/tensorboard"
+cat <<END
+
+checkpoint   $run/$(printf 'iter_%07d' "$(<"$tracker")")
+everything   $run (TensorBoard: .venv/bin/tensorboard --logdir $run/tensorboard)
+
+What to try next:
+  .venv/bin/python tools/plan.py mesh:grid=2x2 --ranks 4 --html plan.html   # watch a strategy run
+  .venv/bin/python tools/torchrun.py --nproc-per-node $ranks tools/generate.py --load $run --interactive
+  RUN_DIR=runs/mine bash examples/quickstart.sh FILE_OR_FOLDER              # train on your own text
+END

@@ -21,11 +21,13 @@ if [[ -z $python ]]; then
     exit 1
 fi
 
-echo "installing $requirements into .venv with $("$python" --version)"
+echo "installing $requirements into .venv with $("$python" --version); torch alone is 200 MB or more"
 if ! nvidia-smi -L >/dev/null 2>&1 && [[ -z ${PIP_EXTRA_INDEX_URL:-} ]]; then
     echo "no NVIDIA GPU: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu would fetch a smaller torch"
 fi
 [[ -x .venv/bin/python ]] || "$python" -m venv .venv
-.venv/bin/python -m pip install -qq --requirement "$requirements"
+quiet=(-qq)
+[[ ! -t 1 ]] || quiet=() # a person sees pip's progress
+.venv/bin/python -m pip install "${quiet[@]}" --requirement "$requirements"
 .venv/bin/python -m pip install -qq --no-deps --editable .
 cat requirements*.txt pyproject.toml >"$stamp"

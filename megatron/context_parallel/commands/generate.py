@@ -94,10 +94,12 @@ def request_of(flags: Generate, name: str, tokens: list[int], seed: int) -> "Req
 
 
 def write_all(flags: Generate, loop: "RankLoop", prompts: Sequence[str], requests: "Sequence[Request]") -> None:
-    """Print each prompt with its text, the first as it comes, the others one after the other."""
+    """Print each prompt with its text, the first as it comes, the others one after the other; several are numbered."""
     outputs: dict[str, list[RequestOutput]] = {request.name: [] for request in requests}
     coming = in_turn(loop, requests, outputs)
-    for prompt, request in zip(prompts, requests, strict=True):
+    for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True), 1):
+        if len(prompts) > 1:
+            print(f"--- prompt {number} of {len(prompts)}: {prompt!r}")
         print(prompt, end="", flush=True)
         write_text(flags, loop.engine, coming, outputs[request.name])
 

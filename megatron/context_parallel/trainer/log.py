@@ -203,9 +203,19 @@ def line_of(record: Record, train_iters: int, peak: float | None) -> str:
 
 
 def _explain(args: Arguments, peak: float | None) -> str:
+    """The size of the job in one line, in units that fit a small model and a large one."""
     flops = model_of(args).flops_per_sequence(args.seq_length)
-    line = f"{flops / 1e12:.4g} TFLOP per sequence, forward and backward; linears and norms: {args.transformer_impl}"
-    return f"{line}; MFU = TFLOP/s per rank / {peak:g}" if peak else line
+    line = (
+        f"training: {args.train_iters} iterations of {args.global_batch_size} sequences of {args.seq_length} tokens; "
+        f"{_si(flops)}FLOP each"
+    )
+    return f"{line}; MFU: of {peak:g} TFLOP/s per rank" if peak else line
+
+
+def _si(number: float) -> str:
+    """A number of at least 1 with a prefix of the SI, such as "9.66 G"."""
+    thousands = min(int(math.log10(number)) // 3, 6)
+    return f"{number / 1000**thousands:.3g} {' kMGTPE'[thousands].strip()}"
 
 
 def _device_peak() -> float | None:
