@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import NoneType
 from typing import Any, ClassVar, Literal, dataclass_transform, get_args, get_origin, get_type_hints
 
-from megatron.context_parallel.strategies.options import Option, kind_of, show
+from megatron.context_parallel.options import Option, kind_of, show
 
 
 @dataclass(frozen=True)
