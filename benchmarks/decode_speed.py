@@ -24,7 +24,7 @@ from megatron.context_parallel.generation.model_source import model_arguments
 from megatron.context_parallel.inference.engine import Engine, Request
 from megatron.context_parallel.inference.session import Session
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer
-from megatron.context_parallel.integration.host import support_cpu_host
+from megatron.context_parallel.patches.cpu_host import support_cpu_host
 from megatron.context_parallel.trainer.setup import initialize_model_parallel
 
 PROMPT, NEW, TOGETHER = 64, 128, 4

@@ -56,7 +56,7 @@ def main() -> None:
     title = f"{length} tokens, {args.documents} documents, {args.ranks} ranks: ms of a micro batch"
     table = Table("case", "documents", "plan", "blocks", "critical path", title=title)
     for text in args.strategies:
-        cps, times = [AllRanks(args.ranks, text) for _ in range(AllRanks(args.ranks, text).steps_on)], []
+        cps, times = [AllRanks(args.ranks, text) for _ in range(AllRanks(args.ranks, text).plans.steps_on)], []
         for turn in range(args.micro_batches + 1):
             ends = end_tokens(length, args.documents, turn)
             start = time.process_time()

@@ -15,9 +15,9 @@ from benchmarks.stopwatch import Stopwatch
 from megatron.context_parallel import ContextParallel
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.inference.session import Session
-from megatron.context_parallel.integration.host import support_cpu_host
 from megatron.context_parallel.integration.rope import use_layout
 from megatron.context_parallel.integration.spec import block_spec
+from megatron.context_parallel.patches.cpu_host import support_cpu_host
 
 VOCABULARY = 128
 

@@ -82,8 +82,8 @@ def turns(transport: Callable[[int], Transport]) -> Callable:
 def microseconds(cp: AllRanks, run: Callable, rounds: int) -> list[float]:
     """Of each step and rank: forward, backward."""
     lengths, heads, kernel = (4 * cp.n, 4 * cp.n), 2, Nothing()
-    problem = Problem(cp.blocks(Mask(), lengths, kernel), heads, kernel, Scores(1.0))
-    plans = [cp.plan(Mask(), lengths, heads, heads, backward=backward) for backward in (False, True)]
+    problem = Problem(cp.plans.blocks(Mask(), lengths, kernel), heads, kernel, Scores(1.0))
+    plans = [cp.plans.of(Mask(), lengths, heads, heads, backward=backward) for backward in (False, True)]
     q, k, v, dout = (torch.zeros(4, 1, heads, 1) for _ in range(4))
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds + 1):  # the first makes steps and blocks

@@ -1,14 +1,17 @@
 """Draws the plans and the cache that the documentation shows, into docs/images. Run it after a change of these."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from PIL import Image
 
 from megatron.context_parallel.inference.pages import PageTables
 from megatron.context_parallel.plan.ir import Plan
-from megatron.context_parallel.plan.pictures.draw import draw, file_name
+from megatron.context_parallel.plan.pictures.draw import draw, figure_of, file_name
+from megatron.context_parallel.plan.pictures.lanes import picture
 from megatron.context_parallel.strategies import parse_spec
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
@@ -24,7 +27,15 @@ IMAGES = (
     ("lightseq", 8),
 )
 CACHE = "cache-4-ranks.png"
+MOVING = "mesh-grid-3x3-9-ranks.gif"
+MILLISECONDS = 500  # of a frame, in which a message travels
+LAST = 3000  # of the whole plan
 COLOURS = {(1,): "#8db8e8", (2,): "#f2a96b", (1, 2): "#74c69a", (): "#f4f4f4"}  # by the sequences of a page
+
+
+def moving() -> Plan:
+    """The plan that the README shows."""
+    return parse_spec("mesh:grid=3x3").plan(9)
 
 
 def plans() -> dict[str, Plan]:
@@ -34,6 +45,24 @@ def plans() -> dict[str, Plan]:
         for spec, ranks in IMAGES
         for backward in (False, True)
     }
+
+
+def draw_moving(plan: Plan, path: Path) -> None:
+    """The plan as it runs, in a picture that moves: what has not begun is left out."""
+    shown = picture(plan)
+    ends = sorted({bar.start for bar in shown.bars} | {bar.end for bar in shown.bars})
+    frames = []
+    for end in ends[1:]:
+        figure = figure_of(replace(shown, bars=tuple(bar for bar in shown.bars if bar.start < end)))
+        figure.set_dpi(80)
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        frames.append(Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB"))
+    first, *others = frames
+    durations = [MILLISECONDS] * len(others) + [LAST]
+    first.save(
+        path, save_all=True, append_images=others, duration=durations, loop=0, optimize=True, comment=shown.digest
+    )
 
 
 def cache() -> list[list[tuple[tuple[int, ...], list[int]]]]:
@@ -87,8 +116,10 @@ def main() -> None:
         print(f"wrote {FOLDER / name}")
     draw_cache(FOLDER / CACHE)
     print(f"wrote {FOLDER / CACHE}")
+    draw_moving(moving(), FOLDER / MOVING)
+    print(f"wrote {FOLDER / MOVING}")
     for path in FOLDER.iterdir():
-        if path.name not in (*plans(), CACHE):
+        if path.name not in (*plans(), CACHE, MOVING):
             path.unlink()
             print(f"removed {path}")
 

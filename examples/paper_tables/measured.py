@@ -12,7 +12,7 @@ from .commands import ATTENTION, INFERENCE, TRAINING
 
 PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6}
 ITERATION = re.compile(
-    r"iteration +\d+/.* step ([\d.]+) ms \| tokens/s/rank ([\d.]+) \| TFLOP/s/rank [^|]+\|(?: MFU ([\d.]+)%)?"
+    r"iteration +\d+/.* \| ([\d.]+) ms \| ([\d.]+) tokens/s/rank(?: \| [\d.]+ TFLOP/s/rank, MFU ([\d.]+)%)?"
 )
 
 

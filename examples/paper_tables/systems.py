@@ -10,7 +10,7 @@ from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
 from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.layout import Chunks
 
-SIMULATED = 8  # ways of each system, the likeliest
+SIMULATED = 8  # choices of each system, the likeliest
 SEARCHED = 16  # of all strategies
 RING = "ring"
 
@@ -22,7 +22,7 @@ def specs(paper: str, n: int, heads: int) -> Iterator[str]:
             yield from (f"attention2d:grid={rows}x{n // rows},layout=cyclic,overlap={o}" for o in ("yes", "no"))
     elif paper == "mesh_attention":
         for a in divisors(n):
-            yield from (f"mesh:grid={a}x{n // a},layout=cyclic,q_cost={cost}" for cost in (0.25, 1))
+            yield from (f"mesh:grid={a}x{n // a},layout=cyclic,q_transfer_blocks={cost}" for cost in (0.25, 1))
     elif paper == "lightseq":
         yield "lightseq"
     elif paper == "cp_inference":
@@ -48,7 +48,7 @@ def _loongtrain(n: int, heads: int) -> Iterator[str]:
             )
 
 
-def ways(names: Iterator[str], workload: Workload, n: int) -> Mapping[str, Sequence[Plan]]:
+def plans_of(names: Iterator[str], workload: Workload, n: int) -> Mapping[str, Sequence[Plan]]:
     """The forward and the backward plan of each spec that fits the ranks and the sequence."""
     found = dict[str, Sequence[Plan]]()
     for spec in names:
@@ -68,8 +68,8 @@ def ways(names: Iterator[str], workload: Workload, n: int) -> Mapping[str, Seque
 
 
 def best_of(paper: str, workload: Workload, place: GroupDevices, passes: int = 2) -> tuple[str, float]:
-    """The fastest way of a paper's system, and the seconds of its forward pass, or of both, by prediction."""
-    ranked, _ = fastest(ways(specs(paper, place.n, workload.heads), workload, place.n), place, workload, SIMULATED)
+    """The fastest choice of a paper's system, and the seconds of its forward pass, or of both, by prediction."""
+    ranked, _ = fastest(plans_of(specs(paper, place.n, workload.heads), workload, place.n), place, workload, SIMULATED)
     return _first(ranked, passes)
 
 

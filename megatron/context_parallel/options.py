@@ -23,9 +23,10 @@ class Option:
         choices: all values that work.
         read: makes the value from text, for a type other than int, float, bool, str or Grid. It may raise ValueError.
         at_least, at_most, below: bounds of its numbers; without `at_least` they are above 0.
-        tries: `tries(n, q_cost)` has the values that the planner tries on n ranks, where a message of queries takes as
-            long as q_cost forward blocks. Without it the planner tries all grids of n ranks, both values of a switch,
-            and of others the default.
+        tries: `tries(n, q_transfer_blocks)` has the values that the planner tries on n ranks, where a message of
+            queries takes as long as q_transfer_blocks forward blocks. Without it the planner tries all grids of n
+            ranks, both values of a switch, and of others the default.
+        formerly: its earlier name, which is still read.
         name: of the parameter. You need not give it, nor what follows.
         kind: the type of the parameter without "| None".
         default: of the parameter.
@@ -39,6 +40,7 @@ class Option:
     at_most: float = math.inf
     below: float = math.inf
     tries: Callable[[int, float], Iterable[Any]] | None = None
+    formerly: str = ""
     name: str = ""
     kind: Any = str
     default: Any = None
@@ -87,10 +89,10 @@ class Option:
         high = f", {self.at_most} at most" if self.at_most < math.inf else ""
         return low + high + (f", below {self.below}" if self.below < math.inf else "")
 
-    def tried(self, n: int, q_cost: float) -> list[Any]:
+    def tried(self, n: int, q_transfer_blocks: float) -> list[Any]:
         """The values that the planner tries; see `tries`."""
         if self.tries:
-            return [*self.tries(n, q_cost)]
+            return [*self.tries(n, q_transfer_blocks)]
         by_kind: dict[Any, list[Any]] = {bool: [True, False], Grid: [(r, n // r) for r in divisors(n)]}
         return by_kind.get(self.kind, [self.default])
 
@@ -145,7 +147,8 @@ def options_of(function: Callable) -> dict[str, Option]:
     Raises:
         UsageError: a signature other than `(at: Pass, *, name: Annotated[type, Option(...)] = default, ...)`.
     """
-    name, found = f"strategy {function.__name__}", dict[str, Option]()
+    name = f"strategy {function.__name__}"
+    found = dict[str, Option]()
     hints = get_type_hints(function, include_extras=True)
     first, *others = inspect.signature(function).parameters.values() or (None,)
     if first is None or first.kind is not first.POSITIONAL_OR_KEYWORD:

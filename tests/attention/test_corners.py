@@ -12,6 +12,7 @@ from megatron.context_parallel.cluster.search.candidates import Workload
 from megatron.context_parallel.kernels.aten import AtenFlash
 from megatron.context_parallel.tokens.layout import positions, shard, unshard
 from megatron.context_parallel.tokens.mask import Documents
+from tests.support.dense import dense_attention, visible
 from tests.support.exact import errors
 
 WHAT = ("out", "lse", "dq", "dk", "dv", "dsinks")
@@ -30,30 +31,9 @@ def inputs(q_length: int, kv_length: int, heads: int, kv_heads: int, dim: int = 
     return [torch.randn(s) for s in ((q_length, 2, heads, dim), *shapes, (q_length, 2, heads, value_dim))]
 
 
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Tensor, softcap: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """The definition, in float64: out and log-sum-exp; `seen` bool [s, t]."""
-    group = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-    scores = torch.einsum("ibhd,jbhd->bhij", q, k) / q.shape[-1] ** 0.5
-    if softcap:
-        scores = softcap * (scores / softcap).tanh()
-    scores = scores.masked_fill(~seen, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp()[..., : len(k)]
-    return torch.einsum("bhij,jbhd->ibhd", weights, v), lse.permute(2, 0, 1)
-
-
 def bottom_right(s: int, t: int, causal: bool, window: int = -1) -> Tensor:
-    """Which keys are seen, the last query standing at the last key: bool [s, t]."""
-    back = torch.arange(t - s, t).unsqueeze(1) - torch.arange(t)
-    seen = torch.ones(s, t, dtype=torch.bool)
-    if causal:
-        seen &= back >= 0
-    return seen & (back <= window) if window >= 0 else seen
+    """Which keys are seen, the last query standing at the last key: bool [1, s, t]."""
+    return visible(torch.arange(t - s, t), torch.arange(t), causal, (window, -1))
 
 
 def results(function, q, k, v, sinks, dout) -> list[Tensor]:
@@ -64,7 +44,7 @@ def results(function, q, k, v, sinks, dout) -> list[Tensor]:
 
 def check(got: list[Tensor], tensors: list[Tensor | None], seen: Tensor, softcap: float = 0.0) -> None:
     wide = [x if x is None else x.double() for x in tensors]
-    expected = results(lambda q, k, v, sinks=None: dense(q, k, v, sinks, seen, softcap), *wide)
+    expected = results(lambda q, k, v, sinks=None: dense_attention(q, k, v, seen, softcap=softcap, sinks=sinks), *wide)
     for a, b in zip((got[1], expected[1]), (expected[1], got[1]), strict=True):
         assert torch.equal(a.isneginf(), b.isneginf())
     got, expected = ([x.nan_to_num(neginf=0.0) for x in of] for of in (got, expected))

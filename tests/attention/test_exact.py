@@ -35,7 +35,7 @@ def distributed(name, layout, n, heads, kv_heads, dtype, causal, kernel=None, **
 )
 def test_float32(n, heads, kv_heads, causal):
     expected = exact(n, heads, kv_heads, torch.float32, causal)
-    for name, layout in CASES:
+    for name, layout in CASES if n < 64 else CASES[::3]:
         got = distributed(name, layout, n, heads, kv_heads, torch.float32, causal)
         for what, error in zip(WHAT, errors(got, expected), strict=True):
             assert error < 2e-6, f"{name} {layout} {what}: {error:.1e}"

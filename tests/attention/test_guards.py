@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.context_parallel import STRATEGIES, AllRanks, context_parallel_attention
-from megatron.context_parallel.attention.context import CACHED_PLANS
+from megatron.context_parallel.attention.plans import KEPT
 from megatron.context_parallel.kernels.interface import Scores
 from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.plan.ir import AllGather, Plan, PlanError, Recv, ReduceScatter, Send, Step, T
@@ -38,7 +38,7 @@ def test_a_rank_holds_no_more_than_the_verifier_says(name, monkeypatch):
     cp = AllRanks(n, name, **options)
     context_parallel_attention(q, q, q, cp, causal=False).sum().backward()
     for backward in (False, True):
-        plan = cp.plan(Mask(False), (2 * n, 2 * n), 12, 12, backward=backward)
+        plan = cp.plans.of(Mask(False), (2 * n, 2 * n), 12, 12, backward=backward)
         peaks = verify(plan).peak
         for rank in range(plan.n):
             assert 0 < held[backward, rank] <= peaks[rank], f"{name}, backward {backward}, rank {rank}"
@@ -96,4 +96,4 @@ def test_plans_of_changing_documents_are_forgotten():
         bounds = torch.tensor([0, 1 + batch % 14, 16])
         ids = (torch.arange(16) >= bounds[1]).long() + 2 * batch
         context_parallel_attention(q, q, q, cp, documents=Documents(ids))
-        assert len(cp._recent) <= CACHED_PLANS
+        assert len(cp.plans._recent) <= KEPT

@@ -17,6 +17,7 @@ from examples.paper_tables.judged import Errors, as_printed, regret
 from examples.paper_tables.measure import changed
 from examples.paper_tables.measured import measured
 from megatron.context_parallel import UsageError
+from megatron.context_parallel.trainer.log import Record, line_of
 
 CELLS = {  # numeric cells, and of them those that are withheld
     "attention2d": {"figure_4": (5, 0), "figure_5": (2, 0), "figure_6": (2, 0)},
@@ -232,8 +233,8 @@ def test_withheld_cells_are_not_fitted(tmp_path, monkeypatch):
 
 def test_measured_numbers_have_the_unit_of_the_cell(tmp_path):
     log = tmp_path / "log.txt"
-    line = "iteration {:8d}/4 | samples 1 | step {:.1f} ms | tokens/s/rank {:.1f} | TFLOP/s/rank 9 | {}memory 9 MiB\n"
-    log.write_text("".join(line.format(i, 1000 * i, 100 * i, f"MFU {10 * i:.1f}% | ") for i in (9, 1, 2, 3)))
+    records = [Record(i, i, 2.5, 1e-3, 1.0, i, 100 * i, 10 * i, 1) for i in (9, 1, 2, 3)]
+    log.write_text("".join(f"{line_of(record, 9, 100.0)}\n" for record in records))
     words = shlex.split(training_command(8, "--bf16"))
     for unit, expected in (("s", 2.0), ("ms", 2000.0), ("tokens/s/GPU", 200.0), ("fraction", 0.2), ("x", None)):
         value = measured(Cell("row", "column", unit, ""), words, tmp_path, log)

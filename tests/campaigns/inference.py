@@ -75,7 +75,7 @@ def check_plans() -> list[str]:
     """Each plan of a pass, verified up to 64 ranks."""
     for n in range(1, 65):
         for spec in VARIANTS.values():
-            verify(AllRanks(n, spec(n)).full_plan(4, 2))
+            verify(AllRanks(n, spec(n)).plans.full(4, 2))
     print(f"plans: {len(VARIANTS)} of 1 to 64 ranks verified", flush=True)
     return []
 

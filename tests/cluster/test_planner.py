@@ -51,7 +51,7 @@ def test_candidates_are_what_strategies_declare():
     assert {"ulysses", "usp:head_parallel_size=2,layout=cyclic,placement=context-first"} <= {*specs}
     assert not any(spec.startswith("ring:head") for spec in specs)  # it is usp
     mesh = {spec for spec in specs if spec.startswith("mesh:grid=2x2") and "layout" not in spec}
-    assert mesh == {"mesh:grid=2x2"} | {f"mesh:grid=2x2,q_cost={cost}" for cost in (2.0, 4.0)}
+    assert mesh == {"mesh:grid=2x2"} | {f"mesh:grid=2x2,q_transfer_blocks={cost}" for cost in (2.0, 4.0)}
     assert "loongtrain:inner_ring_size=2" in specs and "lightseq:balance=False,prefetch=False" in specs
     for one in found:
         assert one.choice.plan(4).layout == one.plans[0].layout and one.plans[1].backward

@@ -1,6 +1,8 @@
 """The clock of plans: shared links, slowdown, and times of whole plans on described clusters, against closed forms."""
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -18,7 +20,9 @@ from megatron.context_parallel.cluster.simulate.symmetry import symmetry_of
 from megatron.context_parallel.commands.plan import main as plan_tool
 from megatron.context_parallel.plan.flows import Flows, Task
 from megatron.context_parallel.plan.ir import Attend, Step
+from megatron.context_parallel.plan.schedule import schedule
 from megatron.context_parallel.plan.volume import Shape
+from megatron.context_parallel.runtime.head_swap import place_of
 from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.layout import LAYOUTS, Chunks
 from megatron.context_parallel.tokens.mask import Mask
@@ -155,6 +159,17 @@ def test_ranks_that_do_the_same_are_simulated_once(spec):
         assert few.compute == pytest.approx(every.compute, rel=1e-9)
         assert len(few.spans) == len(every.spans) * few.symmetry.ranks / plan.n
         assert simulate(plan, cluster, SHAPE).spans == every.spans  # the same numbers on every run
+
+
+def test_what_readers_keep_of_a_plan_goes_with_it():
+    plan = parse_spec("usp:head_parallel_size=2").plan(8)
+    assert schedule(plan, 1) is schedule(plan, 1) and place_of(plan, 3) is place_of(plan, 3)
+    kept = [simulate(plan, load_cluster("dgx-h100").part(8), SHAPE, all_up_to=1).symmetry for _ in range(2)]
+    assert kept[0] is kept[1]
+    gone = weakref.ref(plan)
+    del plan
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_device_that_stands_for_its_peer_is_slowed_once():

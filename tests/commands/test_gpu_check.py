@@ -15,10 +15,10 @@ import torch
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.commands import gpu_check
 from megatron.context_parallel.commands.gpu_checks import common, errors, speed, te
-from megatron.context_parallel.integration.host import support_cpu_host
 from megatron.context_parallel.integration.transformer_engine import DotProductAttention
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Piece
 from megatron.context_parallel.kernels.reference import Reference
+from megatron.context_parallel.patches.cpu_host import support_cpu_host
 from megatron.context_parallel.plan.liveness import peak
 from tests.support import transformer_engine_standin
 

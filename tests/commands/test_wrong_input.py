@@ -144,7 +144,12 @@ MISTAKES = [
     ("--cp-strategy mesh --context-parallel-size 6 --cp-grid square --seq-length 132", 6,
      ["--cp-grid square", "such as 2x3"], "--cp-grid 2x3"),
     ("--cp-strategy attention2d:grid=4x --context-parallel-size 4", 4, ["--cp-grid 4x", "such as 2x2"], None),
-    ("--cp-strategy mesh --context-parallel-size 2 --cp-q-cost 0", 2, ["--cp-q-cost 0", "a number"], "--cp-q-cost 4"),
+    (
+        "--cp-strategy mesh --context-parallel-size 2 --cp-q-cost 0",
+        2,
+        ["--cp-q-transfer-blocks 0", "a number"],
+        "--cp-q-transfer-blocks 4",
+    ),
     ("--no-cp-overlap", 1, ["--no-cp-overlap", "attention2d"], "--cp-strategy attention2d"),
     ("--no-cp-balance", 1, ["--no-cp-balance", "lightseq"], "--cp-strategy lightseq"),
     ("--cp-strategy loongtrain --context-parallel-size 4 --cp-inner-ring-size 3", 4,

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.prefill_choices import LLAMA_405B, RATES, TABLE_4, lost
+from examples.paper_tables.cp_inference.prefill_choices import LLAMA_405B, RATES, TABLE_4, lost
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.cluster.description import AttentionRate, Cluster, Device, IntraNode, Nics
 from megatron.context_parallel.commands import generate, run_text_generation_server

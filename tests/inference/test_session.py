@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.context_parallel import UsageError
-from megatron.context_parallel.inference import session as session_module
 from megatron.context_parallel.inference.pages import CacheFull
+from megatron.context_parallel.inference.recordings import OFTEN
 from megatron.context_parallel.inference.session import Session
 from tests.support.session_case import (
     VOCABULARY,
@@ -191,25 +191,26 @@ def _recorded() -> None:
     changes = {"add_bias_linear": True, "normalization": "LayerNorm", "qk_layernorm": True}
     for positions, changed in (("rope", {}), ("learned_absolute", changes)):
         of, plain = session(positions, changes=changed), session(positions, changes=changed)
-        plain._silent = False
+        plain._recordings = None
         sequences = [of.open(), of.open()], [plain.open(), plain.open()]
         weight = "decoder.layers.0.mlp.linear_fc1"
-        for step_ in range(session_module.OFTEN + 8):
-            if step_ == session_module.OFTEN + 2:
+        for step_ in range(OFTEN + 8):
+            if step_ == OFTEN + 2:
                 for model_ in (of.model, plain.model):
                     model_.get_submodule(weight).weight.data.mul_(1.5)  # as an optimizer does
-            if step_ == session_module.OFTEN + 4:
-                assert len(of._recorded) == 1 and of._recorded[2].current and not plain._recorded
+            if step_ == OFTEN + 4:
+                (recorded,) = of._recordings.passes.values()
+                assert recorded is of._recordings.passes[2] and recorded.current and recorded.checked
                 for model_ in (of.model, plain.model):
                     layer = model_.get_submodule(weight)
                     layer.weight = torch.nn.Parameter(layer.weight * 0.5)  # another tensor
-                assert not of._recorded[2].current
+                assert not recorded.current
             tokens = [(step_ * 7 + 3) % VOCABULARY, (step_ * 5 + 1) % VOCABULARY]
             found = of.forward({s: [t] for s, t in zip(sequences[0], tokens, strict=True)})
             expected = plain.forward({s: [t] for s, t in zip(sequences[1], tokens, strict=True)})
             for one, two in zip(sequences[0], sequences[1], strict=True):
                 assert torch.equal(found[one], expected[two]), (positions, step_)
-        assert of._recorded == {} and of._seen[2] == 4  # counted again
+        assert of._recordings.passes == {} and of._recordings.seen[2] == 4  # counted again
 
 
 def test_decode_steps_are_recorded(ranks):

@@ -14,9 +14,9 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.context_parallel import LAYOUTS, STRATEGIES, ContextParallel, UsageError
 from megatron.context_parallel.integration.batch import shard_batch
-from megatron.context_parallel.integration.host import support_cpu_host
 from megatron.context_parallel.integration.rope import use_layout
 from megatron.context_parallel.integration.spec import ContextParallelAttention, block_spec
+from megatron.context_parallel.patches.cpu_host import support_cpu_host
 from tests.support.gpt_case import BATCH, CU_SEQLENS, LENGTH, VOCABULARY, WINDOW, batch, config, hidden
 
 support_cpu_host()

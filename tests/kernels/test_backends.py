@@ -415,15 +415,15 @@ def test_without_triton_only_plain_masks(gpu):
 
 
 def test_for_another_host_only_what_holds_everywhere_counts():
-    check_backend("flash3", BF16, 128, device="cuda", here=False)
-    check_backend("triton", F32, 128, device="cuda", here=False, irregular="--window-size 512")
+    check_backend("flash3", BF16, 128, device="cuda", on_this_host=False)
+    check_backend("triton", F32, 128, device="cuda", on_this_host=False, irregular="--window-size 512")
     for backend, dtype, dim, irregular in [
         ("flash3", F32, 128, None),
         ("cudnn", BF16, 512, None),
         ("cudnn", BF16, 64, "--reset-attention-mask"),
     ]:
         with pytest.raises(UsageError, match=f"--cp-attention-backend {backend}: "):
-            check_backend(backend, dtype, dim, device="cuda", irregular=irregular, here=False)
+            check_backend(backend, dtype, dim, device="cuda", irregular=irregular, on_this_host=False)
 
 
 def test_on_a_cpu(monkeypatch):

@@ -15,6 +15,7 @@ import torch
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs
+from tests.support.dense import dense_attention, visible
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -80,21 +81,13 @@ def seen(mask, s: int, t: int) -> torch.Tensor:
 
 def definition(q, k, v, dout, mask, scores):
     """out, lse, dq, dk, dv, and delta, in float64."""
-    q, k, v, dout = (x.double() for x in (q, k, v, dout))
-    visible = seen(mask, len(q), len(k))
-    visible = visible.repeat_interleave(q.shape[1] // len(visible), 0)[:, None]
-    s, slope = torch.einsum("ibgd,jbd->bgij", q, k) * scores.scale, 1.0
-    if scores.softcap:
-        tanh = (s / scores.softcap).tanh()
-        s, slope = tanh * scores.softcap, 1 - tanh**2
-    s = s.masked_fill(~visible, float("-inf"))
-    lse = s.logsumexp(-1, keepdim=True)
-    p = (s - lse).exp().masked_fill(~visible, 0)
-    out = torch.einsum("bgij,jbd->ibgd", p, v)
-    delta = (dout * out).sum(-1)
-    ds = p * (torch.einsum("ibgd,jbd->bgij", dout, v) - delta.permute(1, 2, 0)[..., None]) * slope * scores.scale
-    dq, dk = torch.einsum("bgij,jbd->ibgd", ds, k), torch.einsum("bgij,ibgd->jbd", ds, q)
-    return out, lse.squeeze(-1).permute(2, 0, 1), dq, dk, torch.einsum("bgij,ibgd->jbd", p, dout), delta
+    leaves = [x.detach().double().requires_grad_() for x in (q, k.unsqueeze(2), v.unsqueeze(2))]
+    of_samples = seen(mask, len(q), len(k))
+    of_batch = of_samples.repeat_interleave(q.shape[1] // len(of_samples), 0)
+    out, lse = dense_attention(*leaves, of_batch, scale=scores.scale, softcap=scores.softcap)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout.double())
+    delta = (dout * out.detach()).sum(-1)
+    return out.detach(), lse.detach(), dq, dk.squeeze(2), dv.squeeze(2), delta
 
 
 def inputs(dtype, s=S, t=T, batch=2, group=1, d=64, dv=None, size=1.0):
@@ -215,13 +208,12 @@ def through_a_plan() -> list[float]:
     """Errors of out, lse, dq, dk, dv of 4 ranks: head_dim 80, values of 64, a softcap, documents and padding."""
     from megatron.context_parallel import AllRanks, context_parallel_attention
     from megatron.context_parallel.kernels.position import PositionKernel
-    from megatron.context_parallel.kernels.reference import attention
     from megatron.context_parallel.tokens.mask import Documents
 
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(64, 1, *x) for x in ((4, 80), (2, 80), (2, 64), (4, 64)))
     ids = torch.tensor([0] * 30 + [-1] * 7 + [1] * 20 + [-1] * 7)
-    documents, seen = Documents(ids), (ids == ids[:, None]) & (ids >= 0)
+    documents, seen = Documents(ids), visible(torch.arange(64), torch.arange(64), documents=ids)
     k, v = (x.masked_fill((ids < 0).view(-1, 1, 1, 1), float("nan")) for x in (k, v))  # nobody sees padding
     cp, kernel = AllRanks(4, "attention2d", "zigzag"), PositionKernel(torch.device("cpu"))
     found = []
@@ -233,7 +225,7 @@ def through_a_plan() -> list[float]:
             (4 * q, k, v),
         ),
         (
-            lambda *x: attention(*x, causal=True, scale=80**-0.5, softcap=3.0, seen=seen[None]),
+            lambda *x: dense_attention(*x, seen, softcap=3.0),
             (4 * q.double(), k.double().nan_to_num(), v.double().nan_to_num()),
         ),
     ):

@@ -137,13 +137,18 @@ def test_images_show_the_plans_and_the_cache_of_today():
     """Run tools/make_images.py if this fails. Compared is what images show, not how a machine's fonts draw it."""
     folder, images = ROOT / "docs" / "images", make_images()
     shown = {name: picture(plan).digest for name, plan in images.plans().items()} | {images.CACHE: str(images.cache())}
-    assert {path.name: Image.open(path).text["Description"] for path in folder.iterdir()} == shown
+    assert {path.name: Image.open(path).text["Description"] for path in folder.glob("*.png")} == shown
+    with Image.open(folder / images.MOVING) as image:
+        assert image.info["comment"].decode() == picture(images.moving()).digest
+        assert image.n_frames == 9
 
 
 def test_every_image_is_on_a_page():
     pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
-    shown = set(re.findall(r"images/([^)]+\.png)\)", "".join(page.read_text() for page in pages)))
-    assert shown == {*make_images().plans(), make_images().CACHE}
+    shown = set(re.findall(r"images/([^)]+\.(?:png|gif))\)", "".join(page.read_text() for page in pages)))
+    images = make_images()
+    assert shown == {path.name for path in (ROOT / "docs" / "images").iterdir()}
+    assert shown == {*images.plans(), images.CACHE, images.MOVING}
 
 
 def test_names_of_files():

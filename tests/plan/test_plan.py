@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.context_parallel import STRATEGIES, AllRanks, UsageError
-from megatron.context_parallel.attention import context
+from megatron.context_parallel.attention import plans as plans_of_masks
 from megatron.context_parallel.plan.ir import AllGather, Attend, Plan, PlanError, Recv, ReduceScatter, Send, Step, T
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.verify import verify
@@ -280,12 +280,12 @@ def test_a_rank_asks_the_mask_a_few_questions_a_chunk(name, layout):
 
 def test_a_strategy_makes_and_verifies_each_plan_once(monkeypatch):
     made = []
-    monkeypatch.setattr(context, "verify", lambda plan: made.append(plan))
+    monkeypatch.setattr(plans_of_masks, "verify", lambda plan: made.append(plan))
     ranks = AllRanks(4, "ring", "zigzag")
     mask = Mask()
     for _ in range(2):
-        plans = [ranks.plan(mask, (64, 64), 4, 2, backward=backward) for backward in (False, True)]
-    assert made == plans and plans[0] is ranks.plan(Mask(), (128, 128), 4, 2, backward=False)
+        plans = [ranks.plans.of(mask, (64, 64), 4, 2, backward=backward) for backward in (False, True)]
+    assert made == plans and plans[0] is ranks.plans.of(Mask(), (128, 128), 4, 2, backward=False)
 
 
 def test_changed_plans_are_refused_or_right():

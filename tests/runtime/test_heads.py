@@ -347,7 +347,7 @@ def test_the_volume_counted_is_the_volume_moved(monkeypatch, heads, kv_heads):
     tensors = problem(n, heads, kv_heads, torch.float32)
     attend(ranks, causal, *tensors)
     lengths = len(tensors[0]), len(tensors[1])
-    plans = [ranks.plan(Mask(causal), lengths, heads, kv_heads, backward=backward) for backward in (False, True)]
+    plans = [ranks.plans.of(Mask(causal), lengths, heads, kv_heads, backward=backward) for backward in (False, True)]
     counted = sum(verify(plan, plan.kv_ratio(heads, kv_heads)).received for plan in plans)
     unit = tensors[0].numel() / n
     assert [moved[r] / unit for r in range(n)] == pytest.approx([counted] * n)

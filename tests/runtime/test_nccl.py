@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.context_parallel import ContextParallel, context_parallel_attention
-from megatron.context_parallel.runtime.comm import communicators, transport
+from megatron.context_parallel.patches import torch_process_groups
 from megatron.context_parallel.runtime.comm import torch_works as works
+from megatron.context_parallel.runtime.comm import transport
 from tests.support.exact import DIM, gradients
 
 CASES = [  # with head counts and the layout
@@ -50,7 +51,7 @@ def noted(calls: list):
             (works, "sum_one", "sum"),
             (dist, "all_to_all_single", "all to all"),
             (transport, "post", "messages"),
-            (dist, "_coalescing_manager", "together"),
+            (works, "as_one", "together"),
         ):
             stack.enter_context(patch.object(at, function, note(name, getattr(at, function))))
         yield
@@ -115,8 +116,8 @@ def test_communicators_have_the_priority_and_limits_of_their_group(monkeypatch):
     given = NcclOptions(True)
     given.config.max_ctas, given._timeout = 16, 7
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
-    monkeypatch.setattr(communicators, "_backend_options", lambda group: given)
-    own = communicators.options_of(None)
+    monkeypatch.setattr(torch_process_groups, "_backend_options", lambda group: given)
+    own = torch_process_groups.options_of(None)
     assert own is not given and own.is_high_priority_stream and (own.config.max_ctas, own._timeout) == (16, 7)
-    monkeypatch.setattr(communicators, "_backend_options", lambda group: object())
-    assert communicators.options_of(None) is None
+    monkeypatch.setattr(torch_process_groups, "_backend_options", lambda group: object())
+    assert torch_process_groups.options_of(None) is None

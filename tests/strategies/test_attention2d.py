@@ -16,6 +16,7 @@ from megatron.context_parallel.plan.volume import received, units
 from megatron.context_parallel.strategies.attention2d import grid_of, transposed
 from megatron.context_parallel.tokens.layout import unshard
 from tests.support.exact import DIM, HEADS, WHAT, errors, exact, gradients, problem
+from tests.support.sizes import SIZES
 
 attention2d = STRATEGIES["attention2d"]
 OVERLAP = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "collectives"])
@@ -56,8 +57,8 @@ def test_large_grids_are_proved(overlap, backward):
 
 @OVERLAP
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_volume_of_every_grid_up_to_64_ranks(overlap, backward):
-    for n in range(1, 65):
+def test_volume_of_every_grid(overlap, backward):
+    for n in SIZES:
         for grid in grids(n):
             plan = attention2d.plan(n, backward=backward, grid=grid, overlap=overlap)
             for p in range(n):

@@ -23,7 +23,10 @@ def layers(flags: str) -> list[str]:
     ("flags", "specs"),
     [
         ("", ["ring"] * 4),
-        ("--cp-strategy ring*2,mesh:grid=2x2,q_cost=2.5*2", ["ring"] * 2 + ["mesh:grid=2x2,q_cost=2.5"] * 2),
+        (
+            "--cp-strategy ring*2,mesh:grid=2x2,q_transfer_blocks=2.5*2",
+            ["ring"] * 2 + ["mesh:grid=2x2,q_transfer_blocks=2.5"] * 2,
+        ),
         ("--cp-strategy ring,ulysses,ring+mesh,ring", ["ring", "ulysses:layout=zigzag", "ring+mesh", "ring"]),
         ("--cp-strategy ring*3,lightseq", ["ring:layout=contiguous"] * 3 + ["lightseq"]),
         ("--cp-strategy ring:layout=cyclic,mesh*3", ["ring:layout=cyclic"] + ["mesh:layout=cyclic"] * 3),

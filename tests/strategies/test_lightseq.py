@@ -13,6 +13,7 @@ from megatron.context_parallel.plan.volume import units
 from megatron.context_parallel.runtime.executor import Executor
 from megatron.context_parallel.tokens.layout import unshard
 from tests.support.exact import HEADS, errors, exact, gradients, problem
+from tests.support.sizes import SIZES
 
 lightseq = STRATEGIES["lightseq"]
 SOME = [*range(1, 14), 16, 17, 33, 64]
@@ -75,7 +76,7 @@ def test_volume_is_the_papers():
 
     The paper counts n chunks where n-1 travel, and would send O to a helper where we send delta.
     """
-    for n in range(1, 65):
+    for n in SIZES:
         for balance in (True, False):
             h = helped(n) if balance else 0
             forward, backward = (counted(n, True, direction, balance) for direction in (False, True))

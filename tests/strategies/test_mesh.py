@@ -17,6 +17,7 @@ from megatron.context_parallel.strategies.mesh_schedule import costs_by_bytes, g
 from megatron.context_parallel.tokens.layout import shard, unshard
 from megatron.context_parallel.tokens.mask import Pairs
 from tests.support.exact import HEADS, WHAT, errors, exact, gradients, problem
+from tests.support.sizes import SIZES
 
 MESH, RING = STRATEGIES["mesh"], STRATEGIES["ring"]
 # A block hides one unit; the backward query side counted with O, as in the paper.
@@ -64,20 +65,20 @@ def test_every_grid_is_proved(layout, causal):
     for n in range(1, 17):
         for i, grid in enumerate(grids(n)):
             for backward in (False, True):
-                for q_cost in EVERY_COST if n < 9 else EVERY_COST[i % 2 :: 2]:
-                    prove(n, grid, layout, causal, backward, q_cost=q_cost)
+                for q_transfer_blocks in EVERY_COST if n < 9 else EVERY_COST[i % 2 :: 2]:
+                    prove(n, grid, layout, causal, backward, q_transfer_blocks=q_transfer_blocks)
 
 
 @pytest.mark.parametrize("n", [24, 33, 36, 48, 64])
 def test_large_grids_are_proved(n):
     for i, grid in enumerate(grids(n)):
         for backward in (False, True) if n < 40 else (i % 2 > 0,):
-            prove(n, grid, MESH.layouts[i % 2], i % 3 > 0, backward, q_cost=EVERY_COST[i % 4])
+            prove(n, grid, MESH.layouts[i % 2], i % 3 > 0, backward, q_transfer_blocks=EVERY_COST[i % 4])
 
 
 def test_volume_is_that_of_table_2_for_every_grid_to_64():
     """(2a/n + 2/a - 4/n) N d forward, in units of N d / n. The paper's backward, with O, is 4(a-1) + 4(b-1)."""
-    for n in range(1, 65):
+    for n in SIZES:
         for a, b in grids(n):
             units = []
             for backward in (False, True):
@@ -213,7 +214,7 @@ def test_greedy_schedule_hides_what_a_ring_cannot(n, grid, mesh, ring):
         plan = strategy.plan(n, backward=backward, **options)
         return trace(plan, transfer_time=lambda op: costs[op.tensor]).finish
 
-    assert tuple(finish(MESH, backward, grid=grid, q_cost=2) for backward in (False, True)) == mesh
+    assert tuple(finish(MESH, backward, grid=grid, q_transfer_blocks=2) for backward in (False, True)) == mesh
     assert tuple(finish(RING, backward) for backward in (False, True)) == ring
 
 
@@ -234,8 +235,8 @@ def test_default_grid_has_the_least_volume():
 def test_costs_are_bytes():
     assert dict(costs_by_bytes(False, 0.25, 3)) == {T.Q: 3, T.KV: 1.5, T.O: 6}
     assert dict(costs_by_bytes(True, 0.25, 5)) == {T.QDO: 4, T.KV: 1, T.DQ: 4, T.DKV: 2}
-    assert [*MESH.plan(9).steps] == [*MESH.plan(9, q_cost=1).steps]
-    assert [*MESH.plan(9).steps] != [*MESH.plan(9, q_cost=3).steps]
+    assert [*MESH.plan(9).steps] == [*MESH.plan(9, q_transfer_blocks=1).steps]
+    assert [*MESH.plan(9).steps] != [*MESH.plan(9, q_transfer_blocks=3).steps] == [*MESH.plan(9, q_cost=3).steps]
 
 
 @pytest.mark.parametrize(
@@ -245,10 +246,10 @@ def test_costs_are_bytes():
         ({"grid": (-3, -3)}, r"--cp-grid -3x-3: need two whole numbers, such as 3x3"),
         ({"grid": (9,)}, r"--cp-grid 9: need two whole numbers, such as 3x3"),
         ({"grid": "3x"}, r"--cp-grid 3x: need two whole numbers, such as 3x3"),
-        ({"q_cost": 0}, r"--cp-q-cost 0: need a number, above 0, such as 4"),
-        ({"q_cost": math.inf}, r"--cp-q-cost inf: need a number, above 0"),
+        ({"q_transfer_blocks": 0}, r"--cp-q-transfer-blocks 0: need a number, above 0, such as 4"),
+        ({"q_transfer_blocks": math.inf}, r"--cp-q-transfer-blocks inf: need a number, above 0"),
         ({"layout": "contiguous"}, r"--cp-layout contiguous: mesh does not work with it; choose zigzag or cyclic"),
-        ({"tile": (3, 3)}, r"--cp-strategy mesh: no option tile; it has grid, q_cost"),
+        ({"tile": (3, 3)}, r"--cp-strategy mesh: no option tile; it has grid, q_transfer_blocks"),
     ],
 )
 def test_what_cannot_work_is_refused(options, message):
@@ -274,8 +275,8 @@ def attend(n, heads, kv_heads, causal, layout, dtype=torch.float32, **options):
 def test_float32(n, causal, heads, kv_heads):
     expected = exact(n, heads, kv_heads, torch.float32, causal)
     for i, grid in enumerate([None, *grids(n)]):
-        layout, q_cost = MESH.layouts[i % 2], EVERY_COST[i % 4]
-        got = attend(n, heads, kv_heads, causal, layout, grid=grid, q_cost=q_cost)
+        layout, q_transfer_blocks = MESH.layouts[i % 2], EVERY_COST[i % 4]
+        got = attend(n, heads, kv_heads, causal, layout, grid=grid, q_transfer_blocks=q_transfer_blocks)
         for what, error in zip(WHAT, errors(got, expected), strict=True):
             assert error < 2e-6, f"{grid} {layout} {what}: {error:.1e}"
 

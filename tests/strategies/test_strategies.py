@@ -10,7 +10,7 @@ import pytest
 from megatron.context_parallel import STRATEGIES, AllRanks, UsageError
 from megatron.context_parallel.commands.plan import main as plan_tool
 from megatron.context_parallel.plan.ir import Attend, Recv, Send, Step, T
-from megatron.context_parallel.strategies import CPStrategy, Option, Pass, Ring, parse_spec, register
+from megatron.context_parallel.strategies import Option, Pass, Ring, parse_spec, register
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.trainer.arguments.complete import parse_args
 from megatron.context_parallel.trainer.dry_run import attention_bytes
@@ -91,11 +91,6 @@ def test_what_declares_no_strategy_is_refused(name, layouts, function, message):
     assert before == STRATEGIES
 
 
-def test_the_names_of_the_package_are_an_enumeration():
-    assert {*CPStrategy} == {*STRATEGIES}
-    assert parse_spec(CPStrategy.MESH).strategy is STRATEGIES["mesh"]
-
-
 # -- named by specs -------------------------------------------------------------------------------------------
 
 
@@ -107,6 +102,7 @@ def test_the_names_of_the_package_are_an_enumeration():
         ("loongtrain:head_parallel_size=4,inner_ring_size=2", "loongtrain",
          {"head_parallel_size": 4}, {"inner_ring_size": 2}),
         ("lightseq:balance=no,prefetch=true", "lightseq", {}, {"balance": False, "prefetch": True}),
+        ("mesh:q_cost=2", "mesh", {}, {"q_transfer_blocks": 2.0}),
     ],
 )  # fmt: skip
 def test_specs_of_the_package(spec, name, common, options):
@@ -135,7 +131,7 @@ def test_specs_of_modules_and_files(tmp_path, monkeypatch):
         ("", "--cp-strategy : give NAME, MODULE:NAME or FILE.py:NAME, then :OPTION=VALUE,..."),
         ("a:b:c:d=1", "--cp-strategy a:b:c:d=1: give NAME, MODULE:NAME or FILE.py:NAME"),
         ("mesh:grid", "--cp-strategy mesh:grid: grid has no value; give mesh:OPTION=VALUE,..."),
-        ("mesh:tile=2x2", "--cp-strategy mesh: no option tile; it has grid, q_cost"),
+        ("mesh:tile=2x2", "--cp-strategy mesh: no option tile; it has grid, q_transfer_blocks"),
         ("ring:grid=2x2", "--cp-grid 2x2: ring has no use for it; give --cp-strategy attention2d or mesh"),
         ("mesh:grid=2", "--cp-grid 2: need two whole numbers, such as 2x4"),
         ("mesh:grid=0x4", "--cp-grid 0x4: need two whole numbers, such as 2x4"),
@@ -148,7 +144,9 @@ def test_specs_of_modules_and_files(tmp_path, monkeypatch):
             "usp:head_parallel_size=two",
             "--cp-head-parallel-size two: need a whole number, 1 or more, such as 2",
         ),
-        ("mesh:q_cost=much", "--cp-q-cost much: need a number, above 0, such as 4"),
+        ("ring:q_cost=2", "--cp-q-transfer-blocks 2: ring has no use for it; give --cp-strategy mesh"),
+        ("mesh:q_cost=2,q_transfer_blocks=2", "mesh: q_cost is the former name of q_transfer_blocks; leave one out"),
+        ("mesh:q_transfer_blocks=much", "--cp-q-transfer-blocks much: need a number, above 0, such as 4"),
         ("auto", "--cp-strategy auto: give what resolve("),
         ("no_such_module:own", "no_such_module cannot be loaded (ModuleNotFoundError: No module named"),
         ("{folder}/absent.py:own", "absent.py cannot be loaded (FileNotFoundError:"),
@@ -180,7 +178,7 @@ def test_everyone_picks_the_same_grid(monkeypatch, capsys):
     wanted = [*mesh.plan(8, grid=(2, 4), **heads).steps]
     assert wanted != [*mesh.plan(8, grid=(4, 2), **heads).steps]
     assert [*mesh.plan(8, **heads).steps] == wanted
-    assert [*AllRanks(8, "mesh").plan(Mask(), (64, 64), 8, 2, backward=False).steps] == wanted
+    assert [*AllRanks(8, "mesh").plans.of(Mask(), (64, 64), 8, 2, backward=False).steps] == wanted
     sizes = ["--num-attention-heads", "8", "--num-query-groups", "2"]
     flags = "--num-layers 2 --hidden-size 64 --seq-length 64 --micro-batch-size 1 --group-query-attention --dry-run"
     flags += " --context-parallel-size 8 --cp-strategy mesh"
@@ -218,8 +216,8 @@ def test_a_strategy_need_not_ask_the_mask_what_to_send(name):
     """What it received and has no use for is no fault; without the window all of it is used."""
     ranks, window = AllRanks(9, name, "zigzag"), Mask(True, (2, 0))
     for backward in (False, True):
-        plan = ranks.plan(window, (72, 72), 4, 4, backward=backward)
-        full = ranks.plan(Mask(), (72, 72), 4, 4, backward=backward)
+        plan = ranks.plans.of(window, (72, 72), 4, 4, backward=backward)
+        full = ranks.plans.of(Mask(), (72, 72), 4, 4, backward=backward)
         sent, all_sent = ([step.comm for step in p.steps[3] if step.comm] for p in (plan, full))
         assert sent == all_sent
 

@@ -12,7 +12,7 @@ from megatron.context_parallel import ContextParallel
 from megatron.context_parallel.generation.flags import Source
 from megatron.context_parallel.generation.load_model import load_model
 from megatron.context_parallel.generation.model_source import model_arguments
-from megatron.context_parallel.integration.host import support_cpu_host
+from megatron.context_parallel.patches.cpu_host import support_cpu_host
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.setup import initialize_model_parallel
 

@@ -46,9 +46,10 @@ def main(checkout: str, flags: list[str]) -> None:
         run(*args, **kwargs)
 
     flags = [*flags, *MODEL.split(), *TRAINING.split(), *HOST.split()]
-    from megatron.context_parallel.integration import host, megatron_lm
+    from megatron.context_parallel.integration import megatron_lm
+    from megatron.context_parallel.patches import cpu_host
 
-    host.support_cpu_host()
+    cpu_host.support_cpu_host()
     if "--cp-strategy" in flags:
         with mock.patch.object(runpy, "run_path", run_on_cpu):
             megatron_lm.main([script, *flags])

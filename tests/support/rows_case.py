@@ -13,6 +13,7 @@ from megatron.context_parallel.kernels.interface import Kernel
 from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.tokens.layout import ListedChunks
 from megatron.context_parallel.tokens.mask import Mask, Sequences
+from tests.support.dense import dense_attention, visible
 
 VARIANTS = {
     "pass-kv": lambda n: "ring",
@@ -64,15 +65,9 @@ class Batch:
 
     def expected(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The definition, [tokens, 1, heads, d] in float64."""
-        document = torch.repeat_interleave(torch.tensor(self.lengths))
-        back = torch.arange(len(q)).unsqueeze(1) - torch.arange(len(q))
-        seen = (back >= 0) & (document.unsqueeze(1) == document)
-        if self.window >= 0:
-            seen &= back <= self.window
-        group = q.shape[2] // k.shape[2]
-        scores = torch.einsum("ibhd,jbhd->bhij", q, k.repeat_interleave(group, 2)) / q.shape[-1] ** 0.5
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        return torch.einsum("bhij,jbhd->ibhd", weights, v.repeat_interleave(group, 2))
+        at, documents = torch.arange(len(q)), torch.repeat_interleave(torch.tensor(self.lengths))
+        out, _ = dense_attention(q, k, v, visible(at, at, True, (self.window, -1), documents))
+        return out
 
     def inputs(self, rank: int, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """What a rank gives, in float32."""

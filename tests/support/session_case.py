@@ -12,10 +12,10 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.context_parallel import ContextParallel
 from megatron.context_parallel.inference.session import Session
-from megatron.context_parallel.integration.host import support_cpu_host
 from megatron.context_parallel.integration.rope import use_layout
 from megatron.context_parallel.integration.spec import block_spec
 from megatron.context_parallel.integration.vocabulary import leave_out_padding
+from megatron.context_parallel.patches.cpu_host import support_cpu_host
 
 support_cpu_host()
 VOCABULARY, PADDED, LENGTH = 29, 32, 256

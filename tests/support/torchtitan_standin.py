@@ -145,13 +145,13 @@ def standing_in(version: str = "0.3.0"):
         owner, _, part = name.rpartition(".")
         if owner:
             setattr(modules[owner], part, modules[name])
-    ours = "megatron.context_parallel.integration.torchtitan"
+    ours = {f"megatron.context_parallel.{layer}.torchtitan" for layer in ("integration", "patches")}
     tops = "torchtitan", "spmd_types"
-    theirs = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] in tops or name == ours}
+    theirs = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] in tops or name in ours}
     sys.modules.update(modules)
     try:
         yield
     finally:
-        for name in (*modules, ours):
+        for name in (*modules, *ours):
             sys.modules.pop(name, None)
         sys.modules.update(theirs)

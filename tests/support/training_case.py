@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.context_parallel.integration.host import support_cpu_host
+from megatron.context_parallel.patches.cpu_host import support_cpu_host
 from megatron.context_parallel.strategies import choose_by_layer
 from megatron.context_parallel.trainer import setup, training
 from megatron.context_parallel.trainer.checkpoint.save_load import save_checkpoint

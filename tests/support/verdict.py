@@ -7,22 +7,24 @@ from functools import cached_property
 import torch
 
 from megatron.context_parallel import STRATEGIES, AllRanks, context_parallel_attention
-from megatron.context_parallel.kernels.reference import Reference, attention
+from megatron.context_parallel.attention.plans import Plans
+from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.plan.ir import Plan, PlanError
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.tokens.mask import Documents, Mask
+from tests.support.dense import dense_attention
 from tests.support.waiting import stuck
 
 
-class _Given(AllRanks):
-    """All ranks, running the plan given for its pass instead of the strategy's."""
+class _Given(Plans):
+    """Those of a strategy, but for the plan that is given for its pass."""
 
     given: Plan | None = None
 
-    def plan(self, *args, backward: bool) -> Plan:
+    def of(self, *args, backward: bool) -> Plan:
         if self.given and self.given.backward == backward:
             return self.given
-        return super().plan(*args, backward=backward)
+        return super().of(*args, backward=backward)
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,10 @@ class Subject:
         return 4 * self.n
 
     @cached_property
-    def ranks(self) -> _Given:
-        return _Given(self.n, self.name, self.layout, **self.options)
+    def ranks(self) -> AllRanks:
+        ranks = AllRanks(self.n, self.name, self.layout, **self.options)
+        ranks.plans = _Given(ranks.choice, self.n)
+        return ranks
 
     @cached_property
     def tensors(self) -> list[torch.Tensor]:
@@ -54,21 +58,21 @@ class Subject:
         first, end = self.mask.seen(torch.arange(self.length))
         at = torch.arange(self.length)
         seen = (at >= first.unsqueeze(2)) & (at < end.unsqueeze(2))
-        return self._results(lambda q, k, v: attention(q, k, v, causal=False, scale=0.5, seen=seen)[0])
+        return self._results(lambda q, k, v: dense_attention(q, k, v, seen, scale=0.5)[0])
 
     def plan(self, backward: bool) -> Plan:
-        return self.ranks.plan(self.mask, (self.length, self.length), 4, 2, backward=backward)
+        return self.ranks.plans.of(self.mask, (self.length, self.length), 4, 2, backward=backward)
 
     def computed(self, plan: Plan) -> list[torch.Tensor]:
         """Output and gradients of queries, keys and values, with `plan` for its pass."""
         how = {"causal": self.mask.causal, "window": self.mask.window, "documents": self.mask.documents}
-        self.ranks.given = plan
+        self.ranks.plans.given = plan
         try:
             return self._results(
                 lambda *x: context_parallel_attention(*x, self.ranks, scale=0.5, kernel=Reference(), **how)
             )
         finally:
-            self.ranks.given = None
+            self.ranks.plans.given = None
 
     def _results(self, attend: Callable) -> list[torch.Tensor]:
         *inputs, dout = self.tensors

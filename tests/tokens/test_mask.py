@@ -7,12 +7,13 @@ import torch
 
 from megatron.context_parallel import LAYOUTS, STRATEGIES, AllRanks, ContextParallel, UsageError
 from megatron.context_parallel.attention.api import context_parallel_attention
-from megatron.context_parallel.kernels.reference import Reference, attention
+from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import Chunks, positions, unshard
 from megatron.context_parallel.tokens.mask import Documents, Mask
+from tests.support.dense import dense_attention, visible
 from tests.support.exact import WHAT, gradients
 
 LENGTH, DIM = 192, 8
@@ -47,20 +48,10 @@ CASES += [("ring", "zigzag", 24, {}), ("ring", "contiguous", 1, {})]
 
 def seen(mask: Mask, at: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Which of the positions `keys` each of the positions `at` sees, by definition: bool [samples, queries, keys]."""
-    q, k = at[:, None], keys[None, :]
-    before, after = mask.window
-    allowed = torch.ones(len(at), len(keys), dtype=torch.bool)
-    if mask.causal:
-        allowed &= k <= q
-    if before >= 0:
-        allowed &= k >= q - before
-    if after >= 0:
-        allowed &= k <= q + after
     if mask.documents is None:
-        return allowed[None]
+        return visible(at, keys, mask.causal, mask.window)
     starts, ends = mask.documents.around(torch.arange(mask.documents.shape[1]))
-    same = (starts[:, at][:, :, None] == starts[:, keys][:, None, :]) & (ends[:, keys] > starts[:, keys])[:, None, :]
-    return allowed & same & (ends[:, at] > starts[:, at])[:, :, None]
+    return visible(at, keys, mask.causal, mask.window, torch.where(ends > starts, starts, -1))
 
 
 def problem(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -70,10 +61,8 @@ def problem(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 def exact(mask: Mask, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     whole = torch.arange(LENGTH)
-    dense = seen(mask, whole, whole)
-    return gradients(
-        lambda *x: attention(*x, causal=False, scale=DIM**-0.5, seen=dense), *(x.double() for x in tensors)
-    )
+    pairs = seen(mask, whole, whole)
+    return gradients(lambda *x: dense_attention(*x, pairs), *(x.double() for x in tensors))
 
 
 def check(got: list[torch.Tensor], expected: list[torch.Tensor], bound: float, where: str) -> None:
@@ -289,7 +278,9 @@ def test_runs_are_those_of_the_positions(layout):
 def test_documents_of_each_batch_share_what_they_do_not_decide():
     """Where gathered keys are, and what the mask without documents lets see, is found once."""
     cp, kernel = AllRanks(4, "attention2d"), Reference()
-    first, second = (cp.blocks(Mask(documents=documents(lengths)), (LENGTH,) * 2, kernel) for lengths in (ODD, TINY))
+    first, second = (
+        cp.plans.blocks(Mask(documents=documents(lengths)), (LENGTH,) * 2, kernel) for lengths in (ODD, TINY)
+    )
     assert first is not second and first.undivided is second.undivided
     assert first.undivided.runs(1, (0, 1)) is second.undivided.runs(1, (0, 1))
     assert first.order((0, 1)) is second.order((0, 1))

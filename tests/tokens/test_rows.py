@@ -74,7 +74,8 @@ def test_bytes_on_the_wire(monkeypatch):
         sent.clear()
         assert error(batch, cp, heads, kv_heads) < EXACT
         counted_by_plan = [
-            received_bytes(cp.full_plan(heads, kv_heads), r, Shape(0, heads, kv_heads, d, 4), (q, kv)) for r in range(n)
+            received_bytes(cp.plans.full(heads, kv_heads), r, Shape(0, heads, kv_heads, d, 4), (q, kv))
+            for r in range(n)
         ]
         assert [sent[r] for r in range(n)] == counted_by_plan == [formula(r) for r in range(n)], variant
 

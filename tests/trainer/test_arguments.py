@@ -460,6 +460,7 @@ def test_dry_run_prints_without_a_process_group():
             {"head_parallel_size": 2, "inner_ring_size": 2, "placement": "context-first"},
         ),
         ("--cp-strategy mesh --cp-grid 2x2", {"grid": (2, 2)}),
+        ("--cp-strategy mesh --cp-q-cost 2", {"q_transfer_blocks": 2.0}),
     ],
 )
 def test_strategy_flags_reach_the_strategy(flags, options):
@@ -470,8 +471,10 @@ def test_strategy_flags_reach_the_strategy(flags, options):
 
 def test_strategy_flags_in_a_file(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("cp-strategy: attention2d\ncp-overlap: false\ncontext-parallel-size: 4\n")
-    assert parsed(f"{SMALL} --config {file}").cp_layers[0].options == {"overlap": False}
+    for options, values in (("cp-overlap: false", {"overlap": False}), ("cp_q_cost: 2", {"q_transfer_blocks": 2.0})):
+        name = "attention2d" if "overlap" in options else "mesh"
+        file.write_text(f"cp-strategy: {name}\n{options}\ncontext-parallel-size: 4\n")
+        assert parsed(f"{SMALL} --config {file}").cp_layers[0].options == values
 
 
 def test_a_strategy_of_ones_own_that_fails_is_one_line(tmp_path):

@@ -142,14 +142,15 @@ def attention_of_rows(
     """
     for rank, (q, k, v) in zip(cp.local_ranks, inputs, strict=True):
         check(q, k, v, sinks, smallest=0)
-        given, chunks = (len(q), len(k)), (blocks.q.rows(rank), blocks.kv.rows(rank))
+        given = len(q), len(k)
+        chunks = blocks.q.rows(rank), blocks.kv.rows(rank)
         if given != chunks:
             raise UsageError(f"rank {rank}: {given} rows of queries and keys where its chunks have {chunks}")
     q, k, _ = inputs[0]
     scores = Scores(1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap)
     if cp.n == 1:
         return [_of_one_rank(blocks, scores, sinks, *inputs[0])]
-    plan = cp.full_plan(q.shape[2], k.shape[2])
+    plan = cp.plans.full(q.shape[2], k.shape[2])
     if plan.heads > 1:
         raise UsageError(f"--cp-head-parallel-size {plan.heads}: chunks of any rows have no head parallelism; give 1")
     problem = Problem(blocks, k.shape[2], blocks.kernel, scores)
@@ -160,25 +161,37 @@ def attention_of_rows(
 def _of_one_rank(blocks: Blocks, scores: Scores, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The one block that a plan of one rank computes, without the plan: it takes as long as the block in decode."""
     s, b, heads, d = q.shape
-    q = q.reshape(s, b * k.shape[2], heads // k.shape[2], d)
-    k, v = k.flatten(1, 2), v.flatten(1, 2)
+    kv_heads, value_dim = v.shape[2:]
+    queries = q.reshape(s, b * kv_heads, heads // kv_heads, d)
+    keys = k.flatten(1, 2)
+    values = v.flatten(1, 2)
     pieces = blocks.pieces(0, (0,))
-    parts = (blocks.kernel.forward(q[p.q], k[p.kv], v[p.kv], p.mask, scores) for p in pieces)
-    rows = [p.q.indices(s) for p in pieces]
-    if pieces and [*(start for start, *_ in rows), s] == [0, *(stop for _, stop, _ in rows)]:  # each row in one piece
-        out, lse = next(parts) if len(pieces) == 1 else map(torch.cat, zip(*parts, strict=True))
+    results = (blocks.kernel.forward(queries[p.q], keys[p.kv], values[p.kv], p.mask, scores) for p in pieces)
+    rows = [p.q.indices(s)[:2] for p in pieces]
+    if _one_after_another(rows, s):
+        out, lse = next(results) if len(pieces) == 1 else map(torch.cat, zip(*results, strict=True))
     else:
-        out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=torch.promote_types(q.dtype, torch.float32))
-        lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float64)
+        out = q.new_zeros((*queries.shape[:3], value_dim), dtype=torch.promote_types(q.dtype, torch.float32))
+        lse = q.new_full(queries.shape[:3], -math.inf, dtype=torch.float64)
         done = 0  # rows before it may have a result
-        for piece, (start, stop, _), part in zip(pieces, rows, parts, strict=True):
+        for piece, (start, stop), result in zip(pieces, rows, results, strict=True):
             if start < done:
-                merge(out[piece.q], lse[piece.q], *part)
+                merge(out[piece.q], lse[piece.q], *result)
             else:
-                out[piece.q], lse[piece.q] = part
+                out[piece.q], lse[piece.q] = result
             done = max(done, stop)
-    out, lse = out.reshape(s, b, heads, v.shape[-1]), lse.reshape(s, b, heads)
+    out = out.reshape(s, b, heads, value_dim)
     if sinks is not None:
         out = out.to(torch.promote_types(out.dtype, torch.float32))
-        add_sinks(out, lse, sinks)
+        add_sinks(out, lse.reshape(s, b, heads), sinks)
     return out.to(q.dtype)
+
+
+def _one_after_another(rows: list[tuple[int, int]], count: int) -> bool:
+    """Whether each of `count` rows is in one of these ranges, in their order."""
+    end = 0
+    for start, stop in rows:
+        if start != end:
+            return False
+        end = stop
+    return bool(rows) and end == count

@@ -1,8 +1,8 @@
-"""The context group: its strategy, its plans and blocks, and how its ranks run a plan together."""
+"""The context group: its strategy, and how its ranks run a plan together."""
 
-from collections import OrderedDict, defaultdict
+from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.kernels.interface import Kernel
 from megatron.context_parallel.plan.ir import Plan
-from megatron.context_parallel.plan.verify import verify
-from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.runtime.comm.communicators import joined
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from megatron.context_parallel.runtime.comm.transport import (
@@ -27,75 +24,52 @@ from megatron.context_parallel.runtime.comm.transport import (
 from megatron.context_parallel.runtime.executor import Problem
 from megatron.context_parallel.strategies import Choice, asked, parse_spec
 from megatron.context_parallel.tokens.handles import HasHandle
-from megatron.context_parallel.tokens.layout import Chunks, positions, shard, unshard
-from megatron.context_parallel.tokens.mask import Mask
+from megatron.context_parallel.tokens.layout import positions, shard, unshard
 
-ALL_RANKS_UP_TO = 64  # beyond, what goes through the steps of all ranks (verifying, plans by document) is left out
-CACHED_PLANS = 32  # plans and blocks kept; those of packed documents change with each batch
-Value = TypeVar("Value")
-Lengths = tuple[int, int]  # queries and keys of the whole sequence
+from .plans import Plans
 
 
-class _Strategy(HasHandle):
-    """A strategy as chosen, and its plans for n ranks. Each is made once, and verified unless documents shape it."""
+class Ranks(HasHandle, ABC):
+    """The ranks of a context group: what they run, and how they run it together.
 
-    def __init__(self, strategy: str | Choice, layout: str | None, n: int, options: dict[str, object]) -> None:
-        self.choice, self.n = parse_spec(strategy, layout=layout, **options), n
-        self.layout = self.choice.layout
-        self._recent: OrderedDict[tuple, Any] = OrderedDict()
-        plan = self.choice.plan(n)
-        self.steps_on = plan.n  # ranks that run the steps of a plan together
-        self.chunks = [plan.chunk_of(r) for r in range(n)]  # of each rank
+    Attributes:
+        plans: of their strategy.
+        choice: the strategy and its options; n: how many ranks there are; layout: which tokens a rank holds.
+        chunks: the chunk of each rank.
+        head_parallel_size: parts of the heads, each of which a group of ranks computes.
+        local_ranks: the ranks of this process.
+    """
 
-    @property
-    def head_parallel_size(self) -> int:
-        """Parts of the heads, each of which a group of ranks computes."""
-        return self.n // self.steps_on
+    local_ranks: tuple[int, ...]
 
-    def plan(self, mask: Mask, lengths: Lengths, heads: int, kv_heads: int, *, backward: bool) -> Plan:
-        """The plan of one pass. A strategy may leave out what the mask empties.
+    def __init__(self, choice: Choice, n: int) -> None:
+        self.plans = Plans(choice, n)
+        self.choice, self.n, self.layout = choice, n, choice.layout
+        self.chunks = self.plans.chunks
+        self.head_parallel_size = n // self.plans.steps_on
 
-        Raises:
-            UsageError: heads that the head-parallel size does not split.
-        """
-        if self.steps_on > ALL_RANKS_UP_TO:
-            mask = Mask(mask.causal, mask.window)  # plans for the documents of each batch would take too long to make
-        visible_pairs = self.cached(("sees", mask, lengths), lambda: mask.pairs(*self._chunks(lengths)))
+    @abstractmethod
+    def length(self, x: Tensor) -> int:
+        """Tokens of the whole sequence, of which this process has `x` [s, ...]."""
 
-        def make() -> Plan:
-            plan = self.choice.plan(
-                self.n, visible_pairs=visible_pairs, backward=backward, heads=heads, kv_heads=kv_heads
-            )
-            if mask.documents is None and plan.n <= ALL_RANKS_UP_TO:
-                verify(plan)
-            return plan
+    @abstractmethod
+    def split(self, x: Tensor) -> list[Tensor]:
+        """The parts [length / n, ...] of the ranks of this process."""
 
-        return self.cached(("plan", visible_pairs, heads, kv_heads, backward), make)
+    @abstractmethod
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """The inverse of `split`."""
 
-    def full_plan(self, heads: int, kv_heads: int) -> Plan:
-        """The plan of a forward pass in which every chunk may see every chunk, as chunks of any rows do."""
-        return self.plan(Mask(causal=False), (2 * self.n, 2 * self.n), heads, kv_heads, backward=False)
+    @abstractmethod
+    def add_up(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+        """This process' part, in `dtype`, of a sum over the ranks; `parts` are those of its ranks."""
 
-    def _chunks(self, lengths: Lengths) -> tuple[Chunks, Chunks]:
-        return Chunks.pair(self.layout, self.steps_on, *lengths)
-
-    def blocks(self, mask: Mask, lengths: Lengths, kernel: Kernel) -> Blocks:
-        """The blocks of `mask`, the same object for each layer of a model."""
-        key = "blocks", mask, lengths, kernel
-        undivided = self.blocks(Mask(mask.causal, mask.window), lengths, kernel) if mask.documents else None
-        return self.cached(key, lambda: Blocks(mask, *self._chunks(lengths), kernel, undivided))
-
-    def cached(self, key: tuple, make: Callable[[], Value]) -> Value:
-        """What `make` made for `key`, or makes now. The oldest of what is kept is forgotten."""
-        if key not in self._recent:
-            self._recent[key] = make()
-        self._recent.move_to_end(key)
-        while len(self._recent) > CACHED_PLANS:
-            self._recent.popitem(last=False)
-        return self._recent[key]
+    @abstractmethod
+    def run(self, program: Callable[..., Program], plan: Plan, problem: Problem, parts: list[tuple]) -> list:
+        """Runs `program` on each rank of this process with its part of the inputs, and returns what it returns."""
 
 
-class ContextParallel(_Strategy):
+class ContextParallel(Ranks):
     """A context group and how it computes attention. Make one per group and keep it, because it has communicators.
 
     All ranks of the group make it together, as in a collective. Other ranks take no part.
@@ -130,8 +104,9 @@ class ContextParallel(_Strategy):
             raise UsageError(f"layout: of type {type(layout).__name__}; give its name, and the group as group=...")
         # All meet before one may refuse what it was given.
         self._transport = TorchTransport(group, f"--cp-strategy {asked(strategy, layout=layout, **options)}")
-        super().__init__(strategy, layout, dist.get_world_size(group), options)
+        super().__init__(parse_spec(strategy, layout=layout, **options), dist.get_world_size(group))
         self.group, self.rank = group, dist.get_rank(group)
+        self.local_ranks = (self.rank,)
         self.chunk = self.chunks[self.rank]
         plans = [self.choice.plan(self.n, backward=backward) for backward in (False, True)]
         self._transport.connect({needed for plan in plans for needed in plan.communicators(self.rank)})
@@ -144,13 +119,7 @@ class ContextParallel(_Strategy):
         """Positions of this rank's tokens, int64 [length / n], in local order."""
         return positions(self.layout, self.chunk, self.n, length)
 
-    @property
-    def local_ranks(self) -> tuple[int, ...]:
-        """The ranks of this process."""
-        return (self.rank,)
-
     def length(self, x: Tensor) -> int:
-        """Tokens of the whole sequence, of which `x` is this rank's part."""
         return len(x) * self.n
 
     def split(self, x: Tensor) -> list[Tensor]:
@@ -160,10 +129,7 @@ class ContextParallel(_Strategy):
         return parts[0]
 
     def add_up(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-        """This rank's part, in `dtype`, of a sum over the ranks. They call this together.
-
-        Where `dtype` rounds, the first rank gets the sum, rounded once, and the others zeros.
-        """
+        """As `Ranks.add_up`; the ranks call it together. If `dtype` rounds, rank 0 gets the sum, the others zeros."""
         (part,) = parts
         if part.dtype == dtype or self.n == 1:
             return part.to(dtype)
@@ -177,18 +143,15 @@ class ContextParallel(_Strategy):
         return results
 
 
-class AllRanks(_Strategy):
+class AllRanks(Ranks):
     """All n ranks of a strategy in this process, on whole sequences: for checks, examples and a single GPU.
 
     Use it in place of a `ContextParallel`. Arguments and errors are the same.
     """
 
     def __init__(self, n: int, strategy: str | Choice = "ring", layout: str | None = None, **options: object) -> None:
-        super().__init__(strategy, layout, n, options)
-
-    @property
-    def local_ranks(self) -> tuple[int, ...]:
-        return tuple(range(self.n))
+        super().__init__(parse_spec(strategy, layout=layout, **options), n)
+        self.local_ranks = tuple(range(n))
 
     def length(self, x: Tensor) -> int:
         return len(x)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches.torch_dispatcher import in_transform
 from megatron.context_parallel.tokens.mask import Documents
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -72,7 +73,7 @@ def check_kernel(kernel: object) -> None:
 
 def refuse_transforms(*tensors: Tensor | None) -> None:
     """Raises UsageError for tensors with forward-mode derivatives, and inside the transforms of torch.func."""
-    if torch._C._are_functorch_transforms_active():
+    if in_transform():
         raise UsageError(
             "torch.func: context_parallel_attention does not go through jvp, grad, vjp and the like; use "
             "torch.autograd.grad or backward()"

@@ -17,6 +17,7 @@ from torch import Tensor, library
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.interface import Kernel, Scores
+from megatron.context_parallel.patches.torch_dispatcher import below_autograd
 from megatron.context_parallel.plan.ir import Plan
 from megatron.context_parallel.runtime import passes
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
@@ -25,10 +26,12 @@ from megatron.context_parallel.runtime.executor import Problem
 from megatron.context_parallel.tokens.handles import HandleOf, held
 from megatron.context_parallel.tokens.mask import Documents, Mask
 
-from .context import AllRanks, ContextParallel, Lengths
+from .context import AllRanks, ContextParallel
 from .inputs import refuse_transforms
+from .plans import Lengths
 
-NAME, GRADIENTS = "context_parallel::attention", "context_parallel::attention_backward"
+NAME = "context_parallel::attention"
+GRADIENTS = "context_parallel::attention_backward"
 TensorList = list[Tensor]  # of each rank of the process
 SymbolicInt = Annotated[int, "SymInt"]  # torch.compile makes no new graph for another value
 
@@ -63,6 +66,15 @@ attention = torch.ops.context_parallel.attention.default
 _gradients = torch.ops.context_parallel.attention_backward.default
 
 
+class _Sizes(NamedTuple):
+    """Which pass it is: its direction, the tokens of the whole sequence, and the heads of the model."""
+
+    backward: bool
+    lengths: Lengths
+    heads: int
+    kv_heads: int
+
+
 class _Call(NamedTuple):
     """What the ranks of a process run in one pass, and how."""
 
@@ -72,25 +84,32 @@ class _Call(NamedTuple):
 
     def run(self, program: Callable[..., Program], *inputs: Iterable) -> list[TensorList]:
         """Runs `program` on each rank with its part of each input; returns its results, each as parts of the ranks."""
-        ranks = self.cp.run(program, self.plan, self.problem, [*zip(*inputs, strict=True)])
-        return [[*parts] for parts in zip(*ranks, strict=True)]
+        return _by_tensor(self.cp.run(program, self.plan, self.problem, [*zip(*inputs, strict=True)]))
 
 
-def _call(how: OpArgs, q: Tensor, v: Tensor, lengths: Lengths, heads: int, kv_heads: int, *, backward: bool) -> _Call:
+def _call(how: OpArgs, sizes: _Sizes, q: Tensor, v: Tensor) -> _Call:
     cp, documents, given = how.objects()
-    kernel: Kernel = (
-        given.value if given else kernel_for(q.device, q.dtype, q.shape[-1], value_dim=v.shape[-1], softcap=how.softcap)
-    )
-    window = how.window[0], how.window[1]
+    if given:
+        kernel: Kernel = given.value
+    else:
+        kernel = kernel_for(q.device, q.dtype, q.shape[-1], value_dim=v.shape[-1], softcap=how.softcap)
+    window = how.window[0], how.window[1]  # PyTorch gives a list
+    _, lengths, heads, kv_heads = sizes
 
     def make() -> tuple[Plan, Problem]:
         mask = Mask(how.causal, window, documents)
-        blocks = cp.blocks(mask, lengths, kernel)
-        plan = cp.plan(mask, lengths, heads, kv_heads, backward=backward)
+        blocks = cp.plans.blocks(mask, lengths, kernel)
+        plan = cp.plans.of(mask, lengths, heads, kv_heads, backward=sizes.backward)
         return plan, Problem(blocks, kv_heads, kernel, Scores(how.scale, how.softcap))
 
-    same = how.causal, window, how.documents, how.scale, how.softcap, lengths, heads, kv_heads, backward, kernel
-    return _Call(cp, *cp.cached(("call", *same), make))
+    key = "call", how.causal, window, how.documents, how.scale, how.softcap, kernel, sizes
+    plan, problem = cp.plans.cached(key, make)
+    return _Call(cp, plan, problem)
+
+
+def _by_tensor(by_rank: Iterable[Iterable[Tensor]]) -> list[TensorList]:
+    """The tensors of each rank as, for each tensor, its parts of the ranks."""
+    return [[*parts] for parts in zip(*by_rank, strict=True)]
 
 
 def _joined(parts: TensorList) -> Tensor:
@@ -103,45 +122,56 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kept: int,
     cp, documents, _ = how.objects()
     lengths = cp.length(q), cp.length(k)
     _check_documents(documents, q.shape[1], *lengths)
-    call = _call(how, q, v, lengths, q.shape[2], k.shape[2], backward=False)
+    sizes = _Sizes(backward=False, lengths=lengths, heads=q.shape[2], kv_heads=k.shape[2])
+    call = _call(how, sizes, q, v)
     swaps = call.plan.heads > 1
     parts = [cp.split(x) for x in (q, k, v)]
     if kept:
         out, lse, *swapped_lse = held(kept, "kept").value
-        return out, lse, [*map(_joined, call.run(passes.swap, *parts)), *swapped_lse] if swaps else []
+        swapped = call.run(passes.swap, *parts) if swaps else []
+        return out, lse, [*map(_joined, swapped), *swapped_lse]
     outs, lses, *seen = call.run(passes.forward, repeat(sinks, len(parts[0])), *parts)
-    return cp.join(outs), cp.join(lses), [*map(_joined, seen)] if swaps else []
+    swapped = seen if swaps else []
+    return cp.join(outs), cp.join(lses), [*map(_joined, swapped)]
 
 
 @library.register_fake(NAME)
 def _shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kept: int, cp: int, *_: Any) -> tuple:
-    wide, parts = torch.promote_types(q.dtype, torch.float32), held(cp, "cp").head_parallel_size
-    out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide)
-    if parts == 1:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=wide)
+    size = held(cp, "cp").head_parallel_size
+    if size == 1:
         return out, lse, []
-    kv_heads = max(1, k.shape[2] // parts)  # of a rank; replicas if there are fewer heads than parts
-    batch, group = q.shape[1] * kv_heads, q.shape[2] // parts // kv_heads
-    swapped = [q.new_empty(len(q) * parts, batch, group, q.shape[3])]
-    swapped += [x.new_empty(len(x) * parts, batch, x.shape[3]) for x in (k, v)]
-    return out, lse, [*swapped, q.new_empty(len(q) * parts, batch, group, dtype=wide)]
+    kv_heads = max(1, k.shape[2] // size)  # of a rank; replicas if there are more ranks than heads
+    batch = q.shape[1] * kv_heads
+    group = q.shape[2] // size // kv_heads
+    swapped = [q.new_empty(len(q) * size, batch, group, q.shape[3])]
+    swapped += [x.new_empty(len(x) * size, batch, x.shape[3]) for x in (k, v)]
+    return out, lse, [*swapped, q.new_empty(len(q) * size, batch, group, dtype=wide)]
 
 
 @library.impl(GRADIENTS, "default")
 def _attention_backward(
     dout: Tensor, out: Tensor, seen: list[Tensor], sinks: Tensor | None, kv_heads: int, *args: Any
 ) -> list[Tensor]:
-    how, (q, k, v) = OpArgs(*args), seen[:3]
+    how = OpArgs(*args)
+    q, k, v = seen[:3]
     cp: ContextParallel | AllRanks = held(how.cp, "cp")
     lengths = cp.length(dout), cp.length(k) // cp.head_parallel_size
-    call = _call(how, q, v, lengths, out.shape[2], kv_heads, backward=True)
+    sizes = _Sizes(backward=True, lengths=lengths, heads=out.shape[2], kv_heads=kv_heads)
+    call = _call(how, sizes, q, v)
     parts = [cp.split(x) for x in (dout, out)]
     ranks = len(parts[0])
     if call.plan.heads > 1:
         folded = [[*x.chunk(ranks)] for x in seen]
     else:
-        folded = [[*parts] for parts in zip(*map(passes.fold_heads, *map(cp.split, seen)), strict=True)]
+        folded = _by_tensor(map(passes.fold_heads, *map(cp.split, seen)))
     dsinks, *grads = call.run(passes.backward, repeat(sinks, ranks), *parts, *folded)
-    return [*map(cp.join, grads), *([] if sinks is None else [cp.add_up(dsinks, sinks.dtype)])]
+    results = [cp.join(of_ranks) for of_ranks in grads]
+    if sinks is not None:
+        results.append(cp.add_up(dsinks, sinks.dtype))
+    return results
 
 
 @library.register_fake(GRADIENTS)
@@ -152,7 +182,9 @@ def _shapes_of_gradients(
     t = len(k) // held(cp, "cp").head_parallel_size
     grads = [q.new_empty(*out.shape[:3], q.shape[-1])]
     grads += [x.new_empty(t, out.shape[1], kv_heads, x.shape[-1]) for x in (k, v)]
-    return [*grads, *([] if sinks is None else [torch.empty_like(sinks)])]
+    if sinks is not None:
+        grads.append(torch.empty_like(sinks))
+    return grads
 
 
 class _Attention(torch.autograd.Function):
@@ -162,12 +194,14 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kept: int, *args: Any
     ) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             out, lse, swapped = attention(q, k, v, sinks, kept, *args)
         ctx.mark_non_differentiable(lse, *swapped)
         ctx.set_materialize_grads(False)  # else zeros of all outputs
         ctx.save_for_backward(out, sinks, *(swapped or (q, k, v, lse)))
-        ctx.how, ctx.kv_heads, ctx.layer = OpArgs(*args), k.shape[2], recorder.position.layer
+        ctx.how = OpArgs(*args)
+        ctx.kv_heads = k.shape[2]
+        ctx.layer = recorder.position.layer
         if not torch.compiler.is_compiling():
             ctx.alive = ctx.how.objects()
         return out, lse, *swapped
@@ -180,7 +214,7 @@ class _Attention(torch.autograd.Function):
         refuse_transforms(dout)
         sinks = sinks if ctx.needs_input_grad[3] else None
         # With autograd they refuse to be differentiated.
-        with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
+        with nullcontext() if torch.is_grad_enabled() else below_autograd():
             dq, dk, dv, *dsinks = _gradients(dout, out, seen, sinks, ctx.kv_heads, *ctx.how)
         return dq, dk, dv, dsinks[0] if dsinks else None, None, *[None] * len(ctx.how)
 
@@ -191,7 +225,7 @@ def _differentiable(*args: Any) -> tuple:
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:4]):
         out, lse, *swapped = _Attention.apply(*args)
         return out, lse, swapped
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return attention(*args)
 
 

@@ -27,7 +27,7 @@ class FlagParser(Generic[Section]):
 
     Attributes:
         flags: by field.
-        by_option: by their names on the command line.
+        by_option: by their names on the command line, also their former ones, which `--help` does not list.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class FlagParser(Generic[Section]):
         bases = declared.__bases__
         self.sections: tuple[type[FlagSection], ...] = (declared,) if FlagSection in bases else bases
         self.flags = {name: flag for section in self.sections for name, flag in flags_of(section).items()}
-        self.by_option = {flag.option: flag for flag in self.flags.values()}
+        former = {"--" + flag.formerly.replace("_", "-"): flag for flag in self.flags.values() if flag.formerly}
+        self.by_option = former | {flag.option: flag for flag in self.flags.values()}
         self.foreign = foreign or {}
 
     def parse(self, argv: list[str] | None = None) -> Section:
@@ -91,6 +92,9 @@ class FlagParser(Generic[Section]):
                     group.add_argument(flag.name, help=self._help(flag), **words).required = False
                 else:
                     group.add_argument(flag.option, dest=flag.name, help=self._help(flag), **words)
+        for option, flag in self.by_option.items():
+            if option != flag.option:
+                parser.add_argument(option, dest=flag.name, help=argparse.SUPPRESS)
         for option, other in self.foreign.items():
             words = {"nargs": other.nargs} if other.nargs else {"action": "store_const", "const": []}
             parser.add_argument(option, dest=option, help=argparse.SUPPRESS, **words)
@@ -125,7 +129,7 @@ class FlagParser(Generic[Section]):
     def _closest(self, word: str) -> str | None:
         """The flag that `word` is nearly spelled like and that has all its words: a --vocab-file is no --vocab-size."""
         given, alike = word.strip("-").replace("_", "-").lower(), []
-        for option in [*self.by_option, *self.foreign]:
+        for option in [*(flag.option for flag in self.flags.values()), *self.foreign]:
             name = option[2:]
             if all(get_close_matches(part, name.split("-"), 1, 0.7) for part in given.split("-")):
                 alike.append(name)

@@ -21,7 +21,8 @@ def show(*tables: Table, file: IO[str] | None = None, width: int = _NO_END) -> N
         for column in table.columns:
             column.overflow = "fold"
         if not terminal:
-            table.box, table.pad_edge = None, False
+            table.box = None
+            table.pad_edge = False
         title, table.title, caption, table.caption = table.title, None, table.caption, None
         for text in filter(None, (title, table, caption)):
             console.print(text, markup=False)

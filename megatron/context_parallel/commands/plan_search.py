@@ -171,7 +171,7 @@ def explanation(found: FeasibleRun) -> list[Table]:
     held.add_column("GiB", justify="right")
     held.add_column("how it is counted")
     for part in forecast.memory:
-        held.add_row(part.what, f"{part.bytes / 2**30:.2f}", part.how)
+        held.add_row(part.what, f"{part.bytes / 2**30:.2f}", part.formula)
     return [time, held]
 
 

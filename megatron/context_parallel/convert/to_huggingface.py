@@ -53,7 +53,8 @@ def to_folder(args: Arguments, model: GPTModel, checkpoint: Path, folder: Path, 
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        free, needed = shutil.disk_usage(temporary).free, bytes_of(model)
+        free = shutil.disk_usage(temporary).free
+        needed = bytes_of(model)
         if free < needed:
             raise OSError(f"its weights need {needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free")
         weights = to_huggingface(_weights_of(model, checkpoint, done), model.config, args.vocabulary)
@@ -86,8 +87,10 @@ def _weights_of(model: GPTModel, checkpoint: Path, done: Done) -> Iterator[tuple
 
 def _read_items(shards: list[ShardedTensor], metadata: Metadata, vocabulary: int) -> list[ReadItem]:
     """What to read for the parts of one weight; a table of tokens may have another number of padding rows there."""
-    key, chunks = shards[0].key, [chunk_of(shard) for shard in shards]
-    saved, shape = metadata.state_dict_metadata.get(key), shards[0].global_shape
+    key = shards[0].key
+    chunks = [chunk_of(shard) for shard in shards]
+    saved = metadata.state_dict_metadata.get(key)
+    shape = shards[0].global_shape
     if not isinstance(saved, TensorStorageMetadata):
         raise RuntimeError(f"{key}: not in the checkpoint")
     if tuple(saved.size) != tuple(shape) and not shards[0].allow_shape_mismatch:

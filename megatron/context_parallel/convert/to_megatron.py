@@ -90,7 +90,8 @@ def _flags_file(args: Arguments) -> str:
     names += ["group_query_attention", "tokenizer_model", *_NOT_OF_MODEL]
     values: dict[str, Any] = {}
     for name in names:
-        flag, value = FLAGS[name], getattr(args, name)
+        flag = FLAGS[name]
+        value = getattr(args, name)
         if value != flag.default:
             shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
             values[flag.option.removeprefix("--")] = True if flag.kind is bool else shown

@@ -22,7 +22,8 @@ def describe(args: Arguments, cache_tokens: int | None) -> None:
     """Print what weights and cache need of a rank's memory, and how many tokens would fit."""
     parameters = model_of(args).parameters_on_stage(0, tensor=args.tensor_model_parallel_size)
     weights, token = parameters * args.params_dtype.itemsize, bytes_of_a_token(args)
-    ranks, tokens = args.context_parallel_size, cache_tokens or args.max_position_embeddings
+    ranks = args.context_parallel_size
+    tokens = cache_tokens or args.max_position_embeddings
     memory = _memory_of_a_rank()
     table = Table(
         "of one rank", "", title=f"{ranks} context ranks, tensor-parallel size {args.tensor_model_parallel_size}"

@@ -54,7 +54,8 @@ def check_prefill(flags: CacheFlags) -> None:
     Raises:
         UsageError: no cluster or constants where they are needed; a cluster that cannot be read.
     """
-    how, constants = f"--cp-prefill {flags.cp_prefill}", flags.cp_prefill_constants
+    how = f"--cp-prefill {flags.cp_prefill}"
+    constants = flags.cp_prefill_constants
     if flags.cp_prefill in ("alg1", "alg5") and not flags.cluster:
         raise UsageError(f"{how}: needs the rates of a cluster; give --cluster dgx-h100, or --cp-prefill auto")
     if flags.cp_prefill == "empirical" and not constants:

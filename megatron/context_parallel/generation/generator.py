@@ -43,7 +43,8 @@ def build_engine(args: Arguments, flags: CacheFlags, length: int | None = None) 
         cluster=load_cluster(flags.cluster) if flags.cluster else None,
         constants=(alpha, beta, gamma),
     )
-    length, waste = min(length or positions, positions), session.tables.n * session.tables.page
+    length = min(length or positions, positions)
+    waste = session.tables.n * session.tables.page
     return Engine(session, tokenizer, flags.inference_dynamic_batching_max_tokens, length, waste)
 
 

@@ -19,7 +19,8 @@ def model_arguments(source: Source) -> Arguments:
     Raises:
         UsageError: there is no model, or it does not go with these ranks.
     """
-    ranks, tensor = ranks_in("WORLD_SIZE", 1), source.tensor_model_parallel_size
+    ranks = ranks_in("WORLD_SIZE", 1)
+    tensor = source.tensor_model_parallel_size
     if ranks % tensor:
         raise UsageError(f"--tensor-model-parallel-size {tensor}: does not divide the {ranks} ranks started; give 1")
     wanted: dict[str, Any] = {name: getattr(source, name) for name in ("load", "ckpt_step", "load_fallback")}

@@ -37,10 +37,15 @@ class BatchLayout:
         lengths = [tables.length(s) for s in self.sequences]
         pairs = zip(self.sequences, lengths, strict=True)
         self.starts = {s: length - len(new[s]) for s, length in pairs}  # the place of the first new token
-        self.longest, self.several = max(lengths), sum(map(len, new.values())) > len(new)
-        self.batch, self.lengths = Sequences(lengths), lengths
+        self.longest = max(lengths)
+        self.several = sum(map(len, new.values())) > len(new)
+        self.batch = Sequences(lengths)
+        self.lengths = lengths
         self.queries = self._chunks(self.starts)
-        tokens, positions, slots, self.last = list[int](), list[int](), list[int](), dict[int, int]()
+        tokens = list[int]()
+        positions = list[int]()
+        slots = list[int]()
+        self.last = dict[int, int]()
         for (s, start), length in zip(self.starts.items(), lengths, strict=True):
             if places := tables.positions(s, rank, start).tolist():
                 given = new[s]
@@ -56,7 +61,8 @@ class BatchLayout:
 
     def _chunks(self, first: Mapping[int, int]) -> ListedChunks:
         """The rows of each rank, of places from `first` on in each sequence."""
-        tables, of = self.tables, first.items()
+        tables = self.tables
+        of = first.items()
         begins = [0, *accumulate(self.lengths[:-1])]  # of each sequence among the rows of all
 
         def positions(rank: int) -> Tensor:

@@ -126,7 +126,7 @@ def empirical(new: int, cached: int, constants: tuple[float, float, float] = EMP
 
 
 def choose_prefill(
-    how: str,
+    rule: str,
     new: int,
     cached: int,
     n: int,
@@ -137,7 +137,7 @@ def choose_prefill(
     """The variant of a prefill of `new` tokens over `cached` ones, in all sequences together.
 
     Args:
-        how: of `CHOICES`. `auto` takes the one with fewer predicted seconds; without rates, with fewer bytes.
+        rule: of `CHOICES`. `auto` takes the one with fewer predicted seconds; without rates, with fewer bytes.
         n: ranks.
         sizes: of a layer.
         rates: of the cluster; `alg1` and `alg5` need them.
@@ -146,16 +146,16 @@ def choose_prefill(
     Raises:
         UsageError: an unknown choice, or one that needs rates.
     """
-    if how not in CHOICES:
-        raise UsageError(f"--cp-prefill {how}: unknown; choose one of {', '.join(CHOICES)}")
-    if how in (PASS_KV, PASS_Q, PASS_Q_PAPER):
-        return how
-    if how == "empirical":
+    if rule not in CHOICES:
+        raise UsageError(f"--cp-prefill {rule}: unknown; choose one of {', '.join(CHOICES)}")
+    if rule in (PASS_KV, PASS_Q, PASS_Q_PAPER):
+        return rule
+    if rule == "empirical":
         return empirical(new, cached, constants)
-    if how == "auto":
+    if rule == "auto":
         if rates is None:
             return min((PASS_KV, PASS_Q), key=lambda variant: sent_bytes(variant, new, cached, n, sizes))
         return min((PASS_KV, PASS_Q), key=lambda variant: seconds(variant, new, cached, n, sizes, rates))
     if rates is None:
-        raise UsageError(f"--cp-prefill {how}: needs the rates of a cluster; give --cluster, or --cp-prefill auto")
-    return (algorithm_1 if how == "alg1" else algorithm_5)(new, cached, n, sizes, rates)
+        raise UsageError(f"--cp-prefill {rule}: needs the rates of a cluster; give --cluster, or --cp-prefill auto")
+    return (algorithm_1 if rule == "alg1" else algorithm_5)(new, cached, n, sizes, rates)

@@ -93,7 +93,9 @@ class PageTables:
     def __init__(self, n: int, pages: int, page: int = PAGE) -> None:
         if not 1 <= page <= PAGE or pages < 1:
             raise UsageError(f"{pages} pages of {page} rows: need 1 page or more of 1 to {PAGE} rows, such as {PAGE}")
-        self.n, self.page, self.capacity = n, page, n * pages * page
+        self.n = n
+        self.page = page
+        self.capacity = n * pages * page
         self._stores = [_Store(pages) for _ in range(n)]
         self._parts: dict[int, list[RankRows]] = {}
         self._next = 0
@@ -169,7 +171,8 @@ class PageTables:
         Raises:
             CacheFull: they do not all fit. Nothing has changed then.
         """
-        free, stored = [len(store.free) for store in self._stores], self.rows()
+        free = [len(store.free) for store in self._stores]
+        stored = self.rows()
         dealt: dict[int, list[int]] = {}
         for sequence, tokens in new.items():
             parts = self._parts[sequence]
@@ -198,7 +201,8 @@ class PageTables:
         halves = [(rank, (share + 1) // 2) for rank, share in enumerate(shares)]
         halves += [(rank, share // 2) for rank, share in reversed([*enumerate(shares)])]
         for rank, rows in halves:
-            part, store = self._parts[sequence][rank], self._stores[rank]
+            part = self._parts[sequence][rank]
+            store = self._stores[rank]
             part.positions.extend(range(place, place + rows))
             place += rows
             while (left := len(part.positions) - len(part.slots)) > 0:
@@ -234,7 +238,8 @@ class PageTables:
                 "sequences, or fork fewer tokens",
                 0,
             )
-        new, copies = self.open(), list[tuple[int, int] | None]()
+        new = self.open()
+        copies = list[tuple[int, int] | None]()
         for part, store, count, own in zip(parts, self._stores, rows, self._parts[new], strict=True):
             full, rest = divmod(count, self.page)
             own.pages, own.positions, own.inherited = part.pages[:full], part.positions[:count], count

@@ -12,7 +12,8 @@ from megatron.context_parallel.tokens.layout import LAYOUTS
 
 
 def _write(at: Pass) -> Iterator[Step]:
-    circle, everyone = Ring(at.rank, at.n), tuple(range(at.n))
+    circle = Ring(at.rank, at.n)
+    everyone = tuple(range(at.n))
 
     def hop(s: int):
         """The s-th queries that came to each place move on."""

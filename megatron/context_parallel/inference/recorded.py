@@ -1,6 +1,6 @@
 """A forward pass as the operations it consists of, without the Python of the modules around them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -8,12 +8,13 @@ from unittest import mock
 import megatron.core.utils
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor, fx, library
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megatron.context_parallel.integration.spec import AttentionOverride, ContextParallelAttention
+from megatron.context_parallel.integration.spec import AttentionOverride
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
+
+from .cached_model import CachedModel, PassInputs
 
 _library = library.Library("megatron_context_parallel", "FRAGMENT")
 _library.define("attend(Tensor q, Tensor k, Tensor v, int layer) -> Tensor")
@@ -26,7 +27,7 @@ _attend = torch.ops.megatron_context_parallel.attend.default
 
 
 class Recorded:
-    """What a pass of a model computes for inputs of certain shapes, to be called in place of it.
+    """What a model computes for inputs of certain shapes, to be called in place of it and with the same arguments.
 
     The same operations in the same order on the same weights, so the results are the same bits.
 
@@ -35,37 +36,31 @@ class Recorded:
     """
 
     def __init__(self, run: Callable[..., Tensor], weights: list[tuple[dict, str, Tensor | None]]) -> None:
-        self._run, self._weights, self.checked = run, weights, False
+        self._run = run
+        self._weights = weights
+        self.checked = False
 
     @property
     def current(self) -> bool:
         """Whether the model has the tensors that were recorded; they may have changed in place."""
         return all([of.get(name) is weight for of, name, weight in self._weights])
 
-    def __call__(self, *inputs: Tensor | None) -> Tensor:
-        return self._run(*inputs)
+    def __call__(self, attend: AttentionOverride, *inputs: Tensor | None) -> Tensor:
+        return self._run(attend, *inputs)
 
 
-def record(
-    model: GPTModel,
-    cores: Sequence[ContextParallelAttention],
-    attend: AttentionOverride,
-    run: Callable[..., Tensor],
-    inputs: tuple[Tensor | None, ...],
-) -> Recorded | None:
+def record(model: CachedModel, inputs: PassInputs) -> Recorded | None:
     """Records a pass; None if it uses tensors that are neither inputs nor weights.
 
     Args:
         model: of megatron-core's own modules, without communication.
-        cores: its core attentions; `attend` is called in place of each.
-        run: calls the model; takes `attend` and the inputs.
         inputs: of a pass; their shapes are recorded with it.
     """
     weights = list[tuple[dict, str, Tensor | None]]()
-    for module in model.modules():
+    for module in model.model.modules():
         for of in (module._parameters, module._buffers):
             weights += [(of, name, weight) for name, weight in of.items()]
-    mark = partial(run, lambda core, q, k, v: _attend(q, k, v, core.layer_number - 1))
+    mark = partial(model, lambda core, q, k, v: _attend(q, k, v, core.layer_number - 1))
     # megatron-core puts data into new tensors behind the back of a recording, to be rid of views.
     with mock.patch.object(megatron.core.utils, "_kernel_make_viewless_tensor", lambda x, *_: x):
         graph = make_fx(mark, pre_dispatch=True)(*inputs)
@@ -73,13 +68,16 @@ def record(
     if not {*map(id, constants)} <= {id(weight) for *_, weight in weights}:
         return None
 
-    def attend_layer(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def attend_layer(attend: AttentionOverride, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         recorder.at_layer(layer + 1)
-        return attend(cores[layer], q, k, v)
+        return attend(model.cores[layer], q, k, v)
 
+    with graph.graph.inserting_before(next(iter(graph.graph.nodes))):
+        attend = graph.graph.placeholder("attend")
     for node in graph.graph.nodes:
         if node.target is _attend:
             node.target = attend_layer
+            node.args = (attend, *node.args)
     _shorten(graph.graph)
     graph.recompile()
     graph.__dict__ |= graph._parameters  # found there before nn.Module looks for them

@@ -18,7 +18,8 @@ class TextStream:
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str], prompt: Sequence[int]) -> None:
-        self._decode, self._stop = decode, [text for text in stop if text]
+        self._decode = decode
+        self._stop = [text for text in stop if text]
         self._tokens = list(prompt)[-8:]
         self._shown = len(decode(self._tokens))
         self._new = 0  # tokens since the last whole character
@@ -31,7 +32,8 @@ class TextStream:
         self._new += 1
         text = self._decode(self._tokens)
         certain = text.rstrip(_BROKEN)
-        found, self._shown = certain[self._shown :], max(self._shown, len(certain))
+        found = certain[self._shown :]
+        self._shown = max(self._shown, len(certain))
         if certain == text:
             # A later decode needs only the tokens since here, and these before them.
             self._tokens, self._new = self._tokens[-self._new :], 0

@@ -43,7 +43,8 @@ def _no_chat(of: str) -> UsageError:
 class ByteTokenizer:
     """UTF-8 bytes and an end-of-document token. (megatron-core's own drops white space at the end of a text.)"""
 
-    has_chat, longest = False, 1
+    has_chat = False
+    longest = 1
 
     def __init__(self, end: int) -> None:
         self.ends = frozenset([end])

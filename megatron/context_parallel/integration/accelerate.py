@@ -5,11 +5,12 @@ from contextlib import contextmanager
 from functools import partial
 
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches.accelerate import cut_with, leave_masks_alone
 
 from .transformers import register
 
@@ -33,18 +34,9 @@ def use_context_parallel(accelerator: Accelerator, strategy: str, model: PreTrai
         raise UsageError("accelerator: has no context-parallel ranks; give it ParallelismConfig(cp_size=2)")
     cp = ContextParallel(strategy, group=accelerator.torch_device_mesh["cp"].get_group())
     register(cp, model)
-    _leave_masks_alone(model)
-    accelerator._cp_context = partial(_cut, cp)  # it has no other way in
+    leave_masks_alone(model)
+    cut_with(accelerator, partial(_cut, cp))
     return cp
-
-
-def _leave_masks_alone(model: nn.Module) -> None:
-    """Removes the hooks by which `prepare` makes every attention causal, also that of a model that is not."""
-    for module in model.modules():
-        for key, hook in [*module._forward_pre_hooks.items()]:
-            if getattr(hook, "__qualname__", "").startswith("_attach_context_parallel_hooks."):
-                del module._forward_pre_hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 @contextmanager

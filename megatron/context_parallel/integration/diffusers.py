@@ -1,12 +1,10 @@
 """HuggingFace diffusers: the attention of a diffusion transformer, computed by all ranks of a context group."""
 
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
-from diffusers.hooks.context_parallel import apply_context_parallel
-from diffusers.models._modeling_parallel import ContextParallelConfig
 from diffusers.models.attention import AttentionModuleMixin
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.attention_processor import Attention, MochiAttention
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor
@@ -15,6 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.context_parallel.attention.api import context_parallel_attention
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches.diffusers import (
+    backend_of,
+    cut_by_plan,
+    has_plan,
+    is_parallel,
+    new_backend,
+    set_backend,
+    takes_backend,
+)
 
 
 def use_context_parallel(model: ModelMixin, cp: ContextParallel) -> None:
@@ -33,36 +40,31 @@ def use_context_parallel(model: ModelMixin, cp: ContextParallel) -> None:
             of the model raises it for a mask, causal attention or dropout, and if another backend was set since.
     """
     name = type(model).__name__
-    if model._cp_plan is None:
+    if not has_plan(model):
         raise UsageError(f"{name}: has no _cp_plan, which says what to cut; use a model that has one")
-    if model._parallel_config is not None:
+    if is_parallel(model):
         raise UsageError(f"{name}: is parallel already; leave out enable_parallelism() and a parallel_config")
     modules = [m for m in model.modules() if isinstance(m, Attention | MochiAttention | AttentionModuleMixin)]
     for module in modules:
-        if not hasattr(module.processor, "_attention_backend"):
+        if not takes_backend(module.processor):
             raise UsageError(f"{name}: {type(module.processor).__name__} takes no attention backend; use another model")
     backend = _new_backend(cp)
     for module in modules:
-        module.processor._attention_backend = backend
+        set_backend(module.processor, backend)
     model.register_forward_pre_hook(partial(_check_backends, backend, modules))
     if cp.n > 1:
-        config = ContextParallelConfig(ring_degree=cp.n)  # only its mesh is read
-        config._mesh = config._flattened_mesh = DeviceMesh.from_group(cp.group, model.device.type)
-        apply_context_parallel(model, config, model._cp_plan)
-        model._parallel_config = config
+        cut_by_plan(model, DeviceMesh.from_group(cp.group, model.device.type))
 
 
 def _check_backends(backend: AttentionBackendName, modules: list[Any], model: ModelMixin, args: tuple) -> None:
     for module in modules:
-        if (now := module.processor._attention_backend) is not backend:
+        if (now := backend_of(module.processor)) is not backend:
             name = type(model).__name__
             raise UsageError(f"{name}: attention backend {now} was set since; call set_attention_backend() before")
 
 
 def _new_backend(cp: ContextParallel) -> AttentionBackendName:
     """A backend of diffusers, beside those that it names, that computes with `cp`."""
-    backend = cast(AttentionBackendName, str.__new__(AttentionBackendName, f"context_parallel_{cp.handle}"))
-    backend._name_ = backend._value_ = str.__str__(backend)
 
     def attend(
         query: Tensor,
@@ -82,5 +84,4 @@ def _new_backend(cp: ContextParallel) -> AttentionBackendName:
         assert isinstance(out, Tensor)  # the log-sum-exp was not asked for
         return out
 
-    _AttentionBackendRegistry.register(backend)(attend)
-    return backend
+    return new_backend(f"context_parallel_{cp.handle}", attend)

@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None  # type: ignore[attr-defined]  # unset without Transformer Engine, and asked for
+from megatron.context_parallel.patches.megatron_experts import say_there_is_no_gemm
+
+say_there_is_no_gemm()
 
 
 class Router(TopKRouter):

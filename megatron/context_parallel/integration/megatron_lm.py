@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.names import BACKENDS
+from megatron.context_parallel.patches.megatron_lm import put_in_place, replaced_by
 from megatron.context_parallel.strategies import check_same_tokens, choose_by_layer, distinct, specs_given
 
 from .groups import context_of
@@ -42,8 +43,6 @@ _REFUSED = {
     "--attention-backend": "the strategy computes attention; give --cp-attention-backend",
 }
 
-_PACKED = ("get_thd_batch_on_this_cp_rank", "get_batch_on_this_hybrid_cp_rank", "get_sft_batch_on_this_cp_rank")
-
 
 def main(argv: list[str] | None = None) -> None:
     """Runs Megatron's script with our attention: SCRIPT [flags].
@@ -59,8 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     if added and os.environ.get("RANK", "0") == "0":
         print(f"cp: added {' '.join(added)}", flush=True)
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    for owner, name, value in replacements(strategies, backend):
-        setattr(owner, name, value)
+    put_in_place(replacements(strategies, backend))
     sys.argv = [script, *theirs]
     runpy.run_path(script, run_name="__main__")
 
@@ -117,10 +115,7 @@ def replacements(strategies: Sequence[str], backend: str = "auto") -> Iterator[t
     Attention in megatron-core's specs and Transformer Engine's becomes ours; batches and rotary embeddings are cut by
     the layout of the strategies, one for all layers or one for each.
     """
-    from megatron.core import parallel_state, utils
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-    from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding
+    from megatron.core import parallel_state
     from megatron.core.transformer import ModuleSpec
 
     from .spec import ContextParallelAttention
@@ -136,7 +131,8 @@ def replacements(strategies: Sequence[str], backend: str = "auto") -> Iterator[t
 
     def batch_here(batch: dict[str, Tensor | None], *args: Any, **kwargs: Any) -> dict:
         # Later releases and Megatron-Bridge name the group, and whether the batch is hybrid.
-        cp, (hybrid, group) = context(), _asked(*args, **kwargs)
+        cp = context()
+        hybrid, group = _asked(*args, **kwargs)
         if hybrid or batch.get("cu_seqlens") is not None or batch.get("cu_seqlens_q") is not None:
             refuse_packed()
         if batch.get("attention_mask") is not None:
@@ -151,14 +147,9 @@ def replacements(strategies: Sequence[str], backend: str = "auto") -> Iterator[t
     def refuse_packed(*args: object, **kwargs: object) -> NoReturn:
         raise UsageError("packed sequences (thd): not supported in Megatron-LM; use this project's trainer")
 
-    for provider in (LocalSpecProvider, TESpecProvider):
-        yield provider, "core_attention", core_attention
-    yield utils, "get_batch_on_this_cp_rank", batch_here
-    for packed in _PACKED:
-        if hasattr(utils, packed):  # no release has all of them
-            yield utils, packed, refuse_packed
-    for module in (rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding):
-        yield module, "get_pos_emb_on_this_cp_rank", embedding_here
+    return replaced_by(
+        core_attention=core_attention, batch=batch_here, packed_batch=refuse_packed, embedding=embedding_here
+    )
 
 
 def _asked(

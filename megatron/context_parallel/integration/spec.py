@@ -99,7 +99,8 @@ class ContextParallelAttention(MegatronModule):
 
     def _softmax_offset(self) -> Tensor | None:
         """The sinks of this rank's heads, named as in megatron-core's own core attention; None for plain softmax."""
-        config, tensor = self.config, self.pg_collection.tp.size()
+        config = self.config
+        tensor = self.pg_collection.tp.size()
         if config.softmax_type == "vanilla":
             return None
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
@@ -211,7 +212,8 @@ def block_spec(
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         norm = TESpecProvider().layer_norm()
     else:
-        layer, norm = _local_layer(config), Norm
+        layer = _local_layer(config)
+        norm = Norm
     return TransformerBlockSubmodules([use_core_attention(layer, cp, backend, keep_output)] * layers, layer_norm=norm)
 
 

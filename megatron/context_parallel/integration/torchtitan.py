@@ -3,8 +3,7 @@
 What is replaced has no public name there, so only the releases that were tried are taken.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -15,9 +14,7 @@ import torchtitan
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan import trainer
-from torchtitan.components import validate
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
@@ -26,10 +23,17 @@ from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 from megatron.context_parallel.attention.api import context_parallel_attention
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches.torchtitan import (
+    CHECKED,
+    attention_as_it_is,
+    cut_batches_with,
+    model_class,
+    save_results_of,
+)
 from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.mask import Documents
 
-TRIED = "0.3."
+TRIED = CHECKED["torchtitan"] + "."
 _contexts: dict[dist.ProcessGroup, ContextParallel] = {}  # of the models made so far
 Config = TypeVar("Config", bound=trainer.Trainer.Config)
 
@@ -103,8 +107,8 @@ def use_context_parallel(config: Config, strategy: str) -> Config:
     spec = config.model_spec
     _replace_attention(spec.model)
     spec.parallelize_fn = _parallelize_with(spec.parallelize_fn, strategy)
-    trainer.prepare_context_parallel_input = validate.prepare_context_parallel_input = cut
-    _save_attention()
+    cut_batches_with(cut)
+    save_results_of(torch.ops.context_parallel.attention.default)
     return config
 
 
@@ -113,7 +117,7 @@ def _replace_attention(model: Any) -> None:
     name = type(model).__qualname__.removesuffix(".Config")
     if not isinstance(model, Decoder.Config):
         raise UsageError(f"{name}: not a decoder of torchtitan; use a language model, such as llama3")
-    if model._owner.get_attention_masks is not Decoder.get_attention_masks:
+    if model_class(model).get_attention_masks is not Decoder.get_attention_masks:
         raise UsageError(f"{name}: makes attention masks of its own; use a model with causal masks, such as llama3")
     for layer in model.layers:
         inner = layer.attention.inner_attention
@@ -139,24 +143,10 @@ def _parallelize_with(theirs: Callable, strategy: str) -> Callable:
         for module in model.modules():
             if isinstance(module, ContextParallelAttention):
                 module.share(cp)
-        with _left_as_it_is(theirs):
+        with attention_as_it_is(theirs):
             return theirs(model, parallel_dims=parallel_dims, training=training, parallelism=parallelism, **others)
 
     return parallelize
-
-
-@contextmanager
-def _left_as_it_is(parallelize: Callable) -> Iterator[None]:
-    """Keeps a `parallelize_fn` from changing attention by `apply_cp_to_forward`, as it does for partial_dtensor."""
-    names, name = parallelize.__globals__, "apply_cp_to_forward"
-    if name not in names:
-        yield
-        return
-    kept, names[name] = names[name], lambda attention_modules, cp_mesh: None
-    try:
-        yield
-    finally:
-        names[name] = kept
 
 
 def _check(parallel_dims: ParallelDims, training: Any, parallelism: Any) -> None:
@@ -218,14 +208,3 @@ def _without_gathering(given: ShardingConfig) -> ShardingConfig:
     sharded = given.in_src_shardings or {}
     whole = LocalMapConfig(in_grad_placements=tuple(sharded.values()))
     return replace(given, in_dst_shardings=sharded, local_map=whole)
-
-
-def _save_attention() -> None:
-    """Lets selective activation checkpoints save what attention returns, as they save FlexAttention's."""
-    theirs = SelectiveAC.get_save_ops
-    if theirs.__module__ != __name__:
-
-        def get_save_ops(self: SelectiveAC) -> set:
-            return theirs(self) | {torch.ops.context_parallel.attention.default}
-
-        SelectiveAC.get_save_ops = get_save_ops

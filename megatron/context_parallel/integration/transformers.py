@@ -14,6 +14,11 @@ from transformers.masking_utils import AttentionMaskInterface
 from megatron.context_parallel.attention.api import context_parallel_attention
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches.transformers import (
+    attention_of,
+    replace_set_attn_implementation,
+    set_attn_implementation,
+)
 from megatron.context_parallel.tokens.layout import unshard
 from megatron.context_parallel.tokens.mask import Documents, Mask, Sequences
 
@@ -44,27 +49,23 @@ def register(cp: ContextParallel, model: PreTrainedModel | None = None) -> None:
     _contexts[:] = [cp]
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _mask)
-    # transformers tells nobody when a model takes it.
-    PreTrainedModel.set_attn_implementation = _set_attn_implementation  # type: ignore[method-assign]
+    replace_set_attn_implementation(_set_attn_implementation)
     if model is not None:
         model.set_attn_implementation(NAME)
 
 
-_transformers_own = PreTrainedModel.set_attn_implementation
-
-
-@wraps(_transformers_own)
+@wraps(set_attn_implementation)
 def _set_attn_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     asked = args[0] if args else kwargs.get("attn_implementation")
-    before = self.config._attn_implementation
-    _transformers_own(self, *args, **kwargs)
+    before = attention_of(self.config)
+    set_attn_implementation(self, *args, **kwargs)
     if asked == NAME:
         try:
             check_model(self, NAME)
         except UsageError:
-            _transformers_own(self, before)
+            set_attn_implementation(self, before)
             raise
-    if self.config._attn_implementation == NAME:
+    if attention_of(self.config) == NAME:
         if self not in _registered:
             self.register_forward_pre_hook(_check_batch, with_kwargs=True)
         _registered.update(dict.fromkeys(self.modules(), _contexts[0]))
@@ -123,7 +124,7 @@ def _apart(real: Tensor, places: Tensor, labels: Tensor | None) -> Tensor:
 
 
 def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
-    if model.config._attn_implementation != NAME:  # it has taken another one since
+    if attention_of(model.config) != NAME:  # it has taken another one since
         return
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise UsageError(f"labels without shift_labels: they must be shifted before they are cut; {_USE_HELPER}")
@@ -135,7 +136,8 @@ def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) ->
         # Those that transformers makes up count a rank's own tokens. In chunks they may look like documents.
         raise UsageError(f"position_ids: missing, and made up they are not those of this rank's tokens; {_USE_HELPER}")
     for name in ("labels", "shift_labels"):
-        given, tokens = kwargs.get(name), args[0] if args else kwargs.get("input_ids")
+        given = kwargs.get(name)
+        tokens = args[0] if args else kwargs.get("input_ids")
         if given is not None and tokens is not None and given.shape != tokens.shape:
             raise UsageError(
                 f"{name} {list(given.shape)} beside input_ids {list(tokens.shape)}: not cut; {_USE_HELPER}"

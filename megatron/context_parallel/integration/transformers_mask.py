@@ -7,15 +7,17 @@ positions. So it is known for all positions what it says, or it is refused.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import getfile
 from traceback import walk_tb
 from typing import Any
 
 import torch
-from transformers.masking_utils import or_masks
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches.transformers import without_documents
 from megatron.context_parallel.tokens.mask import Mask
 
+_OURS = (__file__, getfile(without_documents))
 MaskFunction = Callable[[Any, Any, Any, Any], Any]  # of sample, head, position of the query, position of the key
 
 
@@ -26,7 +28,7 @@ def mask_of(function: MaskFunction) -> Mask:
         UsageError: it depends on more than the distance from the query to the key, or leaves out the query's own key.
     """
     try:
-        seen = _Keys.of(_without_documents(function)(_Unknown(), _Unknown(), _Position(1, 0), _Position(0, 1)))
+        seen = _Keys.of(without_documents(function)(_Unknown(), _Unknown(), _Position(1, 0), _Position(0, 1)))
     except Exception as error:  # a function of transformers or of the user, which may do anything with the symbols
         raise _refusal(_where(error) or function.__qualname__) from None
     if not seen.first <= 0 <= seen.last:
@@ -37,32 +39,15 @@ def mask_of(function: MaskFunction) -> Mask:
 
 
 def _where(error: Exception) -> str:
-    """The innermost function that is not of this file."""
+    """The innermost function that is not ours."""
     codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
-    names = [code.co_qualname for code in codes if code.co_filename != __file__]
+    names = [code.co_qualname for code in codes if code.co_filename not in _OURS]
     return names[-1] if names else ""
 
 
 def _refusal(name: str) -> UsageError:
     of = name.partition(".<locals>")[0]
     return UsageError(f"attention mask of {of}: only causal and full ones, and sliding windows, are known here")
-
-
-def _without_documents(function: MaskFunction) -> MaskFunction:
-    """The function without the documents that transformers finds in position ids, for a rank has a part of these."""
-    parts = _bound(function).get("mask_functions", ())
-    if function.__qualname__.startswith("or_masks."):
-        return or_masks(*map(_without_documents, parts))
-    for part in parts:
-        if part.__qualname__.startswith("remap_positions_for_packed_sequence."):
-            return _bound(part)["mask_function"]
-    return function
-
-
-def _bound(function: Any) -> dict[str, Any]:
-    """The variables of the function around it that a function uses."""
-    cells = function.__closure__ or ()
-    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
 
 
 class _Unknown:

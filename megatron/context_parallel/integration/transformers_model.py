@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches.transformers import attention_of, is_stateful
 
 _LAYERS = {
     "full_attention",
@@ -31,7 +32,7 @@ def check_model(model: PreTrainedModel, name: str) -> None:
 
 def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
     kind, config = type(model).__name__, model.config.get_text_config()
-    if model.config._attn_implementation != name or config._attn_implementation != name:
+    if attention_of(model.config) != name or attention_of(config) != name:
         yield "takes no other attention; use a model that supports AttentionInterface of transformers"
     if model.config.is_encoder_decoder:
         yield "has an encoder and a decoder; use a decoder alone"
@@ -43,7 +44,7 @@ def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
         yield "has another loss than that of the next token; use the model ...ForCausalLM"
     if odd := sorted({*(getattr(config, "layer_types", None) or ())} - _LAYERS):
         yield f"has layers of type {odd[0]}; only full_attention and sliding_attention are known here"
-    if model._is_stateful or any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
+    if is_stateful(model) or any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
         yield "has layers with a state or a convolution, which mix the tokens of a rank alone; use one without"
     if long := [kind for kind in _rope_types(config) if kind in _LENGTHS]:
         yield f"rope_type {long[0]} depends on the length of what a rank has; give another, such as default or yarn"

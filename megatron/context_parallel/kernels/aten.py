@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches.torch_cpu_attention import cpu_attention, cpu_attention_backward
 
 from .delta import output_with
 from .interface import BlockGrad, Scores
@@ -16,8 +17,6 @@ from .merge import merge
 
 LEAF = 128  # rows of the smallest causal squares, unless they are 16 already
 TILE = 256  # query rows of irregular masks computed at a time on CPU
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -51,11 +50,13 @@ class AtenFlash:
         return cut(block)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
-        group, scale, value_dim = q.shape[2], _uncapped(scores), v.shape[-1]
+        group = q.shape[2]
+        scale = _uncapped(scores)
+        value_dim = v.shape[-1]
         q, k, v = _same_width(*_widen(q, k, v))
         if mask == FULL and len(q) == 1:  # as in decode: heads of a group are rows, so that their keys are read once
             k, v = k.transpose(0, 1).unsqueeze(1), v.transpose(0, 1).unsqueeze(1)
-            out, lse = _forward(q.transpose(0, 1), k, v, 0.0, False, scale=scale)
+            out, lse = cpu_attention(q.transpose(0, 1), k, v, 0.0, False, scale=scale)
             return out.transpose(0, 1)[..., :value_dim], lse.transpose(0, 1)
         q, k, v = _heads_first(q), _shared(k, group), _shared(v, group)
         if isinstance(mask, Runs):
@@ -63,12 +64,14 @@ class AtenFlash:
         elif mask == CAUSAL:
             out, lse = _forward_causal(q, k, v, scale)
         else:
-            out, lse = _forward(q, k, v, 0.0, False, scale=scale)
+            out, lse = cpu_attention(q, k, v, 0.0, False, scale=scale)
         return _rows_first(out)[..., :value_dim], _rows_first(lse)
 
     def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, lse, delta, mask = grad
-        group, scale, (head_dim, value_dim) = q.shape[2], _uncapped(scores), (q.shape[-1], v.shape[-1])
+        group = q.shape[2]
+        scale = _uncapped(scores)
+        head_dim, value_dim = q.shape[-1], v.shape[-1]
         dout, q, k, v = _same_width(*_widen(dout, q, k, v))
         out = _heads_first(output_with(delta, dout))
         inputs = (_heads_first(dout), _heads_first(q), _shared(k, group), _shared(v, group), out, lse.permute(1, 2, 0))
@@ -77,7 +80,7 @@ class AtenFlash:
         elif mask == CAUSAL:
             grads = _backward_causal(*inputs, scale)
         else:
-            grads = _backward(*inputs, 0.0, False, scale=scale)
+            grads = cpu_attention_backward(*inputs, 0.0, False, scale=scale)
         sizes = (head_dim, head_dim, value_dim)
         dq, dk, dv = (_rows_first(g)[..., :size] for g, size in zip(grads, sizes, strict=True))
         if group > 1:
@@ -128,13 +131,13 @@ def _causal_parts(count: int) -> tuple[list[slice], list[tuple[slice, slice]]]:
 def _forward_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     squares, rectangles = _causal_parts(q.shape[2])
     if not rectangles:
-        return _forward(q, k, v, 0.0, True, scale=scale)
+        return cpu_attention(q, k, v, 0.0, True, scale=scale)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float64)
     for rows in squares:
         own = (x[:, :, rows] for x in (q, k, v))
-        out[:, :, rows], lse[:, :, rows] = _forward(*own, 0.0, True, scale=scale)
+        out[:, :, rows], lse[:, :, rows] = cpu_attention(*own, 0.0, True, scale=scale)
     for rows, keys in rectangles:
-        part = _forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.0, False, scale=scale)
+        part = cpu_attention(q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.0, False, scale=scale)
         merge(out[:, :, rows], lse[:, :, rows], *part)
     return out, lse
 
@@ -144,11 +147,11 @@ def _backward_causal(
 ) -> tuple[Tensor, Tensor, Tensor]:
     squares, rectangles = _causal_parts(q.shape[2])
     if not rectangles:
-        return _backward(dout, q, k, v, out, lse, 0.0, True, scale=scale)
+        return cpu_attention_backward(dout, q, k, v, out, lse, 0.0, True, scale=scale)
     grads = torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
     for rows, keys in [*((rows, rows) for rows in squares), *rectangles]:
         by_rows = [x[:, :, keys] if x is k or x is v else x[:, :, rows] for x in (dout, q, k, v, out, lse)]
-        parts = _backward(*by_rows, 0.0, rows is keys, scale=scale)
+        parts = cpu_attention_backward(*by_rows, 0.0, rows is keys, scale=scale)
         for grad, part, at in zip(grads, parts, (rows, keys, keys), strict=True):
             if rows is keys:  # the squares come first and cover all
                 grad[:, :, at] = part
@@ -171,7 +174,7 @@ def _forward_runs(q: Tensor, k: Tensor, v: Tensor, mask: Runs, scale: float) -> 
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], float("-inf"))
     for heads, rows, keys, seen in tiles(mask, len(q), TILE):
         inputs = q[heads, :, rows], *_used(seen.any(0), k[heads, :, keys], v[heads, :, keys]), 0.0, False
-        out[heads, :, rows], lse[heads, :, rows] = _forward(*inputs, attn_mask=_added(seen, q), scale=scale)
+        out[heads, :, rows], lse[heads, :, rows] = cpu_attention(*inputs, attn_mask=_added(seen, q), scale=scale)
         blind = slice(None), slice(None), ~seen.any(1)
         out[heads, :, rows][blind], lse[heads, :, rows][blind] = 0.0, float("-inf")  # ATen says 0 for both
     return out, lse
@@ -186,7 +189,7 @@ def _backward_runs(
         queries, columns = (heads, slice(None), rows), (heads, slice(None), keys)
         tile_dout, tile_q, tile_out = _used(seen.any(1), dout[queries], q[queries], out[queries])
         tile_k, tile_v = _used(seen.any(0), k[columns], v[columns])
-        grads = _backward(
+        grads = cpu_attention_backward(
             *(tile_dout, tile_q, tile_k, tile_v, tile_out, lse[queries], 0.0, False),
             attn_mask=_added(seen, q),
             scale=scale,

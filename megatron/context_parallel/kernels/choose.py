@@ -48,7 +48,8 @@ class LibraryAndPosition:
         self.name = f"{library.name}+{position.name}"
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
-        found, rows = cut(block, most=MOST_PIECES + 1), block.first.shape[1]
+        found = cut(block, most=MOST_PIECES + 1)
+        rows = block.first.shape[1]
         if len(found) <= MOST_PIECES and all(_worth_a_launch(p) and self.plain.takes(p, rows, keys) for p in found):
             return found
         return self.position.pieces(block, keys)
@@ -137,7 +138,8 @@ def _chosen(device: torch.device, need: Need, backend: str) -> tuple[Kernel, str
         if why := _refusal(name, need, capability):
             passed += f"; not {name}: {why}"
             continue
-        kernel, served = library(deterministic=need.deterministic), f"{library.title} for {library.blocks}{passed}"
+        kernel = library(deterministic=need.deterministic)
+        served = f"{library.title} for {library.blocks}{passed}"
         if no_position:
             return kernel, f"{served}; others refused: {no_position}"
         return LibraryAndPosition(kernel, _position(device, need)), f"{served}; the position kernel for others"
@@ -155,7 +157,7 @@ def check_backend(
     *,
     device: str,
     irregular: str | None = None,
-    here: bool = True,
+    on_this_host: bool = True,
     value_dim: int | None = None,
     softcap: float = 0.0,
 ) -> None:
@@ -164,20 +166,26 @@ def check_backend(
     Args:
         device: "cuda" or "cpu", where the run computes.
         irregular: the flag that needs masks which are neither full nor causal, such as "--window-size"; None without.
-        here: the run computes on this host, so that what is installed, and the GPU, count. Otherwise what is known of
+        on_this_host: the run computes there, so that what is installed, and the GPU, count. Otherwise what is known of
             the backends everywhere does.
         value_dim, softcap: as in `kernel_for`.
 
     Raises:
         UsageError: names a backend that can.
     """
-    _check(_need(dtype, head_dim, value_dim, softcap), backend, device=device, irregular=irregular, here=here)
+    _check(
+        _need(dtype, head_dim, value_dim, softcap),
+        backend,
+        device=device,
+        irregular=irregular,
+        on_this_host=on_this_host,
+    )
 
 
-def _check(need: Need, backend: str, *, device: str, irregular: str | None = None, here: bool = True) -> None:
+def _check(need: Need, backend: str, *, device: str, irregular: str | None = None, on_this_host: bool = True) -> None:
     if backend not in BACKENDS:
         raise UsageError(f"--cp-attention-backend {backend}: unknown; choose one of {', '.join(BACKENDS)}")
-    capability = torch.cuda.get_device_capability() if here and device == "cuda" else None
+    capability = torch.cuda.get_device_capability() if on_this_host and device == "cuda" else None
 
     def refusal(name: str) -> str | None:
         if device == "cpu":
@@ -225,7 +233,9 @@ def _refusal(name: str, need: Need, capability: Capability | None) -> str | None
     """Why a backend cannot compute this on a GPU of that capability (None: on any, wherever it is installed)."""
     if name == "triton":
         return _refusal_of_position(need, capability)
-    library, dtype, head_dim = LIBRARIES[name], need.dtype, need.head_dim
+    library = LIBRARIES[name]
+    dtype = need.dtype
+    head_dim = need.head_dim
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{library.title} has no {str(dtype).removeprefix('torch.')}"
     if head_dim % 8:

@@ -23,7 +23,8 @@ def by_head(lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
 def output_with_fused(delta: Tensor, dout: Tensor) -> Tensor:
     """`delta.output_with` on a GPU: delta [s, B, G], dout [s, B, G, d], strided as they come."""
     s, batch, group, d = dout.shape
-    out, width = torch.empty_like(dout), triton.next_power_of_2(d)
+    out = torch.empty_like(dout)
+    width = triton.next_power_of_2(d)
     rows = ELEMENTS // width
     output_kernel[triton.cdiv(s * batch * group, rows),](
         out, delta, dout, s * batch * group, batch, group, out.stride(), delta.stride(), dout.stride(),

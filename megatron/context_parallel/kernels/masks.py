@@ -107,7 +107,10 @@ def _segments(first: numpy.ndarray, end: numpy.ndarray) -> Iterator[tuple[slice,
         if row > stop or (jump and row == stop):
             continue
         last = stop - jump
-        yield slice(row, last + 1), *((int(growth[0][start]), int(growth[1][start])) if last > row else (0, 0))
+        if last > row:
+            yield slice(row, last + 1), int(growth[0][start]), int(growth[1][start])
+        else:
+            yield slice(row, last + 1), 0, 0
         row = last + 1
     if row < len(first):
         yield slice(row, len(first)), 0, 0
@@ -124,7 +127,8 @@ def _staircase(rows: slice, first: int, end: int, step: int) -> Iterator[Piece]:
         key += late * step
         count = rows.stop - rows.start - late
         if count > 0:
-            yield Piece(slice(rows.start + late, rows.stop), slice(key, key + (count - 1) * step + 1, step), CAUSAL)
+            last = key + (count - 1) * step
+            yield Piece(slice(rows.start + late, rows.stop), slice(key, last + 1, step), CAUSAL)
 
 
 def _with_runs(block: Runs, rows: slice, sample: int | None) -> Piece:

@@ -79,7 +79,8 @@ def _tiles(q: Tensor, k: Tensor, mask: PieceMask, scores: Scores) -> Iterator[_T
         raise UsageError("softcap 0: this kernel is for capped scores only; give a softcap such as 50.0, or AtenFlash")
     bounds = _runs(mask, len(q), len(k))
     batch, group = q.shape[1:3]
-    step = min(max(SCORES // (batch // len(bounds.first) * group * len(k)), 1), ROWS)
+    scores_of_a_row = batch // len(bounds.first) * group * len(k)
+    step = min(max(SCORES // scores_of_a_row, 1), ROWS)
     for heads, rows, keys, visible in tiles(bounds, batch, step):
         yield _Tile((rows, heads), (keys, heads), visible)
 

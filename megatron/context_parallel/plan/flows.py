@@ -34,7 +34,10 @@ class _Running:
 
     def __init__(self, task: Task, uses: Sequence[int], now: float, order: int) -> None:
         self.task, self.uses, self.order = task, uses, order
-        self.left, self.since, self.rate, self.end = task.size, now, 0.0, math.inf
+        self.left = task.size
+        self.since = now
+        self.rate = 0.0
+        self.end = math.inf
 
 
 class Flows:
@@ -137,7 +140,9 @@ class Flows:
             for running, rate in zip(together, rates, strict=True):
                 if rate != running.rate:
                     running.left -= running.rate * (now - running.since)
-                    running.since, running.rate, running.end = now, rate, now + max(running.left, 0.0) / rate
+                    running.since = now
+                    running.rate = rate
+                    running.end = now + max(running.left, 0.0) / rate
                     heapq.heappush(self._ends, (running.end, running.order, running))
         self._changed = {}
 
@@ -148,7 +153,8 @@ class Flows:
             if first in found:
                 continue
             found.add(first)
-            together, resources = dict[_Running, None](), [first]
+            together = dict[_Running, None]()
+            resources = [first]
             for resource in resources:
                 for running in self._users[resource]:
                     if running not in together:
@@ -163,7 +169,8 @@ class Flows:
         """The rate of each task. The tightest resource is shared out equally, then the next, and so on."""
         users = {use: len(self._users[use]) for running in tasks for use in running.uses}
         left = {use: self._capacity[use] / self._crowd(use) for use in users}
-        rates, waiting = [0.0] * len(tasks), list(range(len(tasks)))
+        rates = [0.0] * len(tasks)
+        waiting = list(range(len(tasks)))
         while waiting:
             share = {use: left[use] / count for use, count in users.items() if count}
             tightest = []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import parts
@@ -227,7 +227,7 @@ class Steps(Sequence):
         return steps
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equal to itself alone, so that a reader can keep what it works out of a plan
 class Plan:
     """One pass (forward or backward) of one distributed attention on `n` ranks.
 
@@ -246,21 +246,6 @@ class Plan:
     channels: tuple[str, ...] = ("ring",)  # of messages
     heads: int = 1
     placement: str = PLACEMENTS[0]
-
-    @cached_property
-    def schedules(self) -> dict[int, Any]:
-        """What `schedule` has found, by rank."""
-        return {}
-
-    @cached_property
-    def places(self) -> dict[int, Any]:
-        """What `heads.place` has found, by rank."""
-        return {}
-
-    @cached_property
-    def folds(self) -> dict[tuple, Any]:
-        """What `symmetry_of` has found, by what it depends on beside the plan."""
-        return {}
 
     @property
     def n(self) -> int:

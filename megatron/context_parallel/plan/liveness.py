@@ -43,7 +43,8 @@ def _peak(plan: Plan, r: int, size: Callable[[T, bool], float]) -> float:
 
 def _alive(plan: Plan, r: int) -> list[tuple[T, int, int]]:
     """Each value that rank r holds: its tensor, and the first and the last step in which it is alive."""
-    last, end = last_reads(plan, r), max(0, len(plan.steps[r]) - 1)
+    last = last_reads(plan, r)
+    end = max(0, len(plan.steps[r]) - 1)
     alive: list[tuple[T, int, int]] = [(t, 0, end) for t in plan.starts]
     partial: dict[Key, int] = {}
     for s, step in enumerate(plan.steps[r]):

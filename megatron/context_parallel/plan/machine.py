@@ -27,7 +27,7 @@ class Operation:
     parties_needed: int
     parties: list[tuple["CommBatch", Comm]] = field(default_factory=list)
     started: int = 0  # parties whose batch has started
-    given: dict[tuple[int, Key], int] = field(default_factory=dict)  # by rank, and tensor and chunk
+    contributions: dict[tuple[int, Key], int] = field(default_factory=dict)  # by rank, and tensor and chunk
 
 
 @dataclass(eq=False, slots=True)
@@ -102,7 +102,10 @@ class Machine:
     """
 
     def __init__(self, plan: Plan, period: int | None = None, buffered: bool = False) -> None:
-        self.plan, self.n, self.period, self.ends = plan, plan.n, period or plan.n, plan.ends
+        self.plan = plan
+        self.n = plan.n
+        self.period = period or plan.n
+        self.ends = plan.ends
         self.buffered = buffered
         self.held: list[dict[Key, int]] = []
         for r in range(self.period):
@@ -118,7 +121,9 @@ class Machine:
 
     def program(self, r: int) -> Iterator[Wait | RankTask]:
         """What rank `r` waits for, in order."""
-        held, arriving, backward = self.held[r], self.arriving[r], self.plan.backward
+        held = self.held[r]
+        arriving = self.arriving[r]
+        backward = self.plan.backward
         for swap in self.plan.before:
             yield RankTask(0, Launch((swap,), False))
             yield RankTask(0, swap)
@@ -159,7 +164,7 @@ class Machine:
         for operation, batch, op in self.arriving[r].pop(key):
             if not batch.done:
                 yield Wait(s, say(key), batch)
-            value = self._given(r, s, operation, op, key)
+            value = self._contributions(r, s, operation, op, key)
             if key in held and key[0] not in PARTIAL:
                 raise PlanError(f"rank {r}, step {s}: {say(key)} received over the one already there")
             before = held.get(key, 0)
@@ -181,7 +186,8 @@ class Machine:
     def _add(
         self, r: int, s: int, tensor: T, chunks: tuple[int, ...], seen: tuple[int, ...], others: tuple[int, ...]
     ) -> None:
-        held, bits = self.held[r], sum([1 << other for other in others])
+        held = self.held[r]
+        bits = sum([1 << other for other in others])
         for chunk in chunks:
             if added := seen[chunk] & bits:
                 before = held.get((tensor, chunk), 0)
@@ -204,7 +210,7 @@ class Machine:
             operation = self._meet(batch, op)
             batch.operations.append(operation)
             for key in op.reads(r):
-                operation.given[r, key] = held.pop(key) if key[0] in PARTIAL else held[key]
+                operation.contributions[r, key] = held.pop(key) if key[0] in PARTIAL else held[key]
             for key in op.brings(r):
                 arriving.setdefault(key, []).append((operation, batch, op))
         batch.open = len(comm)
@@ -223,10 +229,10 @@ class Machine:
             party, parties = type(op), 2
             label: tuple = "p2p", op.tensor, ((op.chunk - sender + like) % n,)
         else:
-            group, turn = self._first(op.group)
+            group, shift = self._first(op.group)
             line = self.lines[group, op.channel]
             party, parties = r, len({member % self.period for member in group})
-            label = type(op).__name__, op.tensor, tuple((chunk + turn) % n for chunk in op.chunks)
+            label = type(op).__name__, op.tensor, tuple((chunk + shift) % n for chunk in op.chunks)
         number = line.launched.get(party, 0)
         line.launched[party] = number + 1
         operation = line.unmatched.get(number)
@@ -246,26 +252,28 @@ class Machine:
     def _first(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
         """Of the groups that are multiples of the period further, the first one, and how much further that is."""
         if group not in self.groups:
-            turned = []
-            for turn in range(0, self.n, self.period):
-                members = sorted((member + turn) % self.n for member in group)
-                turned.append((tuple(members), turn))
-            self.groups[group] = min(turned)
+            shifted = []
+            for shift in range(0, self.n, self.period):
+                members = sorted((member + shift) % self.n for member in group)
+                shifted.append((tuple(members), shift))
+            self.groups[group] = min(shifted)
         return self.groups[group]
 
-    def _given(self, r: int, s: int, operation: Operation, op: Comm, key: Key) -> int:
+    def _contributions(self, r: int, s: int, operation: Operation, op: Comm, key: Key) -> int:
         """The contributions to a chunk that rank `r` receives."""
-        total, n, (tensor, chunk) = 0, self.n, key
+        total = 0
+        n = self.n
+        tensor, chunk = key
         if isinstance(op, Send | Recv):
             givers: tuple[int, ...] = (op.peer,)
         else:
             givers = op.group if isinstance(op, ReduceScatter) else (op.group[op.chunks.index(chunk)],)
         for giver in givers:
             like = giver % self.period
-            turn = giver - like
-            value = operation.given[like, (tensor, (chunk - turn) % n)]
-            if turn:
-                value = (value << turn | value >> (n - turn)) & ((1 << n) - 1)
+            shift = giver - like
+            value = operation.contributions[like, (tensor, (chunk - shift) % n)]
+            if shift:
+                value = (value << shift | value >> (n - shift)) & ((1 << n) - 1)
             if total & value:
                 raise PlanError(f"rank {r}, step {s}: {say(key)} reduced with blocks counted twice")
             total |= value

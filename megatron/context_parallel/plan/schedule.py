@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from .ir import PARTIAL, AllGather, Attend, Comm, Key, Plan, Recv, ReduceScatter, Send, T, batches
 from .liveness import last_reads
@@ -46,11 +47,15 @@ class Scheduled(NamedTuple):
     freed: tuple[Key, ...]
 
 
+_schedules: WeakKeyDictionary[Plan, dict[int, tuple[Scheduled, ...]]] = WeakKeyDictionary()  # by rank
+
+
 def schedule(plan: Plan, rank: int) -> tuple[Scheduled, ...]:
-    """The steps of `rank` (of those that run the steps together). Found once for a plan and rank."""
-    if rank not in plan.schedules:
-        plan.schedules[rank] = tuple(_scheduled(plan, rank))
-    return plan.schedules[rank]
+    """The steps of `rank` (of those that run the steps together). Made once for a plan and rank."""
+    by_rank = _schedules.setdefault(plan, {})
+    if rank not in by_rank:
+        by_rank[rank] = tuple(_scheduled(plan, rank))
+    return by_rank[rank]
 
 
 def _scheduled(plan: Plan, rank: int) -> Iterator[Scheduled]:

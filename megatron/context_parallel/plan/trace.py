@@ -64,7 +64,9 @@ class _Alone:
     """Each channel of each rank has a line of its own in each direction."""
 
     def __init__(self, plan: Plan, block_time: Callable, transfer_time: Callable[[Transfer], float] | None) -> None:
-        self.plan, self.block_time, self.transfer_time = plan, block_time, transfer_time or _no_time
+        self.plan = plan
+        self.block_time = block_time
+        self.transfer_time = transfer_time or _no_time
         self.flows = Flows()
 
     def block(self, group: int, rank: int, attend: Attend) -> Task:
@@ -123,7 +125,9 @@ class Clock:
     def __init__(
         self, plan: Plan, costs: Costs, groups: int = 1, period: int | None = None, buffered: bool = False
     ) -> None:
-        self.plan, self.costs, self.flows = plan, costs, costs.flows
+        self.plan = plan
+        self.costs = costs
+        self.flows = costs.flows
         self.spans: list[Span] = []
         self.machines = [Machine(plan, period, buffered) for _ in range(groups)]
         ranks = range(period or plan.n)

@@ -88,13 +88,15 @@ class Blocks:
 
     def _divided(self, undivided: Runs, q_chunk: int, kv_chunks: tuple[int, ...]) -> Runs:
         """Runs that end where documents do. As rows and positions ascend alike, only the edges need to be sought."""
-        documents, bounds = self.mask.documents, [bound[0].numpy() for bound in undivided]
+        documents = self.mask.documents
+        bounds = [bound[0].numpy() for bound in undivided]
         assert isinstance(documents, Documents)  # only they are divided here
         if q_chunk not in self._edges:
             self._edges[q_chunk] = [self.q.before((q_chunk,), edges) for edges in documents.edges]
         of_samples = []
         for edges, inside, rows in zip(documents.edges, documents.inside, self._edges[q_chunk], strict=True):
-            keys, count = self.kv.before(kv_chunks, edges), np.diff(rows)
+            keys = self.kv.before(kv_chunks, edges)
+            count = np.diff(rows)
             first, end = np.repeat(keys[:-1], count), bounds[1]
             if bounds[0][-1] > first[0]:  # both ascend
                 np.maximum(bounds[0], first, out=first)

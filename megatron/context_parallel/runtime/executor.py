@@ -47,7 +47,8 @@ class Executor:
         self.launched: dict[str, deque[Work]] = defaultdict(deque)
         self.keys: Value | None = None  # those of several chunks, while successive blocks use the same ones
         self.key_grads: Value | None = None  # their gradients
-        self.q, (self.k, self.v) = inputs[plan.starts[0]][0], inputs[T.KV]
+        self.q = inputs[plan.starts[0]][0]
+        self.k, self.v = inputs[T.KV]
         self.wide = torch.promote_types(self.q.dtype, torch.float32)
         self.widen = Tensor.double if self.wide is torch.float64 else Tensor.float  # quicker than `to`
         self.sizes = *self.q.shape[1:], self.v.shape[-1]
@@ -83,7 +84,8 @@ class Executor:
 
     def _launch(self, messages: tuple[MessageBatch, ...]) -> Program[None]:
         """Launches a batch on each channel, when all that they send is here."""
-        arriving, leaving = self.arriving, []
+        arriving = self.arriving
+        leaving = []
         for batch in messages:
             sends: list[tuple[int, Tensor]] = []
             for key, peer in batch.sends:
@@ -126,37 +128,54 @@ class Executor:
                 self.arriving[op.tensor, chunk].append((work, peer, value))
 
     def _reduce_scatter(self, op: ReduceScatter) -> Program[None]:
-        """Each rank receives all partials of its chunk and merges them: gloo's own sum moves twice the bytes."""
-        place, size = op.group.index(self.rank), len(op.group)
-        rows = self.problem.blocks.chunks(op.tensor).rows
-        together = op.tensor is not T.O and self.transport.sums and len({rows(chunk) for chunk in op.chunks}) == 1
-        for chunk in op.chunks if together else op.chunks[:place] + op.chunks[place + 1 :]:
-            if (op.tensor, chunk) in self.arriving:
-                yield from self._arrive((op.tensor, chunk))
-        if together:
-            yield from self._sum(op, place)
-            return
-        sends, receives, values = [], [], []
-        for k in range(1, size):
-            after, before = (place + k) % size, (place - k) % size
-            sends += [(op.group[after], x) for x in self._leaving((op.tensor, op.chunks[after]))]
-            values.append((op.group[before], self._empty(op.tensor, op.chunks[place])))
-            receives += [(op.group[before], x) for x in values[-1][1]]
-        yield from self._make_room(op.channel)
-        work = marks.batch(op.channel, (op,), self.transport.exchange(op.channel, sends, receives))
-        self.launched[op.channel].append(work)
-        self.arriving[op.tensor, op.chunks[place]] += [(work, *value) for value in values]
+        """Each rank gets the partials of its chunk from all others, or their sum from the transport."""
+        place = op.group.index(self.rank)
+        own = op.tensor, op.chunks[place]
+        sums = self._can_sum(op)
+        for chunk in op.chunks:
+            key = op.tensor, chunk
+            if key in self.arriving and (sums or key != own):
+                yield from self._arrive(key)
+        if sums:
+            yield from self._sum(op, own, op.group[place - 1])
+        else:
+            yield from self._exchange_partials(op, own, place)
 
-    def _sum(self, op: ReduceScatter, place: int) -> Program[None]:
+    def _can_sum(self, op: ReduceScatter) -> bool:
+        """Whether the transport adds up gradients, and all of their chunks have as many rows."""
+        if op.tensor is T.O or not self.transport.sums:
+            return False
+        rows = self.problem.blocks.chunks(op.tensor).rows
+        return len({rows(chunk) for chunk in op.chunks}) == 1
+
+    def _sum(self, op: ReduceScatter, own: Key, peer: int) -> Program[None]:
         """A reduce-scatter by the transport, which needs no buffer for each other rank."""
         parts = [self._leaving((op.tensor, chunk)) for chunk in op.chunks]
         yield from self._make_room(op.channel)
-        mine = self._empty(op.tensor, op.chunks[place])
+        mine = self._empty(*own)
         together = [torch.cat(of_chunks) for of_chunks in zip(*parts, strict=True)]
         tensors = list(zip(mine, together, strict=True))
         work = marks.batch(op.channel, (op,), self.transport.reduce_scatter(op.channel, op.group, tensors))
         self.launched[op.channel].append(work)
-        self.arriving[op.tensor, op.chunks[place]].append((work, op.group[place - 1], mine))
+        self.arriving[own].append((work, peer, mine))
+
+    def _exchange_partials(self, op: ReduceScatter, own: Key, place: int) -> Program[None]:
+        """A reduce-scatter by messages, merged here: gloo's own sum moves twice the bytes."""
+        sends: list[tuple[int, Tensor]] = []
+        receives: list[tuple[int, Tensor]] = []
+        values: list[tuple[int, Value]] = []
+        size = len(op.group)
+        for k in range(1, size):
+            after = (place + k) % size
+            before = op.group[(place - k) % size]
+            sends += zip(repeat(op.group[after]), self._leaving((op.tensor, op.chunks[after])))
+            value = self._empty(*own)
+            values.append((before, value))
+            receives += zip(repeat(before), value)
+        yield from self._make_room(op.channel)
+        work = marks.batch(op.channel, (op,), self.transport.exchange(op.channel, sends, receives))
+        self.launched[op.channel].append(work)
+        self.arriving[own] += [(work, peer, value) for peer, value in values]
 
     def _make_room(self, channel: str) -> Program[None]:
         works = self.launched[channel]
@@ -278,7 +297,8 @@ class Executor:
         return (piece.q, heads), (piece.kv, heads)
 
     def _forward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Piece]) -> None:
-        key, q = (T.O, chunk), self.held[T.Q, chunk][0]
+        key = (T.O, chunk)
+        q = self.held[T.Q, chunk][0]
         for piece in cut:
             rows, kv_rows = self._rows(piece)
             k, v = self._keys(kv_chunks)
@@ -293,7 +313,8 @@ class Executor:
             self._partial(key)
 
     def _backward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Piece]) -> None:
-        held, queries = self.held, self.held[T.QDO, chunk]
+        held = self.held
+        queries = self.held[T.QDO, chunk]
         for piece in cut:
             rows, kv_rows = self._rows(piece)
             keys = self._keys(kv_chunks)

@@ -5,6 +5,7 @@ steps with the ranks that have the same part, and swap back.
 """
 
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -31,13 +32,17 @@ class RankPlace(NamedTuple):
     chunks: list[int]
 
 
+_places: WeakKeyDictionary[Plan, dict[int, RankPlace]] = WeakKeyDictionary()  # by rank
+
+
 def place_of(plan: Plan, rank: int) -> RankPlace:
-    """The place of `rank` (of all ranks). Found once for a plan and rank."""
-    if rank not in plan.places:
+    """The place of `rank` (of all ranks). Made once for a plan and rank."""
+    by_rank = _places.setdefault(plan, {})
+    if rank not in by_rank:
         at, members = plan.grid.coordinates(rank), plan.grid.along(rank, "heads")
         chunks = [plan.chunk_of(member) for member in members]
-        plan.places[rank] = RankPlace(at["heads"], at["context"], members, plan.grid.along(rank, "context"), chunks)
-    return plan.places[rank]
+        by_rank[rank] = RankPlace(at["heads"], at["context"], members, plan.grid.along(rank, "context"), chunks)
+    return by_rank[rank]
 
 
 class _Pieces(NamedTuple):
@@ -84,7 +89,8 @@ class HeadGroup:
             return list(tensors)
         pieces = _Pieces.among(size)
         for x in tensors:
-            rows, ours = self._rows(len(x) * self.plan.size), self.slice_of(x.shape[2])
+            rows = self._rows(len(x) * self.plan.size)
+            ours = self.slice_of(x.shape[2])
             whole = x.new_empty(len(x) * size, x.shape[1], ours.stop - ours.start, *x.shape[3:])
             for p in range(size):
                 theirs = _heads(p, size, x.shape[2])

@@ -22,7 +22,9 @@ def forward(
 ) -> Program[tuple[Tensor, ...]]:
     """A rank's output and log-sum-exp, and its queries, keys, values and log-sum-exp as the executor has them."""
     group = HeadGroup(plan, rank, transport)
-    heads, b, dtype = q.shape[2], q.shape[1], q.dtype
+    heads = q.shape[2]
+    b = q.shape[1]
+    dtype = q.dtype
     q, k, v = yield from _folded(group, q, k, v)
     executor = Executor(plan, group.context_rank, problem, group.context, {T.Q: (q,), T.KV: (k, v)})
     out, lse = (yield from executor.run())[T.O]
@@ -49,8 +51,8 @@ def fold_heads(q: Tensor, k: Tensor, v: Tensor, *lses: Tensor) -> tuple[Tensor, 
     """Queries, keys, values (and log-sum-exp) of some heads, as the executor has them."""
     s, b, heads, d = q.shape
     rows = s, b * k.shape[2], heads // k.shape[2]
-    q, k, v = q.reshape(*rows, d).contiguous(), k.flatten(1, 2).contiguous(), v.flatten(1, 2).contiguous()
-    return q, k, v, *[lse.reshape(rows).contiguous() for lse in lses]
+    folded = q.reshape(*rows, d), k.flatten(1, 2), v.flatten(1, 2), *[lse.reshape(rows) for lse in lses]
+    return tuple([x.contiguous() for x in folded])
 
 
 def backward(
@@ -76,16 +78,19 @@ def backward(
     dout, delta = yield from group.to_heads(dout, delta)
     dsinks = None
     if sinks is not None:
-        dsinks, part = lse.new_zeros(len(sinks)), group.slice_of(len(sinks))
-        dsinks[part] = sink_gradients(lse.view(delta.shape), delta, sinks[part])
+        ours = group.slice_of(len(sinks))
+        dsinks = lse.new_zeros(len(sinks))
+        dsinks[ours] = sink_gradients(lse.view(delta.shape), delta, sinks[ours])
     folded = dout.reshape(*q.shape[:-1], -1).contiguous()
     inputs = {T.QDO: (q, folded, lse, delta.reshape(lse.shape)), T.KV: (k, v)}
     ends = yield from Executor(plan, group.context_rank, problem, group.context, inputs).run()
     b = dout.shape[1]
     dq = ends[T.DQ][0].to(q.dtype).view(*dout.shape[:-1], -1)
-    dkv = (x.view(len(x), b, -1, x.shape[-1]) for x in ends[T.DKV])
+    dk, dv = (x.view(len(x), b, -1, x.shape[-1]) for x in ends[T.DKV])
     if plan.heads <= problem.kv_heads:
-        return dsinks, *(yield from group.to_chunks(dq, *(x.to(q.dtype) for x in dkv)))
-    dq, *replicas = yield from group.to_chunks(dq, *dkv)  # each a partial sum
+        grads = yield from group.to_chunks(dq, dk.to(q.dtype), dv.to(q.dtype))
+        return dsinks, *grads
+    # Ranks that share a key/value head have partial sums of its gradient, which come back side by side.
+    dq, *replicas = yield from group.to_chunks(dq, dk, dv)
     dk, dv = (x.unflatten(2, (problem.kv_heads, -1)).sum(3).to(q.dtype) for x in replicas)
     return dsinks, dq, dk, dv

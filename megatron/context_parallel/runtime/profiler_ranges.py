@@ -47,7 +47,10 @@ class Marks:
 
 class _Marked:
     def __init__(self, channel: str, name: str, work: Work) -> None:
-        self.channel, self.name, self.work, self.begin = channel, name, work, time_ns()
+        self.channel = channel
+        self.name = name
+        self.work = work
+        self.begin = time_ns()
 
     def wait(self) -> None:
         self.work.wait()

@@ -67,7 +67,8 @@ class Service:
 
     def __init__(self, worker: Worker, settings: Settings, readers: tuple[Reader, Reader]) -> None:
         self.worker, self.settings, self.readers = worker, settings, readers
-        self.started, self._held = int(time.time()), 0
+        self.started = int(time.time())
+        self._held = 0
 
     def app(self) -> ASGIApp:
         """The application for an ASGI server such as uvicorn."""
@@ -143,12 +144,14 @@ class Service:
         _check_content_type(request.headers.get("content-type", ""))
         async with self._body(request) as data:
             body, prompts = await reader_of(self.readers, data).read(kind, data)
-        engine, name = self.worker.loop.engine, f"{prefix}-{uuid.uuid4().hex}"
+        engine = self.worker.loop.engine
+        name = f"{prefix}-{uuid.uuid4().hex}"
         requests = await run_in_threadpool(requests_of, body, prompts, name, key, engine, self.settings.new_tokens)
         logprobs = body.logprobs_returned is not None
         texts = reply(name, self.settings.model, requests, body.n or 1, logprobs, engine.tokenizer.decode)
         request.state.texts = texts
-        arriving, loop = asyncio.Queue[RequestOutput](), asyncio.get_running_loop()
+        arriving = asyncio.Queue[RequestOutput]()
+        loop = asyncio.get_running_loop()
         self.worker.submit(requests, lambda output: loop.call_soon_threadsafe(arriving.put_nowait, output))
         if body.stream:
             chunks = self._stream(texts, arriving, body.streams_usage)
@@ -232,7 +235,8 @@ class Service:
     @asynccontextmanager
     async def _body(self, request: HttpRequest) -> AsyncIterator[bytes]:
         """The body of a request; all that are held at once have a limit too."""
-        most, body = self.settings.body_bytes, bytearray()
+        most = self.settings.body_bytes
+        body = bytearray()
         too_long = Refused(413, f"the body has more than {most} bytes")
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and int(length) > most:
@@ -275,7 +279,8 @@ class Logged:
             return
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         name = given if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII) else uuid.uuid4().hex
-        started, status = time.monotonic(), 0
+        started = time.monotonic()
+        status = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status

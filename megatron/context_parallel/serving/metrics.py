@@ -34,7 +34,8 @@ class Metrics:
 
     def brought(self, output: RequestOutput) -> None:
         """Note what a step brought a request."""
-        now, before = time.monotonic(), self._last.get(output.request)
+        now = time.monotonic()
+        before = self._last.get(output.request)
         if output.tokens and before is not None:
             # The first output of a request tells what it reused: it has its first token.
             (self.ttft if output.first else self.ttit).observe(now - before)

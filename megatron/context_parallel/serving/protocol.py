@@ -41,7 +41,8 @@ class Refused(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.headers = status, headers or {}
+        self.status = status
+        self.headers = headers or {}
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def __reduce__(self) -> tuple[Any, ...]:  # it travels between processes

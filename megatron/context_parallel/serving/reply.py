@@ -115,7 +115,8 @@ class Completions(Texts):
     def _logprobs(self, i: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
-        texts, offsets = [self.decode([token.id]) for token in tokens], []
+        texts = [self.decode([token.id]) for token in tokens]
+        offsets = []
         for text in texts:
             offsets.append(self.offsets[i])
             self.offsets[i] += len(text)

@@ -29,7 +29,8 @@ def requests_of(
     Raises:
         Refused: a prompt that can never run, or too many log-probabilities.
     """
-    found, seed = list[Request](), secrets.randbits(62) if body.seed is None else body.seed
+    found = list[Request]()
+    seed = secrets.randbits(62) if body.seed is None else body.seed
     for tokens in prompts:
         params = _params(body, body.new_tokens or max(1, min(new, engine.length - len(tokens))))
         try:

@@ -105,7 +105,8 @@ class Worker:
 
     def turn(self) -> None:
         """One step of the engine with all that has arrived; an idle engine waits a moment for something."""
-        engine, came = self.loop.engine, list[Request | str]()
+        engine = self.loop.engine
+        came = list[Request | str]()
         try:
             came.append(self._arrived.get(timeout=_IDLE if engine.idle else 0))
             while True:

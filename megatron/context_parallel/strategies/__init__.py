@@ -17,14 +17,13 @@ from .mesh import mesh
 from .messages import Ring, relay
 from .registry import STRATEGIES, Pass, Strategy, head_parallel_sizes, register
 from .ring import ring
-from .spec import AUTO, COMMON, Choice, CPStrategy, asked, parse_spec
+from .spec import AUTO, COMMON, Choice, asked, parse_spec
 from .ulysses import ulysses, usp
 
 __all__ = [
     "AUTO",
     "COMMON",
     "STRATEGIES",
-    "CPStrategy",
     "Choice",
     "Grid",
     "Option",

@@ -12,7 +12,8 @@ from .registry import Pass, register
 
 @register("allgather", layouts=("zigzag", "cyclic", "contiguous"), channels=("gather",))
 def allgather(at: Pass) -> Iterator[Step]:
-    everyone, own = tuple(range(at.n)), (at.rank,)
+    everyone = tuple(range(at.n))
+    own = (at.rank,)
     if at.n == 1:
         yield Step(attend=(Attend(own, own),))
         return

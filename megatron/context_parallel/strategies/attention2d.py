@@ -76,7 +76,7 @@ def transposed(rows: int, cols: int) -> tuple[int, ...]:
 
 def _overlapping(at: Pass, queries: Ring, keys: Ring, held: tuple[int, ...]) -> Iterator[Step]:
     rows, cols = keys.size, queries.size
-    there = tuple(held[keys.rank(keys.place + i)] for i in range(rows))  # this column's keys, in order of arrival
+    column_keys = tuple(held[keys.rank(keys.place + i)] for i in range(rows))  # this column's keys, in order of arrival
 
     def hop(circle: Ring, tensor: T, i: int, chunks: Sequence[int]) -> tuple[Comm, ...]:
         """The i-th chunk that came to each place moves on."""
@@ -96,24 +96,24 @@ def _overlapping(at: Pass, queries: Ring, keys: Ring, held: tuple[int, ...]) -> 
         along = gather(queries, at.query, s, own) + scatter(queries, at.result, s, own)
         first, last = s == 0, at.backward and s == cols - 1
         if not (first or last):
-            yield Step(along, (Attend((chunk,), there),))
+            yield Step(along, (Attend((chunk,), column_keys),))
             continue
         yield Step(along)
         for i in range(rows) if first else range(1, rows + 1):
             up = gather(keys, T.KV, i, held) if first else ()
             up += scatter(keys, T.DKV, i, held) if last else ()
-            yield Step(up, (Attend((chunk,), (there[i % rows],)),))
+            yield Step(up, (Attend((chunk,), (column_keys[i % rows],)),))
     home = scatter(keys, T.DKV, rows, held) if at.backward and cols == 1 else ()
     yield Step(scatter(queries, at.result, cols, own) + home)
 
 
 def _collective(at: Pass, queries: Ring, keys: Ring, held: tuple[int, ...]) -> Iterator[Step]:
     row, column = queries.ranks, keys.ranks
-    there = tuple(held[rank] for rank in column)
+    column_keys = tuple(held[rank] for rank in column)
 
     def together(collective: type[AllGather | ReduceScatter], along: T, up: T | None) -> tuple[Comm, ...]:
         in_row = (collective(along, row, row, queries.channel),) if len(row) > 1 else ()
-        return (*in_row, collective(up, column, there, keys.channel)) if up and len(column) > 1 else in_row
+        return (*in_row, collective(up, column, column_keys, keys.channel)) if up and len(column) > 1 else in_row
 
-    yield Step(together(AllGather, at.query, T.KV), (Attend(row, there),))
+    yield Step(together(AllGather, at.query, T.KV), (Attend(row, column_keys),))
     yield Step(together(ReduceScatter, at.result, T.DKV if at.backward else None))

@@ -2,7 +2,7 @@
 
 spec                    ring: all layers
 spec,spec,...           ring,ring,ulysses: of 3 layers
-spec*4,spec*2           ring*4,mesh:grid=2x4,q_cost=2.5*2: of 4 layers in a row, then of 2
+spec*4,spec*2           ring*4,mesh:grid=2x4,q_transfer_blocks=2.5*2: of 4 layers in a row, then of 2
 
 A comma before NAME= goes on with the options of a spec.
 """
@@ -121,7 +121,8 @@ def specs_given(
     """
     if not types:
         return strategy or "ring"
-    named, given = _specs_of(types, sizes, n), f"--cp-comm-type {' '.join(types)}"
+    named = _specs_of(types, sizes, n)
+    given = f"--cp-comm-type {' '.join(types)}"
     if len(named) not in (1, layers):
         raise UsageError(f"{given}: {len(types)} values for {layers} layers; give one, or one for each")
     specs = ",".join(named)

@@ -33,8 +33,10 @@ def double_ring(
         int | None, Option("ranks of an inner ring; default: the most square", 4, tries=lambda n, _: divisors(n)[1:-1])
     ] = None,
 ) -> Iterator[Step]:
-    w, visible_pairs = _inner(at.n, inner_ring_size), at.visible_pairs
-    rings, (i, j) = at.n // w, divmod(at.rank, w)
+    w = _inner(at.n, inner_ring_size)
+    visible_pairs = at.visible_pairs
+    rings = at.n // w
+    i, j = divmod(at.rank, w)
     inner, outer = Ring(j, w, i * w, channel="inner"), Ring(i, rings, j, w, channel="outer")
 
     def around(hops: Hops, o: int) -> tuple[Comm, ...]:

@@ -34,7 +34,9 @@ def lightseq(
         bool, Option("communication flies during the slots before and after; if not, a slot waits for its own")
     ] = True,
 ) -> Iterator[Step]:
-    n, visible_pairs, helps = at.n, at.visible_pairs, balance and at.visible_pairs.look_back
+    n = at.n
+    visible_pairs = at.visible_pairs
+    helps = balance and at.visible_pairs.look_back
 
     def pair(rank: int, t: int) -> tuple[int, int] | None:
         """The (query chunk, key/value chunk) that `rank` computes in slot t."""

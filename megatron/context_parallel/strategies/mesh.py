@@ -22,9 +22,9 @@ from .messages import Ring
 from .registry import Pass, register
 
 
-def _near(n: int, q_cost: float) -> list[float]:
-    """1, and powers of two about `q_cost`; the schedule rounds costs up to blocks, of which a tile has n."""
-    nearest = round(math.log2(min(max(q_cost, 0.5), n)))
+def _near(n: int, q_transfer_blocks: float) -> list[float]:
+    """1, and powers of two about `q_transfer_blocks`; the schedule rounds costs up to blocks, of which a tile has n."""
+    nearest = round(math.log2(min(max(q_transfer_blocks, 0.5), n)))
     return sorted({1.0, *(2.0**power for power in (nearest - 1, nearest, nearest + 1))})
 
 
@@ -33,13 +33,15 @@ def mesh(
     at: Pass,
     *,
     grid: Annotated[Grid | None, Option("query x key/value chunks of a tile; default: least volume", (2, 4))] = None,
-    q_cost: Annotated[float, Option("forward blocks that take as long as a message of queries", 4, tries=_near)] = 1.0,
+    q_transfer_blocks: Annotated[
+        float, Option("time of a message of queries, in forward blocks", 4, tries=_near, formerly="q_cost")
+    ] = 1.0,
 ) -> Iterator[Step]:
     """Row u of a rank's tile is Q#u and O#u of Table 1, column v is KV#v; place 0 holds its own."""
     a, b = best_grid(at.n, at.kv_ratio) if grid is None else _checked(grid, at.n, at.kv_ratio)
     queries, keys = circles(at.rank, a, b)
     moved = Counter[T]()
-    for tensor, blocks in greedy_steps(a, b, at.backward, costs_by_bytes(at.backward, at.kv_ratio, q_cost)):
+    for tensor, blocks in greedy_steps(a, b, at.backward, costs_by_bytes(at.backward, at.kv_ratio, q_transfer_blocks)):
         comm: tuple[Comm, ...] = ()
         if tensor:
             circle = keys if tensor in (T.KV, T.DKV) else queries

@@ -83,8 +83,8 @@ class _Tile:
         """
         queries, keys = self.moved[self.query] + 1, self.moved[T.KV] + 1
         if self.backward and self._profit(T.DQ, self.rows) < self._profit(T.DKV, self.columns):
-            found = _first(self.columns, keys, queries)
-            return found and found[::-1]
+            block = _first(self.columns, keys, queries)
+            return block and block[::-1]
         return _first(self.rows, queries, keys)
 
     def _profit(self, gradient: T, lines: list[int]) -> float:
@@ -93,16 +93,16 @@ class _Tile:
         return self.costs[gradient] / lacking.bit_count() if lacking else 0.0
 
 
-def _first(lines: list[int], here: int, across: int) -> TileCell | None:
-    """(line, place) of the first block of the first `here` lines, line 0 last, among their first `across` places."""
-    for line in (*range(1, here), 0):
-        if ready := lines[line] & (1 << across) - 1:
+def _first(lines: list[int], lines_ready: int, places_ready: int) -> TileCell | None:
+    """The first block, as (line, place), in the first `lines_ready` lines, line 0 last, and `places_ready` places."""
+    for line in (*range(1, lines_ready), 0):
+        if ready := lines[line] & (1 << places_ready) - 1:
             return line, (ready & -ready).bit_length() - 1
     return None
 
 
-def costs_by_bytes(backward: bool, kv_ratio: float, q_cost: float) -> TransferCosts:
-    """The cost of each tensor of a pass, where a chunk of queries takes as long as `q_cost` forward blocks.
+def costs_by_bytes(backward: bool, kv_ratio: float, q_transfer_blocks: float) -> TransferCosts:
+    """The cost of each tensor of a pass, where a chunk of queries takes as long as `q_transfer_blocks` forward blocks.
 
     The others are in proportion to their bytes in a 16-bit model, whose partials are float32.
     """
@@ -111,4 +111,4 @@ def costs_by_bytes(backward: bool, kv_ratio: float, q_cost: float) -> TransferCo
     else:
         chunks = ((T.Q, 1), (T.KV, 2 * kv_ratio), (T.O, 2))
     block = BACKWARD_BLOCK if backward else 1
-    return tuple((tensor, size * q_cost / block) for tensor, size in chunks)
+    return tuple((tensor, size * q_transfer_blocks / block) for tensor, size in chunks)

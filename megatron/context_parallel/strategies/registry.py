@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.options import Option, divisors, options_of
@@ -62,12 +62,26 @@ class Strategy:
     channels: tuple[str, ...]
     head_parallel: Literal["optional", "required", "all"] = "optional"
 
+    def renamed(self, options: dict[str, Any]) -> dict[str, Any]:
+        """`options` by their names of today. Raises UsageError for one that is given by both its names."""
+        every = [option for strategy in STRATEGIES.values() for option in strategy.options.values()]
+        today = {option.formerly: option.name for option in every if option.formerly}
+        found = {}
+        for given, value in options.items():
+            name = given if given in self.options else today.get(given, given)
+            if name != given and name in options:
+                raise UsageError(f"--cp-strategy {self.name}: {given} is the former name of {name}; leave one out")
+            found[name] = value
+        return found
+
     def read(self, options: dict[str, object], n: int | None = None) -> dict[str, object]:
         """The values of `options`, each a text or a value. Raises UsageError for one that the strategy has not."""
         if unknown := options.keys() - self.options.keys():
-            name, own = min(unknown), ", ".join(self.options) or "none"
+            name = min(unknown)
+            own = ", ".join(self.options) or "none"
             if others := [other for other in STRATEGIES.values() if name in other.options]:
-                shown, fits = others[0].options[name].given(options[name]), [other.name for other in others]
+                shown = others[0].options[name].given(options[name])
+                fits = [other.name for other in others]
                 raise UsageError(f"{shown}: {self.name} has no use for it; give --cp-strategy {' or '.join(fits)}")
             raise UsageError(f"--cp-strategy {self.name}: no option {name}; it has {own}")
         return {name: self.options[name].value(given, n) for name, given in options.items()}
@@ -120,7 +134,7 @@ class Strategy:
 
             visible_pairs = Mask(causal).pairs(*Chunks.pair(layout, n // size, 4 * n // size))
         ratio = kv_heads / heads if heads and kv_heads else 1.0
-        options = self.read(options, n)
+        options = self.read(self.renamed(options), n)
         next(
             iter(self.write(Pass(0, n // size, visible_pairs, backward, ratio), **options)), None
         )  # checks come before steps

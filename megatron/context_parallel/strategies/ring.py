@@ -20,7 +20,8 @@ ChunkCount = Callable[[int], int]  # of the chunk that began at a place: how man
 
 @register("ring", layouts=("zigzag", "cyclic", "contiguous"))
 def ring(at: Pass) -> Iterator[Step]:
-    circle, stops = Ring(at.rank, at.n), at.visible_pairs.stops.__getitem__
+    circle = Ring(at.rank, at.n)
+    stops = at.visible_pairs.stops.__getitem__
     for s in range(at.n):
         back = gradients(circle, s, stops, circle.rank) if at.backward else ()
         yield Step(keys(circle, s, stops, circle.rank) + back, (Attend((at.rank,), (circle.rank(at.rank - s),)),))

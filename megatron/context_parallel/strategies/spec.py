@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import sys
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,6 @@ from megatron.context_parallel.tokens.layout import LAYOUTS
 from .registry import STRATEGIES, Strategy
 
 AUTO = "auto"  # in place of a spec: the planner chooses
-
-
-class CPStrategy(StrEnum):
-    """The names of the strategies that come with this package."""
-
-    RING = "ring"
-    ALLGATHER = "allgather"
-    ULYSSES = "ulysses"
-    USP = "usp"
-    ATTENTION2D = "attention2d"
-    LIGHTSEQ = "lightseq"
-    LOONGTRAIN = "loongtrain"
-    MESH = "mesh"
-
 
 # Options that every strategy has.
 COMMON = {
@@ -137,15 +122,18 @@ def parse_spec(spec: "str | Choice", n: int | None = None, /, **options: object)
     if isinstance(spec, Choice):
         if spec.back:
             return replace(parse_spec(replace(spec, back=None), n, **given), back=parse_spec(spec.back, n, **given))
-        strategy, source, own = spec.strategy, spec.source, spec.common | spec.options
+        strategy = spec.strategy
+        source = spec.source
+        own = spec.common | spec.options
     elif "+" in (text := str(spec)):  # options are for both
         forward, backward = (parse_spec(part, n, **given) for part in text.split("+", 1))
         return replace(forward, back=backward)
     else:
-        strategy, source, own = _parse(str(spec))
-        if both := own.keys() & given.keys():
+        strategy, source, texts = _parse(str(spec))
+        own = strategy.renamed(texts)
+        if both := own.keys() & strategy.renamed(given).keys():
             raise UsageError(f"--cp-strategy {spec}: {min(both)} is given twice; leave one out")
-    given = {**own, **given}
+    given = own | strategy.renamed(given)
     common = {name: option.value(given.pop(name)) for name, option in COMMON.items() if name in given}
     return Choice(strategy, common, strategy.read(given, n), source)
 

@@ -201,7 +201,9 @@ def shard(x: "Tensor", layout: str, chunk: int, n: int, dim: int = 0) -> "Tensor
 
 def unshard(chunks: "list[Tensor]", layout: str, dim: int = 0) -> "Tensor":
     """Inverse of `shard`: the full sequence from the chunks of all ranks, in chunk order."""
-    n, shape, dim = len(chunks), list(chunks[0].shape), _dimension(chunks[0], dim)
+    n = len(chunks)
+    shape = list(chunks[0].shape)
+    dim = _dimension(chunks[0], dim)
     shape[dim] *= n
     whole = chunks[0].new_empty(shape)
     for i, chunk in enumerate(chunks):
@@ -234,7 +236,8 @@ def parts(layout: str, chunk: int, n: int, count: int) -> tuple[int, ...]:
 @lru_cache(4096)
 def rows_in(layout: str, part: int, chunk: int, n: int, count: int, length: int) -> tuple[tuple[slice, slice], ...]:
     """Where the tokens of `part` (of n * count) are stored in `chunk` (of n): (rows of the part, rows of the chunk)."""
-    found, offset = [], 0
+    found = []
+    offset = 0
     for p in progressions(layout, part, n * count, length):
         start = 0
         for whole in progressions(layout, chunk, n, length):

@@ -66,7 +66,9 @@ class Documents(HasHandle):
 
         For a token of no document both are its own position.
         """
-        at, starts, ends = positions.numpy(), [], []
+        at = positions.numpy()
+        starts = []
+        ends = []
         for edges, inside in zip(self.edges, self.inside, strict=True):
             of = np.searchsorted(edges[1:], at, side="right")
             starts.append(np.where(inside[of], edges[of], at))
@@ -102,36 +104,50 @@ class Documents(HasHandle):
                 its sample or the last one.
         """
         padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
-        for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", padded)):
-            if not _has_integers(x) or x.dim() != 1:
-                raise UsageError(f"{name} {_kind(x)}: need integers [documents + 1], such as [0, 5, 8]")
-        for name, number in (("length", length), ("samples", samples)):
-            if type(number) is not int or number < 1:
-                raise UsageError(f"{name} {number!r} of packed documents: need a whole number, 1 or more, such as 8")
-        if len(padded) != len(cu_seqlens):
-            raise UsageError(f"cu_seqlens_padded of {len(padded)} bounds: need {len(cu_seqlens)}, as cu_seqlens has")
+        _check_packed(cu_seqlens, length, padded, samples)
         lengths = cu_seqlens.detach().cpu().long().diff()
         bounds = padded.detach().cpu().long()
         if len(lengths) == 0 or bounds[0] != 0 or lengths.min() < 0 or (bounds.diff() < lengths).any():
             raise UsageError(f"cu_seqlens {cu_seqlens.tolist()[:8]}: must ascend from 0, such as [0, 5, {length}]")
-        starts, ends = (x[lengths > 0].numpy() for x in (bounds[:-1], bounds[:-1] + lengths))
+        filled = lengths > 0
+        starts = bounds[:-1][filled].numpy()
+        ends = (bounds[:-1] + lengths)[filled].numpy()
         if (starts // length != (ends - 1) // length).any():
             raise UsageError(f"cu_seqlens: a document crosses the end of its sample of {length} tokens; cut it there")
-        if bounds[-1] > samples * length:
-            needed = -(-int(bounds[-1]) // length)
-            raise UsageError(
-                f"cu_seqlens: ends at {int(bounds[-1])}, beyond {samples} x {length} tokens; give samples={needed}"
-            )
-        if bounds[-1] <= (samples - 1) * length:
-            raise UsageError(
-                f"cu_seqlens: ends at {int(bounds[-1])}, before the last of {samples} samples of {length} tokens "
-                f"begins; count through all samples, to {samples * length}"
-            )
-        through = np.arange(samples + 1) * length
-        all_edges = np.unique(np.concatenate((starts, ends, through)))
-        edges = [all_edges[(all_edges >= a) & (all_edges <= b)] - a for a, b in pairwise(through)]
-        begins = [np.isin(of[:-1] + a, starts) for of, a in zip(edges, through, strict=False)]
-        return cls._of(edges, begins)
+        _check_end(int(bounds[-1]), length, samples)
+        of_samples = np.arange(samples + 1) * length
+        all_edges = np.unique(np.concatenate((starts, ends, of_samples)))
+        edges = []
+        inside = []
+        for first, end in pairwise(of_samples):
+            of = all_edges[(all_edges >= first) & (all_edges <= end)]
+            edges.append(of - first)
+            inside.append(np.isin(of[:-1], starts))
+        return cls._of(edges, inside)
+
+
+def _check_packed(cu_seqlens: Tensor, length: int, padded: Tensor, samples: int) -> None:
+    """Refuses types and shapes that no packed documents have."""
+    for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", padded)):
+        if not _has_integers(x) or x.dim() != 1:
+            raise UsageError(f"{name} {_kind(x)}: need integers [documents + 1], such as [0, 5, 8]")
+    for name, number in (("length", length), ("samples", samples)):
+        if type(number) is not int or number < 1:
+            raise UsageError(f"{name} {number!r} of packed documents: need a whole number, 1 or more, such as 8")
+    if len(padded) != len(cu_seqlens):
+        raise UsageError(f"cu_seqlens_padded of {len(padded)} bounds: need {len(cu_seqlens)}, as cu_seqlens has")
+
+
+def _check_end(end: int, length: int, samples: int) -> None:
+    """Refuses bounds that end outside the last sample."""
+    if end > samples * length:
+        needed = -(-end // length)
+        raise UsageError(f"cu_seqlens: ends at {end}, beyond {samples} x {length} tokens; give samples={needed}")
+    if end <= (samples - 1) * length:
+        raise UsageError(
+            f"cu_seqlens: ends at {end}, before the last of {samples} samples of {length} tokens begins; "
+            f"count through all samples, to {samples * length}"
+        )
 
 
 def _has_values(x: object) -> TypeGuard[Tensor]:

@@ -43,7 +43,8 @@ class ProcessMesh:
 
     def along(self, rank: int, *names: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` only in the dimensions `names`, itself included, ascending."""
-        found, stride = [0], 1
+        found = [0]
+        stride = 1
         for name, size in zip(self.names, self.sizes, strict=True):
             places = range(size) if name in names else (rank // stride % size,)
             found = [inner + place * stride for place in places for inner in found]

@@ -5,7 +5,7 @@ from itertools import product
 
 from rich.table import Table
 
-from megatron.context_parallel.attention.context import ALL_RANKS_UP_TO
+from megatron.context_parallel.attention.plans import ALL_RANKS_UP_TO
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.search.auto import headline
@@ -89,7 +89,8 @@ def _work(args: Arguments) -> Table:
     )
     choices = distinct(args.cp_layers)
     for choice, (name, backward) in product(choices, (("forward", False), ("backward", True))):
-        volume, of = _gib(attention_bytes(args, backward, choice)), f" of {choice.spec}" if len(choices) > 1 else ""
+        volume = _gib(attention_bytes(args, backward, choice))
+        of = f" of {choice.spec}" if len(choices) > 1 else ""
         what = f"{volume} received by the busiest rank per layer{of} and micro batch"
         table.add_row(f"attention {name} traffic", what)
     return table
@@ -112,14 +113,15 @@ def attention_bytes(args: Arguments, backward: bool, choice: Choice | None = Non
 
 
 def _memory(args: Arguments) -> Table:
-    model, runs = model_of(args), [run_of(args, choice) for choice in distinct(args.cp_layers)]
+    model = model_of(args)
+    runs = [run_of(args, choice) for choice in distinct(args.cp_layers)]
     run = max(runs, key=lambda run: total(memory(model, run)))  # only the buffers of attention differ
     fullest = fullest_stage(model, run)
     title = f"{model.parameters:,} parameters ({model.table_parameters:,} in embeddings); "
     table = Table("memory", "per rank", "formula", title=f"{title}a rank of stage {fullest}, the fullest")
     parts = memory(model, run, fullest)
-    for what, size, how in parts:
-        table.add_row(what, _gib(size), how)
+    for what, size, formula in parts:
+        table.add_row(what, _gib(size), formula)
     table.add_row(
         "total", _gib(total(parts)), "the larger of logits and attention buffers; without the allocator's loss"
     )

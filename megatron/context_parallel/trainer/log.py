@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -63,7 +64,7 @@ class RunLog:
         self.tensorboard: SummaryWriter | None = None
         self.wandb: Any = None
         self.bar: Progress | None = None
-        self.warned = False
+        self.warned = self.told_memory = False
         if self.speaks:
             self._open(progress.iteration)
             self.say(_explain(args, self.peak))
@@ -116,7 +117,8 @@ class RunLog:
             self.losses, self.seconds, self.consumed = [], 0.0, progress.consumed_train_samples
 
     def _record(self, progress: RunProgress, lr: float, grad_norm: float | None) -> Record:
-        args, step_time = self.args, self.seconds / len(self.losses)
+        args = self.args
+        step_time = self.seconds / len(self.losses)
         sequences = (progress.consumed_train_samples - self.consumed) / self.seconds / args.world_size
         return Record(
             iteration=progress.iteration,
@@ -133,7 +135,10 @@ class RunLog:
     def _write(self, record: Record) -> None:
         if not self.speaks:
             return
-        self.say(_line(record, self.args.train_iters, self.peak))
+        self.say(line_of(record, self.args.train_iters, self.peak))
+        if not self.told_memory:
+            self.told_memory = True
+            self.say(f"memory: {record.memory_bytes / 2**30:.2f} GiB on this rank after {len(self.losses)} iterations")
         self._publish(asdict(record))
 
     def evaluation_done(self, iteration: int, split: str, loss: float) -> None:
@@ -181,33 +186,26 @@ def _quiet_about_tensorboard(thread: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(thread)
 
 
-def _line(record: Record, train_iters: int, peak: float | None) -> str:
+def line_of(record: Record, train_iters: int, peak: float | None) -> str:
+    """What the terminal shows of a record; `peak`: TFLOP/s of a device, if known."""
+    left = round((train_iters - record.iteration) * record.step_time)
     parts = [
-        f"iteration {record.iteration:8d}/{train_iters}",
-        f"samples {record.consumed_samples}",
-        f"lm loss {record.lm_loss:.6f}",
-        f"lr {record.lr:.3e}",
-        "update skipped" if record.grad_norm is None else f"grad norm {record.grad_norm:.3f}",
-        f"step {record.step_time * 1e3:.1f} ms",
-        f"tokens/s/rank {record.tokens_per_second_per_rank:.1f}",
-        f"TFLOP/s/rank {record.tflops_per_rank:.4g}",
+        f"iteration {record.iteration:{len(str(train_iters))}d}/{train_iters}",
+        f"loss {record.lm_loss:.4f}",
+        f"lr {record.lr:.1e}",
+        "update skipped" if record.grad_norm is None else f"grad norm {record.grad_norm:.2f}",
+        f"{record.step_time * 1e3:.1f} ms",
+        f"{record.tokens_per_second_per_rank:.0f} tokens/s/rank",
     ]
     if peak:
-        parts.append(f"MFU {100 * record.tflops_per_rank / peak:.1f}%")
-    parts.append(f"memory {record.memory_bytes / 2**20:.0f} MiB")
-    return " | ".join(parts)
+        parts.append(f"{record.tflops_per_rank:.1f} TFLOP/s/rank, MFU {100 * record.tflops_per_rank / peak:.1f}%")
+    return " | ".join([*parts, f"ETA {timedelta(seconds=left)}"])
 
 
 def _explain(args: Arguments, peak: float | None) -> str:
     flops = model_of(args).flops_per_sequence(args.seq_length)
-    line = (
-        f"{flops / 1e12:.4g} TFLOP per sequence, forward and backward: 3s(layers(2h(a+2g) + 2ah "
-        f"+ 2as + {6 if args.swiglu else 4}h ffn) + 2h vocab), attention counted with its causal half; linears and "
-        f"norms: {args.transformer_impl}"
-    )
-    if peak:
-        line += f"; MFU = TFLOP/s per rank / {peak:g}"
-    return line
+    line = f"{flops / 1e12:.4g} TFLOP per sequence, forward and backward; linears and norms: {args.transformer_impl}"
+    return f"{line}; MFU = TFLOP/s per rank / {peak:g}" if peak else line
 
 
 def _device_peak() -> float | None:

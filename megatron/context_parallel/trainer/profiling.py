@@ -36,7 +36,8 @@ class Profile:
         self._first = False
 
     def _begin(self) -> None:
-        marks.on, marks.batches = True, []
+        marks.on = True
+        marks.batches = []
         if self.args.use_pytorch_profiler:
             kinds = torch.profiler.ProfilerActivity
             on_gpu = [kinds.CUDA] if torch.cuda.is_available() else []

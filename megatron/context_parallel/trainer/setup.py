@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.integration.host import support_cpu_host
+from megatron.context_parallel.patches.cpu_host import support_cpu_host
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
 from .checkpoint.store import latest_iteration

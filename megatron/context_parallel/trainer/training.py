@@ -51,12 +51,14 @@ def pretrain(args: Arguments) -> None:
         UsageError: something named in `args` is missing or does not fit; every rank raises the same.
     """
     check_trackers(args)
-    started, progress = time.monotonic(), Progress()
+    started = time.monotonic()
+    progress = Progress()
     with distributed_job(args, progress), save_lock(args):
         args = args if args.cp_layers else choose_strategy(args)
         if args.skip_train:
             args = replace(args, no_load_optim=True, no_load_rng=True)
-        tokenizer, samples = build_tokenizer(args), samples_needed(args)
+        tokenizer = build_tokenizer(args)
+        samples = samples_needed(args)
         datasets = build_datasets(args, tokenizer, samples)
         state = build_state(args, progress)
         if datasets[0]:
@@ -110,7 +112,8 @@ def samples_needed(args: Arguments) -> tuple[int, int, int]:
 def _batches(args: Arguments, state: TrainState, dataset: Dataset | None, consumed: int) -> ChunkBatches | None:
     if dataset is None:
         return None
-    rank, note = parallel_state.get_data_parallel_rank(), state.findings.note_data
+    rank = parallel_state.get_data_parallel_rank()
+    note = state.findings.note_data
     return [build_data_iterator(dataset, args, consumed, rank, args.data_parallel_size, note) for _ in state.model]
 
 
@@ -125,7 +128,10 @@ def train_loop(
     `started` is the `time.monotonic()` from which `--exit-duration-in-mins` counts. With `--save` the last iteration
     done is always saved.
     """
-    progress, saver, profile, leave = state.progress, Saver(args, state, log.say), Profile(args), False
+    progress = state.progress
+    saver = Saver(args, state, log.say)
+    profile = Profile(args)
+    leave = False
     train = [replayable(args, batches) for batches in train]
     while progress.iteration < args.train_iters and not leave:
         profile.at(progress.iteration)

@@ -73,8 +73,9 @@ class Outcome:
         """The lines after the fault, without those of the progress that was made before it."""
         since = self.began if self.fired is None else self.fired
         told = re.compile(
-            r"iteration +\d+/|(validation|test) at iteration|saved iteration|no checkpoint in|loaded .*going on|"
-            r"\S+ TFLOP per sequence|--cp-attention-backend auto"
+            r"iteration +\d+/|memory: |(validation|test) at iteration|saved iteration|no checkpoint in|"
+            r"loaded .*going on|\S+ TFLOP per sequence|--cp-attention-backend auto|"
+            r"\[\S+gloo\S+\] ERROR failed to connect, willRetry=1"  # the library's own log
         )
         return [line for line in self.lines if line.time >= since and not told.match(line.text)]
 

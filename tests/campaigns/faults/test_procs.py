@@ -60,7 +60,7 @@ def test_without_a_launcher_ranks_outlive_their_parent(bench):
     # As with nohup: the shell that started them may end.
     fault = Fault(Moment("forward", 4), 0, actions.kill_launcher)
     outcome = bench.run("cp2", fault=fault, agent_store=False)
-    assert not outcome.late and any("iteration        6/6" in line.text for line in outcome.lines), outcome.text
+    assert not outcome.late and any("iteration 6/6" in line.text for line in outcome.lines), outcome.text
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from random import Random
 
@@ -19,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.context_parallel import AllRanks, ContextParallel, UsageError, context_parallel_attention
+from megatron.context_parallel.attention.plans import Plans
 from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.plan.ir import Plan, PlanError
 from megatron.context_parallel.plan.verify import verify
+from megatron.context_parallel.strategies import Choice
 from megatron.context_parallel.tokens.mask import Documents
 from tests.campaigns.fuzz.case import MUTATION, ON_RANKS, Call, Case
 from tests.campaigns.fuzz.oracle import inputs, positions
@@ -46,8 +47,10 @@ def run(case: Case, pool: "Pool") -> list[Results]:
         of_ranks = pool(case)
         return [_join(case, of_ranks[group :: case.groups]) for group in range(case.groups)]
     try:
-        make = partial(_Mutated, case.calls[0].seed) if case.kind == MUTATION else AllRanks
-        return [perform(case, make(case.n, case.strategy, case.layout, **case.options), lambda x: x)]
+        ranks = AllRanks(case.n, case.strategy, case.layout, **case.options)
+        if case.kind == MUTATION:
+            ranks.plans = _MutatedPlans(case.calls[0].seed, ranks.choice, case.n)
+        return [perform(case, ranks, lambda x: x)]
     except UsageError:
         raise
     except _Found:
@@ -60,15 +63,15 @@ class _Found(Exception):
     """The verifier refused a changed plan, as it may."""
 
 
-class _Mutated(AllRanks):
-    """Runs plans changed at random, if the verifier lets them pass: then they must be right."""
+class _MutatedPlans(Plans):
+    """Plans changed at random, if the verifier lets them pass: then they must be right."""
 
-    def __init__(self, seed: int, *args: object, **options: object) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, seed: int, choice: Choice, n: int) -> None:
+        super().__init__(choice, n)
         self.random = Random(seed)
 
-    def plan(self, *args: object, backward: bool) -> Plan:
-        plan = mutate(super().plan(*args, backward=backward), self.random)
+    def of(self, *args: object, backward: bool) -> Plan:
+        plan = mutate(super().of(*args, backward=backward), self.random)
         try:
             verify(plan)
         except PlanError as error:

@@ -32,7 +32,9 @@ class Meter:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, quick: bool) -> None:
-        self.group, self.device, self.quick = joined(group), device, quick
+        self.group = joined(group)
+        self.device = device
+        self.quick = quick
         self.transport = TorchTransport(self.group, "the probe of a cluster")
         self.rank, self.n = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.transport.connect([(CHANNEL, tuple(range(self.n)))])
@@ -74,7 +76,8 @@ class Meter:
     def computing(self, action: Action) -> float:
         """Seconds of `action` while all ranks do it, on a processor or device of its own."""
         clock = time.thread_time if self.shared else time.perf_counter
-        times, spent = list[float](), 0.0
+        times = list[float]()
+        spent = 0.0
         action()
         self.start_together()
         while spent < self.target or len(times) < 3:
@@ -98,7 +101,8 @@ class Meter:
 
     def rate(self, exchange: Exchange) -> float:
         """Bytes a second of an exchange of one tensor, large enough that it takes `target` seconds, up to `LARGEST`."""
-        size, largest = 2**16, LARGEST[self.device.type]
+        size = 2**16
+        largest = LARGEST[self.device.type]
         while True:
             tensor = torch.zeros(size, dtype=torch.uint8, device=self.device)
             took = self.seconds(partial(_complete, exchange, tensor), 1)

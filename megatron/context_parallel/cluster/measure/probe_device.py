@@ -30,7 +30,8 @@ class BlockTimer:
 
     def __init__(self, meter: Meter, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
         self.meter, self.dtype, self.heads, self.kv_heads, self.head_dim = meter, dtype, heads, kv_heads, head_dim
-        self.kernel, self.scores = kernel_for(meter.device, dtype, head_dim), Scores(head_dim**-0.5)
+        self.kernel = kernel_for(meter.device, dtype, head_dim)
+        self.scores = Scores(head_dim**-0.5)
 
     def seconds(self, rows: int, mask: str, kv_heads: int, keys: int | None = None) -> tuple[float, float]:
         """Of a forward and a backward pass, each time with other inputs: in training too they are new to the caches."""
@@ -59,15 +60,18 @@ class BlockTimer:
 
     def _inputs(self, rows: int, kv_heads: int, keys: int | None = None) -> list[Tensor]:
         """Queries, keys, values and the gradient of the output."""
-        groups, device = self.heads // self.kv_heads, self.meter.device
+        groups = self.heads // self.kv_heads
+        device = self.meter.device
         queries, key = (rows, kv_heads, groups, self.head_dim), (keys or rows, kv_heads, self.head_dim)
         return [torch.randn(shape, device=device).to(self.dtype) for shape in (queries, key, key, queries)]
 
     def rates(self, launch: float) -> tuple[AttentionRate, ...]:
         """Of growing blocks. Where they take long, of fewer heads, and at last of none."""
-        found, turns = list[AttentionRate](), self.meter.n / self.meter.processors if self.meter.shared else 1
+        found = list[AttentionRate]()
+        turns = self.meter.n / self.meter.processors if self.meter.shared else 1
         for mask, long in ((FULL, 1), (FULL, LONG), (CAUSAL, 1)):
-            rows, kv_heads = FEWEST, self.kv_heads
+            rows = FEWEST
+            kv_heads = self.kv_heads
             while rows * long <= MOST:
                 keys = rows * long if long > 1 else None
                 forward, backward = self.meter.everyone(self.seconds(rows, mask, kv_heads, keys))[0]
@@ -101,7 +105,9 @@ def measured_device(meter: Meter, blocks: BlockTimer) -> Device:
     """The device of each rank, while all compute."""
     dtype = blocks.dtype
     short = meter.everyone(blocks.seconds(SHORT, FULL, blocks.kv_heads))[0]
-    launch, step, whole = min(short), *_host(meter, blocks)
+    launch = min(short)
+    computed = sum(short) / 2  # seconds
+    step, whole = _host(meter, blocks)
     gemm = _gemms(meter, dtype)
     return Device(
         name=torch.cuda.get_device_name(meter.device) if meter.device.type == "cuda" else _processor(),
@@ -112,8 +118,8 @@ def measured_device(meter: Meter, blocks: BlockTimer) -> Device:
         block_us=_digits(launch * 1e6),
         gemm=gemm,
         kernel_us=_digits(_kernel(meter) * 1e6),
-        step_us=_digits(max(0.0, step - sum(short) / 2) * 1e6),
-        pass_us=_digits(max(0.0, whole - sum(short) / 2) * 1e6),
+        step_us=_digits(max(0.0, step - computed) * 1e6),
+        pass_us=_digits(max(0.0, whole - computed) * 1e6),
     )
 
 

@@ -118,7 +118,9 @@ class LinkProbe:
 
     def _latency(self, peer: int, message_us: float) -> float:
         """Half of the time of a message and its answer, without the processors' work. In microseconds."""
-        x, back, meter = torch.zeros(1, device=self.meter.device), torch.zeros(1, device=self.meter.device), self.meter
+        x = torch.zeros(1, device=self.meter.device)
+        back = torch.zeros(1, device=self.meter.device)
+        meter = self.meter
 
         def there_and_back(times: int = 10) -> None:
             for _ in range(times):
@@ -141,7 +143,10 @@ class LinkProbe:
 
     def _ping(self, compute: bool) -> float:
         """Seconds of a message of rank 0 to rank 1 and back. The others wait meanwhile, or compute."""
-        meter, more, back, times = self.meter, torch.ones(1), torch.ones(1), list[float]()
+        meter = self.meter
+        more = torch.ones(1)
+        back = torch.ones(1)
+        times = list[float]()
         meter.start_together()
         begin = time.perf_counter()
         if meter.rank > 1:
@@ -185,7 +190,8 @@ class LinkProbe:
         for _ in range(TURNS):
             spent, times = self._work(both)
             more.append(spent - self.meter.busy(compute, times) / times)
-        return max(0.0, statistics.median(more) / (2 * self.meter.n) - message_us * 1e-6) / len(x) * 1e9
+        of_a_message = statistics.median(more) / (2 * self.meter.n)
+        return max(0.0, of_a_message - message_us * 1e-6) / len(x) * 1e9
 
     def _crowding(self, rate: float, ranks: int) -> float:
         """How much less a NIC of some ranks carries when each of them exchanges with all of the other nodes at once."""

@@ -96,10 +96,11 @@ def measured(workload: Workload, group: dist.ProcessGroup) -> Cluster:
     )
 
 
-def headline(found: Search) -> str:
+def headline(result: Search) -> str:
     """One line: the choice, as a flag that reproduces it, and what was predicted."""
-    milliseconds, all_found = 1e3 * found.ranked[found.best].seconds, len(found.ranked) + len(found.slower)
+    milliseconds = 1e3 * result.ranked[result.best].seconds
+    all_found = len(result.ranked) + len(result.slower)
     return (
-        f"--cp-strategy {AUTO}: takes --cp-strategy {found.best}; {milliseconds:.4g} ms of attention a layer and micro "
-        f"batch predicted, the fastest of {all_found}"
+        f"--cp-strategy {AUTO}: takes --cp-strategy {result.best}; {milliseconds:.4g} ms of attention a layer and "
+        f"micro batch predicted, the fastest of {all_found}"
     )

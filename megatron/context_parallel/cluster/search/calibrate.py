@@ -108,7 +108,8 @@ class Calibration:
             return self.fitted
         rows = [*keep, *range(len(self.used), len(self.residuals))]
         sizes = numpy.sqrt(1 / numpy.sqrt(1 + (self.residuals[rows] / LARGE) ** 2))  # as soft_l1 weighs them
-        matrix, goal = self._jacobian_at_fit[rows] * sizes[:, None], -self.residuals[rows] * sizes
+        matrix = self._jacobian_at_fit[rows] * sizes[:, None]
+        goal = -self.residuals[rows] * sizes
         least, most = (side - self.at for side in self.bounds)
         step = lsq_linear(matrix, goal, (least - 1e-9, most + 1e-9)).x
         return self._cluster((self.at + step).clip(*self.bounds))
@@ -120,7 +121,8 @@ class Calibration:
         return numpy.array([*logs.values(), *(PULL * (at - self.start))])
 
     def _jacobian(self, at: numpy.ndarray) -> numpy.ndarray:
-        here, columns = self._off(at), []
+        here = self._off(at)
+        columns = []
         for i, most in enumerate(self.bounds[1]):
             step = STEP if at[i] + STEP <= most else -STEP
             moved = at.copy()
@@ -133,7 +135,8 @@ class Calibration:
         return self._jacobian(self.at)
 
     def _logs(self, cells: Collection[Cell], cluster: Cluster) -> dict[Cell, float]:
-        found, wanted = {}, {cell for cell in cells if cell.counts}
+        found = {}
+        wanted = {cell for cell in cells if cell.counts}
         for table in dict.fromkeys(cell.table for cell in cells):
             places = {(cell.row, cell.column) for cell in wanted if cell.table == table}
             values = self.predict(table, cluster, partial(_is_in, places))

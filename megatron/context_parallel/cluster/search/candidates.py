@@ -75,19 +75,19 @@ class Rejected(NamedTuple):
 
 
 def candidates(
-    workload: Workload, n: int, q_cost: Callable[[int], float], fixed: Mapping[str, Any]
+    workload: Workload, n: int, q_transfer_blocks: Callable[[int], float], fixed: Mapping[str, Any]
 ) -> Iterator[Candidate | Rejected]:
     """All that can be chosen for n ranks, and what strategies refuse. Of choices with the same plans there is one.
 
     Args:
         workload: the attention.
         n: ranks of the context group.
-        q_cost: `q_cost(head_parallel_size)` is the time of a message of queries, in forward blocks.
+        q_transfer_blocks: the time of a message of queries, in forward blocks, by head-parallel size.
         fixed: options that are given: `layout`, `head_parallel_size`, `placement`.
     """
     visible_pairs = cache(lambda layout, steps: workload.mask.pairs(*Chunks.pair(layout, steps, workload.length)))
     known = set()
-    for size, choice in _choices(n, q_cost, fixed):
+    for size, choice in _choices(n, q_transfer_blocks, fixed):
         try:
             Chunks.of(choice.layout, n, workload.length)
             where = visible_pairs(choice.layout, n // size)
@@ -111,12 +111,16 @@ def candidates(
             yield Candidate(choice, plans)
 
 
-def _choices(n: int, q_cost: Callable[[int], float], fixed: Mapping[str, Any]) -> Iterator[tuple[int, Choice]]:
+def _choices(
+    n: int, q_transfer_blocks: Callable[[int], float], fixed: Mapping[str, Any]
+) -> Iterator[tuple[int, Choice]]:
     """Choices, each with its head-parallel size."""
     # Where several have the same plans, the name that tells most comes first.
     for strategy in sorted(STRATEGIES.values(), key=lambda s: ("all", "required", "optional").index(s.head_parallel)):
         for size in _head_parallel_sizes(strategy, n):
-            tried = {name: option.tried(n // size, q_cost(size)) for name, option in strategy.options.items()}
+            tried = {
+                name: option.tried(n // size, q_transfer_blocks(size)) for name, option in strategy.options.items()
+            }
             placements = PLACEMENTS if 1 < size < n else PLACEMENTS[:1]
             for layout, placement in itertools.product(strategy.layouts, placements):
                 common = {"layout": layout, "head_parallel_size": size, "placement": placement}

@@ -41,7 +41,8 @@ def lower_bound(plan: Plan, links: Links, shape: Shape, blocks: BlockTime) -> Pa
     shared = links.cluster.shared_cores
     cores = shared / links.together if shared else plan.size
     size_of = cache(lambda tensor, swap: chunk_bytes(plan, tensor, shape, swap))
-    wires, computed = defaultdict[tuple, float](float), [0.0] * len(ranks)  # seconds of each link and rank, all steps
+    wires = defaultdict[tuple, float](float)  # seconds of each link, all steps
+    computed = [0.0] * len(ranks)  # seconds of each rank, all steps
     busy, likely = 0.0, 0.0
     for works in zip_longest(*(_Rank(plan, rank, size_of).steps() for rank in ranks), fillvalue=((), ())):
         step = _Step(links, ranks)
@@ -83,7 +84,9 @@ class _Step:
     """
 
     def __init__(self, links: Links, ranks: list[int]) -> None:
-        self.links, self.ranks, self.wires = links, ranks, defaultdict[tuple, float](float)
+        self.links = links
+        self.ranks = ranks
+        self.wires = defaultdict[tuple, float](float)
         self.latency, self.longest, self.busy = 0.0, 0.0, 0.0
 
     def add(self, rank: int, seconds: float, messages: Iterable[MessageCost]) -> None:
@@ -125,7 +128,8 @@ class _Rank:
             size = self.bytes(op.tensor, False)
             if isinstance(op, AllGather):  # libraries pass the chunks on along a ring
                 ring = [self.members[place] for place in op.group]
-                at, passed = ring.index(self.rank), size * (len(ring) - 1)
+                at = ring.index(self.rank)
+                passed = size * (len(ring) - 1)
                 yield ring[at - 1], self.rank, passed
                 yield self.rank, ring[(at + 1) % len(ring)], passed
             else:

@@ -20,7 +20,7 @@ from megatron.context_parallel.strategies import AUTO, parse_spec
 from .candidates import Rejected, Workload, candidates
 from .lower_bound import PassBound, lower_bound
 
-SIMULATED = 64  # ways, those whose outlook is best
+SIMULATED = 64  # choices, those whose outlook is best
 GAIN = 0.01  # part of the time that another strategy in the backward pass must save
 
 Name = TypeVar("Name", bound=Hashable)
@@ -59,7 +59,7 @@ class PassPrediction(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What the passes of a way take, which run in turn."""
+    """What the passes of a choice take, which run in turn."""
 
     passes: tuple[PassPrediction, ...]
 
@@ -77,31 +77,33 @@ class Prediction(NamedTuple):
 
 
 def fastest(
-    ways: Mapping[Name, Sequence[Plan]], place: GroupDevices, workload: Workload, most: int = SIMULATED
+    choices: Mapping[Name, Sequence[Plan]], place: GroupDevices, workload: Workload, most: int = SIMULATED
 ) -> tuple[dict[Name, Prediction], dict[Name, float]]:
-    """Which of several ways to compute a workload is fastest. Each has one plan or more, which run in turn.
+    """Which of several choices computes a workload fastest. Each has one plan or more, which run in turn.
 
-    First the likeliest way of each strategy is simulated, then the others in the order of likelihood, `most` in all. A
-    way that cannot be faster than the best, because of the bytes that it moves or the blocks that it computes, is not.
+    First the likeliest choice of each strategy is simulated, then the others in the order of likelihood, `most` in all.
+    A choice that cannot be faster than the best, because of the bytes that it moves or the blocks that it computes, is
+    not.
 
     Args:
-        ways: the plans of each, by any name.
+        choices: the plans of each, by any name.
         place: where plans run.
         workload: what is computed.
-        most: ways that are simulated.
+        most: choices that are simulated.
 
     Returns:
         What those simulated take, fastest first; and the seconds that the others take at least.
     """
-    looks = _looks(ways, place, workload)
-    by_likely = sorted(ways, key=lambda name: looks[name].likely)
+    looks = _looks(choices, place, workload)
+    by_likely = sorted(choices, key=lambda name: looks[name].likely)
     leaders = dict[str, Name]()  # of each strategy
     for name in by_likely:
-        leaders.setdefault(ways[name][0].name, name)
-    found, best = dict[Name, Prediction](), math.inf
+        leaders.setdefault(choices[name][0].name, name)
+    found = dict[Name, Prediction]()
+    best = math.inf
     for name in dict.fromkeys([*leaders.values(), *by_likely]):
         if len(found) < most and looks[name].least < best:
-            found[name] = _predict(ways[name], place, workload)
+            found[name] = _predict(choices[name], place, workload)
             best = min(best, found[name].seconds)
     ranked = sorted(found, key=lambda name: found[name].seconds)
     slower = {name: looks[name].least for name in by_likely if name not in found}
@@ -109,7 +111,8 @@ def fastest(
 
 
 def _predict(plans: Sequence[Plan], place: GroupDevices, workload: Workload) -> Prediction:
-    passes, shape = [], workload.shape(place.n)
+    passes = []
+    shape = workload.shape(place.n)
     how = workload.mask, workload.batch, workload.dtype, place.devices, place.others
     for plan in plans:
         found = simulate(plan, place.cluster, shape, *how)
@@ -117,9 +120,10 @@ def _predict(plans: Sequence[Plan], place: GroupDevices, workload: Workload) -> 
     return Prediction(tuple(passes))
 
 
-def _looks(ways: Mapping[Name, Sequence[Plan]], place: GroupDevices, workload: Workload) -> dict[Name, PassBound]:
+def _looks(choices: Mapping[Name, Sequence[Plan]], place: GroupDevices, workload: Workload) -> dict[Name, PassBound]:
     links = Links(place.cluster, devices=place.devices, others=place.others)
-    shape, blocks = workload.shape(place.n), dict[tuple, BlockTime]()
+    shape = workload.shape(place.n)
+    blocks = dict[tuple, BlockTime]()
 
     def look(plan: Plan) -> PassBound:
         alike = plan.backward, plan.layout, plan.n
@@ -128,7 +132,7 @@ def _looks(ways: Mapping[Name, Sequence[Plan]], place: GroupDevices, workload: W
         return lower_bound(plan, links, shape, blocks[alike])
 
     looks = dict[Name, PassBound]()
-    for name, plans in ways.items():
+    for name, plans in choices.items():
         passes = list(map(look, plans))
         looks[name] = PassBound(sum(of.least for of in passes), sum(of.likely for of in passes))
     return looks
@@ -178,25 +182,26 @@ def search(
         room: bytes of a device for chunks and partials of attention; default: its memory.
         most: choices that are simulated.
     """
-    ways, rejected = dict[str, tuple[Plan, ...]](), list[Rejected]()
+    choices, rejected = dict[str, tuple[Plan, ...]](), list[Rejected]()
     room = place.cluster.device.memory_GiB * 2**30 if room is None else room
-    for found in candidates(workload, place.n, partial(_q_cost, workload, place), fixed or {}):
+    for found in candidates(workload, place.n, partial(_q_transfer_blocks, workload, place), fixed or {}):
         if isinstance(found, Rejected):
             rejected.append(found)
         elif (needed := max(memory(plan, workload) for plan in found.plans)) > room:
             why = f"attention needs {needed / 2**30:.3g} GiB of memory, and there are {room / 2**30:.3g}"
             rejected.append(Rejected(found.choice.spec, why))
         else:
-            ways[found.choice.spec] = found.plans
-    ranked, slower = fastest(ways, place, workload, most)
-    ranked |= _mixed({spec: ways[spec] for spec in ranked}, ranked)
+            choices[found.choice.spec] = found.plans
+    ranked, slower = fastest(choices, place, workload, most)
+    ranked |= _mixed({spec: choices[spec] for spec in ranked}, ranked)
     return Search(dict(sorted(ranked.items(), key=lambda item: item[1].seconds)), slower, rejected)
 
 
-def _mixed(ways: Mapping[str, tuple[Plan, ...]], ranked: Mapping[str, Prediction]) -> dict[str, Prediction]:
+def _mixed(choices: Mapping[str, tuple[Plan, ...]], ranked: Mapping[str, Prediction]) -> dict[str, Prediction]:
     """Of choices that place tokens and heads alike, the fastest forward and backward pass, where that gains enough."""
-    alike, found = defaultdict[tuple, list[str]](list), dict[str, Prediction]()
-    for spec, (plan, _) in ways.items():
+    alike = defaultdict[tuple, list[str]](list)
+    found = dict[str, Prediction]()
+    for spec, (plan, _) in choices.items():
         alike[plan.layout, plan.heads, plan.placement].append(spec)
     for specs in alike.values():
         first = min(specs, key=lambda spec: ranked[spec].passes[0].seconds)
@@ -212,7 +217,7 @@ def memory(plan: Plan, workload: Workload) -> int:
     return max(peak_bytes(plan, rank, workload.shape(plan.size)) for rank in {0, plan.n - 1})
 
 
-def _q_cost(workload: Workload, place: GroupDevices, head_parallel_size: int) -> float:
+def _q_transfer_blocks(workload: Workload, place: GroupDevices, head_parallel_size: int) -> float:
     """How long a message of queries takes on the slowest link between neighbours, in forward blocks."""
     n = place.n
     if head_parallel_size == n:

@@ -61,7 +61,9 @@ def search_steps(model: ModelShape, cluster: Cluster, base: TrainConfig, every_s
         every_split: try all tensor-, context-, data- and pipeline-parallel sizes instead.
     """
     splits = [*_splits(model, cluster, base)] if every_split else [base]
-    ranked, rejected, slower = list[FeasibleRun](), list[Rejected](), 0
+    ranked = list[FeasibleRun]()
+    rejected = list[Rejected]()
+    slower = 0
     for split in splits:
         group, *others = split.groups("context")
         place = GroupDevices(cluster, group, others)
@@ -110,7 +112,8 @@ def _variants(run: TrainConfig) -> Iterator[TrainConfig]:
 def _splits(model: ModelShape, cluster: Cluster, base: TrainConfig) -> Iterator[TrainConfig]:
     """All parallel sizes that use all devices; tensor-parallel ranks stay in a node."""
     for tensor in divisors(cluster.devices_per_node):
-        groups, split = model.num_query_groups, (model.num_attention_heads, model.ffn_hidden_size)
+        groups = model.num_query_groups
+        split = (model.num_attention_heads, model.ffn_hidden_size)
         if any(size % tensor for size in split) or (groups % tensor and tensor % groups):
             continue
         for pipeline in divisors(model.num_layers):

@@ -50,9 +50,12 @@ class BlockTime:
     """
 
     def __init__(self, device: Device, plan: Plan, shape: Shape, mask: Mask, length: int, dtype: str) -> None:
-        self.device, self.backward = device, plan.backward
+        self.device = device
+        self.backward = plan.backward
         self.rates = {causal: _nearest(device.attention, dtype, shape.head_dim, causal) for causal in (False, True)}
-        self.mask, self.length, self.chunks = mask, length, Chunks.of(plan.layout, plan.n, length)
+        self.mask = mask
+        self.length = length
+        self.chunks = Chunks.of(plan.layout, plan.n, length)
         self.keys = numpy.array([p for chunk in self.chunks.progressions for p in chunk]).T
         self.rows = length / plan.n
         heads = shape.heads / plan.heads * (shape.rows * plan.size / length)  # times batch
@@ -126,7 +129,9 @@ class BlockTime:
 
         So ranks whose blocks differ only in where they are cut take the same time.
         """
-        rows, full, squares = self._small.q.rows(q), 0.0, list[float]()
+        rows = self._small.q.rows(q)
+        full = 0.0
+        squares = list[float]()
         for piece in self._small.pieces(q, kv_chunks):
             sizes = (piece.q, rows), (piece.kv, rows * len(kv_chunks))
             queries, keys = (len(range(*part.indices(size))) / rows for part, size in sizes)
@@ -175,7 +180,8 @@ def rate_at(device: Device, dtype: str, head_dim: int, causal: bool, rows: float
 
 def _between(rates: list[AttentionRate], queries: float, keys: float, backward: bool) -> float:
     """Between the square blocks measured and, with more keys than queries, those measured with more keys."""
-    side, long = math.sqrt(queries * keys), [rate for rate in rates if rate.keys]
+    side = math.sqrt(queries * keys)
+    long = [rate for rate in rates if rate.keys]
     square = _of_side([rate for rate in rates if not rate.keys], side, backward)
     if not long or keys <= queries:
         return square

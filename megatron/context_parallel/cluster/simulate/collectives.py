@@ -60,7 +60,9 @@ def _rings(cluster: Cluster, group: Group) -> list[Group]:
 
 def _together(cluster: Cluster, hops: list[tuple[int, int, float]], rounds: int) -> Rate:
     """All hops at once, each with a share of the bytes, in `rounds` messages one after the other."""
-    links, flows, latency = Links(cluster), Flows(), 0.0
+    links = Links(cluster)
+    flows = Flows()
+    latency = 0.0
     for sender, receiver, share in hops:
         path = links.path(sender, receiver)
         latency = max(latency, path.seconds)

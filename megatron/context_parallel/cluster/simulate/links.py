@@ -45,7 +45,8 @@ class Links:
         devices: Sequence[int] | None = None,
         others: Sequence[Sequence[int]] = (),
     ) -> None:
-        self.cluster, self.devices = cluster, devices or range(cluster.ranks)
+        self.cluster = cluster
+        self.devices = devices or range(cluster.ranks)
         self.like = [like(rank) for rank in range(len(self.devices))]
         self.nodes = [device // cluster.devices_per_node for device in self.devices]  # of each rank
         self.places = [divmod(self.devices[rank], cluster.devices_per_node) for rank in self.like]  # node, device in it
@@ -68,7 +69,9 @@ class Links:
 
     def _path(self, sender: int, receiver: int) -> Path:
         cluster, sharing = self.cluster, self.sharing
-        nodes, out, into = (self.nodes[sender], self.nodes[receiver]), self.places[sender], self.places[receiver]
+        nodes = (self.nodes[sender], self.nodes[receiver])
+        out = self.places[sender]
+        into = self.places[receiver]
         if nodes[0] == nodes[1]:
             assert cluster.inside  # a node of more than one device has it
             rate = cluster.inside.GB_s * 1e9

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from weakref import WeakKeyDictionary
 
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.errors import UsageError
@@ -77,7 +78,7 @@ def simulate(
         raise UsageError(f"{cluster.name}: {len(devices)} devices for {plan.size} ranks; give as many")
     if blocks is None:
         blocks = BlockTime(cluster.device, plan, shape, mask or Mask(), shape.rows * plan.size // batch, dtype)
-    few = _folded(plan, blocks, period_of_links(cluster, devices)) if plan.size > all_up_to else Symmetry.none(plan)
+    few = _symmetry(plan, blocks, period_of_links(cluster, devices)) if plan.size > all_up_to else Symmetry.none(plan)
     links = Links(cluster, few.like, devices, others)
     clock = Clock(plan, _Costs(plan, shape, blocks, links, few), few.groups, few.ranks, cluster.buffered_sends)
     clock.run()
@@ -87,14 +88,18 @@ def simulate(
     return PassForecast(clock.flows.now, max(busy), clock.spans, few)
 
 
-def _folded(plan: Plan, blocks: Callable[[Attend], float], links: int) -> Symmetry:
-    """The fold of a plan. That of a mask is kept, because it is the same on devices of any speed."""
+_symmetries: WeakKeyDictionary[Plan, dict[tuple[int, Mask, int], Symmetry]] = WeakKeyDictionary()
+
+
+def _symmetry(plan: Plan, blocks: Callable[[Attend], float], links: int) -> Symmetry:
+    """The ranks that stand for all. Those for a mask are kept, because they are the same on devices of any speed."""
     if not isinstance(blocks, BlockTime):
         return symmetry_of(plan, blocks, links)
+    of_plan = _symmetries.setdefault(plan, {})
     key = links, blocks.mask, blocks.length
-    if key not in plan.folds:
-        plan.folds[key] = symmetry_of(plan, blocks.look, links)
-    return plan.folds[key]
+    if key not in of_plan:
+        of_plan[key] = symmetry_of(plan, blocks.look, links)
+    return of_plan[key]
 
 
 TENSORS = {T.Q: 1, T.KV: 2, T.O: 2, T.QDO: 4, T.DO: 2, T.DQ: 1, T.DKV: 2}  # of torch, each a message of its own
@@ -152,7 +157,9 @@ class _Costs:
         return self.flows.resource("cores", self.cluster.shared_cores * self.symmetry.share / self.links.together)
 
     def messages(self, group: int, op: Comm | SwapHeads, transfers: Sequence[Transfer]) -> Iterator[tuple[Task, float]]:
-        swap, hops, rounds = isinstance(op, SwapHeads), 1, 1
+        swap = isinstance(op, SwapHeads)
+        hops = 1
+        rounds = 1
         if isinstance(op, SwapHeads) and self.cluster.buffered_sends:  # with one rank after the other
             rounds = op.size - 1
         if isinstance(op, AllGather):  # libraries pass the chunks on along a ring
@@ -163,7 +170,8 @@ class _Costs:
         wake = self._wake()
         for t in transfers:
             path, uses, ends = self.route(None if swap else group, t.sender, t.receiver)
-            size, delay = self.bytes[t.tensor, swap] * t.share * hops, path.seconds + wake
+            size = self.bytes[t.tensor, swap] * t.share * hops
+            delay = path.seconds + wake
             yield Task(None, size, uses, ends), delay * rounds
             if path.processor and self.cluster.shared_cores:  # at both ends, as fast as the links bring the bytes
                 for end, (link, rate) in zip(ends, (path.links[0], path.links[:2][-1]), strict=True):

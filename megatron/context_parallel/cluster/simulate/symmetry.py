@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 from megatron.context_parallel.plan.ir import AllGather, Attend, Comm, Plan, ReduceScatter, Send, Steps
 from megatron.context_parallel.tokens.chunk_pairs import rotated
@@ -14,28 +14,24 @@ class Symmetry:
     """The ranks that are simulated. Each stands for those that are further by multiples.
 
     Attributes:
-        plan: the pass.
+        grid: all ranks of the plan.
         ranks: of a group. Rank r + `ranks` of the steps does what rank r does, with all ranks and chunks further.
         groups: of heads. Group g + `groups` is to the links what group g is.
     """
 
-    plan: Plan
+    grid: ProcessMesh
     ranks: int
     groups: int
 
     @classmethod
     def none(cls, plan: Plan) -> "Symmetry":
         """Every rank stands for itself."""
-        return cls(plan, plan.n, plan.heads)
-
-    @cached_property
-    def grid(self) -> ProcessMesh:
-        return self.plan.grid
+        return cls(plan.grid, plan.n, plan.heads)
 
     @property
     def share(self) -> float:
         """Of all ranks, those that are simulated."""
-        return self.ranks * self.groups / self.plan.size
+        return self.ranks * self.groups / self.grid.size
 
     def like(self, device: int) -> int:
         """The simulated device that stands for a device."""
@@ -55,7 +51,7 @@ def symmetry_of(plan: Plan, look: Callable[[Attend], Hashable], links: int) -> S
     periods = _periods(plan.n, plan.grid.rank(context=1), links)
     ranks = next(period for period in periods if work.repeats(period))
     groups = next(_periods(plan.heads, plan.grid.rank(heads=1), links))
-    return Symmetry(plan, ranks, groups)
+    return Symmetry(plan.grid, ranks, groups)
 
 
 def _periods(size: int, apart: int, links: int) -> Iterator[int]:
@@ -79,7 +75,8 @@ class _Work:
 
     def repeats(self, period: int) -> bool:
         """Whether rank r + period does what rank r does, for every r."""
-        n, rows = self.plan.n, self.plan.visible_pairs.rows
+        n = self.plan.n
+        rows = self.plan.visible_pairs.rows
         if period == n:
             return True
         if any(rotated(rows[(q + period) % n], period, n) != rows[q] for q in range(n)):
@@ -88,7 +85,8 @@ class _Work:
 
     def _does(self, rank: int) -> list:
         """The work of a rank, seen from it."""
-        n, work = self.plan.n, list[tuple]()
+        n = self.plan.n
+        work = list[tuple]()
         for s, step in enumerate(self.write(rank)):
             for op in step.comm:
                 work.append((s, *_turned(op, rank, n)))

@@ -11,10 +11,12 @@ from .one_pass import PassForecast
 
 def write_timeline(passes: dict[str, PassForecast], path: Path) -> None:
     """Writes passes, one after the other: a process for each rank, with a thread for blocks and for each channel."""
-    events, begin = list[dict](), 0.0
+    events = list[dict]()
+    begin = 0.0
     for title, forecast in passes.items():
         for span in forecast.spans:
-            lane, what = span.channel or BLOCKS, label(span.what)
+            lane = span.channel or BLOCKS
+            what = label(span.what)
             times = {"ts": (begin + span.start) * 1e6, "dur": (span.end - span.start) * 1e6}
             details = {"pass": title, "step": span.step}
             events.append({"ph": "X", "name": what, "pid": span.rank, "tid": lane, "args": details, **times})

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron.context_parallel.attention.context import ALL_RANKS_UP_TO
+from megatron.context_parallel.attention.plans import ALL_RANKS_UP_TO
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.simulate.one_pass import ALL_UP_TO, PassForecast, simulate
 from megatron.context_parallel.plan.ir import Plan, SwapHeads, T
@@ -45,7 +45,9 @@ def attention_plan(model: ModelShape, run: TrainConfig, backward: bool) -> Plan:
 
 @lru_cache(KEPT_PLANS)
 def _plan(model: ModelShape, run: TrainConfig, backward: bool) -> Plan:
-    n, choice, shape = run.context_parallel_size, parse_spec(run.cp_strategy), attention_shape(model, run)
+    n = run.context_parallel_size
+    choice = parse_spec(run.cp_strategy)
+    shape = attention_shape(model, run)
     chunks = Chunks.pair(choice.layout, choice.plan(n).n, run.seq_length)
     visible_pairs = attention_mask(model).pairs(*chunks)
     return choice.plan(n, visible_pairs=visible_pairs, backward=backward, heads=shape.heads, kv_heads=shape.kv_heads)
@@ -60,12 +62,14 @@ def attention_forecast(
     `simulate`.
     """
     plan, shape, mask = attention_plan(model, run, backward), attention_shape(model, run), attention_mask(model)
-    groups, each = run.groups("context"), cluster.devices_per_node
+    groups = run.groups("context")
+    each = cluster.devices_per_node
     unlike = {}  # groups that lie alike on nodes take equally long
     for group in reversed(groups):
         nodes = tuple(rank // each - group[0] // each for rank in group)
         unlike[nodes] = group
-    how, forecasts = (mask, run.micro_batch_size, run.dtype), []
+    how = (mask, run.micro_batch_size, run.dtype)
+    forecasts = []
     for group in unlike.values():
         others = [other for other in groups if other != group]
         forecasts.append(simulate(plan, cluster, shape, *how, group, others, all_up_to))
@@ -112,7 +116,8 @@ def attention_buffers(model: ModelShape, run: TrainConfig) -> int:
 
 @lru_cache(KEPT)
 def _buffers(model: ModelShape, run: TrainConfig) -> int:
-    shape, most = attention_shape(model, run), 0
+    shape = attention_shape(model, run)
+    most = 0
     for backward in (False, True):
         plan = attention_plan(model, run, backward)
         ranks = range(plan.n) if plan.n <= ALL_RANKS_UP_TO else (0, plan.n // 2, plan.n - 1)

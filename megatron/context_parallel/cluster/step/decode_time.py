@@ -49,8 +49,10 @@ def decode_step(
         batch: sequences. Each context rank has the queries of as many, rounded up.
         mlp_itemsize: bytes of a weight of the MLP; default: as the others.
     """
-    cluster, n = cluster.part(run.world_size), run.context_parallel_size
-    device, memory = cluster.device, cluster.device.memory_GB_s * 1e9
+    cluster = cluster.part(run.world_size)
+    n = run.context_parallel_size
+    device = cluster.device
+    memory = cluster.device.memory_GB_s * 1e9
     rows = -(-batch // n)  # of a rank
     heads, kv_heads = (
         max(1, count // run.tensor_model_parallel_size) for count in (model.num_attention_heads, model.num_query_groups)

@@ -40,7 +40,9 @@ class LayerTime:
 
     def layer(self, backward: bool) -> KernelTime:
         """A layer without its attention. The backward pass has two products for each one of the forward pass."""
-        model, tensor, dense = self.model, self.run.tensor_model_parallel_size, sum(self.products.values())
+        model = self.model
+        tensor = self.run.tensor_model_parallel_size
+        dense = sum(self.products.values())
         whole = model.hidden_size / (tensor if self.run.sequence_parallel else 1)
         rotated = 0 if model.positions else 2 * (model.queries + model.keys) / tensor
         mlp = model.ffn_hidden_size / tensor
@@ -69,7 +71,9 @@ class LayerTime:
         dtype = min((rate.dtype for rate in rates), key=lambda dtype: dtype != self.run.dtype)
         sizes, speeds = zip(*sorted((math.log(r.size), r.TFLOP_s) for r in rates if r.dtype == dtype), strict=True)
         speed = 1e12 * float(numpy.interp(math.log(m * k * n) / 3, sizes, speeds))
-        return max(2 * m * k * n / speed * self.slower, self._seconds(self.run.itemsize * (m * k + k * n + m * n)))
+        computing = 2 * m * k * n / speed * self.slower
+        moving = self._seconds(self.run.itemsize * (m * k + k * n + m * n))
+        return max(computing, moving)
 
     def embedding(self, backward: bool) -> KernelTime:
         """The first stage's embedding: rows are read and written, and in the backward pass added."""

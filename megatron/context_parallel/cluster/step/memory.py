@@ -9,11 +9,11 @@ from .train_config import TrainConfig
 
 
 class MemoryItem(NamedTuple):
-    """Memory of one kind: what it holds, bytes of a rank, and how they are counted."""
+    """Memory of one kind: what it holds, bytes of a rank, and the formula that counts them."""
 
     what: str
     bytes: int
-    how: str
+    formula: str
 
 
 LOGITS, BUFFERS = "logits and loss", "attention buffers"
@@ -51,7 +51,8 @@ def fullest_stage(model: ModelShape, run: TrainConfig) -> int:
 
 
 def _states(model: ModelShape, run: TrainConfig, count: int, shared: int) -> Iterator[MemoryItem]:
-    dtype, layer = run.itemsize, model.layer_parameters(run.tensor_model_parallel_size)
+    dtype = run.itemsize
+    layer = model.layer_parameters(run.tensor_model_parallel_size)
     over = {what: run.shards(what) for what in ("params", "grads", "optim")}
     by = {what: f" / {n} data x context ranks that shard it" if n > 1 else "" for what, n in over.items()}
     kept = 4 if run.use_torch_fsdp2 else dtype
@@ -75,22 +76,22 @@ def _activations(model: ModelShape, run: TrainConfig, stage: int) -> MemoryItem:
     mlp = model.mlp_width * (3 if model.swiglu else 2)
     layer = 4 * whole + (2 * model.queries + 2 * model.keys + mlp) / tensor
     layers = model.num_layers / run.pipeline_model_parallel_size
-    how = f"4h + (2q + 2kv + {3 if model.swiglu else 2} ffn) / tensor ranks values per token and layer"
+    formula = f"4h + (2q + 2kv + {3 if model.swiglu else 2} ffn) / tensor ranks values per token and layer"
     if run.sequence_parallel:
-        how = how.replace("4h + (", "(4h + ")
+        formula = formula.replace("4h + (", "(4h + ")
     values = layers * layer
     if run.recompute_granularity == "full" and each:
         kept = model.queries / tensor if run.recompute_whitelist else 0
         if run.recompute_method == "uniform":
             values = layers / each * whole + each * layer + layers * kept
-            how = f"h per {each} layers kept, and {each} layers at work: {how}"
+            formula = f"h per {each} layers kept, and {each} layers at work: {formula}"
         else:
             values = run.turns * each * (whole + kept) + (layers - run.turns * each) * layer + layer
-            how = f"h for {each} recomputed layers, others and one at work: {how}"
-        how += " + q / tensor ranks a recomputed layer" if kept else ""
+            formula = f"h for {each} recomputed layers, others and one at work: {formula}"
+        formula += " + q / tensor ranks a recomputed layer" if kept else ""
     in_flight = _in_flight(run, stage)
     size = round(values * in_flight * run.tokens * run.itemsize)
-    return MemoryItem("activations", size, f"{how}, x {in_flight:g} micro batches in flight")
+    return MemoryItem("activations", size, f"{formula}, x {in_flight:g} micro batches in flight")
 
 
 def _in_flight(run: TrainConfig, stage: int) -> float:

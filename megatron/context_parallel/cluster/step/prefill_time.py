@@ -41,7 +41,8 @@ class CachedBlock:
 
     def __call__(self, attend: Attend) -> float:
         """As long as its operations take, or as reading its keys."""
-        shape, keys = self.shape, self.shape.key_rows or self.shape.rows
+        shape = self.shape
+        keys = self.shape.key_rows or self.shape.rows
         rate = rate_at(self.device, self.dtype, shape.head_dim, False, (shape.rows * keys) ** 0.5, False)
         computed = 4 * shape.heads * shape.head_dim * self.pairs / rate
         read = 2 * keys * shape.kv_heads * shape.head_dim * shape.itemsize / (self.device.memory_GB_s * 1e9)
@@ -120,7 +121,8 @@ class _Prefill:
         return Shape(*sizes, partial_itemsize=prefill.partial_itemsize, key_rows=keys)
 
     def attention(self) -> tuple[float, Sequence[Span]]:
-        run, n = self.run, self.run.context_parallel_size
+        run = self.run
+        n = self.run.context_parallel_size
         choice = parse_spec(self.prefill.choice, layout="zigzag")
         visible_pairs = Mask(True).pairs(*Chunks.pair("zigzag", n, 2 * n))
         plan = choice.plan(n, visible_pairs=visible_pairs, heads=self.shape.heads, kv_heads=self.shape.kv_heads)

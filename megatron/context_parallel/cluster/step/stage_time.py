@@ -126,8 +126,10 @@ class StageTime:
         """The same of embedding, logits and loss."""
         if self.run.tensor_model_parallel_size == 1:
             return 0.0
-        rate, whole = self._ring("tensor"), 1 if self.run.sequence_parallel else 2
-        one, seconds = rate.seconds(self._hidden_states()), 0.0
+        rate = self._ring("tensor")
+        whole = 1 if self.run.sequence_parallel else 2
+        one = rate.seconds(self._hidden_states())
+        seconds = 0.0
         if self.first:
             seconds += one * (whole if not backward else 2 - whole)
         if self.last:
@@ -137,7 +139,8 @@ class StageTime:
 
     def _pipeline(self, busy: float) -> float:
         """Seconds of a pass that wait for the next stage. An interleaved pipeline sends while it computes."""
-        run, stride = self.run, self.run.world_size // self.run.pipeline_model_parallel_size
+        run = self.run
+        stride = self.run.world_size // self.run.pipeline_model_parallel_size
         if run.pipeline_model_parallel_size == 1:
             return 0.0
         pairs = tuple((rank, rank + stride) for rank in range(run.world_size - stride))

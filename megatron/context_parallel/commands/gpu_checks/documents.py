@@ -30,11 +30,11 @@ def plan_and_cut(
     """Seconds of the plans of both passes, and of all blocks of a rank in them."""
     shape = (length, length), heads, heads
     start = clock()
-    plans = [cp.plan(mask, *shape, backward=backward) for backward in (False, True)]
+    plans = [cp.plans.of(mask, *shape, backward=backward) for backward in (False, True)]
     for plan in plans:
         schedule(plan, rank)
     planned = clock()
-    blocks = cp.blocks(mask, shape[0], kernel)
+    blocks = cp.plans.blocks(mask, shape[0], kernel)
     for plan in plans:
         for attend in [attend for step in plan.steps[rank] for attend in step.attend]:
             for q in attend.q_chunks:
@@ -47,7 +47,7 @@ def measure_documents(report: CheckReport, sizes: CheckSizes, device: torch.devi
     n, length = sizes.document_ranks, sizes.document_tokens
     kernel = kernel_for(device, torch.bfloat16, sizes.speed_head_dims[-1])
     for strategy in CASES:
-        cps, times, waits = [AllRanks(n, strategy) for _ in range(AllRanks(n, strategy).steps_on)], [], 0
+        cps, times, waits = [AllRanks(n, strategy) for _ in range(AllRanks(n, strategy).plans.steps_on)], [], 0
         for turn in range(sizes.repeats + 1):
             mask = Mask(documents=Documents.after(end_tokens(length, sizes.documents, turn)))
             with synchronisations(device) as counted:

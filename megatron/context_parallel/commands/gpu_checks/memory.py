@@ -76,7 +76,7 @@ class OneRank(AllRanks):
 
 def formula(cp: OneRank, rows: int, heads: int, kv_heads: int, dim: int) -> float:
     """Bytes at most: the units that the plans hold at their peak, and a kernel's, as if all were float32."""
-    plans = [cp.plan(Mask(), (rows * cp.n,) * 2, heads, kv_heads, backward=backward) for backward in (False, True)]
+    plans = [cp.plans.of(Mask(), (rows * cp.n,) * 2, heads, kv_heads, backward=backward) for backward in (False, True)]
     units = max(peak(plan, 0, kv_heads / heads) for plan in plans)
     return (units + KERNEL) * rows * heads * dim * 4
 

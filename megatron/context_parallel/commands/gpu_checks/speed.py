@@ -191,7 +191,7 @@ def launches(cp: AllRanks, kernel: Kernel, clock: GpuClock, q: Tensor, k: Tensor
     """Kernel calls of a causal forward pass, and the blocks (query chunks against gathered keys) of its plan."""
     watched = CountingKernel(kernel, clock)
     context_parallel_attention(q, k, v, cp, kernel=watched)
-    plan = cp.plan(Mask(), (len(q), len(k)), q.shape[2], k.shape[2], backward=False)
+    plan = cp.plans.of(Mask(), (len(q), len(k)), q.shape[2], k.shape[2], backward=False)
     blocks = 0
     for steps in plan.steps:
         blocks += sum(len(attend.q_chunks) for step in steps for attend in step.attend)

@@ -145,7 +145,10 @@ def _find(name: str) -> tuple[Weight, int]:
 
 
 def _fill(parameter: Tensor, parts: list[Tensor], weight: Weight, vocabulary: int) -> None:
-    whole, along, ranks, rank = list(parameter.shape), weight.along, 1, 0
+    whole = list(parameter.shape)
+    along = weight.along
+    ranks = 1
+    rank = 0
     if along is not None:
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         rank = parallel_state.get_tensor_model_parallel_rank()

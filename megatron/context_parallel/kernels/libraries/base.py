@@ -48,7 +48,8 @@ class Library(ABC):
     blocks: str = "full and causal blocks"
 
     def __init__(self, *, deterministic: bool = False) -> None:
-        self.calls, self.deterministic = importlib.import_module(self.module), deterministic
+        self.calls = importlib.import_module(self.module)
+        self.deterministic = deterministic
 
     @classmethod
     def missing(cls, head_dim: int) -> str | None:
@@ -89,7 +90,8 @@ class Library(ABC):
         Raises:
             UsageError: a block that does not come apart into pieces that the library takes.
         """
-        found, rows = cut(block, short=0), block.first.shape[1]
+        found = cut(block, short=0)
+        rows = block.first.shape[1]
         for piece in found:
             if not cls.takes(piece, rows, keys):
                 mask = "irregular" if isinstance(piece.mask, Runs) else piece.mask

@@ -53,10 +53,10 @@ class Cudnn(Library):
     @classmethod
     def takes(cls, piece: Piece, rows: int, keys: int) -> bool:
         half = max(rows // 2, 1)
-        sizes = (length(piece.q), rows), (length(piece.kv), keys)
-        return super().takes(piece, rows, keys) and all(
-            size % TILE == 0 and (size == whole or size % half == 0) for size, whole in sizes
-        )
+        for size, whole in ((length(piece.q), rows), (length(piece.kv), keys)):
+            if size % TILE or (size != whole and size % half):
+                return False
+        return super().takes(piece, rows, keys)
 
     def _forward(self, q, k, v, causal, scale):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -26,7 +26,7 @@ class FlashAttention3(Library):
         most = os.environ.get("NCCL_MAX_CTAS", "0")
         if not most.isdecimal():
             raise UsageError(f"NCCL_MAX_CTAS={most}: must be a count of thread blocks, such as 16, or unset")
-        self.how = {"sm_margin": int(most)}
+        self.launch_options = {"sm_margin": int(most)}
 
     @classmethod
     def head_dims(cls, capability: Capability, *, deterministic: bool) -> Sequence[int]:
@@ -34,7 +34,7 @@ class FlashAttention3(Library):
         return range(8, (0 if capability != (9, 0) else 192 if deterministic else 256) + 1, 8)
 
     def _forward(self, q, k, v, causal, scale):
-        return self.calls.fwd(q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1, **self.how)[:2]
+        return self.calls.fwd(q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1, **self.launch_options)[:2]
 
     def _backward(self, dout, q, k, v, out, lse, causal, scale):
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -43,6 +43,6 @@ class FlashAttention3(Library):
             softmax_scale=scale,
             is_causal=causal,
             deterministic=self.deterministic,
-            **self.how,
+            **self.launch_options,
         )
         return grads

@@ -46,7 +46,8 @@ class PositionKernel:
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
         """The whole block in one piece, its runs on the device, or on their way: nothing waits for them."""
-        rows, both = slice(0, block.first.shape[1]), torch.stack(block)
+        rows = slice(0, block.first.shape[1])
+        both = torch.stack(block)
         if self.device.type == "cuda":
             both = both.pin_memory()
         return [Piece(rows, slice(0, keys), Runs(*both.to(self.device, non_blocking=True)))]
@@ -120,7 +121,8 @@ class PositionKernel:
     def _tiles_if_any(self, kernel: str, q: Tensor, v: Tensor, scores: Scores) -> Tiles | None:
         if q.dtype is torch.float32 or self.device.type == "cpu":
             return FLOAT32
-        found, size = TILES[self.architecture], max(q.shape[-1], v.shape[-1])
+        found = TILES[self.architecture]
+        size = max(q.shape[-1], v.shape[-1])
         capped = found.get(f"capped {kernel}", {}).get(size) if scores.softcap else None
         return capped or found[kernel].get(size)
 
@@ -151,7 +153,8 @@ def architecture(capability: tuple[int, int]) -> int:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: PieceMask) -> None:
-    (s, batch, _, d), dv = q.shape, v.shape[-1]
+    s, batch, _, d = q.shape
+    dv = v.shape[-1]
     if d not in PARTS or dv not in PARTS or q.dtype not in DTYPES:
         sizes = f"head_dim {d}" if d == dv else f"head_dim {d} and value head_dim {dv}"
         raise UsageError(f"the position kernel with {sizes} in {q.dtype}: need {[*PARTS]}, in 16 or 32 bits")
@@ -171,7 +174,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: PieceMask) -> None:
 def _common(q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> dict[str, object]:
     """The arguments all kernels share."""
     _check(q, k, v, mask)
-    (s, batch, group, d), dv = q.shape, v.shape[-1]
+    s, batch, group, d = q.shape
+    dv = v.shape[-1]
     runs = mask if isinstance(mask, Runs) else None
     first, end = (runs.first.contiguous(), runs.end.contiguous()) if runs else (None, None)
     tf32 = q.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
@@ -225,7 +229,8 @@ def _parts(programs: tuple[int, int], group: int, processors: int) -> int:
 
 def _split(parts: int, q: Tensor, dout: Tensor, dq: Tensor, mask: PieceMask) -> dict[str, object]:
     """Arguments by query head with the query heads of each key/value head in parts."""
-    group, samples = q.shape[2] // parts, len(mask.first) if isinstance(mask, Runs) else 1
+    group = q.shape[2] // parts
+    samples = len(mask.first) if isinstance(mask, Runs) else 1
     q, dout, dq = (x.flatten(1, 2).unflatten(1, (-1, group)) for x in (q, dout, dq))
     at_dout = {} if dout.shape == q.shape else _strides(dout=dout)
     changed = {"q": q, "dout": dout, "dq": dq, "group": group, "heads_a_sample": q.shape[1] // samples}

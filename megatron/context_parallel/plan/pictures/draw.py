@@ -92,13 +92,16 @@ def _assignment(axes: Axes, shown: Picture) -> None:
 
 def _timeline(axes: Axes, shown: Picture, lane: float) -> None:
     """`lane`: inches from one lane to the next."""
-    n, lanes = shown.ranks, len(shown.lanes)
-    pitch, inches = lanes + _GAP, _WIDTH - _TIMELINE - _RIGHT
+    n = shown.ranks
+    lanes = len(shown.lanes)
+    pitch = lanes + _GAP
+    inches = _WIDTH - _TIMELINE - _RIGHT
     size = min(7.0, 0.66 * 72 * lane)
     for rank in range(n):
         axes.axhspan(rank * pitch - 0.5, rank * pitch + lanes - 0.5, color="0.955", linewidth=0, zorder=0)
     for bar in shown.bars:
-        y, length = bar.rank * pitch + bar.lane, bar.end - bar.start
+        y = bar.rank * pitch + bar.lane
+        length = bar.end - bar.start
         colour = COLOURS[bar.tensor] if bar.tensor else BLOCK
         axes.add_patch(
             Rectangle((bar.start, y - 0.46), length, 0.92, facecolor=colour, edgecolor="white", linewidth=0.6)

@@ -91,7 +91,8 @@ def _bars(plan: Plan, span: Span, lanes: tuple[str, ...]) -> Iterator[Bar]:
         return
     shown = [op for op in span.what if not isinstance(op, Recv)] or span.what
     messages = [message for op in shown for message in _messages(plan, op, span.rank)]
-    ends = [round(start + i * (end - start) / len(messages), 6) for i in range(len(messages) + 1)]
+    count = len(messages)
+    ends = [round(start + i * (end - start) / count, 6) for i in range(count + 1)]
     for (tensor, texts, sent, received), start, end in zip(messages, ends, ends[1:], strict=False):
         lane = lanes.index(span.channel)
         yield Bar(span.rank, lane, span.step, start, end, tensor, texts, sent=sent, received=received)
@@ -102,13 +103,16 @@ def _messages(plan: Plan, op: Comm | SwapHeads, rank: int) -> Iterator[tuple]:
     texts: dict[T, tuple[str, ...]]
     if isinstance(op, SwapHeads):
         rank = plan.grid.rank(context=rank)
-        transfers, texts = plan.swapped(op, rank), {t: (f"swap {t}", f"{t}") for t in op.tensors}
+        transfers = plan.swapped(op, rank)
+        texts = {t: (f"swap {t}", f"{t}") for t in op.tensors}
     elif isinstance(op, AllGather | ReduceScatter):
         word = "gather" if isinstance(op, AllGather) else "reduce"
-        transfers, texts = op.transfers(rank), {op.tensor: (f"{word} {op.tensor}", f"{op.tensor}")}
+        transfers = op.transfers(rank)
+        texts = {op.tensor: (f"{word} {op.tensor}", f"{op.tensor}")}
     else:
         way = f"{op.chunk}{'→' if isinstance(op, Send) else '←'}{op.peer}"
-        transfers, texts = op.transfers(rank), {op.tensor: (f"{op.tensor}{way}", way, f"{op.chunk}")}
+        transfers = op.transfers(rank)
+        texts = {op.tensor: (f"{op.tensor}{way}", way, f"{op.chunk}")}
     for tensor, written in texts.items():
         sent = tuple(t for t in transfers if t.tensor is tensor and t.sender == rank)
         received = tuple(t for t in transfers if t.tensor is tensor and t.receiver == rank)

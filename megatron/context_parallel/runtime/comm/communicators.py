@@ -1,14 +1,12 @@
 """How the ranks of a context group meet, and the communicators they then make together."""
 
 import hashlib
-from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches.torch_process_groups import default_store, new_process_group, timeout_of
 
 
 def joined(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
@@ -42,28 +40,6 @@ def joined(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     return group
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long operations of `group` may take. No public function tells."""
-    return _backend_options(group)._timeout
-
-
-def options_of(group: dist.ProcessGroup) -> Any:
-    """Options of a communicator beside `group`, if that is of NCCL: its priority of streams and its limits of CTAs.
-
-    They decide whether communication waits for whole compute kernels.
-    """
-    given = _backend_options(group)
-    if not hasattr(given, "is_high_priority_stream"):
-        return None
-    own = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.is_high_priority_stream)
-    own.config, own._timeout = given.config, given._timeout
-    return own
-
-
-def _backend_options(group: dist.ProcessGroup) -> Any:
-    return group._get_backend(group._device_types[0]).options
-
-
 def meet(group: dist.ProcessGroup, given: str) -> str:
     """Waits for all ranks of `group` and checks that all were `given` the same.
 
@@ -75,7 +51,7 @@ def meet(group: dist.ProcessGroup, given: str) -> str:
     """
     ranks, rank, timeout = dist.get_process_group_ranks(group), dist.get_rank(), timeout_of(group)
     members = "_".join(map(str, ranks))
-    store = dist.PrefixStore(f"context_parallel/{members}", distributed_c10d._get_default_store())
+    store = dist.PrefixStore(f"context_parallel/{members}", default_store())
     turn = store.add(f"meetings of {rank}", 1)  # counted in the store: it outlives groups, and names are used once
     keys = [f"{turn}/{r}" for r in ranks]
     store.set(f"{turn}/{rank}", given)
@@ -107,26 +83,7 @@ def _named(ranks: list[int]) -> str:
 def new_communicator(group: dist.ProcessGroup, ranks: list[int], meeting: str, channel: str) -> dist.ProcessGroup:
     """A communicator of `ranks` (of the world, all in `group`), with the backend, options and timeout of `group`.
 
-    Exactly these ranks make it. `dist.new_group` names a group by how many groups the process has, so ranks with
-    different numbers of groups would wait for each other for ever.
+    Exactly these ranks make it.
     """
     name = hashlib.sha256(f"{meeting} {channel} {ranks}".encode()).hexdigest()
-    world = dist.group.WORLD
-    assert world is not None
-    device, world.bound_device_id = world.bound_device_id, None  # else NCCL splits the world, and needs all its ranks
-    try:
-        communicator, _ = distributed_c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(dist.get_rank()),
-            ranks,
-            dist.get_backend(group),
-            distributed_c10d._get_default_store(),
-            f"context_parallel/{name}",  # type: ignore[arg-type]  # GroupName is a str that few releases have
-            backend_options=options_of(group),
-            timeout=timeout_of(group),
-            group_desc=f"context parallel {channel}",
-        )
-    finally:
-        world.bound_device_id = device
-    distributed_c10d._world.pg_group_ranks[communicator] = {rank: i for i, rank in enumerate(ranks)}
-    return communicator
+    return new_process_group(group, ranks, f"context_parallel/{name}", f"context parallel {channel}")

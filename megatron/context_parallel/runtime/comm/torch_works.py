@@ -1,12 +1,14 @@
 """Operations of torch.distributed under way: messages, and what NCCL does in one call where gloo prefers messages."""
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, chain
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron.context_parallel.patches.torch_coalescing import as_one, can_coalesce
+from megatron.context_parallel.patches.torch_foreach import copy_each
 
 from .flight_recorder import Ends, recorder
 
@@ -91,8 +93,8 @@ def post(group: dist.ProcessGroup, sends: MessageList, receives: MessageList) ->
     if not (sends or receives):
         return []
     device = (sends or receives)[0][1].device
-    if group._get_backend(device).supports_coalescing:
-        with dist._coalescing_manager(group, device, async_ops=True) as together:
+    if can_coalesce(group, device):
+        with as_one(group, device, async_ops=True) as together:
             _post(group, sends, receives)
         return [together]
     return _post(group, sends, receives)
@@ -106,7 +108,7 @@ def _post(group: dist.ProcessGroup, sends: MessageList, receives: MessageList) -
 
 def gather(group: dist.ProcessGroup, tensors: Iterable[tuple[Tensor, Tensor]]) -> dist.Work:
     """Starts gathering each (mine, everyone), all in one collective."""
-    with dist._coalescing_manager(group, async_ops=True) as together:
+    with as_one(group, async_ops=True) as together:
         for mine, everyone in tensors:
             gather_one(everyone, mine, group=group)
     return together
@@ -114,7 +116,7 @@ def gather(group: dist.ProcessGroup, tensors: Iterable[tuple[Tensor, Tensor]]) -
 
 def add_up(group: dist.ProcessGroup, tensors: Iterable[tuple[Tensor, Tensor]]) -> dist.Work:
     """Starts a reduce-scatter of each (mine, everyone), all in one collective."""
-    with dist._coalescing_manager(group, async_ops=True) as together:
+    with as_one(group, async_ops=True) as together:
         for mine, everyone in tensors:
             sum_one(mine, everyone, group=group)
     return together
@@ -132,14 +134,14 @@ class AllToAll:
         parts, packed, sent = _packed(sends, size)
         self.parts, self.landed, received = _packed(receives, size)
         self.into = [x for _, x in sorted(receives, key=_peer)]
-        torch._foreach_copy_(parts, [x for _, x in sorted(sends, key=_peer)])
+        copy_each(parts, [x for _, x in sorted(sends, key=_peer)])
         work = dist.all_to_all_single(self.landed, packed, received, sent, group=group, async_op=True)
         assert work is not None  # this rank is in the group
         self.work = work
 
     def wait(self) -> None:
         self.work.wait()
-        torch._foreach_copy_(self.into, self.parts)
+        copy_each(self.into, self.parts)
 
 
 def _peer(message: tuple[int, Tensor]) -> int:
@@ -148,14 +150,16 @@ def _peer(message: tuple[int, Tensor]) -> int:
 
 def _packed(messages: MessageList, size: int) -> tuple[list[Tensor], Tensor, list[int]]:
     """A buffer for messages, rank after rank: where each of them is in it, the buffer, and its bytes for each rank."""
-    ordered, counts = sorted(messages, key=_peer), [0] * size
+    ordered = sorted(messages, key=_peer)
+    counts = [0] * size
     sizes = [-(-x.numel() * x.element_size() // ALIGNED) * ALIGNED for _, x in ordered]
     for (peer, _), count in zip(ordered, sizes, strict=True):
         counts[peer] += count
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=ordered[0][1].device)
-    starts = chain((0,), accumulate(sizes))
-    parts = [
-        buffer[start : start + x.numel() * x.element_size()].view(x.dtype).view(x.shape)
-        for (_, x), start in zip(ordered, starts, strict=False)
-    ]
+    parts = []
+    start = 0
+    for (_, x), size_of in zip(ordered, sizes, strict=True):
+        used = buffer[start : start + x.numel() * x.element_size()]
+        parts.append(used.view(x.dtype).view(x.shape))
+        start += size_of
     return parts, buffer, counts

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.context_parallel.patches.torch_write_counter import writes_to
 from megatron.context_parallel.plan.ir import Plan, PlanError
 
 from .communicators import meet, new_communicator
@@ -63,8 +64,10 @@ class TorchTransport:
     def __init__(self, group: dist.ProcessGroup, given: str) -> None:
         """Waits for the other ranks of `group`, which must be `given` the same (see `meet`)."""
         self.ranks = dist.get_process_group_ranks(group)
-        self.rank, self._everyone = dist.get_rank(group), tuple(range(len(self.ranks)))
-        self._given, self._meeting = group, meet(group, given)
+        self.rank = dist.get_rank(group)
+        self._everyone = tuple(range(len(self.ranks)))
+        self._given = group
+        self._meeting = meet(group, given)
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self.sums = self._nccl = "nccl" in dist.get_backend_config(group)
 
@@ -97,7 +100,8 @@ class TorchTransport:
 
     def _exchange(self, channel: str, members: tuple[int, ...], sends: MessageList, receives: MessageList) -> Work:
         """Starts one batch of messages on a communicator."""
-        group, ranks = self._group(channel, members), self.ranks
+        group = self._group(channel, members)
+        ranks = self.ranks
         sends = [(peer, x) for peer, x in sends if x.numel()]
         receives = [(peer, x) for peer, x in receives if x.numel()]
         ends = [("receive", ranks[peer]) for peer, _ in receives] + [("send", ranks[peer]) for peer, _ in sends]
@@ -146,14 +150,6 @@ def _as_messages(
     return sends, receives
 
 
-def _version(x: Tensor) -> int:
-    """How often `x` was written to; tensors of inference mode do not count."""
-    try:
-        return x._version
-    except RuntimeError:
-        return 0
-
-
 class _Message:
     """A tensor on its way inside the process. As on a network, it is complete when both ends have named their tensor.
 
@@ -165,11 +161,12 @@ class _Message:
     def __init__(self) -> None:
         self.content: Tensor | None = None
         self.into: Tensor | None = None
-        self.version, self.complete = 0, False
+        self.version = 0
+        self.complete = False
 
     def deliver(self) -> None:
         assert self.content is not None and self.into is not None  # only what is complete is delivered
-        if _version(self.content) != self.version:
+        if writes_to(self.content) != self.version:
             raise PlanError("a tensor was overwritten while it was being sent")
         if self.content.shape != self.into.shape:
             raise PlanError(f"a tensor of {list(self.content.shape)} was sent for one of {list(self.into.shape)}")
@@ -192,7 +189,7 @@ class MessageQueue:
             message.complete = True
         else:
             self.sent.append(message := _Message())
-        message.content, message.version = content, _version(content)
+        message.content, message.version = content, writes_to(content)
         return message
 
     def receive(self, into: Tensor) -> _Message:
@@ -262,7 +259,9 @@ class Subgroup:
     """Some ranks of a transport, numbered 0, 1, ... in the order given."""
 
     def __init__(self, transport: Transport, ranks: tuple[int, ...]) -> None:
-        self.transport, self.ranks, self.sums = transport, ranks, transport.sums
+        self.transport = transport
+        self.ranks = ranks
+        self.sums = transport.sums
 
     def world(self, peer: int) -> int:
         return self.transport.world(self.ranks[peer])

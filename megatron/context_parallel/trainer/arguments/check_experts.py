@@ -28,7 +28,8 @@ def check_experts(args: Arguments) -> None:
 
 
 def _check_expert_ranks(args: Arguments) -> None:
-    name, size = "expert_model_parallel_size", args.expert_model_parallel_size
+    name = "expert_model_parallel_size"
+    size = args.expert_model_parallel_size
     check_sharers(args, name)
     if size > 1 and args.tensor_model_parallel_size > 1:
         why = "was not compared with one rank beside tensor parallelism"

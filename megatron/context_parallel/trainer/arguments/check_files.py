@@ -96,7 +96,8 @@ def _check_communicators(args: Arguments, path: Path) -> None:
     """Refuse names in a file of NCCL's options that megatron-core would not read."""
     import yaml
 
-    groups, name = FLAGS["high_priority_stream_groups"].choices, "nccl_communicator_config_path"
+    groups = FLAGS["high_priority_stream_groups"].choices
+    name = "nccl_communicator_config_path"
     try:
         found = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -20,7 +20,8 @@ def check_sharding(args: Arguments) -> None:
 
 
 def _check_instances(args: Arguments) -> None:
-    name, instances = "num_distributed_optimizer_instances", args.num_distributed_optimizer_instances
+    name = "num_distributed_optimizer_instances"
+    instances = args.num_distributed_optimizer_instances
     check_sharers(args, name)
     if instances > 1 and not args.use_distributed_optimizer:
         refuse(args, name, "needs a sharded optimizer", use_distributed_optimizer=True)

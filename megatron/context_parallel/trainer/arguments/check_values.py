@@ -79,14 +79,16 @@ def _check_sequence(args: Arguments) -> None:
     if args.window_size and args.window_size[1] > 0:
         refuse(args, "window_size", "no token sees those after it", window_size=(args.window_size[0], 0))
     n, tensor = args.context_parallel_size, args.tensor_model_parallel_size
-    sharers, what = tensor if args.sequence_parallel else 1, ""
+    sharers = tensor if args.sequence_parallel else 1
+    what = ""
     parts = n * sharers
     if args.cp_layers:
         for choice in distinct(args.cp_layers):
             _check_plan(args, choice)
         check_same_tokens(args.cp_layers, n)
         layout = args.cp_layers[0].layout
-        parts, what = n * math.lcm(2 if layout == "zigzag" else 1, sharers), f"the {layout} layout "
+        parts = n * math.lcm(2 if layout == "zigzag" else 1, sharers)
+        what = f"the {layout} layout "
     if args.seq_length % parts:
         over = f"{n} context-parallel" + (f" x {sharers} sequence-parallel" if sharers > 1 else "")
         why = f"{what or 'its split '}over {over} ranks needs a multiple of {parts}"
@@ -110,17 +112,16 @@ def _check_schedule(args: Arguments) -> None:
     decay = decay_samples(args)
     if decay and warmup_samples(args) >= decay:
         unit, each = ("samples", 1) if args.train_samples else ("iters", args.global_batch_size)
-        why, name = f"must end before the decay does, after {decay // each} {unit}", f"lr_warmup_{unit}"
+        why = f"must end before the decay does, after {decay // each} {unit}"
+        name = f"lr_warmup_{unit}"
         refuse(args, name, why, **{name: decay // each // 10})
 
 
 def check_rampup(args: Flags, data_parallel_size: int) -> None:
     """Refuse a ramp-up of the batch whose steps do not lead to the global batch, or cannot be dealt to the ranks."""
-    given, each, whole = (
-        args.rampup_batch_size or [],
-        args.micro_batch_size * data_parallel_size,
-        args.global_batch_size,
-    )
+    given = args.rampup_batch_size or []
+    each = args.micro_batch_size * data_parallel_size
+    whole = args.global_batch_size
     if args.num_layers_per_virtual_pipeline_stage:
         each *= args.pipeline_model_parallel_size  # whose schedule deals whole rounds
     why = f"must be three numbers, START + a multiple of INCREMENT = --global-batch-size {whole}, multiples of {each}"
@@ -136,7 +137,8 @@ def _check_devices(args: Arguments) -> None:
     from megatron.context_parallel.integration.transformer_engine import check_importable
     from megatron.context_parallel.kernels.choose import check_backend
 
-    gpus, backend = torch.cuda.device_count(), args.cp_attention_backend
+    gpus = torch.cuda.device_count()
+    backend = args.cp_attention_backend
     if gpus and not args.dry_run and (local := ranks_in("LOCAL_WORLD_SIZE", 1)) > gpus:
         why = f"this host has {gpus} GPUs; give torchrun --nproc-per-node {gpus}"
         raise UsageError(f"LOCAL_WORLD_SIZE={local}: {why}")
@@ -155,7 +157,9 @@ def _check_devices(args: Arguments) -> None:
     elsewhere = args.dry_run and not gpus and backend not in ("auto", "aten")
     device = "cuda" if gpus or elsewhere else "cpu"
     irregular = next((FLAGS[n].option for n in ("window_size", "reset_attention_mask") if getattr(args, n)), None)
-    check_backend(backend, args.params_dtype, args.kv_channels, device=device, irregular=irregular, here=not elsewhere)
+    check_backend(
+        backend, args.params_dtype, args.kv_channels, device=device, irregular=irregular, on_this_host=not elsewhere
+    )
     if device == "cuda":
         _check_blocks(args)
 

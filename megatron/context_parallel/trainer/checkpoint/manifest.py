@@ -34,7 +34,8 @@ def file_record(path: Path) -> File:
     Raises:
         OSError: it cannot be read.
     """
-    digest, size = xxh3_64(), 0
+    digest = xxh3_64()
+    size = 0
     buffer = memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as stream:
         while count := stream.readinto(buffer):

@@ -141,7 +141,8 @@ def _prime_adam(optimizer: MegatronOptimizer) -> None:
 
 def _load_buckets(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
     given = [dict(group) for group in optimizer.param_groups]
-    parts, groups = _parts(optimizer), loaded["optimizer"]["param_groups"]
+    parts = _parts(optimizer)
+    groups = loaded["optimizer"]["param_groups"]
     # Of what experts were not shared out: their optimizer has the groups of the other weights.
     both = [group | {"is_expert_parallel": shared} for shared in (False, True) for group in groups]
     for number, part in enumerate(parts):

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from megatron.core.rerun_state_machine import Call, Caller
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches.torch_checkpoint_metadata import unpickled_by
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _IN_METADATA = {
@@ -49,12 +49,12 @@ def plain_reads(checkpoint: Path) -> Iterator[None]:
     Raises:
         UsageError: `checkpoint` holds more; nothing of it was run.
     """
-    environment, read = dict(os.environ), FileSystemReader.read_metadata
+    environment = dict(os.environ)
     os.environ.pop(_NOT_ONLY, None)
     os.environ[_ONLY_WEIGHTS] = "1"  # torch.load also where weights_only=False is asked for
-    FileSystemReader.read_metadata = _read_metadata  # type: ignore[method-assign, assignment]
     try:
-        with torch.serialization.safe_globals([Call, Caller]):  # what --rerun-mode saves; megatron-core allows the rest
+        # The two are what --rerun-mode saves; megatron-core allows the rest.
+        with unpickled_by(_Unpickler), torch.serialization.safe_globals([Call, Caller]):
             yield
     except (pickle.UnpicklingError, CheckpointException) as error:
         if wanted := _asked_for(error):
@@ -62,7 +62,6 @@ def plain_reads(checkpoint: Path) -> Iterator[None]:
             raise UsageError(f"--load {checkpoint.parent}: {checkpoint.name} holds more than data: {why}") from error
         raise
     finally:
-        FileSystemReader.read_metadata = read  # type: ignore[method-assign]
         for name in (_ONLY_WEIGHTS, _NOT_ONLY):
             os.environ.pop(name, None)
             if name in environment:
@@ -78,16 +77,6 @@ def _asked_for(error: BaseException) -> str | None:
         if isinstance(cause, pickle.UnpicklingError) and (found := _REFUSED.search(str(cause))):
             return found[1].rstrip(".")
     return None
-
-
-def _read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
-    """In place of PyTorch's, which runs what a pickle says."""
-    with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
-        metadata = _Unpickler(stream).load()  # type: ignore[arg-type]  # every stream can be read by line
-    if getattr(metadata, "storage_meta", None) is None:
-        metadata.storage_meta = StorageMeta()
-    metadata.storage_meta.load_id = self.load_id
-    return metadata
 
 
 class _Unpickler(pickle.Unpickler):

@@ -52,7 +52,8 @@ def check_resume(args: Arguments, saved: dict) -> str | None:
         why = f"its weights were converted from {saved['converted_from']}, and there is no run to go on with"
         refuse(args, "load", f"{why}; add --finetune")
     _check_optimizer(args, saved)
-    refused, now = _decisions(args, saved), plain_args(args)
+    refused = _decisions(args, saved)
+    now = plain_args(args)
     told = []
     for name, flag in FLAGS.items():
         if name not in saved or name not in now or saved[name] == now[name]:

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches.megatron_checkpoint_writer import take_results_in_this_process
 from megatron.context_parallel.runtime.comm.first_rank import on_first_rank, raise_alike
 from megatron.context_parallel.trainer.config.flags import Arguments
 
@@ -78,12 +79,12 @@ class Save:
 
     def __init__(self, args: Arguments, state: TrainState) -> None:
         assert args.save is not None
-        self.args, self.iteration = args, state.progress.iteration
+        self.args = args
+        self.iteration = state.progress.iteration
         self.final = iteration_directory(args.save, self.iteration)
         self.temporary = self.final.with_name(self.final.name + ".incomplete")
         on_first_rank(self._make_room)
-        # Where the writer leaves its results; for its own queue it would start a process, which outlives a killed rank.
-        filesystem_async._results_queue = queue.Queue()
+        take_results_in_this_process()
         sharded = sharded_state(state, optimizer=not args.no_save_optim, generators=not args.no_save_rng)
         self.request = dist_checkpointing.save(
             sharded, str(self.temporary), content_metadata=METADATA, async_sharded_save=True

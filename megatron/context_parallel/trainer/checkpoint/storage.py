@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
+from megatron.context_parallel.patches.megatron_checkpoint_writer import wrap_steps_of_rank_0
 from megatron.context_parallel.runtime.comm.first_rank import DiskError
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.config.workload import model_of
@@ -34,7 +32,8 @@ def begin_save(args: Arguments) -> None:
     _keep_errors()
     _kept.clear()
     check_save_lock()
-    needed, disk = checkpoint_bytes(args), os.statvfs(args.save)
+    needed = checkpoint_bytes(args)
+    disk = os.statvfs(args.save)
     free = disk.f_bavail * disk.f_frsize
     if free < needed:
         why = f"a checkpoint needs {_megabytes(needed)}, and {_megabytes(free)} are free"
@@ -64,13 +63,7 @@ def raise_kept() -> None:
 @cache
 def _keep_errors() -> None:
     # Rank 0 writes these files alone. If it left megatron-core here, the others would wait for it.
-    for owner, name in (
-        (TorchCommonSaveStrategy, "save_common"),
-        (FileSystemWriterAsync, "prepare_local_plan"),
-        (FileSystemWriterAsync, "finish"),
-        (serialization, "save_config"),
-    ):
-        setattr(owner, name, _keeps_errors(getattr(owner, name)))
+    wrap_steps_of_rank_0(_keeps_errors)
 
 
 def _keeps_errors(step: Callable) -> Callable:

@@ -145,7 +145,8 @@ def loadable_checkpoints(args: Flags) -> tuple[list[Path], str | None]:
         there = iterations(args.load)
     except UsageError as error:
         raise UsageError(f"--load {error}") from None
-    wanted, fault = args.ckpt_step, None
+    wanted = args.ckpt_step
+    fault = None
     if wanted is None:
         try:
             wanted = latest_iteration(args.load)

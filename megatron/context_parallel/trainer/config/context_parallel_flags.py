@@ -48,7 +48,8 @@ STRATEGY_OPTIONS = _options()
 
 def _declared(option: Option) -> Any:
     unit = {int: "N", Grid: "RxC"}.get(option.kind, "FILE" if option.read else "")
-    return flag(option.help, unit=unit, example=option.example, choices=option.choices)
+    formerly = f"cp_{option.formerly}" if option.formerly else ""
+    return flag(option.help, unit=unit, example=option.example, choices=option.choices, formerly=formerly)
 
 
 if TYPE_CHECKING:

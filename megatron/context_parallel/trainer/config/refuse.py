@@ -36,7 +36,8 @@ def check_relations(args: Arguments) -> None:
 
 def check_multiple(args: Flags, name: str, *of: str) -> None:
     """Refuse a value of field `name` that is no multiple of the product of others."""
-    value, unit = getattr(args, name), math.prod(getattr(args, factor) for factor in of)
+    value = getattr(args, name)
+    unit = math.prod(getattr(args, factor) for factor in of)
     if value % unit:
         product = " x ".join(flag_text(args, factor) for factor in of if getattr(args, factor) > 1)
         equals = f" = {unit}" if " x " in product else ""
@@ -45,6 +46,7 @@ def check_multiple(args: Flags, name: str, *of: str) -> None:
 
 def check_sharers(args: Arguments, name: str) -> None:
     """Refuse a value of field `name` that does not divide the data x context ranks."""
-    value, sharers = getattr(args, name), args.data_parallel_size * args.context_parallel_size
+    value = getattr(args, name)
+    sharers = args.data_parallel_size * args.context_parallel_size
     if sharers % value:
         refuse(args, name, f"does not divide the {sharers} data x context ranks", **{name: math.gcd(sharers, value)})

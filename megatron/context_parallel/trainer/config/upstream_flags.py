@@ -170,7 +170,8 @@ def meaningless(given: dict[str, list[str]]) -> str | None:
         UsageError: another value, or a flag that would change the result.
     """
     for option, values in given.items():
-        flag, written = UPSTREAM[option], " ".join([option, *values])
+        flag = UPSTREAM[option]
+        written = " ".join([option, *values])
         if flag.refused:
             raise UsageError(f"{written}: of Megatron-LM, not here; {flag.says}")
         if flag.values and (other := next((value for value in values if value not in flag.values), None)):

@@ -15,9 +15,10 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_idx_path
 from megatron.core.datasets.utils import Split, get_blend_from_list
-from torch.utils.data import DataLoader, Dataset, Sampler, dataloader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches.torch_data_workers import forget_workers
 from megatron.context_parallel.tokens.mask import Documents
 from megatron.context_parallel.trainer.config.flags import Arguments
 
@@ -80,7 +81,8 @@ def _dataset_config(args: Arguments, tokenizer) -> GPTDatasetConfig:
         source: dict[str, Any] = {"blend_per_split": [get_blend_from_list(paths) for paths in per_split]}
         prefixes = [prefix for blend in source["blend_per_split"] if blend for prefix in blend[0]]
     elif args.mock_data:
-        source, prefixes = {"split": args.split}, []
+        source = {"split": args.split}
+        prefixes = []
     elif args.data_path:
         source = {"blend": get_blend_from_list(args.data_path), "split": args.split}
         prefixes = source["blend"][0]
@@ -192,7 +194,7 @@ def _started(loader: DataLoader) -> Iterator[Batch]:
     except OSError as error:
         if error.errno == errno.EMFILE:  # told by the end of the rank
             raise
-        dataloader._MultiProcessingDataLoaderIter._shutdown = True  # what did not start lacks it when it is deleted
+        forget_workers()
         why = f"{error.strerror}{' in /dev/shm' if error.errno == errno.ENOSPC else ''}"
         raise UsageError(f"--num-workers {loader.num_workers}: they cannot start ({why}); give 0") from error
 
@@ -203,7 +205,8 @@ def _wrong_token(dataset: Dataset, samples: range, tokens: torch.Tensor, vocabul
     own: Any = dataset
     number = sample
     if isinstance(dataset, BlendedDataset):
-        own, number = dataset.datasets[dataset.dataset_index[sample]], dataset.dataset_sample_index[sample]
+        own = dataset.datasets[dataset.dataset_index[sample]]
+        number = dataset.dataset_sample_index[sample]
     prefix = own.dataset.path_prefix
     return (
         f"{prefix}: sample {number} has token {tokens[row, column]}, and the vocabulary has {vocabulary}; "

@@ -73,12 +73,14 @@ def tokenizer_of(prefix: str) -> dict[str, Any]:
 
 def _head(index: Path) -> tuple[numpy.dtype, int, int]:
     """Type of the tokens, number of sequences, number of document bounds."""
-    from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
+    from megatron.core.datasets.indexed_dataset import DType
+
+    from megatron.context_parallel.patches.megatron_index_file import HEADER
 
     size = index.stat().st_size
     with open(index, "rb") as stream:
         head = stream.read(_START)
-    if len(head) < _START or not head.startswith(_INDEX_HEADER):
+    if len(head) < _START or not head.startswith(HEADER):
         raise ValueError(f"{index.name} is not an index of tokens ({size} bytes)")
     version, code = int.from_bytes(head[9:17], "little"), head[17]
     sequences, documents = (int.from_bytes(head[at : at + 8], "little") for at in (18, 26))
@@ -118,9 +120,10 @@ def _check_pointers(name: str, lengths: numpy.ndarray, pointers: numpy.ndarray, 
 
 
 def _check_bounds(name: str, bounds: numpy.ndarray, sequences: int) -> None:
-    falls = any(
-        (numpy.diff(bounds[start : start + _AT_ONCE + 1]) < 0).any() for start in range(0, len(bounds), _AT_ONCE)
-    )
+    falls = False
+    for start in range(0, len(bounds), _AT_ONCE):
+        steps = numpy.diff(bounds[start : start + _AT_ONCE + 1])
+        falls = falls or bool((steps < 0).any())
     if bounds[0] != 0 or bounds[-1] != sequences or falls:
         why = f"from {bounds[0]} to {bounds[-1]}{', and fall between' if falls else ''}"
         raise ValueError(

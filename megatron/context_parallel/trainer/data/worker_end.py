@@ -3,7 +3,8 @@
 import errno
 import os
 from collections.abc import Sequence
-from multiprocessing.queues import Queue
+
+from megatron.context_parallel.patches.torch_data_workers import when_batch_is_lost
 
 NO_ROOM = "unable to allocate shared memory"
 
@@ -13,7 +14,7 @@ def end_without_room(worker: int) -> None:
 
     Its status is the number of the system's error.
     """
-    Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
+    when_batch_is_lost(_end_worker)
 
 
 def _end_worker(error: BaseException, batch: object) -> None:

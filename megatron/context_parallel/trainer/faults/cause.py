@@ -24,7 +24,8 @@ def describe_error(error: BaseException) -> str:
     """
     chain = [*_chain(error)]
     text = "\n".join(str(one) for one in chain)
-    ended, left = _ENDED.search(text), max(_LEFT.finditer(text), key=lambda found: found[2] or "", default=None)
+    ended = _ENDED.search(text)
+    left = max(_LEFT.finditer(text), key=lambda found: found[2] or "", default=None)
     status = int(left[2] or 0) if left else 0
     if status == errno.EMFILE or is_limit_of_files(chain):
         return f"ulimit -n {open_files()} is too low: no more files and connections may be opened; raise it to 65536"

@@ -6,9 +6,8 @@ import signal
 import sys
 from typing import NoReturn
 
-from torch.distributed import distributed_c10d
-
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches.torch_process_groups import default_store
 from megatron.context_parallel.trainer.config.flags import Arguments
 
 from .cause import describe_error
@@ -79,6 +78,6 @@ def _kind(error: BaseException) -> str:
 
 def _is_first() -> bool:
     try:
-        return distributed_c10d._get_default_store().add("ranks that told of an error", 1) == 1
+        return default_store().add("ranks that told of an error", 1) == 1
     except (RuntimeError, ValueError):  # the store is gone, or was never there
         return True

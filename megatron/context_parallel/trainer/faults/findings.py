@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches.megatron_data_parallel import before_reduction
+from megatron.context_parallel.patches.torch_foreach import norm_of_each
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.model.data_parallel import DataParallel
 
@@ -69,13 +71,12 @@ class Findings:
     def _watch_gradients(self, chunk: DistributedDataParallel) -> None:
         names = _names(chunk)
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            # megatron-core calls this before the ranks add up the gradients of the group.
-            group.ddp_config.check_for_nan_in_grad = True
             parameters = [parameter for bucket in group.buckets for parameter in bucket.params_list]
-            group.check_grads = partial(self._keep_norms, [names[parameter] for parameter in parameters], parameters)
+            keep = partial(self._keep_norms, [names[parameter] for parameter in parameters], parameters)
+            before_reduction(group, keep)
 
     def _keep_norms(self, names: list[str], parameters: list[torch.nn.Parameter], **_: bool) -> None:
-        norms = torch._foreach_norm([parameter.main_grad for parameter in parameters])  # type: ignore[attr-defined]
+        norms = norm_of_each([parameter.main_grad for parameter in parameters])  # type: ignore[attr-defined]
         self._norms.update(zip(names, norms, strict=True))
 
     def note_data(self, line: str) -> None:
@@ -98,7 +99,8 @@ class Findings:
 
     def note_numbers(self) -> None:
         """Finding the values that are not finite, and the losses that are spikes."""
-        args, rank = self.args, dist.get_rank()
+        args = self.args
+        rank = dist.get_rank()
         for place, (name, value) in enumerate(self.values.items()):
             is_loss = name.startswith("loss")
             if args.check_for_nan_in_loss_and_grad and not math.isfinite(value):
@@ -133,7 +135,8 @@ class Findings:
 
 def _told(findings: list[Finding]) -> str:
     """The first finding, which is not finite, and how many more there are."""
-    first, not_finite = findings[0], [finding for finding in findings if finding.kind is not Kind.SPIKE]
+    first = findings[0]
+    not_finite = [finding for finding in findings if finding.kind is not Kind.SPIKE]
     text = f"{first.text} on rank {first.rank}"
     if len(not_finite) > 1:
         ranks = ", ".join(map(str, sorted({finding.rank for finding in not_finite})))

@@ -35,8 +35,11 @@ class Connection:
     """
 
     def __init__(self, connected: socket.socket) -> None:
-        self.socket, self.rank = connected, -1
-        self._rest, self._unsent, self._sending = b"", b"", threading.Lock()
+        self.socket = connected
+        self.rank = -1
+        self._rest = b""
+        self._unsent = b""
+        self._sending = threading.Lock()
         connected.setblocking(False)
 
     def send(self, message: dict[str, Any]) -> None:

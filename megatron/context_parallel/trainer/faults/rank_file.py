@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 
 import psutil
-import torch.distributed as dist
 
+from megatron.context_parallel.patches.waiting_frames import awaited_by
 from megatron.context_parallel.runtime.comm.flight_recorder import Position, recorder
 
 _FOLDER = "megatron-context-parallel"
@@ -49,7 +49,8 @@ class RankFile:
             self.memory = mmap.mmap(-1, _PARTS["rank"].stop)
         self._write("rank", json.dumps(asdict(self.process)))
         self._write("position", repr(recorder.now))
-        recorder.size, recorder.memory = _PARTS["position"].stop, self.memory
+        recorder.size = _PARTS["position"].stop
+        recorder.memory = self.memory
 
     def look_up(self, threads: set[int]) -> Position:
         """The position of this process with what its threads, but for `threads`, wait for outside of plans."""
@@ -125,30 +126,9 @@ def _looked_up(position: Position, threads: set[int]) -> Position:
     code = _place(frames[threading.main_thread().ident or 0])
     for frame in () if position.waits else frames.values():
         with contextlib.suppress(Exception):  # a frame of a running thread may change while it is read
-            if waits := _waits(frame):
+            if waits := awaited_by(frame):
                 return position._replace(waits=waits, code=code)
     return position._replace(code=code)
-
-
-def _waits(innermost: FrameType) -> tuple[str, str, tuple[int, ...]] | None:
-    """The collective, or the message of a pipeline, that a thread is in."""
-    for frame, _ in traceback.walk_stack(innermost):
-        name, file, here = frame.f_code.co_name, frame.f_code.co_filename, frame.f_locals
-        if file.endswith("distributed_c10d.py") and "group" in here:
-            kind = "reduction" if name == "_coalescing_manager" else name
-            return kind, "", _others(here["group"])
-        if name == "finish_grad_sync" and hasattr(here.get("self"), "data_parallel_group"):
-            return "reduction", "", _others(here["self"].data_parallel_group)
-        if name == "_communicate" and file.endswith("p2p_communication.py"):
-            to = {here["prev_rank"]: here["recv_prev"], here["next_rank"]: here["recv_next"]}
-            received = tuple(rank for rank, wanted in to.items() if wanted)
-            return ("receive", "pipeline", received) if received else ("send", "pipeline", tuple(to))
-    return None
-
-
-def _others(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return tuple(rank for rank in ranks if rank != dist.get_rank())
 
 
 def _place(innermost: FrameType) -> str:

@@ -53,7 +53,8 @@ def replayable(args: Arguments, batches: Iterator[Batch]) -> Batches:
 
 def passes(findings: Findings, batches: list[Batches]) -> Iterator[None]:
     """Yields once for each time that the step is to be computed: once, or again where the first pass has findings."""
-    machine, findings.passes = findings.machine, 0
+    machine = findings.machine
+    findings.passes = 0
     if machine.state is RerunState.NOT_RUNNING_YET:
         machine.failed_validation_call = None  # of a spike in an earlier step, which the machine would compare again
     while machine.should_run_forward_backward(batches):
@@ -66,7 +67,8 @@ def passes(findings: Findings, batches: list[Batches]) -> Iterator[None]:
 
 
 def _validate(findings: Findings) -> None:
-    kinds, validate = {finding.kind for finding in findings.found}, findings.machine.validate_result
+    kinds = {finding.kind for finding in findings.found}
+    validate = findings.machine.validate_result
     wrong, spiky = bool(kinds & {Kind.LOSS, Kind.GRADIENT}), Kind.SPIKE in kinds
     validate(findings.values, lambda _: wrong, "not finite", comparison_func=_differ_where_not_finite)
     validate(findings.values, lambda _: spiky, "spiky loss", comparison_func=_differ_in_losses, fatal=False)
@@ -130,7 +132,8 @@ def settle(findings: Findings, iteration: int) -> list[str]:
     gathered: list[Case | None] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, _case(findings))
     cases = [case for case in gathered if case is not None]
-    case, others = cases[0], ", ".join(str(other.rank) for other in cases[1:])
+    case = cases[0]
+    others = ", ".join(str(other.rank) for other in cases[1:])
     verdict = _VERDICTS.get(machine.state)
     if verdict is None:  # computed on another device, from the checkpoint
         same = _same(case.before, case.now)

@@ -61,7 +61,8 @@ class Watch:
         self._lost = -1, 0.0  # whose monitor was lost last, and when
         self._met = threading.Event()  # all ranks have come
         self._left: set[int] = set()  # whose monitors left in order
-        self._answered, self._speaks = threading.Event(), False
+        self._answered = threading.Event()
+        self._speaks = False
         self._said = threading.Event()  # this rank, which failed, has nothing more to say
         self._failed: dict[str, str] = {}  # what the monitors are told when the main thread leaves by itself
         self.before_end: Callable[[], None] = lambda: None  # called in the watch's thread when the job is broken
@@ -292,7 +293,9 @@ def wait_for_store(args: Arguments) -> None:
         UsageError: nobody does so within `--distributed-timeout-minutes`.
     """
     address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
-    began, limit, pause = time.monotonic(), _limits(args)[0], _SHORTEST_PAUSE
+    began = time.monotonic()
+    limit = _limits(args)[0]
+    pause = _SHORTEST_PAUSE
     told = False
     while True:
         try:

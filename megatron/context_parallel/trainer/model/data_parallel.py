@@ -9,7 +9,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.transformer import TransformerConfig, TransformerLayer
@@ -17,11 +16,12 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from megatron.context_parallel.integration.host import on_cpu_mesh
+from megatron.context_parallel.patches.cpu_host import on_cpu_mesh
+from megatron.context_parallel.patches.megatron_data_parallel import BaseDataParallel
 from megatron.context_parallel.trainer.config.flags import Arguments
 
 
-class TorchFSDP2(_BaseDataParallel):
+class TorchFSDP2(BaseDataParallel):
     """`--use-torch-fsdp2`: each rank keeps its rows of every weight, gradient and moment in float32.
 
     Layers are gathered in the model's dtype when they are needed. megatron-core's own wrapper of FSDP2 averages

@@ -7,10 +7,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from megatron.core.models.gpt import GPTModel
-from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from megatron.context_parallel.attention.context import ContextParallel
+from megatron.context_parallel.patches.torch_fake_tensors import FakeTensorMode
 from megatron.context_parallel.trainer.config.flags import Arguments
 
 from .build import build_gpt, transformer_config

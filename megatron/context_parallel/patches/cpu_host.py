@@ -2,7 +2,8 @@
 
 megatron-core names the CUDA device in a few places where the tensor's own device would do. On a host without a
 GPU `support_cpu_host()` answers those places with the CPU; with a GPU it does nothing. Factory functions are
-replaced, not intercepted by a TorchFunctionMode: a mode is suspended inside the backward pass.
+replaced, not intercepted by a TorchFunctionMode: a mode is suspended inside the backward pass. megatron-core has no
+option for it.
 """
 
 import contextlib
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch.distributed import DeviceMesh
 from torch.utils._device import _device_constructors
+
+CHECKED = {"torch": "2.13", "megatron-core": "0.16"}
 
 _FACTORIES = ("tensor", "zeros", "ones")
 _CUDA_TYPE = {

@@ -7,11 +7,11 @@ import torch
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.transformer.moe import token_dispatcher
 
-from megatron.context_parallel.integration import host
 from megatron.context_parallel.integration.norm import Norm
+from megatron.context_parallel.patches import cpu_host
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="only for hosts without a GPU")
-host.support_cpu_host()
+cpu_host.support_cpu_host()
 
 
 @pytest.mark.parametrize("factory", ["tensor", "zeros", "ones"])
@@ -46,7 +46,7 @@ def test_streams_and_events_have_nothing_to_wait_for():
 
 def test_megatron_fsdp_is_built_on_meshes_of_the_cpu():
     meshes = mcore_fsdp_adapter.DeviceMesh
-    with host.on_cpu_mesh():
+    with cpu_host.on_cpu_mesh():
         assert torch.device(f"cuda:{torch.cuda.current_device()}").type == "cuda"
         assert mcore_fsdp_adapter.DeviceMesh is not meshes
     assert mcore_fsdp_adapter.DeviceMesh is meshes
@@ -120,7 +120,7 @@ def test_recomputation_draws_the_same_numbers():
 
 def test_supporting_twice_changes_nothing():
     before = torch.zeros, torch.Tensor.type, torch.cuda.current_device
-    host.support_cpu_host()
+    cpu_host.support_cpu_host()
     assert (torch.zeros, torch.Tensor.type, torch.cuda.current_device) == before
 
 

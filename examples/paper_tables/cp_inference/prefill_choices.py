@@ -1,6 +1,6 @@
 """The paper's rules for pass-KV or pass-Q, and ours, against its Table 4.
 
-    PYTHONPATH=. python benchmarks/prefill_choices.py
+    python -m examples.paper_tables.cp_inference.prefill_choices
 
 Yang et al., Context Parallelism for Scalable Million-Token Inference (2024): Llama 3 405B, 4 nodes, T + P = 128,000.
 """
@@ -21,27 +21,24 @@ from megatron.context_parallel.inference.choose import (
     empirical,
 )
 
+from ..cells import read_cells
+
 CONTEXT, RANKS = 128_000, 4
 LLAMA_405B = LayerShape(128, 8, 128, 128, 2)
-# Milliseconds of pass-KV and pass-Q by T.
-TABLE_4 = {
-    1280: (1023.39, 898.71),
-    3200: (1110.18, 1046.43),
-    4160: (1298.92, 1280.1),
-    6400: (1305.56, 1302.01),
-    12800: (2080.67, 2205.27),
-    25600: (3353.02, 3617.02),
-    38400: (4629.23, 4922.52),
-    51200: (5745.08, 6217.83),
-    64000: (6845.21, 7367.99),
-    76800: (7890.35, 8468.66),
-    89600: (8697.27, 9666.62),
-    102400: (10105.78, 10652.39),
-    115200: (11136.4, 11571.62),
-    128000: (11462.15, 12360.57),
-}
 # Table 5: achieved rates of a rank of 8 GPUs, from 627 us for keys and values and 1608 us for a block.
 RATES = Rates(compute=8 * 510e12, bandwidth=8 * 26.1e9)
+
+
+def measured() -> dict[int, tuple[float, float]]:
+    """The paper's milliseconds of pass-KV and pass-Q, by T."""
+    of_variant: dict[str, dict[int, float]] = {"pass-KV": {}, "pass-Q": {}}
+    for cell in read_cells("cp_inference", "table_4"):
+        new = int(cell.row.split()[-1])  # of "P 126720 T 1280"
+        of_variant[cell.column][new] = float(cell.paper)
+    return {new: (kv, of_variant["pass-Q"][new]) for new, kv in of_variant["pass-KV"].items()}
+
+
+TABLE_4 = measured()
 
 
 def fitted() -> tuple[float, float, float]:

@@ -1,0 +1,80 @@
+"""The plans of a strategy, and the blocks of a mask: each is made once and kept while it is in use."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from megatron.context_parallel.kernels.interface import Kernel
+from megatron.context_parallel.plan.ir import Plan
+from megatron.context_parallel.plan.verify import verify
+from megatron.context_parallel.runtime.blocks import Blocks
+from megatron.context_parallel.strategies import Choice
+from megatron.context_parallel.tokens.layout import Chunks
+from megatron.context_parallel.tokens.mask import Mask
+
+ALL_RANKS_UP_TO = 64  # beyond, what goes through the steps of all ranks (verifying, plans by document) is left out
+KEPT = 32  # plans and blocks; those of packed documents change with each batch
+Value = TypeVar("Value")
+Lengths = tuple[int, int]  # queries and keys of the whole sequence
+
+
+class Plans:
+    """The plans of a strategy for n ranks. Each is verified, unless documents shape it.
+
+    Attributes:
+        choice: the strategy and its options; n: ranks of the context group.
+        steps_on: ranks that run the steps of a plan together.
+        chunks: of each rank.
+
+    Raises:
+        UsageError: the strategy does not work with n ranks, or with an option.
+    """
+
+    def __init__(self, choice: Choice, n: int) -> None:
+        self.choice, self.n = choice, n
+        plan = choice.plan(n)
+        self.steps_on = plan.n
+        self.chunks = [plan.chunk_of(rank) for rank in range(n)]
+        self._recent: OrderedDict[tuple, Any] = OrderedDict()
+
+    def of(self, mask: Mask, lengths: Lengths, heads: int, kv_heads: int, *, backward: bool) -> Plan:
+        """The plan of one pass. A strategy may leave out what the mask empties.
+
+        Raises:
+            UsageError: heads that the head-parallel size does not split.
+        """
+        if self.steps_on > ALL_RANKS_UP_TO:
+            mask = Mask(mask.causal, mask.window)  # plans for the documents of each batch would take too long to make
+        visible_pairs = self.cached(("visible pairs", mask, lengths), lambda: mask.pairs(*self._chunks(lengths)))
+
+        def make() -> Plan:
+            plan = self.choice.plan(
+                self.n, visible_pairs=visible_pairs, backward=backward, heads=heads, kv_heads=kv_heads
+            )
+            if mask.documents is None and plan.n <= ALL_RANKS_UP_TO:
+                verify(plan)
+            return plan
+
+        return self.cached(("plan", visible_pairs, heads, kv_heads, backward), make)
+
+    def full(self, heads: int, kv_heads: int) -> Plan:
+        """The plan of a forward pass in which every chunk may see every chunk, as chunks of any rows do."""
+        return self.of(Mask(causal=False), (2 * self.n, 2 * self.n), heads, kv_heads, backward=False)
+
+    def blocks(self, mask: Mask, lengths: Lengths, kernel: Kernel) -> Blocks:
+        """The blocks of `mask`, the same object for each layer of a model."""
+        key = "blocks", mask, lengths, kernel
+        undivided = self.blocks(Mask(mask.causal, mask.window), lengths, kernel) if mask.documents else None
+        return self.cached(key, lambda: Blocks(mask, *self._chunks(lengths), kernel, undivided))
+
+    def cached(self, key: tuple, make: Callable[[], Value]) -> Value:
+        """What `make` made for `key`, or makes now. The oldest of what is kept is forgotten."""
+        if key not in self._recent:
+            self._recent[key] = make()
+        self._recent.move_to_end(key)
+        while len(self._recent) > KEPT:
+            self._recent.popitem(last=False)
+        return self._recent[key]
+
+    def _chunks(self, lengths: Lengths) -> tuple[Chunks, Chunks]:
+        return Chunks.pair(self.choice.layout, self.steps_on, *lengths)

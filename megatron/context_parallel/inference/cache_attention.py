@@ -1,0 +1,43 @@
+"""The attention of one pass over the cache, in place of the core attention of each layer."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron.context_parallel.attention.api import attention_of_rows
+from megatron.context_parallel.attention.context import ContextParallel
+from megatron.context_parallel.integration.spec import ContextParallelAttention
+from megatron.context_parallel.kernels.choose import kernel_for
+
+from .batch_layout import BatchLayout
+from .cache import KVCache
+
+
+@dataclass(frozen=True)
+class CacheAttention:
+    """Stores the keys of a pass and attends over all cached ones.
+
+    Attributes:
+        batch: where the rows of the pass and the cached keys are.
+        cache: of this rank.
+        group: the context group; its strategy says what travels.
+    """
+
+    batch: BatchLayout
+    cache: KVCache
+    group: ContextParallel
+
+    def __call__(self, core: ContextParallelAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The attention of this rank's new rows over all cached rows; [s, 1, heads, d].
+
+        A rank without new rows has one in the model, because layers cannot do without. It is neither query nor key.
+        """
+        rows = self.batch.rows
+        layer = core.layer_number - 1
+        kernel = kernel_for(q.device, q.dtype, q.shape[-1], core.backend, value_dim=v.shape[-1])
+        blocks, slots = self.batch.view(core.window, kernel)
+        self.cache.append(layer, self.batch.new_slots, k[:rows, 0], v[:rows, 0])
+        keys, values = (x.unsqueeze(1) for x in self.cache.rows(layer, slots))
+        inputs = [(q[:rows], keys, values)]
+        (out,) = attention_of_rows(inputs, self.group, blocks, scale=core.scale, sinks=core.softmax_offset)
+        return out if rows else q.new_zeros(1, *q.shape[1:3], v.shape[-1])

@@ -1,0 +1,23 @@
+"""HuggingFace accelerate: its context parallelism, which is PyTorch's and takes no other."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from accelerate import Accelerator
+from torch import nn
+
+CHECKED = {"accelerate": "1.15", "torch": "2.13"}
+
+
+def cut_with(accelerator: Accelerator, cut: Callable[..., AbstractContextManager[None]]) -> None:
+    """Makes `accelerator.maybe_context_parallel` give `cut`, which takes its arguments by name."""
+    accelerator._cp_context = cut
+
+
+def leave_masks_alone(model: nn.Module) -> None:
+    """Removes the hooks by which `prepare` makes every attention causal, also that of a model that is not."""
+    for module in model.modules():
+        for key, hook in [*module._forward_pre_hooks.items()]:
+            if getattr(hook, "__qualname__", "").startswith("_attach_context_parallel_hooks."):
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)

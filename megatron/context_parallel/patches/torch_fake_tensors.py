@@ -1,0 +1,5 @@
+"""Tensors that have a shape, a dtype and a device, and no memory. PyTorch has no public name for their mode."""
+
+from torch._subclasses import FakeTensorMode as FakeTensorMode
+
+CHECKED = {"torch": "2.13"}

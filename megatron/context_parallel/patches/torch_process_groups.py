@@ -1,0 +1,63 @@
+"""Process groups of torch.distributed: what they were made with, and new ones under a name of our choice.
+
+No public function tells a group's timeout or options. `dist.new_group` names a group by how many groups the process
+has, so ranks with different numbers of groups would wait for each other for ever.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+CHECKED = {"torch": "2.13"}
+
+default_store = distributed_c10d._get_default_store  # of the world
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long operations of `group` may take."""
+    return _backend_options(group)._timeout
+
+
+def options_of(group: dist.ProcessGroup) -> Any:
+    """Options of a communicator beside `group`, if that is of NCCL: its priority of streams and its limits of CTAs.
+
+    They decide whether communication waits for whole compute kernels.
+    """
+    given = _backend_options(group)
+    if not hasattr(given, "is_high_priority_stream"):
+        return None
+    own = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.is_high_priority_stream)
+    own.config, own._timeout = given.config, given._timeout
+    return own
+
+
+def _backend_options(group: dist.ProcessGroup) -> Any:
+    return group._get_backend(group._device_types[0]).options
+
+
+def new_process_group(beside: dist.ProcessGroup, ranks: list[int], name: str, description: str) -> dist.ProcessGroup:
+    """A group of `ranks` (of the world), with the backend, options and timeout of the group `beside`.
+
+    Exactly these ranks make it, under a `name` that no other group has.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    device, world.bound_device_id = world.bound_device_id, None  # else NCCL splits the world, and needs all its ranks
+    try:
+        made, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            dist.get_backend(beside),
+            default_store(),
+            name,  # type: ignore[arg-type]  # GroupName is a str that few releases have
+            backend_options=options_of(beside),
+            timeout=timeout_of(beside),
+            group_desc=description,
+        )
+    finally:
+        world.bound_device_id = device
+    distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    return made

@@ -1,0 +1,49 @@
+"""torchtitan: what cuts batches, what its models change of attention, what activation checkpoints save.
+
+Its configuration chooses among functions of its own only.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torchtitan import trainer
+from torchtitan.components import validate
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+CHECKED = {"torchtitan": "0.3"}
+
+
+def cut_batches_with(cut: Callable) -> None:
+    """Puts `cut` in the place of `prepare_context_parallel_input`, in training and in validation."""
+    trainer.prepare_context_parallel_input = validate.prepare_context_parallel_input = cut
+
+
+def model_class(config: Any) -> Any:
+    """The class of the model that a config makes."""
+    return config._owner
+
+
+@contextmanager
+def attention_as_it_is(parallelize: Callable) -> Iterator[None]:
+    """Keeps a `parallelize_fn` from changing attention by `apply_cp_to_forward`, as it does for partial_dtensor."""
+    names, name = parallelize.__globals__, "apply_cp_to_forward"
+    if name not in names:
+        yield
+        return
+    kept, names[name] = names[name], lambda attention_modules, cp_mesh: None
+    try:
+        yield
+    finally:
+        names[name] = kept
+
+
+def save_results_of(operator: Any) -> None:
+    """Lets selective activation checkpoints save what `operator` returns, as they save FlexAttention's."""
+    theirs = SelectiveAC.get_save_ops
+    if theirs.__module__ != __name__:
+
+        def get_save_ops(self: SelectiveAC) -> set:
+            return theirs(self) | {operator}
+
+        SelectiveAC.get_save_ops = get_save_ops

@@ -1,0 +1,440 @@
+"""Whether the libraries still are as the files of `patches/` take them to be.
+
+A failure names a file of `patches/` and a place in a library that has changed. Read both and mend the file. Then write
+down here what the library has now, and in `CHECKED` its release. Places are looked up in sources: what others have put
+there is not seen, and a library that is slow to import is not imported.
+"""
+
+import ast
+import hashlib
+import importlib.util
+import inspect
+import sys
+from functools import cache
+from importlib import metadata
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.utils.data import dataloader
+
+from megatron.context_parallel import patches
+from megatron.context_parallel.patches import (
+    megatron_lm,
+    torch_coalescing,
+    torch_cpu_attention,
+    torch_data_workers,
+    torch_dispatcher,
+    torch_fake_tensors,
+    torch_foreach,
+    torch_process_groups,
+    torch_write_counter,
+    waiting_frames,
+)
+
+FOLDER = Path(patches.__file__).parent
+FILES = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
+_C10D = "torch/distributed/distributed_c10d.py"
+_CORE = "megatron/core"
+_DIST_CHECKPOINTING = f"{_CORE}/dist_checkpointing"
+_WRITER = f"{_DIST_CHECKPOINTING}/strategies/filesystem_async.py"
+_BUFFERS = f"{_CORE}/distributed/param_and_grad_buffer.py"
+_PIPELINE = f"{_CORE}/pipeline_parallel/p2p_communication.py"
+_EMBEDDINGS = f"{_CORE}/models/common/embeddings"
+_MASKS = "transformers/masking_utils.py"
+_DISPATCH = "diffusers/models/attention_dispatch.py"
+
+Table = dict[str, dict[str, dict[str, str]]]  # by our file, the file of a library, and the name there
+
+# What is called, or replaced by something that takes the same: parameters of a function, the value of a name, where a
+# name is imported from.
+SHAPES: Table = {
+    "torch_process_groups": {
+        _C10D: {
+            "_get_default_store": "",
+            "_new_process_group_helper": (
+                "group_size group_rank global_ranks_in_group backend store "
+                "group_name backend_options timeout pg_tag device_id group_desc"
+            ),
+            "_World.pg_group_ranks": "self",
+            "_world": "_world = _World()",
+        },
+    },
+    "torch_coalescing": {_C10D: {"_coalescing_manager": "group device async_ops"}},
+    "torch_checkpoint_metadata": {
+        "torch/distributed/checkpoint/filesystem.py": {"FileSystemReader._get_metadata_path": "self rank"}
+    },
+    "waiting_frames": {
+        _C10D: {
+            "all_reduce": "tensor op group async_op",
+            "all_gather": "tensor_list tensor group async_op",
+            "all_gather_object": "object_list obj group",
+            "broadcast": "tensor src group async_op group_src",
+            "barrier": "group async_op device_ids timeout",
+            "reduce_scatter_tensor": "output input op group async_op",
+            "all_gather_into_tensor": "output_tensor input_tensor group async_op",
+            "all_to_all_single": "output input output_split_sizes input_split_sizes group async_op",
+        },
+        _BUFFERS: {
+            "_ParamAndGradBucketGroup.data_parallel_group": "self.data_parallel_group = collective_group",
+            "_ParamAndGradBucketGroup.finish_grad_sync": "self force_all_reduce",
+        },
+        _PIPELINE: {
+            "P2PCommunicator._communicate": (
+                "self tensor_send_next tensor_send_prev recv_prev recv_next tensor_shape wait_on_reqs"
+            ),
+            "P2PCommunicator._communicate.next_rank": "next_rank = self.next_rank",
+            "P2PCommunicator._communicate.prev_rank": "prev_rank = self.prev_rank",
+        },
+    },
+    "cpu_host": {
+        "torch/utils/_device.py": {"_device_constructors": ""},
+        "torch/cuda/__init__.py": {
+            "current_device": "",
+            "synchronize": "device",
+            "current_stream": "device",
+            "default_stream": "device",
+            "stream": "stream",
+        },
+        "torch/cuda/memory.py": {"empty_cache": ""},
+        "torch/cuda/streams.py": {
+            "Stream": "class",
+            "Event": "class",
+        },
+        "torch/cuda/random.py": {
+            "manual_seed": "seed",
+            "get_rng_state": "device",
+            "set_rng_state": "new_state device",
+        },
+        f"{_CORE}/distributed/fsdp/mcore_fsdp_adapter.py": {"DeviceMesh": "from torch.distributed"},
+        f"{_CORE}/transformer/moe/token_dispatcher.py": {
+            "maybe_move_tensor_to_cpu": "from megatron.core.transformer.moe.moe_utils"
+        },
+    },
+    "megatron_checkpoint_writer": {
+        f"{_DIST_CHECKPOINTING}/strategies/common.py": {
+            "TorchCommonSaveStrategy.save_common": "self common_state_dict checkpoint_dir"
+        },
+        _WRITER: {
+            "FileSystemWriterAsync.prepare_local_plan": "self plan",
+            "FileSystemWriterAsync.finish": "self metadata results",
+            "_results_queue": "_results_queue = None",
+        },
+        f"{_DIST_CHECKPOINTING}/serialization.py": {"save_config": "from .core"},
+    },
+    "megatron_data_parallel": {f"{_CORE}/distributed/data_parallel_base.py": {"_BaseDataParallel": "class"}},
+    "megatron_index_file": {
+        f"{_CORE}/datasets/indexed_dataset.py": {"_INDEX_HEADER": "_INDEX_HEADER = b'MMIDIDX\\x00\\x00'"}
+    },
+    "megatron_lm": {
+        f"{_EMBEDDINGS}/rotary_pos_embedding.py": {
+            "get_pos_emb_on_this_cp_rank": "from megatron.core.models.common.embeddings.rope_utils"
+        },
+        f"{_EMBEDDINGS}/yarn_rotary_pos_embedding.py": {
+            "get_pos_emb_on_this_cp_rank": "from megatron.core.models.common.embeddings.rope_utils"
+        },
+    },
+    "transformers": {
+        "transformers/configuration_utils.py": {"PreTrainedConfig._attn_implementation": "self"},
+        "transformers/modeling_utils.py": {"PreTrainedModel._is_stateful": "_is_stateful: bool = False"},
+    },
+    "accelerate": {
+        "torch/nn/modules/module.py": {
+            "Module._forward_pre_hooks": "_forward_pre_hooks: dict[int, Callable]",
+            "Module._forward_pre_hooks_with_kwargs": "_forward_pre_hooks_with_kwargs: dict[int, bool]",
+        },
+    },
+    "diffusers": {
+        "diffusers/hooks/context_parallel.py": {"apply_context_parallel": "module parallel_config plan"},
+        "diffusers/models/modeling_utils.py": {
+            "ModelMixin._cp_plan": "_cp_plan = None",
+            "ModelMixin._parallel_config": "_parallel_config = None",
+        },
+        "diffusers/models/_modeling_parallel.py": {
+            "ContextParallelConfig.ring_degree": "ring_degree: int | None = None",
+            "ContextParallelConfig._mesh": "_mesh: torch.distributed.device_mesh.DeviceMesh = None",
+            "ContextParallelConfig._flattened_mesh": "_flattened_mesh: torch.distributed.device_mesh.DeviceMesh = None",
+        },
+        "diffusers/models/transformers/transformer_flux.py": {
+            "FluxAttnProcessor._attention_backend": "_attention_backend = None"
+        },
+    },
+    "torchtitan": {
+        "torchtitan/trainer.py": {"prepare_context_parallel_input": "from torchtitan.distributed.context_parallel"},
+        "torchtitan/components/validate.py": {
+            "prepare_context_parallel_input": "from torchtitan.distributed.context_parallel"
+        },
+        "torchtitan/distributed/context_parallel/api.py": {"apply_cp_to_forward": "attention_modules cp_mesh"},
+        "torchtitan/config/configurable.py": {"Configurable.Config._owner": "_owner: ClassVar[type | None] = None"},
+    },
+}
+# What is replaced or relied on as a whole: the first digits of the SHA-256 of its source.
+BODIES: Table = {
+    "torch_data_workers": {
+        "torch/utils/data/dataloader.py": {"_MultiProcessingDataLoaderIter.__del__": "d2dca4e3c727"}
+    },
+    "torch_checkpoint_metadata": {
+        "torch/distributed/checkpoint/filesystem.py": {"FileSystemReader.read_metadata": "e7da7abb9870"}
+    },
+    "cpu_host": {
+        f"{_CORE}/tensor_parallel/random.py": {
+            "_get_cuda_rng_state": "0c2b8f05b864",
+            "_set_cuda_rng_state": "dea947ca0b7d",
+        },
+        f"{_CORE}/transformer/moe/moe_utils.py": {"maybe_move_tensor_to_cpu": "47a1092f05ba"},
+    },
+    "megatron_checkpoint_writer": {
+        _WRITER: {"_get_write_results_queue": "c86164c5bcab"},
+        f"{_DIST_CHECKPOINTING}/strategies/common.py": {"TorchCommonSaveStrategy.save_common": "15b3cb005bff"},
+        f"{_DIST_CHECKPOINTING}/core.py": {"save_config": "e8f89a7c8d83"},
+    },
+    "megatron_data_parallel": {
+        _BUFFERS: {
+            "_ParamAndGradBucketGroup.check_grads": "65dd15ee6682",
+            "_ParamAndGradBucketGroup.start_grad_sync": "66adbe07814a",
+        },
+    },
+    "megatron_experts": {f"{_CORE}/transformer/moe/moe_utils.py": {"RouterGatingLinearFunction": "32a20173b5a1"}},
+    "megatron_lm": {
+        f"{_CORE}/models/backends.py": {"LocalSpecProvider.core_attention": "5da9ce725a3c"},
+        f"{_CORE}/extensions/transformer_engine_spec_provider.py": {"TESpecProvider.core_attention": "87fc5dc2cb17"},
+        f"{_CORE}/utils.py": {
+            "get_batch_on_this_cp_rank": "b48cfcef6f1c",
+            "get_thd_batch_on_this_cp_rank": "56da9737cb3d",
+            "get_batch_on_this_hybrid_cp_rank": "6dae5a7597c1",
+        },
+        f"{_EMBEDDINGS}/rope_utils.py": {"get_pos_emb_on_this_cp_rank": "51fa1b3c95a6"},
+    },
+    "transformers": {
+        "transformers/modeling_utils.py": {"PreTrainedModel.set_attn_implementation": "202f4f1b3cef"},
+        _MASKS: {
+            "or_masks": "74a1287e427a",
+            "and_masks": "cc8ea5001eae",
+            "remap_positions_for_packed_sequence": "41e483041f52",
+            "packed_sequence_compatibility_function": "ef1a74a58516",
+        },
+    },
+    "accelerate": {
+        "accelerate/accelerator.py": {"Accelerator.maybe_context_parallel": "185068be5cae"},
+        "accelerate/big_modeling.py": {"_attach_context_parallel_hooks": "f464bc2f4746"},
+    },
+    "diffusers": {
+        _DISPATCH: {
+            "_AttentionBackendRegistry": "49fa2362237c",
+            "dispatch_attention_fn": "7869a6182cf5",
+        },
+    },
+    "torchtitan": {
+        "torchtitan/distributed/activation_checkpoint.py": {"SelectiveAC.get_save_ops": "4a70041b4bc8"},
+        "torchtitan/distributed/context_parallel/api.py": {"prepare_context_parallel_input": "fe83b96e7b26"},
+    },
+}
+
+
+@cache
+def tree_of(file: str) -> tuple[str, ast.Module]:
+    """The source of a file of a library, and its tree. Skips the test where the library is not installed."""
+    library, _, rest = file.partition("/")
+    try:
+        metadata.version("megatron-core" if library == "megatron" else library)
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{library} is not installed")
+    spec = importlib.util.find_spec(library)
+    assert spec
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]  # megatron/ has two
+    paths = [folder / rest for folder in folders if (folder / rest).is_file()]
+    assert paths, f"{file}: not there"
+    source = paths[0].read_text()
+    return source, ast.parse(source)
+
+
+def found(place: str) -> tuple[str, ast.AST]:
+    """The source of a file, and the node in it that defines a name.
+
+    Args:
+        place: as "file.py:Class.method", or "file.py:function.local".
+    """
+    file, _, names = place.partition(":")
+    source, node = tree_of(file)
+    for name in names.split("."):
+        # The outermost, since ast.walk goes level by level.
+        definition = next((inner for inner in ast.walk(node) if name in _defines(inner)), None)
+        assert definition, f"{place}: no {name}"
+        node = definition
+    return source, node
+
+
+def _defines(node: ast.AST) -> list[str]:
+    match node:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.Assign(targets=targets):
+            return [ast.unparse(target).removeprefix("self.") for target in targets]
+        case ast.AnnAssign(target=target):
+            return [ast.unparse(target).removeprefix("self.")]
+        case ast.ImportFrom(names=names):
+            return [alias.asname or alias.name for alias in names]
+    return []
+
+
+def shape_of(place: str) -> str:
+    match found(place)[1]:
+        case ast.FunctionDef(args=args):
+            named = [x.arg for x in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
+            return " ".join([*named, *(f"*{x.arg}" for x in (args.vararg, args.kwarg) if x)])
+        case ast.ClassDef():
+            return "class"
+        case ast.ImportFrom(module=module, level=level):
+            return f"from {'.' * level}{module}"
+        case node:
+            return ast.unparse(node)
+
+
+def body_of(place: str) -> str:
+    source, node = found(place)
+    return hashlib.sha256((ast.get_source_segment(source, node) or "").encode()).hexdigest()[:12]
+
+
+def cases(table: Table) -> list:
+    found = []
+    for ours, files in table.items():
+        for file, names in files.items():
+            found += [pytest.param(f"{file}:{name}", known, id=f"{ours}-{name}") for name, known in names.items()]
+    return found
+
+
+@pytest.mark.parametrize("place,known", cases(SHAPES))
+def test_what_is_called_has_its_shape(place, known):
+    assert shape_of(place) == known
+
+
+@pytest.mark.parametrize("place,known", cases(BODIES))
+def test_what_is_replaced_or_relied_on_is_what_was_read(place, known):
+    assert body_of(place) == known
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_was_checked_with_the_installed_releases(file):
+    tree = ast.parse((FOLDER / f"{file}.py").read_text())
+    checked = ast.literal_eval(next(node.value for node in tree.body if _defines(node) == ["CHECKED"]))
+    assert checked and len(ast.get_docstring(tree) or "") > 80
+    for library, release in checked.items():
+        try:
+            installed = metadata.version(library)
+        except metadata.PackageNotFoundError:
+            continue
+        assert installed.startswith(f"{release}."), f"{library} {installed}: look at patches/{file}.py"
+
+
+def test_each_file_is_compared_with_its_library():
+    in_tests = {file for file in FILES if f"test_{file}" in globals()}
+    assert {*SHAPES, *BODIES} | in_tests == {*FILES}
+
+
+# --------------------------------------------------------------------------------- behaviour that is relied on
+
+
+def test_torch_dispatcher():
+    x = torch.ones(2, requires_grad=True)
+    with torch_dispatcher.below_autograd():
+        assert torch.is_grad_enabled() and not (x * 2).requires_grad
+    assert (x * 2).requires_grad
+    assert not torch_dispatcher.in_transform()
+    inside = []
+    torch.func.grad(lambda y: inside.append(torch_dispatcher.in_transform()) or y.sum())(torch.ones(2))
+    assert inside == [True]
+
+
+def test_torch_foreach():
+    into = [torch.zeros(2, 3).t(), torch.zeros(2, dtype=torch.bfloat16)]
+    torch_foreach.copy_each(into, [torch.arange(6.0).view(3, 2), torch.tensor([1.0, 2.0])])
+    assert into[0].tolist() == [[0, 1], [2, 3], [4, 5]] and into[1].tolist() == [1, 2]
+    norms = torch_foreach.norm_of_each([torch.tensor([3.0, 4.0]), torch.tensor([[2.0]])])
+    assert [(x.tolist(), x.shape) for x in norms] == [(5.0, ()), (2.0, ())]
+
+
+def test_torch_write_counter():
+    x = torch.zeros(4)
+    before = torch_write_counter.writes_to(x)
+    x[:2].add_(1)
+    assert torch_write_counter.writes_to(x) == before + 1
+    with torch.inference_mode():
+        assert torch_write_counter.writes_to(torch.zeros(2)) == 0
+
+
+def test_torch_cpu_attention():
+    assert str(torch_cpu_attention.cpu_attention.default._schema) == (
+        "aten::_scaled_dot_product_flash_attention_for_cpu(Tensor query, Tensor key, Tensor value, float "
+        "dropout_p=0., bool is_causal=False, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor output,"
+        " Tensor logsumexp)"
+    )
+    assert str(torch_cpu_attention.cpu_attention_backward.default._schema) == (
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward(Tensor grad_out, Tensor query, Tensor "
+        "key, Tensor value, Tensor out, Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? "
+        "attn_mask=None, float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+    )
+    q, k, v = torch.randn(3, 1, 1, 5, 8, dtype=torch.float64)
+    out, lse = torch_cpu_attention.cpu_attention(q, k, v, 0.0, False, scale=0.3)
+    scores = q @ k.mT * 0.3
+    assert torch.allclose(lse, scores.logsumexp(-1)) and torch.allclose(out, scores.softmax(-1) @ v)
+
+
+def test_torch_fake_tensors():
+    with torch_fake_tensors.FakeTensorMode():
+        assert torch.empty(1 << 40, 1 << 10).nbytes == 1 << 52
+
+
+@pytest.fixture
+def world():
+    """A world of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_torch_process_groups(world):
+    torch_process_groups.default_store().set("key", "value")
+    made = torch_process_groups.new_process_group(world, [0], "a name", "what for")
+    assert dist.get_process_group_ranks(made) == [0] and made.group_desc == "what for"
+    assert torch_process_groups.timeout_of(made) == torch_process_groups.timeout_of(world)
+    assert torch_process_groups.options_of(world) is None  # not of NCCL
+    assert world.bound_device_id is None  # a property, which is set meanwhile
+
+
+def test_torch_coalescing(world):
+    assert not torch_coalescing.can_coalesce(world, torch.device("cpu"))
+    everyone = torch.zeros(2)
+    with torch_coalescing.as_one(world, async_ops=True) as together:
+        dist.all_gather_into_tensor(everyone, torch.ones(2))
+    together.wait()
+    assert everyone.tolist() == [1, 1]
+
+
+def test_torch_data_workers(monkeypatch):
+    assert [*inspect.signature(Queue._on_queue_feeder_error).parameters] == ["e", "obj"]
+    kind = dataloader._MultiProcessingDataLoaderIter
+    not_started = object.__new__(kind)
+    with pytest.raises(AttributeError, match="_shutdown"):
+        not_started.__del__()
+    monkeypatch.setattr(kind, "_shutdown", None, raising=False)
+    torch_data_workers.forget_workers()
+    not_started.__del__()
+    not_started._shutdown = True  # the mark of the class is taken back
+
+
+def test_waiting_frames(world, monkeypatch):
+    seen = []
+    look = lambda *_: seen.append(waiting_frames.awaited_by(sys._getframe()))  # noqa: E731
+    monkeypatch.setattr(distributed_c10d, "_check_single_tensor", look)
+    dist.all_reduce(torch.ones(1))
+    assert seen == [("all_reduce", "", ())]
+
+
+def test_megatron_lm():
+    ours = {"core_attention": 1, "batch": 2, "packed_batch": 3, "embedding": 4}
+    places = [*megatron_lm.replaced_by(**ours)]
+    assert all(callable(getattr(owner, name)) for owner, name, _ in places)
+    assert [value for *_, value in places] == [1, 1, 2, 3, 3, 4, 4, 4]
