@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron.context_parallel.cluster.search.candidates import Workload
 from megatron.context_parallel.cluster.search.planner import GroupDevices, Prediction, fastest, search
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.options import divisors
 from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
 from megatron.context_parallel.strategies import parse_spec
-from megatron.context_parallel.strategies.options import divisors
 from megatron.context_parallel.tokens.layout import Chunks
 
 SIMULATED = 8  # choices of each system, the likeliest

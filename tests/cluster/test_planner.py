@@ -269,9 +269,9 @@ def test_plan_search(capsys, tmp_path):
     [
         (["--model", "llama9"], "--model llama9: unknown; choose "),
         (["--seq-length", "long"], "--seq-length long: need a number of tokens, such as 131072, 128K or 1M"),
-        (["--nodes", "0"], "--nodes 0: need 1 or more"),
+        (["--nodes", "0"], "--nodes 0: need a whole number, 1 or more"),
         (["--data-parallel-size", "3"], "--data-parallel-size 3: "),
-        (["--timeline", "t.json"], "--timeline t.json: of which? Give --explain 1"),
+        (["--timeline", "t.json"], "--timeline t.json: needs --explain 1; add that"),
     ],
 )
 def test_plan_search_refuses(more, message):

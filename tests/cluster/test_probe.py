@@ -9,7 +9,7 @@ from megatron.context_parallel import UsageError
 from megatron.context_parallel.cluster.description import load_cluster, save_cluster
 from megatron.context_parallel.cluster.measure.probe import probe
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
-from megatron.context_parallel.commands.cluster_probe import check, parse_args
+from megatron.context_parallel.commands.cluster_probe import read_flags
 from megatron.context_parallel.plan.volume import Shape
 from megatron.context_parallel.strategies import parse_spec
 
@@ -38,7 +38,7 @@ def test_what_is_measured_is_the_same_on_all_ranks_and_predicts(ranks, tmp_path)
     "flags,message",
     [
         ("--num-attention-heads 6 --num-query-groups 4", "--num-query-groups 4: must divide --num-attention-heads 6"),
-        ("--kv-channels 0", "--kv-channels 0: need at least 1"),
+        ("--kv-channels 0", "--kv-channels 0: need a whole number, 1 or more"),
         ("--output c.json", "--output c.json: must end in .yaml"),
         ("--output nowhere/c.yaml", "--output nowhere/c.yaml: no folder nowhere"),
         ("", "no ranks: start it with torchrun --nproc-per-node 2"),
@@ -47,5 +47,5 @@ def test_what_is_measured_is_the_same_on_all_ranks_and_predicts(ranks, tmp_path)
 def test_a_mistake_is_one_line(flags, message, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UsageError) as error:
-        check(parse_args(["--output", "c.yaml", *flags.split()]))
+        read_flags(["--output", "c.yaml", *flags.split()])
     assert str(error.value).startswith(message)

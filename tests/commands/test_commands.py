@@ -62,11 +62,14 @@ def test_what_no_extra_brings_is_a_fault_of_ours(name):
         run.run_main(failing(ModuleNotFoundError(name=name)))
 
 
-def test_every_console_script_is_a_command():
+def test_every_console_script_is_a_command_whose_examples_work():
     for script, target in PROJECT["scripts"].items():
         module, name = target.split(":")
         assert (module, script) == (programs.__name__, "cp-" + name.replace("_", "-"))
-        assert callable(getattr(programs, name)) and callable(import_module(f"{programs.__package__}.{name}").main)
+        command = import_module(f"{programs.__package__}.{name}")
+        assert callable(getattr(programs, name)) and callable(command.main)
+        for flag in command.PARSER.flags.values() if hasattr(command, "PARSER") else ():
+            assert flag.kind is bool or flag.value(str(flag.example)) is not None, flag.option
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -153,6 +156,13 @@ def test_generation_does_not_wait_for_torch_either(tmp_path):
         assert done.stdout.splitlines()[-len(mistakes) - 2 :] == ["0", *["2"] * len(mistakes), "[]"], done.stderr
         for line, part in zip(done.stderr.splitlines(), mistakes.values(), strict=True):
             assert line.startswith(f"cp-{program}: error: ") and part in line
+
+
+@pytest.mark.parametrize("program", ["calibrate", "cluster_probe", "convert_hf"])
+def test_other_commands_do_not_wait_for_it_either(program):
+    done = started(["--help", "--no-such-flag"], {"torch", "numpy", "megatron.context_parallel.strategies"}, program)
+    assert f"cp-{program}: error: --no-such-flag: unknown flag; --help lists the flags" in done.stderr
+    assert done.stdout.splitlines()[-3:] == ["0", "2", "[]"], done.stderr
 
 
 def test_a_dry_run_imports_nothing_of_training():

@@ -70,7 +70,8 @@ def test_bytes_of_a_sequence(tmp_path):
     "argv,words",
     [
         (["spiral", "--ranks", "4"], ["--cp-strategy spiral", "ring"]),
-        (["ring", "--ranks", "0"], ["--ranks 0", "at least 1"]),
+        (["ring", "--ranks", "0"], ["--ranks 0", "1 or more"]),
+        (["--ranks", "4"], ["SPEC: missing; give ring"]),
         (["ring", "--ranks", "4", "--seq-length", "6"], ["--seq-length 6", "--ranks 4"]),
         (["ulysses", "--ranks", "4", "--num-attention-heads", "6"], ["--cp-head-parallel-size 4", "1, 2, 3, 6"]),
         (["ring", "--ranks", "4", "--draw", "p.gif"], ["--draw p.gif", ".png or .svg"]),

@@ -34,7 +34,7 @@ def convert(action: str, load: Path, save: Path, *flags: str) -> None:
         if action == "to-megatron":
             convert_hf.write_checkpoint(args, save)
         else:
-            asked = convert_hf.parse([action, "--load", str(load), "--save", str(save), *flags])
+            asked = convert_hf.PARSER.parse([action, "--load", str(load), "--save", str(save), *flags])
             convert_hf.write_folder(args, asked)
     finally:
         parallel_state.destroy_model_parallel()

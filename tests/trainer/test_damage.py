@@ -404,6 +404,8 @@ def test_the_tool_lists(damaged, capsys):
     assert " ".join((*second[:2], *second[4:])) == "4 (latest) dp2 ring no: __0_0.distcp is missing"
     tool.main(["list", str(damaged["garbled tracker"])])
     assert f"{TRACKER} holds" in capsys.readouterr().out
+    with pytest.raises(UsageError, match=r"^--dry-run: needs ACTION prune; add that"):
+        tool.main(["list", str(damaged["no shard"]), "--dry-run"])
 
 
 def test_the_tool_prunes(run, damaged, tmp_path, capsys):
@@ -413,7 +415,7 @@ def test_the_tool_prunes(run, damaged, tmp_path, capsys):
     assert iterations(pruned) == [2, 4]
     tool.main(["prune", str(pruned), "--save-retain-interval", "2"])
     assert capsys.readouterr().out == "nothing to delete\n"
-    tool.main(["prune", str(pruned), "--keep-last", "1"])
+    tool.main(["prune", "--keep-last", "1", str(pruned)])
     assert iterations(pruned) == [4]
     for folder, flags, said in (
         (damaged["no shard"], ["--keep-last", "1"], "the latest is not complete"),

@@ -43,8 +43,9 @@ def test_files_become_documents_of_their_bytes(tmp_path):
 
 
 def test_append_eod_ends_every_document(tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"text": "ab"}\n{"text": "c"}\n')
-    index = preprocess(tmp_path, "--input", tmp_path / "in.jsonl", "--append-eod")
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "c"}\n')
+    index = preprocess(tmp_path, "--input", tmp_path / "a.jsonl", "--append-eod", "--input", tmp_path / "b.jsonl")
     assert [ids.tolist() for ids in index] == [[97, 98, EOD], [99, EOD]]
 
 
@@ -94,7 +95,8 @@ def test_a_failed_run_leaves_the_earlier_result_alone(tmp_path):
 
 
 MISTAKES = {
-    "no input": (["--output-prefix", "{tmp}/out"], "--input"),
+    "no input": (["--output-prefix", "{tmp}/out"], "--input: missing"),
+    "input and check": (["--input", "a", "--check", "b"], "--input a: does not go with --check b"),
     "input is nowhere": (["--input", "{tmp}/nowhere"], "--input {tmp}/nowhere"),
     "no text in it": (["--input", "{tmp}/binary"], "{tmp}/binary"),
     "broken JSON": (["--input", "{tmp}/broken.jsonl"], "line 1"),

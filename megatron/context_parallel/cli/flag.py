@@ -1,10 +1,11 @@
 """How a flag is declared: the `flag(...)` of a dataclass field says all there is to say about it."""
 
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Literal, dataclass_transform, get_args, get_origin, get_type_hints
 
-from megatron.context_parallel.strategies.options import Option, kind_of, show
+from megatron.context_parallel.options import Option, kind_of, show
 
 
 @dataclass(frozen=True)
@@ -15,22 +16,29 @@ class Flag(Option):
     """
 
     derived: str = ""  # the default in words, where other flags decide it
-    option: str = ""  # its name on the command line; a switch that turns its field off has a name of its own
+    # Its name on the command line: a switch that turns its field off has one of its own, a positional no dashes (DIR).
+    option: str = ""
     unit: str = ""  # what the value counts or names, in capitals for --help
     needs: str = ""  # what must be given with it
     excludes: str = ""  # what must not
     divides: str = ""  # fields whose values are multiples of its own
     multiple_of: str = ""  # fields whose product divides its value
     not_above: str = ""  # the field that limits it
+    endings: tuple[str, ...] = ()  # of a file to write, such as ".json"; its folder must be there
     to_train: bool = False  # not required by a dry run
     # What it decides that a checkpoint must share.
     decides: Literal["", "weights", "model", "position table", "data order"] = ""
     optional: bool = False  # None is a value: not given
     many: bool = False  # it takes several values
+    adds_up: bool = False  # given again, it adds values; others replace them
 
     @property
     def required(self) -> bool:
         return not (self.optional or self.derived or self.default is not None)
+
+    @property
+    def positional(self) -> bool:
+        return not self.option.startswith("-")
 
     def value(self, given: Any, n: int | None = None) -> Any:
         if self.many and given != []:
@@ -46,7 +54,7 @@ class Flag(Option):
     @property
     def works(self) -> str:
         """As a command line gives it a value that works."""
-        return self.given(True if self.kind is bool else self.example)
+        return show(self.example) if self.positional else self.given(True if self.kind is bool else self.example)
 
 
 def flag(help: str, default: object = None, **declared: Any) -> Any:
@@ -75,13 +83,15 @@ def _named(declared: Flag, name: str, hint: Any) -> Flag:
     kind, optional = kind_of(hint), NoneType in get_args(hint)
     if many := get_origin(kind) is list:
         kind = get_args(kind)[0]
-    unit = declared.unit or f"{{{','.join(declared.choices)}}}" * bool(declared.choices)
-    unit = unit or {int: "N", float: "X"}.get(kind, "TEXT")
-    known = (declared.example, declared.default, *declared.choices, 1 if kind is int else unit)
-    example = next(value for value in known if value is not None)
     option = declared.option or "--" + name.replace("_", "-")
-    found = replace(declared, name=name, kind=kind, optional=optional, many=many)
-    return replace(found, option=option, unit=unit, example=example)
+    read = declared.read or (Path if kind is Path else None)
+    found = replace(declared, name=name, kind=kind, optional=optional, many=many, option=option, read=read)
+    choices = f"{{{','.join(declared.choices)}}}" if declared.choices else ""
+    unit = declared.unit or (option if found.positional else choices)
+    unit = unit or {int: "N", float: "X", Path: "FILE"}.get(kind, "TEXT")
+    made_up = name + declared.endings[0] if declared.endings else 1 if kind is int else unit
+    known = (declared.example, declared.default, *declared.choices, made_up)
+    return replace(found, unit=unit, example=next(value for value in known if value is not None))
 
 
 def fields_given(args: object, config: type) -> dict[str, Any]:

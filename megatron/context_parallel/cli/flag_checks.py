@@ -18,7 +18,7 @@ def is_given(args: FlagSection, condition: str, flags: dict[str, Flag]) -> bool:
 
 
 def check_each(args: FlagSection, flags: dict[str, Flag], elsewhere: str = "") -> None:
-    """Refuse what is missing, without what it needs or beside what it excludes.
+    """Refuse what is missing, without what it needs or beside what it excludes, and files that cannot be written.
 
     `elsewhere` says where else a missing flag can come from.
     """
@@ -28,11 +28,16 @@ def check_each(args: FlagSection, flags: dict[str, Flag], elsewhere: str = "") -
             raise UsageError(f"{flag.option}: missing; give {flag.works}{elsewhere}")
         if value == flag.default:
             continue
-        if missing := [_in_words(need, flags) for need in flag.needs.split() if not is_given(args, need, flags)]:
-            raise UsageError(f"{flag_text(args, name, flags)}: needs {' '.join(missing)}; add that or leave this out")
+        text = flag_text(args, name, flags)
         if others:
             other = flag_text(args, others[0].partition("=")[0], flags)
-            raise UsageError(f"{flag_text(args, name, flags)}: does not go with {other}; give only one of the two")
+            raise UsageError(f"{text}: does not go with {other}; give only one of the two")
+        if missing := [_in_words(need, flags) for need in flag.needs.split() if not is_given(args, need, flags)]:
+            raise UsageError(f"{text}: needs {' '.join(missing)}; add that or leave this out")
+        if flag.endings and value.suffix not in flag.endings:
+            raise UsageError(f"{text}: must end in {' or '.join(flag.endings)}; give {flag.works}")
+        if flag.endings and not value.absolute().parent.is_dir():
+            raise UsageError(f"{text}: no folder {value.parent}; make it first")
 
 
 def _trains_not(args: FlagSection) -> bool:

@@ -2,24 +2,28 @@
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from itertools import takewhile
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from megatron.context_parallel.errors import UsageError
 
 from .flag import Flag, FlagSection, ForeignFlag, flags_of
+from .flag_checks import check_each
+
+Section = TypeVar("Section", bound=FlagSection)
 
 
-class FlagParser:
+class FlagParser(Generic[Section]):
     """The flags of a program.
 
     Args:
-        sections: what declares them, in the order of `--help`.
-        description: what the program does.
+        declared: a section that declares them, or a class of several sections, in the order of `--help`.
+        description: what the program does, in lines of `--help`.
         usage: what follows its name.
         foreign: flags of another program by option, which `--help` does not list.
+        torchrun: whether ranks run it.
 
     Attributes:
         flags: by field.
@@ -28,16 +32,25 @@ class FlagParser:
 
     def __init__(
         self,
-        sections: Sequence[type[FlagSection]],
-        description: str,
+        declared: type[Section],
+        description: str | None,
         usage: str,
         foreign: Mapping[str, ForeignFlag] | None = None,
+        torchrun: bool = False,
     ) -> None:
-        self.sections, self.description, self.usage = sections, description, usage
-        self.flags = {name: flag for section in sections for name, flag in flags_of(section).items()}
+        self.declared, self.description, self.usage, self.torchrun = declared, description, usage, torchrun
+        bases = declared.__bases__
+        self.sections: tuple[type[FlagSection], ...] = (declared,) if FlagSection in bases else bases
+        self.flags = {name: flag for section in self.sections for name, flag in flags_of(section).items()}
         former = {"--" + flag.formerly.replace("_", "-"): flag for flag in self.flags.values() if flag.formerly}
         self.by_option = former | {flag.option: flag for flag in self.flags.values()}
         self.foreign = foreign or {}
+
+    def parse(self, argv: list[str] | None = None) -> Section:
+        """The flags of a command line (default: the program's), checked. Raises UsageError for what is wrong."""
+        flags = self.declared(**self.read(argv))
+        check_each(flags, self.flags)
+        return flags
 
     def read(self, argv: list[str] | None = None) -> dict[str, Any]:
         """The values that a command line (default: the program's) gives, by field; those of foreign flags by option.
@@ -62,15 +75,23 @@ class FlagParser:
         parser = argparse.ArgumentParser(
             description=self.description, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
         )
-        start = parser.prog if parser.prog.endswith(".py") else f"--no-python {parser.prog}"
-        parser.usage = f"torchrun --nproc-per-node N {start} {self.usage}"
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        start = parser.prog
+        if self.torchrun:
+            start = f"torchrun --nproc-per-node N {'' if start.endswith('.py') else '--no-python '}{start}"
+        parser.usage = f"{start} {self.usage}"
         for section in self.sections:
-            group = parser.add_argument_group(section.title)
+            group = parser.add_argument_group(section.title) if section.title else parser
             for flag in flags_of(section).values():
                 words: dict[str, Any] = {"nargs": "+" if flag.many else None, "metavar": flag.unit}
                 if flag.kind is bool:
                     words = {"action": argparse.BooleanOptionalAction if flag.optional else "store_true"}
-                group.add_argument(flag.option, dest=flag.name, help=self._help(flag), **words)
+                elif flag.adds_up:
+                    words["action"] = "extend"
+                if flag.positional:  # where it is missing `check_each` says so, with a value that works
+                    group.add_argument(flag.name, help=self._help(flag), **words).required = False
+                else:
+                    group.add_argument(flag.option, dest=flag.name, help=self._help(flag), **words)
         for option, flag in self.by_option.items():
             if option != flag.option:
                 parser.add_argument(option, dest=flag.name, help=argparse.SUPPRESS)
@@ -101,8 +122,8 @@ class FlagParser:
         unknown = []
         for option, near in zip(options, nearest, strict=True):
             unknown.append(f"{option}: unknown flag" + (f" (did you mean {near}?)" if near else ""))
-        such = next(flag.option for flag in self.flags.values() if flag.required)
-        advice = [] if nearest and all(nearest) else [f"--help lists the flags, such as {such}"]
+        such = min(self.flags.values(), key=lambda flag: (flag.positional, not flag.required))
+        advice = [] if nearest and all(nearest) else [f"--help lists the flags, such as {such.option}"]
         return "; ".join(stray + unknown + advice)
 
     def _closest(self, word: str) -> str | None:

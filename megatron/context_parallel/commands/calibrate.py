@@ -10,7 +10,6 @@ DIR has the numbers, NAME.csv with the columns row, column, unit and paper, and 
     predict     (NAME, cluster, wanted) -> a number or None for each cell; wanted(row, column) may be heeded for speed
 """
 
-import argparse
 import csv
 import importlib
 import statistics
@@ -20,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from megatron.context_parallel.cli.flag import FlagSection, flag
+from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,21 +29,19 @@ if TYPE_CHECKING:
 FITTED_TO = " Fitted by tools/calibrate.py"
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="folder with the numbers and predict.py")
-    parser.add_argument("--cluster", required=True, metavar="NAME", help="preset that is fitted")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="YAML file to write")
-    return parser.parse_args(argv)
+class CalibrateFlags(FlagSection):
+    folder: Path = flag(
+        "folder with the numbers and predict.py", option="DIR", example="examples/paper_tables/loongtrain"
+    )
+    cluster: str = flag("preset that is fitted", unit="NAME", example="loongtrain")
+    output: Path = flag("YAML file to write", endings=(".yaml", ".yml"))
+
+
+PARSER = FlagParser(CalibrateFlags, __doc__, "DIR --cluster NAME --output FILE")
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
-    if args.output.suffix not in (".yaml", ".yml"):
-        raise UsageError(f"--output {args.output}: must end in .yaml, such as cluster.yaml")
-    if not args.output.absolute().parent.is_dir():
-        raise UsageError(f"--output {args.output}: no folder {args.output.parent}; make it first")
+    args = PARSER.parse(argv)
     if not (args.folder / "predict.py").is_file():
         raise UsageError(f"DIR {args.folder}: no predict.py; give a folder such as examples/paper_tables/loongtrain")
     paper = _module(args.folder)

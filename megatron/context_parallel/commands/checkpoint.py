@@ -7,12 +7,13 @@
 DIR is the folder given to training as `--save`.
 """
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
 from rich.filesize import decimal
 from rich.table import Table
 
+from megatron.context_parallel.cli.flag import FlagSection, flag
+from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.checkpoint.manifest import MANIFEST, content_faults, read_manifest
@@ -27,6 +28,24 @@ from megatron.context_parallel.trainer.checkpoint.store import (
     read_saved_args,
     superseded,
 )
+
+PRUNES = "action=prune"
+
+
+class CheckpointFlags(FlagSection):
+    action: str = flag(
+        "list: a table with iteration, size, layout, strategy, and whether it is complete; verify: read every file, "
+        "name those that are damaged, and exit with 1 if any is; prune: delete old checkpoints, never the latest",
+        option="ACTION",
+        choices=("list", "verify", "prune"),
+    )
+    run: Path = flag("the folder given to training as --save", option="DIR", example="runs/quickstart")
+    keep_last: int | None = flag("keep the last N", needs=PRUNES, example=3)
+    save_retain_interval: int | None = flag("keep iterations that are multiples of N", needs=PRUNES, example=1000)
+    dry_run: bool = flag("only tell what would be deleted", False, needs=PRUNES)
+
+
+PARSER = FlagParser(CheckpointFlags, __doc__, "ACTION DIR [flags]")
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -120,33 +139,9 @@ def prune(run: Path, keep_last: int | None, retain_interval: int | None, dry_run
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parse(argv)
+    args = PARSER.parse(argv)
     if args.action == "list":
         return list_checkpoints(args.run)
     if args.action == "verify":
         return verify(args.run)
     return prune(args.run, args.keep_last, args.save_retain_interval, args.dry_run)
-
-
-def _parse(argv: list[str] | None) -> Namespace:
-    parser = ArgumentParser(description="Look after a directory of checkpoints.")
-    actions = parser.add_subparsers(dest="action", required=True)
-    for name, what in (
-        ("list", "a table: iteration, size, whether complete, layout, strategy"),
-        ("verify", "read every file, name those that are damaged, and exit with 1 if any is"),
-        ("prune", "delete old checkpoints, never the latest"),
-    ):
-        action = actions.add_parser(name, help=what, description=what)
-        action.add_argument("run", metavar="DIR", type=Path, help="the folder given to training as --save")
-    action.add_argument("--keep-last", type=_count, metavar="N", help="keep the last N")
-    action.add_argument(
-        "--save-retain-interval", type=_count, metavar="N", help="keep iterations that are multiples of N"
-    )
-    action.add_argument("--dry-run", action="store_true", help="only tell what would be deleted")
-    return parser.parse_args(argv)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text} is not a number of 1 or more")
-    return int(text)

@@ -6,48 +6,42 @@ Run it where you will train, one process per rank, with the heads of one tensor-
         --kv-channels 128 --output cluster.yaml
 """
 
-import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 
+from megatron.context_parallel.cli.flag import FlagSection, flag
+from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.errors import UsageError
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
-    parser.add_argument("--num-attention-heads", type=int, default=8, help="query heads; default: %(default)s")
-    parser.add_argument("--num-query-groups", type=int, help="key/value heads; default: as query heads")
-    parser.add_argument("--kv-channels", type=int, default=128, help="size of a head; default: %(default)s")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the model; default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="measure less: some seconds instead of a minute")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="YAML file to write")
-    args = parser.parse_args(argv)
-    args.num_query_groups = args.num_query_groups or args.num_attention_heads
-    return args
+class ProbeFlags(FlagSection):
+    num_attention_heads: int = flag("query heads", 8)
+    num_query_groups: int = flag("key/value heads", derived="as query heads")
+    kv_channels: int = flag("size of a head", 128)
+    dtype: str = flag("of the model", "bf16", choices=(*DTYPES,))
+    quick: bool = flag("measure less: some seconds instead of a minute", False)
+    output: Path = flag("YAML file to write", endings=(".yaml", ".yml"))
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raises UsageError for what argparse cannot see."""
-    for name in ("num_attention_heads", "num_query_groups", "kv_channels"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: need at least 1")
-    heads, kv_heads = args.num_attention_heads, args.num_query_groups
+PARSER = FlagParser(ProbeFlags, __doc__, "--output FILE [flags]", torchrun=True)
+
+
+def read_flags(argv: list[str] | None = None) -> ProbeFlags:
+    """The flags, complete. Raises UsageError for what cannot run."""
+    args = PARSER.parse(argv)
+    heads, kv_heads = args.num_attention_heads, args.num_query_groups or args.num_attention_heads
     if heads % kv_heads:
         raise UsageError(f"--num-query-groups {kv_heads}: must divide --num-attention-heads {heads}, as 1 does")
-    if args.output.suffix not in (".yaml", ".yml"):
-        raise UsageError(f"--output {args.output}: must end in .yaml, such as cluster.yaml")
-    if not args.output.absolute().parent.is_dir():
-        raise UsageError(f"--output {args.output}: no folder {args.output.parent}; make it first")
     if "RANK" not in os.environ:
         raise UsageError("no ranks: start it with torchrun --nproc-per-node 2, or as many as the devices of a node")
+    return replace(args, num_query_groups=kv_heads)
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
-    check(args)
+    args = read_flags(argv)
     import torch
     import torch.distributed as dist
 

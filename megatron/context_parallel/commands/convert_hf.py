@@ -8,12 +8,13 @@ Llama 2 and 3, Mistral, Qwen3; weights in safetensors. One weight, or one file o
 
 import os
 import re
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.context_parallel.cli.flag import FlagSection, flag
+from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries
 from megatron.context_parallel.errors import UsageError
 
@@ -21,12 +22,47 @@ if TYPE_CHECKING:
     from megatron.context_parallel.trainer.config.flags import Arguments
     from megatron.context_parallel.trainer.model.meta_model import Done
 
+TO_HF = "action=to-hf"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d+)(KB|MB|GB)", text)
+    if not found or not int(found[1]):
+        raise UsageError(f"--max-shard-size {text}: need a size such as 2GB or 500MB")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+class ConvertFlags(FlagSection):
+    action: str = flag(
+        "to-megatron: from HuggingFace to a checkpoint for --finetune and tools/generate.py; to-hf: from a checkpoint "
+        "of the trainer to HuggingFace",
+        option="ACTION",
+        choices=("to-megatron", "to-hf"),
+    )
+    load: Path = flag(
+        "a folder of HuggingFace with config.json and .safetensors, or the --save of a training run",
+        unit="DIR",
+        example="runs/quickstart",
+    )
+    save: Path = flag("a new directory of checkpoints, or a new folder of HuggingFace", unit="DIR", example="converted")
+    ckpt_step: int | None = flag("iteration", derived="the latest", at_least=0, example=100, needs=TO_HF)
+    max_shard_size: int | None = flag(
+        "largest file of weights, which is in memory at a time",
+        derived="2GB",
+        unit="SIZE",
+        example="2GB",
+        read=_size,
+        needs=TO_HF,
+    )
+
+
+PARSER = FlagParser(ConvertFlags, __doc__, "ACTION --load DIR --save DIR [flags]")
 
 
 def main(argv: list[str] | None = None) -> None:
     """Convert. Raises UsageError for what cannot be converted, read or written."""
-    args = parse(argv)
+    args = PARSER.parse(argv)
     if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise UsageError(f"WORLD_SIZE={ranks}: one process converts; start it without torchrun")
     to_megatron = args.action == "to-megatron"
@@ -36,8 +72,9 @@ def main(argv: list[str] | None = None) -> None:
     from megatron.context_parallel.generation.model_source import model_arguments
     from megatron.context_parallel.trainer.setup import distributed_job
 
-    step = None if to_megatron else args.ckpt_step
-    source = Source(load=str(args.load), ckpt_step=step, load_fallback=False, tensor_model_parallel_size=1, bf16=False)
+    source = Source(
+        load=str(args.load), ckpt_step=args.ckpt_step, load_fallback=False, tensor_model_parallel_size=1, bf16=False
+    )
     ours = model_arguments(source)
     with distributed_job(ours):
         count = write_checkpoint(ours, args.save) if to_megatron else write_folder(ours, args)
@@ -55,7 +92,7 @@ def write_checkpoint(args: "Arguments", save: Path) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-def write_folder(args: "Arguments", asked: Namespace) -> int:
+def write_folder(args: "Arguments", asked: ConvertFlags) -> int:
     """From a checkpoint to HuggingFace; how many weights it has."""
     from megatron.context_parallel.convert.to_huggingface import to_folder
     from megatron.context_parallel.trainer.checkpoint.save_load import fault_everywhere
@@ -66,7 +103,7 @@ def write_folder(args: "Arguments", asked: Namespace) -> int:
     assert checkpoint is not None  # its arguments were read
     model = build_meta_model(args)
     with _progress(bytes_of(model)) as done:
-        to_folder(args, model, checkpoint, asked.save, asked.max_shard_size, done)
+        to_folder(args, model, checkpoint, asked.save, asked.max_shard_size or _size("2GB"), done)
     return sum(weight.numel() for weight in model.parameters())
 
 
@@ -87,33 +124,3 @@ def _progress(total: int) -> "Iterator[Done]":
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total)
         yield lambda size: bar.advance(task, size)
-
-
-def parse(argv: list[str] | None) -> Namespace:
-    """The flags of the command."""
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    actions = parser.add_subparsers(dest="action", required=True)
-    inward = actions.add_parser(
-        "to-megatron", help="from HuggingFace to a checkpoint for --finetune and tools/generate.py"
-    )
-    inward.add_argument("--load", metavar="FOLDER", type=Path, required=True, help="config.json and .safetensors")
-    inward.add_argument("--save", metavar="DIR", type=Path, required=True, help="a new directory of checkpoints")
-    outward = actions.add_parser("to-hf", help="from a checkpoint of the trainer to HuggingFace")
-    outward.add_argument("--load", metavar="DIR", type=Path, required=True, help="the --save of a training run")
-    outward.add_argument("--save", metavar="FOLDER", type=Path, required=True, help="a new folder")
-    outward.add_argument("--ckpt-step", metavar="N", type=int, help="iteration (default: the latest)")
-    outward.add_argument(
-        "--max-shard-size",
-        metavar="SIZE",
-        type=_size,
-        default="2GB",
-        help="largest file of weights, which is in memory at a time (default: %(default)s)",
-    )
-    return parser.parse_args(argv)
-
-
-def _size(text: str) -> int:
-    found = re.fullmatch(r"(\d+)(KB|MB|GB)", text)
-    if not found or not int(found[1]):
-        raise ArgumentTypeError(f"{text} is no size such as 2GB or 500MB")
-    return int(found[1]) * _UNITS[found[2]]

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.context_parallel.cli.flag_checks import check_each
 from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries
 from megatron.context_parallel.errors import UsageError
@@ -16,7 +15,9 @@ if TYPE_CHECKING:
     from megatron.context_parallel.inference.engine import Engine, Request, RequestOutput
     from megatron.context_parallel.inference.rank_loop import RankLoop
 
-PARSER = FlagParser(Generate.__bases__, "Generate text with a trained model.", '--load DIR --prompt "def " [flags]')
+PARSER = FlagParser(
+    Generate, "Generate text with a trained model.", '--load DIR --prompt "def " [flags]', torchrun=True
+)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -47,8 +48,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def read_flags(argv: list[str] | None) -> Generate:
     """The flags, checked as far as they go without files."""
-    flags = Generate(**PARSER.read(argv))
-    check_each(flags, PARSER.flags)
+    flags = PARSER.parse(argv)
     check_prefill(flags)
     if not (flags.prompt or flags.prompts_file or flags.interactive):
         raise UsageError('--prompt: missing; give --prompt "def ", --prompts-file FILE or --interactive')

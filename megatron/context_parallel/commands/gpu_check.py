@@ -7,7 +7,6 @@ an error is over its bound or a bar is missed. FLOPs are those of the pairs a ma
 4 x pairs x heads x head_dim forward, 2.5 times that backward.
 """
 
-import argparse
 import importlib.metadata
 import json
 import shlex
@@ -20,6 +19,8 @@ from typing import NamedTuple
 import torch
 
 from megatron.context_parallel import UsageError
+from megatron.context_parallel.cli.flag import FlagSection, flag
+from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.kernels.names import BACKENDS
 
 from .gpu_checks.common import CheckReport, CheckSizes, print_table
@@ -51,6 +52,14 @@ BARS: dict[str, dict[str, tuple[str, float]]] = {
     "te": {"errors inside Transformer Engine over their bound": ("at most", 0)},
 }
 STAGES = tuple(BARS)
+
+
+class CheckFlags(FlagSection):
+    stage: list[str] | None = flag("what to check", derived="all", choices=STAGES)
+    output: Path = flag("JSON file", Path("gpu_check.json"))
+
+
+PARSER = FlagParser(CheckFlags, __doc__, "[flags]")
 
 
 class Host(NamedTuple):
@@ -131,16 +140,13 @@ def setup(device: torch.device) -> dict[str, object]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--stage", nargs="+", choices=STAGES, default=STAGES, help="default: all")
-    parser.add_argument("--output", type=Path, default=Path("gpu_check.json"), help="JSON file (default: %(default)s)")
-    args = parser.parse_args(argv)
+    args = PARSER.parse(argv)
     if not torch.cuda.is_available():
         raise UsageError("needs a CUDA GPU, and there is none here; run it on a host with one")
     device = torch.device("cuda", torch.cuda.current_device())
     host = Host(device, torch.cuda.device_count(), GpuClock(), GpuMeter())
     report, bars, seconds = CheckReport(), list[dict](), dict[str, float]()
-    for stage in args.stage:
+    for stage in args.stage or STAGES:
         shown, start = set(report.numbers), time.perf_counter()
         bars += run_stage(stage, report, list(BACKENDS[1:]), CheckSizes(), host)
         seconds[stage] = time.perf_counter() - start

@@ -1,11 +1,13 @@
 """Shows what a strategy does: volume, steps, idle time and peak memory of its plans, and a drawing of them."""
 
-import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from rich.table import Table
 
 from megatron.context_parallel import LAYOUTS, STRATEGIES, UsageError
+from megatron.context_parallel.cli.flag import FlagSection, flag
+from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.cluster.search.auto import headline
@@ -21,54 +23,47 @@ from megatron.context_parallel.plan.volume import Shape, received_bytes
 from megatron.context_parallel.strategies import AUTO, parse_spec
 from megatron.context_parallel.tokens.mask import Mask
 
+_SPECS = f"""one or more of {", ".join(STRATEGIES)}, with options as in usp:head_parallel_size=2 or mesh:grid=2x4;
+{AUTO}: the fastest on --cluster"""
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    names = f"one or more of {', '.join(STRATEGIES)}, with options as in usp:head_parallel_size=2 or mesh:grid=2x4; "
-    names += f"{AUTO}: the fastest on --cluster"
-    parser.add_argument("strategy", nargs="+", metavar="SPEC", help=names)
-    parser.add_argument("--ranks", type=int, required=True, help="size of the context group")
-    parser.add_argument("--layout", choices=LAYOUTS, help="default: the strategy's own")
-    parser.add_argument("--full-mask", action="store_true", help="every token sees every token; default: causal")
-    parser.add_argument("--num-attention-heads", type=int, help="default: one per rank")
-    parser.add_argument("--num-query-groups", type=int, help="key/value heads; default: one per attention head")
-    parser.add_argument("--seq-length", type=int, help="tokens: volume in MiB too, batch 1, 16-bit model")
-    parser.add_argument("--kv-channels", type=int, default=128, help="width of a head; default: %(default)s")
-    parser.add_argument("--cluster", metavar="NAME", help="predict times on a cluster: a preset, or a .yaml file")
-    parser.add_argument(
-        "--timeline", type=Path, metavar="FILE", help="write the predicted times of one strategy (.json)"
+
+class PlanFlags(FlagSection):
+    strategy: list[str] = flag(_SPECS, option="SPEC", example="ring")
+    ranks: int = flag("size of the context group", example=8)
+    layout: str | None = flag("which tokens a rank has", derived="the strategy's own", choices=LAYOUTS)
+    full_mask: bool = flag("every token sees every token, not only those before it", False)
+    num_attention_heads: int = flag("query heads", derived="one per rank")
+    num_query_groups: int = flag("key/value heads", derived="one per attention head")
+    seq_length: int | None = flag("tokens: volume in MiB too, batch 1, 16-bit model", example=131072)
+    kv_channels: int = flag("width of a head", 128)
+    cluster: str | None = flag(
+        "predict times on a cluster: a preset, or a .yaml file", unit="NAME", example="dgx-h100", needs="seq_length"
     )
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="write a .png or .svg of each strategy and pass")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write an interactive page of all strategies")
-    args = parser.parse_args(argv)
-    args.num_attention_heads = args.num_attention_heads or args.ranks
-    args.num_query_groups = args.num_query_groups or args.num_attention_heads
-    return args
+    timeline: Path | None = flag(
+        "write the predicted times of one strategy (.json)", endings=(".json",), needs="cluster"
+    )
+    draw: Path | None = flag("write a .png or .svg of each strategy and pass", endings=(".png", ".svg"))
+    html: Path | None = flag("write an interactive page of all strategies", endings=(".html",))
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raises UsageError for what argparse cannot see."""
-    if args.ranks < 1:
-        raise UsageError(f"--ranks {args.ranks}: need at least 1")
-    if args.num_query_groups < 1 or args.num_attention_heads % args.num_query_groups:
-        raise UsageError(
-            f"--num-query-groups {args.num_query_groups}: must divide --num-attention-heads {args.num_attention_heads}"
-        )
-    if args.seq_length is not None and (args.seq_length < 1 or args.seq_length % args.ranks):
+PARSER = FlagParser(PlanFlags, __doc__, "SPEC [SPEC ...] --ranks N [flags]")
+
+
+def read_flags(argv: list[str] | None = None) -> PlanFlags:
+    """The flags, complete. Raises UsageError for what does not fit."""
+    args = PARSER.parse(argv)
+    heads = args.num_attention_heads or args.ranks
+    kv_heads = args.num_query_groups or heads
+    if heads % kv_heads:
+        raise UsageError(f"--num-query-groups {kv_heads}: must divide --num-attention-heads {heads}, as 1 does")
+    if args.seq_length and args.seq_length % args.ranks:
         raise UsageError(f"--seq-length {args.seq_length}: must be a multiple of --ranks {args.ranks}")
-    if args.cluster and not args.seq_length:
-        raise UsageError(f"--cluster {args.cluster}: needs --seq-length, such as 131072")
-    if args.timeline and not (args.cluster and len(args.strategy) == 1):
-        raise UsageError(f"--timeline {args.timeline}: needs --cluster and one strategy")
-    files = ("--timeline", args.timeline, (".json",)), ("--draw", args.draw, (".png", ".svg"))
-    for flag, path, kinds in (*files, ("--html", args.html, (".html",))):
-        if path and path.suffix not in kinds:
-            raise UsageError(f"{flag} {path}: must end in {' or '.join(kinds)}")
-        if path and not path.absolute().parent.is_dir():
-            raise UsageError(f"{flag} {path}: no folder {path.parent}; make it first")
+    if args.timeline and len(args.strategy) > 1:
+        raise UsageError(f"--timeline {args.timeline}: needs one strategy; give only SPEC {args.strategy[0]}")
+    return replace(args, num_attention_heads=heads, num_query_groups=kv_heads)
 
 
-def shape_of(args: argparse.Namespace) -> Shape | None:
+def shape_of(args: PlanFlags) -> Shape | None:
     """Sizes on a rank, where the length of the sequence is given."""
     if not args.seq_length:
         return None
@@ -90,11 +85,11 @@ def row(spec: str, plan: Plan, report: PlanReport, shape: Shape | None, forecast
     ]
 
 
-def resolve_auto(args: argparse.Namespace, cluster: Cluster | None) -> list[str]:
+def resolve_auto(args: PlanFlags, cluster: Cluster | None) -> list[str]:
     """The strategies given, with the planner's choice in place of "auto"."""
     if AUTO not in args.strategy:
         return args.strategy
-    if cluster is None:
+    if not (cluster and args.seq_length):
         raise UsageError(f"{AUTO}: needs to know the cluster; give --cluster, such as --cluster dgx-h100")
     sizes = args.seq_length, args.num_attention_heads, args.num_query_groups, args.kv_channels
     workload = Workload(*sizes, mask=Mask(not args.full_mask))
@@ -116,8 +111,7 @@ def by_tensor(plan: Plan, report: PlanReport) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
-    check(args)
+    args = read_flags(argv)
     mask = "full" if args.full_mask else "causal"
     table = Table(
         title=f"{args.ranks} ranks, {mask} mask, {args.num_attention_heads} heads, {args.num_query_groups} kv heads",
@@ -137,9 +131,14 @@ def main(argv: list[str] | None = None) -> None:
         choice = parse_spec(spec, layout=args.layout)
         volumes.append(f"{spec}, {choice.layout} layout")
         passes = pages[choice.spec] = []
-        heads = {"heads": args.num_attention_heads, "kv_heads": args.num_query_groups}
         for backward in (False, True):
-            plan = choice.plan(args.ranks, causal=not args.full_mask, backward=backward, **heads)
+            plan = choice.plan(
+                args.ranks,
+                causal=not args.full_mask,
+                backward=backward,
+                heads=args.num_attention_heads,
+                kv_heads=args.num_query_groups,
+            )
             try:
                 report = verify(plan, plan.kv_ratio(args.num_attention_heads, args.num_query_groups))
             except PlanError as error:

@@ -1,6 +1,5 @@
 """Predicts which way to train a model is fastest on a cluster: strategies, ZeRO, recomputation, parallel sizes."""
 
-import argparse
 import re
 from collections import Counter
 from dataclasses import replace
@@ -9,6 +8,8 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron.context_parallel import UsageError
+from megatron.context_parallel.cli.flag import FlagSection, flag
+from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.cluster.search.step_search import FeasibleRun, StepSearch, search_steps
@@ -17,6 +18,7 @@ from megatron.context_parallel.cluster.step.attention_pass import attention_fore
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.stage_time import EXPOSED
 from megatron.context_parallel.cluster.step.train_config import ITEMSIZE, SHARDING, TrainConfig
+from megatron.context_parallel.trainer.config.flags import PRESETS
 
 SHOWN = 12
 UNITS = {"": 1, "K": 2**10, "M": 2**20}
@@ -30,61 +32,51 @@ def tokens(text: str) -> int:
     return int(found[1]) * UNITS[found[2]]
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--model", required=True, metavar="NAME", help="a preset of the trainer, such as llama3-8b")
-    parser.add_argument("--seq-length", required=True, metavar="N", help="tokens, such as 131072, 128K or 1M")
-    parser.add_argument("--cluster", required=True, metavar="NAME", help="a preset, or a .yaml file")
-    parser.add_argument("--nodes", type=int, help="of the cluster; default: as it is described")
-    parser.add_argument("--micro-batch-size", type=int, default=1, metavar="N", help="default: %(default)s")
-    parser.add_argument("--global-batch-size", type=int, metavar="N", help="default: a micro batch per data rank")
-    parser.add_argument("--dtype", choices=ITEMSIZE, default="bf16", help="of the model; default: %(default)s")
-    for name, what in (("tensor", "split every layer"), ("pipeline", "split the layers"), ("data", "have other data")):
-        flag = f"--{name}-model-parallel-size" if name != "data" else "--data-parallel-size"
-        parser.add_argument(flag, dest=name, type=int, default=1, metavar="N", help=f"ranks that {what}; default: 1")
-    parser.add_argument("--all", action="store_true", help="try all tensor-, pipeline- and data-parallel sizes")
-    parser.add_argument("--explain", metavar="N|SPEC", help="time and memory of one, by number or spec")
-    parser.add_argument("--timeline", type=Path, metavar="FILE", help="write its attention as a trace (.json)")
-    args = parser.parse_args(argv)
-    if args.timeline and not args.explain:
-        raise UsageError(f"--timeline {args.timeline}: of which? Give --explain 1")
-    if args.timeline and args.timeline.suffix != ".json":
-        raise UsageError(f"--timeline {args.timeline}: must end in .json")
-    return args
+class SearchFlags(FlagSection):
+    model: str = flag("a preset of the trainer", unit="NAME", choices=(*PRESETS,), example="llama3-8b")
+    seq_length: int = flag("tokens, such as 131072, 128K or 1M", read=tokens, example="128K")
+    cluster: str = flag("a preset, or a .yaml file", unit="NAME", example="dgx-h100")
+    nodes: int | None = flag("of the cluster", derived="as it is described", example=4)
+    micro_batch_size: int = flag("sequences of a rank at a time", 1)
+    global_batch_size: int | None = flag("sequences per update", derived="a micro batch per data rank")
+    dtype: str = flag("of the model", "bf16", choices=(*ITEMSIZE,))
+    tensor_model_parallel_size: int = flag("ranks that split every layer", 1)
+    pipeline_model_parallel_size: int = flag("ranks that split the layers", 1)
+    data_parallel_size: int = flag("ranks that have other data", 1)
+    all: bool = flag("try all tensor-, pipeline- and data-parallel sizes", False)
+    explain: str | None = flag("time and memory of one, by number or spec", unit="N|SPEC", example="1")
+    timeline: Path | None = flag("write its attention as a trace (.json)", endings=(".json",), needs="explain")
 
 
-def found_by(args: argparse.Namespace) -> tuple[StepSearch, ModelShape, Cluster, str]:
+PARSER = FlagParser(SearchFlags, __doc__, "--model NAME --seq-length N --cluster NAME [flags]")
+
+
+def found_by(args: SearchFlags) -> tuple[StepSearch, ModelShape, Cluster, str]:
     """The search that the flags ask for, of what and where, and a title."""
     from megatron.context_parallel.trainer.arguments.preset_model import preset_model
-    from megatron.context_parallel.trainer.config.flags import PRESETS
 
-    if args.model not in PRESETS:
-        raise UsageError(f"--model {args.model}: unknown; choose {' or '.join(PRESETS)}")
-    cluster, length = load_cluster(args.cluster), tokens(args.seq_length)
-    if args.nodes is not None and args.nodes < 1:
-        raise UsageError(f"--nodes {args.nodes}: need 1 or more")
+    cluster = load_cluster(args.cluster)
     cluster = replace(cluster, nodes=args.nodes) if args.nodes else cluster
-    context, over = divmod(cluster.ranks, args.tensor * args.pipeline * args.data)
+    tensor, data = args.tensor_model_parallel_size, args.data_parallel_size
+    context, over = divmod(cluster.ranks, tensor * args.pipeline_model_parallel_size * data)
     if over:
         raise UsageError(
-            f"--data-parallel-size {args.data}: tensor x pipeline x data does not divide the {cluster.ranks} devices; "
-            "give 1"
+            f"--data-parallel-size {data}: tensor x pipeline x data does not divide the {cluster.ranks} devices; give 1"
         )
     base = TrainConfig(
-        seq_length=length,
+        seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
-        global_batch_size=args.global_batch_size or args.micro_batch_size * args.data,
+        global_batch_size=args.global_batch_size or args.micro_batch_size * data,
         context_parallel_size=context,
-        tensor_model_parallel_size=args.tensor,
-        pipeline_model_parallel_size=args.pipeline,
-        data_parallel_size=args.data,
-        sequence_parallel=args.tensor > 1,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        data_parallel_size=data,
+        sequence_parallel=tensor > 1,
         dtype=args.dtype,
     )
-    model = preset_model(args.model, length, args.tensor)
-    title = (
-        f"{args.model}, {length} tokens, global batch {base.global_batch_size}, {cluster.ranks} {cluster.device.name}"
-    )
+    model = preset_model(args.model, args.seq_length, tensor)
+    devices = f"{cluster.ranks} {cluster.device.name}"
+    title = f"{args.model}, {args.seq_length} tokens, global batch {base.global_batch_size}, {devices}"
     return search_steps(model, cluster, base, args.all), model, cluster, title
 
 
@@ -195,7 +187,7 @@ def asked(found: StepSearch, which: str) -> FeasibleRun:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
+    args = PARSER.parse(argv)
     found, model, cluster, title = found_by(args)
     if not found.ranked:
         show(refusals(found))

@@ -7,7 +7,6 @@ RUN_DIR is the folder given to training as `--save`. Writes `RUN_DIR/loss.png` f
 
 import json
 import statistics
-from argparse import ArgumentParser
 from pathlib import Path
 
 import matplotlib
@@ -15,7 +14,16 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from megatron.context_parallel.cli.flag import FlagSection, flag
+from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.errors import UsageError
+
+
+class PlotFlags(FlagSection):
+    run_dir: Path = flag("the folder given to training as --save", option="RUN_DIR", example="runs/quickstart")
+
+
+PARSER = FlagParser(PlotFlags, __doc__, "RUN_DIR")
 
 
 def read_metrics(run: Path) -> tuple[list[dict], list[dict]]:
@@ -65,9 +73,7 @@ def summary(training: list[dict], validation: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = ArgumentParser(description="Draw the loss curve of a run and tell how it went.")
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder given to training as --save")
-    run = parser.parse_args(argv).run_dir
+    run = PARSER.parse(argv).run_dir
     training, validation = read_metrics(run)
     draw(training, validation, run / "loss.png")
     print(summary(training, validation))

@@ -7,22 +7,22 @@ Each text file is one document, and so is each line of a JSON-lines file. The re
 `<prefix>_<key>_document.bin` and `.idx`, and a `.json` beside them that tells which tokenizer made them.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
 
 import numpy
 
 warnings.filterwarnings("ignore", message="Transformer Engine and Apex")  # neither has a part in this
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # noqa: E402
 
+from megatron.context_parallel.cli.flag import FlagSection, flag  # noqa: E402
+from megatron.context_parallel.cli.flag_parser import FlagParser  # noqa: E402
 from megatron.context_parallel.errors import UsageError  # noqa: E402
 from megatron.context_parallel.trainer.data.index_file import open_tokens, tokenizer_of  # noqa: E402
 from megatron.context_parallel.trainer.data.tokenizer import TOKENIZERS, build_tokenizer  # noqa: E402
@@ -72,47 +72,37 @@ class IndexedOutput:
             Path(f"{self.prefix}.{suffix}.tmp").unlink(missing_ok=True)
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; try --help")
+class PreprocessFlags(FlagSection):
+    input: list[str] = flag(
+        "files and folders; .jsonl and .json files hold one JSON object a line, every other file is one document; in a "
+        "folder, hidden files and .json files are left out",
+        unit="PATH",
+        example="my_folder",
+        needs="output_prefix",
+        excludes="check",
+        adds_up=True,
+    )
+    check: list[str] = flag("check these .bin/.idx files, every token of them", unit="PREFIX", excludes="input")
+    json_keys: list[str] = flag("keys of the JSON objects to take", derived=TEXT_KEY, unit="KEY")
+    output_prefix: str | None = flag("path of the result, without _<key>_document", unit="PREFIX", example="data/mine")
+    tokenizer_type: str = flag(
+        f"one of {', '.join(sorted(set(TOKENIZERS) - {'NullTokenizer'}))}", "ByteLevelTokenizer", unit="TYPE"
+    )
+    tokenizer_model: str | None = flag("SentencePiece file or HuggingFace folder", unit="PATH")
+    append_eod: bool = flag("end every document with the end token", False)
+    workers: int = flag("processes that tokenize", 1)
+    log_interval: int = flag("documents between two progress lines", 1000)
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        description="Turn text into the .bin/.idx files that training reads, or check such files.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    work = parser.add_mutually_exclusive_group(required=True)
-    work.add_argument("--check", nargs="+", metavar="PREFIX", help="check these .bin/.idx files, every token of them")
-    work.add_argument(
-        "--input",
-        nargs="+",
-        action="extend",
-        help="files and folders; .jsonl and .json files hold one JSON object a line, every other file is one "
-        "document; in a folder, hidden files and .json files are left out",
-    )
-    parser.add_argument("--json-keys", nargs="+", default=[TEXT_KEY], help="keys of the JSON objects to take")
-    parser.add_argument("--output-prefix", help="path of the result, without _<key>_document")
-    parser.add_argument(
-        "--tokenizer-type",
-        default="ByteLevelTokenizer",
-        metavar="TYPE",
-        help=f"one of {', '.join(sorted(set(TOKENIZERS) - {'NullTokenizer'}))}",
-    )
-    parser.add_argument("--tokenizer-model", help="SentencePiece file or HuggingFace folder")
-    parser.add_argument("--append-eod", action="store_true", help="end every document with the end token")
-    parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
-    parser.add_argument("--log-interval", type=int, default=1000, help="documents between two progress lines")
-    args = parser.parse_args(argv)
-    if args.input and not args.output_prefix:
-        raise UsageError("--output-prefix is missing; give --output-prefix data/mine")
-    for flag in ("workers", "log_interval"):
-        if getattr(args, flag) < 1:
-            raise UsageError(f"--{flag.replace('_', '-')} {getattr(args, flag)} is too small; give 1 or more")
+PARSER = FlagParser(PreprocessFlags, __doc__, "--input PATH [PATH ...] --output-prefix PREFIX [flags]")
+
+
+def read_flags(argv: list[str] | None) -> PreprocessFlags:
+    """The flags, complete. Raises UsageError for what cannot run."""
+    args = PARSER.parse(argv)
     if args.tokenizer_type == "NullTokenizer":
         raise UsageError("--tokenizer-type NullTokenizer cannot read text; use ByteLevelTokenizer")
-    return args
+    return replace(args, json_keys=args.json_keys or [TEXT_KEY])
 
 
 def find_files(inputs: list[str]) -> list[Path]:
@@ -149,7 +139,7 @@ def read_documents(files: list[Path], keys: list[str]) -> Iterator[Document]:
 class Encoder:
     """Texts of a document, by key, and their token ids; picklable, one per worker process."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: PreprocessFlags) -> None:
         self.args = args
         self.tokenizer = build_tokenizer(args)
         self.dtype = DType.optimal_dtype(self.tokenizer.vocab_size)
@@ -197,7 +187,7 @@ class Encoder:
 _encoder: Encoder
 
 
-def _start_worker(encoder_args: argparse.Namespace) -> None:
+def _start_worker(encoder_args: PreprocessFlags) -> None:
     global _encoder
     _encoder = Encoder(encoder_args)
 
@@ -206,7 +196,7 @@ def _encode(document: Document):
     return _encoder.encode(document)
 
 
-def encode_all(args: argparse.Namespace, encoder: Encoder, documents: Iterator[Document]) -> Iterator:
+def encode_all(args: PreprocessFlags, encoder: Encoder, documents: Iterator[Document]) -> Iterator:
     """Encoded documents in their order, by `args.workers` processes."""
     if args.workers == 1:
         yield from map(encoder.encode, documents)
@@ -215,7 +205,7 @@ def encode_all(args: argparse.Namespace, encoder: Encoder, documents: Iterator[D
         yield from pool.imap(_encode, documents, chunksize=16)
 
 
-def write(args: argparse.Namespace, encoder: Encoder, outputs: dict[str, IndexedOutput]) -> dict[str, int]:
+def write(args: PreprocessFlags, encoder: Encoder, outputs: dict[str, IndexedOutput]) -> dict[str, int]:
     """Add every document to its output; the number of documents skipped, by reason."""
     skipped: dict[str, int] = {}
     started = time.monotonic()
@@ -234,8 +224,9 @@ def write(args: argparse.Namespace, encoder: Encoder, outputs: dict[str, Indexed
     return skipped
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: PreprocessFlags) -> None:
     encoder = Encoder(args)
+    assert args.output_prefix  # --input needs it
     Path(args.output_prefix).parent.mkdir(parents=True, exist_ok=True)
     outputs = {key: IndexedOutput(f"{args.output_prefix}_{key}_document", encoder.dtype) for key in args.json_keys}
     try:
@@ -255,7 +246,7 @@ def run(args: argparse.Namespace) -> None:
         print("skipped " + ", ".join(f"{number} {reason}" for reason, number in sorted(skipped.items())))
 
 
-def check(args: argparse.Namespace) -> None:
+def check(args: PreprocessFlags) -> None:
     """Print a line for each prefix of `--check`.
 
     Raises:
@@ -272,7 +263,7 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(f"--check {'; '.join(bad)}; make such files again with --input")
 
 
-def _check_prefix(args: argparse.Namespace, prefix: str) -> str:
+def _check_prefix(args: PreprocessFlags, prefix: str) -> str:
     """What is there; a ValueError if it cannot be trained on."""
     data = open_tokens(prefix)
     made_by = tokenizer_of(prefix)
@@ -287,7 +278,7 @@ def _check_prefix(args: argparse.Namespace, prefix: str) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     try:
-        args = parse_arguments(argv)
+        args = read_flags(argv)
         if args.check:
             check(args)
         else:

@@ -5,7 +5,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.context_parallel.cli.flag_checks import check_each
 from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries
 from megatron.context_parallel.errors import UsageError
@@ -14,9 +13,11 @@ from megatron.context_parallel.generation.model_source import model_arguments
 from megatron.context_parallel.trainer.faults.lifetime import end_with_parent
 
 PARSER = FlagParser(
-    Serve.__bases__,
-    "Serve OpenAI's completions and chat completions. SIGTERM ends the server once the texts that have begun are done.",
+    Serve,
+    "Serve OpenAI's completions and chat completions.\n"
+    "SIGTERM ends the server once the texts that have begun are done.",
     "--load DIR [flags]",
+    torchrun=True,
 )
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -25,8 +26,7 @@ def main(argv: list[str] | None = None) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises UsageError for what cannot run."""
     ignore_warnings_of_libraries()
     end_with_parent()
-    flags = Serve(**PARSER.read(argv))
-    check_each(flags, PARSER.flags)
+    flags = PARSER.parse(argv)
     check_prefill(flags)
     keys = read_keys(flags)
     args = with_limits(model_arguments(flags), flags)

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ from pathlib import Path
 import psutil
 from rich.table import Table
 
+from megatron.context_parallel.cli.flag import FlagSection, flag
+from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.runtime.comm.flight_recorder import Position, named
@@ -30,6 +31,13 @@ from megatron.context_parallel.trainer.faults.wait_graph import chains, culprits
 _WIDTH = 80
 _LOOK = 1.0  # seconds between two looks
 _NO_ANSWER = 10  # seconds for py-spy
+
+
+class StuckFlags(FlagSection):
+    image: Path | None = flag("also draw who waits for whom, as a picture", example="waits.png")
+
+
+PARSER = FlagParser(StuckFlags, __doc__, "[flags]")
 
 
 @dataclass(frozen=True)
@@ -142,9 +150,7 @@ def draw_wait_graph(ranks: dict[int, RunningRank], of: list[int], path: str) -> 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = ArgumentParser(description="Show where the ranks of the running jobs are, and which the others wait for.")
-    parser.add_argument("--image", metavar="FILE", help="also draw who waits for whom, as FILE.png")
-    image = parser.parse_args(argv).image
+    image = PARSER.parse(argv).image
     jobs = look()
     if not jobs:
         raise UsageError("no job runs here; start one, and run this as its user, on its host and in its container")
@@ -154,6 +160,6 @@ def main(argv: list[str] | None = None) -> None:
         of = culprits_of(ranks)
         describe(ranks, of)
         if image:
-            path = Path(image) if len(jobs) == 1 else Path(image).with_stem(f"{Path(image).stem}-{number}")
+            path = image if len(jobs) == 1 else image.with_stem(f"{image.stem}-{number}")
             draw_wait_graph(ranks, of, str(path))
             print(f"wrote {path}")

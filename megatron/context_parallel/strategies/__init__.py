@@ -6,6 +6,8 @@ entry point names a module that registers them.
 
 from importlib.metadata import entry_points
 
+from megatron.context_parallel.options import Grid, Option
+
 from .allgather import allgather
 from .attention2d import attention2d
 from .by_layer import check_same_tokens, choose_by_layer, distinct, specs_given
@@ -13,7 +15,6 @@ from .double_ring import double_ring
 from .lightseq import lightseq
 from .mesh import mesh
 from .messages import Ring, relay
-from .options import Grid, Option
 from .registry import STRATEGIES, Pass, Strategy, head_parallel_sizes, register
 from .ring import ring
 from .spec import AUTO, COMMON, Choice, asked, parse_spec

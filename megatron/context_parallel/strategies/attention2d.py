@@ -22,10 +22,10 @@ from functools import cache
 from typing import Annotated
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.options import Grid, Option, divisors
 from megatron.context_parallel.plan.ir import AllGather, Attend, Comm, ReduceScatter, Step, T
 
 from .messages import Ring, relay
-from .options import Grid, Option, divisors
 from .registry import Pass, register
 
 

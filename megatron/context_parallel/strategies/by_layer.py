@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.options import divisors
 
-from .options import divisors
 from .spec import AUTO, Choice, parse_spec
 
 COMM_TYPES = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}  # Transformer Engine's names

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import Annotated
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.options import Option, divisors
 from megatron.context_parallel.plan.ir import Attend, Comm, Step
 from megatron.context_parallel.tokens.chunk_pairs import rotated
 
 from .messages import Ring
-from .options import Option, divisors
 from .registry import Pass, register
 from .ring import gradients, keys
 

@@ -18,10 +18,10 @@ m = (n-1)//2, and get delta instead of the output. With a full mask both n-1 and
 from collections.abc import Iterator
 from typing import Annotated
 
+from megatron.context_parallel.options import Option
 from megatron.context_parallel.plan.ir import Attend, Comm, Step, T
 
 from .messages import Ring, Rule
-from .options import Option
 from .registry import Pass, register
 
 

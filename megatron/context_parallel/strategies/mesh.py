@@ -14,11 +14,11 @@ from functools import cache, partial
 from typing import Annotated
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.options import Grid, Option, divisors
 from megatron.context_parallel.plan.ir import PARTIAL, Attend, Comm, Step, T
 
 from .mesh_schedule import costs_by_bytes, greedy_steps
 from .messages import Ring
-from .options import Grid, Option, divisors
 from .registry import Pass, register
 
 

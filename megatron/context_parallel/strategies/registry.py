@@ -6,11 +6,10 @@ from functools import partial
 from typing import Any, Literal
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.options import Option, divisors, options_of
 from megatron.context_parallel.plan.ir import PLACEMENTS, Plan, Step, Steps, T
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import LAYOUTS, Chunks
-
-from .options import Option, divisors, options_of
 
 
 @dataclass(frozen=True)

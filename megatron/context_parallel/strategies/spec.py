@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.options import Option, show
 from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import LAYOUTS
 
-from .options import Option, show
 from .registry import STRATEGIES, Strategy
 
 AUTO = "auto"  # in place of a spec: the planner chooses

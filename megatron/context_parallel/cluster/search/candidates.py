@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.options import divisors
 from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
 from megatron.context_parallel.plan.volume import Shape
 from megatron.context_parallel.strategies import STRATEGIES, Choice, Strategy
-from megatron.context_parallel.strategies.options import divisors
 from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Mask
 

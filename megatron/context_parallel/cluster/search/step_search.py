@@ -11,7 +11,7 @@ from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.step_time import StepForecast, check_sizes, forecast_step
 from megatron.context_parallel.cluster.step.train_config import SHARDING, TrainConfig
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.strategies.options import divisors
+from megatron.context_parallel.options import divisors
 
 from .candidates import Rejected, Workload
 from .planner import SIMULATED, GroupDevices, search

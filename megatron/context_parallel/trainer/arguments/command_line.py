@@ -9,15 +9,16 @@ import yaml
 from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.checkpoint.saved_flags import saved_flags
-from megatron.context_parallel.trainer.config.flags import PRESETS, SECTIONS, Flags
+from megatron.context_parallel.trainer.config.flags import PRESETS, Flags
 from megatron.context_parallel.trainer.config.upstream_flags import UPSTREAM, meaningless
 
 PARSER = FlagParser(
-    SECTIONS,
-    "Pretrain a GPT or Llama with tensor, pipeline, data and context parallelism. "
+    Flags,
+    "Pretrain a GPT or Llama with tensor, pipeline, data and context parallelism.\n"
     "Flags have Megatron's names and meanings.",
     "[--preset NAME] [flags]",
     UPSTREAM,
+    torchrun=True,
 )
 
 

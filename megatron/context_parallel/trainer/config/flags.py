@@ -309,5 +309,4 @@ class Arguments(Flags):
         return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size else 1
 
 
-SECTIONS: tuple[type[FlagSection], ...] = Flags.__bases__
-FLAGS = {name: declared for section in SECTIONS for name, declared in flags_of(section).items()}
+FLAGS = {name: declared for section in Flags.__bases__ for name, declared in flags_of(section).items()}

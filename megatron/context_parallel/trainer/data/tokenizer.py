@@ -2,8 +2,8 @@
 
 import importlib.util
 import os
-from argparse import Namespace
 from pathlib import Path
+from typing import Protocol
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.config.flags import TOKENIZERS, Flags
@@ -11,7 +11,17 @@ from megatron.context_parallel.trainer.config.flags import TOKENIZERS, Flags
 BYTES = 256
 
 
-def build_tokenizer(args: Flags | Namespace):
+class NamesTokenizer(Protocol):
+    """Flags that name a tokenizer; those of NullTokenizer also have `vocab_size`."""
+
+    @property
+    def tokenizer_type(self) -> str: ...
+
+    @property
+    def tokenizer_model(self) -> str | None: ...
+
+
+def build_tokenizer(args: NamesTokenizer):
     """The megatron-core tokenizer named by `args.tokenizer_type`.
 
     Reads `tokenizer_type`, `tokenizer_model` (a file for SentencePiece, a folder for HuggingFace) and, for
@@ -29,14 +39,14 @@ def build_tokenizer(args: Flags | Namespace):
         # No padding id: the datasets would mask every token equal to it out of the loss.
         options = {"special_tokens": ["<eod>"], "vocab_size": BYTES, "_eos_id": BYTES, "_pad_id": -1}
     elif library == "null":
-        options = {"vocab_size": _null_vocabulary(args)}
+        options = {"vocab_size": _null_vocabulary(getattr(args, "vocab_size", None))}
     else:
         _check_files(args, library, package)
         options = {"use_fast": True} if library == "huggingface" else {}
     return _load(args, library, options)
 
 
-def vocabulary(args: Flags | Namespace) -> tuple[int, int | None]:
+def vocabulary(args: Flags) -> tuple[int, int | None]:
     """The size of the vocabulary of that tokenizer and its `eod`; its files are read only if it has some.
 
     Raises:
@@ -46,24 +56,25 @@ def vocabulary(args: Flags | Namespace) -> tuple[int, int | None]:
     if library == "byte-level":
         return BYTES + 1, BYTES
     if library == "null":
-        return _null_vocabulary(args) + 1, _null_vocabulary(args)
+        size = _null_vocabulary(args.vocab_size)
+        return size + 1, size
     tokenizer = build_tokenizer(args)
     return tokenizer.vocab_size, tokenizer.eod
 
 
-def _null_vocabulary(args: Flags | Namespace) -> int:
-    if not args.vocab_size or args.vocab_size < 1:
+def _null_vocabulary(size: int | None) -> int:
+    if not size or size < 1:
         raise UsageError(
-            f"--vocab-size {args.vocab_size} does not work with --tokenizer-type NullTokenizer; "
+            f"--vocab-size {size} does not work with --tokenizer-type NullTokenizer; "
             "give the number of token ids in the data, such as --vocab-size 32000"
         )
-    return args.vocab_size
+    return size
 
 
-def _check_files(args: Flags | Namespace, library: str, package: str | None) -> None:
+def _check_files(args: NamesTokenizer, library: str, package: str | None) -> None:
     model, given = args.tokenizer_model, f"--tokenizer-type {args.tokenizer_type}"
     if library == "huggingface":
-        found, wanted = Path(model or "").is_dir() and model, "folder with tokenizer.json in it"
+        found, wanted = bool(model and Path(model).is_dir()), "folder with tokenizer.json in it"
     else:
         found, wanted = Path(model or "").is_file(), "file such as path/to/tokenizer.model"
     if not found:
@@ -72,7 +83,7 @@ def _check_files(args: Flags | Namespace, library: str, package: str | None) -> 
         raise UsageError(f"{given} needs a package: pip install {package}, or use --tokenizer-type ByteLevelTokenizer")
 
 
-def _load(args: Flags | Namespace, library: str, options: dict):
+def _load(args: NamesTokenizer, library: str, options: dict):
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported, which is below
     from megatron.core.tokenizers import MegatronTokenizer
 
