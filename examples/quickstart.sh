@@ -25,7 +25,8 @@ preprocess() {
         local library
         library=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
         mapfile -d '' files < <(find "$library" -name '*.py' -not -path '*-packages/*' \
-            -not -path '*/test/*' -not -path '*/tests/*' -not -path '*/idle_test/*' -print0 | sort -z)
+            -not -path '*/test/*' -not -path '*/tests/*' -not -path '*/idle_test/*' \
+            -not -path '*/encodings/*' -not -path '*/pydoc_data/*' -print0 | sort -z)
     fi
     .venv/bin/python examples/train_tokenizer.py "$run/data/tokenizer.model" "${files[@]}"
     .venv/bin/python tools/preprocess_data.py --input "${files[@]}" --output-prefix "$prefix" --append-eod "${tokenizer[@]}"
@@ -76,7 +77,7 @@ begin "plot the loss"
 
 begin "generate"
 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore .venv/bin/python tools/torchrun.py --standalone --nproc-per-node "$ranks" \
-    tools/generate.py --load "$run" --prompt "def " "import " --max-new-tokens 100 --temperature 0.7 --stop $'\n\n'
+    tools/generate.py --load "$run" --prompt "def read" "import" --max-new-tokens 100 --temperature 0.7 --stop $'\n\n'
 
 cat <<END
 

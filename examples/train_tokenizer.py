@@ -4,7 +4,6 @@ INPUT is files and folders, as tools/preprocess_data.py reads them. Text comes b
 and line ends are kept, and characters that were never seen are bytes.
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from megatron.context_parallel.commands.preprocess_data import TEXT_KEY, find_files, read_documents
+from megatron.context_parallel.trainer.data.documents import TEXT_KEY, find_files, read_documents, texts_of
 
 PIECES = 2048
 MOST_LINES = 500_000  # the first ones
@@ -21,11 +20,9 @@ MOST_LINES = 500_000  # the first ones
 def lines(inputs: list[str]) -> Iterator[str]:
     """The lines of all documents, with their ends."""
     for document in read_documents(find_files(inputs), [TEXT_KEY]):
-        data = document.path.read_bytes() if document.line is None else document.line
-        text = data.decode("utf-8", errors="ignore")
-        if document.line is not None and text.strip():
-            text = json.loads(text)[TEXT_KEY]
-        yield from text.splitlines(keepends=True)
+        texts = texts_of(document, [TEXT_KEY])
+        if not isinstance(texts, str):
+            yield from texts[TEXT_KEY].splitlines(keepends=True)
 
 
 def train(inputs: list[str], output: Path) -> None:

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import yaml
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.distributed import TCPStore
 
+from examples import train_tokenizer
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.commands import plot_loss, preprocess_data
 from megatron.context_parallel.trainer.arguments.complete import parse_args
@@ -76,14 +79,23 @@ def test_plot_loss_refuses_a_folder_without_losses(tmp_path, text, expected):
 
 
 def test_the_quickstart_preset_runs_as_the_script_calls_it(tmp_path, monkeypatch):
-    (tmp_path / "in.jsonl").write_text('{"text": "some text"}\n' * 2000)
+    lines = ["def double(x):\n\treturn 2 * x\r\n", "Zwölf Boxkämpfer \u2014 日本語\n    indented\x00"] * 1000
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    model = tmp_path / "tokenizer.model"
+    train_tokenizer.train([str(tmp_path / "in.jsonl")], model)
+    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model)]
     prefix = str(tmp_path / "corpus")
-    preprocess_data.main(["--input", str(tmp_path / "in.jsonl"), "--output-prefix", prefix])
+    preprocess_data.main(["--input", str(tmp_path / "in.jsonl"), "--output-prefix", prefix, "--append-eod", *tokenizer])
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    documents = IndexedDataset(f"{prefix}_text_document")
+    assert [pieces.decode(documents[i][:-1].tolist()) for i in (0, 1)] == lines[:2]
+    assert documents[0][-1] == pieces.eos_id()
     monkeypatch.setenv("WORLD_SIZE", "4")
-    flags = ["--preset", "quickstart", "--context-parallel-size", "4", "--cp-strategy", "ring"]
+    flags = ["--preset", "quickstart", "--context-parallel-size", "4", "--cp-strategy", "ring", *tokenizer]
     save = str(tmp_path / "run")
     args = parse_args([*flags, "--data-path", f"{prefix}_text_document", "--save", save, "--load", save])
-    assert (args.padded_vocab_size, args.data_parallel_size, args.cp_layout) == (264, 1, "zigzag")
+    assert args.padded_vocab_size == -(-pieces.get_piece_size() // 8) * 8
+    assert (args.data_parallel_size, args.cp_layout) == (1, "zigzag")
     assert args.seq_length >= 1024 and args.train_iters % args.save_interval == 0
 
 

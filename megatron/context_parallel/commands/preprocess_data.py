@@ -24,19 +24,15 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder 
 from megatron.context_parallel.cli.flag import FlagSection, flag  # noqa: E402
 from megatron.context_parallel.cli.flag_parser import FlagParser  # noqa: E402
 from megatron.context_parallel.errors import UsageError  # noqa: E402
+from megatron.context_parallel.trainer.data.documents import (  # noqa: E402
+    TEXT_KEY,
+    Document,
+    find_files,
+    read_documents,
+    texts_of,
+)
 from megatron.context_parallel.trainer.data.index_file import open_tokens, tokenizer_of  # noqa: E402
 from megatron.context_parallel.trainer.data.tokenizer import TOKENIZERS, build_tokenizer  # noqa: E402
-
-TEXT_KEY = "text"
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text still to be read: a whole file, or one line of a JSON-lines file (number from 1)."""
-
-    path: Path
-    line: bytes | None = None
-    number: int = 0
 
 
 @dataclass
@@ -105,37 +101,6 @@ def read_flags(argv: list[str] | None) -> PreprocessFlags:
     return replace(args, json_keys=args.json_keys or [TEXT_KEY])
 
 
-def find_files(inputs: list[str]) -> list[Path]:
-    """The files named, and those in the folders named, sorted inside each folder."""
-    files = []
-    for name in inputs:
-        path = Path(name)
-        if path.is_dir():
-            for inside in sorted(path.rglob("*")):
-                hidden = any(part.startswith(".") for part in inside.relative_to(path).parts)
-                if not hidden and inside.suffix != ".json" and inside.is_file():
-                    files.append(inside)
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise UsageError(f"--input {name} does not exist; give a file or a folder of text or .jsonl files")
-    return files
-
-
-def read_documents(files: list[Path], keys: list[str]) -> Iterator[Document]:
-    for path in files:
-        if path.suffix in (".jsonl", ".json"):
-            with open(path, "rb") as lines:
-                for number, line in enumerate(lines, 1):
-                    yield Document(path, line, number)
-        elif keys == [TEXT_KEY]:
-            yield Document(path)
-        else:
-            raise UsageError(
-                f"--json-keys {' '.join(keys)} does not fit the plain text file {path}; use --json-keys text"
-            )
-
-
 class Encoder:
     """Texts of a document, by key, and their token ids; picklable, one per worker process."""
 
@@ -151,37 +116,13 @@ class Encoder:
 
     def encode(self, document: Document) -> tuple[dict[str, numpy.ndarray], str | None]:
         """(ids by key, None), or ({}, why the document is skipped)."""
-        data = document.path.read_bytes() if document.line is None else document.line
-        try:
-            text = data.decode("utf-8")
-        except UnicodeDecodeError:
-            return {}, "not UTF-8"
-        texts = {TEXT_KEY: text} if document.line is None else self._parse(document, text)
-        if not all(texts.values()):
-            return {}, "empty"
+        texts = texts_of(document, self.args.json_keys)
+        if isinstance(texts, str):
+            return {}, texts
         end = [self.tokenizer.eod] if self.args.append_eod else []
         return {
             key: numpy.array(self.tokenizer.tokenize(text) + end, dtype=self.dtype) for key, text in texts.items()
         }, None
-
-    def _parse(self, document: Document, line: str) -> dict[str, str]:
-        keys = self.args.json_keys
-        if not line.strip():
-            return dict.fromkeys(keys, "")
-        place = f"--input {document.path} line {document.number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UsageError(f'{place} is not JSON ({error.msg}); write one object a line, {{"text": "..."}}') from None
-        except RecursionError:
-            raise UsageError(f'{place} has too many brackets; write one object a line, {{"text": "..."}}') from None
-        for key in keys:
-            if not isinstance(record, dict) or not isinstance(record.get(key), str):
-                found = f"it has {', '.join(record)}" if isinstance(record, dict) else "it is not an object"
-                raise UsageError(
-                    f"{place} has no text under the key {key} ({found}); name a key of its with --json-keys"
-                )
-        return {key: record[key] for key in keys}
 
 
 _encoder: Encoder
