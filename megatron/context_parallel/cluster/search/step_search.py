@@ -1,5 +1,6 @@
 """Which way to train a model is fastest on a described cluster: strategies, ZeRO, recomputation and parallel sizes."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,8 +17,8 @@ from megatron.context_parallel.options import divisors
 from .candidates import Rejected, Workload
 from .planner import SIMULATED, GroupDevices, search
 
-TAKEN = 8  # strategies that a whole step is predicted with, of each split of the ranks
-SIMULATED_OF_MANY = 8  # strategies that are simulated for each of many splits
+TAKEN = 8  # specs that a whole step is predicted with for each split of the ranks, beside one of each strategy
+SIMULATED_OF_MANY = 8  # specs that are simulated for each of many splits
 FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RECOMPUTE: tuple[dict[str, Any], ...] = ({}, {**FULL, "recompute_whitelist": True}, FULL)
 
@@ -43,7 +44,7 @@ class StepSearch:
     Attributes:
         ranked: runs that fit, fastest first.
         rejected: what cannot run, or does not fit the memory.
-        slower: strategies that were not simulated, or not taken for a whole step.
+        slower: how many specs were not taken for a whole step.
     """
 
     ranked: list[FeasibleRun]
@@ -70,11 +71,28 @@ def search_steps(model: ModelShape, cluster: Cluster, base: TrainConfig, every_s
         most = SIMULATED if len(splits) == 1 else SIMULATED_OF_MANY
         found = search(workload_of(model, split), place, most=most)
         rejected += found.rejected
-        slower += len(found.slower) + max(0, len(found.ranked) - TAKEN)
-        for spec in [*found.ranked][:TAKEN]:
+        specs = _taken([*found.ranked], [*found.slower])
+        slower += len(found.ranked) + len(found.slower) - len(specs)
+        for spec in specs:
             for run in _variants(replace(split, cp_strategy=spec)):
                 _forecast(model, run, cluster, ranked, rejected)
     return StepSearch(sorted(ranked, key=lambda found: found.forecast.seconds), rejected, slower)
+
+
+def strategy_of(spec: str) -> str:
+    """The name of the strategy that a spec begins with."""
+    return re.split("[:+]", spec)[0]
+
+
+def _taken(ranked: list[str], slower: list[str]) -> list[str]:
+    """The fastest specs, and the likeliest of each strategy that they lack: `ranked`, then `slower`, are in this order."""
+    taken = ranked[:TAKEN]
+    names = {strategy_of(spec) for spec in taken}
+    for spec in [*ranked[TAKEN:], *slower]:
+        if (name := strategy_of(spec)) not in names:
+            names.add(name)
+            taken.append(spec)
+    return taken
 
 
 def workload_of(model: ModelShape, run: TrainConfig) -> Workload:
