@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -12,13 +13,12 @@ from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
-from megatron.context_parallel.cluster.search.step_search import FeasibleRun, StepSearch, search_steps
-from megatron.context_parallel.cluster.simulate.timeline import write_timeline
-from megatron.context_parallel.cluster.step.attention_pass import attention_forecast
-from megatron.context_parallel.cluster.step.model_shape import ModelShape
-from megatron.context_parallel.cluster.step.stage_time import EXPOSED
 from megatron.context_parallel.cluster.step.train_config import ITEMSIZE, SHARDING, TrainConfig
 from megatron.context_parallel.trainer.config.flags import PRESETS
+
+if TYPE_CHECKING:
+    from megatron.context_parallel.cluster.search.step_search import FeasibleRun, StepSearch
+    from megatron.context_parallel.cluster.step.model_shape import ModelShape
 
 SHOWN = 12
 UNITS = {"": 1, "K": 2**10, "M": 2**20}
@@ -51,8 +51,9 @@ class SearchFlags(FlagSection):
 PARSER = FlagParser(SearchFlags, __doc__, "--model NAME --seq-length N --cluster NAME [flags]")
 
 
-def found_by(args: SearchFlags) -> tuple[StepSearch, ModelShape, Cluster, str]:
+def found_by(args: SearchFlags) -> "tuple[StepSearch, ModelShape, Cluster, str]":
     """The search that the flags ask for, of what and where, and a title."""
+    from megatron.context_parallel.cluster.search.step_search import search_steps
     from megatron.context_parallel.trainer.arguments.preset_model import preset_model
 
     cluster = load_cluster(args.cluster)
@@ -106,8 +107,10 @@ def flags(run: TrainConfig) -> str:
     return " ".join(words)
 
 
-def ranking(found: StepSearch, title: str) -> Table:
+def ranking(found: "StepSearch", title: str) -> Table:
     """The fastest, at most `SHOWN`."""
+    from megatron.context_parallel.cluster.step.stage_time import EXPOSED
+
     of = min(SHOWN, len(found.ranked))
     table = Table("#", title=f"{title}: the fastest {of} of {len(found.ranked)} that fit")
     for heading in ("seconds", "MFU", "GiB", "exposed"):
@@ -133,12 +136,12 @@ def ranking(found: StepSearch, title: str) -> Table:
     return table
 
 
-def several(found: StepSearch) -> bool:
+def several(found: "StepSearch") -> bool:
     """Whether the parallel sizes of runs differ."""
     return len({one.run.mesh for one in found.ranked}) > 1
 
 
-def _caption(found: StepSearch) -> str:
+def _caption(found: "StepSearch") -> str:
     trained = next((one for one in found.ranked if one.trains), None)
     lines = [
         "seconds of an iteration, predicted; exposed: communication of attention that no block hides;",
@@ -150,7 +153,7 @@ def _caption(found: StepSearch) -> str:
     return "\n".join(lines)
 
 
-def refusals(found: StepSearch) -> Table:
+def refusals(found: "StepSearch") -> Table:
     """Why others were rejected."""
     table = Table("cases", "why rejected", title="rejected")
     for reason, count in Counter(reason for _, reason in found.rejected).most_common():
@@ -158,7 +161,7 @@ def refusals(found: StepSearch) -> Table:
     return table
 
 
-def explanation(found: FeasibleRun) -> list[Table]:
+def explanation(found: "FeasibleRun") -> list[Table]:
     """The parts of one's time and memory."""
     run, forecast = found
     time = Table("part", title=f"{flags(run)}\n\ntime of an iteration")
@@ -175,7 +178,7 @@ def explanation(found: FeasibleRun) -> list[Table]:
     return [time, held]
 
 
-def asked(found: StepSearch, which: str) -> FeasibleRun:
+def asked(found: "StepSearch", which: str) -> "FeasibleRun":
     """The run of a number in the table, or the fastest of a spec. Raises UsageError if there is none."""
     if which.isdecimal() and 1 <= int(which) <= len(found.ranked):
         return found.ranked[int(which) - 1]
@@ -198,6 +201,9 @@ def main(argv: list[str] | None = None) -> None:
     one = asked(found, args.explain)
     show(*explanation(one))
     if args.timeline:
+        from megatron.context_parallel.cluster.simulate.timeline import write_timeline
+        from megatron.context_parallel.cluster.step.attention_pass import attention_forecast
+
         passes = {
             way: attention_forecast(model, one.run, cluster, way == "backward") for way in ("forward", "backward")
         }
