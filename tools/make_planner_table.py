@@ -8,11 +8,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron.context_parallel.cluster.description import load_cluster
-from megatron.context_parallel.cluster.search.candidates import Workload
-from megatron.context_parallel.cluster.search.planner import GroupDevices, fastest, search
-from megatron.context_parallel.strategies import parse_spec
-
 PAGE = Path(__file__).parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- made by tools/make_planner_table.py -->\n", "<!-- end -->\n"
 CLUSTERS = (  # preset, ranks
@@ -31,6 +26,11 @@ KV_HEADS = {"MHA": 32, "GQA": 8}  # for 32 heads
 
 def cell(preset: str, ranks: int, length: int, kv_heads: int) -> str:
     """The fastest strategy, and how many times faster than the zigzag ring it is."""
+    from megatron.context_parallel.cluster.description import load_cluster
+    from megatron.context_parallel.cluster.search.candidates import Workload
+    from megatron.context_parallel.cluster.search.planner import GroupDevices, fastest, search
+    from megatron.context_parallel.strategies import parse_spec
+
     place, workload = GroupDevices(load_cluster(preset).part(ranks)), Workload(length * 1024, 32, kv_heads, 128)
     found = search(workload, place, most=24)
     how = {"heads": 32, "kv_heads": kv_heads}

@@ -37,7 +37,10 @@ def test_what_is_measured_is_the_same_on_all_ranks_and_predicts(ranks, tmp_path)
 @pytest.mark.parametrize(
     "flags,message",
     [
-        ("--num-attention-heads 6 --num-query-groups 4", "--num-query-groups 4: must divide --num-attention-heads 6"),
+        (
+            "--num-attention-heads 6 --num-query-groups 4",
+            "--num-query-groups 4: does not divide --num-attention-heads 6; ",
+        ),
         ("--kv-channels 0", "--kv-channels 0: need a whole number, 1 or more"),
         ("--output c.json", "--output c.json: must end in .yaml"),
         ("--output nowhere/c.yaml", "--output nowhere/c.yaml: no folder nowhere"),

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from megatron.context_parallel import STRATEGIES
-from megatron.context_parallel.commands import gpu_check
 from megatron.context_parallel.commands.gpu_checks import common, errors, speed, te
+from megatron.context_parallel.commands.gpu_checks.bars import STAGES, judge
+from megatron.context_parallel.commands.gpu_checks.stages import Host, run_stage
 from megatron.context_parallel.integration.transformer_engine import DotProductAttention
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Piece
+from megatron.context_parallel.kernels.names import BACKENDS
 from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.patches.cpu_host import support_cpu_host
 from megatron.context_parallel.plan.liveness import peak
@@ -94,9 +96,9 @@ def kernels(monkeypatch):
 
 def test_everything_runs_and_agrees_with_float64(kernels, capsys):
     kernels(OneLaunch())
-    report, bars, host = common.CheckReport(), [], gpu_check.Host(CPU, 1, HostClock(), NoMeter())
-    for stage in gpu_check.STAGES:
-        bars += gpu_check.run_stage(stage, report, list(gpu_check.BACKENDS[1:]), TINY, host)
+    report, bars, host = common.CheckReport(), [], Host(CPU, 1, HostClock(), NoMeter())
+    for stage in STAGES:
+        bars += run_stage(stage, report, list(BACKENDS[1:]), TINY, host)
     verdicts = {bar["bar"]: (bar["reached"], bar["verdict"]) for bar in bars}
     assert verdicts["errors over their bound"] == (0, "PASS")
     assert verdicts["launches per gathered block of attention2d"] == (1.0, "PASS")
@@ -168,7 +170,7 @@ def test_inside_transformer_engine(wrong, monkeypatch):
     te.check_te(report, TINY, CPU)
     verdicts = {row["checked"]: row["verdict"] for row in report.numbers["te"]}
     assert verdicts == {"TransformerLayer": "FAIL" if wrong else "PASS", "GPTModel": "PASS"}
-    bars = gpu_check.run_stage("te", common.CheckReport(report.numbers), [], TINY, gpu_check.Host(CPU, 1, None, None))
+    bars = run_stage("te", common.CheckReport(report.numbers), [], TINY, Host(CPU, 1, None, None))
     assert [bar["verdict"] for bar in bars] == ["FAIL" if wrong else "PASS"]
 
 
@@ -233,7 +235,7 @@ def test_overhead_is_the_share_between_kernels(kernels):
     ],
 )
 def test_verdicts(stage, reached, verdicts):
-    assert [bar["verdict"] for bar in gpu_check.judge(stage, *reached)] == verdicts.split()
+    assert [bar["verdict"] for bar in judge(stage, *reached)] == verdicts.split()
 
 
 def test_waits_are_counted():

@@ -1,6 +1,7 @@
 """How a flag is declared: the `flag(...)` of a dataclass field says all there is to say about it."""
 
 from dataclasses import dataclass, field, fields, replace
+from inspect import get_annotations
 from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Literal, dataclass_transform, get_args, get_origin, get_type_hints
@@ -64,19 +65,38 @@ def flag(help: str, default: object = None, **declared: Any) -> Any:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(flag,))
 class FlagSection:
-    """Flags under one title in `--help`; subclasses are frozen dataclasses."""
+    """Flags under one title in `--help`; subclasses are frozen dataclasses.
+
+    A class of several sections has the flags of all, and may have fields that are no flags.
+
+    Attributes:
+        title: of the section.
+        sections: those that a class is made of, in their order; a section is made of itself.
+        declared: what is declared of each flag, by field.
+    """
 
     title: ClassVar[str] = ""
+    sections: ClassVar[tuple[type["FlagSection"], ...]] = ()
+    declared: ClassVar[dict[str, Flag]] = {}
 
     def __init_subclass__(cls, title: str = "") -> None:
-        cls.title = title
         dataclass(frozen=True, kw_only=True)(cls)
+        cls.title = title
+        cls.sections = tuple(section for base in cls.__bases__ for section in getattr(base, "sections", ()))
+        cls.declared = {}
+        for section in cls.sections:
+            cls.declared |= section.declared
+        if own := _own_flags(cls):
+            cls.sections = (cls,)
+            cls.declared |= own
 
 
-def flags_of(section: type) -> dict[str, Flag]:
-    """The flags declared in a section, by field."""
-    types = get_type_hints(section)
-    return {entry.name: _named(entry.metadata["flag"], entry.name, types[entry.name]) for entry in fields(section)}
+def _own_flags(cls: type) -> dict[str, Flag]:
+    """The flags that a class declares in its own body, by field."""
+    body = get_annotations(cls)
+    found = {entry.name: entry.metadata["flag"] for entry in fields(cls) if entry.name in body and entry.metadata}
+    types = get_type_hints(cls) if found else {}
+    return {name: _named(declared, name, types[name]) for name, declared in found.items()}
 
 
 def _named(declared: Flag, name: str, hint: Any) -> Flag:
@@ -89,7 +109,9 @@ def _named(declared: Flag, name: str, hint: Any) -> Flag:
     choices = f"{{{','.join(declared.choices)}}}" if declared.choices else ""
     unit = declared.unit or (option if found.positional else choices)
     unit = unit or {int: "N", float: "X", Path: "FILE"}.get(kind, "TEXT")
-    made_up = name + declared.endings[0] if declared.endings else 1 if kind is int else unit
+    made_up: object = 1 if kind is int else unit
+    if declared.endings:
+        made_up = name + declared.endings[0]
     known = (declared.example, declared.default, *declared.choices, made_up)
     return replace(found, unit=unit, example=next(value for value in known if value is not None))
 

@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 
 from megatron.context_parallel.errors import UsageError
 
-from .flag import Flag, FlagSection, ForeignFlag, flags_of
-from .flag_checks import check_each
+from .flag import Flag, FlagSection, ForeignFlag
+from .flag_checks import check_each, check_relations
 
 Section = TypeVar("Section", bound=FlagSection)
 
@@ -38,10 +38,11 @@ class FlagParser(Generic[Section]):
         foreign: Mapping[str, ForeignFlag] | None = None,
         torchrun: bool = False,
     ) -> None:
-        self.declared, self.description, self.usage, self.torchrun = declared, description, usage, torchrun
-        bases = declared.__bases__
-        self.sections: tuple[type[FlagSection], ...] = (declared,) if FlagSection in bases else bases
-        self.flags = {name: flag for section in self.sections for name, flag in flags_of(section).items()}
+        self.declared = declared
+        self.description = description
+        self.usage = usage
+        self.torchrun = torchrun
+        self.flags = declared.declared
         former = {"--" + flag.formerly.replace("_", "-"): flag for flag in self.flags.values() if flag.formerly}
         self.by_option = former | {flag.option: flag for flag in self.flags.values()}
         self.foreign = foreign or {}
@@ -49,7 +50,8 @@ class FlagParser(Generic[Section]):
     def parse(self, argv: list[str] | None = None) -> Section:
         """The flags of a command line (default: the program's), checked. Raises UsageError for what is wrong."""
         flags = self.declared(**self.read(argv))
-        check_each(flags, self.flags)
+        check_each(flags)
+        check_relations(flags)
         return flags
 
     def read(self, argv: list[str] | None = None) -> dict[str, Any]:
@@ -80,9 +82,9 @@ class FlagParser(Generic[Section]):
         if self.torchrun:
             start = f"torchrun --nproc-per-node N {'' if start.endswith('.py') else '--no-python '}{start}"
         parser.usage = f"{start} {self.usage}"
-        for section in self.sections:
+        for section in self.declared.sections:
             group = parser.add_argument_group(section.title) if section.title else parser
-            for flag in flags_of(section).values():
+            for flag in section.declared.values():
                 words: dict[str, Any] = {"nargs": "+" if flag.many else None, "metavar": flag.unit}
                 if flag.kind is bool:
                     words = {"action": argparse.BooleanOptionalAction if flag.optional else "store_true"}
@@ -129,7 +131,8 @@ class FlagParser(Generic[Section]):
     def _closest(self, word: str) -> str | None:
         """The flag that `word` is nearly spelled like and that has all its words: a --vocab-file is no --vocab-size."""
         given, alike = word.strip("-").replace("_", "-").lower(), []
-        for option in [*(flag.option for flag in self.flags.values()), *self.foreign]:
+        options = [flag.option for flag in self.flags.values() if not flag.positional]
+        for option in [*options, *self.foreign]:
             name = option[2:]
             if all(get_close_matches(part, name.split("-"), 1, 0.7) for part in given.split("-")):
                 alike.append(name)

@@ -19,7 +19,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 class ProbeFlags(FlagSection):
     num_attention_heads: int = flag("query heads", 8)
-    num_query_groups: int = flag("key/value heads", derived="as query heads")
+    num_query_groups: int = flag("key/value heads", derived="as query heads", divides="num_attention_heads")
     kv_channels: int = flag("size of a head", 128)
     dtype: str = flag("of the model", "bf16", choices=(*DTYPES,))
     quick: bool = flag("measure less: some seconds instead of a minute", False)
@@ -32,12 +32,9 @@ PARSER = FlagParser(ProbeFlags, __doc__, "--output FILE [flags]", torchrun=True)
 def read_flags(argv: list[str] | None = None) -> ProbeFlags:
     """The flags, complete. Raises UsageError for what cannot run."""
     args = PARSER.parse(argv)
-    heads, kv_heads = args.num_attention_heads, args.num_query_groups or args.num_attention_heads
-    if heads % kv_heads:
-        raise UsageError(f"--num-query-groups {kv_heads}: must divide --num-attention-heads {heads}, as 1 does")
     if "RANK" not in os.environ:
         raise UsageError("no ranks: start it with torchrun --nproc-per-node 2, or as many as the devices of a node")
-    return replace(args, num_query_groups=kv_heads)
+    return replace(args, num_query_groups=args.num_query_groups or args.num_attention_heads)
 
 
 def main(argv: list[str] | None = None) -> None:

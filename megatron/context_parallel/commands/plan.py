@@ -2,26 +2,23 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from megatron.context_parallel import LAYOUTS, STRATEGIES, UsageError
 from megatron.context_parallel.cli.flag import FlagSection, flag
+from megatron.context_parallel.cli.flag_checks import check_relations
 from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
-from megatron.context_parallel.cluster.search.auto import headline
-from megatron.context_parallel.cluster.search.candidates import Workload
-from megatron.context_parallel.cluster.search.planner import GroupDevices, search
-from megatron.context_parallel.cluster.simulate.one_pass import PassForecast, simulate
-from megatron.context_parallel.cluster.simulate.timeline import write_timeline
 from megatron.context_parallel.plan.ir import Plan, PlanError
-from megatron.context_parallel.plan.pictures.draw import draw, file_name
-from megatron.context_parallel.plan.pictures.page import write_page
 from megatron.context_parallel.plan.verify import PlanReport, verify
 from megatron.context_parallel.plan.volume import Shape, received_bytes
 from megatron.context_parallel.strategies import AUTO, parse_spec
-from megatron.context_parallel.tokens.mask import Mask
+
+if TYPE_CHECKING:
+    from megatron.context_parallel.cluster.simulate.one_pass import PassForecast
 
 _SPECS = f"""one or more of {", ".join(STRATEGIES)}, with options as in usp:head_parallel_size=2 or mesh:grid=2x4;
 {AUTO}: the fastest on --cluster"""
@@ -33,8 +30,10 @@ class PlanFlags(FlagSection):
     layout: str | None = flag("which tokens a rank has", derived="the strategy's own", choices=LAYOUTS)
     full_mask: bool = flag("every token sees every token, not only those before it", False)
     num_attention_heads: int = flag("query heads", derived="one per rank")
-    num_query_groups: int = flag("key/value heads", derived="one per attention head")
-    seq_length: int | None = flag("tokens: volume in MiB too, batch 1, 16-bit model", example=131072)
+    num_query_groups: int = flag("key/value heads", derived="one per attention head", divides="num_attention_heads")
+    seq_length: int | None = flag(
+        "tokens: volume in MiB too, batch 1, 16-bit model", example=131072, multiple_of="ranks"
+    )
     kv_channels: int = flag("width of a head", 128)
     cluster: str | None = flag(
         "predict times on a cluster: a preset, or a .yaml file", unit="NAME", example="dgx-h100", needs="seq_length"
@@ -52,15 +51,12 @@ PARSER = FlagParser(PlanFlags, __doc__, "SPEC [SPEC ...] --ranks N [flags]")
 def read_flags(argv: list[str] | None = None) -> PlanFlags:
     """The flags, complete. Raises UsageError for what does not fit."""
     args = PARSER.parse(argv)
-    heads = args.num_attention_heads or args.ranks
-    kv_heads = args.num_query_groups or heads
-    if heads % kv_heads:
-        raise UsageError(f"--num-query-groups {kv_heads}: must divide --num-attention-heads {heads}, as 1 does")
-    if args.seq_length and args.seq_length % args.ranks:
-        raise UsageError(f"--seq-length {args.seq_length}: must be a multiple of --ranks {args.ranks}")
     if args.timeline and len(args.strategy) > 1:
         raise UsageError(f"--timeline {args.timeline}: needs one strategy; give only SPEC {args.strategy[0]}")
-    return replace(args, num_attention_heads=heads, num_query_groups=kv_heads)
+    heads = args.num_attention_heads or args.ranks
+    args = replace(args, num_attention_heads=heads, num_query_groups=args.num_query_groups or heads)
+    check_relations(args)
+    return args
 
 
 def shape_of(args: PlanFlags) -> Shape | None:
@@ -71,7 +67,7 @@ def shape_of(args: PlanFlags) -> Shape | None:
     return Shape(rows, args.num_attention_heads, args.num_query_groups, args.kv_channels, itemsize=2)
 
 
-def row(spec: str, plan: Plan, report: PlanReport, shape: Shape | None, forecast: PassForecast | None) -> list[str]:
+def row(spec: str, plan: Plan, report: PlanReport, shape: Shape | None, forecast: "PassForecast | None") -> list[str]:
     size = max(received_bytes(plan, rank, shape) for rank in range(plan.size)) / 2**20 if shape else 0
     return [
         spec,
@@ -91,6 +87,11 @@ def resolve_auto(args: PlanFlags, cluster: Cluster | None) -> list[str]:
         return args.strategy
     if not (cluster and args.seq_length):
         raise UsageError(f"{AUTO}: needs to know the cluster; give --cluster, such as --cluster dgx-h100")
+    from megatron.context_parallel.cluster.search.auto import headline
+    from megatron.context_parallel.cluster.search.candidates import Workload
+    from megatron.context_parallel.cluster.search.planner import GroupDevices, search
+    from megatron.context_parallel.tokens.mask import Mask
+
     sizes = args.seq_length, args.num_attention_heads, args.num_query_groups, args.kv_channels
     workload = Workload(*sizes, mask=Mask(not args.full_mask))
     found = search(workload, GroupDevices(cluster), {"layout": args.layout} if args.layout else {})
@@ -112,6 +113,13 @@ def by_tensor(plan: Plan, report: PlanReport) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     args = read_flags(argv)
+    # These take seconds to import, for which `--help` and a mistake in a flag need not wait.
+    from megatron.context_parallel.cluster.simulate.one_pass import simulate
+    from megatron.context_parallel.cluster.simulate.timeline import write_timeline
+    from megatron.context_parallel.plan.pictures.draw import draw, file_name
+    from megatron.context_parallel.plan.pictures.page import write_page
+    from megatron.context_parallel.tokens.mask import Mask
+
     mask = "full" if args.full_mask else "causal"
     table = Table(
         title=f"{args.ranks} ranks, {mask} mask, {args.num_attention_heads} heads, {args.num_query_groups} kv heads",
@@ -122,7 +130,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     table.add_column("strategy")
     table.add_column("pass")
-    shape, pages, volumes, forecasts = shape_of(args), dict[str, list[Plan]](), list[str](), dict[str, PassForecast]()
+    shape, pages, volumes, forecasts = shape_of(args), dict[str, list[Plan]](), list[str](), dict[str, "PassForecast"]()
     cluster = load_cluster(args.cluster).part(args.ranks) if args.cluster else None
     times = ["ms", "exposed"] if cluster else []
     for heading in ("received", *(["MiB"] if shape else []), "steps", "idle", "peak", *times):

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -12,15 +13,16 @@ from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
-from megatron.context_parallel.cluster.search.step_search import FeasibleRun, StepSearch, search_steps
-from megatron.context_parallel.cluster.simulate.timeline import write_timeline
-from megatron.context_parallel.cluster.step.attention_pass import attention_forecast
-from megatron.context_parallel.cluster.step.model_shape import ModelShape
-from megatron.context_parallel.cluster.step.stage_time import EXPOSED
 from megatron.context_parallel.cluster.step.train_config import ITEMSIZE, SHARDING, TrainConfig
+from megatron.context_parallel.strategies import STRATEGIES, parse_spec
 from megatron.context_parallel.trainer.config.flags import PRESETS
 
-SHOWN = 12
+if TYPE_CHECKING:
+    from megatron.context_parallel.cluster.search.step_search import FeasibleRun, StepSearch
+    from megatron.context_parallel.cluster.step.model_shape import ModelShape
+
+BASELINE = "ring"
+SMALLER = 0.95  # of the memory of the run above: less of a difference is not shown
 UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 
@@ -44,15 +46,17 @@ class SearchFlags(FlagSection):
     pipeline_model_parallel_size: int = flag("ranks that split the layers", 1)
     data_parallel_size: int = flag("ranks that have other data", 1)
     all: bool = flag("try all tensor-, pipeline- and data-parallel sizes", False)
-    explain: str | None = flag("time and memory of one, by number or spec", unit="N|SPEC", example="1")
+    why: bool = flag("also list why candidates were rejected", False)
+    explain: str | None = flag("show the time and memory of one run, by number or spec", unit="N|SPEC", example="1")
     timeline: Path | None = flag("write its attention as a trace (.json)", endings=(".json",), needs="explain")
 
 
 PARSER = FlagParser(SearchFlags, __doc__, "--model NAME --seq-length N --cluster NAME [flags]")
 
 
-def found_by(args: SearchFlags) -> tuple[StepSearch, ModelShape, Cluster, str]:
+def found_by(args: SearchFlags) -> "tuple[StepSearch, ModelShape, Cluster, str]":
     """The search that the flags ask for, of what and where, and a title."""
+    from megatron.context_parallel.cluster.search.step_search import search_steps
     from megatron.context_parallel.trainer.arguments.preset_model import preset_model
 
     cluster = load_cluster(args.cluster)
@@ -106,59 +110,89 @@ def flags(run: TrainConfig) -> str:
     return " ".join(words)
 
 
-def ranking(found: StepSearch, title: str) -> Table:
-    """The fastest, at most `SHOWN`."""
-    of = min(SHOWN, len(found.ranked))
-    table = Table("#", title=f"{title}: the fastest {of} of {len(found.ranked)} that fit")
-    for heading in ("seconds", "MFU", "GiB", "exposed"):
+def strategy_of(one: "FeasibleRun") -> str:
+    return parse_spec(one.run.cp_strategy).strategy.name
+
+
+def answers(found: "StepSearch") -> "list[FeasibleRun]":
+    """The runs that are shown: the fastest of each strategy, then those of the fastest strategy that need less memory."""
+    best = dict[str, FeasibleRun]()
+    for one in found.ranked:
+        best.setdefault(strategy_of(one), one)
+    shown = [*best.values()]
+    leader = shown[0]
+    least = leader.forecast.memory_bytes
+    for one in found.ranked:
+        if one.run.cp_strategy == leader.run.cp_strategy and one.forecast.memory_bytes < SMALLER * least:
+            least = one.forecast.memory_bytes
+            shown.append(one)
+    return shown
+
+
+def ranking(shown: "list[FeasibleRun]", title: str) -> Table:
+    """Runs with their speed and memory, numbered for --explain."""
+    from megatron.context_parallel.cluster.step.stage_time import EXPOSED
+
+    splits = len({one.run.mesh for one in shown}) > 1
+    ring = next((one.forecast.seconds for one in shown if strategy_of(one) == BASELINE), None)
+    numbers = ["seconds", *(["x ring"] if ring else []), "tokens/s/GPU", "MFU", "GiB", "exposed"]
+    table = Table("#", title=title)
+    for heading in numbers:
         table.add_column(heading, justify="right")
-    for heading in ("strategy", "shared out", "recompute", *(["tp x cp x dp x pp"] if several(found) else [])):
+    for heading in ("strategy", "sharded", "recomputed", *(["tp x cp x dp x pp"] if splits else [])):
         table.add_column(heading)
-    for i, one in enumerate(found.ranked[:SHOWN], 1):
+    for number, one in enumerate(shown, 1):
         run, forecast = one
         sharding = run.data_parallel_sharding_strategy.removeprefix("no_shard").replace("_", " ")
-        recompute = ("but attention" if run.recompute_whitelist else "all") if run.recompute_granularity else ""
+        recomputed = ("all but attention" if run.recompute_whitelist else "all") if run.recompute_granularity else ""
+        tokens = run.global_batch_size * run.seq_length / forecast.seconds / run.world_size
         table.add_row(
-            f"{i}" if one.trains else f"{i}*",
+            f"{number}" if one.trains else f"{number}*",
             f"{forecast.seconds:.4g}",
+            *([f"{ring / forecast.seconds:.2f}"] if ring else []),
+            f"{tokens:,.0f}",
             f"{forecast.mfu:.1%}",
             f"{forecast.memory_bytes / 2**30:.1f}",
             f"{forecast.parts[EXPOSED] / forecast.seconds:.1%}",
             run.cp_strategy,
             sharding,
-            recompute,
-            *([" x ".join(map(str, run.mesh.sizes))] if several(found) else []),
+            recomputed,
+            *([" x ".join(map(str, run.mesh.sizes))] if splits else []),
         )
-    table.caption = _caption(found)
     return table
 
 
-def several(found: StepSearch) -> bool:
-    """Whether the parallel sizes of runs differ."""
-    return len({one.run.mesh for one in found.ranked}) > 1
-
-
-def _caption(found: StepSearch) -> str:
-    trained = next((one for one in found.ranked if one.trains), None)
+def legend(found: "StepSearch", shown: "list[FeasibleRun]", room: float) -> str:
+    """What the table shows, and how to run the fastest; `room` is the memory of a device in GiB."""
     lines = [
-        "seconds of an iteration, predicted; exposed: communication of attention that no block hides;",
-        "shared out: over data and context ranks; *: the trainer refuses it.",
-        f"{found.slower} slower strategies were not simulated, or not taken for a whole step.",
+        "All numbers are predicted. First the fastest run of each strategy, then those of the fastest strategy with less memory.",
+        f"GiB: memory of the fullest rank, without what the allocator wastes; a device has {room:g}.",
+        "exposed: part of the time that communication of attention adds, because no computation hides it.",
     ]
-    if trained:
-        lines.append(f"flags of the fastest that the trainer runs: {flags(trained.run)}")
+    if not all(one.trains for one in shown):
+        lines.append("*: the trainer does not support this combination; it is predicted for Megatron-FSDP in general.")
+    absent = sorted({*STRATEGIES} - {strategy_of(one) for one in shown})
+    for name in absent:
+        why = next(
+            (reason for spec, reason in found.rejected if parse_spec(spec).strategy.name == name), "no candidate"
+        )
+        lines.append(f"{name} is not shown: {why}")
+    if found.rejected:
+        lines.append(f"{len(found.rejected)} candidates were rejected; --why lists the reasons.")
+    if trained := next((one for one in found.ranked if one.trains), None):
+        lines.append(f"To train with the fastest: {flags(trained.run)}")
     return "\n".join(lines)
 
 
-def refusals(found: StepSearch) -> Table:
-    """Why others were rejected."""
-    table = Table("cases", "why rejected", title="rejected")
+def refusals(found: "StepSearch") -> Table:
+    """Why candidates were rejected."""
+    table = Table("candidates", "reason", title="rejected")
     for reason, count in Counter(reason for _, reason in found.rejected).most_common():
         table.add_row(str(count), reason)
     return table
 
 
-def explanation(found: FeasibleRun) -> list[Table]:
+def explanation(found: "FeasibleRun") -> list[Table]:
     """The parts of one's time and memory."""
     run, forecast = found
     time = Table("part", title=f"{flags(run)}\n\ntime of an iteration")
@@ -175,10 +209,10 @@ def explanation(found: FeasibleRun) -> list[Table]:
     return [time, held]
 
 
-def asked(found: StepSearch, which: str) -> FeasibleRun:
+def asked(found: "StepSearch", shown: "list[FeasibleRun]", which: str) -> "FeasibleRun":
     """The run of a number in the table, or the fastest of a spec. Raises UsageError if there is none."""
-    if which.isdecimal() and 1 <= int(which) <= len(found.ranked):
-        return found.ranked[int(which) - 1]
+    if which.isdecimal() and 1 <= int(which) <= len(shown):
+        return shown[int(which) - 1]
     runs = [one for one in found.ranked if one.run.cp_strategy == which]
     if runs:
         return runs[0]
@@ -192,12 +226,17 @@ def main(argv: list[str] | None = None) -> None:
     if not found.ranked:
         show(refusals(found))
         raise UsageError(f"--nodes {cluster.nodes}: nothing fits; give more nodes, or --all")
+    shown = answers(found)
     if not args.explain:
-        show(ranking(found, title), *([refusals(found)] if found.rejected else []))
+        show(ranking(shown, title), *([refusals(found)] if args.why and found.rejected else []))
+        print(legend(found, shown, cluster.device.memory_GiB))
         return
-    one = asked(found, args.explain)
+    one = asked(found, shown, args.explain)
     show(*explanation(one))
     if args.timeline:
+        from megatron.context_parallel.cluster.simulate.timeline import write_timeline
+        from megatron.context_parallel.cluster.step.attention_pass import attention_forecast
+
         passes = {
             way: attention_forecast(model, one.run, cluster, way == "backward") for way in ("forward", "backward")
         }

@@ -9,11 +9,6 @@ import json
 import statistics
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
 from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.errors import UsageError
@@ -46,6 +41,11 @@ def read_metrics(run: Path) -> tuple[list[dict], list[dict]]:
 
 def draw(training: list[dict], validation: list[dict], path: Path) -> None:
     """Write the curve of `lm_loss`, and of `valid_loss` where there is any, to a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     axes.plot([m["iteration"] for m in training], [m["lm_loss"] for m in training], label="training")
     if validation:

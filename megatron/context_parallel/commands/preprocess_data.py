@@ -11,28 +11,23 @@ import json
 import multiprocessing
 import os
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy
 
-warnings.filterwarnings("ignore", message="Transformer Engine and Apex")  # neither has a part in this
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # noqa: E402
+from megatron.context_parallel.cli.flag import FlagSection, flag
+from megatron.context_parallel.cli.flag_parser import FlagParser
+from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.trainer.data.documents import TEXT_KEY, Document, find_files, read_documents, texts_of
+from megatron.context_parallel.trainer.data.index_file import open_tokens, tokenizer_of
+from megatron.context_parallel.trainer.data.tokenizer import TOKENIZERS, build_tokenizer
 
-from megatron.context_parallel.cli.flag import FlagSection, flag  # noqa: E402
-from megatron.context_parallel.cli.flag_parser import FlagParser  # noqa: E402
-from megatron.context_parallel.errors import UsageError  # noqa: E402
-from megatron.context_parallel.trainer.data.documents import (  # noqa: E402
-    TEXT_KEY,
-    Document,
-    find_files,
-    read_documents,
-    texts_of,
-)
-from megatron.context_parallel.trainer.data.index_file import open_tokens, tokenizer_of  # noqa: E402
-from megatron.context_parallel.trainer.data.tokenizer import TOKENIZERS, build_tokenizer  # noqa: E402
+if TYPE_CHECKING:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 
 @dataclass
@@ -43,9 +38,11 @@ class IndexedOutput:
     dtype: type
     tokens: int = 0
     documents: int = 0
-    builder: IndexedDatasetBuilder = field(init=False)
+    builder: "IndexedDatasetBuilder" = field(init=False)
 
     def __post_init__(self) -> None:
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
         self.builder = IndexedDatasetBuilder(f"{self.prefix}.bin.tmp", dtype=self.dtype)
 
     def add(self, ids: numpy.ndarray) -> None:
@@ -105,6 +102,8 @@ class Encoder:
     """Texts of a document, by key, and their token ids; picklable, one per worker process."""
 
     def __init__(self, args: PreprocessFlags) -> None:
+        from megatron.core.datasets.indexed_dataset import DType
+
         self.args = args
         self.tokenizer = build_tokenizer(args)
         self.dtype = DType.optimal_dtype(self.tokenizer.vocab_size)
@@ -130,6 +129,7 @@ _encoder: Encoder
 
 def _start_worker(encoder_args: PreprocessFlags) -> None:
     global _encoder
+    ignore_warnings_of_libraries()
     _encoder = Encoder(encoder_args)
 
 
@@ -218,6 +218,7 @@ def _check_prefix(args: PreprocessFlags, prefix: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
+    ignore_warnings_of_libraries()
     try:
         args = read_flags(argv)
         if args.check:

@@ -5,8 +5,10 @@ Neither tells which collective or message is under way.
 
 import traceback
 from types import FrameType
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 CHECKED = {"torch": "2.13", "megatron-core": "0.16"}
 
@@ -27,6 +29,8 @@ def awaited_by(innermost: FrameType) -> tuple[str, str, tuple[int, ...]] | None:
     return None
 
 
-def _others(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+def _others(group: "dist.ProcessGroup | None") -> tuple[int, ...]:
+    import torch.distributed as dist  # cp-stuck, which only reads what ranks found, does without
+
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     return tuple(rank for rank in ranks if rank != dist.get_rank())

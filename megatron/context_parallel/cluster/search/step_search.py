@@ -1,6 +1,5 @@
 """Which way to train a model is fastest on a described cluster: strategies, ZeRO, recomputation and parallel sizes."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from megatron.context_parallel.cluster.step.step_time import StepForecast, check
 from megatron.context_parallel.cluster.step.train_config import SHARDING, TrainConfig
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.options import divisors
+from megatron.context_parallel.strategies import parse_spec
 
 from .candidates import Rejected, Workload
 from .planner import SIMULATED, GroupDevices, search
@@ -79,17 +79,12 @@ def search_steps(model: ModelShape, cluster: Cluster, base: TrainConfig, every_s
     return StepSearch(sorted(ranked, key=lambda found: found.forecast.seconds), rejected, slower)
 
 
-def strategy_of(spec: str) -> str:
-    """The name of the strategy that a spec begins with."""
-    return re.split("[:+]", spec)[0]
-
-
 def _taken(ranked: list[str], slower: list[str]) -> list[str]:
     """The fastest specs, and the likeliest of each strategy that they lack: `ranked`, then `slower`, are in this order."""
     taken = ranked[:TAKEN]
-    names = {strategy_of(spec) for spec in taken}
+    names = {parse_spec(spec).strategy.name for spec in taken}
     for spec in [*ranked[TAKEN:], *slower]:
-        if (name := strategy_of(spec)) not in names:
+        if (name := parse_spec(spec).strategy.name) not in names:
             names.add(name)
             taken.append(spec)
     return taken

@@ -1,7 +1,9 @@
 """Refuses what does not go with experts, or was not compared with one rank."""
 
+from megatron.context_parallel.cli.flag_checks import refuse
 from megatron.context_parallel.trainer.config.flags import Arguments
-from megatron.context_parallel.trainer.config.refuse import check_sharers, refuse
+
+from .check_sharding import check_sharers
 
 
 def check_experts(args: Arguments) -> None:

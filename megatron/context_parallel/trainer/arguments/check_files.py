@@ -5,6 +5,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from megatron.context_parallel.cli.flag_checks import refuse
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.checkpoint.resume import check_resume
 from megatron.context_parallel.trainer.checkpoint.store import (
@@ -15,7 +16,6 @@ from megatron.context_parallel.trainer.checkpoint.store import (
     read_saved_args,
 )
 from megatron.context_parallel.trainer.config.flags import FLAGS, Arguments
-from megatron.context_parallel.trainer.config.refuse import refuse
 from megatron.context_parallel.trainer.data.index_file import open_tokens, tokenizer_of
 
 _DATA_FLAGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")

@@ -1,9 +1,10 @@
 """Refuses ways to share out optimizer, gradients and weights that megatron-core 0.16.1 gets wrong, or has not."""
 
+import math
 import os
 
+from megatron.context_parallel.cli.flag_checks import refuse
 from megatron.context_parallel.trainer.config.flags import Arguments
-from megatron.context_parallel.trainer.config.refuse import check_sharers, refuse
 
 
 def check_sharding(args: Arguments) -> None:
@@ -17,6 +18,14 @@ def check_sharding(args: Arguments) -> None:
         _check_megatron_fsdp(args)
     if args.use_megatron_fsdp or args.use_torch_fsdp2:
         _check_fsdp(args, "use_megatron_fsdp" if args.use_megatron_fsdp else "use_torch_fsdp2")
+
+
+def check_sharers(args: Arguments, name: str) -> None:
+    """Refuse a value of field `name` that does not divide the data x context ranks."""
+    value = getattr(args, name)
+    sharers = args.data_parallel_size * args.context_parallel_size
+    if sharers % value:
+        refuse(args, name, f"does not divide the {sharers} data x context ranks", **{name: math.gcd(sharers, value)})
 
 
 def _check_instances(args: Arguments) -> None:

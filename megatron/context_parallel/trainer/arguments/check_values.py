@@ -6,10 +6,10 @@ from itertools import product
 from traceback import extract_tb
 from typing import cast
 
+from megatron.context_parallel.cli.flag_checks import refuse
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.strategies import Choice, check_same_tokens, distinct
 from megatron.context_parallel.trainer.config.flags import FLAGS, Arguments, Flags
-from megatron.context_parallel.trainer.config.refuse import refuse
 from megatron.context_parallel.trainer.config.samples import decay_samples, warmup_samples
 
 from .check_experts import check_experts

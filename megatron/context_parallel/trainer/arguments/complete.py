@@ -4,9 +4,8 @@ import math
 import os
 from dataclasses import replace
 
-from megatron.context_parallel.cli.flag_checks import check_each
-from megatron.context_parallel.trainer.config.flags import FLAGS, SPLIT, Arguments, Flags
-from megatron.context_parallel.trainer.config.refuse import check_multiple, check_relations, refuse
+from megatron.context_parallel.cli.flag_checks import check_each, check_multiple, check_relations, refuse
+from megatron.context_parallel.trainer.config.flags import SPLIT, Arguments, Flags
 from megatron.context_parallel.trainer.config.samples import iterations
 from megatron.context_parallel.trainer.data.tokenizer import vocabulary
 
@@ -38,7 +37,7 @@ def complete(flags: Flags, tokenizer: tuple[int, int | None] | None = None) -> t
     Raises:
         UsageError: anything that would not run as asked.
     """
-    check_each(flags, FLAGS, ", or a --preset or --config that has it")
+    check_each(flags, ", or a --preset or --config that has it")
     specs, choices = strategies_given(flags)
     needed = flags.tensor_model_parallel_size * flags.pipeline_model_parallel_size * flags.context_parallel_size
     world_size = ranks_in("WORLD_SIZE", needed if flags.dry_run else 1)

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron.context_parallel.cli.flag import Flag, flags_of
+from megatron.context_parallel.cli.flag import Flag
+from megatron.context_parallel.cli.flag_checks import refuse
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.config.flags import (
     FLAGS,
@@ -12,7 +13,6 @@ from megatron.context_parallel.trainer.config.flags import (
     MixedPrecision,
     Regularization,
 )
-from megatron.context_parallel.trainer.config.refuse import refuse
 from megatron.context_parallel.trainer.config.samples import train_samples
 
 from .data_digest import Digests, changed, data_digests
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 # Which may differ, but change how a run goes on. Data paths that only evaluate, logs and loaders do not.
 _TOLD = (
-    *flags_of(Regularization),
-    *flags_of(LearningRate),
-    *flags_of(MixedPrecision),
+    *Regularization.declared,
+    *LearningRate.declared,
+    *MixedPrecision.declared,
     "global_batch_size",
     "train_iters",
     "train_samples",

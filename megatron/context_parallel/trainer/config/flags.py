@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.context_parallel.cli.flag import FlagSection, flag, flags_of
+from megatron.context_parallel.cli.flag import FlagSection, flag
 
 from .context_parallel_flags import ContextParallel
 from .expert_flags import Experts
@@ -309,4 +309,4 @@ class Arguments(Flags):
         return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size else 1
 
 
-FLAGS = {name: declared for section in Flags.__bases__ for name, declared in flags_of(section).items()}
+FLAGS = Flags.declared

@@ -1,0 +1,32 @@
+"""The bars of each stage, and the verdict on what was reached."""
+
+BARS: dict[str, dict[str, tuple[str, float]]] = {
+    "errors": {"errors over their bound": ("at most", 0)},
+    "speed": {
+        "step / best library's causal, forward": ("at least", 0.70),
+        "step / best library's causal, backward": ("at least", 0.60),
+    },
+    "executor": {
+        "launches per gathered block of attention2d": ("at most", 1),
+        "executor: all but kernels / total": ("at most", 0.03),
+        "results that differ in 5 repeats": ("at most", 0),
+        "waits of the host for the GPU after the first run": ("at most", 0),
+    },
+    "documents": {
+        "documents, ms of a micro batch on the critical path": ("at most", 10),
+        "documents, waits of the host for the GPU": ("at most", 0),
+    },
+    "memory": {"peak of a rank's share / formula": ("at most", 1)},
+    "nccl": {"errors between GPUs over their bound": ("at most", 0)},
+    "te": {"errors inside Transformer Engine over their bound": ("at most", 0)},
+}
+STAGES = tuple(BARS)
+
+
+def judge(stage: str, *reached: float | None) -> list[dict]:
+    """The verdict on what was reached for each of a stage's bars."""
+    bars = []
+    for (bar, (sense, limit)), value in zip(BARS[stage].items(), reached, strict=True):
+        met = value is not None and (value <= limit if sense == "at most" else value >= limit)
+        bars.append({"bar": bar, "limit": f"{sense} {limit}", "reached": value, "verdict": "PASS" if met else "FAIL"})
+    return bars

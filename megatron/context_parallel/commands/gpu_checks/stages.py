@@ -1,0 +1,86 @@
+"""The stages of the check, each with its tables and bars, and what they ran on."""
+
+import importlib.metadata
+import shlex
+import subprocess
+import sys
+from typing import NamedTuple
+
+import torch
+
+from .bars import judge
+from .common import CheckReport, CheckSizes
+from .documents import measure_documents
+from .errors import check_blocks, check_strategies
+from .memory import PeakMemory, measure_memory
+from .nccl import check_nccl
+from .speed import GpuClock, check_repeats, measure_overhead, measure_speed, ratios
+from .te import check_te
+
+
+class Host(NamedTuple):
+    """What the checks run on, and what they measure with."""
+
+    device: torch.device
+    gpus: int
+    clock: GpuClock
+    meter: PeakMemory
+
+
+def run_stage(stage: str, report: CheckReport, names: list[str], sizes: CheckSizes, host: Host) -> list[dict]:
+    """Adds a stage's tables to the report; returns its bars, each with what was reached (None: not measured)."""
+    tables, device = report.numbers, host.device
+    match stage:
+        case "errors":
+            check_blocks(report, names, sizes, device)
+            check_strategies(report, names, sizes, device)
+            checked = [*tables["blocks against float64"], *tables["strategies against float64"]]
+            return judge(stage, sum(row["verdict"] == "FAIL" for row in checked) if checked else None)
+        case "speed":
+            measure_speed(report, names, sizes, device, host.clock)
+            speeds = tables["TFLOP/s, bfloat16"]
+            return judge(stage, *(min(ratios(speeds, way), default=None) for way in ("forward", "backward")))
+        case "executor":
+            measure_overhead(report, names, sizes, device, host.clock)
+            check_repeats(report, sizes, device)
+            rows, repeats = tables["executor"], tables["repeats"]
+            one_launch = [r for r in rows if (r["strategy"], r["backend"]) == ("attention2d", "triton")]
+            return judge(
+                stage,
+                max((r["launches"] / r["blocks"] for r in one_launch), default=None),
+                max((r["overhead"] for r in rows if r["backend"] == "auto"), default=None),
+                sum(r["differ"] for r in repeats),
+                sum(r["synchronisations"] for r in repeats),
+            )
+        case "documents":
+            measure_documents(report, sizes, device)
+            rows = tables["documents"]
+            return judge(stage, max(r["ms"] for r in rows), sum(r["synchronisations"] for r in rows))
+        case "memory":
+            measure_memory(report, sizes, device, host.meter)
+            return judge(stage, max(r["share"] for r in tables["memory"]))
+        case "nccl":
+            check_nccl(report, sizes, host.gpus)
+        case _:
+            check_te(report, sizes, device)
+    if any("left_out" in row for row in tables[stage]):
+        return []
+    return judge(stage, sum(row["verdict"] == "FAIL" for row in tables[stage]))
+
+
+def setup(device: torch.device) -> dict[str, object]:
+    """Hardware, driver, versions and command."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", f"--id={device.index or 0}"]
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    for package in ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "transformer-engine", "megatron-core"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "capability": torch.cuda.get_device_capability(device),
+        "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip(),
+        "versions": versions,
+        "command": shlex.join(["python", *sys.argv]),
+    }
