@@ -247,13 +247,23 @@ SEARCH = ["--model", "llama3-8b", "--seq-length", "128K", "--cluster", "dgx-h100
 
 
 def test_plan_search(capsys, tmp_path):
-    plan_search(SEARCH)
-    table, rejected = capsys.readouterr().out.split("rejected\n")
-    rows = [line.split() for line in table.splitlines() if re.match(r"\d+\*? +[\d.]+ +[\d.]+% ", line)]
+    plan_search([*SEARCH, "--why"])
+    said = capsys.readouterr()
+    table, rejected = said.out.split("rejected\n")
+    rows = [line.split() for line in table.splitlines() if re.match(r"\d+\*? +[\d.]+ ", line)]
+    names = [row[7].split(":")[0] for row in rows]
     times = [float(row[1]) for row in rows]
-    assert times == sorted(times) and len(rows) == 12
+    assert {*names} == {*STRATEGIES} and len({*names[: len(STRATEGIES)]}) == len(STRATEGIES)
+    assert times[:8] == sorted(times[:8]) and {*names[8:]} == {names[0]}
+    memory = [float(row[5]) for row in rows[8:]]
+    assert memory == sorted(memory, reverse=True) and memory[0] < float(rows[0][5])
+    ring = times[names.index("ring")]
+    for row, seconds in zip(rows, times, strict=True):
+        assert float(row[2]) == pytest.approx(ring / seconds, abs=0.01)
+        assert float(row[3].replace(",", "")) == pytest.approx(131072 / 8 / seconds, rel=1e-3)
+    assert "predicting the strategies for 8 x H100" in said.err
     assert "needs more than the 80 GiB of a device" in rejected
-    flags = re.search(r"flags of the fastest that the trainer runs: (.*)", table)[1]
+    flags = re.search(r"To train with the fastest: (.*)", rejected)[1]
     parse_args(f"--preset llama3-8b --micro-batch-size 1 --seq-length 131072 --dry-run {flags}".split())
     trace = tmp_path / "t.json"
     plan_search([*SEARCH, "--explain", "1", "--timeline", str(trace)])

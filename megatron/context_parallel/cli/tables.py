@@ -1,5 +1,7 @@
-"""How the programs print tables."""
+"""How the programs print tables, and that they are busy."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO
 
 from rich.console import Console
@@ -28,3 +30,15 @@ def show(*tables: Table, file: IO[str] | None = None, width: int = _NO_END) -> N
             console.print(text, markup=False)
         if table is not tables[-1]:
             console.print()
+
+
+@contextmanager
+def busy(doing: str) -> Iterator[None]:
+    """Says on the standard error what takes seconds: moving and transient on a terminal, else one line."""
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal:
+        with console.status(f"{doing} ..."):
+            yield
+    else:
+        console.print(f"{doing} ...", markup=False, soft_wrap=True)
+        yield

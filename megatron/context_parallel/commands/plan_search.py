@@ -11,7 +11,7 @@ from rich.table import Table
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cli.flag_parser import FlagParser
-from megatron.context_parallel.cli.tables import show
+from megatron.context_parallel.cli.tables import busy, show
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.cluster.step.train_config import ITEMSIZE, SHARDING, TrainConfig
 from megatron.context_parallel.strategies import STRATEGIES, parse_spec
@@ -79,9 +79,10 @@ def found_by(args: SearchFlags) -> "tuple[StepSearch, ModelShape, Cluster, str]"
         dtype=args.dtype,
     )
     model = preset_model(args.model, args.seq_length, tensor)
-    devices = f"{cluster.ranks} {cluster.device.name}"
+    devices = f"{cluster.ranks} x {cluster.device.name}"
     title = f"{args.model}, {args.seq_length} tokens, global batch {base.global_batch_size}, {devices}"
-    return search_steps(model, cluster, base, args.all), model, cluster, title
+    with busy(f"predicting the strategies for {devices}"):
+        return search_steps(model, cluster, base, args.all), model, cluster, title
 
 
 # ------------------------------------------------------------------------------------------------------ tables
@@ -115,8 +116,8 @@ def strategy_of(one: "FeasibleRun") -> str:
 
 
 def answers(found: "StepSearch") -> "list[FeasibleRun]":
-    """The runs that are shown: the fastest of each strategy, then those of the fastest strategy that need less memory."""
-    best = dict[str, FeasibleRun]()
+    """The fastest run of each strategy, then runs of the fastest strategy that need less and less memory."""
+    best: dict[str, FeasibleRun] = {}
     for one in found.ranked:
         best.setdefault(strategy_of(one), one)
     shown = [*best.values()]
@@ -165,7 +166,7 @@ def ranking(shown: "list[FeasibleRun]", title: str) -> Table:
 def legend(found: "StepSearch", shown: "list[FeasibleRun]", room: float) -> str:
     """What the table shows, and how to run the fastest; `room` is the memory of a device in GiB."""
     lines = [
-        "All numbers are predicted. First the fastest run of each strategy, then those of the fastest strategy with less memory.",
+        "Predicted: the fastest run of each strategy, then the fastest strategy with less memory.",
         f"GiB: memory of the fullest rank, without what the allocator wastes; a device has {room:g}.",
         "exposed: part of the time that communication of attention adds, because no computation hides it.",
     ]

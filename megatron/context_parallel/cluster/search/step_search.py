@@ -80,7 +80,7 @@ def search_steps(model: ModelShape, cluster: Cluster, base: TrainConfig, every_s
 
 
 def _taken(ranked: list[str], slower: list[str]) -> list[str]:
-    """The fastest specs, and the likeliest of each strategy that they lack: `ranked`, then `slower`, are in this order."""
+    """The fastest specs, and the likeliest of each strategy that is not among them; both lists have the best first."""
     taken = ranked[:TAKEN]
     names = {parse_spec(spec).strategy.name for spec in taken}
     for spec in [*ranked[TAKEN:], *slower]:
