@@ -116,7 +116,7 @@ def test_help_and_wrong_flags_do_not_wait_for_torch(tmp_path):
         "--lr -1": "--lr -1: need a number, above 0",
         "--preset llama": "--preset llama: unknown",
         f"--config {tmp_path}/run.yaml": "run.yaml: --num-layers many",
-        "--dry-run": "--num-layers: missing",
+        "--dry-run --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1": "--num-layers: miss",
         f"{tiny} --save-interval 5": "needs --save DIR",
         f"{tiny} --bf16 --fp16": "does not go with --bf16",
         f"{tiny} --cp-strategy circle": "--cp-strategy circle: unknown",

@@ -112,7 +112,8 @@ def test_unknown_flags_are_told_at_once_and_none_is_taken_for_one_of_another_kin
     with pytest.raises(UsageError) as refusal:
         parsed("ring --num-layer=4 --vocab-dir a.json --tensor-parallel-size 2")
     assert str(refusal.value) == (
-        "ring: unknown word; --num-layer: unknown flag (did you mean --num-layers?); --vocab-dir: unknown flag; "
+        "--save: followed by ring, which is neither flag nor value; give --save DIR; "
+        "--num-layer: unknown flag (did you mean --num-layers?); --vocab-dir: unknown flag; "
         "--tensor-parallel-size: unknown flag (did you mean --tensor-model-parallel-size?); "
         "--help lists the flags, such as --num-layers"
     )

@@ -2,12 +2,13 @@
 
 import argparse
 import re
+import sys
+from collections import deque
 from collections.abc import Mapping
 from difflib import get_close_matches
-from itertools import takewhile
 from typing import Any, Generic, TypeVar
 
-from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.errors import UsageError, raise_all
 
 from .flag import Flag, FlagSection, ForeignFlag
 from .flag_checks import check_each, check_relations
@@ -49,28 +50,48 @@ class FlagParser(Generic[Section]):
 
     def parse(self, argv: list[str] | None = None) -> Section:
         """The flags of a command line (default: the program's), checked. Raises UsageError for what is wrong."""
-        flags = self.declared(**self.read(argv))
-        check_each(flags)
-        check_relations(flags)
+        unknown = list[UsageError]()
+        flags = self.declared(**self.read(argv, unknown))
+        raise_all([*unknown, *check_each(flags)])
+        raise_all(check_relations(flags))
         return flags
 
-    def read(self, argv: list[str] | None = None) -> dict[str, Any]:
-        """The values that a command line (default: the program's) gives, by field; those of foreign flags by option.
+    def read(self, argv: list[str] | None, unknown: list[UsageError]) -> dict[str, Any]:
+        """The values that a command line (None: the program's) gives, by field; those of foreign flags by option.
+
+        `unknown` gets the error about words that are no flags.
 
         Raises:
-            UsageError: one line that names every unknown flag, or the flag whose value is none, and a value that works.
+            UsageError: a line for each flag whose value is none, with a value that works; unknown words too.
         """
-        try:
-            given, unknown = self.build().parse_known_args(argv)
-        except argparse.ArgumentError as error:
-            option = str(error.argument_name).split("/")[0]
-            works = f"; give {self.by_option[option].works}" if option in self.by_option else ""
-            raise UsageError(f"{option}: {error.message}{works}") from None
-        if unknown:
-            raise UsageError(self.explain_unknown(unknown))
-        return {
-            name: self.flags[name].value(text) if name in self.flags else text for name, text in vars(given).items()
-        }
+        given, wrong = self._split(sys.argv[1:] if argv is None else argv, unknown)
+        values = dict[str, Any]()
+        for name, text in given.items():
+            try:
+                values[name] = self.flags[name].value(text) if name in self.flags else text
+            except UsageError as error:
+                wrong.append(error)
+        if wrong:
+            raise_all([*unknown, *wrong])
+        return values
+
+    def _split(self, words: list[str], unknown: list[UsageError]) -> tuple[dict[str, Any], list[UsageError]]:
+        """The texts that a command line gives, by field; and the errors of flags that have too few values."""
+        wrong = list[UsageError]()
+        while True:
+            try:
+                given, rest = self.build().parse_known_args(words)
+                break
+            except argparse.ArgumentError as error:  # argparse stops at the first, so it is left out the next time
+                option = str(error.argument_name).split("/")[0]
+                works = f"; give {self.by_option[option].works}" if option in self.by_option else ""
+                wrong.append(UsageError(f"{option}: {error.message}{works}"))
+                words = [word for word in words if word.split("=")[0] != option]
+        if rest:
+            text, misspelled = self.explain_unknown(rest, words)
+            # Without the flag that was meant, others would be refused for no reason.
+            (wrong if misspelled else unknown).append(UsageError(text))
+        return vars(given), wrong
 
     def build(self) -> argparse.ArgumentParser:
         """A parser of every flag, in groups by section. What it finds are texts, for `Flag.value` to read."""
@@ -115,18 +136,39 @@ class FlagParser(Generic[Section]):
         name, _, value = condition.partition("=")
         return self.flags[name].given(value) if value else self.flags[name].option
 
-    def explain_unknown(self, words: list[str]) -> str:
-        """What is wrong with words of a command line that are no flags of the program."""
-        # What follows an unknown flag may be its value; what stands before the first of them is nobody's.
-        stray = [f"{word}: unknown word" for word in takewhile(lambda word: not _is_flag(word), words)]
-        options = dict.fromkeys(word.split("=")[0] for word in words if _is_flag(word))
+    def explain_unknown(self, unknown: list[str], words: list[str]) -> tuple[str, bool]:
+        """What is wrong with words of a command line that are neither flags nor values; whether one is misspelled."""
+        wrong = []
+        options = []
+        for option, following in self._owners(unknown, words).items():
+            if option in self.by_option or option in self.foreign:
+                works = f"; give {self.by_option[option].works}" if option in self.by_option else ""
+                wrong.append(f"{option}: followed by {' '.join(following)}, which is neither flag nor value{works}")
+            elif option:
+                options.append(option)
+            else:
+                wrong += [f"{word}: unknown word" for word in following]
         nearest = [self._closest(option) for option in options]
-        unknown = []
         for option, near in zip(options, nearest, strict=True):
-            unknown.append(f"{option}: unknown flag" + (f" (did you mean {near}?)" if near else ""))
-        such = min(self.flags.values(), key=lambda flag: (flag.positional, not flag.required))
-        advice = [] if nearest and all(nearest) else [f"--help lists the flags, such as {such.option}"]
-        return "; ".join(stray + unknown + advice)
+            wrong.append(f"{option}: unknown flag" + (f" (did you mean {near}?)" if near else ""))
+        if not all(nearest) or not options:
+            such = min(self.flags.values(), key=lambda flag: (flag.positional, not flag.required))
+            wrong.append(f"--help lists the flags, such as {such.option}")
+        return "; ".join(wrong), any(nearest)
+
+    def _owners(self, unknown: list[str], words: list[str]) -> dict[str, list[str]]:
+        """Unknown flags and words, by the flag that they are or follow; "" for words before all flags."""
+        owners = dict[str, list[str]]()
+        option = ""
+        left = deque(unknown)
+        for word in words:
+            if _is_flag(word):
+                option = word.split("=")[0]
+            if left and word == left[0]:
+                following = owners.setdefault(option, [])
+                if not _is_flag(left.popleft()):
+                    following.append(word)
+        return owners
 
     def _closest(self, word: str) -> str | None:
         """The flag that `word` is nearly spelled like and that has all its words: a --vocab-file is no --vocab-size."""

@@ -42,8 +42,8 @@ def ignore_warnings_of_libraries() -> None:
 def run_main(main: Callable[[], int | None], program: str | None = None) -> NoReturn:
     """Exits with the status that `main` returns (None: 0).
 
-    A UsageError is one line with the name of the program (default: of its file), and status 2. So is a package of an
-    extra that is not installed. Ctrl-C is one line, and status 130.
+    Each line of a UsageError follows the name of the program (default: of its file), and the status is 2. The same is
+    true of a package that is not installed. Ctrl-C is one line, and status 130.
     """
     patience = 30  # seconds
     try:
@@ -62,7 +62,8 @@ def run_main(main: Callable[[], int | None], program: str | None = None) -> NoRe
         # Rank 0 says it for all, and its exit ends the job. A rank still here then found a mistake of its node alone.
         time.sleep(patience)
         message = f"rank {rank}: {message}"
-    print(f"{program or os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    start = f"{program or os.path.basename(sys.argv[0])}: error: "
+    print("\n".join(start + line for line in message.splitlines()), file=sys.stderr, flush=True)
     sys.exit(2)
 
 

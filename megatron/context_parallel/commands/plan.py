@@ -12,6 +12,7 @@ from megatron.context_parallel.cli.flag_checks import check_relations
 from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
+from megatron.context_parallel.errors import raise_all
 from megatron.context_parallel.plan.ir import Plan, PlanError
 from megatron.context_parallel.plan.verify import PlanReport, verify
 from megatron.context_parallel.plan.volume import Shape, received_bytes
@@ -55,7 +56,7 @@ def read_flags(argv: list[str] | None = None) -> PlanFlags:
         raise UsageError(f"--timeline {args.timeline}: needs one strategy; give only SPEC {args.strategy[0]}")
     heads = args.num_attention_heads or args.ranks
     args = replace(args, num_attention_heads=heads, num_query_groups=args.num_query_groups or heads)
-    check_relations(args)
+    raise_all(check_relations(args))
     return args
 
 

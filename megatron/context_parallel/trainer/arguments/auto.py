@@ -9,7 +9,7 @@ from megatron.context_parallel.cluster.search.auto import choose_on_group, measu
 from megatron.context_parallel.cluster.search.planner import GroupDevices, Search, search
 from megatron.context_parallel.cluster.search.step_search import workload_of
 from megatron.context_parallel.cluster.step.memory import BUFFERS, LOGITS, fullest_stage, memory
-from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.errors import UsageError, raise_all
 from megatron.context_parallel.strategies import AUTO, Choice
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.config.workload import model_of, run_of
@@ -37,7 +37,7 @@ def with_strategy(args: Arguments, choice: Choice) -> Arguments:
     """`args` with a strategy, as if it had been given."""
     layers = (choice,) * args.num_layers
     args = replace(args, cp_layers=layers, cp_strategy=choice.spec, cp_layout=choice.layout, cp_cluster=None)
-    check_together(args)
+    raise_all(check_together(args))
     return args
 
 

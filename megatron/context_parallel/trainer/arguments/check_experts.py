@@ -1,40 +1,39 @@
 """Refuses what does not go with experts, or was not compared with one rank."""
 
-from megatron.context_parallel.cli.flag_checks import refuse
+from collections.abc import Iterator
+
+from megatron.context_parallel.cli.flag_checks import refusal
+from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.config.flags import Arguments
 
 from .check_sharding import check_sharers
 
 
-def check_experts(args: Arguments) -> None:
-    """Refuse flags that do not go with `--num-experts`.
-
-    Raises:
-        UsageError: one line that names one of the flags, its value and a value that fits.
-    """
+def check_experts(args: Arguments) -> Iterator[UsageError]:
+    """Refuses flags that do not go with `--num-experts`."""
     if not args.num_experts:
         return
     experts = f"--num-experts {args.num_experts}"
     if args.moe_router_topk == 1 and not args.moe_router_pre_softmax:
-        refuse(args, "moe_router_topk", "the softmax of one score is always 1", moe_router_pre_softmax=True)
+        yield refusal(args, "moe_router_topk", "the softmax of one score is always 1", moe_router_pre_softmax=True)
     if args.add_bias_linear:
-        refuse(args, "num_experts", "experts have no biases here; give --disable-bias-linear")
+        yield refusal(args, "num_experts", "experts have no biases here; give --disable-bias-linear")
     if args.transformer_impl != "local":
-        refuse(args, "transformer_impl", f"was not tested with {experts}", transformer_impl="local")
+        yield refusal(args, "transformer_impl", f"was not tested with {experts}", transformer_impl="local")
     if not args.cp_layers:
-        refuse(args, "cp_strategy", f"its model of time has no {experts}", cp_strategy="ring")
+        yield refusal(args, "cp_strategy", f"its model of time has no {experts}", cp_strategy="ring")
     if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
         why = f"needs --sequence-parallel with {experts}"
-        refuse(args, "tensor_model_parallel_size", why, sequence_parallel=True)
-    _check_expert_ranks(args)
+        yield refusal(args, "tensor_model_parallel_size", why, sequence_parallel=True)
+    yield from _check_expert_ranks(args)
 
 
-def _check_expert_ranks(args: Arguments) -> None:
+def _check_expert_ranks(args: Arguments) -> Iterator[UsageError]:
     name = "expert_model_parallel_size"
     size = args.expert_model_parallel_size
-    check_sharers(args, name)
+    yield from check_sharers(args, name)
     if size > 1 and args.tensor_model_parallel_size > 1:
         why = "was not compared with one rank beside tensor parallelism"
-        refuse(args, name, why, expert_model_parallel_size=1)
+        yield refusal(args, name, why, expert_model_parallel_size=1)
     if size > 1 and (args.use_megatron_fsdp or args.use_torch_fsdp2):
-        refuse(args, name, "was not compared with one rank beside FSDP", expert_model_parallel_size=1)
+        yield refusal(args, name, "was not compared with one rank beside FSDP", expert_model_parallel_size=1)

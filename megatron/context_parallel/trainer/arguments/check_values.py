@@ -2,12 +2,13 @@
 
 import math
 import os
+from collections.abc import Iterator
 from itertools import product
 from traceback import extract_tb
 from typing import cast
 
-from megatron.context_parallel.cli.flag_checks import refuse
-from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.cli.flag_checks import refusal, refuse
+from megatron.context_parallel.errors import UsageError, caught
 from megatron.context_parallel.strategies import Choice, check_same_tokens, distinct
 from megatron.context_parallel.trainer.config.flags import FLAGS, Arguments, Flags
 from megatron.context_parallel.trainer.config.samples import decay_samples, warmup_samples
@@ -43,56 +44,52 @@ def check_world(args: Flags, world_size: int, needed: int) -> None:
         refuse(args, name, f"does not divide the {world_size} ranks started{product}; {start}, or give {fits}")
 
 
-def check_together(args: Arguments) -> None:
-    """Refuse values that do not fit each other in a way that no declaration of a flag tells.
-
-    Raises:
-        UsageError: one line that names one of the flags, its value and a value that fits.
-    """
-    _check_model(args)
-    check_sharding(args)
-    check_experts(args)
-    _check_sequence(args)
-    _check_schedule(args)
-    _check_devices(args)
-    _check_data(args)
-    _check_rerun(args)
+def check_together(args: Arguments) -> Iterator[UsageError]:
+    """Refuses values that do not fit each other in a way that no declaration of a flag tells."""
+    yield from _check_model(args)
+    yield from check_sharding(args)
+    yield from check_experts(args)
+    yield from _check_sequence(args)
+    yield from _check_schedule(args)
+    yield from _check_devices(args)
+    yield from _check_data(args)
+    yield from _check_rerun(args)
     if args.profile:
-        _check_profile(args)
+        yield from _check_profile(args)
 
 
-def _check_model(args: Arguments) -> None:
+def _check_model(args: Arguments) -> Iterator[UsageError]:
     groups, tensor = args.num_query_groups, args.tensor_model_parallel_size
     if groups % tensor and tensor % groups:
         why = f"neither divides nor is a multiple of --tensor-model-parallel-size {tensor}"
-        refuse(args, "num_query_groups", why, tensor_model_parallel_size=math.gcd(groups, tensor))
+        yield refusal(args, "num_query_groups", why, tensor_model_parallel_size=math.gcd(groups, tensor))
     if args.position_embedding_type == "rope" and int(args.kv_channels * args.rotary_percent) % 2:
-        refuse(args, "kv_channels", "RoPE needs an even width", kv_channels=args.kv_channels + 1)
+        yield refusal(args, "kv_channels", "RoPE needs an even width", kv_channels=args.kv_channels + 1)
     if args.attention_dropout:
-        refuse(args, "attention_dropout", "context-parallel attention has no dropout", attention_dropout=0)
+        yield refusal(args, "attention_dropout", "context-parallel attention has no dropout", attention_dropout=0)
     if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
         why = "needs --recompute-method and --recompute-num-layers"
-        refuse(args, "recompute_granularity", why, recompute_method="uniform", recompute_num_layers=1)
+        yield refusal(args, "recompute_granularity", why, recompute_method="uniform", recompute_num_layers=1)
 
 
-def _check_sequence(args: Arguments) -> None:
+def _check_sequence(args: Arguments) -> Iterator[UsageError]:
     if args.window_size and args.window_size[1] > 0:
-        refuse(args, "window_size", "no token sees those after it", window_size=(args.window_size[0], 0))
+        yield refusal(args, "window_size", "no token sees those after it", window_size=(args.window_size[0], 0))
     n, tensor = args.context_parallel_size, args.tensor_model_parallel_size
     sharers = tensor if args.sequence_parallel else 1
     what = ""
     parts = n * sharers
     if args.cp_layers:
         for choice in distinct(args.cp_layers):
-            _check_plan(args, choice)
-        check_same_tokens(args.cp_layers, n)
+            yield from caught(_check_plan, args, choice)
+        yield from caught(check_same_tokens, args.cp_layers, n)
         layout = args.cp_layers[0].layout
         parts = n * math.lcm(2 if layout == "zigzag" else 1, sharers)
         what = f"the {layout} layout "
     if args.seq_length % parts:
         over = f"{n} context-parallel" + (f" x {sharers} sequence-parallel" if sharers > 1 else "")
         why = f"{what or 'its split '}over {over} ranks needs a multiple of {parts}"
-        refuse(args, "seq_length", why, seq_length=math.ceil(args.seq_length / parts) * parts)
+        yield refusal(args, "seq_length", why, seq_length=math.ceil(args.seq_length / parts) * parts)
 
 
 def _check_plan(args: Arguments, choice: Choice) -> None:
@@ -108,13 +105,13 @@ def _check_plan(args: Arguments, choice: Choice) -> None:
         raise UsageError(f"--cp-strategy {choice.spec}: makes no plan for {n} ranks: {where}") from error
 
 
-def _check_schedule(args: Arguments) -> None:
+def _check_schedule(args: Arguments) -> Iterator[UsageError]:
     decay = decay_samples(args)
     if decay and warmup_samples(args) >= decay:
         unit, each = ("samples", 1) if args.train_samples else ("iters", args.global_batch_size)
         why = f"must end before the decay does, after {decay // each} {unit}"
         name = f"lr_warmup_{unit}"
-        refuse(args, name, why, **{name: decay // each // 10})
+        yield refusal(args, name, why, **{name: decay // each // 10})
 
 
 def check_rampup(args: Flags, data_parallel_size: int) -> None:
@@ -130,7 +127,7 @@ def check_rampup(args: Flags, data_parallel_size: int) -> None:
         refuse(args, "rampup_batch_size", why, rampup_batch_size=[each, each, 100 * whole])
 
 
-def _check_devices(args: Arguments) -> None:
+def _check_devices(args: Arguments) -> Iterator[UsageError]:
     """A dry run may plan for other hosts: it needs no GPU, and no library that a GPU's backend would."""
     import torch
 
@@ -141,27 +138,26 @@ def _check_devices(args: Arguments) -> None:
     backend = args.cp_attention_backend
     if gpus and not args.dry_run and (local := ranks_in("LOCAL_WORLD_SIZE", 1)) > gpus:
         why = f"this host has {gpus} GPUs; give torchrun --nproc-per-node {gpus}"
-        raise UsageError(f"LOCAL_WORLD_SIZE={local}: {why}")
+        yield UsageError(f"LOCAL_WORLD_SIZE={local}: {why}")
     if args.fp16 and not (gpus or args.dry_run):
-        refuse(args, "fp16", "needs a GPU, and there is none here; give --bf16, or neither")
+        yield refusal(args, "fp16", "needs a GPU, and there is none here; give --bf16, or neither")
     if args.distributed_backend == "nccl" and not (gpus or args.dry_run):
-        refuse(args, "distributed_backend", "needs GPUs, and there is none here", distributed_backend="gloo")
+        yield refusal(args, "distributed_backend", "needs GPUs, and there is none here", distributed_backend="gloo")
     nccl = args.distributed_backend == "nccl" or (gpus and not args.distributed_backend)
     for name in ("high_priority_stream_groups", "nccl_communicator_config_path"):
         if getattr(args, name) and not nccl:
-            refuse(args, name, "communication is not NCCL's", distributed_backend="nccl")
+            yield refusal(args, name, "communication is not NCCL's", distributed_backend="nccl")
     if args.transformer_impl == "transformer_engine" and not (args.dry_run and not gpus):
-        check_importable()
+        yield from caught(check_importable)
     if args.fp8 and args.transformer_impl == "local":
-        refuse(args, "fp8", "needs Transformer Engine's linears", transformer_impl="transformer_engine")
+        yield refusal(args, "fp8", "needs Transformer Engine's linears", transformer_impl="transformer_engine")
     elsewhere = args.dry_run and not gpus and backend not in ("auto", "aten")
     device = "cuda" if gpus or elsewhere else "cpu"
     irregular = next((FLAGS[n].option for n in ("window_size", "reset_attention_mask") if getattr(args, n)), None)
-    check_backend(
-        backend, args.params_dtype, args.kv_channels, device=device, irregular=irregular, on_this_host=not elsewhere
-    )
+    what = backend, args.params_dtype, args.kv_channels
+    yield from caught(check_backend, *what, device=device, irregular=irregular, on_this_host=not elsewhere)
     if device == "cuda":
-        _check_blocks(args)
+        yield from caught(_check_blocks, args)
 
 
 def _check_blocks(args: Arguments) -> None:
@@ -184,35 +180,37 @@ def _check_blocks(args: Arguments) -> None:
                     blocks.pieces(chunk, attend.kv_chunks)
 
 
-def _check_rerun(args: Arguments) -> None:
+def _check_rerun(args: Arguments) -> Iterator[UsageError]:
     if args.rerun_mode == "report_stats":
         why = "megatron-core 0.16.1 fails where it prints its statistics"
-        refuse(args, "rerun_mode", why, rerun_mode="validate_results")
+        yield refusal(args, "rerun_mode", why, rerun_mode="validate_results")
     if args.rerun_mode != "disabled" and not (args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss):
         why = "there is nothing to validate with --no-check-for-nan-in-loss-and-grad"
-        refuse(args, "rerun_mode", why, check_for_spiky_loss=True)
+        yield refusal(args, "rerun_mode", why, check_for_spiky_loss=True)
 
 
-def _check_profile(args: Arguments) -> None:
+def _check_profile(args: Arguments) -> Iterator[UsageError]:
     start, end = args.profile_step_start, args.profile_step_end
     if start >= end:
-        refuse(args, "profile_step_start", f"must be below --profile-step-end {end}", profile_step_end=start + 2)
+        why = f"must be below --profile-step-end {end}"
+        yield refusal(args, "profile_step_start", why, profile_step_end=start + 2)
     if 0 < (last := args.train_iters) <= start:
         why = f"the run ends before, with --train-iters {last}"
-        refuse(args, "profile_step_start", why, profile_step_start=last - 1)
+        yield refusal(args, "profile_step_start", why, profile_step_start=last - 1)
     if absent := [rank for rank in args.profile_ranks if rank >= args.world_size]:
-        refuse(args, "profile_ranks", f"there are {args.world_size} ranks, none is {absent[0]}", profile_ranks=[0])
+        why = f"there are {args.world_size} ranks, none is {absent[0]}"
+        yield refusal(args, "profile_ranks", why, profile_ranks=[0])
     if args.use_pytorch_profiler and not args.tensorboard_dir:
         why = "needs a folder for its traces; give --tensorboard-dir DIR, or --save DIR"
-        refuse(args, "use_pytorch_profiler", why)
+        yield refusal(args, "use_pytorch_profiler", why)
     import torch
 
     if not (args.use_pytorch_profiler or args.dry_run or torch.cuda.is_available()):
-        refuse(args, "profile", "nsys profiles GPUs, and there is none here", use_pytorch_profiler=True)
+        yield refusal(args, "profile", "nsys profiles GPUs, and there is none here", use_pytorch_profiler=True)
 
 
-def _check_data(args: Arguments) -> None:
+def _check_data(args: Arguments) -> Iterator[UsageError]:
     for name in ("eod_mask_loss", "reset_attention_mask", "reset_position_ids", "mock_data"):
         if args.eod_token is None and getattr(args, name):
             why = f"the tokenizer {args.tokenizer_model or args.tokenizer_type} has no end-of-document token"
-            refuse(args, name, f"{why}; leave the flag out or give a tokenizer with an eos_token")
+            yield refusal(args, name, f"{why}; leave the flag out or give a tokenizer with an eos_token")

@@ -7,10 +7,10 @@ from typing import Any
 import yaml
 
 from megatron.context_parallel.cli.flag_parser import FlagParser
-from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.errors import UsageError, raise_all
 from megatron.context_parallel.trainer.checkpoint.saved_flags import saved_flags
 from megatron.context_parallel.trainer.config.flags import PRESETS, Flags
-from megatron.context_parallel.trainer.config.upstream_flags import UPSTREAM, meaningless
+from megatron.context_parallel.trainer.config.upstream_flags import UPSTREAM, refused, without_effect
 
 PARSER = FlagParser(
     Flags,
@@ -22,22 +22,27 @@ PARSER = FlagParser(
 )
 
 
-def read_flags(argv: list[str] | None = None) -> Flags:
-    """The flags of `argv` (default: the program's), which win over those in `--config`, and these over `--preset`.
+def read_flags(argv: list[str] | None = None, unknown: list[UsageError] | None = None) -> Flags:
+    """The flags of `argv` (None: the program's), which win over those in `--config`, and these over `--preset`.
 
-    The first rank prints a line about flags of Megatron-LM that mean nothing here.
+    The first rank prints which flags of Megatron-LM have no effect. `unknown` gets the errors about flags that do not
+    exist here; without it they are raised.
 
     Raises:
-        UsageError: one line that names every unknown flag, or the flag whose value is none, and a value that works.
+        UsageError: a line for each flag whose value is none, with a value that works; unknown flags too.
     """
-    given = PARSER.read(argv)
+    errors = list[UsageError]() if unknown is None else unknown
+    given = PARSER.read(argv, errors)
     config = _of_file(Path(given["config"]), f"--config {given['config']}") if "config" in given else {}
     preset = (config | given).get("preset")
     values = _of_file(PRESETS[preset], f"--preset {preset}") if preset else {}
     found = values | config | given
-    line = meaningless({option: found.pop(option) for option in [*found] if option in UPSTREAM})
-    if line and os.environ.get("RANK", "0") == "0":
-        print(line, flush=True)
+    foreign = {option: found.pop(option) for option in [*found] if option in UPSTREAM}
+    errors += refused(foreign)
+    if unknown is None:
+        raise_all(errors)
+    if (lines := without_effect(foreign)) and os.environ.get("RANK", "0") == "0":
+        print("\n".join(lines), flush=True)
     if found.get("use_checkpoint_args") and found.get("load"):
         found = saved_flags(Flags(**found)) | found
     return Flags(**found)
@@ -55,7 +60,7 @@ def _of_file(path: Path, source: str) -> dict[str, Any]:
     options = {"--" + str(name).replace("_", "-"): value for name, value in values.items()}
     try:
         if unknown := [option for option in options if option not in PARSER.by_option | UPSTREAM]:
-            raise UsageError(PARSER.explain_unknown(unknown))
+            raise UsageError(PARSER.explain_unknown(unknown, unknown)[0])
         ours = [(PARSER.by_option[name], value) for name, value in options.items() if name not in UPSTREAM]
         found = {flag.name: flag.value(_as_text(value)) for flag, value in ours if value is not None}
         return found | {name: _words(value) for name, value in options.items() if name in UPSTREAM and value}

@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 
 from megatron.context_parallel.cli.flag_checks import check_each, check_multiple, check_relations, refuse
+from megatron.context_parallel.errors import UsageError, raise_all
 from megatron.context_parallel.trainer.config.flags import SPLIT, Arguments, Flags
 from megatron.context_parallel.trainer.config.samples import iterations
 from megatron.context_parallel.trainer.data.tokenizer import vocabulary
@@ -22,11 +23,29 @@ def parse_args(argv: list[str] | None = None) -> Arguments:
     Raises:
         UsageError: anything that would not run as asked.
     """
-    args, tokens = complete(read_flags(argv))
+    errors = list[UsageError]()
+    flags = read_flags(argv, errors)
+    try:
+        args, tokens = complete(flags)
+    except UsageError as error:
+        errors.append(error)
+    raise_all(errors)
+    if args.rank == 0:
+        _warn(flags, args)
     from .check_files import check_files
 
     check_files(args, tokens)
     return args
+
+
+def _warn(flags: Flags, args: Arguments) -> None:
+    """Say what differs from the flags given."""
+    from megatron.context_parallel.integration.transformer_engine import why_not_importable
+
+    if flags.sequence_parallel and not args.sequence_parallel:
+        print("warning: --sequence-parallel is off: --tensor-model-parallel-size is 1", flush=True)
+    if args.dry_run and args.fp8 and (why := why_not_importable()):
+        print(f"warning: --fp8-format {args.fp8} needs Transformer Engine where it trains: here {why}", flush=True)
 
 
 def complete(flags: Flags, tokenizer: tuple[int, int | None] | None = None) -> tuple[Arguments, int]:
@@ -37,7 +56,7 @@ def complete(flags: Flags, tokenizer: tuple[int, int | None] | None = None) -> t
     Raises:
         UsageError: anything that would not run as asked.
     """
-    check_each(flags, ", or a --preset or --config that has it")
+    raise_all(check_each(flags, ", or a --preset or --config that has it"))
     specs, choices = strategies_given(flags)
     needed = flags.tensor_model_parallel_size * flags.pipeline_model_parallel_size * flags.context_parallel_size
     world_size = ranks_in("WORLD_SIZE", needed if flags.dry_run else 1)
@@ -62,8 +81,8 @@ def complete(flags: Flags, tokenizer: tuple[int, int | None] | None = None) -> t
         vocabulary=size,
         padded_vocab_size=padded_vocab_size(flags, size),
     )
-    check_relations(args)
-    check_together(args)
+    raise_all(check_relations(args))
+    raise_all(check_together(args))
     return args, tokens
 
 
@@ -76,13 +95,14 @@ def padded_vocab_size(flags: Flags, vocabulary: int) -> int:
 def complete_model(flags: Flags) -> Flags:
     """The flags with the sizes of the model that follow from others."""
     if not flags.kv_channels:
-        check_multiple(flags, "hidden_size", "num_attention_heads")
+        raise_all(check_multiple(flags, "hidden_size", "num_attention_heads"))
     from megatron.context_parallel.integration.transformer_engine import why_not_importable
 
     wide = 4 * flags.hidden_size
     ffn = flags.ffn_hidden_size or (wide * 2 // 3 // 64 * 64 if flags.swiglu else wide)
     groups = (flags.num_query_groups or 1) if flags.group_query_attention else flags.num_attention_heads
-    local = flags.num_experts or why_not_importable()
+    planned = flags.dry_run and flags.fp8  # for hosts that have Transformer Engine
+    local = flags.num_experts or (not planned and why_not_importable())
     selective = "selective" if flags.recompute_activations else None
     return replace(
         flags,
@@ -93,6 +113,7 @@ def complete_model(flags: Flags) -> Flags:
         max_position_embeddings=flags.max_position_embeddings or flags.seq_length,
         recompute_granularity=flags.recompute_granularity or selective,
         use_distributed_optimizer=flags.use_distributed_optimizer or flags.use_megatron_fsdp,
+        sequence_parallel=flags.sequence_parallel and flags.tensor_model_parallel_size > 1,
         transformer_impl=flags.transformer_impl or ("local" if local else "transformer_engine"),
     )
 

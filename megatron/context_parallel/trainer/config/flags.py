@@ -188,7 +188,7 @@ class Distributed(FlagSection, title="distributed"):
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         "layers per turn of an interleaved pipeline", needs="pipeline_model_parallel_size", divides="layers_of_a_stage"
     )
-    sequence_parallel: bool = flag("split norms and residuals too", False, needs="tensor_model_parallel_size")
+    sequence_parallel: bool = flag("split norms and residuals too; off with one tensor-parallel rank", False)
     use_distributed_optimizer: bool = flag("shard it over data and context ranks (ZeRO 1)", False)
     num_distributed_optimizer_instances: int = flag(
         "copies of what is sharded: each is shared by data x context ranks / this", 1, example=2

@@ -26,7 +26,7 @@ MEANS_NOTHING = {
     "--no-bias-swiglu-fusion": _FUSED,
     "--no-bias-dropout-fusion": _FUSED,
     "--no-rope-fusion": _FUSED,
-    "--moe-grouped-gemm": "an expert is computed after the other",
+    "--moe-grouped-gemm": "experts are computed one after the other",
     "--moe-permute-fusion": _FUSED,
     "--no-persist-layer-norm": _FUSED,
     "--no-gradient-accumulation-fusion": _FUSED,
@@ -163,18 +163,22 @@ _REFUSED = [_read(usage, says, True) for usage, says in GIVE_INSTEAD.items()]
 UPSTREAM = {flag.option: flag for flag in _NOTHING + _REFUSED}
 
 
-def meaningless(given: dict[str, list[str]]) -> str | None:
-    """A line about those of Megatron-LM's flags `given`, by option with their values, that mean nothing here.
-
-    Raises:
-        UsageError: another value, or a flag that would change the result.
-    """
+def refused(given: dict[str, list[str]]) -> list[UsageError]:
+    """The errors of those of Megatron-LM's flags `given`, by option with their values, that would change the result."""
+    errors = []
     for option, values in given.items():
         flag = UPSTREAM[option]
-        written = " ".join([option, *values])
+        other = [value for value in values if flag.values and value not in flag.values]
         if flag.refused:
-            raise UsageError(f"{written}: of Megatron-LM, not here; {flag.says}")
-        if flag.values and (other := next((value for value in values if value not in flag.values), None)):
-            raise UsageError(f"{option} {other}: not here; give {option} {flag.values[0]}, or leave it out")
-    told = [f"{option} ({UPSTREAM[option].says})" for option in given]
-    return f"flags of Megatron-LM that mean nothing here: {', '.join(told)}" if told else None
+            written = " ".join([option, *values])
+            errors.append(UsageError(f"{written}: a flag of Megatron-LM, not supported; {flag.says}"))
+        elif other:
+            advice = f"give {option} {flag.values[0]}, or leave it out"
+            errors.append(UsageError(f"{option} {other[0]}: not supported; {advice}"))
+    return errors
+
+
+def without_effect(given: dict[str, list[str]]) -> list[str]:
+    """Lines about those of Megatron-LM's flags `given` that are accepted, a line for each and one before them."""
+    lines = [f"  {option}: {UPSTREAM[option].says}" for option in given if not UPSTREAM[option].refused]
+    return ["flags of Megatron-LM that are accepted but have no effect:", *lines] if lines else []
