@@ -7,8 +7,8 @@ from megatron.context_parallel.trainer.config.upstream_flags import GIVE_INSTEAD
 PAGE = Path(__file__).parents[1] / "docs" / "upstream_flags.md"
 _HEAD = """# Flags of Megatron-LM
 
-The flags of `pretrain_gpt.py` have Megatron's names and meanings; `--help` lists them. This page lists the other flags of
-Megatron-LM. Words in capitals stand for any value, and dots for several values. No values other than those shown are
+The flags of `pretrain_gpt.py` have Megatron's names and meanings; `--help` lists them. This page lists the other flags
+of Megatron-LM. Words in capitals stand for any value, and dots for several values. No values other than those shown are
 accepted.
 
 Every flag of Megatron-LM's example scripts for GPT-3 and Llama 3 is either a flag of `pretrain_gpt.py` or on this page.
