@@ -218,10 +218,20 @@ def test_the_page_lists_the_clusters_as_they_are():
         assert cluster.device.name.startswith(rows[name][1])
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as the site makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-            assert target.startswith("http") or (page.parent / target).exists(), f"{page}: {target}"
+        for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+            if not target.startswith("http"):
+                path = page.parent / target if target else page
+                assert path.exists(), f"{page}: {target}"
+                assert not anchor or anchor in anchors(path), f"{page}: {target}#{anchor}"
 
 
 def test_the_site_has_every_page():
