@@ -7,23 +7,23 @@ from megatron.context_parallel.trainer.config.upstream_flags import GIVE_INSTEAD
 PAGE = Path(__file__).parents[1] / "docs" / "upstream_flags.md"
 _HEAD = """# Flags of Megatron-LM
 
-The flags of `pretrain_gpt.py` have Megatron's names and meanings; `--help` lists them. This page lists flags of
-Megatron-LM that are not among them. Capitals stand for any value, dots for several. Other words are the only values
-that are accepted.
+The flags of `pretrain_gpt.py` have Megatron's names and meanings; `--help` lists them. This page lists the other flags
+of Megatron-LM. Words in capitals stand for any value, and dots for several values. No values other than those shown are
+accepted.
 
-Every flag of Megatron-LM's example scripts for GPT-3 and Llama 3 is one of ours or on this page. It is written by
-`tools/upstream_flags.py`.
+Every flag of Megatron-LM's example scripts for GPT-3 and Llama 3 is either a flag of `pretrain_gpt.py` or on this page.
+`tools/upstream_flags.py` writes the page.
 """
 _NOTHING = """
-## Mean nothing here
+## Accepted, but without effect
 
-These are accepted, because the result does not depend on them. The first rank says so in one line.
+The result does not depend on these flags, so they are accepted. The first rank prints one line about them.
 """
 _INSTEAD = """
-## Refused
+## Not supported
 
-These would change the result, or what is read. The run stops with a line that says what to give instead. A flag that is
-neither here nor in `--help` is refused too, with the flag that is spelled most like it.
+These flags would change the result, or the files that are read. The run stops with a line that names the alternative. A
+flag that is neither here nor in `--help` is refused too. The error suggests the flag with the most similar spelling.
 """
 
 

@@ -3,4 +3,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONPATH=$PWD OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
-.venv/bin/python -m examples.paper_tables.all_tables
+"${PYTHON:-.venv/bin/python}" -m examples.paper_tables.all_tables

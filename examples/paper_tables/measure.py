@@ -12,12 +12,12 @@ from pathlib import Path
 
 from megatron.context_parallel.errors import UsageError
 
-from .cells import ROOT, Cell, Result, read_cells, results_file, write_results
+from .cells import ROOT, Cell, Result, read_cells, results_file, text, write_results
 from .commands import LAUNCHER
 from .measured import measured
 from .predictions import predicted, predictor
 from .simulate import print_beside, publish
-from .slurm import submit
+from .slurm import script_of, submit
 
 SCALED = "scaled"  # of files: what was measured is not the paper's case
 
@@ -65,12 +65,15 @@ class Job:
 
 
 def measure_table(args: argparse.Namespace, others: Sequence[str]) -> None:
-    """Runs the commands, submits them, or collects what they wrote.
+    """Shows the commands, runs them, submits them, or collects what they wrote.
 
     Raises:
         UsageError: an unknown row or column, cells that no command measures, or a machine that cannot run them.
     """
     jobs = [*jobs_of(args, others)]
+    if args.mode == "show":
+        _show(args, others, jobs)
+        return
     if args.mode == "slurm":
         submit(jobs, f"{args.paper}_{args.table}")
         return
@@ -89,16 +92,16 @@ def jobs_of(args: argparse.Namespace, others: Sequence[str]) -> Iterator[Job]:
     chosen = [c for c in cells if args.row in (None, c.row) and args.column in (None, c.column)]
     command, found = predictor(args.paper).command, dict[tuple[str, str], list[Cell]]()
     for cell in chosen:
-        if text := command(args.table, cell.row, cell.column):
-            found.setdefault((cell.row, text), []).append(cell)
+        if words := command(args.table, cell.row, cell.column):
+            found.setdefault((cell.row, words), []).append(cell)
     if not found:
         raise UsageError(f"--mode {args.mode}: no command measures these cells of {args.paper} {args.table}")
     base = args.output.absolute() / "runs" / _name(args, others)
     counts = dict[str, int]()
-    for (row, text), measures in found.items():
+    for (row, words), measures in found.items():
         counts[row] = counts.get(row, 0) + 1
         folder = base / re.sub(r"[^\w.-]+", "_", row) / str(counts[row])
-        yield Job(row, tuple(changed(shlex.split(text), others)), tuple(measures), folder)
+        yield Job(row, tuple(changed(shlex.split(words), others)), tuple(measures), folder)
 
 
 def changed(command: Sequence[str], others: Sequence[str]) -> list[str]:
@@ -126,6 +129,21 @@ def changed(command: Sequence[str], others: Sequence[str]) -> list[str]:
 
 def _name(args: argparse.Namespace, others: Sequence[str]) -> str:
     return f"{args.paper}_{args.table}" + (f"_{SCALED}" if others else "")
+
+
+def _show(args: argparse.Namespace, others: Sequence[str], jobs: Sequence[Job]) -> None:
+    """Prints the script of each row, its nodes, and the prediction for each cell; of a smaller case there is none."""
+    results = [] if others else predicted(args.paper, args.table, args.output)
+    expected = {(of.row, of.column): of.predicted for of in results}
+    for row in dict.fromkeys(job.row for job in jobs):
+        of_row = [job for job in jobs if job.row == row]
+        launched = all(job.command[0] == LAUNCHER for job in of_row)
+        print(script_of(of_row, args.table) if launched else "\n".join(shlex.join(job.command) for job in of_row))
+        nodes = max(job.nodes for job in of_row)
+        print(f"{row}: {nodes} node{'s' if nodes > 1 else ''}")
+        for cell in (cell for job in of_row for cell in job.cells):
+            value = text(expected.get((cell.row, cell.column)))
+            print(f"  {cell.column}: {f'expected {value} {cell.unit}' if value else 'no prediction'}")
 
 
 def _run(jobs: Sequence[Job]) -> None:

@@ -80,10 +80,10 @@ def rows_of(label: str) -> dict[str, Row]:
 def _tables(of: dict[str, dict[str, Row]]) -> Iterator[str]:
     heads = f"| system | {' | '.join(of)} |\n|---|" + "---|" * len(of)
     kinds = {
-        "Tokens a second and GPU": lambda row, tokens: _marked(f"{tokens / row.step / cluster().ranks:.0f}", row),
+        "Tokens per second per GPU": lambda row, tokens: _marked(f"{tokens / row.step / cluster().ranks:.0f}", row),
         "MFU, percent": lambda row, tokens: _marked(f"{100 * row.mfu:.1f}", row),
-        "One attention, forward and backward, ms": lambda row, tokens: f"{1e3 * row.attention:.4g}",
-        "What each system takes": lambda row, tokens: f"`{row.spec}`",
+        "One attention, forward plus backward, ms": lambda row, tokens: f"{1e3 * row.attention:.4g}",
+        "Strategy of each system": lambda row, tokens: f"`{row.spec}`",
     }
     for title, cell in kinds.items():
         yield f"## {title}\n\n{heads}"

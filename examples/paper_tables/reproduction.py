@@ -2,6 +2,7 @@
 
 import csv
 import re
+import statistics
 from collections.abc import Iterable, Sequence
 
 from .cells import HERE, PAPERS, ROOT, Result, words
@@ -15,10 +16,12 @@ PAGE = ROOT / "docs" / "reproduction.md"
 PICTURES = ROOT / "docs" / "reproduction"
 SUMMARY = "<!-- the tables -->\n"
 VOLUMES = (
-    "What a rank receives at most in one attention, forward and backward, with a causal mask, in units of N d (one\n"
-    "tensor of all tokens). Partials count as in the papers, without regard to their dtype."
+    "The table has the data that the busiest rank receives in one attention, forward plus backward, with a causal\n"
+    "mask. The unit is N d, one tensor of all tokens. As in the papers, the dtype of partial results is ignored."
 )
 EACH = "<!-- the papers -->\n"
+OPENING = "<!-- the opening -->\n"
+NEAR = 0.1  # an error that the opening counts as small
 
 
 def write_page(results: dict[tuple[str, str], Sequence[Result]], beyond: dict[str, str]) -> None:
@@ -30,13 +33,27 @@ def write_page(results: dict[tuple[str, str], Sequence[Result]], beyond: dict[st
     """
     page = words(HERE / "page.md")
     summary = [
-        "| table | testbed | cells | fitted | errors of cells not fitted | of all | a column left out | bar |",
+        "| table | testbed | cells | fitted | errors of cells not fitted | of all | leave-one-column-out | target |",
         "|---|---|---|---|---|---|---|---|",
         *(_line(paper, table, of) for (paper, table), of in results.items()),
     ]
     sections = [_section(paper, {t: r for (p, t), r in results.items() if p == paper}, beyond) for paper in PAPERS]
+    page = page.replace(OPENING, opening([result for of in results.values() for result in of]) + "\n")
     page = page.replace(SUMMARY, "\n".join(summary) + "\n").replace(EACH, "\n".join(filter(None, sections)))
     PAGE.write_text(re.sub(r"\n{3,}", "\n\n", page).rstrip() + "\n")
+
+
+def opening(results: Sequence[Result]) -> str:
+    """How far predictions are from the papers, over all cells that judge them."""
+    errors = [abs(r.error) for r in results if not r.fitted and r.error is not None]
+    near = sum(error <= NEAR for error in errors) / len(errors)
+    withheld = sum(not r.paper for r in results)
+    return (
+        f"**The median error is {percent(100 * statistics.median(errors))} % over {len(errors)} cells\n"
+        f"that no parameter was fitted to, and {100 * near:.0f} % of these cells are\n"
+        f"predicted within {100 * NEAR:.0f} %.** Another {withheld} cells are withheld:\n"
+        "their numbers are not known here."
+    )
 
 
 def left_out(paper: str) -> dict[str, float]:

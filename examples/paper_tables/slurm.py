@@ -30,6 +30,7 @@ HEAD = """\
 set -euo pipefail
 cd {root}
 export PYTHONPATH=$PWD OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
+python=${{PYTHON:-$PWD/.venv/bin/python}}
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${{hosts%%$'\\n'*}}
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
@@ -39,7 +40,7 @@ measure() {{ # FOLDER NODES RANKS_PER_NODE PROGRAM FLAG...
     shift 3
     # shellcheck disable=SC2016  # SLURM_NODEID differs from node to node
     srun --nodes="$nodes" --ntasks="$nodes" --kill-on-bad-exit=1 --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" \\
-        bash -c 'exec "$0" -m torch.distributed.run --node-rank="$SLURM_NODEID" "$@"' "$PWD/.venv/bin/python" \\
+        bash -c 'exec "$0" -m torch.distributed.run --node-rank="$SLURM_NODEID" "$@"' "$python" \\
         --nnodes="$nodes" --nproc-per-node="$ranks" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \\
         "$@" >"$folder/log.txt" 2>&1 || echo "failed: see $folder/log.txt"
 }}
@@ -64,18 +65,25 @@ def submit(jobs: Sequence["Job"], name: str) -> None:
 
 
 def write_script(jobs: Sequence["Job"], name: str) -> Path:
-    """The script of one row. Raises UsageError for a command that no launcher starts."""
+    """Writes the script of one row. Raises UsageError for a command that no launcher starts."""
+    text = script_of(jobs, name)
+    for job in jobs:
+        job.prepare()
+    script = jobs[0].folder.parent / "measure.sbatch"
+    script.write_text(text)
+    return script
+
+
+def script_of(jobs: Sequence["Job"], name: str) -> str:
+    """The text of the script of one row. Raises UsageError for a command that no launcher starts."""
     folder, lines = jobs[0].folder.parent, []
     for job in jobs:
         if job.command[0] != LAUNCHER:
             raise UsageError(f"--mode slurm: {shlex.join(job.command)}: runs on one machine; give --mode run")
-        job.prepare()
         program = job.words[job.words.index("--nproc-per-node") + 2 :]
         where = [str(job.folder), str(job.nodes), job.flag("--nproc-per-node")]
         lines.append(shlex.join(["measure", *where, *program]))
     nodes = max(job.nodes for job in jobs)
     places = {"folder": folder, "root": shlex.quote(str(ROOT))}
     head = HEAD.format(name=f"{name}-{folder.name}", nodes=nodes, row=jobs[0].row, **places)
-    script = folder / "measure.sbatch"
-    script.write_text(head + "\n" + "\n".join(lines) + "\n")
-    return script
+    return head + "\n" + "\n".join(lines) + "\n"

@@ -1,6 +1,7 @@
 """A table or a figure of a paper: predicted for its testbed, or measured, beside the paper's numbers.
 
 bash examples/paper_tables/loongtrain/table_4.sh                      predicted, in seconds, without a GPU
+bash examples/paper_tables/loongtrain/table_4.sh --mode show          the script, nodes and expected time of each row
 bash examples/paper_tables/loongtrain/table_4.sh --mode run           measured on this machine
 bash examples/paper_tables/loongtrain/table_4.sh --mode slurm         measured by one Slurm job for each row
 bash examples/paper_tables/loongtrain/table_4.sh --mode collect       what these jobs measured
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from megatron.context_parallel.cli.run_main import run_main
 
-MODES = ("simulate", "run", "slurm", "collect")
+MODES = ("simulate", "show", "run", "slurm", "collect")
 
 
 def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:

@@ -163,6 +163,11 @@ def test_slurm_gets_a_job_for_each_row(tmp_path, monkeypatch, loongtrain, capsys
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("OUT", str(tmp_path / "submitted"))
+    table_4(tmp_path, "--mode", "show")
+    shown = capsys.readouterr().out
+    assert "#SBATCH --nodes=8\n" in shown and shown.count("\nmeasure ") == 4
+    assert f"\n{ROW}: 8 nodes\n" in shown and shown.count(": expected ") == 4
+    assert not (tmp_path / "runs").exists()
     table_4(tmp_path, "--mode", "slurm")
     assert capsys.readouterr().out == f"{ROW}: Submitted batch job 7\n"
     script = (tmp_path / "submitted").read_text()

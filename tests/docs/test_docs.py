@@ -13,7 +13,9 @@ import pytest
 import yaml
 
 from megatron.context_parallel.cluster.description import PRESETS, load_cluster
-from megatron.context_parallel.strategies import STRATEGIES
+from megatron.context_parallel.cluster.search.candidates import Workload
+from megatron.context_parallel.cluster.search.planner import GroupDevices, fastest
+from megatron.context_parallel.strategies import STRATEGIES, parse_spec
 from megatron.context_parallel.trainer.arguments.complete import parse_args
 from megatron.context_parallel.trainer.dry_run import describe
 from tests.support import training_case
@@ -194,6 +196,18 @@ def test_numbers_of_the_choice_were_measured():
         assert re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", measured), number
 
 
+def test_predicted_times_of_the_choice_are_those_of_the_planner():
+    rows = (ROOT / "docs/choose.md").read_text().split("## Predicted")[1].split("| `auto` takes")[0].splitlines()
+    times = dict(re.findall(r"^\| `(\w+)`[^|]*\| ([\d.]+) ", "\n".join(rows), re.MULTILINE))
+    assert {*times} == {*STRATEGIES}
+    place, workload = GroupDevices(load_cluster("dgx-h100").part(8)), Workload(2**17, 32, 8, 128)
+    for name, time in times.items():
+        spec = f"{name}:head_parallel_size=4" if name in ("usp", "loongtrain") else name
+        passes = [parse_spec(spec).plan(8, backward=backward, heads=32, kv_heads=8) for backward in (False, True)]
+        simulated, _ = fastest({spec: passes}, place, workload)
+        assert f"{1e3 * simulated[spec].seconds:.1f}" == time, spec
+
+
 def test_the_page_lists_the_clusters_as_they_are():
     rows = (row for row in (ROOT / "docs/cluster.md").read_text().splitlines() if row.startswith("| `"))
     rows = {cells[1].strip(" `"): [cell.strip() for cell in cells[2:4]] for cells in (row.split("|") for row in rows)}
@@ -204,10 +218,20 @@ def test_the_page_lists_the_clusters_as_they_are():
         assert cluster.device.name.startswith(rows[name][1])
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as the site makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-            assert target.startswith("http") or (page.parent / target).exists(), f"{page}: {target}"
+        for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+            if not target.startswith("http"):
+                path = page.parent / target if target else page
+                assert path.exists(), f"{page}: {target}"
+                assert not anchor or anchor in anchors(path), f"{page}: {target}#{anchor}"
 
 
 def test_the_site_has_every_page():
