@@ -63,7 +63,10 @@ class Ranks:
 
     def __init__(self, world: int = WORLD) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "megatron.core.parallel_state"])
+        # What most of them import, once for all; megatron-core brings torch.
+        context.set_forkserver_preload(
+            ["megatron.core.parallel_state", "tests.support.llama_case", "tests.support.training_case"]
+        )
         self.directory = tempfile.TemporaryDirectory()
         self.context, self.world, self.calls = context, world, 0
         self._start()
