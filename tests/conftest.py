@@ -27,6 +27,7 @@ def _serve(rank: int, pipe, directory: str) -> None:
     record_crash(Path(directory) / f"rank{rank}")
     torch.set_num_threads(1)
     ignore_warnings_of_libraries()
+    gc.freeze()  # what is imported stays: no collection looks at it
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     while True:
         try:
@@ -131,3 +132,13 @@ def ranks():
     pool = Ranks()
     yield pool
     pool.close()
+
+
+def pytest_collection_finish() -> None:
+    """What the tests import stays: no collection of garbage looks at it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # some libraries complain at the end of what is left
