@@ -7,7 +7,7 @@ from megatron.context_parallel.trainer.config.upstream_flags import GIVE_INSTEAD
 PAGE = Path(__file__).parents[1] / "docs" / "upstream_flags.md"
 _HEAD = """# Flags of Megatron-LM
 
-The flags of `pretrain_gpt.py` have Megatron's names and meanings; `--help` lists them. This page lists flags of
+The flags of `pretrain_gpt.py` have Megatron's names and meanings; `--help all` lists them. This page lists flags of
 Megatron-LM that are not among them. Capitals stand for any value, dots for several. Other words are the only values
 that are accepted.
 
@@ -23,7 +23,7 @@ _INSTEAD = """
 ## Refused
 
 These would change the result, or what is read. The run stops with a line that says what to give instead. A flag that is
-neither here nor in `--help` is refused too, with the flag that is spelled most like it.
+neither here nor in `--help all` is refused too, with the flag that is spelled most like it.
 """
 
 
