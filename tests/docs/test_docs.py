@@ -118,7 +118,8 @@ def help_of(script: str, arguments: list[str], monkeypatch, capsys) -> str:
     said = ""
     monkeypatch.syspath_prepend(str((ROOT / script).parent))
     for chosen in ([], arguments[:1] if re.fullmatch("[a-z]+", arguments[0]) else []):
-        monkeypatch.setattr(sys, "argv", [script, *chosen, "--help"])
+        every = ["all"] if script == "pretrain_gpt.py" else []
+        monkeypatch.setattr(sys, "argv", [script, *chosen, "--help", *every])
         with pytest.raises(SystemExit):
             if script.endswith(".py"):
                 runpy.run_path(str(ROOT / script), run_name="__main__")
@@ -249,4 +250,4 @@ def test_architecture_shows_the_layers_that_are_checked():
     picture = (ROOT / "docs/architecture.md").read_text().split("```text\n")[1].split("```")[0]
     assert [re.split(r"  +", line)[0] for line in picture.splitlines()] == contract["layers"]
     folders = {path.name for path in (ROOT / "megatron/context_parallel").iterdir() if (path / "__init__.py").exists()}
-    assert folders | {"errors"} == {name for layer in contract["layers"] for name in layer.split(" | ")}
+    assert folders | {"errors", "options"} == {name for layer in contract["layers"] for name in layer.split(" | ")}

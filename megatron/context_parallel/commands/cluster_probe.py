@@ -1,9 +1,6 @@
 """Measures the cluster that it runs on and writes its description, for `--cluster` and `--cp-cluster`.
 
-Run it where you will train, one process per rank, with the heads of one tensor-parallel rank:
-
-    torchrun --nproc-per-node 8 tools/cluster_probe.py --num-attention-heads 32 --num-query-groups 8 \\
-        --kv-channels 128 --output cluster.yaml
+Run it where you will train, one process per rank, with the heads of one tensor-parallel rank.
 """
 
 import os
@@ -26,7 +23,13 @@ class ProbeFlags(FlagSection):
     output: Path = flag("YAML file to write", endings=(".yaml", ".yml"))
 
 
-PARSER = FlagParser(ProbeFlags, __doc__, "--output FILE [flags]", torchrun=True)
+PARSER = FlagParser(
+    ProbeFlags,
+    __doc__,
+    "--output FILE [flags]",
+    ["--num-attention-heads 32 --num-query-groups 8 --output cluster.yaml", "--quick --output cluster.yaml"],
+    torchrun=True,
+)
 
 
 def read_flags(argv: list[str] | None = None) -> ProbeFlags:

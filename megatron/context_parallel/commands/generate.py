@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from megatron.context_parallel.inference.rank_loop import RankLoop
 
 PARSER = FlagParser(
-    Generate, "Generate text with a trained model.", '--load DIR --prompt "def " [flags]', torchrun=True
+    Generate,
+    "Generate text with a trained model.",
+    '--load DIR --prompt "def " [flags]',
+    [
+        '--load runs/quickstart --prompt "def " --max-new-tokens 64',
+        "--load path/to/Llama-3.1-8B-Instruct --bf16 --interactive",
+    ],
+    torchrun=True,
 )
 
 

@@ -46,7 +46,15 @@ class PlanFlags(FlagSection):
     html: Path | None = flag("write an interactive page of all strategies", endings=(".html",))
 
 
-PARSER = FlagParser(PlanFlags, __doc__, "SPEC [SPEC ...] --ranks N [flags]")
+PARSER = FlagParser(
+    PlanFlags,
+    __doc__,
+    "SPEC [SPEC ...] --ranks N [flags]",
+    [
+        "ring mesh attention2d --ranks 9 --draw plan.png",
+        "auto --ranks 16 --seq-length 131072 --cluster dgx-h100 --html plan.html",
+    ],
+)
 
 
 def read_flags(argv: list[str] | None = None) -> PlanFlags:

@@ -1,7 +1,5 @@
 """Draw the loss curve of a run and tell how it went.
 
-    cp-plot-loss RUN_DIR
-
 RUN_DIR is the folder given to training as `--save`. Writes `RUN_DIR/loss.png` from `RUN_DIR/metrics.jsonl`.
 """
 
@@ -18,7 +16,7 @@ class PlotFlags(FlagSection):
     run_dir: Path = flag("the folder given to training as --save", option="RUN_DIR", example="runs/quickstart")
 
 
-PARSER = FlagParser(PlotFlags, __doc__, "RUN_DIR")
+PARSER = FlagParser(PlotFlags, __doc__, "RUN_DIR", ["runs/quickstart"])
 
 
 def read_metrics(run: Path) -> tuple[list[dict], list[dict]]:

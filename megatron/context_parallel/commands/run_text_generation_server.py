@@ -17,6 +17,7 @@ PARSER = FlagParser(
     "Serve OpenAI's completions and chat completions.\n"
     "SIGTERM ends the server once the texts that have begun are done.",
     "--load DIR [flags]",
+    ["--load runs/quickstart --dry-run", "--load path/to/Llama-3.1-8B-Instruct --bf16 --port 8000"],
     torchrun=True,
 )
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
