@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cli.flag_parser import FlagParser
+from megatron.context_parallel.cli.run_main import announce
 from megatron.context_parallel.errors import UsageError
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -42,6 +43,7 @@ def read_flags(argv: list[str] | None = None) -> ProbeFlags:
 
 def main(argv: list[str] | None = None) -> None:
     args = read_flags(argv)
+    announce(f"measuring devices and links, which takes {'seconds' if args.quick else 'about a minute'}")
     import torch
     import torch.distributed as dist
 
