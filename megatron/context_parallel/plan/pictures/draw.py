@@ -20,14 +20,14 @@ from megatron.context_parallel.plan.ir import Plan, T
 from .lanes import BLOCKS, MEANING, MESSAGE, Bar, Idle, Picture, picture
 
 BLOCK = "#41506b"
-COLOURS = {  # told apart by colour-blind readers (Okabe and Ito)
-    T.Q: "#56b4e9",
-    T.QDO: "#56b4e9",
-    T.DO: "#aadaf4",
+COLOURS = {  # 17 apart in CIE Lab, also for colour-blind readers (Machado 2009)
+    T.Q: "#5aa9e6",
+    T.QDO: "#5aa9e6",
+    T.DO: "#cfeafa",
     T.KV: "#e69f00",
-    T.O: "#3fb894",
-    T.DQ: "#3fb894",
-    T.DKV: "#dd9cc0",
+    T.O: "#8fd8a8",
+    T.DQ: "#8fd8a8",
+    T.DKV: "#d186b0",
 }
 RANKS = [to_hex(0.4 + 0.6 * colour) for colour in matplotlib.colormaps["tab20"](range(20))[:, :3]]  # text is legible
 IDLE: dict[str, Any] = {"facecolor": "white", "edgecolor": "0.75", "hatch": "/////", "linewidth": 0.0}
