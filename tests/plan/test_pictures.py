@@ -129,7 +129,7 @@ def test_svg(tmp_path):
 
 
 def test_images_show_what_there_is_today():
-    """Run `python -m tools.make_images` if this fails. Compared is what images show, not how a machine's fonts draw it."""
+    """Run `python -m tools.make_images` if this fails. Compared is what is shown, not how fonts draw it."""
     assert {path.name: Image.open(path).text["Description"] for path in IMAGES.glob("*.png")} == make_images.digests()
     assert (IMAGES / make_images.LOGO).read_text() == make_images.logo()
     with Image.open(IMAGES / make_images.MOVING) as image:
