@@ -22,8 +22,9 @@ The result does not depend on these flags, so they are accepted. The first rank 
 _INSTEAD = """
 ## Not supported
 
-These flags would change the result, or the files that are read. The run stops and names the alternative of each. A flag
-that is neither here nor in `--help all` is refused too. The error suggests the flag with the most similar spelling.
+These flags would change the result, or the files that are read. The run stops and names the alternative of each. All
+other flags of Megatron-LM are refused too, without an alternative. A flag that Megatron-LM does not have either is
+reported as unknown. The error suggests the flag with the most similar spelling.
 """
 
 

@@ -7,6 +7,8 @@ dots stand for several. A flag of Megatron-LM that is neither here nor ours is r
 from megatron.context_parallel.cli.flag import ForeignFlag
 from megatron.context_parallel.errors import UsageError
 
+from .upstream_names import NAMES
+
 _FUSED = "kernels are fused where this host can, which the loss does not depend on"
 _COLLECTED = "Python collects garbage as usual"
 _OVERLAP = "a matter of speed; tensor-parallel communication is not overlapped here"
@@ -160,7 +162,8 @@ def _read(usage: str, says: str, refused: bool) -> ForeignFlag:
 
 _NOTHING = [_read(usage, says, False) for usage, says in MEANS_NOTHING.items()]
 _REFUSED = [_read(usage, says, True) for usage, says in GIVE_INSTEAD.items()]
-UPSTREAM = {flag.option: flag for flag in _NOTHING + _REFUSED}
+_OTHERS = [ForeignFlag(f"--{name}", "*", (), "leave it out", True) for name in NAMES]
+UPSTREAM = {flag.option: flag for flag in _OTHERS + _NOTHING + _REFUSED}
 
 
 def refused(given: dict[str, list[str]]) -> list[UsageError]:
