@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from megatron.context_parallel.errors import UsageError
 
-from .flag import FlagSection
+from .flag import Flag, FlagSection
 
 
 def refusal(args: FlagSection, name: str, why: str, **fits: object) -> UsageError:
@@ -37,23 +37,39 @@ def check_each(args: FlagSection, elsewhere: str = "") -> Iterator[UsageError]:
 
     `elsewhere` says where else a missing flag can come from.
     """
+    told = set[str]()
     for name, flag in args.declared.items():
-        value = getattr(args, name)
-        others = [other for other in flag.excludes.split() if is_given(args, other)]
-        missing = [_in_words(args, need) for need in flag.needs.split() if not is_given(args, need)]
-        if value is None and flag.required and not others and not (flag.to_train and _trains_not(args)):
-            yield UsageError(f"{flag.option}: missing; give {flag.works}{elsewhere}")
-        elif value == flag.default:
-            continue
-        elif others:
-            other = flag_text(args, others[0].partition("=")[0])
-            yield refusal(args, name, f"does not go with {other}; give only one of the two")
-        elif missing:
-            yield refusal(args, name, f"needs {' '.join(missing)}; add that or leave this out")
-        elif flag.endings and value.suffix not in flag.endings:
-            yield refusal(args, name, f"must end in {' or '.join(flag.endings)}; give {flag.works}")
-        elif flag.endings and not value.absolute().parent.is_dir():
-            yield refusal(args, name, f"no folder {value.parent}; make it first")
+        if not told.isdisjoint(_fields(flag.excludes)):
+            continue  # of two flags that exclude each other the first speaks for both
+        if error := _wrong(args, name, flag, elsewhere):
+            told.add(name)
+            yield error
+
+
+def _wrong(args: FlagSection, name: str, flag: Flag, elsewhere: str) -> UsageError | None:
+    """What is wrong with one flag, alone or with those that its declaration names."""
+    value = getattr(args, name)
+    others = [other for other in flag.excludes.split() if is_given(args, other)]
+    if value is None and flag.required and not others and not (flag.to_train and _trains_not(args)):
+        instead = [args.declared[other].works for other in _fields(flag.excludes) if args.declared[other].required]
+        return UsageError(f"{flag.option}: missing; give {', or '.join([flag.works, *instead])}{elsewhere}")
+    if value == flag.default:
+        return None
+    if others:
+        other = flag_text(args, _fields(others[0])[0])
+        return refusal(args, name, f"does not go with {other}; give only one of the two")
+    if missing := [_in_words(args, need) for need in flag.needs.split() if not is_given(args, need)]:
+        return refusal(args, name, f"needs {' '.join(missing)}; add that or leave this out")
+    if flag.endings and value.suffix not in flag.endings:
+        return refusal(args, name, f"must end in {' or '.join(flag.endings)}; give {flag.works}")
+    if flag.endings and not value.absolute().parent.is_dir():
+        return refusal(args, name, f"no folder {value.parent}; make it first")
+    return None
+
+
+def _fields(conditions: str) -> list[str]:
+    """The fields that conditions such as "save recompute_granularity=full" name."""
+    return [condition.partition("=")[0] for condition in conditions.split()]
 
 
 def check_relations(args: FlagSection) -> Iterator[UsageError]:
