@@ -42,7 +42,7 @@ def answer(port: int, number: int) -> tuple[str, str]:
         status, _, text = call(port, path, body | {"stream": kind == "stream"}, wait=900)
         if status not in (429, 503):
             break
-        time.sleep(0.05)
+        time.sleep(0.5)
     assert status == 200, text
     if kind == "whole":
         return kind, json.loads(text)["choices"][0]["text"]
