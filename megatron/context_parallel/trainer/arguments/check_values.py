@@ -147,7 +147,7 @@ def _check_devices(args: Arguments) -> Iterator[UsageError]:
     for name in ("high_priority_stream_groups", "nccl_communicator_config_path"):
         if getattr(args, name) and not nccl:
             yield refusal(args, name, "communication is not NCCL's", distributed_backend="nccl")
-    if args.transformer_impl == "transformer_engine" and not (args.dry_run and not gpus):
+    if args.transformer_impl == "transformer_engine" and not (args.dry_run and (args.fp8 or not gpus)):
         yield from caught(check_importable)
     if args.fp8 and args.transformer_impl == "local":
         yield refusal(args, "fp8", "needs Transformer Engine's linears", transformer_impl="transformer_engine")
