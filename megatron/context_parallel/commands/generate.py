@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 PARSER = FlagParser(
     Generate,
     "Generate text with a trained model.",
-    '--load DIR --prompt "def " [flags]',
+    '--load DIR --prompt "def read" [flags]',
     [
-        '--load runs/quickstart --prompt "def " --max-new-tokens 64',
+        '--load runs/quickstart --prompt "def read" --max-new-tokens 64',
         "--load path/to/Llama-3.1-8B-Instruct --bf16 --interactive",
     ],
     torchrun=True,
@@ -59,7 +59,7 @@ def read_flags(argv: list[str] | None) -> Generate:
     flags = PARSER.parse(argv)
     check_prefill(flags)
     if not (flags.prompt or flags.prompts_file or flags.interactive):
-        raise UsageError('--prompt: missing; give --prompt "def ", --prompts-file FILE or --interactive')
+        raise UsageError('--prompt: missing; give --prompt "def read", --prompts-file FILE or --interactive')
     return flags
 
 

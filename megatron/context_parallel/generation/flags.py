@@ -78,7 +78,7 @@ def with_limits(args: Arguments, flags: TimeLimits) -> Arguments:
 
 
 class Prompts(FlagSection, title="prompts"):
-    prompt: list[str] | None = flag("texts to go on from", excludes="prompts_file interactive", example="def ")
+    prompt: list[str] | None = flag("texts to go on from", excludes="prompts_file interactive", example="def read")
     prompts_file: str | None = flag("a file with a prompt on each line", unit="FILE", excludes="interactive")
     interactive: bool = flag("read turns of a conversation from the terminal, until its end (Ctrl-D)", False)
 
