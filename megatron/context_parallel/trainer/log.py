@@ -199,7 +199,7 @@ def line_of(record: Record, train_iters: int, peak: float | None) -> str:
     ]
     if peak:
         parts.append(f"{record.tflops_per_rank:.1f} TFLOP/s/rank, MFU {100 * record.tflops_per_rank / peak:.1f}%")
-    return " | ".join([*parts, f"ETA {timedelta(seconds=left)}"])
+    return " | ".join([*parts, f"ETA {str(timedelta(seconds=left)).removeprefix('0:')}"])
 
 
 def _explain(args: Arguments, peak: float | None) -> str:
