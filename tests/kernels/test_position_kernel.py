@@ -499,7 +499,7 @@ def test_compiles_without_spills(compiled, architecture, head_dim, dtype, others
     """`tests/campaigns/compile_position_kernel.py` does more. `others`: head_dim of the values, and a softcap."""
     from tests.campaigns.compile_position_kernel import SHARED, compile_block
 
-    spilled = 0 if _release("triton") >= (3, 9) else 8  # bytes: 3.6 spills two registers in two of these cases
+    spilled = 0 if _release("triton") >= (3, 9) else 16  # bytes: 3.6 spills up to four registers
     for kernel in compiled(compile_block, architecture, head_dim, dtype, "runs", *others):
         assert kernel.spilled <= spilled, kernel
         assert kernel.shared <= SHARED[architecture], kernel

@@ -80,7 +80,7 @@ SHAPES: Table = {
             "all_gather": "tensor_list tensor group async_op",
             "all_gather_object": "object_list obj group",
             "broadcast": "tensor src group async_op group_src",
-            "barrier": "group async_op device_ids" + (" timeout" if TORCH >= (2, 13) else ""),
+            "barrier": "group async_op device_ids" + (" timeout" if TORCH >= (2, 12) else ""),
             "reduce_scatter_tensor": "output input op group async_op",
             "all_gather_into_tensor": "output_tensor input_tensor group async_op",
             "all_to_all_single": "output input output_split_sizes input_split_sizes group async_op",
