@@ -5,7 +5,7 @@ No public name does either: under `torch.no_grad` an operator still passes throu
 
 import torch
 
-CHECKED = {"torch": "2.13"}
+CHECKED = {"torch": "2.11 to 2.13"}
 
 below_autograd = torch._C._AutoDispatchBelowAutograd  # a context: operators in it have no autograd
 in_transform = torch._C._are_functorch_transforms_active  # whether this is inside grad, jvp, vmap of torch.func
