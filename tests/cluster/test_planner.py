@@ -205,7 +205,7 @@ def test_trainer_takes_what_is_fastest(ranks, tmp_path, capsys):
     assert ranks(4, _settled, flags, "4") == [(spec, spec, layout, None)] * 4
     assert parse_args(f"{TRAINER.replace('auto', spec)}".split()).cp_layers[0].spec == spec
     describe(parse_args(TRAINER.split()))
-    assert "--cp-strategy auto: chosen when the run starts" in capsys.readouterr().out
+    assert "--cp-strategy auto: the run measures its cluster when it starts" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_run_that_does_not_fit_is_refused(tmp_path):
     path.write_text(BOX_TEXT)  # devices of 1 GiB
     flags = TRAINER.replace("tiny-llama", "llama3-8b")
     args = parse_args(f"{flags} --seq-length 4096 --cp-cluster {path}".split())
-    with pytest.raises(UsageError, match=r"--cp-strategy auto: without attention the run needs an estimated .* has 1"):
+    with pytest.raises(UsageError, match=r"--cp-strategy auto: without attention the run already needs an .* has 1"):
         describe(args)
 
 

@@ -143,7 +143,7 @@ def test_generation_does_not_wait_for_torch_either(tmp_path):
             f"--load runs --prompts-file {tmp_path}/empty.txt": "no prompts in it",
             "--load runs --prompt a --top-p 1.5": "--top-p 1.5: need a number, 0 or more, 1 at most",
             "--load runs --prompt a --temprature 1": "did you mean --temperature?",
-            f"--load {tmp_path} --prompt a": "neither a run with checkpoints nor a folder of HuggingFace",
+            f"--load {tmp_path} --prompt a": "contains neither checkpoints of a run nor a HuggingFace model",
         },
         "run_text_generation_server": {
             "--port 70000 --load runs": "--port 70000: need a whole number, 0 or more, 65535 at most",

@@ -110,7 +110,7 @@ MISTAKES = [
     ("--config {folder}/switch_value.yaml", 1, ["switch_value.yaml: --swiglu 3", "true or false"], None),
     ("--config {folder}/no_switch.yaml", 1, ["no_switch.yaml: --num-layers False", "such as 24"], None),
     ("--config {folder}/list_value.yaml", 1, ["list_value.yaml: --split [", "such as 969,30,1"], None),
-    ("--config {folder}/nested.yaml", 1, ["nested.yaml", "not --config", "num-layers: 24"], None),
+    ("--config {folder}/nested.yaml", 1, ["nested.yaml", "without config", "num-layers: 24"], None),
     # single values
     ("--train-iters 0", 1, ["--train-iters 0", "1 or more"], "--train-iters 1000"),
     ("--seq-length -128", 1, ["--seq-length -128", "1 or more"], "--seq-length 2048"),
@@ -242,7 +242,7 @@ MISTAKES = [
     ("--data-path {folder}/garbage", 1, ["garbage.idx is not an index", "preprocess_data.py"], None),
     ("--data-path {folder}/version", 1, ["version.idx has version 7", "preprocess_data.py"], None),
     ("--data-path {folder}/cut_data", 1, ["cut_data.bin has 1960 bytes", "2000", "preprocess_data.py"], None),
-    ("--data-path {folder}/bad_description", 1, ["bad_description.json does not tell", "preprocess_data.py"], None),
+    ("--data-path {folder}/bad_description", 1, ["bad_description.json does not describe", "preprocess_data.py"], None),
     ("--data-path 0.5 {folder}/data 0.5", 1, ["--data-path 0.5", "weight", "0.7 FIRST 0.3 SECOND"], None),
     ("--data-path 0 {folder}/data", 1, ["--data-path 0", "weight"], None),
     ("--train-data-path {folder}/data", 1, ["--train-data-path", "--data-path"], None),
@@ -258,8 +258,8 @@ MISTAKES = [
     ("--data-path {folder}/other_tokenizer", 1,
      ["--tokenizer-type ByteLevelTokenizer", "give --tokenizer-type SentencePieceTokenizer"], None),
     ("--data-path {folder}/other_vocabulary", 1,
-     ["--tokenizer-type ByteLevelTokenizer", "257 tokens", "other_vocabulary.json names one of 300"], None),
-    ("--data-path {folder}/large_ids", 1, ["--tokenizer-type ByteLevelTokenizer", "token 320 at place 4", "257"], None),
+     ["--tokenizer-type ByteLevelTokenizer", "257 tokens", "other_vocabulary.json names a tokenizer with 300"], None),
+    ("--data-path {folder}/large_ids", 1, ["--tokenizer-type ByteLevelTokenizer", "token 320 at index 4", "257"], None),
     ("--data-path {folder}/large_ids --tokenizer-type NullTokenizer --vocab-size 99", 1,
      ["--vocab-size 99", "has 100"], "--vocab-size 40001"),
     # checkpoints
@@ -268,10 +268,10 @@ MISTAKES = [
     ("--load {folder}/biased", 1, ["--disable-bias-linear: given", "leave out --disable-bias-linear"], None),
     ("--load {folder}/longer --position-embedding-type learned_absolute", 1,
      ["--max-position-embeddings 128", "with 256"], "--max-position-embeddings 256"),
-    ("--load {folder}/old_optimizer", 1, ["--load", "another format"], "--no-load-optim"),
+    ("--load {folder}/old_optimizer", 1, ["--load", "another optimizer format"], "--no-load-optim"),
     ("--load {folder}/unreadable", 1, ["--load {folder}/unreadable", "'soon'", "100"], None),
-    ("--load {folder}/incomplete", 1, ["--load {folder}/incomplete", "iter_0000009 is not there"], "--ckpt-step 3"),
-    ("--load {folder}/trained --ckpt-step 2", 1, ["iter_0000002 is not there", "or --load-fallback"], "--ckpt-step 3"),
+    ("--load {folder}/incomplete", 1, ["--load {folder}/incomplete", "iter_0000009 is missing"], "--ckpt-step 3"),
+    ("--load {folder}/trained --ckpt-step 2", 1, ["iter_0000002 is missing", "or --load-fallback"], "--ckpt-step 3"),
     ("--load {folder}/windowed", 1, ["--window-size: not given, but", "with 64,0", "--finetune"], "--window-size 64,0"),
     ("--load {folder}/windowed --window-size 32,0", 1, ["--window-size 32,0"], "--window-size 64,0"),
     ("--load {folder}/documents", 1, ["--reset-attention-mask: not given", "with it; give"], None),
@@ -283,7 +283,7 @@ MISTAKES = [
     ("--keep-last 2", 1, ["--keep-last 2", "--save DIR"], None),
     ("--load {folder}/empty --exit-on-missing-checkpoint", 1,
      ["--load {folder}/empty", "latest_checkpointed"], None),
-    ("--save {folder}/file/run", 1, ["--save {folder}/file/run", "cannot be written", "--save runs/first"], None),
+    ("--save {folder}/file/run", 1, ["--save {folder}/file/run", "is not writable", "--save runs/first"], None),
 ]
 # fmt: on
 

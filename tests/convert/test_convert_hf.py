@@ -197,8 +197,8 @@ def test_what_cannot_be_converted_is_told(ranks, tmp_path, monkeypatch):
             "run: there are checkpoints already; give a new directory",
             "hf: not an empty folder; give a new one",
             "hf: no model.safetensors and no model.safetensors.index.json there",
-            "and there is no run to go on with; add --finetune",
-            "trained with position_embedding_type learned_absolute: no model of llama, mistral, qwen3 has it; they",
+            "so there is no run to resume; add --finetune",
+            "trained with position_embedding_type learned_absolute: no llama, mistral, qwen3 model has it; all of them",
         ),
         strict=True,
     ):
