@@ -27,6 +27,7 @@ def _serve(rank: int, pipe, directory: str) -> None:
     record_crash(Path(directory) / f"rank{rank}")
     torch.set_num_threads(1)
     ignore_warnings_of_libraries()
+    gc.freeze()  # what is imported stays: no collection looks at it
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     while True:
         try:
@@ -63,7 +64,10 @@ class Ranks:
 
     def __init__(self, world: int = WORLD) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "megatron.core.parallel_state"])
+        # What most of them import, once for all; megatron-core brings torch.
+        context.set_forkserver_preload(
+            ["megatron.core.parallel_state", "tests.support.llama_case", "tests.support.training_case"]
+        )
         self.directory = tempfile.TemporaryDirectory()
         self.context, self.world, self.calls = context, world, 0
         self._start()
@@ -128,3 +132,13 @@ def ranks():
     pool = Ranks()
     yield pool
     pool.close()
+
+
+def pytest_collection_finish() -> None:
+    """What the tests import stays: no collection of garbage looks at it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # some libraries complain at the end of what is left

@@ -1,18 +1,22 @@
-"""Draws the plans and the cache that the documentation shows, into docs/images. Run it after a change of these."""
+"""Draws what the documentation shows into docs/images. Run `python -m tools.make_images` after a change of it."""
 
-from dataclasses import replace
 from pathlib import Path
 
+import numpy
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from megatron.context_parallel.inference.pages import PageTables
 from megatron.context_parallel.plan.ir import Plan
 from megatron.context_parallel.plan.pictures.draw import draw, figure_of, file_name
 from megatron.context_parallel.plan.pictures.lanes import picture
 from megatron.context_parallel.strategies import parse_spec
+
+from . import draw_causal, draw_comparison, draw_layers
+from .compare_strategies import FILE as COMPARISON
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 # (spec, ranks); each is drawn forward and backward
@@ -27,9 +31,13 @@ IMAGES = (
     ("lightseq", 8),
 )
 CACHE = "cache-4-ranks.png"
+CAUSAL = "causal-ring-8-ranks.png"
+LAYERS = "layers.png"
+LOGO = "logo.svg"
 MOVING = "mesh-grid-3x3-9-ranks.gif"
 MILLISECONDS = 500  # of a frame, in which a message travels
 LAST = 3000  # of the whole plan
+COLOURS_OF_A_FILE = 127
 COLOURS = {(1,): "#8db8e8", (2,): "#f2a96b", (1, 2): "#74c69a", (): "#f4f4f4"}  # by the sequences of a page
 
 
@@ -53,16 +61,15 @@ def draw_moving(plan: Plan, path: Path) -> None:
     ends = sorted({bar.start for bar in shown.bars} | {bar.end for bar in shown.bars})
     frames = []
     for end in ends[1:]:
-        figure = figure_of(replace(shown, bars=tuple(bar for bar in shown.bars if bar.start < end)))
+        figure = figure_of(shown, until=end)
         figure.set_dpi(80)
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         frames.append(Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB"))
-    first, *others = frames
+    first, *others = [in_colours_of(frames[-1], frame) for frame in frames]
     durations = [MILLISECONDS] * len(others) + [LAST]
-    first.save(
-        path, save_all=True, append_images=others, duration=durations, loop=0, optimize=True, comment=shown.digest
-    )
+    how = {"save_all": True, "append_images": others, "duration": durations, "loop": 0, "optimize": True}
+    first.save(path, comment=shown.digest, **how)
 
 
 def cache() -> list[list[tuple[tuple[int, ...], list[int]]]]:
@@ -110,16 +117,62 @@ def draw_cache(path: Path) -> None:
     figure.savefig(path, dpi=120, metadata={"Description": str(cache())})
 
 
+def logo() -> str:
+    """A causal attention of four chunks in SVG: a row for each chunk of queries, a colour for each step of a ring."""
+    steps = ("#0072b2", "#e69f00", "#009e73", "#56b4e9")
+    cells = []
+    for query in range(4):
+        for key in range(query + 1):
+            at = f'x="{key * 16 + 1}" y="{query * 16 + 1}"'
+            cells.append(f'<rect {at} width="14" height="14" rx="3" fill="{steps[query - key]}"/>')
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 64 64">{"".join(cells)}</svg>\n'
+
+
+def in_colours_of(palette: Image.Image, image: Image.Image) -> Image.Image:
+    """An RGB image with the most frequent colours of another, which makes its file a third as long."""
+    common = sorted(palette.getcolors(palette.width * palette.height), reverse=True)[:COLOURS_OF_A_FILE]
+    known = numpy.array([colour for _, colour in common])
+    packed, which = numpy.unique(numpy.asarray(image) @ numpy.array([1 << 16, 1 << 8, 1]), return_inverse=True)
+    colours = numpy.stack([packed >> 16, packed >> 8 & 255, packed & 255], axis=1)
+    nearest = ((colours[:, None] - known) ** 2).sum(2).argmin(1)  # Pillow's own is off by a few shades
+    few = Image.fromarray(nearest[which].reshape(image.height, image.width).astype(numpy.uint8), "P")
+    few.putpalette(known.astype(numpy.uint8).tobytes())
+    return few
+
+
+def shrink(path: Path) -> None:
+    """Gives a PNG few colours, and keeps its text."""
+    with Image.open(path) as image:
+        kept = PngInfo()
+        for name, text in image.text.items():
+            kept.add_text(name, text)
+        whole = image.convert("RGB")
+    in_colours_of(whole, whole).save(path, optimize=True, pnginfo=kept)
+
+
+def digests() -> dict[str, str]:
+    """What each PNG has as its `Description` if it shows what there is today."""
+    shown = {name: picture(plan).digest for name, plan in plans().items()}
+    shown |= {CACHE: str(cache()), CAUSAL: draw_causal.digest(), LAYERS: draw_layers.digest()}
+    return shown | dict.fromkeys(draw_comparison.PICTURES, draw_comparison.digest())
+
+
 def main() -> None:
     for name, plan in plans().items():
         draw(plan, FOLDER / name)
-        print(f"wrote {FOLDER / name}")
     draw_cache(FOLDER / CACHE)
-    print(f"wrote {FOLDER / CACHE}")
+    draw_causal.draw_causal(FOLDER / CAUSAL)
+    draw_layers.draw_layers(FOLDER / LAYERS)
+    draw_comparison.draw_comparison(FOLDER)
+    for path in FOLDER.glob("*.png"):
+        shrink(path)
     draw_moving(moving(), FOLDER / MOVING)
-    print(f"wrote {FOLDER / MOVING}")
+    (FOLDER / LOGO).write_text(logo())
+    known = {*digests(), MOVING, LOGO, COMPARISON.name}
     for path in FOLDER.iterdir():
-        if path.name not in (*plans(), CACHE, MOVING):
+        if path.name in known:
+            print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+        else:
             path.unlink()
             print(f"removed {path}")
 

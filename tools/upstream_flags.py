@@ -7,9 +7,9 @@ from megatron.context_parallel.trainer.config.upstream_flags import GIVE_INSTEAD
 PAGE = Path(__file__).parents[1] / "docs" / "upstream_flags.md"
 _HEAD = """# Flags of Megatron-LM
 
-The flags of `pretrain_gpt.py` have Megatron's names and meanings; `--help` lists them. This page lists the other flags
-of Megatron-LM. Words in capitals stand for any value, and dots for several values. No values other than those shown are
-accepted.
+The flags of `pretrain_gpt.py` have Megatron's names and meanings. `--help all` lists them. This page lists the other
+flags of Megatron-LM. Words in capitals stand for any value, and dots for several values. No values other than those
+shown are accepted.
 
 Every flag of Megatron-LM's example scripts for GPT-3 and Llama 3 is either a flag of `pretrain_gpt.py` or on this page.
 `tools/upstream_flags.py` writes the page.
@@ -22,8 +22,8 @@ The result does not depend on these flags, so they are accepted. The first rank 
 _INSTEAD = """
 ## Not supported
 
-These flags would change the result, or the files that are read. The run stops with a line that names the alternative. A
-flag that is neither here nor in `--help` is refused too. The error suggests the flag with the most similar spelling.
+These flags would change the result, or the files that are read. The run stops and names the alternative of each. A flag
+that is neither here nor in `--help all` is refused too. The error suggests the flag with the most similar spelling.
 """
 
 

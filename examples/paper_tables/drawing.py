@@ -1,18 +1,26 @@
-"""A table as the paper prints it, in text and as a picture: its numbers beside the predicted ones."""
+"""A table as the paper prints it in text, and pictures of predicted against printed numbers."""
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from rich.table import Table
 
 from .cells import Result, text
+from .judged import Errors, percent
 
 WIDE = 4  # columns of the paper side by side in 80 characters
-SPREAD = 20  # times the smallest number that the largest is on a linear axis
+SPREAD = 30  # times the smallest number that the largest is on a linear axis
+ACROSS, PANEL = 4, 2.6  # panels side by side, and inches of one
+BANDS = {10: "0.92", 2: "0.8"}  # percent about the diagonal, and their grey
+POINT, MEASURED = "#0072B2", "#D55E00"
 
 
 def _labels(results: Sequence[Result]) -> tuple[list[str], list[str]]:
@@ -40,60 +48,91 @@ def _cell(result: Result) -> str:
     return shown if result.measured is None else f"{shown} | {text(result.measured)}"
 
 
-def draw(results: Sequence[Result], title: str, path: Path) -> None:
-    """A panel for each unit: columns from left to right, a line of predictions for each row, the paper's as dots."""
-    units = [*dict.fromkeys(r.unit for r in results)]
-    figure, panels = pyplot.subplots(len(units), squeeze=False, figsize=(9, 4 * len(units)), layout="constrained")
-    for axes, unit in zip(panels[:, 0], units, strict=True):
-        _draw_panel(axes, [r for r in results if r.unit == unit])
-        axes.set_ylabel(unit)
-    figure.suptitle(f"{title}: predicted (lines), paper (dots), measured (crosses)", fontsize=10)
-    _save(figure, path)
+def draw(tables: Mapping[str, Sequence[Result]], title: str, path: Path) -> None:
+    """Predicted against the paper: a panel for each table and unit, a point for each cell.
 
+    A panel's title says how many of its cells can be compared. A unit without one has no panel. The file's
+    `Description` is the digest of the points.
 
-def _draw_panel(axes: pyplot.Axes, results: Sequence[Result]) -> None:
-    rows, columns = _labels(results)
-    for number, row in enumerate(rows):
-        color = pyplot.get_cmap("tab20")(number % 20)
-        for marker, line, value in (("_", "-", _predicted), ("o", "none", _paper), ("x", "none", _measured)):
-            found = [(columns.index(r.column), value(r)) for r in results if r.row == row]
-            if points := [point for point in found if point[1] is not None]:
-                axes.plot(*zip(*points, strict=True), linestyle=line, marker=marker, color=color, markersize=5)
-        axes.plot([], [], color=color, label=row)
-    shown = [y for r in results for y in (_paper(r), r.predicted) if y]
-    if shown and 0 < SPREAD * min(shown) < max(shown):
-        axes.set_yscale("log")
-    axes.set_xticks(range(len(columns)), columns, rotation=60, ha="right", fontsize=7)
-    axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
-
-
-def _paper(result: Result) -> float | None:
-    return float(result.paper) if result.paper else None
-
-
-def _predicted(result: Result) -> float | None:
-    return result.predicted
-
-
-def _measured(result: Result) -> float | None:
-    return result.measured
-
-
-def draw_residuals(results: Sequence[Result], title: str, path: Path) -> None:
-    """The errors of a table in the order of its cells; fitted cells are hollow."""
-    figure, axes = pyplot.subplots(figsize=(9, 3), layout="constrained")
-    for fitted, face in ((True, "none"), (False, "tab:blue")):
-        points = [(i, 100 * r.error) for i, r in enumerate(results) if r.error is not None and r.fitted is fitted]
-        if points:
-            label = "fitted" if fitted else "not fitted"
-            axes.scatter(*zip(*points, strict=True), s=12, facecolors=face, edgecolors="tab:blue", label=label)
-    axes.axhline(0, color="black", linewidth=0.5)
-    axes.set(xlabel="cell, in reading order", ylabel="error, %", title=title)
-    axes.legend(fontsize=7)
-    _save(figure, path)
-
-
-def _save(figure: pyplot.Figure, path: Path) -> None:
+    Args:
+        tables: the cells of each table, by its name.
+        title: of the picture.
+        path: of a PNG.
+    """
+    panels = [(name, unit, of) for name, results in tables.items() for unit, of in by_unit(results).items()]
+    panels = [panel for panel in panels if Errors.of(panel[2])] or panels[:1]
+    rows, columns = -(-len(panels) // ACROSS), min(ACROSS, len(panels))
+    size = max(columns, 2) * PANEL, rows * (PANEL + 0.25) + 0.6  # room for the title and the legend
+    figure, axes = pyplot.subplots(rows, columns, squeeze=False, figsize=size, layout="constrained")
+    for place in axes.flat:
+        place.set_axis_off()
+    for place, (name, unit, results) in zip(axes.flat, panels, strict=False):
+        place.set_axis_on()
+        _scatter(place, results)
+        place.set_title(f"{name}, {unit}: {_summary(results)}", fontsize=7.5)
+        place.set_xlabel("paper", fontsize=7.5)
+        place.set_ylabel("predicted", fontsize=7.5)
+    figure.suptitle(textwrap.fill(title, round(9 * size[0])), fontsize=11, weight="bold")
+    handles = _legend([result for _, _, results in panels for result in results])
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles) if columns > 2 else 2, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=80, metadata={"Software": None})
+    figure.savefig(path, dpi=80, metadata={"Software": None, "Description": digest(tables)})
     pyplot.close(figure)
+
+
+def digest(tables: Mapping[str, Sequence[Result]]) -> str:
+    """Equal for equal pictures, also of results that were written and read."""
+    shown = []
+    for name, results in tables.items():
+        shown += [(name, r.unit, r.paper, text(r.predicted), text(r.measured), r.fitted) for r in results]
+    return hashlib.sha256(repr(shown).encode()).hexdigest()[:16]
+
+
+def by_unit(results: Sequence[Result]) -> dict[str, list[Result]]:
+    return {unit: [r for r in results if r.unit == unit] for unit in dict.fromkeys(r.unit for r in results)}
+
+
+def _scatter(axes: pyplot.Axes, results: Sequence[Result]) -> None:
+    """The points of one unit, the diagonal, and bands about it."""
+    shown = [r for r in results if r.error is not None]
+    numbers = [y for r in shown for y in (float(r.paper), r.predicted, r.measured) if y]
+    if not numbers:
+        axes.text(0.5, 0.5, "nothing to compare", ha="center", va="center", transform=axes.transAxes, color="0.45")
+        axes.set(xticks=[], yticks=[])
+        return
+    low, high = 0.85 * min(numbers), 1.15 * max(numbers)
+    if max(numbers) > SPREAD * min(numbers):
+        axes.set(xscale="log", yscale="log")
+    for band, grey in BANDS.items():
+        under, over = 1 - band / 100, 1 + band / 100
+        axes.fill_between((low, high), (low * under, high * under), (low * over, high * over), color=grey, linewidth=0)
+    axes.plot((low, high), (low, high), color="black", linewidth=0.6)
+    for r in shown:
+        face = "none" if r.fitted else POINT
+        axes.plot(float(r.paper), r.predicted, "o", markersize=4, color=POINT, markerfacecolor=face, alpha=0.7)
+        if r.measured is not None:
+            axes.plot(float(r.paper), r.measured, "x", markersize=5, color=MEASURED)
+    axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
+    axes.tick_params(labelsize=7)
+
+
+def _summary(results: Sequence[Result]) -> str:
+    """How far predictions are off, and how many cells there are."""
+    found = Errors.of(results)
+    if not found:
+        return f"0 of {len(results)} cells"
+    cells = f"{found.cells} of {len(results)} cells"
+    return f"{cells}\nerror: median {percent(found.median)} %, worst {percent(found.worst)} %"
+
+
+def _legend(results: Sequence[Result]) -> list[Line2D | Patch]:
+    """What the marks are, of those that the panels have."""
+    shown = [r for r in results if r.error is not None]
+    handles: list[Line2D | Patch] = []
+    for fitted, name in ((False, "a cell"), (True, "a cell that was fitted")):
+        if any(r.fitted is fitted for r in shown):
+            face = "none" if fitted else POINT
+            handles.append(Line2D([], [], linestyle="", marker="o", color=POINT, markerfacecolor=face, label=name))
+    if any(r.measured is not None for r in shown):
+        handles.append(Line2D([], [], linestyle="", marker="x", color=MEASURED, label="measured against the paper"))
+    return handles + [Patch(color=grey, label=f"within {band} %") for band, grey in reversed(BANDS.items())]

@@ -3,13 +3,13 @@
 import csv
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from .cells import HERE, PAPERS, ROOT, Result, words
-from .drawing import draw_residuals
+from .drawing import draw
 from .judged import BARS, CHOICES, Errors, as_printed, percent, regret
 from .predictions import predictor
-from .simulate import name_of
+from .simulate import table_name
 from .volumes import volume_table
 
 PAGE = ROOT / "docs" / "reproduction.md"
@@ -107,8 +107,7 @@ def _section(paper: str, tables: dict[str, Sequence[Result]], beyond: dict[str, 
     lines += ["Commands, each with `--mode run` or `--mode slurm` to measure:", ""]
     lines += [f"    bash examples/paper_tables/{paper}/{table}.sh" for table in tables]
     lines += ["", *filter(None, (_choosing(paper, table, of) for table, of in tables.items())), ""]
-    for table, results in tables.items():
-        lines += _missed(paper, table, results)
+    lines += _picture(paper, tables)
     if paper == "attention2d":
         lines += ["### Table 1 as volumes of the plans", "", VOLUMES, "", volume_table(), ""]
     if paper in beyond:
@@ -129,11 +128,14 @@ def _choosing(paper: str, table: str, results: Sequence[Result]) -> str:
     )
 
 
-def _missed(paper: str, table: str, results: Sequence[Result]) -> list[str]:
-    """The errors of a table that misses its bar, as a picture."""
-    path = PICTURES / f"{paper}_{table}.png"
-    if "missed" not in verdict(paper, table, results):
-        path.unlink(missing_ok=True)
-        return []
-    draw_residuals(results, name_of(paper, table), path)
-    return [f"![errors of {name_of(paper, table)}](reproduction/{path.name})", ""]
+def _picture(paper: str, tables: dict[str, Sequence[Result]]) -> list[str]:
+    """Draws all tables of a paper, and shows it."""
+    title = f"{PAPERS[paper]}: predicted against the paper"
+    draw(drawn(tables), title, PICTURES / f"{paper}.png")
+    return [f"![{title}; a point is a cell, and grey is within 2 % and 10 %](reproduction/{paper}.png)", ""]
+
+
+def drawn(tables: Mapping[str, Sequence[Result]]) -> dict[str, Sequence[Result]]:
+    """What the picture of a paper shows: its tables that have a cell to compare, by name."""
+    some = {table: of for table, of in tables.items() if Errors.of(of)}
+    return {table_name(table): of for table, of in some.items()}

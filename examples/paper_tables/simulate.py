@@ -15,7 +15,12 @@ COLUMNS = 80  # of a printed table
 
 def name_of(paper: str, table: str) -> str:
     """As in "LoongTrain, Table 4"."""
-    return f"{PAPERS[paper]}, {table.replace('_', ' ').capitalize()}"
+    return f"{PAPERS[paper]}, {table_name(table)}"
+
+
+def table_name(table: str) -> str:
+    """As in "Table 4"."""
+    return table.replace("_", " ").capitalize()
 
 
 def simulate_table(args: argparse.Namespace, others: list[str]) -> None:
@@ -33,7 +38,8 @@ def simulate_table(args: argparse.Namespace, others: list[str]) -> None:
 def publish(results: list[Result], paper: str, table: str, folder: Path) -> None:
     path = results_file(paper, table, folder)
     write_results(results, path)
-    draw(results, name_of(paper, table), path.with_suffix(".png"))
+    title = f"{name_of(paper, table)}: predicted against the paper"
+    draw({table_name(table): results}, title, path.with_suffix(".png"))
 
 
 def print_beside(results: list[Result], paper: str, table: str) -> None:

@@ -8,14 +8,29 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from benchmarks import attention_time
-from examples.paper_tables import measure, predictions, tables
-from examples.paper_tables.cells import COLUMNS, HERE, PAPERS, Cell, Result, read_cells, tables_of
+from examples.paper_tables import drawing, measure, predictions, tables
+from examples.paper_tables.cells import (
+    COLUMNS,
+    HERE,
+    PAPERS,
+    ROOT,
+    Cell,
+    Result,
+    read_cells,
+    read_results,
+    results_file,
+    tables_of,
+)
 from examples.paper_tables.commands import attention_command, inference_command, training_command
+from examples.paper_tables.drawing import digest
 from examples.paper_tables.judged import Errors, as_printed, regret
 from examples.paper_tables.measure import changed
 from examples.paper_tables.measured import measured
+from examples.paper_tables.reproduction import PICTURES, drawn
+from examples.paper_tables.simulate import table_name
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.trainer.log import Record, line_of
 
@@ -77,6 +92,42 @@ def test_a_table_is_predicted_and_keeps_what_was_measured(tmp_path, capsys):
     path.write_text(text.replace(f"{second['predicted']},,", f"{second['predicted']},1.5,"))
     tables.main(["attention2d", "figure_5", "--output", str(tmp_path)])
     assert [line["measured"] for line in lines()] == ["", "1.5"]
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_pictures_show_the_files_of_today(paper):
+    """Run examples/paper_tables/all.sh if this fails."""
+    output = ROOT / "paper_tables_out"
+    results = {table: read_results(results_file(paper, table, output)) for table in tables_of(paper)}
+    for table, found in results.items():
+        assert description(output / f"{paper}_{table}.png") == digest({table_name(table): found})
+    assert description(PICTURES / f"{paper}.png") == digest(drawn(results))
+
+
+def description(path: Path) -> str:
+    with Image.open(path) as image:
+        return image.text["Description"]
+
+
+def test_points_are_cells_with_their_errors(tmp_path, monkeypatch):
+    def cell(paper: str, predicted: float | None, fitted: bool = False) -> Result:
+        return Result("table_1", "row", f"column {paper}", "s", paper, predicted, None, fitted)
+
+    panels = []
+    scatter = drawing._scatter
+
+    def scatter_kept(axes, results):
+        panels.append(axes)
+        scatter(axes, results)
+
+    monkeypatch.setattr(drawing, "_scatter", scatter_kept)
+    cells = [cell("2", 2.2), cell("4", 3.9, fitted=True), cell("", 7.0), cell("8", None)]
+    drawing.draw({"Table 1": cells}, "a title", tmp_path / "a.png")
+    (axes,) = panels
+    points = [line for line in axes.lines if line.get_marker() == "o"]
+    assert [(*line.get_xdata(), *line.get_ydata()) for line in points] == [(2, 2.2), (4, 3.9)]
+    assert [line.get_markerfacecolor() for line in points] == [drawing.POINT, "none"]
+    assert axes.get_title() == "Table 1, s: 2 of 4 cells\nerror: median 6.3 %, worst 10 %"
 
 
 class Predictor:

@@ -158,7 +158,7 @@ def test_ranks_that_do_the_same_are_simulated_once(spec):
         assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
         assert few.compute == pytest.approx(every.compute, rel=1e-9)
         assert len(few.spans) == len(every.spans) * few.symmetry.ranks / plan.n
-        assert simulate(plan, cluster, SHAPE).spans == every.spans  # the same numbers on every run
+    assert simulate(plan, cluster, SHAPE).spans == every.spans  # the same numbers on every run
 
 
 def test_what_readers_keep_of_a_plan_goes_with_it():

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -68,8 +69,12 @@ def test_every_console_script_is_a_command_whose_examples_work():
         assert (module, script) == (programs.__name__, "cp-" + name.replace("_", "-"))
         command = import_module(f"{programs.__package__}.{name}")
         assert callable(getattr(programs, name)) and callable(command.main)
-        for flag in command.PARSER.flags.values() if hasattr(command, "PARSER") else ():
-            assert flag.kind is bool or flag.value(str(flag.example)) is not None, flag.option
+        if hasattr(command, "PARSER"):
+            for flag in command.PARSER.flags.values():
+                assert flag.kind is bool or flag.value(str(flag.example)) is not None, flag.option
+            for words in command.PARSER.examples:
+                command.PARSER.parse(shlex.split(words))
+                assert f" {words}".rstrip() + "\n" in command.PARSER.help("all")
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -90,19 +95,20 @@ def test_extras_bring_what_commands_import_and_pins_are_complete():
 LIGHT = """
 import sys
 from megatron.context_parallel.commands import programs
-for words in {runs!r}:
-    sys.argv = ["/usr/bin/cp-{program}", *words.split()]
-    try:
-        programs.{program}()
-    except SystemExit as leaving:
-        print(leaving.code)
+for name in {names!r}:
+    for words in {runs!r}:
+        sys.argv = ["/usr/bin/cp-" + name, *words.split()]
+        try:
+            getattr(programs, name)()
+        except SystemExit as leaving:
+            print(leaving.code)
 print(sorted({heavy!r} & set(sys.modules)))
 """
 
 
-def started(runs: list[str], heavy: set[str], program: str = "pretrain") -> subprocess.CompletedProcess:
-    """A program with each of these flags in one process, which then prints what it imported of `heavy`."""
-    command = [sys.executable, "-c", LIGHT.format(runs=runs, heavy=heavy, program=program)]
+def started(runs: list[str], heavy: set[str], *names: str) -> subprocess.CompletedProcess:
+    """Programs with each of these flags in one process, which then prints what it imported of `heavy`."""
+    command = [sys.executable, "-c", LIGHT.format(runs=runs, heavy=heavy, names=names)]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 
@@ -111,6 +117,7 @@ def test_help_and_wrong_flags_do_not_wait_for_torch(tmp_path):
     (tmp_path / "run.yaml").write_text("num-layers: many")
     tiny = "--preset tiny-llama --micro-batch-size 1 --dry-run"
     wrong = {
+        "--help modle": "--help modle: unknown; choose all or run or model",
         "--num-layer 4": "--num-layer: unknown flag",
         "--num-layers four": "--num-layers four: need a whole number",
         "--lr -1": "--lr -1: need a number, above 0",
@@ -124,7 +131,7 @@ def test_help_and_wrong_flags_do_not_wait_for_torch(tmp_path):
         f"{tiny} --cp-strategy mesh --cp-grid square": "--cp-grid square: need two whole numbers",
         f"{tiny} --cp-overlap": "ring has no use for it",
     }
-    done = started(["--help", *wrong], {"torch", "numpy", "megatron.core", "rich"})
+    done = started(["--help all", *wrong], {"torch", "numpy", "megatron.core", "rich"}, "pretrain")
     assert "usage: torchrun --nproc-per-node N --no-python cp-pretrain [--preset NAME]" in done.stdout
     assert "pretrain_gpt" not in done.stdout
     assert done.stdout.splitlines()[-len(wrong) - 2 :] == ["0", *["2"] * len(wrong), "[]"], done.stderr
@@ -159,16 +166,21 @@ def test_generation_does_not_wait_for_torch_either(tmp_path):
             assert line.startswith(f"cp-{program}: error: ") and part in line
 
 
-@pytest.mark.parametrize("program", ["calibrate", "cluster_probe", "convert_hf"])
-def test_other_commands_do_not_wait_for_it_either(program):
-    done = started(["--help", "--no-such-flag"], {"torch", "numpy", "megatron.context_parallel.strategies"}, program)
-    assert f"cp-{program}: error: --no-such-flag: unknown flag; --help lists the flags" in done.stderr
-    assert done.stdout.splitlines()[-3:] == ["0", "2", "[]"], done.stderr
+def test_other_commands_do_not_wait_for_it_either():
+    names = ["calibrate", "checkpoint", "cluster_probe", "convert_hf", "gpu_check", "plan", "plan_search"]
+    names += ["plot_loss", "preprocess_data", "stuck"]
+    done = started(["--help", "--no-such-flag"], {"torch", "megatron.core", "transformers", "matplotlib"}, *names)
+    first = {line.split(":")[0]: line for line in reversed(done.stderr.splitlines())}  # missing flags follow
+    for name, line in zip(names, reversed(first.values()), strict=True):
+        assert line.startswith(f"cp-{name}: error: --no-such-flag: unknown flag; --help lists the flags, such as ")
+    assert done.stdout.count("examples:\n  ") == len(names) and done.stdout.endswith("\n[]\n")
 
 
 def test_a_dry_run_imports_nothing_of_training():
     heavy = {"megatron.core", "transformers", "tensorboard", "matplotlib", "triton", "torch.utils.tensorboard"}
-    done = started(["--preset llama2-7b --context-parallel-size 8 --micro-batch-size 1 --bf16 --dry-run"], heavy)
+    done = started(
+        ["--preset llama2-7b --context-parallel-size 8 --micro-batch-size 1 --bf16 --dry-run"], heavy, "pretrain"
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "6,738,415,616 parameters" in done.stdout and done.stdout.endswith("\n[]\n")
 

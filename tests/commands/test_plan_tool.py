@@ -1,5 +1,6 @@
 """tools/plan.py; what it draws is in test_pictures.py."""
 
+import os
 import re
 import subprocess
 import sys
@@ -7,23 +8,36 @@ from pathlib import Path
 
 import pytest
 
+from megatron.context_parallel.commands import programs
+
 TOOL = Path(__file__).parents[2] / "tools" / "plan.py"
 
 
-def run(*argv: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, str(TOOL), *argv], capture_output=True, text=True, env={"PYTHONPATH": ".", **environment}
-    )
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """The program in this process: `run(*argv)` returns its exit status, what it prints, and its errors."""
+    for name in {"RANK", "TERM", "NO_COLOR", "FORCE_COLOR"} & {*os.environ}:
+        monkeypatch.delenv(name)
+
+    def program(*argv: str) -> tuple[int | None, str, str]:
+        monkeypatch.setattr(sys, "argv", [str(TOOL), *argv])
+        with pytest.raises(SystemExit) as leaving:
+            programs.plan()
+        return leaving.value.code, *capsys.readouterr()
+
+    return program
 
 
-def rows(done: subprocess.CompletedProcess) -> list[list[str]]:
-    assert done.returncode == 0, done.stderr
-    return [line.split() for line in done.stdout.splitlines()]
+def rows(output: str) -> list[list[str]]:
+    return [line.split() for line in output.splitlines()]
 
 
 def test_table_drawings_and_page(tmp_path):
     files = ["--draw", str(tmp_path / "p.png"), "--html", str(tmp_path / "p.html")]
-    table = rows(run("ring:layout=contiguous", "allgather", "--ranks", "4", *files))
+    command = [sys.executable, str(TOOL), "ring:layout=contiguous", "allgather", "--ranks", "4", *files]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": "."})
+    assert done.returncode == 0, done.stderr
+    table = rows(done.stdout)
     assert ["ring:layout=contiguous", "forward", "6", "4", "37.50%", "8"] in table
     by_tensor = [["allgather,", "zigzag", "layout"], ["forward", "6", "KV"], ["backward", "6", "DKV", "+", "6", "KV"]]
     assert table[-3:] == by_tensor
@@ -41,22 +55,25 @@ def test_table_drawings_and_page(tmp_path):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_table_fits_80_columns(terminal):
+def test_table_fits_80_columns(terminal, run, monkeypatch):
     specs = ["ring", "mesh:grid=2x4", "loongtrain:inner_ring_size=2", "usp:head_parallel_size=4", "attention2d"]
-    screen = {"COLUMNS": "80", "FORCE_COLOR": "1"} if terminal else {"COLUMNS": "30"}
-    done = run(*specs, *["--ranks", "8", "--seq-length", "1048576", "--layout", "cyclic"], **screen)
-    assert done.returncode == 0, done.stderr
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).splitlines()
-    assert "…" not in done.stdout and max(map(len, lines)) <= 80, lines
-    assert ("│" in done.stdout) is terminal
+    for name, value in ({"COLUMNS": "80", "FORCE_COLOR": "1"} if terminal else {"COLUMNS": "30"}).items():
+        monkeypatch.setenv(name, value)
+    status, output, _ = run(*specs, *["--ranks", "8", "--seq-length", "1048576", "--layout", "cyclic"])
+    assert status is None
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", output).splitlines()
+    assert "…" not in output and max(map(len, lines)) <= 80, lines
+    assert ("│" in output) is terminal
     assert "loongtrain:inner_ring_size=2, cyclic layout" in lines
     assert terminal or any(line.startswith("loongtrain:inner_ring_size=2  ") for line in lines)
 
 
-def test_bytes_of_a_sequence(tmp_path):
+def test_bytes_of_a_sequence(tmp_path, run):
     flags = ["--num-attention-heads", "8", "--num-query-groups", "2", "--kv-channels", "64", "--seq-length", "4096"]
     specs = ["ring:head_parallel_size=2", "mesh:head_parallel_size=2"]
-    table = rows(run(*specs, "--ranks", "4", *flags, "--html", str(tmp_path / "p.html")))
+    status, output, _ = run(*specs, "--ranks", "4", *flags, "--html", str(tmp_path / "p.html"))
+    assert status is None
+    table = rows(output)
     sizes = {row[1]: row[3] for row in table if row[:1] == specs[:1] and row[1] in ("forward", "backward")}
     unit = 1024 * 8 * 64 * 2 / 2**20  # a chunk of queries in 16 bits, MiB
     statistics = 4 / (64 * 2)  # a float32 per row and head: the log-sum-exp with O, delta with its gradient
@@ -83,7 +100,7 @@ def test_bytes_of_a_sequence(tmp_path):
         ),
     ],
 )
-def test_mistakes(argv, words):
-    done = run(*argv)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and all(word in done.stderr for word in words), done.stderr
+def test_mistakes(argv, words, run):
+    status, output, error = run(*argv)
+    assert status == 2 and output == ""
+    assert error.count("\n") == 1 and all(word in error for word in words), error

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from PIL import Image
 
 from megatron.context_parallel.cluster.description import PRESETS, load_cluster
 from megatron.context_parallel.cluster.search.candidates import Workload
@@ -54,7 +55,9 @@ def test_broken_plans_print_what_the_page_says(run_page, capsys, tmp_path):
     said = re.findall(r"```text\n(.*?)```", (ROOT / "docs/debugging.md").read_text(), re.DOTALL)
     assert len(said) == 5
     assert capsys.readouterr().out == "".join(said)
-    assert (tmp_path / "short.png").exists() and (tmp_path / "short.html").exists()
+    assert (tmp_path / "short.html").exists()
+    with Image.open(tmp_path / "short.png") as made, Image.open(ROOT / "docs/debugging.png") as shown:
+        assert made.text["Description"] == shown.text["Description"]
 
 
 def train_alone(family: str) -> training_case.Recorder:
@@ -118,7 +121,8 @@ def help_of(script: str, arguments: list[str], monkeypatch, capsys) -> str:
     said = ""
     monkeypatch.syspath_prepend(str((ROOT / script).parent))
     for chosen in ([], arguments[:1] if re.fullmatch("[a-z]+", arguments[0]) else []):
-        monkeypatch.setattr(sys, "argv", [script, *chosen, "--help"])
+        every = ["all"] if script == "pretrain_gpt.py" else []
+        monkeypatch.setattr(sys, "argv", [script, *chosen, "--help", *every])
         with pytest.raises(SystemExit):
             if script.endswith(".py"):
                 runpy.run_path(str(ROOT / script), run_name="__main__")
@@ -240,7 +244,10 @@ def test_the_site_has_every_page():
             return {nav}
         return set().union(*map(pages, nav.values() if isinstance(nav, dict) else nav))
 
-    listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    groups = [group for entry in nav for group in entry.values() if isinstance(group, list)]
+    assert max(map(len, [nav, *groups])) <= 12, "a sidebar that nobody reads to its end"
+    listed = pages(nav)
     assert listed == {str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")}
 
 
@@ -249,4 +256,4 @@ def test_architecture_shows_the_layers_that_are_checked():
     picture = (ROOT / "docs/architecture.md").read_text().split("```text\n")[1].split("```")[0]
     assert [re.split(r"  +", line)[0] for line in picture.splitlines()] == contract["layers"]
     folders = {path.name for path in (ROOT / "megatron/context_parallel").iterdir() if (path / "__init__.py").exists()}
-    assert folders | {"errors"} == {name for layer in contract["layers"] for name in layer.split(" | ")}
+    assert folders | {"errors", "options"} == {name for layer in contract["layers"] for name in layer.split(" | ")}

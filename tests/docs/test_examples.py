@@ -68,6 +68,14 @@ def test_plot_loss_draws_and_tells(tmp_path, capsys):
     assert "200 tokens/s per rank" in told
 
 
+def test_smoothed_losses_are_means_about_each():
+    straight = [10 - 0.1 * i for i in range(80)]
+    assert plot_loss.smoothed(straight) == pytest.approx(straight)
+    spike = [*[0.0] * 40, 1.0, *[0.0] * 39]
+    assert plot_loss.smoothed(spike)[37:44] == pytest.approx([0, 0.2, 0.2, 0.2, 0.2, 0.2, 0])
+    assert plot_loss.smoothed([3.0, 2.0]) == [3.0, 2.0]
+
+
 @pytest.mark.parametrize(
     ("text", "expected"), [(None, "--save"), ("{", "damaged"), ('{"iteration": 1}', "no loss yet")]
 )

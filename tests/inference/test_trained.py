@@ -3,7 +3,9 @@
 import pytest
 
 from tests.support import trained_case
-from tests.support.trained_case import NEW, TURNS
+from tests.support.trained_case import TURNS
+
+NEW = 24  # tokens of an answer: three pages, more than a page for each rank in a conversation
 
 
 @pytest.fixture(scope="module")
@@ -12,11 +14,11 @@ def trained(ranks, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("trained"))
     (losses,) = ranks(1, trained_case.train, folder)
     assert len(losses) >= 100 and losses[-1] < 0.75 * losses[0]
-    return folder, ranks(1, trained_case.from_the_start, folder)[0]
+    return folder, ranks(1, trained_case.from_the_start, folder, NEW)[0]
 
 
 def test_conversations(trained):
-    """They have 64 tokens a turn, and they are of letters: nothing that always is the same."""
+    """They have 24 tokens a turn, and they are of letters: nothing that always is the same."""
     turns = [sum(1 for lengths in TURNS if lengths[i]) for i in range(len(TURNS[0]))]
     said = [sum(lengths[i] for lengths in TURNS) for i in range(len(TURNS[0]))]
     assert [len(text) for text in trained[1]] == [new * NEW + old for new, old in zip(turns, said, strict=True)]
@@ -33,7 +35,7 @@ def test_conversations(trained):
 )
 def test_tokens_are_those_of_megatron_core(ranks, trained, n, how):
     folder, expected = trained
-    for found in ranks(n, trained_case.over_the_cache, folder, [how]):
+    for found in ranks(n, trained_case.over_the_cache, folder, [how], NEW):
         assert found == [expected]
 
 

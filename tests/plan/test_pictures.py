@@ -1,6 +1,5 @@
 """Pictures and pages of plans: what they show, the images of the documentation, and the page in a browser."""
 
-import importlib.util
 import itertools
 import json
 import re
@@ -12,18 +11,21 @@ from pathlib import Path
 import matplotlib.image
 import numpy
 import pytest
+from matplotlib.colors import to_rgba
 from matplotlib.text import Text
 from PIL import Image
 
 from megatron.context_parallel.plan.ir import T
-from megatron.context_parallel.plan.pictures.draw import draw, figure_of, file_name
+from megatron.context_parallel.plan.pictures.draw import RANKS, draw, figure_of, file_name
 from megatron.context_parallel.plan.pictures.lanes import picture
 from megatron.context_parallel.plan.pictures.page import write_page
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.volume import Shape, received_bytes
 from megatron.context_parallel.strategies import parse_spec
+from tools import compare_strategies, draw_causal, draw_layers, make_images
 
 ROOT = Path(__file__).parents[2]
+IMAGES = make_images.FOLDER
 SPECS = [
     ("ring:layout=contiguous", 8),
     ("allgather", 8),
@@ -33,13 +35,6 @@ SPECS = [
     ("attention2d", 9),
     ("mesh", 16),
 ]
-
-
-def make_images():
-    spec = importlib.util.spec_from_file_location("make_images", ROOT / "tools" / "make_images.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # -- what a picture shows ------------------------------------------------------------------------------------------
@@ -121,8 +116,8 @@ def test_no_text_lies_over_another(spec, n, backward):
 def test_cells_have_the_colour_of_their_rank():
     matrix = figure_of(picture(parse_spec("ring:layout=contiguous").plan(20))).axes[0]
     cells = {(cell.get_y() + 0.5, cell.get_x() + 0.5): cell.get_facecolor() for cell in matrix.patches}
-    tab20 = matplotlib.colormaps["tab20"]
-    assert cells == {(q, kv): tab20(q) for q in range(20) for kv in range(q + 1)}
+    assert cells == {(q, kv): to_rgba(RANKS[q]) for q in range(20) for kv in range(q + 1)}
+    assert len(set(RANKS)) == 20
 
 
 def test_svg(tmp_path):
@@ -133,22 +128,57 @@ def test_svg(tmp_path):
 # -- the images of the documentation -------------------------------------------------------------------------------
 
 
-def test_images_show_the_plans_and_the_cache_of_today():
-    """Run tools/make_images.py if this fails. Compared is what images show, not how a machine's fonts draw it."""
-    folder, images = ROOT / "docs" / "images", make_images()
-    shown = {name: picture(plan).digest for name, plan in images.plans().items()} | {images.CACHE: str(images.cache())}
-    assert {path.name: Image.open(path).text["Description"] for path in folder.glob("*.png")} == shown
-    with Image.open(folder / images.MOVING) as image:
-        assert image.info["comment"].decode() == picture(images.moving()).digest
+def test_images_show_what_there_is_today():
+    """Run `python -m tools.make_images` if this fails. Compared is what is shown, not how fonts draw it."""
+    assert {path.name: Image.open(path).text["Description"] for path in IMAGES.glob("*.png")} == make_images.digests()
+    assert (IMAGES / make_images.LOGO).read_text() == make_images.logo()
+    with Image.open(IMAGES / make_images.MOVING) as image:
+        assert image.info["comment"].decode() == picture(make_images.moving()).digest
         assert image.n_frames == 9
 
 
-def test_every_image_is_on_a_page():
-    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
-    shown = set(re.findall(r"images/([^)]+\.(?:png|gif))\)", "".join(page.read_text() for page in pages)))
-    images = make_images()
-    assert shown == {path.name for path in (ROOT / "docs" / "images").iterdir()}
-    assert shown == {*images.plans(), images.CACHE, images.MOVING}
+def test_every_image_is_on_a_page_and_small():
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "mkdocs.yml"]
+    shown = set(re.findall(r"images/([^)\s]+\.(?:png|gif|svg))", "".join(page.read_text() for page in pages)))
+    assert shown == {path.name for path in IMAGES.iterdir()} - {compare_strategies.FILE.name}
+    assert shown == {*make_images.digests(), make_images.MOVING, make_images.LOGO}
+    for path in [*IMAGES.iterdir(), *ROOT.glob("docs/reproduction/*.png")]:
+        assert path.stat().st_size < 150_000, path
+
+
+def test_the_comparison_is_that_of_today():
+    """Of 8 ranks; the others take minutes: `python -m tools.compare_strategies --check`."""
+    recorded = json.loads(compare_strategies.FILE.read_text())
+    assert [shown for shown in recorded if shown["ranks"] == 8] == list(compare_strategies.rows(most=8))
+    assert len(recorded) == 8 * (3 + 3 + 3)
+
+
+@pytest.mark.parametrize("spec", ["mesh", "lightseq", "allgather", "usp:head_parallel_size=2"])
+def test_what_all_ranks_send_is_what_all_receive(spec):
+    for backward in (False, True):
+        plan = parse_spec(spec).plan(8, backward=backward)
+        places = [plan.grid.rank(context=place) for place in range(plan.n)]
+        sent = [compare_strategies.sent_by(plan, place, SHAPE) for place in range(plan.n)]
+        assert sum(sent) == sum(received_bytes(plan, rank, SHAPE) for rank in places) > 0
+
+
+def test_causal_blocks_are_as_long_as_what_is_seen():
+    contiguous, zigzag = map(draw_causal.blocks, draw_causal.LAYOUTS)
+    assert max(span.end for span in contiguous) == 7.5 and max(span.end for span in zigzag) == 4
+    for spans in (contiguous, zigzag):
+        assert sum(span.end - span.start for span in spans) == 8 * 8 / 2
+
+
+def test_layers_name_the_files_of_a_batch():
+    passed = draw_layers.passed("A batch through a training step")
+    assert set(passed) <= set(" | ".join(draw_layers.layers()).split(" | "))
+    assert passed["runtime"] == passed["kernels"] == [5]
+
+
+def test_idle_time_is_what_blocks_leave():
+    shown = picture(parse_spec("ring:layout=contiguous").plan(3))
+    assert shown.idle == [(0, 1, 3), (1, 2, 3)]
+    assert picture(parse_spec("ring").plan(3)).idle == []
 
 
 def test_names_of_files():
@@ -201,8 +231,10 @@ PROBE = """
 const seen = {}, tip = () => [...$("tip").children].map(line => line.textContent);
 const key = name => $("lanes").dispatchEvent(new KeyboardEvent("keydown", { key: name }));
 seen.first = [$("title").textContent, $("time").textContent, $("computed").textContent, $("sent").textContent];
+seen.begins = $("play").textContent;
 $("slider").value = 1;
 $("slider").dispatchEvent(new Event("input"));
+seen.stopped = $("play").textContent;
 seen.slid = [$("time").textContent, $("computed").textContent, $("computing").textContent, $("flying").textContent];
 seen.hash = location.hash;
 seen.later = document.querySelectorAll(".cell.later").length;
@@ -220,6 +252,8 @@ $("strategy").value = 1;
 $("strategy").dispatchEvent(new Event("change"));
 $("way").querySelectorAll("input")[1].click();
 seen.chosen = [$("title").textContent, location.hash];
+seen["begins again"] = $("play").textContent;
+$("play").click();
 const frames = [];  // drawn here: a busy machine may draw none
 window.requestAnimationFrame = frame => frames.push(frame);
 $("play").click();
@@ -253,7 +287,8 @@ def test_page_in_a_browser(tmp_path):
     done = browse(page, "--dump-dom")
     assert "CONSOLE" not in done.stderr, done.stderr
     seen = json.loads(re.search(r'<pre id="probe">(.*?)</pre>', done.stdout)[1])
-    assert seen["first"] == ["ring, 4 ranks, zigzag layout, forward", "4 of 4", "16 of 16", "6 of 6 units"]
+    assert seen["first"] == ["ring, 4 ranks, zigzag layout, forward", "0 of 4", "0 of 16", "0 of 6 units"]
+    assert seen["begins"] == seen["begins again"] == "❚❚ Pause" and seen["stopped"] == "▶ Play"
     assert seen["slid"] == ["1 of 4", "4 of 16", "4 of 4", "4"]
     assert seen["hash"] == "#plan=ring&amp;pass=forward&amp;t=1"
     assert seen["later"] == 8  # of 16 cells; 4 are done and 4 at work
@@ -279,5 +314,5 @@ def test_address_of_a_moment_and_screenshot(tmp_path):
     assert "CONSOLE" not in done.stderr, done.stderr
     image = (matplotlib.image.imread(tmp_path / "p.png")[:, :, :3] * 255).round().astype(int)
     colours = Counter(map(tuple, image.reshape(-1, 3)))
-    block, keys = (0x41, 0x50, 0x6B), (0xF2, 0xA9, 0x6B)
+    block, keys = (0x41, 0x50, 0x6B), (0xE6, 0x9F, 0x00)
     assert colours[block] > 1000 and colours[keys] > 300 and len(colours) > 20

@@ -65,15 +65,14 @@ def test_every_grid_is_proved(layout, causal):
     for n in range(1, 17):
         for i, grid in enumerate(grids(n)):
             for backward in (False, True):
-                for q_transfer_blocks in EVERY_COST if n < 9 else EVERY_COST[i % 2 :: 2]:
+                for q_transfer_blocks in EVERY_COST[i % 2 :: 2] if n < 9 else EVERY_COST[(i + causal) % 4 :: 4]:
                     prove(n, grid, layout, causal, backward, q_transfer_blocks=q_transfer_blocks)
 
 
 @pytest.mark.parametrize("n", [24, 33, 36, 48, 64])
 def test_large_grids_are_proved(n):
     for i, grid in enumerate(grids(n)):
-        for backward in (False, True) if n < 40 else (i % 2 > 0,):
-            prove(n, grid, MESH.layouts[i % 2], i % 3 > 0, backward, q_transfer_blocks=EVERY_COST[i % 4])
+        prove(n, grid, MESH.layouts[i % 2], i % 3 > 0, i // 2 % 2 > 0, q_transfer_blocks=EVERY_COST[i % 4])
 
 
 def test_volume_is_that_of_table_2_for_every_grid_to_64():
@@ -271,21 +270,19 @@ def attend(n, heads, kv_heads, causal, layout, dtype=torch.float32, **options):
 
 @pytest.mark.parametrize("n", [1, 2, 4, 6, 9, 12, 16])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("heads,kv_heads", HEADS)
-def test_float32(n, causal, heads, kv_heads):
-    expected = exact(n, heads, kv_heads, torch.float32, causal)
+def test_float32(n, causal):
     for i, grid in enumerate([None, *grids(n)]):
+        heads, kv_heads = HEADS[(n + i + causal) % 3]
         layout, q_transfer_blocks = MESH.layouts[i % 2], EVERY_COST[i % 4]
         got = attend(n, heads, kv_heads, causal, layout, grid=grid, q_transfer_blocks=q_transfer_blocks)
-        for what, error in zip(WHAT, errors(got, expected), strict=True):
-            assert error < 2e-6, f"{grid} {layout} {what}: {error:.1e}"
+        for what, error in zip(WHAT, errors(got, exact(n, heads, kv_heads, torch.float32, causal)), strict=True):
+            assert error < 2e-6, f"{grid} {layout} {heads}/{kv_heads} {what}: {error:.1e}"
 
 
-@pytest.mark.parametrize("n", [15, 24, 36, 48, 64])
-def test_float32_on_many_ranks(n):
-    for layout in MESH.layouts:
-        got = attend(n, 4, 4, True, layout)
-        assert max(errors(got, exact(n, 4, 4, torch.float32, True))) < 2e-6
+@pytest.mark.parametrize("n,layout", [(15, "zigzag"), (24, "cyclic"), (36, "zigzag"), (48, "cyclic"), (64, "zigzag")])
+def test_float32_on_many_ranks(n, layout):
+    got = attend(n, 4, 4, True, layout)
+    assert max(errors(got, exact(n, 4, 4, torch.float32, True))) < 2e-6
 
 
 def _on_rank(layout: str, grid: tuple[int, int]) -> list[torch.Tensor]:

@@ -1,13 +1,13 @@
 """Small corpora, and the arguments and data sets of a run on them."""
 
 import json
-from argparse import Namespace
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.context_parallel.commands import preprocess_data
 from megatron.context_parallel.trainer.data.batches import build_datasets
 from megatron.context_parallel.trainer.data.tokenizer import build_tokenizer
+from tests.support.case_args import CaseArgs
 
 EOD = 256
 
@@ -27,7 +27,7 @@ def corpus(tmp_path, documents: int = 40) -> str:
     return str(tmp_path / "corpus_text_document")
 
 
-def arguments(tmp_path, **changes) -> Namespace:
+def arguments(tmp_path, **changes) -> CaseArgs:
     values = {
         "tokenizer_type": "ByteLevelTokenizer",
         "tokenizer_model": None,
@@ -50,8 +50,8 @@ def arguments(tmp_path, **changes) -> Namespace:
         "mock_data": False,
         "skip_train": False,
     }
-    return Namespace(**(values | changes))
+    return CaseArgs(**(values | changes))
 
 
-def datasets(args: Namespace, *sizes: int):
+def datasets(args: CaseArgs, *sizes: int):
     return build_datasets(args, build_tokenizer(args), sizes)

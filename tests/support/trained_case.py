@@ -91,14 +91,14 @@ def plain_model(folder: str) -> GPTModel:
     return whole.eval()
 
 
-def from_the_start(folder: str) -> list[list[int]]:
+def from_the_start(folder: str, new: int = NEW) -> list[list[int]]:
     """The whole conversations, each token computed from the start by megatron-core's own attention."""
-    texts = session_case.answer_from_the_start(plain_model(folder), prompts, TURNS, NEW)
+    texts = session_case.answer_from_the_start(plain_model(folder), prompts, TURNS, new)
     parallel_state.destroy_model_parallel()
     return texts
 
 
-def over_the_cache(folder: str, how: list[dict]) -> list[list[list[int]]]:
+def over_the_cache(folder: str, how: list[dict], new: int = NEW) -> list[list[list[int]]]:
     """The same over the cache of this world's ranks, in some ways."""
     cp, model = load(folder)
     found = []
@@ -106,7 +106,7 @@ def over_the_cache(folder: str, how: list[dict]) -> list[list[list[int]]]:
         of = Session(model, cp, cache_tokens=1600, page=8, prefill=case.get("prefill", "auto"))
         session_case.poison(of)
         ways = {name: value for name, value in case.items() if name != "prefill"}
-        found.append(session_case.greedy(of, TURNS, NEW, say=prompts, **ways))
+        found.append(session_case.greedy(of, TURNS, new, say=prompts, **ways))
     parallel_state.destroy_model_parallel()
     return found
 

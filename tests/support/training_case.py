@@ -1,7 +1,6 @@
 """A tiny training run for the tests: arguments, synthetic batches with an uneven loss mask, and a way to train."""
 
 import time
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from megatron.context_parallel.trainer import setup, training
 from megatron.context_parallel.trainer.checkpoint.save_load import save_checkpoint
 from megatron.context_parallel.trainer.checkpoint.train_state import Progress, TrainState
 from megatron.context_parallel.trainer.data.batches import collate
+from tests.support.case_args import CaseArgs
 
 support_cpu_host()
 
@@ -45,7 +45,7 @@ FAMILIES = {
 FAMILIES["sinks"] = FAMILIES["llama"] | {"softmax_type": "learnable"}
 
 
-def case_args(family: str, **changes) -> Namespace:
+def case_args(family: str, **changes) -> CaseArgs:
     """Arguments of a tiny run, as `parse_args` derives them, on the world this rank is in."""
     values = {
         **{"softmax_type": "vanilla", "qk_layernorm": False},
@@ -95,13 +95,13 @@ def case_args(family: str, **changes) -> Namespace:
     options = values.pop("cp_options", {})
     options["layout"] = values["cp_layout"]
     values["cp_layers"] = choose_by_layer(values["cp_strategy"], values["num_layers"], **options)
-    args = Namespace(**values, world_size=dist.get_world_size(), rank=dist.get_rank())
+    args = CaseArgs(**values, world_size=dist.get_world_size(), rank=dist.get_rank())
     parts = args.tensor_model_parallel_size * args.context_parallel_size * args.pipeline_model_parallel_size
     args.data_parallel_size = args.world_size // parts
     return args
 
 
-def batches(args: Namespace, consumed: int) -> Iterator[dict[str, torch.Tensor]]:
+def batches(args: CaseArgs, consumed: int) -> Iterator[dict[str, torch.Tensor]]:
     """Random tokens, the first of each pair predictable, and a loss mask that leaves 0 to 90% of a sequence."""
     rank, size = parallel_state.get_data_parallel_rank(), args.data_parallel_size
     for start in range(consumed + rank * args.micro_batch_size, 10**6, size * args.micro_batch_size):
@@ -170,7 +170,7 @@ def save_initial(family: str, directory: str, changes: dict) -> None:
 
 
 @contextmanager
-def groups(args: Namespace) -> Iterator[None]:
+def groups(args: CaseArgs) -> Iterator[None]:
     """The parallel groups of `args` in the world this rank is in."""
     setup.initialize_model_parallel(args)
     try:
@@ -179,7 +179,7 @@ def groups(args: Namespace) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
 
 
-def build(args: Namespace) -> TrainState:
+def build(args: CaseArgs) -> TrainState:
     """`training.build_state` without what it prints."""
     with mock.patch("builtins.print"):
         return training.build_state(args, Progress())

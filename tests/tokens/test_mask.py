@@ -83,11 +83,11 @@ def on_all_ranks(mask: Mask, cp: AllRanks, tensors, kernel=None) -> list[torch.T
     return gradients(run, *tensors)
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_every_strategy_and_layout(mask):
+@pytest.mark.parametrize("i,mask", [*enumerate(MASKS.values())], ids=MASKS)
+def test_every_strategy_and_layout(i, mask):
     tensors = problem()
     expected = exact(mask, tensors)
-    for name, layout, n, options in CASES:
+    for name, layout, n, options in CASES[i % 2 :: 2]:
         got = on_all_ranks(mask, AllRanks(n, name, layout, **options), tensors)
         check(got, expected, 3e-6, f"{name} {layout} {n} {options}")
 

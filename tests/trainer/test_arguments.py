@@ -75,7 +75,7 @@ def test_defaults_are_megatrons():
 
 
 def test_help_shows_groups_and_defaults():
-    text = PARSER.build().format_help()
+    text = PARSER.help("all")
     for part in (
         "context parallel:",
         "learning rate:",
@@ -85,6 +85,19 @@ def test_help_shows_groups_and_defaults():
     ):
         assert part in text
     assert "None)" not in text
+    short, model = PARSER.help(""), PARSER.help("model")
+    assert all(flag.option in text for flag in FLAGS.values())
+    assert {name for name, flag in FLAGS.items() if f"  {flag.option}" in short} == {*PARSER.most_used}
+    assert "--rotary-base N" in model and "  --lr X" not in model
+    for section in PARSER.declared.sections:
+        assert f"  {section.title.replace(' ', '-')} " in short and section.__doc__ in short
+    with pytest.raises(UsageError, match=r"^--help modle: unknown; choose all or run or model or "):
+        PARSER.help("modle")
+
+
+def test_examples_of_help_are_command_lines_that_run(monkeypatch):
+    for words in PARSER.examples:
+        parsed(f"{words} --dry-run", world=2, monkeypatch=monkeypatch)
 
 
 def test_every_value_that_an_error_recommends_works():
@@ -115,7 +128,7 @@ def test_unknown_flags_are_told_at_once_and_none_is_taken_for_one_of_another_kin
         "--save: followed by ring, which is neither flag nor value; give --save DIR; "
         "--num-layer: unknown flag (did you mean --num-layers?); --vocab-dir: unknown flag; "
         "--tensor-parallel-size: unknown flag (did you mean --tensor-model-parallel-size?); "
-        "--help lists the flags, such as --num-layers"
+        "--help all lists the flags, such as --num-layers"
     )
 
 

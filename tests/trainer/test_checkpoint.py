@@ -1,6 +1,7 @@
 """A run that was stopped goes on as if it had not been, and an interrupted save harms nothing."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,18 @@ from megatron.context_parallel.trainer.checkpoint.store import iteration_directo
 from tests.support import training_case
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
-STOP, END = 4, 8
+STOP, END = 2, 4
 
 
-def run_twice(directory: str, family: str, first: dict, then: dict) -> tuple[list[float], list[float]]:
-    """Losses of an uninterrupted run, and those after the stop of one stopped at STOP and resumed as `then`."""
-    whole = training_case.train(family, train_iters=END, **first)
-    training_case.train(family, train_iters=END, exit_interval=STOP, save=directory, **first)
-    resumed = training_case.train(family, train_iters=END, save=directory, load=directory, **then)
-    return whole.losses, resumed.losses
+def train_and_stop(directory: str, family: str, layout: dict) -> list[float]:
+    """Losses of an uninterrupted run from STOP on; another is stopped there and saved."""
+    whole = training_case.train(family, train_iters=END, **layout)
+    training_case.train(family, train_iters=END, exit_interval=STOP, save=directory, **layout)
+    return whole.losses[STOP:]
+
+
+def resume(directory: str, family: str, layout: dict) -> list[float]:
+    return training_case.train(family, train_iters=END, load=directory, **layout).losses
 
 
 @pytest.mark.parametrize(
@@ -34,9 +38,16 @@ def run_twice(directory: str, family: str, first: dict, then: dict) -> tuple[lis
     ],
 )
 def test_resume_is_bit_for_bit_on_the_same_layout(ranks, tmp_path, family, world, layout):
-    for whole, resumed in ranks(world, run_twice, str(tmp_path), family, layout, layout):
-        assert len(whole) == END
-        assert resumed == whole[STOP:]
+    whole = ranks(world, train_and_stop, str(tmp_path), family, layout)
+    assert ranks(world, resume, str(tmp_path), family, layout) == whole
+    assert [len(losses) for losses in whole] == [END - STOP] * world
+
+
+@pytest.fixture(scope="module")
+def stopped(ranks, tmp_path_factory) -> tuple[str, list[list[float]]]:
+    """The checkpoint of a run on four context ranks, and the losses it goes on with there."""
+    directory = str(tmp_path_factory.mktemp("stopped"))
+    return directory, ranks(4, train_and_stop, directory, "llama", {CP: 4})
 
 
 @pytest.mark.parametrize(
@@ -44,9 +55,10 @@ def test_resume_is_bit_for_bit_on_the_same_layout(ranks, tmp_path, family, world
     [{CP: 2}, {CP: 2, TP: 2}, {CP: 2, PP: 2}, {CP: 4, "cp_layout": "cyclic"}],
     ids=["dp2", "tp2", "pp2", "cyclic"],
 )
-def test_resume_in_another_layout(ranks, tmp_path, then):
-    for whole, resumed in ranks(4, run_twice, str(tmp_path), "llama", {CP: 4}, then):
-        assert resumed == pytest.approx(whole[STOP:], rel=1e-5)
+def test_resume_in_another_layout(ranks, stopped, then):
+    directory, whole = stopped
+    for resumed in ranks(4, resume, directory, "llama", then):
+        assert resumed == pytest.approx(whole[0], rel=1e-5)
 
 
 def interrupt(directory: str, how: str) -> list[float]:
@@ -70,7 +82,7 @@ def _disk_full(*args, **kwargs):
 
 @pytest.mark.parametrize("how", ["writing", "flushing", "publishing"])
 def test_interrupted_save_leaves_the_one_before(ranks, tmp_path, how):
-    whole = ranks(1, training_case.train, "llama")[0].losses
+    whole = ranks(1, partial(training_case.train, train_iters=END), "llama")[0].losses
     assert ranks(1, interrupt, str(tmp_path), how)[0] == whole[STOP:END]
     assert latest_iteration(tmp_path) == END
     assert not list(tmp_path.glob("iter_*.incomplete"))

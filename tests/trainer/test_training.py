@@ -14,7 +14,7 @@ from megatron.context_parallel.trainer import log, setup
 from tests.support import training_case
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
-STEPS = 20
+STEPS, EVALUATED = 5, 3  # of the spreads: training goes on after an evaluation
 
 INTERLEAVED = {CP: 2, PP: 2, "num_layers": 4, "virtual_pipeline_model_parallel_size": 2}
 RECOMPUTED = {CP: 2, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -78,8 +78,8 @@ def reference(ranks, tmp_path_factory):
 
 
 def train_from(start: str, family: str, changes: dict) -> training_case.Recorder:
-    evaluation = {"eval_iters": 1, "eval_interval": 10}
-    return training_case.train(family, load=start, finetune=True, train_iters=STEPS, **evaluation, **changes)
+    case = {"train_iters": STEPS, "eval_iters": 1, "eval_interval": EVALUATED, **changes}
+    return training_case.train(family, load=start, finetune=True, **case)
 
 
 @pytest.mark.parametrize(("family", "spread"), CASES)
@@ -91,6 +91,7 @@ def test_every_step_has_the_loss_of_one_rank(ranks, reference, family, spread):
         assert run.losses == pytest.approx(one.losses, rel=1e-5)
         assert run.grad_norms == pytest.approx(one.grad_norms, rel=1e-4)
         assert run.evaluations == pytest.approx(one.evaluations, rel=1e-5)
+        assert len(run.evaluations) == 1
 
 
 @pytest.mark.parametrize(("family", "world", "changes"), MASKED_SPREADS)
@@ -130,8 +131,9 @@ def test_attention_that_is_kept_is_not_computed_again(ranks, reference):
 
 
 @pytest.mark.parametrize("family", training_case.FAMILIES)
-def test_training_learns(reference, family):
-    losses = reference(family)[1].losses
+def test_training_learns(ranks, reference, family):
+    start, _ = reference(family)
+    losses = ranks(1, train_from, start, family, {"train_iters": 20})[0].losses
     assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
 
 

@@ -4,8 +4,9 @@ import argparse
 import re
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from megatron.context_parallel.errors import UsageError, raise_all
@@ -23,8 +24,11 @@ class FlagParser(Generic[Section]):
         declared: a section that declares them, or a class of several sections, in the order of `--help`.
         description: what the program does, in lines of `--help`.
         usage: what follows its name.
+        examples: the flags of command lines that work, which `--help` ends with.
         foreign: flags of another program by option, which `--help` does not list.
         torchrun: whether ranks run it.
+        most_used: fields that `--help` alone lists, with the groups; `--help GROUP` lists a group, `--help all` all
+            groups. Default: `--help` lists all.
 
     Attributes:
         flags: by field.
@@ -36,13 +40,17 @@ class FlagParser(Generic[Section]):
         declared: type[Section],
         description: str | None,
         usage: str,
+        examples: Sequence[str],
         foreign: Mapping[str, ForeignFlag] | None = None,
         torchrun: bool = False,
+        most_used: Collection[str] = (),
     ) -> None:
         self.declared = declared
         self.description = description
         self.usage = usage
+        self.examples = examples
         self.torchrun = torchrun
+        self.most_used = most_used
         self.flags = declared.declared
         former = {"--" + flag.formerly.replace("_", "-"): flag for flag in self.flags.values() if flag.formerly}
         self.by_option = former | {flag.option: flag for flag in self.flags.values()}
@@ -65,6 +73,9 @@ class FlagParser(Generic[Section]):
             UsageError: a line for each flag whose value is none, with a value that works; unknown words too.
         """
         given, wrong = self._split(sys.argv[1:] if argv is None else argv, unknown)
+        if self.most_used and "help" in given:
+            print(self.help(given["help"]), end="")
+            sys.exit(0)
         values = dict[str, Any]()
         for name, text in given.items():
             try:
@@ -93,28 +104,37 @@ class FlagParser(Generic[Section]):
             (wrong if misspelled else unknown).append(UsageError(text))
         return vars(given), wrong
 
-    def build(self) -> argparse.ArgumentParser:
-        """A parser of every flag, in groups by section. What it finds are texts, for `Flag.value` to read."""
+    def build(self, listed: Collection[str] | None = None) -> argparse.ArgumentParser:
+        """A parser of every flag, in groups by section. What it finds are texts, for `Flag.value` to read.
+
+        Its help lists the flags of the fields `listed` (default: all).
+        """
         parser = argparse.ArgumentParser(
-            description=self.description, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
+            usage=f"{self._start('N')} {self.usage}".replace("%", "%%"),
+            description=self.description,
+            epilog="\n  ".join(["examples:", *(f"{self._start('2')} {words}".rstrip() for words in self.examples)]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,
+            exit_on_error=False,
+            add_help=not self.most_used,
         )
-        parser.formatter_class = argparse.RawDescriptionHelpFormatter
-        start = parser.prog
-        if self.torchrun:
-            start = f"torchrun --nproc-per-node N {'' if start.endswith('.py') else '--no-python '}{start}"
-        parser.usage = f"{start} {self.usage}"
+        if self.most_used:
+            words: dict[str, Any] = {"nargs": "?", "const": "", "metavar": "GROUP"}
+            parser.add_argument("-h", "--help", help="list the flags of a group; all: of all groups", **words)
         for section in self.declared.sections:
             group = parser.add_argument_group(section.title) if section.title else parser
             for flag in section.declared.values():
-                words: dict[str, Any] = {"nargs": "+" if flag.many else None, "metavar": flag.unit}
+                words = {"nargs": "+" if flag.many else None, "metavar": flag.unit}
                 if flag.kind is bool:
                     words = {"action": argparse.BooleanOptionalAction if flag.optional else "store_true"}
                 elif flag.adds_up:
                     words["action"] = "extend"
+                text = self._help(flag) if listed is None or flag.name in listed else argparse.SUPPRESS
                 if flag.positional:  # where it is missing `check_each` says so, with a value that works
-                    group.add_argument(flag.name, help=self._help(flag), **words).required = False
+                    group.add_argument(flag.name, help=text, **words).required = False
                 else:
-                    group.add_argument(flag.option, dest=flag.name, help=self._help(flag), **words)
+                    group.add_argument(flag.option, dest=flag.name, help=text, **words)
         for option, flag in self.by_option.items():
             if option != flag.option:
                 parser.add_argument(option, dest=flag.name, help=argparse.SUPPRESS)
@@ -122,6 +142,29 @@ class FlagParser(Generic[Section]):
             words = {"nargs": other.nargs} if other.nargs else {"action": "store_const", "const": []}
             parser.add_argument(option, dest=option, help=argparse.SUPPRESS, **words)
         return parser
+
+    def help(self, group: str) -> str:
+        """What `--help GROUP` prints; with "", the most used flags and the groups. Raises UsageError."""
+        groups = {section.title.replace(" ", "-"): section for section in self.declared.sections}
+        if group == "all":
+            return self.build().format_help()
+        if group in groups:
+            return self.build(groups[group].declared).format_help()
+        if group:
+            raise UsageError(f"--help {group}: unknown; choose {' or '.join(('all', *groups))}")
+        parser = self.build(self.most_used)
+        lines = [f"  {name:23} {section.__doc__}" for name, section in groups.items()]
+        parser.description = "\n".join([f"{self.description}\n", "groups of flags, for --help GROUP:", *lines])
+        return parser.format_help()
+
+    def _start(self, ranks: str) -> str:
+        """How the program is started, on so many ranks."""
+        program = sys.argv[0]
+        script = program.endswith(".py")
+        program = program if script else Path(program).name
+        if not self.torchrun:
+            return f"python {program}" if script else program
+        return f"torchrun --nproc-per-node {ranks} {'' if script else '--no-python '}{program}"
 
     def _help(self, flag: Flag) -> str:
         text = flag.help + "".join(f"; with {self._named(need)}" for need in flag.needs.split())
@@ -153,7 +196,8 @@ class FlagParser(Generic[Section]):
             wrong.append(f"{option}: unknown flag" + (f" (did you mean {near}?)" if near else ""))
         if not all(nearest) or not options:
             such = min(self.flags.values(), key=lambda flag: (flag.positional, not flag.required))
-            wrong.append(f"--help lists the flags, such as {such.option}")
+            how = "--help all" if self.most_used else "--help"
+            wrong.append(f"{how} lists the flags, such as {such.option}")
         return "; ".join(wrong), any(nearest)
 
     def _owners(self, unknown: list[str], words: list[str]) -> dict[str, list[str]]:

@@ -67,6 +67,12 @@ def run_main(main: Callable[[], int | None], program: str | None = None) -> NoRe
     sys.exit(2)
 
 
+def announce(doing: str) -> None:
+    """Says on the standard error of the first rank what is about to take seconds."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{doing} ...", file=sys.stderr, flush=True)
+
+
 def _how_to_install(error: ModuleNotFoundError) -> str:
     """Raises the error again if no extra has the module: then this project is broken."""
     missing = error.name or ""

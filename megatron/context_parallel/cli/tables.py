@@ -1,4 +1,4 @@
-"""How the programs print tables, and that they are busy."""
+"""How the programs print tables, and say what they do while it takes seconds."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,6 +6,8 @@ from typing import IO
 
 from rich.console import Console
 from rich.table import Table
+
+from .run_main import announce
 
 _NO_END = 1000  # columns, where lines are not wrapped
 
@@ -34,11 +36,11 @@ def show(*tables: Table, file: IO[str] | None = None, width: int = _NO_END) -> N
 
 @contextmanager
 def busy(doing: str) -> Iterator[None]:
-    """Says on the standard error what takes seconds: moving and transient on a terminal, else one line."""
+    """Shows on the standard error what takes seconds: a moving line on a terminal, which goes away, or else a line."""
     console = Console(stderr=True, highlight=False)
-    if console.is_terminal:
-        with console.status(f"{doing} ..."):
-            yield
-    else:
-        console.print(f"{doing} ...", markup=False, soft_wrap=True)
+    if not console.is_terminal:
+        announce(doing)
+        yield
+        return
+    with console.status(f"{doing} ..."):
         yield

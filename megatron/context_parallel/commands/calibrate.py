@@ -1,7 +1,5 @@
 """Fits a cluster's description to numbers that were printed or measured on it, and says how well it predicts others.
 
-    tools/calibrate.py examples/paper_tables/loongtrain --cluster loongtrain --output fitted.yaml
-
 DIR has the numbers, NAME.csv with the columns row, column, unit and paper, and a predict.py with
 
     CLUSTER     {NAME: preset} of each table
@@ -37,7 +35,15 @@ class CalibrateFlags(FlagSection):
     output: Path = flag("YAML file to write", endings=(".yaml", ".yml"))
 
 
-PARSER = FlagParser(CalibrateFlags, __doc__, "DIR --cluster NAME --output FILE")
+PARSER = FlagParser(
+    CalibrateFlags,
+    __doc__,
+    "DIR --cluster NAME --output FILE",
+    [
+        "examples/paper_tables/loongtrain --cluster loongtrain --output fitted.yaml",
+        "examples/paper_tables/mesh_attention --cluster mesh-attention --output fitted.yaml",
+    ],
+)
 
 
 def main(argv: list[str] | None = None) -> None:

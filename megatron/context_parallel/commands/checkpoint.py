@@ -1,9 +1,5 @@
 """Look after a directory of checkpoints.
 
-    cp-checkpoint list DIR
-    cp-checkpoint verify DIR
-    cp-checkpoint prune DIR --keep-last 3 [--save-retain-interval 1000] [--dry-run]
-
 DIR is the folder given to training as `--save`.
 """
 
@@ -45,7 +41,12 @@ class CheckpointFlags(FlagSection):
     dry_run: bool = flag("only tell what would be deleted", False, needs=PRUNES)
 
 
-PARSER = FlagParser(CheckpointFlags, __doc__, "ACTION DIR [flags]")
+PARSER = FlagParser(
+    CheckpointFlags,
+    __doc__,
+    "ACTION DIR [flags]",
+    ["list runs/quickstart", "prune runs/quickstart --keep-last 3 --dry-run"],
+)
 
 
 def checkpoints(directory: Path) -> list[Path]:

@@ -1,9 +1,6 @@
 """Measures the cluster that it runs on and writes its description, for `--cluster` and `--cp-cluster`.
 
-Run it where you will train, one process per rank, with the heads of one tensor-parallel rank:
-
-    torchrun --nproc-per-node 8 tools/cluster_probe.py --num-attention-heads 32 --num-query-groups 8 \\
-        --kv-channels 128 --output cluster.yaml
+Run it where you will train, one process per rank, with the heads of one tensor-parallel rank.
 """
 
 import os
@@ -12,6 +9,7 @@ from pathlib import Path
 
 from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cli.flag_parser import FlagParser
+from megatron.context_parallel.cli.run_main import announce
 from megatron.context_parallel.errors import UsageError
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -26,7 +24,13 @@ class ProbeFlags(FlagSection):
     output: Path = flag("YAML file to write", endings=(".yaml", ".yml"))
 
 
-PARSER = FlagParser(ProbeFlags, __doc__, "--output FILE [flags]", torchrun=True)
+PARSER = FlagParser(
+    ProbeFlags,
+    __doc__,
+    "--output FILE [flags]",
+    ["--num-attention-heads 32 --num-query-groups 8 --output cluster.yaml", "--quick --output cluster.yaml"],
+    torchrun=True,
+)
 
 
 def read_flags(argv: list[str] | None = None) -> ProbeFlags:
@@ -39,6 +43,7 @@ def read_flags(argv: list[str] | None = None) -> ProbeFlags:
 
 def main(argv: list[str] | None = None) -> None:
     args = read_flags(argv)
+    announce(f"measuring devices and links, which takes {'seconds' if args.quick else 'about a minute'}")
     import torch
     import torch.distributed as dist
 

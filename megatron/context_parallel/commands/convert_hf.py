@@ -1,8 +1,5 @@
 """Convert a model of HuggingFace to a checkpoint of the trainer, or a checkpoint to a model of HuggingFace.
 
-    cp-convert-hf to-megatron --load FOLDER --save DIR
-    cp-convert-hf to-hf --load DIR --save FOLDER [--ckpt-step N] [--max-shard-size 2GB]
-
 Llama 2 and 3, Mistral, Qwen3; weights in safetensors. One weight, or one file of them, is in memory at a time.
 """
 
@@ -57,7 +54,15 @@ class ConvertFlags(FlagSection):
     )
 
 
-PARSER = FlagParser(ConvertFlags, __doc__, "ACTION --load DIR --save DIR [flags]")
+PARSER = FlagParser(
+    ConvertFlags,
+    __doc__,
+    "ACTION --load DIR --save DIR [flags]",
+    [
+        "to-megatron --load path/to/Llama-3.1-8B --save runs/llama3",
+        "to-hf --load runs/llama3 --save converted --ckpt-step 1000",
+    ],
+)
 
 
 def main(argv: list[str] | None = None) -> None:

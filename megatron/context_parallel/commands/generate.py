@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.context_parallel.cli.flag_parser import FlagParser
-from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries
+from megatron.context_parallel.cli.run_main import announce, ignore_warnings_of_libraries
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.generation.flags import Generate, check_prefill, with_limits
 from megatron.context_parallel.generation.model_source import model_arguments
@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from megatron.context_parallel.inference.rank_loop import RankLoop
 
 PARSER = FlagParser(
-    Generate, "Generate text with a trained model.", '--load DIR --prompt "def " [flags]', torchrun=True
+    Generate,
+    "Generate text with a trained model.",
+    '--load DIR --prompt "def " [flags]',
+    [
+        '--load runs/quickstart --prompt "def " --max-new-tokens 64',
+        "--load path/to/Llama-3.1-8B-Instruct --bf16 --interactive",
+    ],
+    torchrun=True,
 )
 
 
@@ -27,6 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     flags = read_flags(argv)
     prompts = read_prompts(flags)
     args = with_limits(model_arguments(flags), flags)
+    announce(f"loading {flags.load} on {args.world_size} ranks")
     # These take seconds to import, for which a mistake in a flag need not wait.
     from megatron.context_parallel.generation.generator import build_engine
     from megatron.context_parallel.inference.rank_loop import RankLoop

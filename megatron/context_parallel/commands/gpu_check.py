@@ -1,7 +1,5 @@
 """Checks the GPU path on one GPU, in stages; NCCL and Transformer Engine where they can be.
 
-    cp-gpu-check --stage errors speed --output gpu_check.json
-
 Each stage takes less than 8 minutes, all on one GPU less than 20. The JSON file is written after each. Exit status 1 if
 an error is over its bound or a bar is missed. FLOPs are those of the pairs a mask lets through (the causal half):
 4 x pairs x heads x head_dim forward, 2.5 times that backward.
@@ -24,7 +22,7 @@ class CheckFlags(FlagSection):
     output: Path = flag("JSON file", Path("gpu_check.json"))
 
 
-PARSER = FlagParser(CheckFlags, __doc__, "[flags]")
+PARSER = FlagParser(CheckFlags, __doc__, "[flags]", ["", "--stage errors speed --output errors.json"])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from megatron.context_parallel import LAYOUTS, STRATEGIES, UsageError
 from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cli.flag_checks import check_relations
 from megatron.context_parallel.cli.flag_parser import FlagParser
-from megatron.context_parallel.cli.tables import show
+from megatron.context_parallel.cli.tables import busy, show
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.errors import raise_all
 from megatron.context_parallel.plan.ir import Plan, PlanError
@@ -46,7 +46,15 @@ class PlanFlags(FlagSection):
     html: Path | None = flag("write an interactive page of all strategies", endings=(".html",))
 
 
-PARSER = FlagParser(PlanFlags, __doc__, "SPEC [SPEC ...] --ranks N [flags]")
+PARSER = FlagParser(
+    PlanFlags,
+    __doc__,
+    "SPEC [SPEC ...] --ranks N [flags]",
+    [
+        "ring mesh attention2d --ranks 9 --draw plan.png",
+        "auto --ranks 16 --seq-length 131072 --cluster dgx-h100 --html plan.html",
+    ],
+)
 
 
 def read_flags(argv: list[str] | None = None) -> PlanFlags:
@@ -95,7 +103,8 @@ def resolve_auto(args: PlanFlags, cluster: Cluster | None) -> list[str]:
 
     sizes = args.seq_length, args.num_attention_heads, args.num_query_groups, args.kv_channels
     workload = Workload(*sizes, mask=Mask(not args.full_mask))
-    found = search(workload, GroupDevices(cluster), {"layout": args.layout} if args.layout else {})
+    with busy(f"predicting the strategies for {args.ranks} x {cluster.device.name}"):
+        found = search(workload, GroupDevices(cluster), {"layout": args.layout} if args.layout else {})
     print(headline(found))
     return [found.best if spec == AUTO else spec for spec in args.strategy]
 

@@ -51,7 +51,15 @@ class SearchFlags(FlagSection):
     timeline: Path | None = flag("write its attention as a trace (.json)", endings=(".json",), needs="explain")
 
 
-PARSER = FlagParser(SearchFlags, __doc__, "--model NAME --seq-length N --cluster NAME [flags]")
+PARSER = FlagParser(
+    SearchFlags,
+    __doc__,
+    "--model NAME --seq-length N --cluster NAME [flags]",
+    [
+        "--model llama3-8b --seq-length 128K --cluster dgx-h100",
+        "--model llama3-8b --seq-length 128K --cluster dgx-h100 --nodes 4 --explain 1",
+    ],
+)
 
 
 def found_by(args: SearchFlags) -> "tuple[StepSearch, ModelShape, Cluster, str]":

@@ -1,24 +1,26 @@
 """Draw the loss curve of a run and tell how it went.
 
-    cp-plot-loss RUN_DIR
-
 RUN_DIR is the folder given to training as `--save`. Writes `RUN_DIR/loss.png` from `RUN_DIR/metrics.jsonl`.
 """
 
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.errors import UsageError
 
+WINDOWS = 20  # of a smoothed curve, side by side
+TRAINING, VALIDATION = "#0072B2", "#D55E00"
+
 
 class PlotFlags(FlagSection):
     run_dir: Path = flag("the folder given to training as --save", option="RUN_DIR", example="runs/quickstart")
 
 
-PARSER = FlagParser(PlotFlags, __doc__, "RUN_DIR")
+PARSER = FlagParser(PlotFlags, __doc__, "RUN_DIR", ["runs/quickstart"])
 
 
 def read_metrics(run: Path) -> tuple[list[dict], list[dict]]:
@@ -39,21 +41,36 @@ def read_metrics(run: Path) -> tuple[list[dict], list[dict]]:
     return training, [line for line in lines if "valid_loss" in line]
 
 
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """The mean of each loss and as many before it as after it: a twentieth of the run, and less near its ends."""
+    half = len(losses) // WINDOWS // 2
+    means = []
+    for i in range(len(losses)):
+        reach = min(half, i, len(losses) - 1 - i)
+        means.append(statistics.fmean(losses[i - reach : i + reach + 1]))
+    return means
+
+
 def draw(training: list[dict], validation: list[dict], path: Path) -> None:
-    """Write the curve of `lm_loss`, and of `valid_loss` where there is any, to a PNG."""
+    """Write the curve of `lm_loss`, raw and smoothed, and of `valid_loss` where there is any, to a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot([m["iteration"] for m in training], [m["lm_loss"] for m in training], label="training")
+    iterations = [m["iteration"] for m in training]
+    losses = [m["lm_loss"] for m in training]
+    axes.plot(iterations, losses, color=TRAINING, alpha=0.3, linewidth=1, label="training")
+    axes.plot(iterations, smoothed(losses), color=TRAINING, linewidth=2, label="training, smoothed")
     if validation:
-        losses = [m["valid_loss"] for m in validation]
-        axes.plot([m["iteration"] for m in validation], losses, "o-", label="validation")
-    axes.set(xlabel="iteration", ylabel="loss (nats per token)", ylim=(0, None))
+        found = [m["valid_loss"] for m in validation]
+        axes.plot([m["iteration"] for m in validation], found, "o-", color=VALIDATION, label="validation")
+    axes.set(xlabel="iteration", ylabel="loss (nats per token)", title=f"Loss of {path.absolute().parent.name}")
+    axes.margins(x=0.02, y=0.05)
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

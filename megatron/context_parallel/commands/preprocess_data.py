@@ -1,8 +1,5 @@
 """Turn text into the `.bin/.idx` files that training reads, or check such files.
 
-    cp-preprocess-data --input my_folder notes.jsonl --output-prefix data/mine --append-eod
-    cp-preprocess-data --check data/mine_text_document
-
 Each text file is one document, and so is each line of a JSON-lines file. The result is
 `<prefix>_<key>_document.bin` and `.idx`, and a `.json` beside them that tells which tokenizer made them.
 """
@@ -87,7 +84,12 @@ class PreprocessFlags(FlagSection):
     log_interval: int = flag("documents between two progress lines", 1000)
 
 
-PARSER = FlagParser(PreprocessFlags, __doc__, "--input PATH [PATH ...] --output-prefix PREFIX [flags]")
+PARSER = FlagParser(
+    PreprocessFlags,
+    __doc__,
+    "--input PATH [PATH ...] --output-prefix PREFIX [flags]",
+    ["--input my_folder notes.jsonl --output-prefix data/mine --append-eod", "--check data/mine_text_document"],
+)
 
 
 def read_flags(argv: list[str] | None) -> PreprocessFlags:

@@ -2,7 +2,7 @@
 
 import logging
 
-from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries
+from megatron.context_parallel.cli.run_main import announce, ignore_warnings_of_libraries
 from megatron.context_parallel.trainer.faults.lifetime import end_with_parent
 
 
@@ -18,5 +18,6 @@ def main(argv: list[str] | None = None) -> None:
     if args.dry_run:
         from megatron.context_parallel.trainer.dry_run import describe as run
     else:
+        announce(f"starting {args.world_size} ranks")
         from megatron.context_parallel.trainer.training import pretrain as run
     run(args)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.context_parallel.cli.flag_parser import FlagParser
-from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries
+from megatron.context_parallel.cli.run_main import announce, ignore_warnings_of_libraries
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.generation.flags import Serve, check_prefill, with_limits
 from megatron.context_parallel.generation.model_source import model_arguments
@@ -17,6 +17,7 @@ PARSER = FlagParser(
     "Serve OpenAI's completions and chat completions.\n"
     "SIGTERM ends the server once the texts that have begun are done.",
     "--load DIR [flags]",
+    ["--load runs/quickstart --dry-run", "--load path/to/Llama-3.1-8B-Instruct --bf16 --port 8000"],
     torchrun=True,
 )
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -35,6 +36,7 @@ def main(argv: list[str] | None = None) -> None:
 
         describe(args, flags.cache_tokens)
         return
+    announce(f"loading {flags.load} on {args.world_size} ranks")
     # These take seconds to import, for which a mistake in a flag need not wait.
     from megatron.context_parallel.generation.generator import build_engine
     from megatron.context_parallel.inference.rank_loop import RankLoop

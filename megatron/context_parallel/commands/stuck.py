@@ -1,8 +1,5 @@
 """Show where each rank of the running jobs of this host is, what it waits for, and which rank the others wait for.
 
-    cp-stuck
-    cp-stuck --image waits.png
-
 It reads a small file of each rank, so it also sees ranks that are stopped. py-spy, if installed, tells in which line of
 code a stopped rank is.
 """
@@ -37,7 +34,7 @@ class StuckFlags(FlagSection):
     image: Path | None = flag("also draw who waits for whom, as a picture", example="waits.png")
 
 
-PARSER = FlagParser(StuckFlags, __doc__, "[flags]")
+PARSER = FlagParser(StuckFlags, __doc__, "[flags]", ["", "--image waits.png"])
 
 
 @dataclass(frozen=True)

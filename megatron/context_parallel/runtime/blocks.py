@@ -1,6 +1,6 @@
 """The blocks of a distributed attention: the order of gathered key rows, and the pieces that a kernel computes."""
 
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import itemgetter
 
 import numpy as np
@@ -61,12 +61,15 @@ class Blocks:
         if isinstance(self.kv, ListedChunks):
             before = (self.kv.before(chunks, self.kv.positions(chunk).numpy()) for chunk in chunks)
             return [(c, slice(None), torch.from_numpy(at).long()) for c, at in zip(chunks, before, strict=True)]
+        ends = []
+        for p in chain.from_iterable(self.kv.progressions[chunk] for chunk in chunks):
+            ends.append((p.start, p.start + (p.length > 1) * p.stride, p.last))
+        places = iter(self.kv.before(chunks, np.array(ends)).tolist())
         rows: list[tuple[int, PieceRows]] = []
         for chunk in chunks:
             start = 0
             for p in self.kv.progressions[chunk]:
-                ends = np.array((p.start, p.start + (p.length > 1) * p.stride, p.last))
-                first, second, last = self.kv.before(chunks, ends).tolist()
+                first, second, last = next(places)
                 own = slice(start, start + p.length)
                 rows.append((first, (chunk, own, slice(first, last + 1, max(1, second - first)))))
                 start += p.length

@@ -1,7 +1,10 @@
 """Pictures of a plan: who computes which pair of chunks, and when each rank computes and communicates."""
 
+import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -14,20 +17,22 @@ from matplotlib.textpath import text_to_path
 
 from megatron.context_parallel.plan.ir import Plan, T
 
-from .lanes import BLOCKS, MEANING, MESSAGE, Bar, Picture, picture
+from .lanes import BLOCKS, MEANING, MESSAGE, Bar, Idle, Picture, picture
 
 BLOCK = "#41506b"
-COLOURS = {
-    T.Q: "#8db8e8",
-    T.QDO: "#8db8e8",
-    T.DO: "#b9e0ee",
-    T.KV: "#f2a96b",
-    T.O: "#74c69a",
-    T.DQ: "#74c69a",
-    T.DKV: "#ee9ab0",
+COLOURS = {  # 17 apart in CIE Lab, also for colour-blind readers (Machado 2009)
+    T.Q: "#5aa9e6",
+    T.QDO: "#5aa9e6",
+    T.DO: "#cfeafa",
+    T.KV: "#e69f00",
+    T.O: "#8fd8a8",
+    T.DQ: "#8fd8a8",
+    T.DKV: "#d186b0",
 }
-RANKS = [to_hex(colour) for colour in matplotlib.colormaps["tab20"](range(20))]
+RANKS = [to_hex(0.4 + 0.6 * colour) for colour in matplotlib.colormaps["tab20"](range(20))[:, :3]]  # text is legible
+IDLE: dict[str, Any] = {"facecolor": "white", "edgecolor": "0.75", "hatch": "/////", "linewidth": 0.0}
 _NUMBERED = 16  # with more ranks the cells are too small for text
+_STEPS = 9  # with more ranks they are too small for steps
 _WIDTH, _MATRIX, _LEFT, _TIMELINE, _RIGHT, _TOP, _BOTTOM = 12.0, 3.3, 0.55, 5.0, 0.15, 0.65, 0.5  # inches
 _LANE, _TALLEST = 0.17, 12.0  # inches: a lane, and all lanes at most
 _GAP = 0.6  # between ranks, in lanes
@@ -48,17 +53,18 @@ def draw(plan: Plan, path: Path | str, transfer_time: float = MESSAGE) -> None:
     figure_of(shown).savefig(path, dpi=120, metadata={"Title": shown.title, "Description": shown.digest})
 
 
-def figure_of(shown: Picture) -> Figure:
-    """The figure that `draw` writes."""
+def figure_of(shown: Picture, until: float = math.inf) -> Figure:
+    """The figure that `draw` writes. With `until`, what begins later is left out."""
     lanes = shown.ranks * (len(shown.lanes) + _GAP)
-    lanes_high = max(min(_LANE * lanes, _TALLEST), _MATRIX + 2)
+    lanes_high = max(min(_LANE * lanes, _TALLEST), _MATRIX + 2.2)
     height = _TOP + lanes_high + _BOTTOM
     figure = Figure(figsize=(_WIDTH, height))
     FigureCanvasAgg(figure)
     matrix = figure.add_axes(_box(height, _LEFT, height - _TOP - _MATRIX, _MATRIX, _MATRIX))
     timeline = figure.add_axes(_box(height, _TIMELINE, _BOTTOM, _WIDTH - _TIMELINE - _RIGHT, lanes_high))
-    _assignment(matrix, shown)
-    _timeline(timeline, shown, lanes_high / lanes)
+    begun = [bar for bar in shown.bars if bar.start < until]
+    _assignment(matrix, shown, begun)
+    _timeline(timeline, shown, begun, [gap for gap in shown.idle if gap.start < until], lanes_high / lanes)
     _legend(figure, shown, (_LEFT / _WIDTH, (height - _TOP - _MATRIX - 0.55) / height))
     figure.suptitle(shown.title, x=_LEFT / _WIDTH, y=1 - 0.12 / height, ha="left", va="top", fontsize=13)
     return figure
@@ -68,10 +74,10 @@ def _box(height: float, left: float, bottom: float, wide: float, high: float) ->
     return left / _WIDTH, bottom / height, wide / _WIDTH, high / height
 
 
-def _assignment(axes: Axes, shown: Picture) -> None:
+def _assignment(axes: Axes, shown: Picture, bars: Sequence[Bar]) -> None:
     n = shown.ranks
     size = min(9, 0.45 * _MATRIX * 72 / n)
-    for bar in shown.bars:
+    for bar in bars:
         for q, kv in bar.pairs:
             cell = (kv - 0.5, q - 0.5), 1, 1
             axes.add_patch(
@@ -79,18 +85,18 @@ def _assignment(axes: Axes, shown: Picture) -> None:
             )
             if n <= _NUMBERED:
                 axes.text(kv, q - 0.05, f"{bar.rank}", ha="center", va="center", fontsize=size)
-            if n <= _NUMBERED // 2 + 1:
+            if n <= _STEPS:
                 axes.text(kv + 0.45, q + 0.46, f"s{bar.step}", ha="right", va="bottom", fontsize=5.5, color="0.2")
     ticks = range(n) if n <= _NUMBERED else range(0, n, 8)
     axes.set(xticks=ticks, yticks=ticks, xlim=(-0.5, n - 0.5), ylim=(n - 0.5, -0.5))
     axes.set_xlabel("key/value chunk", fontsize=9)
     axes.set_ylabel("query chunk", fontsize=9)
-    axes.set_title("rank (and step s) of each pair" if n <= _NUMBERED // 2 + 1 else "rank of each pair", fontsize=10)
+    axes.set_title("rank (and step s) of each pair" if n <= _STEPS else "rank of each pair", fontsize=10)
     axes.tick_params(labelsize=8, length=2)
     axes.set_facecolor("0.94")
 
 
-def _timeline(axes: Axes, shown: Picture, lane: float) -> None:
+def _timeline(axes: Axes, shown: Picture, bars: Sequence[Bar], idle: Sequence[Idle], lane: float) -> None:
     """`lane`: inches from one lane to the next."""
     n = shown.ranks
     lanes = len(shown.lanes)
@@ -99,7 +105,9 @@ def _timeline(axes: Axes, shown: Picture, lane: float) -> None:
     size = min(7.0, 0.66 * 72 * lane)
     for rank in range(n):
         axes.axhspan(rank * pitch - 0.5, rank * pitch + lanes - 0.5, color="0.955", linewidth=0, zorder=0)
-    for bar in shown.bars:
+    for rank, start, end in idle:
+        axes.add_patch(Rectangle((start, rank * pitch - 0.46), end - start, 0.92, **IDLE))
+    for bar in bars:
         y = bar.rank * pitch + bar.lane
         length = bar.end - bar.start
         colour = COLOURS[bar.tensor] if bar.tensor else BLOCK
@@ -122,7 +130,8 @@ def _timeline(axes: Axes, shown: Picture, lane: float) -> None:
     axes.tick_params(axis="x", labelsize=8, length=2)
     axes.spines[:].set_visible(False)
     axes.set_xlabel(f"time (block of a pair of chunks: 1, message: {shown.transfer_time:g})", fontsize=9)
-    axes.set_title("what each rank computes and sends", fontsize=10)
+    share = sum(gap.end - gap.start for gap in shown.idle) / (n * shown.finish)
+    axes.set_title(f"what each rank computes and sends; ranks are idle {share:.0%} of the time", fontsize=10)
 
 
 def _fitting(bar: Bar, points: float, size: float) -> str:
@@ -142,10 +151,14 @@ def _legend(figure: Figure, shown: Picture, corner: tuple[float, float]) -> None
     colours = {BLOCK: f"{BLOCKS}: query chunk, key/value chunk"}
     colours |= {COLOURS[t]: f"{t}: {MEANING[t]}" for t in shown.tensors}
     handles = [Patch(facecolor=colour, label=label) for colour, label in colours.items()]
+    if shown.idle:
+        handles.insert(1, Patch(label="idle: no block to compute", **IDLE))
     message = next((bar for bar in shown.bars if len(bar.texts) == 3 and bar.sent), None)
     if message and shown.ranks <= _NUMBERED:
         (sent,) = message.sent
         long, short, _ = message.texts
         how = f"{long}, {short} or {sent.chunk}: chunk {sent.chunk} to rank {sent.receiver}"
         handles.append(Patch(facecolor="none", label=how))
+    if shown.ranks <= _STEPS:
+        handles.append(Patch(facecolor="none", label="s3: in step 3 of the rank, counted from 0"))
     figure.legend(handles=handles, loc="upper left", bbox_to_anchor=corner, fontsize=8, frameon=False, borderaxespad=0)

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.context_parallel.plan.ir import AllGather, Comm, Plan, Recv, ReduceScatter, Send, SwapHeads, T, Transfer
 from megatron.context_parallel.plan.trace import Span, trace
@@ -43,6 +44,14 @@ class Bar:
     received: tuple[Transfer, ...] = ()
 
 
+class Idle(NamedTuple):
+    """A time in which a rank computes no block."""
+
+    rank: int
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Picture:
     title: str
@@ -56,6 +65,20 @@ class Picture:
     def tensors(self) -> list[T]:
         shown = {bar.tensor for bar in self.bars}
         return [t for t in T if t in shown]
+
+    @property
+    def idle(self) -> list[Idle]:
+        """The times in which ranks compute no block."""
+        gaps = []
+        for rank in range(self.ranks):
+            now = 0.0
+            for start, end in sorted((bar.start, bar.end) for bar in self.bars if bar.rank == rank and not bar.lane):
+                if start > now:
+                    gaps.append(Idle(rank, now, start))
+                now = end
+            if now < self.finish:
+                gaps.append(Idle(rank, now, self.finish))
+        return gaps
 
     @property
     def digest(self) -> str:

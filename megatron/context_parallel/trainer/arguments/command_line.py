@@ -12,13 +12,44 @@ from megatron.context_parallel.trainer.checkpoint.saved_flags import saved_flags
 from megatron.context_parallel.trainer.config.flags import PRESETS, Flags
 from megatron.context_parallel.trainer.config.upstream_flags import UPSTREAM, refused, without_effect
 
+_MOST_USED = (
+    "preset",
+    "config",
+    "dry_run",
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "micro_batch_size",
+    "global_batch_size",
+    "train_iters",
+    "lr",
+    "save",
+    "load",
+    "save_interval",
+    "bf16",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "use_distributed_optimizer",
+    "context_parallel_size",
+    "cp_strategy",
+    "cp_layout",
+    "data_path",
+    "seq_length",
+    "tokenizer_type",
+    "log_interval",
+)
 PARSER = FlagParser(
     Flags,
     "Pretrain a GPT or Llama with tensor, pipeline, data and context parallelism.\n"
     "Flags have Megatron's names and meanings.",
     "[--preset NAME] [flags]",
-    UPSTREAM,
+    [
+        "--preset tiny-llama --mock-data --context-parallel-size 2 --micro-batch-size 1 --train-iters 20 --lr 1e-3",
+        "--preset llama3-8b --seq-length 131072 --context-parallel-size 2 --micro-batch-size 1 --bf16 --dry-run",
+    ],
+    foreign=UPSTREAM,
     torchrun=True,
+    most_used=_MOST_USED,
 )
 
 

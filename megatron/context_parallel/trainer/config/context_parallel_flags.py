@@ -61,5 +61,6 @@ else:
     # The values are texts, which the strategy reads once it is known; those of switches are True and False.
     _types = {f"cp_{name}": (bool if option.kind is bool else str) | None for name, option in STRATEGY_OPTIONS.items()}
     _fields = {f"cp_{name}": _declared(option) for name, option in STRATEGY_OPTIONS.items()}
-    _body = {"__annotations__": _types, "__module__": __name__, **_fields}
+    _about = "ranks that share a sequence, and how: strategies and their options"
+    _body = {"__annotations__": _types, "__module__": __name__, "__doc__": _about, **_fields}
     ContextParallel = type("ContextParallel", (_Group,), _body, title="context parallel")

@@ -11,6 +11,8 @@ model = partial(flag, decides="model", needs="num_experts")
 
 
 class Experts(FlagSection, title="experts"):
+    """mixtures of experts"""
+
     num_experts: int | None = flag("MLPs of each layer: experts", decides="weights", example=8)
     expert_model_parallel_size: int = flag(
         "ranks that share out the experts", 1, example=2, needs="num_experts", divides="num_experts"

@@ -48,12 +48,16 @@ def _shares(text: str) -> str:
 
 
 class RunFlags(FlagSection, title="run"):
+    """where flags come from, and whether to train"""
+
     preset: str | None = flag(f"shape of a published model: {', '.join(PRESETS)}", unit="NAME", choices=(*PRESETS,))
     config: str | None = flag("YAML file of flags, which win over --preset and lose to the command line", unit="FILE")
     dry_run: bool = flag("check everything, print parallel layout, parameters and memory, and stop", False)
 
 
 class ModelFlags(FlagSection, title="model"):
+    """the shape of the model"""
+
     num_layers: int = weights("transformer layers", example=24, at_most=10_000)
     hidden_size: int = weights("model width", example=1024)
     ffn_hidden_size: int = weights("MLP width", derived="4 hidden-size; with --swiglu 2/3 of it, in 64s", example=4096)
@@ -97,6 +101,8 @@ class ModelFlags(FlagSection, title="model"):
 
 
 class Regularization(FlagSection, title="regularization"):
+    """dropout, weight decay and Adam"""
+
     attention_dropout: float = flag("only 0 is accepted; Megatron's default is 0.1", 0.0, at_least=0, below=1)
     hidden_dropout: float = flag("dropout of the residual stream; Megatron's default is 0.1", 0.0, at_least=0, below=1)
     weight_decay: float = flag("decoupled (AdamW) weight decay", 0.01, at_least=0)
@@ -107,6 +113,8 @@ class Regularization(FlagSection, title="regularization"):
 
 
 class Training(FlagSection, title="training"):
+    """batches, length of the run, recomputation"""
+
     micro_batch_size: int = flag("sequences per forward pass and data-parallel rank")
     global_batch_size: int = flag(
         "sequences per update",
@@ -145,6 +153,8 @@ class Training(FlagSection, title="training"):
 
 
 class LearningRate(FlagSection, title="learning rate"):
+    """the schedule of the learning rate"""
+
     lr: float = flag("largest learning rate", example=3e-4, to_train=True)
     lr_decay_style: str = flag("shape of the decay", "linear", choices=DECAYS)
     lr_decay_iters: int | None = flag("updates until --min-lr", derived="all", example=1000, excludes="train_samples")
@@ -162,6 +172,8 @@ class LearningRate(FlagSection, title="learning rate"):
 
 
 class MixedPrecision(FlagSection, title="mixed precision"):
+    """16-bit and FP8 formats, scaling of the loss"""
+
     bf16: bool = flag("bfloat16 weights and activations; gradients and optimizer in float32", False)
     fp16: bool = flag("like --bf16 in float16, on GPUs", False, excludes="bf16")
     fp8: str | None = flag(
@@ -181,6 +193,8 @@ class MixedPrecision(FlagSection, title="mixed precision"):
 
 
 class Distributed(FlagSection, title="distributed"):
+    """ranks that split layers, pipeline, optimizer and weights; time limits"""
+
     tensor_model_parallel_size: int = flag(
         "ranks that split every layer", 1, example=2, divides="num_attention_heads ffn_hidden_size"
     )
@@ -232,6 +246,8 @@ class Distributed(FlagSection, title="distributed"):
 
 
 class Data(FlagSection, title="data"):
+    """files, tokenizer and order of the tokens"""
+
     data_path: list[str] | None = data_order(
         "prefixes of .bin/.idx files from tools/preprocess_data.py, each with a weight before it or none", unit="PREFIX"
     )

@@ -4,6 +4,8 @@ from megatron.context_parallel.cli.flag import FlagSection, flag
 
 
 class Checkpointing(FlagSection, title="checkpointing"):
+    """what is saved, when, and what is loaded"""
+
     save: str | None = flag("directory of the checkpoints to write", unit="DIR")
     save_interval: int | None = flag("updates between checkpoints; the last is saved too", example=100, needs="save")
     async_save: bool = flag("train on while checkpoints are written", False, needs="save")
@@ -34,6 +36,8 @@ class Checkpointing(FlagSection, title="checkpointing"):
 
 
 class Logging(FlagSection, title="validation and logging"):
+    """evaluation, log lines, TensorBoard, Weights & Biases"""
+
     skip_train: bool = flag("only evaluate, on validation and test data", False)
     eval_iters: int = flag("global batches per evaluation; 0: none", 100, at_least=0)
     eval_interval: int = flag("iterations between evaluations", 1000)
@@ -46,6 +50,8 @@ class Logging(FlagSection, title="validation and logging"):
 
 
 class Profiling(FlagSection, title="profiling"):
+    """traces of some iterations"""
+
     profile: bool = flag("profile some iterations of some ranks, for nsys or --use-pytorch-profiler", False)
     use_pytorch_profiler: bool = flag("write Chrome traces to --tensorboard-dir instead", False, needs="profile")
     profile_step_start: int = flag("iteration to begin with, counted from 0", 10, at_least=0, needs="profile")
