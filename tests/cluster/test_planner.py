@@ -175,7 +175,7 @@ def test_all_ranks_take_the_same(ranks, tmp_path):
     for said in ranks(2, _refused):
         assert said.startswith("--cp-strategy auto: for which sizes? Give workload=Workload(")
     assert resolve("mesh", layout="cyclic").spec == "mesh:layout=cyclic"  # a named strategy needs no group
-    with pytest.raises(UsageError, match=r"^--cp-strategy auto: give what resolve\('auto', workload, group\) of"):
+    with pytest.raises(UsageError, match=r"^--cp-strategy auto: give the result of resolve\('auto', "):
         AllRanks(2, "auto")
 
 

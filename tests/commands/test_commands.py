@@ -129,7 +129,7 @@ def test_help_and_wrong_flags_do_not_wait_for_torch(tmp_path):
         f"{tiny} --cp-strategy circle": "--cp-strategy circle: unknown",
         f"{tiny} --cp-strategy ring:tile=2": "no option tile",
         f"{tiny} --cp-strategy mesh --cp-grid square": "--cp-grid square: need two whole numbers",
-        f"{tiny} --cp-overlap": "ring has no use for it",
+        f"{tiny} --cp-overlap": "not an option of ring",
     }
     done = started(["--help all", *wrong], {"torch", "numpy", "megatron.core", "rich"}, "pretrain")
     assert "usage: torchrun --nproc-per-node N --no-python cp-pretrain [--preset NAME]" in done.stdout

@@ -139,7 +139,7 @@ MISTAKES = [
     ("--cp-strategy circle", 1, ["--cp-strategy circle", "allgather", "ring"], "--cp-strategy ring"),
     ("--cp-layout striped", 1, ["--cp-layout striped: unknown", "zigzag", "cyclic", "contiguous"],
      "--cp-layout cyclic"),
-    ("--cp-grid 2x2 --context-parallel-size 4", 4, ["--cp-grid", "ring has no use", "attention2d or mesh"], None),
+    ("--cp-grid 2x2 --context-parallel-size 4", 4, ["--cp-grid", "not an option of ring", "attention2d or mesh"], None),
     ("--cp-strategy mesh --context-parallel-size 4 --cp-grid 2x3", 4, ["--cp-grid 2x3", "2x2"], "--cp-grid 2x2"),
     ("--cp-strategy mesh --context-parallel-size 6 --cp-grid square --seq-length 132", 6,
      ["--cp-grid square", "such as 2x3"], "--cp-grid 2x3"),

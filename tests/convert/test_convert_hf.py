@@ -196,7 +196,7 @@ def test_what_cannot_be_converted_is_told(ranks, tmp_path, monkeypatch):
             "full: iteration 0 was not saved: File too large",
             "run: there are checkpoints already; give a new directory",
             "hf: not an empty folder; give a new one",
-            "hf: no model.safetensors and no model.safetensors.index.json there",
+            "hf: contains neither model.safetensors nor model.safetensors.index.json",
             "so there is no run to resume; add --finetune",
             "trained with position_embedding_type learned_absolute: no llama, mistral, qwen3 model has it; all of them",
         ),

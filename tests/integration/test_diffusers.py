@@ -58,7 +58,7 @@ def test_wrong_uses_are_told(ranks):
                 "WanTransformer3DModel: WanAttnProcessor does not support attention backends",
                 "attn_mask: a rank has only a part of it",
                 "dropout_p 0.0, is_causal True: not supported; give",
-                "WanTransformer3DModel: attention backend AttentionBackendName.NATIVE was set since",
+                "WanTransformer3DModel: attention backend AttentionBackendName.NATIVE was set later",
             ),
             strict=True,
         ):

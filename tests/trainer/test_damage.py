@@ -97,8 +97,8 @@ DAMAGES = {  # (what happens to the run's directory, what the line says of it)
     "flipped manifest": (lambda run: flip_a_bit(run / LAST / "manifest.json"), f"{LAST}/manifest.json is damaged"),
     "no manifest": (lambda run: (run / LAST / "manifest.json").unlink(), f"{LAST}/manifest.json is missing"),
     "nothing": (lambda run: shutil.rmtree(run / LAST), f"{LAST} is missing"),
-    "garbled tracker": (lambda run: (run / TRACKER).write_bytes(b"\xff\xfe4"), f"{TRACKER} holds"),
-    "empty tracker": (lambda run: (run / TRACKER).write_text(""), f"{TRACKER} holds ''"),
+    "garbled tracker": (lambda run: (run / TRACKER).write_bytes(b"\xff\xfe4"), f"{TRACKER} contains"),
+    "empty tracker": (lambda run: (run / TRACKER).write_text(""), f"{TRACKER} contains ''"),
     "unreadable tracker": (lambda run: make_unreadable(run / TRACKER), f"{TRACKER} cannot be read"),
     "tracker of nothing": (lambda run: (run / TRACKER).write_text("9"), "iter_0000009 is missing"),
 }
@@ -333,7 +333,7 @@ def test_a_weight_in_two_files_is_refused(tmp_path):
         save_file({"a": torch.full((2,), value), file: torch.zeros(1)}, tmp_path / f"{file}.safetensors")
     weight_map = {"a": "x.safetensors", "x": "x.safetensors", "y": "y.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(UsageError, match=r"a is in [xy].safetensors and in [xy].safetensors; leave one"):
+    with pytest.raises(UsageError, match=r"a is in [xy].safetensors and in [xy].safetensors; remove one"):
         SafetensorsFolder(tmp_path)
 
 
@@ -406,7 +406,7 @@ def test_the_tool_lists(damaged, capsys):
     assert (first[0], *first[3:]) == ("2", "dp2", "ring", "yes")
     assert " ".join((*second[:2], *second[4:])) == "4 (latest) dp2 ring no: __0_0.distcp is missing"
     tool.main(["list", str(damaged["garbled tracker"])])
-    assert f"{TRACKER} holds" in capsys.readouterr().out
+    assert f"{TRACKER} contains" in capsys.readouterr().out
     with pytest.raises(UsageError, match=r"^--dry-run: needs ACTION prune; add that"):
         tool.main(["list", str(damaged["no shard"]), "--dry-run"])
 
@@ -422,7 +422,7 @@ def test_the_tool_prunes(run, damaged, tmp_path, capsys):
     assert iterations(pruned) == [4]
     for folder, flags, said in (
         (damaged["no shard"], ["--keep-last", "1"], "the latest is not complete"),
-        (damaged["garbled tracker"], ["--keep-last", "1"], "holds"),
+        (damaged["garbled tracker"], ["--keep-last", "1"], "contains"),
         (pruned, [], "give --keep-last 3"),
         (tmp_path, ["--keep-last", "1"], "no checkpoint there"),
     ):

@@ -1,4 +1,4 @@
-"""HuggingFace accelerate: its context parallelism supports only PyTorch's."""
+"""HuggingFace accelerate: its context parallelism uses PyTorch's implementation, and supports no other."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""The header of an index of tokens. megatron-core's own reader only asserts it."""
+"""The header of an index of tokens. megatron-core's own reader only asserts that a file begins with it."""
 
 from megatron.core.datasets.indexed_dataset import _INDEX_HEADER
 

@@ -36,7 +36,7 @@ class Cudnn(Library):
     def missing(cls, head_dim: int) -> str | None:
         version = torch.backends.cudnn.version()
         if not version:
-            return "PyTorch was built without cuDNN"
+            return "this PyTorch has no cuDNN"
         if version <= 91500:  # 9.10.0 and 9.10.1 also have wrong gradients (sdpa_support_surface.h of cudnn-frontend)
             return f"cuDNN {version // 10000}.{version // 100 % 100}.{version % 100} has bugs; install 9.15.1 or newer"
         if head_dim > 128 and not _pytorch_allows(head_dim):
