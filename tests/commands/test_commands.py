@@ -125,7 +125,7 @@ def test_help_and_wrong_flags_do_not_wait_for_torch(tmp_path):
         f"--config {tmp_path}/run.yaml": "run.yaml: --num-layers many",
         "--dry-run --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1": "--num-layers: miss",
         f"{tiny} --save-interval 5": "needs --save DIR",
-        f"{tiny} --bf16 --fp16": "does not go with --bf16",
+        f"{tiny} --bf16 --fp16": "cannot be combined with --bf16",
         f"{tiny} --cp-strategy circle": "--cp-strategy circle: unknown",
         f"{tiny} --cp-strategy ring:tile=2": "no option tile",
         f"{tiny} --cp-strategy mesh --cp-grid square": "--cp-grid square: need two whole numbers",
@@ -145,7 +145,7 @@ def test_generation_does_not_wait_for_torch_either(tmp_path):
         "generate": {
             "--prompt a": "--load: missing; give --load runs/quickstart",
             "--load runs": "--prompt: missing; give --prompt",
-            "--load runs --prompt a --interactive": "--prompt a: does not go with --interactive",
+            "--load runs --prompt a --interactive": "--prompt a: cannot be combined with --interactive",
             f"--load runs --prompts-file {tmp_path}/none.txt": "none.txt: cannot be read",
             f"--load runs --prompts-file {tmp_path}/empty.txt": "no prompts in it",
             "--load runs --prompt a --top-p 1.5": "--top-p 1.5: need a number, 0 or more, 1 at most",

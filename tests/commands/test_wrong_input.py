@@ -217,7 +217,7 @@ MISTAKES = [
     ("--lr-decay-samples 100", 1, ["--lr-decay-samples 100", "needs --train-samples"], None),
     ("--recompute-method block", 1, ["--recompute-method block", "needs --recompute-granularity full"], None),
     ("--recompute-activations --recompute-granularity full", 1,
-     ["--recompute-activations: does not go with --recompute-granularity full"], None),
+     ["--recompute-activations: cannot be combined with --recompute-granularity full"], None),
     ("--valid-data-path {folder}/data", 1, ["--valid-data-path", "--train-data-path PREFIX"], None),
     # precision and devices
     ("--bf16 --fp16", 1, ["--bf16", "--fp16", "only one"], None),

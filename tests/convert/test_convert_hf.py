@@ -194,7 +194,7 @@ def test_what_cannot_be_converted_is_told(ranks, tmp_path, monkeypatch):
         said,
         (
             "full: iteration 0 was not saved: File too large",
-            "run: there are checkpoints already; give a new directory",
+            "run: already contains checkpoints; give a new directory",
             "hf: not an empty folder; give a new one",
             "hf: contains neither model.safetensors nor model.safetensors.index.json",
             "so there is no run to resume; add --finetune",
@@ -204,8 +204,8 @@ def test_what_cannot_be_converted_is_told(ranks, tmp_path, monkeypatch):
     ):
         assert part in line and "\n" not in line, line
     for words, part in (
-        (["to-megatron", "--load", str(tmp_path), "--save", "x"], "no config.json there; give a folder of HuggingFace"),
-        (["to-hf", "--load", str(tmp_path / "hf"), "--save", "x"], "a folder of HuggingFace already; give the --save"),
+        (["to-megatron", "--load", str(tmp_path), "--save", "x"], "contains no config.json; give a HuggingFace folder"),
+        (["to-hf", "--load", str(tmp_path / "hf"), "--save", "x"], "already a HuggingFace folder; give the --save"),
     ):
         with pytest.raises(UsageError, match=part):
             convert_hf.main(words)

@@ -146,7 +146,7 @@ def test_a_chat_template_that_fails_refuses_in_one_line(tmp_path, template):
     llama_case.save_tokenizer(tmp_path, chat=True)
     (tmp_path / "chat_template.jinja").write_text(template)
     tokenizer = HuggingFaceTokenizer(str(tmp_path), special=True)
-    with pytest.raises(UsageError, match="messages: the chat template refuses them") as error:
+    with pytest.raises(UsageError, match="messages: the chat template rejects them") as error:
         tokenizer.chat([{"role": "user", "content": "1234"}])
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
 

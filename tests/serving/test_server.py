@@ -102,7 +102,7 @@ BAD = [
         }.items()
         for value in values
     ],
-    (400, "9 texts at once; give 8", GOOD | {"n": 9}),
+    (400, "9 texts at once; request at most 8", GOOD | {"n": 9}),
     (400, "give a prompt below 1000", GOOD | {"prompt": "x" * 1000}),
     (400, "give 996 new tokens", GOOD | {"max_tokens": 997}),
     (400, "token 257", GOOD | {"prompt": [257]}),
@@ -170,7 +170,7 @@ def test_keys_bodies_and_the_number_of_requests_have_limits(caplog):
 def test_a_logit_that_is_no_number_ends_one_request(server):
     worker, port, _ = server
     status, _, text = call(port, "/v1/completions", GOOD | {"prompt": "!234", "max_tokens": 9})
-    assert status == 500 and "a logit of the model is NaN" in text
+    assert status == 500 and "the model computed a logit that is NaN" in text
     status, _, text = call(port, "/v1/completions", GOOD | {"prompt": "!234", "max_tokens": 9, "stream": True})
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
     assert status == 200 and "NaN" in events[-1]["error"]["message"] and len(events) == 3

@@ -96,7 +96,7 @@ def test_a_failed_run_leaves_the_earlier_result_alone(tmp_path):
 
 MISTAKES = {
     "no input": (["--output-prefix", "{tmp}/out"], "--input: missing"),
-    "input and check": (["--input", "a", "--check", "b"], "--input a: does not go with --check b"),
+    "input and check": (["--input", "a", "--check", "b"], "--input a: cannot be combined with --check b"),
     "input is nowhere": (["--input", "{tmp}/nowhere"], "--input {tmp}/nowhere"),
     "no text in it": (["--input", "{tmp}/binary"], "{tmp}/binary"),
     "broken JSON": (["--input", "{tmp}/broken.jsonl"], "line 1"),

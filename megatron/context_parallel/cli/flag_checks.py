@@ -1,4 +1,4 @@
-"""The checks that flags are declared with, and how a value of a flag is refused."""
+"""The declared checks of flags, and the errors about their values."""
 
 import math
 from collections.abc import Iterator
@@ -21,21 +21,21 @@ def refuse(args: FlagSection, name: str, why: str, **fits: object) -> NoReturn:
 
 
 def flag_text(args: FlagSection, name: str) -> str:
-    """The flag of field `name` with its value, `--num-layers 24`; what is no flag in words, `data parallel size 2`."""
+    """The flag of field `name` with its value, `--num-layers 24`; for other fields words, `data parallel size 2`."""
     flag, value = args.declared.get(name), getattr(args, name)
     return flag.given(value) if flag else f"{name.replace('_', ' ')} {value}"
 
 
 def is_given(args: FlagSection, condition: str) -> bool:
-    """Whether a flag is given, or has the value named: "save", "recompute_granularity=full"."""
+    """Whether a flag is given, or has a certain value: "save", "recompute_granularity=full"."""
     name, _, value = condition.partition("=")
     return getattr(args, name) == value if value else getattr(args, name) != args.declared[name].default
 
 
 def check_each(args: FlagSection, elsewhere: str = "") -> Iterator[UsageError]:
-    """Refuses what is missing, without what it needs or beside what it excludes, and files that cannot be written.
+    """The errors about missing flags, missing requirements, excluded combinations, and files that cannot be written.
 
-    `elsewhere` says where else a missing flag can come from.
+    `elsewhere` names other sources of a missing flag.
     """
     for name, flag in args.declared.items():
         value = getattr(args, name)
@@ -47,17 +47,17 @@ def check_each(args: FlagSection, elsewhere: str = "") -> Iterator[UsageError]:
             continue
         elif others:
             other = flag_text(args, others[0].partition("=")[0])
-            yield refusal(args, name, f"does not go with {other}; give only one of the two")
+            yield refusal(args, name, f"cannot be combined with {other}; give only one of the two")
         elif missing:
             yield refusal(args, name, f"needs {' '.join(missing)}; add that or leave this out")
         elif flag.endings and value.suffix not in flag.endings:
             yield refusal(args, name, f"must end in {' or '.join(flag.endings)}; give {flag.works}")
         elif flag.endings and not value.absolute().parent.is_dir():
-            yield refusal(args, name, f"no folder {value.parent}; make it first")
+            yield refusal(args, name, f"the folder {value.parent} does not exist; create it first")
 
 
 def check_relations(args: FlagSection) -> Iterator[UsageError]:
-    """Refuses values that do not divide each other, or are above each other, though their flags declare it."""
+    """The errors about values that violate the declared divisibility or limits."""
     for name, flag in args.declared.items():
         if not (value := getattr(args, name)):
             continue
@@ -67,11 +67,11 @@ def check_relations(args: FlagSection) -> Iterator[UsageError]:
         if flag.multiple_of:
             yield from check_multiple(args, name, *flag.multiple_of.split())
         if flag.not_above and value > (limit := getattr(args, flag.not_above) or math.inf):
-            yield refusal(args, name, f"more than {flag_text(args, flag.not_above)}", **{name: limit})
+            yield refusal(args, name, f"is more than {flag_text(args, flag.not_above)}", **{name: limit})
 
 
 def check_multiple(args: FlagSection, name: str, *of: str) -> Iterator[UsageError]:
-    """Refuses a value of field `name` that is no multiple of the product of others."""
+    """The error if the value of field `name` is not a multiple of the product of others."""
     value = getattr(args, name)
     unit = math.prod(getattr(args, factor) for factor in of)
     if value % unit:

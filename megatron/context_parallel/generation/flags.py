@@ -27,7 +27,7 @@ class CacheFlags(FlagSection, title="cache"):
     )
     cp_prefill: str = flag("what a prefill sends: keys and values, or queries", "auto", choices=CHOICES)
     cluster: str | None = flag(
-        "preset or file of the cluster whose rates --cp-prefill uses",
+        "preset or file of a cluster, for the rates of --cp-prefill",
         unit="NAME",
         derived="auto counts bytes",
         example="dgx-h100",
@@ -88,7 +88,7 @@ class Sampling(FlagSection, title="sampling"):
     temperature: float = flag("divisor of the logits; 0 selects the most likely token", 1.0, at_least=0)
     top_k: int = flag("sample from the K most likely tokens; 1: greedy; 0: all tokens", 0, at_least=0)
     top_p: float = flag(
-        "sample from the fewest tokens whose probabilities add up to this; 0: all tokens", 0.0, at_least=0, at_most=1
+        "sample from the fewest tokens that add up to this probability; 0: all", 0.0, at_least=0, at_most=1
     )
     seed: int = flag("random seed; prompt i, from 0, uses this seed + i", 0, at_least=0)
     stop: list[str] | None = flag("strings at which a text stops; they are not part of the text")
