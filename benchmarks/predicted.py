@@ -95,7 +95,7 @@ def compare_runs(folders: list[Path], cluster: Cluster) -> None:
     together: dict[str, tuple[Predict, dict[str, dict]]] = {}
     for folder in folders:
         if not (folder / "run.json").is_file():
-            raise UsageError(f"{folder}: no run.json there; give a folder that benchmarks/attention.py wrote")
+            raise UsageError(f"{folder}: contains no run.json; give an output folder of benchmarks/attention.py")
         run = json.loads((folder / "run.json").read_text())
         own = {case: was for case, was in run["summaries"].items() if was and not case.startswith("peer:")}
         problem = Workload(**run["problem"])

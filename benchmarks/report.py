@@ -146,7 +146,7 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"--output {path}: {error.strerror}; give a folder that can be made, such as runs/try"
+            f"--output {path}: {error.strerror}; give a folder that can be created, such as runs/try"
         ) from None
 
 

@@ -67,7 +67,7 @@ def test_what_cannot_run_is_rejected_with_a_reason():
     least = min(memory(plan, WORKLOAD) for plan in choose_plans("ring", 8))
     some, none = (search(WORKLOAD, GroupDevices(BOX), room=room, most=2) for room in (2 * least, 1))
     assert some.ranked and any("of memory" in one.reason for one in some.rejected)
-    with pytest.raises(UsageError, match=r"--cp-strategy auto: no strategy works here .*memory"):
+    with pytest.raises(UsageError, match=r"--cp-strategy auto: no strategy works for this run .*memory"):
         _ = none.best
 
 
@@ -199,7 +199,7 @@ def test_trainer_takes_what_is_fastest(ranks, tmp_path, capsys):
     flags = f"{TRAINER} --cp-cluster {path}"
     describe(parse_args(flags.split()))
     said = capsys.readouterr().out
-    spec = re.search(r"--cp-strategy auto: takes --cp-strategy (\S+); ", said)[1]
+    spec = re.search(r"--cp-strategy auto: chose --cp-strategy (\S+); ", said)[1]
     assert f"{spec}, " in said.split("strategy and layout")[1]
     layout = parse_spec(spec).layout
     assert ranks(4, _settled, flags, "4") == [(spec, spec, layout, None)] * 4
@@ -237,7 +237,7 @@ def test_plan_tool_takes_auto(capsys):
     sizes = ["--ranks", "4", "--seq-length", "4096", "--num-attention-heads", "8"]
     plan_tool(["auto", *sizes, "--cluster", "dgx-h100"])
     said = capsys.readouterr().out
-    spec = re.search(r"takes --cp-strategy (\S+); ", said)[1]
+    spec = re.search(r"chose --cp-strategy (\S+); ", said)[1]
     assert f"{spec}, {parse_spec(spec).layout} layout" in said
     with pytest.raises(UsageError, match="auto: needs to know the cluster; give --cluster"):
         plan_tool(["auto", *sizes])

@@ -253,5 +253,5 @@ def test_without_a_gpu_one_line_says_so(tmp_path):
     tool = Path(__file__).parents[2] / "tools" / "gpu_check.py"
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, tool], capture_output=True, text=True, cwd=tmp_path, env=environment)
-    expected = "gpu_check.py: error: needs a CUDA GPU, and there is none here; run it on a host with one\n"
+    expected = "gpu_check.py: error: needs a CUDA GPU, and this host has none; run it on a host with one\n"
     assert (done.returncode, done.stderr) == (2, expected)

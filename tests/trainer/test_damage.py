@@ -424,7 +424,7 @@ def test_the_tool_prunes(run, damaged, tmp_path, capsys):
         (damaged["no shard"], ["--keep-last", "1"], "the latest is not complete"),
         (damaged["garbled tracker"], ["--keep-last", "1"], "contains"),
         (pruned, [], "give --keep-last 3"),
-        (tmp_path, ["--keep-last", "1"], "no checkpoint there"),
+        (tmp_path, ["--keep-last", "1"], "contains no checkpoint"),
     ):
         with pytest.raises(UsageError, match=said):
             tool.main(["prune", str(folder), *flags])

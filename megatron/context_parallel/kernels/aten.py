@@ -36,7 +36,7 @@ def _rows_first(x: Tensor) -> Tensor:
 class AtenFlash:
     """`kernels.Kernel` on CPU.
 
-    16-bit inputs are computed in float32. ATen would round the gradients of each block, and their sum over blocks would
+    16-bit inputs are computed in float32. ATen would round gradients in each block, and their sum over blocks would
     have a larger error than a single process; its 16-bit forward pass is no faster. ATen supports one head_dim for
     queries, keys and values: the smaller is padded with zeros, which change no score and no output.
 
