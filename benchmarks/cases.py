@@ -1,4 +1,4 @@
-"""What is compared: strategies of this project and peers, as written on the command line, and named sets of them."""
+"""The cases to compare: strategies of this project and peers, from the command line, and named sets of them."""
 
 from dataclasses import dataclass, field
 

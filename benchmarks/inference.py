@@ -77,7 +77,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises UsageError for sizes that cannot be."""
+    """Raises UsageError for invalid sizes."""
     for name in SIZES:
         value, least = getattr(args, name.replace("-", "_")), 0 if name == "warm-up" else 1
         if value < least:
@@ -133,7 +133,7 @@ def table(rows: list[dict], choices: list[str], title: str) -> Table:
 
 
 def nic_lines(rows: list[dict]) -> list[str]:
-    """How far the bytes on the NICs are from the formula, at most, by variant."""
+    """The maximum deviation of the bytes on the NICs from the formula, by variant."""
     over: dict[str, list[float]] = {}
     for row in rows:
         if row["nic_over_formula"] is not None:

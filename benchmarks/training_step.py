@@ -50,7 +50,7 @@ def trainer_flags(given: list[str], ranks: int) -> list[str]:
 
 
 def trainer_args(flags: list[str], ranks: int) -> Arguments:
-    """What the trainer makes of its flags on these ranks."""
+    """The trainer's arguments from its flags on these ranks."""
     ignore_warnings_of_libraries()
     from megatron.context_parallel.trainer.arguments.complete import parse_args as parse_trainer
 

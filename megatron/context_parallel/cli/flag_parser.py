@@ -30,9 +30,9 @@ class FlagParser(Generic[Section]):
         most_used: fields that plain `--help` lists, with the groups; `--help GROUP` lists a group, `--help all` all
             groups. Default: `--help` lists all.
 
-        Attributes:
-            flags: flags by field.
-            by_option: flags by their names on the command line, including former names, which `--help` does not list.
+    Attributes:
+        flags: flags by field.
+        by_option: flags by their names on the command line, including former names, which `--help` does not list.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FlagParser(Generic[Section]):
         `unknown` receives the error about unknown words.
 
         Raises:
-        UsageError: a line for each flag with an invalid value, with a value that works, and for each unknown word.
+            UsageError: a line for each flag with an invalid value, with a value that works, and for each unknown word.
         """
         given, wrong = self._split(sys.argv[1:] if argv is None else argv, unknown)
         if self.most_used and "help" in given:

@@ -40,8 +40,8 @@ def to_folder(args: Arguments, model: GPTModel, checkpoint: Path, folder: Path, 
         most_bytes: maximum size of a file of weights.
         done: called for each weight that is written, with its bytes.
 
-        Raises:
-            UsageError: HuggingFace has no such model, or the folder is not empty or not writable.
+    Raises:
+        UsageError: HuggingFace has no such model, or the folder is not empty or not writable.
     """
     try:
         config = config_of(vars(args), args.vocabulary)

@@ -42,8 +42,8 @@ def to_megatron(args: Arguments, model: GPTModel, save: str, done: Done) -> None
         save: a new directory of checkpoints.
         done: called for each weight that is written, with its bytes.
 
-        Raises:
-            UsageError: the weights do not match config.json, or `save` has checkpoints or is not writable.
+    Raises:
+        UsageError: the weights do not match config.json, or `save` has checkpoints or is not writable.
     """
     assert args.load
     if iterations(save):

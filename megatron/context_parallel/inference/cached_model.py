@@ -38,8 +38,8 @@ class CachedModel:
         model: the megatron-core model.
         cores: its core attentions, by layer.
 
-        Raises:
-            UsageError: inference does not support the model.
+    Raises:
+        UsageError: inference does not support the model.
     """
 
     def __init__(self, model: GPTModel) -> None:

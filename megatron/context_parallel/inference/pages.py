@@ -86,8 +86,8 @@ class PageTables:
         pages: pages per rank.
         page: rows per page, at most 64, so that ranks differ by at most a page.
 
-        Raises:
-            UsageError: a page has more than 64 rows, or there are no pages.
+    Raises:
+        UsageError: a page has more than 64 rows, or there are no pages.
     """
 
     def __init__(self, n: int, pages: int, page: int = PAGE) -> None:
@@ -222,9 +222,9 @@ class PageTables:
         Returns:
             Its number, and for each rank the source and the target of the page to copy, if the last page is not full.
 
-            Raises:
-                CacheFull: no page is left for such a copy.
-                UsageError: `tokens` is more than the sequence has.
+        Raises:
+            CacheFull: no page is left for such a copy.
+            UsageError: `tokens` is more than the sequence has.
         """
         if not 0 <= tokens <= self.length(sequence):
             raise UsageError(

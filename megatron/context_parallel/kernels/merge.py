@@ -11,7 +11,7 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> Non
         out: [..., d] (on a GPU [s, B, G, d]), float32 or wider; rows whose `lse` is -inf have seen no key and
             may contain any finite values.
         lse: [...], log-sum-exp of the scores of `out`. Keep it in float64 over several merges: float32 rounds a value
-        of 14 by up to 5e-7, and each merge changes the weights by as much.
+            of 14 by up to 5e-7, and each merge changes the weights by as much.
         other_out: like `out`, in any dtype.
         other_lse: like `lse`.
 

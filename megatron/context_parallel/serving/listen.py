@@ -32,7 +32,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def serve_in_thread(app: ASGIApp, listener: socket.socket, patience: Patience) -> Iterator[Callable[[], None]]:
-    """Answers requests while the block runs. At its end, or when the yielded function is called, sends the last.
+    """Answers requests while the block runs. The last answers are sent when it ends, or at a call of what it yields.
 
     Raises:
         UsageError: the system allows fewer connections than `patience`.

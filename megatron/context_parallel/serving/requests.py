@@ -26,8 +26,8 @@ def requests_of(
         engine: the engine that will run them.
         new: the default maximum tokens of a text.
 
-        Raises:
-            Refused: a prompt can never run, or there are too many log-probabilities.
+    Raises:
+        Refused: a prompt can never run, or there are too many log-probabilities.
     """
     found = list[Request]()
     seed = secrets.randbits(62) if body.seed is None else body.seed

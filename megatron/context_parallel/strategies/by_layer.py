@@ -31,7 +31,7 @@ def choose_by_layer(specs: str, layers: int, n: int | None = None, /, **options:
         n: as for `parse_spec`.
         options: as for `parse_spec`, for the strategies of all layers.
 
-        Raises:
+    Raises:
         UsageError: `parse_spec` rejects a spec, the number of layers differs, or no layout works with all of them.
     """
     parts = [_COUNTED.fullmatch(part) for part in _BETWEEN.split(specs)]
@@ -116,7 +116,7 @@ def specs_given(
         n: the number of context ranks.
         layers: the number of layers of the whole model.
 
-        Raises:
+    Raises:
         UsageError: strategy and types differ, a type is unknown, or the number of types or ranks is wrong.
     """
     if not types:

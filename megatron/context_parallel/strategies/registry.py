@@ -116,7 +116,7 @@ class Strategy:
             kv_heads: key/value heads; default: as many as `heads`.
             options: the options that the strategy declares.
 
-            Raises:
+        Raises:
             UsageError: the strategy does not support a layout, a size or an option.
         """
         layout = layout or self.layouts[0]

@@ -115,7 +115,7 @@ def parse_spec(spec: "str | Choice", n: int | None = None, /, **options: object)
         n: the number of ranks, if known. Advice on a grid then fits it.
         options: options by name, as values or text.
 
-        Raises:
+    Raises:
         UsageError: the strategy, an option or a value is unknown.
     """
     given = {name: value for name, value in options.items() if value is not None}

@@ -105,7 +105,7 @@ def open_store(args: Arguments) -> dist.Store:
         wait_for_store(args)
     try:
         with _stack_of_torch_left_out():
-            store, _, _ = next(dist.rendezvous("env://", args.rank, world_size=1, timeout=timeout))  # waits for one
+            store, _, _ = next(dist.rendezvous("env://", args.rank, world_size=1, timeout=timeout))  # for one rank
     except dist.DistNetworkError as error:
         if not args.rank:
             raise

@@ -20,9 +20,9 @@ class Cudnn(Library):
 
     - Whole and half chunks. ATen keeps one graph for each shape, and building one takes many times as long as running
       it (MHA.cpp). Documents give pieces of new lengths in every batch.
-      - Multiples of 128 rows and keys. Other lengths trigger bugs in the backward pass. Up to 9.15.0 it reads out of
-          bounds (release notes of cudnn-frontend 1.16). For keys of 64 modulo 128 and a log-sum-exp below -88, dQ is
-          NaN on sm_90 in every version up to at least 9.20 (cudnn-frontend pull request 628, pytorch issue 196678).
+    - Multiples of 128 rows and keys. Other lengths trigger bugs in the backward pass. Up to 9.15.0 it reads out of
+      bounds (release notes of cudnn-frontend 1.16). For keys of 64 modulo 128 and a log-sum-exp below -88, dQ is
+      NaN on sm_90 in every version up to at least 9.20 (cudnn-frontend pull request 628, pytorch issue 196678).
     """
 
     name, title = "cudnn", "cuDNN attention through PyTorch"
