@@ -239,7 +239,7 @@ def test_plan_tool_takes_auto(capsys):
     said = capsys.readouterr().out
     spec = re.search(r"chose --cp-strategy (\S+); ", said)[1]
     assert f"{spec}, {parse_spec(spec).layout} layout" in said
-    with pytest.raises(UsageError, match="auto: needs to know the cluster; give --cluster"):
+    with pytest.raises(UsageError, match="auto: needs a cluster; give --cluster"):
         plan_tool(["auto", *sizes])
 
 

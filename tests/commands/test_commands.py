@@ -147,7 +147,7 @@ def test_generation_does_not_wait_for_torch_either(tmp_path):
             "--load runs": "--prompt: missing; give --prompt",
             "--load runs --prompt a --interactive": "--prompt a: cannot be combined with --interactive",
             f"--load runs --prompts-file {tmp_path}/none.txt": "none.txt: cannot be read",
-            f"--load runs --prompts-file {tmp_path}/empty.txt": "no prompts in it",
+            f"--load runs --prompts-file {tmp_path}/empty.txt": "contains no prompts",
             "--load runs --prompt a --top-p 1.5": "--top-p 1.5: need a number, 0 or more, 1 at most",
             "--load runs --prompt a --temprature 1": "did you mean --temperature?",
             f"--load {tmp_path} --prompt a": "contains neither checkpoints of a run nor a HuggingFace model",
@@ -155,7 +155,7 @@ def test_generation_does_not_wait_for_torch_either(tmp_path):
         "run_text_generation_server": {
             "--port 70000 --load runs": "--port 70000: need a whole number, 0 or more, 65535 at most",
             f"--load runs --api-key-file {tmp_path}/none.txt": "none.txt: cannot be read",
-            f"--load runs --api-key-file {tmp_path}/empty.txt": "no key in it",
+            f"--load runs --api-key-file {tmp_path}/empty.txt": "contains no key",
         },
     }
     for program, mistakes in wrong.items():

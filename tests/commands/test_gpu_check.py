@@ -111,7 +111,7 @@ def test_everything_runs_and_agrees_with_float64(kernels, capsys):
     assert row["formula_GB"] * 1e9 == pytest.approx((memory_units() + 4) * 16 * 4 * 8 * 4)
     assert "left_out" in report.numbers["te"][0]
     assert report.numbers["nccl"] == [
-        {"left_out": "communication between GPUs: it needs two GPUs or more, and here is one"}
+        {"left_out": "communication between GPUs: needs two or more GPUs, and this host has one"}
     ]
     blocks = report.numbers["blocks against float64"]
     assert {(r["backend"], r["mask"]) for r in blocks} == {

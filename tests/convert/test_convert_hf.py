@@ -210,5 +210,5 @@ def test_what_cannot_be_converted_is_told(ranks, tmp_path, monkeypatch):
         with pytest.raises(UsageError, match=part):
             convert_hf.main(words)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="WORLD_SIZE=2: one process converts"):
+    with pytest.raises(UsageError, match="WORLD_SIZE=2: the conversion uses one process"):
         convert_hf.main(["to-hf", "--load", "x", "--save", "y"])

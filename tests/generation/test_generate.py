@@ -439,7 +439,7 @@ def test_what_the_command_prints(capsys, tmp_path):
     assert [lines[1], lines[6]] == [letters(5, 6, 12, 13, 14), letters(7, 11, 12, 13)]
     assert [line.split()[1:] for line in lines[2:5]] == [[str(i), repr(letters(i))] for i in (12, 13, 14)]
     assert all(float(line.split()[0]) == pytest.approx(-0.0123, abs=1e-4) for line in lines[2:5])
-    with pytest.raises(UsageError, match="give 197 new tokens"):
+    with pytest.raises(UsageError, match="give at most 197 new tokens"):
         command.requests_of(
             command.read_flags([*given[:4], "--max-new-tokens", "198"]), loop.engine, [letters(1, 1, 1)]
         )

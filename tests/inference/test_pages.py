@@ -116,7 +116,9 @@ def test_what_does_not_fit_changes_nothing():
     a, b = tables.open(), tables.open()
     tables.add({a: 5})
     before = places(tables, a), tables.rows(), tables.room()
-    with pytest.raises(CacheFull, match=r"^sequence 2: 20 new tokens, .* room for 16; .*--cache-tokens 40$") as refused:
+    with pytest.raises(
+        CacheFull, match=r"^sequence 2: 20 new tokens, .* space for 16; .*--cache-tokens 40$"
+    ) as refused:
         tables.add({a: 10, b: 20})
     assert refused.value.room == 16
     assert (places(tables, a), tables.rows(), tables.room()) == before

@@ -341,7 +341,7 @@ def test_bodies_are_json_and_say_so(named):
 @pytest.mark.parametrize("given", ["", ",", " , ", "\n"])
 def test_keys_that_are_none_do_not_open_the_server(monkeypatch, given):
     monkeypatch.setenv("API_KEYS", given)
-    with pytest.raises(UsageError, match="API_KEYS: no key in it; write keys separated by commas"):
+    with pytest.raises(UsageError, match="API_KEYS: contains no key; write keys separated by commas"):
         read_keys(Serve(load="x"))
     with pytest.raises(UsageError, match="--api-key-file '': cannot be read"):
         read_keys(Serve(load="x", api_key_file=""))

@@ -91,10 +91,10 @@ def test_a_launch_script_of_megatron_runs_after_one_refusal_that_names_all(name,
     capsys.readouterr()
     args = parse_args([word for words in flags if words[0] not in REFUSED[name] for word in words] + ["--dry-run"])
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "flags of Megatron-LM that are accepted but have no effect:"
+    assert said[0] == "these flags of Megatron-LM are accepted, but have no effect:"
     if name == "gpt3":
         assert (args.num_layers, args.train_iters, args.data_parallel_size) == (96, 500000, 1)
-        assert said[1:] == ["  --attention-backend: --cp-attention-backend chooses what computes attention"]
+        assert said[1:] == ["  --attention-backend: --cp-attention-backend selects the library for attention"]
     elif name == "llama":
         assert (args.train_iters, args.split, args.decoupled_lr) == (1953125000 // 128, "99,1,0", 5e-4)
         assert (args.fp8_amax_history_len, args.transformer_impl) == (1024, "transformer_engine")

@@ -67,7 +67,7 @@ def check_relations(args: FlagSection) -> Iterator[UsageError]:
         if flag.multiple_of:
             yield from check_multiple(args, name, *flag.multiple_of.split())
         if flag.not_above and value > (limit := getattr(args, flag.not_above) or math.inf):
-            yield refusal(args, name, f"is more than {flag_text(args, flag.not_above)}", **{name: limit})
+            yield refusal(args, name, f"more than {flag_text(args, flag.not_above)}", **{name: limit})
 
 
 def check_multiple(args: FlagSection, name: str, *of: str) -> Iterator[UsageError]:
