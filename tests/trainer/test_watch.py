@@ -579,7 +579,7 @@ def test_stuck_shows_a_circle(folder, capsys, monkeypatch):
 
 
 def test_stuck_without_a_job(folder):
-    with pytest.raises(stuck.UsageError, match="no job runs here"):
+    with pytest.raises(stuck.UsageError, match="no job is running"):
         stuck.main([])
 
 
