@@ -1,6 +1,6 @@
 """Times forward and backward of distributed attentions against each other, interleaved (A B C A B C ...).
 
-Each is checked against exact attention first; what is not exact is not timed. Run it from the project's folder:
+Each is first compared with exact attention; cases that are not exact are not timed. Run it in the project's folder:
 
     PYTHONPATH=. python benchmarks/attention.py --ranks 4 --seq-length 1024 --output runs/try \\
         --strategies ring attention2d:grid=2x2 loongtrain:head_parallel_size=2,inner_ring_size=2 peer:ring-flash-attn
@@ -36,21 +36,23 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
-    """The flags of what is timed, how often, and where results go."""
-    parser.add_argument("--num-attention-heads", type=int, default=8, help="query heads; default: %(default)s")
-    parser.add_argument("--num-query-groups", type=int, help="key/value heads; default: as query heads")
-    parser.add_argument("--kv-channels", type=int, default=64, help="size of a head; default: %(default)s")
-    parser.add_argument("--seq-length", type=int, default=4096, help="tokens; default: %(default)s")
-    parser.add_argument("--micro-batch-size", type=int, default=1, help="sequences; default: %(default)s")
+    """The flags for the problem, the number of rounds, and the output."""
+    parser.add_argument(
+        "--num-attention-heads", type=int, default=8, help="number of query heads; default: %(default)s"
+    )
+    parser.add_argument("--num-query-groups", type=int, help="number of key/value heads; default: as query heads")
+    parser.add_argument("--kv-channels", type=int, default=64, help="width of a head; default: %(default)s")
+    parser.add_argument("--seq-length", type=int, default=4096, help="number of tokens; default: %(default)s")
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="number of sequences; default: %(default)s")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: %(default)s")
     parser.add_argument("--full-mask", action="store_true", help="every token sees every token; default: causal")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds; default: %(default)s")
-    parser.add_argument("--warm-up", type=int, default=1, help="passes of each case before; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="number of timed rounds; default: %(default)s")
+    parser.add_argument("--warm-up", type=int, default=1, help="warm-up passes of each case; default: %(default)s")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for CSV, JSON and plot")
 
 
 def problem_of(args: argparse.Namespace, ranks: int) -> Workload:
-    """Raises UsageError for sizes that cannot be."""
+    """Raises UsageError for invalid sizes."""
     for flag, least in (
         ("num_attention_heads", 1),
         ("num_query_groups", 1),
@@ -78,11 +80,11 @@ def cases_of(args: argparse.Namespace, problem: Workload) -> tuple[list[Case], l
     """The cases, and for each the bytes per rank of its plans (None for a peer).
 
     Raises:
-        UsageError: a case that is unknown, does not work on these ranks and heads, or is there twice.
+        UsageError: a case is unknown, does not work on these ranks and heads, or is given twice.
     """
     texts = args.strategies or preset(args.preset, problem)
     if twice := next((text for text in texts if texts.count(text) > 1), None):
-        raise UsageError(f"--strategies {twice}: is there twice; give it once")
+        raise UsageError(f"--strategies {twice}: is given twice; give it once")
     cases = [parse_case(text) for text in texts]
     return cases, [None if case.peer else planned_bytes(case.plans(problem), problem) for case in cases]
 

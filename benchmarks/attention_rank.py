@@ -32,12 +32,14 @@ def measure(job: dict) -> list[dict]:
 
 def prepare(case: Case, problem: Workload, watch: Stopwatch, exact: ExactAttention) -> tuple:
     """(subject, error, None) of a case that is exact on all ranks, or (None, None, why it is not timed)."""
-    group = dist.new_group(list(range(problem.ranks)))  # its own, so that a case that fails leaves the others' alone
+    group = dist.new_group(
+        list(range(problem.ranks))
+    )  # a separate group, so that a failing case does not affect others
     subject, error, failure = None, 0.0, None
     try:
         subject = build(case, problem, group, watch)
         error = exact.error_of(subject)
-    except Exception as found:  # whatever it is, it is this case's result
+    except Exception as found:  # any error is this case's result
         failure = f"{type(found).__name__}: {found}".splitlines()[0]
     outcomes: list = [None] * problem.ranks
     dist.all_gather_object(outcomes, (error, failure))

@@ -30,8 +30,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     parser.add_argument("--cp-cluster", metavar="NAME", help="a preset or .yaml file; default: measured by the ranks")
-    parser.add_argument("--cp-head-parallel-size", type=int, metavar="N", help="only cases with this one")
-    parser.add_argument("--cases", type=int, default=14, help="of the sweep at most; default: %(default)s")
+    parser.add_argument("--cp-head-parallel-size", type=int, metavar="N", help="only run cases with this size")
+    parser.add_argument("--cases", type=int, default=14, help="maximum cases of the sweep; default: %(default)s")
     add_flags(parser)
     add_workload(parser)
     args = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""What is compared: strategies of this project and peers, as written on the command line, and named sets of them."""
+"""The cases to compare: strategies of this project and peers, from the command line, and named sets of them."""
 
 from dataclasses import dataclass, field
 
@@ -76,7 +76,7 @@ def parse_case(text: str) -> Case:
     for word in rest.split(",") if rest else ():
         key, equals, value = word.partition("=")
         if not (key and equals and value):
-            raise UsageError(f"--strategies {text}: {word!r} is no option; write it as grid=4x4")
+            raise UsageError(f"--strategies {text}: {word!r} is not an option; write it as grid=4x4")
         options[key] = _value(value)
     return Case(text, name, None, options)
 

@@ -1,4 +1,4 @@
-"""Tokens a second of one rank beside transformers' `generate` with its static cache, on the same Llama, interleaved.
+"""Compares tokens per second of one rank with transformers' `generate` with a static cache, on one Llama, interleaved.
 
 Part of inference.py: `python benchmarks/inference.py --decode-speed`.
 """
@@ -74,14 +74,14 @@ def generated(engine: Engine, count: int, names: list[str]) -> list[int]:
 
 
 def speed(action: Callable[[], list[int]], tokens: int, found: list[list[int]]) -> float:
-    """Tokens a second."""
+    """Tokens per second."""
     begun = time.perf_counter()
     found.append(action())
     return tokens / (time.perf_counter() - begun)
 
 
 def run(hidden: int, layers: int, rounds: int) -> int:
-    """Measure in turn, and print medians and ratios with their bars; 1 if the texts differ."""
+    """Measure in turn, and print medians and ratios with their targets. Returns 1 if the texts differ."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         theirs, engine = models(folder, hidden, layers)

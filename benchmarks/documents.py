@@ -1,4 +1,4 @@
-"""Prints the host's time for the packed documents of one micro batch: what a rank does before its first block runs.
+"""Prints the host's time for the packed documents of one micro batch, before a rank's first block runs.
 
     PYTHONPATH=. python benchmarks/documents.py
 

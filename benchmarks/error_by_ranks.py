@@ -1,4 +1,4 @@
-"""Prints, as a Markdown table, how far strategies are from exact attention on 1 to 64 ranks, all in this process.
+"""Prints a Markdown table of the errors of strategies on 1 to 64 ranks, all in this process.
 
 PYTHONPATH=. python benchmarks/error_by_ranks.py --dtype bfloat16
 """

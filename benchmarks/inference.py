@@ -52,7 +52,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     add_flags(parser)
     parser.add_argument(
-        "--counts", nargs="+", type=int, metavar="N", help="ranks on loopback, or with --node-rate nodes, one by one"
+        "--counts", nargs="+", type=int, metavar="N", help="numbers of ranks on loopback, or of nodes with --node-rate"
     )
     for name, (several, text) in LISTS.items():
         default = " ".join(map(str, several))
@@ -65,19 +65,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     default = ["pass-kv", "pass-q", "auto"]
     parser.add_argument("--choices", nargs="+", choices=CHOICES, default=default, help="default: pass-kv pass-q auto")
     parser.add_argument(
-        "--cluster", metavar="FILE", help="whose rates decide auto, alg1 and alg5; default: bytes decide"
+        "--cluster", metavar="FILE", help="cluster whose rates auto, alg1 and alg5 use; default: compare bytes"
     )
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for CSV, JSON and plots; required")
     parser.add_argument(
         "--decode-speed",
         action="store_true",
-        help="measure tokens a second on one rank beside transformers, of --num-layers and --hidden-size, and no more",
+        help="only compare tokens per second on one rank with transformers, for --num-layers and --hidden-size",
     )
     return parser.parse_args(argv)
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises UsageError for sizes that cannot be."""
+    """Raises UsageError for invalid sizes."""
     for name in SIZES:
         value, least = getattr(args, name.replace("-", "_")), 0 if name == "warm-up" else 1
         if value < least:
@@ -88,11 +88,11 @@ def check(args: argparse.Namespace) -> None:
     if args.output is None and not args.decode_speed:
         raise UsageError("--output: missing; give a folder, such as --output runs/inference")
     if args.counts and (args.ranks or args.nodes):
-        raise UsageError("--counts: does not go with --ranks or --nodes; give only --counts")
+        raise UsageError("--counts: cannot be combined with --ranks or --nodes; give only --counts")
     if args.num_attention_heads % args.num_query_groups:
         raise UsageError(f"--num-query-groups {args.num_query_groups}: must divide --num-attention-heads, as 1 does")
     if wrong := [rate for rate in args.miss_rates if not 0 < rate <= 1]:
-        raise UsageError(f"--miss-rates {wrong[0]:g}: give shares above 0, 1 at most, such as 0.05")
+        raise UsageError(f"--miss-rates {wrong[0]:g}: give fractions above 0, at most 1, such as 0.05")
 
 
 def rows_of(entries: list[dict], ranks: int, layers: int, sizes: LayerShape) -> list[dict]:
@@ -133,7 +133,7 @@ def table(rows: list[dict], choices: list[str], title: str) -> Table:
 
 
 def nic_lines(rows: list[dict]) -> list[str]:
-    """How far the bytes on the NICs are from the formula, at most, by variant."""
+    """The maximum deviation of the bytes on the NICs from the formula, by variant."""
     over: dict[str, list[float]] = {}
     for row in rows:
         if row["nic_over_formula"] is not None:

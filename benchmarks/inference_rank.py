@@ -79,7 +79,7 @@ def measure(job: dict) -> list[dict]:
 
 
 def turn(session: Session, entry: dict, before: list[int]) -> None:
-    """A turn of each conversation, which is then forgotten."""
+    """A turn of each conversation, which is then freed."""
     turns = [session.fork(sequence, entry["cached"]) for sequence in before]
     choice = None if entry["choice"] == "decode" else entry["choice"]
     session.forward({sequence: [7] * entry["new"] for sequence in turns}, choice)

@@ -30,7 +30,7 @@ CASES = ["ring", "lightseq", "attention2d", "mesh", "loongtrain:head_parallel_si
 
 
 class Nothing:
-    """A kernel that computes nothing: its results are what was in memory."""
+    """A kernel that computes nothing: its results are uninitialized."""
 
     def pieces(self, block, keys):
         return [Piece(slice(0, block.first.shape[1]), slice(0, keys), "full")]
@@ -43,7 +43,7 @@ class Nothing:
 
 
 class Silent:
-    """A transport that moves nothing: what arrives is what was in memory."""
+    """A transport that sends nothing: received data is uninitialized."""
 
     sums = False
 

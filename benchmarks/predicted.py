@@ -65,7 +65,7 @@ def step_seconds(text: str, flags: list[str], ranks: int, cluster: Cluster) -> f
 
 
 def wrong_order(predicted: dict[str, float], measured: dict[str, dict]) -> list[str]:
-    """Pairs of cases that are predicted the other way round, of those apart by more than 5 % and than their spreads."""
+    """Pairs of cases predicted in the wrong order, among those that differ by more than 5 % and their spreads."""
     lines = []
     for a, b in combinations(measured, 2):
         fast, slow = sorted((a, b), key=lambda case: measured[case]["median"])
@@ -76,7 +76,7 @@ def wrong_order(predicted: dict[str, float], measured: dict[str, dict]) -> list[
 
 
 def compare(heading: str, measured: dict[str, dict], predict: Predict) -> None:
-    """Shows both, and how well they agree. `measured`: summaries of `report.summarize`, by case."""
+    """Prints both, and their agreement. `measured`: summaries of `report.summarize`, by case."""
     predicted = {case: predict(case) for case in measured}
     errors = {case: predicted[case] / was["median"] - 1 for case, was in measured.items()}
     table = Table("case", title=heading)
@@ -95,7 +95,7 @@ def compare_runs(folders: list[Path], cluster: Cluster) -> None:
     together: dict[str, tuple[Predict, dict[str, dict]]] = {}
     for folder in folders:
         if not (folder / "run.json").is_file():
-            raise UsageError(f"{folder}: no run.json there; give a folder that benchmarks/attention.py wrote")
+            raise UsageError(f"{folder}: contains no run.json; give an output folder of benchmarks/attention.py")
         run = json.loads((folder / "run.json").read_text())
         own = {case: was for case, was in run["summaries"].items() if was and not case.startswith("peer:")}
         problem = Workload(**run["problem"])
@@ -108,7 +108,7 @@ def compare_runs(folders: list[Path], cluster: Cluster) -> None:
 
 
 def before(flags: list[str], cluster: Cluster) -> None:
-    """Shows what a command of attention.py is predicted to measure."""
+    """Prints the predicted results of a command of attention.py."""
     args = attention.parse_args(flags)
     place = cluster_of(args)
     problem = attention.problem_of(args, place.ranks)
@@ -117,7 +117,7 @@ def before(flags: list[str], cluster: Cluster) -> None:
 
 
 def before_training(flags: list[str], cluster: Cluster) -> None:
-    """Shows what a command of training_step.py is predicted to measure."""
+    """Prints the predicted results of a command of training_step.py."""
     args, given = training_step.parse_args(flags)
     ranks = cluster_of(args).ranks
     trainer = training_step.trainer_flags(given, ranks)

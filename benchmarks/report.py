@@ -141,12 +141,12 @@ def _rate(cluster: dict) -> str:
 
 
 def make_folder(path: Path) -> None:
-    """Before a long run, so that its results are not lost; raises UsageError if it cannot be made."""
+    """Creates the output folder before a long run. Raises UsageError if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"--output {path}: {error.strerror}; give a folder that can be made, such as runs/try"
+            f"--output {path}: {error.strerror}; give a folder that can be created, such as runs/try"
         ) from None
 
 

@@ -33,7 +33,7 @@ class Ours:
 
 
 def build(case: Case, problem: Workload, group: dist.ProcessGroup, watch: Stopwatch) -> object:
-    """The strategy or peer on the ranks of `group`; any exception says why there is none."""
+    """The strategy or peer on the ranks of `group`. An exception says why it cannot run."""
     if not case.peer:
         return Ours(case, problem, group, watch)
     adapter = importlib.import_module(f"{__package__}.peers.{PEERS[case.name][0]}")

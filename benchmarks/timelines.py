@@ -39,7 +39,7 @@ def predicted(path: Path) -> Lanes:
         if event["ph"] == "X" and event["args"]["pass"] == PASS:
             lanes[event["pid"], event["tid"]].append(_span(event, 0))
     if not lanes:
-        raise UsageError(f"{path}: no {PASS} pass in it; give a file of tools/plan.py --cluster NAME --timeline FILE")
+        raise UsageError(f"{path}: has no {PASS} pass; give a file of tools/plan.py --cluster NAME --timeline FILE")
     return _from_zero(lanes)
 
 

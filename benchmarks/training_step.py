@@ -50,14 +50,14 @@ def trainer_flags(given: list[str], ranks: int) -> list[str]:
 
 
 def trainer_args(flags: list[str], ranks: int) -> Arguments:
-    """What the trainer makes of its flags on these ranks."""
+    """The trainer's arguments from its flags on these ranks."""
     ignore_warnings_of_libraries()
     from megatron.context_parallel.trainer.arguments.complete import parse_args as parse_trainer
 
     with patch.dict(os.environ, WORLD_SIZE=str(ranks)):
         args = parse_trainer(flags)
     if args.context_parallel_size != ranks or args.global_batch_size != args.micro_batch_size:
-        raise UsageError("--context-parallel-size, --global-batch-size: are set here; leave them out after --")
+        raise UsageError("--context-parallel-size, --global-batch-size: set by this benchmark; leave them out after --")
     return args
 
 
@@ -73,7 +73,7 @@ def cases_of(texts: list[str], problem: Workload) -> list[Case]:
     cases = [parse_case(text) for text in texts]
     for case in cases:
         if case.peer:
-            raise UsageError(f"--strategies {case.text}: the trainer runs this project's strategies only, such as ring")
+            raise UsageError(f"--strategies {case.text}: the trainer runs only this project's strategies, such as ring")
         case.plans(problem)
     return cases
 

@@ -37,6 +37,6 @@ refuses "needs rich: $extra" cp-checkpoint list none
 refuses "needs matplotlib: $extra" cp-plot-loss none
 refuses "needs rich: $extra" cp-plan-search --model llama3-8b
 if ! nvidia-smi -L >/dev/null 2>&1; then
-    refuses "needs a CUDA GPU, and there is none here; run it on a host with one" cp-gpu-check
+    refuses "needs a CUDA GPU, and this host has none; run it on a host with one" cp-gpu-check
 fi
 echo "wheel.sh: the wheel works without extras"

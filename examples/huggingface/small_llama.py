@@ -1,4 +1,4 @@
-"""Saves a small Llama of random weights, with a tokenizer of bytes, as a folder of HuggingFace.
+"""Saves a small Llama with random weights and a byte-level tokenizer as a HuggingFace folder.
 
 python examples/huggingface/small_llama.py FOLDER
 """

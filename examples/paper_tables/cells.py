@@ -1,4 +1,4 @@
-"""The numbers of the papers' tables and figures, and what this project says of each: CSV files."""
+"""The numbers of the papers' tables and figures, and this project's prediction of each, as CSV files."""
 
 import csv
 import re

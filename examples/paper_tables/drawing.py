@@ -117,7 +117,7 @@ def _scatter(axes: pyplot.Axes, results: Sequence[Result]) -> None:
 
 
 def _summary(results: Sequence[Result]) -> str:
-    """How far predictions are off, and how many cells there are."""
+    """The errors of the predictions, and the number of cells."""
     found = Errors.of(results)
     if not found:
         return f"0 of {len(results)} cells"

@@ -1,4 +1,4 @@
-"""How good the predictions of a table are: errors, the bars that were set, and what choosing by prediction costs."""
+"""The quality of a table's predictions: errors, targets, and the cost of choosing by prediction."""
 
 import statistics
 from collections import defaultdict

@@ -23,7 +23,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is asked for, so that `--help` and wrong flags do not wait for torch."""
+    """Imports a public name at its first use, so that `--help` and invalid flags do not wait for torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_MODULES[name]}", __name__), name)

@@ -1,13 +1,13 @@
-"""The one error a user is meant to read."""
+"""The error that is written for the user."""
 
 from collections.abc import Callable, Iterable, Iterator
 
 
 class UsageError(ValueError):
-    """A flag, shape, file or rank count that cannot work.
+    """An invalid flag, shape, file or number of ranks.
 
-    Each argument is a line: it names what was given, its value, and a value that works. What cannot be printed, such as
-    a line break in a given word, is escaped. Programs print it without a traceback and exit with status 2.
+    Each argument is a line: it names the given flag and value, and a value that works. Characters that cannot be
+    printed, such as a line break in a value, are escaped. Programs print it without a traceback and exit with status 2.
     """
 
     def __str__(self) -> str:
@@ -15,11 +15,11 @@ class UsageError(ValueError):
 
 
 class RankError(UsageError):
-    """What is wrong on the host of one rank, maybe of no other: it says so without waiting for rank 0."""
+    """An error on the host of one rank, and maybe of no other: this rank prints it without waiting for rank 0."""
 
 
 def raise_all(errors: Iterable[UsageError]) -> None:
-    """Raise the lines of several errors as one; nothing if there is none."""
+    """Raise the lines of several errors as one error, if there are any."""
     if lines := dict.fromkeys(line for error in errors for line in error.args):
         raise UsageError(*lines)
 

@@ -1,4 +1,4 @@
-"""What a person gives as text: the options of strategies, and the flags of the trainer, which are options too."""
+"""Options given as text: the options of strategies, and the flags of the trainer."""
 
 import inspect
 import math
@@ -18,18 +18,18 @@ class Option:
     """The declaration of an option: `grid: Annotated[Grid | None, Option("rows x columns", example="3x4")] = None`.
 
     Attributes:
-        help: what it means, for `--help`.
+        help: its meaning, for `--help`.
         example: a value that works.
         choices: all values that work.
-        read: makes the value from text, for a type other than int, float, bool, str or Grid. It may raise ValueError.
-        at_least, at_most, below: bounds of its numbers; without `at_least` they are above 0.
-        tries: `tries(n, q_transfer_blocks)` has the values that the planner tries on n ranks, where a message of
+        read: parses text, for types other than int, float, bool, str or Grid. It may raise ValueError.
+        at_least, at_most, below: bounds of its numbers; without `at_least` they must be above 0.
+        tries: `tries(n, q_transfer_blocks)` returns the values that the planner tries on n ranks, if a message of
             queries takes as long as q_transfer_blocks forward blocks. Without it the planner tries all grids of n
-            ranks, both values of a switch, and of others the default.
-        formerly: its earlier name, which is still read.
-        name: of the parameter. You need not give it, nor what follows.
+            ranks, both values of a switch, and only the default of other types.
+        formerly: its former name, which is still accepted.
+        name: the name of the parameter. This and the following attributes are derived from the signature.
         kind: the type of the parameter without "| None".
-        default: of the parameter.
+        default: the default of the parameter.
     """
 
     help: str
@@ -50,7 +50,7 @@ class Option:
         return "--cp-" + self.name.replace("_", "-")
 
     def value(self, given: Any, n: int | None = None) -> Any:
-        """What `given` stands for, a text or a value; with n ranks, advice on a grid fits them. Raises UsageError."""
+        """The value of `given`, a text or a value. With n ranks, advice on a grid fits them. Raises UsageError."""
         if given is None and self.default is None:
             return None
         try:
@@ -65,7 +65,7 @@ class Option:
         return found
 
     def fits(self, value: Any) -> bool:
-        """Whether a value has the type, is one of the choices and keeps the bounds; what `read` made does."""
+        """Whether a value has the type, is one of the choices and is within the bounds. Results of `read` are."""
         if isinstance(value, bool | list):
             return self.kind is bool and value in (True, False)
         if self.choices or self.read:
@@ -97,7 +97,7 @@ class Option:
         return by_kind.get(self.kind, [self.default])
 
     def given(self, value: object) -> str:
-        """As a command line gives it `value`."""
+        """The option with `value`, as on a command line."""
         if self.kind is bool:
             return self.option if value else self.option.replace("--", "--no-", 1)
         return f"{self.option} {show(value)}"
@@ -117,12 +117,12 @@ class Option:
 
 
 def divisors(n: int) -> list[int]:
-    """The whole numbers that divide n, ascending."""
+    """The divisors of n, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def show(value: object) -> str:
-    """A value as a flag or a spec gives it."""
+    """A value as written in a flag or a spec."""
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -142,7 +142,7 @@ _READ: dict[Any, Callable[[str], Any]] = {
 
 
 def options_of(function: Callable) -> dict[str, Option]:
-    """The options a strategy's function declares.
+    """The options that a strategy's function declares.
 
     Raises:
         UsageError: a signature other than `(at: Pass, *, name: Annotated[type, Option(...)] = default, ...)`.
@@ -161,7 +161,7 @@ def options_of(function: Callable) -> dict[str, Option]:
         if not good or not declared or not (declared.read or kind in _READ):
             raise UsageError(
                 f"{name}: declare the option {parameter.name} after a `*`, with a type and a default, such as "
-                f'{parameter.name}: Annotated[int, Option("what it means")] = 1'
+                f'{parameter.name}: Annotated[int, Option("its meaning")] = 1'
             )
         found[parameter.name] = replace(declared, name=parameter.name, kind=kind, default=parameter.default)
     return found

@@ -256,7 +256,7 @@ def test_options_of_a_case():
         ("--ranks 4 --strategies peer:spiral", ["--strategies peer:spiral", "yunchang"]),
         ("--ranks 4 --strategies mesh:grid", ["--cp-strategy mesh:grid", "grid has no value", "mesh:OPTION=VALUE"]),
         ("--ranks 4 --strategies mesh:grid=3x3", ["--cp-grid 3x3", "2x2"]),
-        ("--ranks 4 --strategies ring:grid=2x2", ["--cp-grid 2x2", "ring has no use for it"]),
+        ("--ranks 4 --strategies ring:grid=2x2", ["--cp-grid 2x2", "not an option of ring"]),
         ("--ranks 4 --strategies ring ring", ["--strategies ring", "once"]),
         ("--ranks 4 --preset everything", ["--preset everything", "balance"]),
         ("--ranks 4 --strategies ring --seq-length 100", ["--seq-length 100", "such as 96"]),

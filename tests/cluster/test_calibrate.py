@@ -65,8 +65,8 @@ def test_what_the_cells_do_not_tell_stays_where_it_starts():
         ({"nics.speed": Field(1, 1, 1)}, "speed: no such field"),
         ({"device.attention[7].forward_TFLOP_s": Field(0.5, 0.1, 1)}, r"attention\[7\].forward_TFLOP_s: no such field"),
         ({"nics.GB_s": Field(30, 2, 25)}, "starts at 30; give 0 < least <= start <= most"),
-        ({"device.attention[0].forward_TFLOP_s": Field(1, 1, 2)}, "above the peak of the device; give 1 at most"),
-        ({f"device.attention[{i}].rows": Field(1, 1, 1) for i in range(17)}, "17 fields to fit; give 16 at most"),
+        ({"device.attention[0].forward_TFLOP_s": Field(1, 1, 2)}, "above the peak of the device; give at most 1"),
+        ({f"device.attention[{i}].rows": Field(1, 1, 1) for i in range(17)}, "17 fields to fit; give at most 16"),
     ],
 )
 def test_a_fit_that_cannot_be_is_refused(fields, message):
@@ -107,7 +107,7 @@ def test_the_tool_writes_the_cluster_and_what_it_was_fitted_to(tmp_path, monkeyp
     assert fitted.source.endswith("Fitted by tools/calibrate.py to table_1 (1 GB): nics.GB_s.")
     said = capsys.readouterr().out
     assert "20.0% / 20.0% (1)" in said and "wrote fitted.yaml" in said
-    with pytest.raises(UsageError, match="--cluster dgx: not in FIELDS; give one of dgx-a100"):
+    with pytest.raises(UsageError, match="--cluster dgx: not in its FIELDS; give one of dgx-a100"):
         main(["paper", "--cluster", "dgx", "--output", "fitted.yaml"])
     with pytest.raises(UsageError, match=r"DIR none: no predict\.py"):
         main(["none", "--cluster", "dgx-a100", "--output", "fitted.yaml"])

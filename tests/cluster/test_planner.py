@@ -67,7 +67,7 @@ def test_what_cannot_run_is_rejected_with_a_reason():
     least = min(memory(plan, WORKLOAD) for plan in choose_plans("ring", 8))
     some, none = (search(WORKLOAD, GroupDevices(BOX), room=room, most=2) for room in (2 * least, 1))
     assert some.ranked and any("of memory" in one.reason for one in some.rejected)
-    with pytest.raises(UsageError, match=r"--cp-strategy auto: no strategy works here .*memory"):
+    with pytest.raises(UsageError, match=r"--cp-strategy auto: no strategy works for this run .*memory"):
         _ = none.best
 
 
@@ -175,7 +175,7 @@ def test_all_ranks_take_the_same(ranks, tmp_path):
     for said in ranks(2, _refused):
         assert said.startswith("--cp-strategy auto: for which sizes? Give workload=Workload(")
     assert resolve("mesh", layout="cyclic").spec == "mesh:layout=cyclic"  # a named strategy needs no group
-    with pytest.raises(UsageError, match=r"^--cp-strategy auto: give what resolve\('auto', workload, group\) of"):
+    with pytest.raises(UsageError, match=r"^--cp-strategy auto: give the result of resolve\('auto', "):
         AllRanks(2, "auto")
 
 
@@ -199,13 +199,13 @@ def test_trainer_takes_what_is_fastest(ranks, tmp_path, capsys):
     flags = f"{TRAINER} --cp-cluster {path}"
     describe(parse_args(flags.split()))
     said = capsys.readouterr().out
-    spec = re.search(r"--cp-strategy auto: takes --cp-strategy (\S+); ", said)[1]
+    spec = re.search(r"--cp-strategy auto: chose --cp-strategy (\S+); ", said)[1]
     assert f"{spec}, " in said.split("strategy and layout")[1]
     layout = parse_spec(spec).layout
     assert ranks(4, _settled, flags, "4") == [(spec, spec, layout, None)] * 4
     assert parse_args(f"{TRAINER.replace('auto', spec)}".split()).cp_layers[0].spec == spec
     describe(parse_args(TRAINER.split()))
-    assert "--cp-strategy auto: chosen when the run starts" in capsys.readouterr().out
+    assert "--cp-strategy auto: the run measures its cluster when it starts" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_run_that_does_not_fit_is_refused(tmp_path):
     path.write_text(BOX_TEXT)  # devices of 1 GiB
     flags = TRAINER.replace("tiny-llama", "llama3-8b")
     args = parse_args(f"{flags} --seq-length 4096 --cp-cluster {path}".split())
-    with pytest.raises(UsageError, match=r"--cp-strategy auto: without attention the run needs an estimated .* has 1"):
+    with pytest.raises(UsageError, match=r"--cp-strategy auto: without attention the run already needs an .* has 1"):
         describe(args)
 
 
@@ -237,9 +237,9 @@ def test_plan_tool_takes_auto(capsys):
     sizes = ["--ranks", "4", "--seq-length", "4096", "--num-attention-heads", "8"]
     plan_tool(["auto", *sizes, "--cluster", "dgx-h100"])
     said = capsys.readouterr().out
-    spec = re.search(r"takes --cp-strategy (\S+); ", said)[1]
+    spec = re.search(r"chose --cp-strategy (\S+); ", said)[1]
     assert f"{spec}, {parse_spec(spec).layout} layout" in said
-    with pytest.raises(UsageError, match="auto: needs to know the cluster; give --cluster"):
+    with pytest.raises(UsageError, match="auto: needs a cluster; give --cluster"):
         plan_tool(["auto", *sizes])
 
 

@@ -43,7 +43,7 @@ def test_what_is_measured_is_the_same_on_all_ranks_and_predicts(ranks, tmp_path)
         ),
         ("--kv-channels 0", "--kv-channels 0: need a whole number, 1 or more"),
         ("--output c.json", "--output c.json: must end in .yaml"),
-        ("--output nowhere/c.yaml", "--output nowhere/c.yaml: no folder nowhere"),
+        ("--output nowhere/c.yaml", "--output nowhere/c.yaml: the folder nowhere does not exist"),
         ("", "no ranks: start it with torchrun --nproc-per-node 2"),
     ],
 )

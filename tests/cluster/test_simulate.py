@@ -236,7 +236,7 @@ def test_a_rank_that_does_something_else_is_not_folded():
 @pytest.mark.parametrize(
     "text,message",
     [
-        ("name: x\nnods: 3", "nods: unknown; there is name"),
+        ("name: x\nnods: 3", "nods: unknown; use one of name"),
         ("name: x", "source: missing"),
         ("[1, 2", "not YAML"),
         ("just words", "the file: give name"),
@@ -271,9 +271,9 @@ def test_presets_are_possible_clusters():
 
 
 def test_a_cluster_without_the_links_it_needs_is_refused():
-    with pytest.raises(UsageError, match="nics is missing, and there are 2 nodes"):
+    with pytest.raises(UsageError, match="nics is missing, but there are 2 nodes"):
         replace(BOX, nics=None)
-    with pytest.raises(UsageError, match="6 ranks are no whole nodes of 4 devices; give 4"):
+    with pytest.raises(UsageError, match="6 ranks do not fill nodes of 4 devices; give 4"):
         BOX.part(6)
     with pytest.raises(UsageError, match=r"no such file or preset; give a \.yaml file, or one of .*dgx-a100, dgx-h100"):
         load_cluster("dgx")

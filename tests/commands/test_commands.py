@@ -125,11 +125,11 @@ def test_help_and_wrong_flags_do_not_wait_for_torch(tmp_path):
         f"--config {tmp_path}/run.yaml": "run.yaml: --num-layers many",
         "--dry-run --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1": "--num-layers: miss",
         f"{tiny} --save-interval 5": "needs --save DIR",
-        f"{tiny} --bf16 --fp16": "does not go with --bf16",
+        f"{tiny} --bf16 --fp16": "cannot be combined with --bf16",
         f"{tiny} --cp-strategy circle": "--cp-strategy circle: unknown",
         f"{tiny} --cp-strategy ring:tile=2": "no option tile",
         f"{tiny} --cp-strategy mesh --cp-grid square": "--cp-grid square: need two whole numbers",
-        f"{tiny} --cp-overlap": "ring has no use for it",
+        f"{tiny} --cp-overlap": "not an option of ring",
     }
     done = started(["--help all", *wrong], {"torch", "numpy", "megatron.core", "rich"}, "pretrain")
     assert "usage: torchrun --nproc-per-node N --no-python cp-pretrain [--preset NAME]" in done.stdout
@@ -145,17 +145,17 @@ def test_generation_does_not_wait_for_torch_either(tmp_path):
         "generate": {
             "--prompt a": "--load: missing; give --load runs/quickstart",
             "--load runs": "--prompt: missing; give --prompt",
-            "--load runs --prompt a --interactive": "--prompt a: does not go with --interactive",
+            "--load runs --prompt a --interactive": "--prompt a: cannot be combined with --interactive",
             f"--load runs --prompts-file {tmp_path}/none.txt": "none.txt: cannot be read",
-            f"--load runs --prompts-file {tmp_path}/empty.txt": "no prompts in it",
+            f"--load runs --prompts-file {tmp_path}/empty.txt": "contains no prompts",
             "--load runs --prompt a --top-p 1.5": "--top-p 1.5: need a number, 0 or more, 1 at most",
             "--load runs --prompt a --temprature 1": "did you mean --temperature?",
-            f"--load {tmp_path} --prompt a": "neither a run with checkpoints nor a folder of HuggingFace",
+            f"--load {tmp_path} --prompt a": "contains neither checkpoints of a run nor a HuggingFace model",
         },
         "run_text_generation_server": {
             "--port 70000 --load runs": "--port 70000: need a whole number, 0 or more, 65535 at most",
             f"--load runs --api-key-file {tmp_path}/none.txt": "none.txt: cannot be read",
-            f"--load runs --api-key-file {tmp_path}/empty.txt": "no key in it",
+            f"--load runs --api-key-file {tmp_path}/empty.txt": "contains no key",
         },
     }
     for program, mistakes in wrong.items():

@@ -111,7 +111,7 @@ def test_everything_runs_and_agrees_with_float64(kernels, capsys):
     assert row["formula_GB"] * 1e9 == pytest.approx((memory_units() + 4) * 16 * 4 * 8 * 4)
     assert "left_out" in report.numbers["te"][0]
     assert report.numbers["nccl"] == [
-        {"left_out": "communication between GPUs: it needs two GPUs or more, and here is one"}
+        {"left_out": "communication between GPUs: needs two or more GPUs, and this host has one"}
     ]
     blocks = report.numbers["blocks against float64"]
     assert {(r["backend"], r["mask"]) for r in blocks} == {
@@ -253,5 +253,5 @@ def test_without_a_gpu_one_line_says_so(tmp_path):
     tool = Path(__file__).parents[2] / "tools" / "gpu_check.py"
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, tool], capture_output=True, text=True, cwd=tmp_path, env=environment)
-    expected = "gpu_check.py: error: needs a CUDA GPU, and there is none here; run it on a host with one\n"
+    expected = "gpu_check.py: error: needs a CUDA GPU, and this host has none; run it on a host with one\n"
     assert (done.returncode, done.stderr) == (2, expected)

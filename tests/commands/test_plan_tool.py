@@ -93,7 +93,7 @@ def test_bytes_of_a_sequence(tmp_path, run):
         (["ulysses", "--ranks", "4", "--num-attention-heads", "6"], ["--cp-head-parallel-size 4", "1, 2, 3, 6"]),
         (["ring", "--ranks", "4", "--draw", "p.gif"], ["--draw p.gif", ".png or .svg"]),
         (["ring", "--ranks", "4", "--html", "p.htm"], ["--html p.htm", ".html"]),
-        (["ring", "--ranks", "4", "--draw", "no/where.png"], ["--draw no/where.png", "make it first"]),
+        (["ring", "--ranks", "4", "--draw", "no/where.png"], ["--draw no/where.png", "create it first"]),
         (
             ["ring", "--ranks", "4", "--num-attention-heads", "8", "--num-query-groups", "3"],
             ["--num-query-groups 3", "divide", "8"],

@@ -194,21 +194,21 @@ def test_what_cannot_be_converted_is_told(ranks, tmp_path, monkeypatch):
         said,
         (
             "full: iteration 0 was not saved: File too large",
-            "run: there are checkpoints already; give a new directory",
+            "run: already contains checkpoints; give a new directory",
             "hf: not an empty folder; give a new one",
-            "hf: no model.safetensors and no model.safetensors.index.json there",
-            "and there is no run to go on with; add --finetune",
-            "trained with position_embedding_type learned_absolute: no model of llama, mistral, qwen3 has it; they",
+            "hf: contains neither model.safetensors nor model.safetensors.index.json",
+            "so there is no run to resume; add --finetune",
+            "trained with position_embedding_type learned_absolute: no llama, mistral, qwen3 model has it; all of them",
         ),
         strict=True,
     ):
         assert part in line and "\n" not in line, line
     for words, part in (
-        (["to-megatron", "--load", str(tmp_path), "--save", "x"], "no config.json there; give a folder of HuggingFace"),
-        (["to-hf", "--load", str(tmp_path / "hf"), "--save", "x"], "a folder of HuggingFace already; give the --save"),
+        (["to-megatron", "--load", str(tmp_path), "--save", "x"], "contains no config.json; give a HuggingFace folder"),
+        (["to-hf", "--load", str(tmp_path / "hf"), "--save", "x"], "already a HuggingFace folder; give the --save"),
     ):
         with pytest.raises(UsageError, match=part):
             convert_hf.main(words)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="WORLD_SIZE=2: one process converts"):
+    with pytest.raises(UsageError, match="WORLD_SIZE=2: the conversion uses one process"):
         convert_hf.main(["to-hf", "--load", "x", "--save", "y"])

@@ -1,6 +1,8 @@
-"""The documentation uses the field's words: phrases that were translated word by word do not come back."""
+"""Documentation, help, messages and docstrings use the field's words: phrases translated word by word stay away."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,10 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BANNED = {  # a pattern of prose, and what to write
     r"\bshar(e|es|ed|ing) out\b": "sharded",
-    r"\bgo(es)? on (from|with)\b": "resume, continue",
+    r"\bgo(es|ing)? on (from|with|after)\b": "resume, continue",
     r"\b(flies|flying)\b": "overlaps",
     r"\bholds? nobody up\b": "does not delay",
-    r"\bnobody (types|moves)\b": "say that it is not needed",
+    r"\bnobody (types|moves|sees)\b": "no query sees, is not needed",
     r"\b(go|goes|come|comes|way) home\b": "returns to its owner",
     r"\bcontradicts itself in\b": "contradictions in the paper",
     r"\bof what is (drawn|kept|sent)\b": "name the thing",
@@ -28,28 +30,53 @@ BANNED = {  # a pattern of prose, and what to write
     r"\bnot claimed\b": "not supported",
     r"\boutlook\b": "lower bound, estimate",
     r"\bunder way\b": "in flight",
+    r"\bfree some room\b": "free some space",
+    r"\bwithout a word\b": "without a message",
+    r"\bof Megatron-LM, not here\b": "a flag of Megatron-LM that is not supported",
+    r"\bfolders? of HuggingFace\b": "HuggingFace folder",
+    r"\bmade up\b": "generated, mock",
+    r"\bcut short\b": "truncated",
+    r"\bwhat travels\b": "which tensors are sent",
+    r"\b(most|many|few) likely, (is|are) at fault\b": "a likely fault of",
+    r"\bin the way\b": "takes the space",
 }
 
 
-def prose(page: Path) -> str:
+def prose(text: str) -> str:
     """A page without code, on one line: a phrase may cross lines."""
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     return " ".join(re.sub(r"`[^`]*`", "`code`", text).split())
 
 
-PAGES = {
-    str(path.relative_to(ROOT)): prose(path)
-    for folder in ("docs", "examples")
-    for path in ROOT.glob(f"{folder}/**/*.md")
-}
+def strings(source: str) -> Iterator[str]:
+    """The docstrings, help texts and messages of a module; a value in an f-string is a dash."""
+    tree = ast.parse(source)
+    within = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "-" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in within:
+            yield node.value
+
+
+PAGES = {path: prose(path.read_text()) for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))}
+PAGES |= {path: prose(path.read_text()) for path in ROOT.glob("examples/**/*.md")}
+for _path in (ROOT / "megatron" / "context_parallel").rglob("*.py"):
+    PAGES[_path] = "\n".join(map(prose, strings(_path.read_text())))
 
 
 @pytest.mark.parametrize("pattern", BANNED)
 def test_phrases_that_do_not_come_back(pattern):
-    found = [f"{page}: {match[0]}" for page, text in PAGES.items() for match in re.finditer(pattern, text)]
+    compiled = re.compile(pattern, re.MULTILINE)
+    found = [f"{page.relative_to(ROOT)}: {m[0]}" for page, text in PAGES.items() for m in compiled.finditer(text)]
     assert not found, f"write: {BANNED[pattern]}"
 
 
 def test_the_patterns_find_the_phrases():
     said = "Ranks share out weights and go on from a checkpoint. Saved are outputs. A flag does not go with another."
     assert sum(bool(re.search(pattern, said)) for pattern in BANNED) == 4
+
+
+def test_the_strings_of_a_module_are_found():
+    source = '"""A page."""\nflag("how much; or not")\nraise ValueError(f"{name}: ranks wait " f"for ever")\n'
+    assert [*map(prose, strings(source))] == ["A page.", "how much; or not", "-: ranks wait for ever"]

@@ -272,7 +272,7 @@ def test_requests_wait_for_room_and_old_sequences_make_it():
     alike = request("long", [*prompt(30, 3)[:20], *prompt(70, 9)], 10, key="k", top_k=1)
     long = finished(engine, alike)["long"]
     assert len(ids(long)) == 10 and not any(output.reused for output in long)
-    with pytest.raises(UsageError, match="90 tokens and 12 new ones: more than 100; give 10 new tokens at most"):
+    with pytest.raises(UsageError, match="90 tokens and 12 new ones: more than 100; give at most 10 new tokens"):
         engine.add(request("more", prompt(90), 12))
     with pytest.raises(UsageError, match="give a prompt below 100 tokens"):
         engine.add(request("more", prompt(100), 1))
@@ -384,7 +384,7 @@ def test_a_rank_with_other_tokens_than_rank_0_stops(monkeypatch):
     loop.turn([request("one", prompt(5), 2, top_k=1)])
     loop._group, sent = object(), [torch.tensor([0, loop._chosen]), torch.tensor([0, loop._chosen])]
     monkeypatch.setattr("torch.distributed.broadcast", lambda here, source, group: here.copy_(sent.pop(0)))
-    with pytest.raises(RuntimeError, match="chose other tokens than rank 0"):
+    with pytest.raises(RuntimeError, match="generated other tokens than rank 0"):
         loop.follow()  # the second turn has another token
     assert not sent and loop.engine.idle
 
@@ -439,7 +439,7 @@ def test_what_the_command_prints(capsys, tmp_path):
     assert [lines[1], lines[6]] == [letters(5, 6, 12, 13, 14), letters(7, 11, 12, 13)]
     assert [line.split()[1:] for line in lines[2:5]] == [[str(i), repr(letters(i))] for i in (12, 13, 14)]
     assert all(float(line.split()[0]) == pytest.approx(-0.0123, abs=1e-4) for line in lines[2:5])
-    with pytest.raises(UsageError, match="give 197 new tokens"):
+    with pytest.raises(UsageError, match="give at most 197 new tokens"):
         command.requests_of(
             command.read_flags([*given[:4], "--max-new-tokens", "198"]), loop.engine, [letters(1, 1, 1)]
         )

@@ -257,5 +257,5 @@ def test_checkpoints_of_the_trainer(ranks, tmp_path, family, tensor):
 
 def test_a_checkpoint_that_is_not_there_is_told(tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    with pytest.raises(UsageError, match="iter_0000007 is not there; nothing else there is complete"):
+    with pytest.raises(UsageError, match="iter_0000007 is missing; no other checkpoint in it is complete"):
         model_arguments(Source(load=str(tmp_path)))

@@ -94,7 +94,7 @@ def test_one_long_sequence_fills_all_pages():
     assert tables.room() == tables.room(long) == tables.capacity == 8 * 16 * 64
     tables.add({long: 5000})
     assert tables.room(long) == tables.capacity - 5000 and tables.room() == (16 * 8 - 8 * 10) * 64
-    with pytest.raises(CacheFull, match=r"^sequence 1: 3193 new tokens, and the cache has room for 3192; free "):
+    with pytest.raises(CacheFull, match=r"^sequence 1: 3193 new tokens, but the cache has space for 3192; free "):
         tables.add({long: 3193})
     tables.add({long: 3192})
     assert tables.room(long) == tables.room() == 0 and tables.rows() == [1024] * 8
@@ -116,7 +116,9 @@ def test_what_does_not_fit_changes_nothing():
     a, b = tables.open(), tables.open()
     tables.add({a: 5})
     before = places(tables, a), tables.rows(), tables.room()
-    with pytest.raises(CacheFull, match=r"^sequence 2: 20 new tokens, .* room for 16; .*--cache-tokens 40$") as refused:
+    with pytest.raises(
+        CacheFull, match=r"^sequence 2: 20 new tokens, .* space for 16; .*--cache-tokens 40$"
+    ) as refused:
         tables.add({a: 10, b: 20})
     assert refused.value.room == 16
     assert (places(tables, a), tables.rows(), tables.room()) == before
@@ -147,7 +149,7 @@ def test_forks_share_full_pages():
     tables.free(b)
     tables.free(c)
     assert tables.room() == tables.capacity and tables.rows() == [0, 0]
-    with pytest.raises(UsageError, match="fork of 3 tokens of sequence 4: it has 2; give as many or less"):
+    with pytest.raises(UsageError, match="fork of 3 tokens of sequence 4: it has 2; give at most that"):
         d = tables.open()
         tables.add({d: 2})
         tables.fork(d, 3)
@@ -157,7 +159,7 @@ def test_a_fork_for_which_no_page_is_left_is_refused():
     tables = PageTables(2, 1, 4)
     a = tables.open()
     tables.add({a: 7})
-    with pytest.raises(CacheFull, match="fork of 6 tokens of sequence 1: no page is left for a copy"):
+    with pytest.raises(CacheFull, match="fork of 6 tokens of sequence 1: no page is left to copy"):
         tables.fork(a, 6)
     assert tables.rows() == [4, 3] and tables.room(a) == 1
 

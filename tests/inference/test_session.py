@@ -145,7 +145,7 @@ def _refusals() -> None:
     for new, why in wrong:
         with pytest.raises(UsageError, match=why):
             of.forward(new)
-    with pytest.raises(CacheFull, match=r"33 new tokens, and the cache has room for 32; .* --cache-tokens 40"):
+    with pytest.raises(CacheFull, match=r"33 new tokens, but the cache has space for 32; .* --cache-tokens 40"):
         of.forward({b: [1] * 33})
     assert of.room() == 32 and of.length(b) == 0
     for call in (of.free, of.length, lambda number: of.fork(number, 0)):
@@ -157,7 +157,7 @@ def _refusals() -> None:
         with pytest.raises(UsageError, match=why):
             Session(of.model, of.cp, **{"cache_tokens": 8, **options})
     for change, why in (
-        ({"sequence_parallel": True}, "--sequence-parallel: ranks have any number of rows"),
+        ({"sequence_parallel": True}, "--sequence-parallel: not supported, ranks have any number of rows"),
         ({"num_layers": 3}, "our attention in all 3 layers"),
         ({"fp8": "hybrid"}, "--fp8-format hybrid"),
     ):

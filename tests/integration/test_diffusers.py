@@ -54,11 +54,11 @@ def test_wrong_uses_are_told(ranks):
             said,
             (
                 "WanTransformer3DModel: has no _cp_plan",
-                "WanTransformer3DModel: is parallel already",
-                "WanTransformer3DModel: WanAttnProcessor takes no attention backend",
-                "attn_mask: a rank has a part of it only",
-                "dropout_p 0.0, is_causal True: not supported here",
-                "WanTransformer3DModel: attention backend AttentionBackendName.NATIVE was set since",
+                "WanTransformer3DModel: is already parallel",
+                "WanTransformer3DModel: WanAttnProcessor does not support attention backends",
+                "attn_mask: a rank has only a part of it",
+                "dropout_p 0.0, is_causal True: not supported; give",
+                "WanTransformer3DModel: attention backend AttentionBackendName.NATIVE was set later",
             ),
             strict=True,
         ):

@@ -95,8 +95,12 @@ def test_parameters_and_operations_are_counted(ranks):
         ("--expert-model-parallel-size 3", 3, "--expert-model-parallel-size 3: does not divide --num-experts 4"),
         ("--expert-model-parallel-size 4", 2, "4: does not divide the 2 data x context ranks; give .* 2"),
         ("--tensor-model-parallel-size 2", 2, "needs --sequence-parallel with --num-experts 4"),
-        ("--cp-strategy auto", 1, "--cp-strategy auto: its model of time has no --num-experts 4; give --cp-strategy"),
-        ("--moe-layer-freq 2", 1, "--moe-layer-freq 2: a flag of Megatron-LM, not supported; all layers have experts"),
+        ("--cp-strategy auto", 1, "--cp-strategy auto: its time model does not support --num-experts 4; give"),
+        (
+            "--moe-layer-freq 2",
+            1,
+            "--moe-layer-freq 2: a flag of Megatron-LM that is not supported; all layers have experts",
+        ),
     ],
 )
 def test_what_experts_do_not_go_with_is_told(more, world, message, monkeypatch):

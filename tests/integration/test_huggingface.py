@@ -77,9 +77,9 @@ def test_a_config_that_gpt_model_does_not_compute_is_refused(tmp_path):
         with pytest.raises(UsageError, match=re.escape(f"{path}: ") + f".*{name}"):
             model_flags(tmp_path)
     for text, said in (
-        (json.dumps(good | {"num_hidden_layers": "two"}), "refused by transformers .*num_hidden_layers"),
+        (json.dumps(good | {"num_hidden_layers": "two"}), "rejected by transformers .*num_hidden_layers"),
         ("{", "cannot be read"),
-        ("[]", "holds no fields"),
+        ("[]", "contains no fields"),
     ):
         path.write_text(text)
         with pytest.raises(UsageError, match=re.escape(f"{path}: ") + said):

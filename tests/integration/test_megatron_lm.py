@@ -129,7 +129,7 @@ def test_batches_that_would_be_cut_wrong_are_refused(ranks):
             f"with lengths: {packed}",
             f"hybrid: {packed}",
             "masked: attention_mask in the batch: give --no-create-attention-mask-in-dataloader",
-            "group: cp_group of 1 ranks: batches are cut for the context group of 2",
+            "group: cp_group of 1 ranks: batches are sharded over the context group of 2",
         ]
 
 
@@ -182,7 +182,7 @@ def test_flags_are_told_apart_and_completed():
     assert whole == [*theirs, "--attention-dropout=0", *added]
     for wrong, message in (
         (["--attention-dropout", "0.1"], "--attention-dropout 0.1: context-parallel attention has no dropout; give"),
-        (["--mtp-num-layers=1"], "--mtp-num-layers: not supported, it cuts sequences by itself"),
+        (["--mtp-num-layers=1"], "--mtp-num-layers: not supported, it shards sequences itself"),
         (["--sft"], "--sft: not supported"),
         (["--moe-aux-loss-coeff=0.01"], "--moe-aux-loss-coeff: not supported, over n context ranks .* 1/n of its"),
     ):
@@ -190,7 +190,7 @@ def test_flags_are_told_apart_and_completed():
             megatron_lm.complete(wrong)
     with pytest.raises(UsageError, match="--cp-attention-backend fast: unknown; choose auto"):
         megatron_lm.split_flags(["--cp-attention-backend", "fast"])
-    with pytest.raises(UsageError, match=r"script pretrain\.py: no such file; give Megatron's"):
+    with pytest.raises(UsageError, match=r"script pretrain\.py: no such file; give a script of Megatron-LM"):
         megatron_lm.main(["pretrain.py", "--cp-strategy", "ring"])
 
 

@@ -186,15 +186,15 @@ def test_wrong_calls_are_told(ranks):
         for line, start in zip(
             said,
             (
-                "--cp-layout cyclic: the model goes by zigzag; call use_layout(model, cp) first",
-                "1 queries, 4 keys: megatron-core's caches do not work here; use Session",
+                "--cp-layout cyclic: the model's RoPE uses zigzag; call use_layout(model, cp) first",
+                "1 queries, 4 keys: megatron-core's caches are not supported; use Session",
                 "--context-parallel-size 4: the group of cp has 2 ranks; give ContextParallel(strategy, group=",
-                "labels [2, 24] beside tokens [2, 12]: cut all of them alike, with shard_batch(batch, cp)",
-                "position_ids [2, 24] beside tokens [2, 12]: cut all of them alike, with shard_batch(batch, cp)",
-                "position_ids: missing; give those that shard_batch(batch, cp) has cut",
-                "tokens [2, 24] on each of 2 ranks: more than max_sequence_length 24; cut them with shard_batch",
-                "attention mask causal: only causal or no_mask, without a mask tensor",
-                "inference_context: megatron-core's caches know no layouts; generate with Session",
+                "labels [2, 24] for tokens [2, 12]: shard all of them with shard_batch(batch, cp)",
+                "position_ids [2, 24] for tokens [2, 12]: shard all of them with shard_batch(batch, cp)",
+                "position_ids: missing; give those of shard_batch(batch, cp)",
+                "tokens [2, 24] on each of 2 ranks: more than max_sequence_length 24; shard them with shard_batch",
+                "attention mask causal: give causal or no_mask, without a mask tensor",
+                "inference_context: megatron-core's caches do not support layouts; generate with Session",
             ),
             strict=True,
         ):

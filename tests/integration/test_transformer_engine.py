@@ -80,11 +80,11 @@ def test_what_would_change_the_result_is_refused():
         module(*tensors())
     with pytest.raises(UsageError, match=r"cp_comm_type a2a\+p2p: give the whole group and cp_strategy"):
         module.set_context_parallel_group([None, None], [0, 1], None, "a2a+p2p")
-    with pytest.raises(UsageError, match="cp_comm_type a2a: does not go with cp_strategy ring"):
+    with pytest.raises(UsageError, match="cp_comm_type a2a: cannot be combined with cp_strategy ring"):
         DotProductAttention(HEADS, WIDTH, cp_strategy="ring").set_context_parallel_group(object(), [0], None, "a2a")
     module.cp = AllRanks(2)
     q, k, v = tensors()
-    with pytest.raises(UsageError, match="8 queries, 48 keys: there are no caches here"):
+    with pytest.raises(UsageError, match="8 queries, 48 keys: caches are not supported"):
         module(q[:8], k, v)
     for wrong, message in (
         ({"qkv_format": "thd"}, "qkv_format thd: not supported; give sbhd or bshd"),
@@ -96,7 +96,7 @@ def test_what_would_change_the_result_is_refused():
     ):
         with pytest.raises(UsageError, match=message):
             module(*tensors(), **wrong)
-    with pytest.raises(UsageError, match=r"4 query and 4 key heads: the module was made for \(4, 2\)"):
+    with pytest.raises(UsageError, match=r"4 query and 4 key heads: the module was created for \(4, 2\)"):
         module(tensors()[0], tensors()[0], tensors()[0])
 
 

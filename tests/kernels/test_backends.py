@@ -334,7 +334,7 @@ def test_choice_and_reason_are_logged_once_on_rank_0(gpu, caplog, monkeypatch):
             kernel_for(CUDA, BF16, 128)
         assert [r.getMessage() for r in caplog.records] == [
             "--cp-attention-backend auto: cuDNN attention through PyTorch for full and causal blocks of whole and half "
-            "chunks in multiples of 128 rows; not flash3: flash3 is missing; the position kernel for others"
+            "chunks in multiples of 128 rows; not flash3: flash3 is missing; the position kernel for other blocks"
         ]
         monkeypatch.setenv("RANK", "1")
         kernel_for(CUDA, BF16, 64)
@@ -359,13 +359,20 @@ def test_named_backend_is_taken(name, gpu):
             None,
             "flash3: flash-attn 3 does not run on sm_80; give --cp-attention-backend aten",
         ),
-        ((9, 0), "cudnn", F32, 64, None, "cudnn: .* has no float32; give --cp-attention-backend triton"),
-        ((10, 0), "cudnn", BF16, 192, None, "on sm_100 is 128 at most or 256, not 192; give .*-backend aten"),
-        ((8, 6), "aten", BF16, 256, None, "head_dim of PyTorch's flash attention on sm_86 is 192 at most, not 256;"),
+        ((9, 0), "cudnn", F32, 64, None, "cudnn: .* does not support float32; give --cp-attention-backend triton"),
+        (
+            (10, 0),
+            "cudnn",
+            BF16,
+            192,
+            None,
+            "on sm_100 supports head_dim 128 at most or 256, not 192; give .*aten",
+        ),
+        ((8, 6), "aten", BF16, 256, None, "PyTorch's flash attention on sm_86 supports head_dim 192 at most, not 256;"),
         ((9, 0), "aten", BF16, 65, None, "multiple of 8, not 65; give --kv-channels 80"),
         ((9, 0), "triton", BF16, 72, None, "head_dim 64, 80.* not 72; give --cp-attention-backend aten"),
         ((9, 0), "flash2", BF16, 64, "--window-size 512", "no mask for --window-size 512; give .*-backend triton"),
-        ((9, 0), "auto", F32, 32, None, "auto: the position kernel has head_dim .* not 32; give --kv-channels 64"),
+        ((9, 0), "auto", F32, 32, None, "auto: the position kernel supports head_dim .* not 32; give --kv-channels 64"),
         ((8, 6), "auto", BF16, 256, None, "auto: the position kernel does not run on sm_86; give --kv-channels 128"),
         ((12, 0), "auto", F32, 64, None, "auto: .* does not run on sm_120; give --bf16"),
         ((9, 0), "fast", BF16, 64, None, "fast: unknown; choose one of auto, aten, cudnn, flash2"),
@@ -394,8 +401,8 @@ def test_other_value_heads_and_softcap_are_the_position_kernel_s(gpu, caplog):
     [
         ((9, 0), "cudnn", 192, 128, 0.0, "one head_dim, not 192 for keys and 128 for values; give .*-backend triton"),
         ((9, 0), "aten", 64, None, 30.0, "called without a softcap, not with 30.0; give .*-backend triton"),
-        ((9, 0), "triton", 64, 40, 0.0, "has head_dim 64, 80.*, not 40; give values of head_dim 64"),
-        ((9, 0), "auto", 192, 300, 0.0, "has head_dim 64, 80.*, not 300; give values of head_dim 256"),
+        ((9, 0), "triton", 64, 40, 0.0, "supports head_dim 64, 80.*, not 40; give values of head_dim 64"),
+        ((9, 0), "auto", 192, 300, 0.0, "supports head_dim 64, 80.*, not 300; give values of head_dim 256"),
         ((8, 6), "auto", 64, None, 5.0, "does not run on sm_86; give softcap 0"),
         ((8, 6), "auto", 64, 128, 0.0, "does not run on sm_86; give values of head_dim 64"),
     ],
@@ -472,16 +479,13 @@ def test_the_copy_of_flash_attn_4_in_flash_attn_2_is_not_taken_for_it(installed)
     assert installed("flash4", "4.0.0b9", flash4()) == "flash-attn-4 4.0.0b9 is older than 4.0.0b36"
     copy = SimpleNamespace(_flash_attn_bwd=_flash_attn_bwd)
     assert (
-        installed("flash4", "4.0.0b36", copy)
-        == "flash_attn.cute is the copy in flash-attn 2.8; install flash-attn-4 again"
+        installed("flash4", "4.0.0b36", copy) == "flash_attn.cute comes from flash-attn 2.8; install flash-attn-4 again"
     )
     for version in ("4.0.0b36", "4.0.0"):
         assert installed("flash4", version, flash4()) is None
 
 
-@pytest.mark.parametrize(
-    "version,said", [(None, "no cuDNN"), (91002, "9.10.2 has faults"), (91500, "9.15.0 has faults")]
-)
+@pytest.mark.parametrize("version,said", [(None, "no cuDNN"), (91002, "9.10.2 has bugs"), (91500, "9.15.0 has bugs")])
 def test_versions_of_cudnn_with_faults_are_refused(version, said, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     assert said in LIBRARIES["cudnn"].missing(64)

@@ -191,13 +191,13 @@ def test_a_softcap_is_never_ignored():
     q, k, v, dout = block(4, 4, 1, 1, 8, 8)
     lse = torch.zeros(4, 1, 1)
     for kernel, scores, message in (
-        (AtenFlash(), Scores(1.0, 5.0), "softcap 5.0: PyTorch's flash attention for CPUs has none"),
+        (AtenFlash(), Scores(1.0, 5.0), "softcap 5.0: PyTorch's flash attention for CPUs has no softcap"),
         (
             LIBRARIES["aten"](),
             Scores(1.0, 5.0),
             "aten: PyTorch's flash attention is called without a softcap, not with 5.0",
         ),
-        (softcap_cpu.SoftcapCpu(), Scores(1.0), "softcap 0: this kernel is for capped scores only"),
+        (softcap_cpu.SoftcapCpu(), Scores(1.0), "softcap 0: this kernel needs capped scores"),
     ):
         with pytest.raises(UsageError, match=message):
             kernel.forward(q, k, v, FULL, scores)

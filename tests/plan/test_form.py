@@ -16,16 +16,16 @@ MALFORMED = {
     "a chunk twice": (Step(attend=(Attend((0, 0), (0,)),)), r"query chunks \(0, 0\) of a block"),
     "chunk out of range": (Step((Send(T.KV, 4, 1),)), r"Send of KV chunk 4; need a chunk below 4"),
     "itself for a peer": (Step((Send(T.KV, 0, 0),)), r"Send of KV chunk 0 has peer 0"),
-    "a tensor of the other pass": (Step((Send(T.DQ, 0, 1),)), r"Send of DQ, which does not travel in this pass; need"),
-    "a string for a tensor": (Step((Send("KV", 0, 1),)), r"Send of KV, which does not travel"),
+    "a tensor of the other pass": (Step((Send(T.DQ, 0, 1),)), r"Send of DQ, which is not sent in this pass; need"),
+    "a string for a tensor": (Step((Send("KV", 0, 1),)), r"Send of KV, which is not sent"),
     "an undeclared channel": (
         Step((Send(T.KV, 0, 1, "x"),)),
-        r"Send of KV chunk 0 on channel 'x', which is none of \('ring',\); declare it",
+        r"Send of KV chunk 0 on channel 'x', which is not one of \('ring',\); declare it",
     ),
-    "a receive on one": (Step((Recv(T.KV, 1, 1, "x"),)), r"Recv of KV chunk 1 on channel 'x', which is none of"),
+    "a receive on one": (Step((Recv(T.KV, 1, 1, "x"),)), r"Recv of KV chunk 1 on channel 'x', which is not one of"),
     "a reduction on one": (
         Step((ReduceScatter(T.O, (0, 1), (0, 1)),)),
-        r"ReduceScatter of O chunks \(0, 1\) on channel 'gather', which is none of \('ring',\); declare it",
+        r"ReduceScatter of O chunks \(0, 1\) on channel 'gather', which is not one of \('ring',\); declare it",
     ),
     "no channel": (Step((Send(T.KV, 0, 1, ""),)), r"Send of KV on channel ''; need a name"),
     "a partial sent twice": (Step((Send(T.O, 1, 1), Send(T.O, 1, 2))), r"O chunk 1 is sent 2 times"),
@@ -37,11 +37,11 @@ MALFORMED = {
     "a group of one": (Step((AllGather(T.KV, (0,), (0,)),)), r"over ranks \(0,\): need a tuple of two or more"),
     "a chunk for two ranks": (Step((AllGather(T.KV, (0, 1), (0, 0)),)), r"chunks \(0, 0\); need"),
     "keys reduce-scattered": (Step((ReduceScatter(T.KV, (0, 1), (0, 1)),)), r"partials are reduce-scattered"),
-    "no tuple": (Step([Send(T.KV, 0, 1)]), r"is no step of a tuple of operations"),
-    "no operation": (Step((Attend((0,), (0,)),)), r"Attend\(.*\) is no operation"),
-    "no step": (None, r"None is no step"),
-    "no tuple of blocks": (Step((), [Attend((0,), (0,))]), r"no step of a tuple of operations and a tuple of blocks"),
-    "no block": (Step(attend=(Send(T.KV, 0, 1),)), r"Send\(.*\) is no block$"),
+    "no tuple": (Step([Send(T.KV, 0, 1)]), r"is not a Step with a tuple of operations"),
+    "no operation": (Step((Attend((0,), (0,)),)), r"Attend\(.*\) is not an operation"),
+    "no step": (None, r"None is not a Step"),
+    "no tuple of blocks": (Step((), [Attend((0,), (0,))]), r"is not a Step with a tuple of operations and a tuple"),
+    "no block": (Step(attend=(Send(T.KV, 0, 1),)), r"Send\(.*\) is not a block$"),
     "a chunk that is no number": (Step((Send(T.KV, True, 1),)), r"Send of KV chunk True; need a chunk below 4"),
     "a chunk below 0": (Step((Recv(T.KV, -1, 1),)), r"Recv of KV chunk -1; need a chunk below 4"),
     "a peer below 0": (Step((Recv(T.KV, 1, -1),)), r"Recv of KV chunk 1 has peer -1; need another rank below 4"),
@@ -69,12 +69,12 @@ def test_malformed_steps_are_named(what):
 def test_ranks_without_steps_and_plans_without_blocks():
     plan = STRATEGIES["ring"].plan(2)
     for steps, message in [
-        ((plan.steps[0], ()), r"rank 0, step 0: message KV chunk 0 has no counterpart|rank 0, step 1: waits for ever"),
+        ((plan.steps[0], ()), r"rank 0, step 0: message KV chunk 0 has no counterpart|rank 0, step 1: waits forever"),
         (((), ()), r"rank 0, step 0: O chunk 0 ends without the block of chunk 0"),
-        ((), r"ring: steps of 0 ranks for a mask of 2 chunks; need one rank a chunk"),
+        ((), r"ring: steps of 0 ranks for a mask of 2 chunks; need one rank per chunk"),
         (plan.steps[:1], r"steps of 1 ranks for a mask of 2 chunks"),
         (([],), r"steps of 1 ranks for a mask of 2 chunks"),
-        (([], ()), r"rank 0: steps \[\] are no tuple"),
+        (([], ()), r"rank 0: steps \[\] are not a tuple"),
     ]:
         with pytest.raises(PlanError, match=message):
             verify(replace(plan, steps=steps))

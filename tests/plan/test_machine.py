@@ -108,14 +108,14 @@ WRONG = {
     "received twice": (
         (Step((Recv(*KV1, 1), Recv(*KV1, 1))), attend((0, 1))),
         (Step((Send(*KV1, 0), Send(*KV1, 0))),),
-        "rank 0, step 1: KV chunk 1 received over the one already there",
+        "rank 0, step 1: KV chunk 1 received, but the rank already has it",
     ),
     "one's own received": (
         (Step((Recv(*KV0, 1),)), attend((0, 0))),
         (Step((Recv(*KV0, 0), Send(*KV0, 0))),),
-        "rank 1, step 0: Send of KV chunk 0, which is not there",
+        "rank 1, step 0: Send of KV chunk 0, which the rank does not have",
     ),
-    "computed by both": (*HELPED, "rank 0, step 3: O chunk 0 received with blocks it already counts"),
+    "computed by both": (*HELPED, "rank 0, step 3: O chunk 0 received with blocks that it already contains"),
     "chunks of a collective": (
         (Step((ReduceScatter(T.O, (0, 1), (0, 1)),)),),
         (Step((ReduceScatter(T.O, (0, 1), (1, 0)),)),),
@@ -138,11 +138,11 @@ WRONG = {
     ),
     "no other": (
         (Step((AllGather(T.KV, (0, 1), (0, 1)),)), attend((0, 1))), (),
-        "rank 0, step 1: waits for ever for KV chunk 1, launched in step 0 on channel gather; also waiting: nobody",
+        "rank 0, step 1: waits forever for KV chunk 1, launched in step 0 on channel gather; also waiting: none",
     ),
     "not there at the end": (
         (Step((Recv(T.O, 0, 1),)),), (),
-        "rank 0, step 1: waits for ever for O chunk 0, launched in step 0 on channel ring; also waiting: nobody",
+        "rank 0, step 1: waits forever for O chunk 0, launched in step 0 on channel ring; also waiting: none",
     ),
 }  # fmt: skip
 
@@ -183,6 +183,6 @@ def test_a_deadlock_names_first_who_has_waited_longest():
     with pytest.raises(PlanError) as refused:
         trace(plan(*circle))
     assert str(refused.value) == (
-        "rank 1, step 1: waits for ever for KV chunk 0, launched in step 0 on channel ring; "
+        "rank 1, step 1: waits forever for KV chunk 0, launched in step 0 on channel ring; "
         "also waiting: rank 0 at step 2 for KV chunk 1"
     )

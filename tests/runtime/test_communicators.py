@@ -164,7 +164,7 @@ def _missing() -> list[str]:
 def test_a_missing_rank_is_named(ranks):
     (first,), (late,), (other,) = ranks(3, _missing)
     for line in (first, other):
-        assert "--cp-strategy ring:layout=zigzag on ranks 0, 1, 2: rank 1 did not come within 1 s" in line
+        assert "--cp-strategy ring:layout=zigzag on ranks 0, 1, 2: rank 1 did not join within 1 s" in line
     assert "ranks 0, 2: gave up waiting for rank 1; rank 1: --cp-strategy ring:layout=zigzag" in late
 
 

@@ -286,7 +286,7 @@ def attend(cp, causal, *tensors, kernel=None):
 def test_exact(hp, cp, heads, kv_heads):
     n = hp * cp
     if hp not in head_parallel_sizes(heads, kv_heads):
-        with pytest.raises(UsageError, match=f"--cp-head-parallel-size {hp}: does not split {heads} heads"):
+        with pytest.raises(UsageError, match=f"--cp-head-parallel-size {hp}: cannot split {heads} heads"):
             attend(AllRanks(n, "usp", head_parallel_size=hp), True, *problem(n, heads, kv_heads, torch.float32))
         return
     for i, name in enumerate(["ulysses"] if cp == 1 else INNER):
@@ -396,8 +396,8 @@ def test_exact_between_processes(ranks, name, options):
         ("ring", 4, {"head_parallel_size": 0},
          "--cp-head-parallel-size 0: does not divide 4 context ranks; give one of 1, 2, 4"),
         ("ulysses", 4, {"head_parallel_size": 2},
-         "--cp-head-parallel-size 2: ulysses spreads heads over all 4 context ranks; give 4, or usp"),
-        ("usp", 4, {}, "--cp-strategy usp: needs --cp-head-parallel-size 2 or more; with 1 it is ring"),
+         "--cp-head-parallel-size 2: ulysses splits the heads over all 4 context ranks; give 4, or usp"),
+        ("usp", 4, {}, "--cp-strategy usp: needs --cp-head-parallel-size 2 or more; for 1, give ring"),
         ("usp", 4, {"placement": "node"}, "--cp-placement node: unknown; choose head-first or context-first"),
         ("loongtrain", 8, {"inner_ring_size": 3},
          "--cp-inner-ring-size 3: does not divide 8 context ranks; give one of 1, 2, 4, 8"),
@@ -406,7 +406,7 @@ def test_exact_between_processes(ranks, name, options):
         ("loongtrain", 1, {"inner_ring_size": 2},
          "--cp-inner-ring-size 2: does not divide 1 context ranks; give one of 1"),
         ("usp", 4, {"head_parallel_size": 2, "inner_ring_size": 2},
-         "--cp-inner-ring-size 2: usp has no use for it; give --cp-strategy loongtrain"),
+         "--cp-inner-ring-size 2: not an option of usp; give --cp-strategy loongtrain"),
     ],
 )  # fmt: skip
 def test_wrong_options(name, n, options, message):
@@ -430,13 +430,13 @@ def test_sizes_that_split_the_heads():
     "name,n,hp,heads,kv_heads,message",
     [
         ("usp", 4, 2, 33, 33,
-         "--cp-head-parallel-size 2: does not split 33 heads with 33 key/value heads, as 1, 3, 11, 33 do; "
+         "--cp-head-parallel-size 2: cannot split 33 heads with 33 key/value heads, as 1, 3, 11, 33 can; "
          "give --cp-head-parallel-size 1"),
         ("loongtrain", 6, 6, 12, 4,
-         "--cp-head-parallel-size 6: does not split 12 heads with 4 key/value heads, as 1, 2, 4, 12 do; "
+         "--cp-head-parallel-size 6: cannot split 12 heads with 4 key/value heads, as 1, 2, 4, 12 can; "
          "give --cp-head-parallel-size 2"),
         ("ulysses", 6, 6, 33, 33,
-         "--cp-head-parallel-size 6: does not split 33 heads with 33 key/value heads, as 1, 3, 11, 33 do; "
+         "--cp-head-parallel-size 6: cannot split 33 heads with 33 key/value heads, as 1, 3, 11, 33 can; "
          "give --cp-strategy usp --cp-head-parallel-size 3"),
     ],
 )  # fmt: skip

@@ -121,7 +121,7 @@ def test_programs_run_to_their_end_or_say_what_they_wait_for():
     with pytest.raises(PlanError) as refused:
         run_all([waits(0, 1), ends(), waits(2, 0)], plan)
     assert str(refused.value) == (
-        "ring: ranks wait for each other for ever: rank 0 to receive from rank 1 on channel ring; "
+        "ring: ranks wait for each other forever: rank 0 to receive from rank 1 on channel ring; "
         "rank 2 to receive from rank 0 on channel ring"
     )
 
@@ -174,7 +174,7 @@ def _torch_transport() -> list:
     transport = TorchTransport(dist.group.WORLD, "the same")
     assert (transport.ranks, transport.rank) == ([0, 1], rank)
     for bad, group in (("exchange", (0, 1)), ("all_gather", (0, 1))):
-        with pytest.raises(PlanError, match=r"channel 'x' of ranks \[0, 1\]: no communicator; .*there are \[\]"):
+        with pytest.raises(PlanError, match=r"channel 'x' of ranks \[0, 1\]: no communicator; .*declared are \[\]"):
             transport.exchange("x", [], []) if bad == "exchange" else transport.all_gather("x", group, (2, 2), [])
     transport.connect([("ring", (0, 1)), ("heads", (0, 1)), ("gather", (0, 1)), ("alone", (0,)), ("alone", (1,))])
     groups = transport._groups

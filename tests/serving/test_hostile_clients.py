@@ -146,7 +146,7 @@ def test_a_chat_template_that_fails_refuses_in_one_line(tmp_path, template):
     llama_case.save_tokenizer(tmp_path, chat=True)
     (tmp_path / "chat_template.jinja").write_text(template)
     tokenizer = HuggingFaceTokenizer(str(tmp_path), special=True)
-    with pytest.raises(UsageError, match="messages: the chat template refuses them") as error:
+    with pytest.raises(UsageError, match="messages: the chat template rejects them") as error:
         tokenizer.chat([{"role": "user", "content": "1234"}])
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
 
@@ -341,7 +341,7 @@ def test_bodies_are_json_and_say_so(named):
 @pytest.mark.parametrize("given", ["", ",", " , ", "\n"])
 def test_keys_that_are_none_do_not_open_the_server(monkeypatch, given):
     monkeypatch.setenv("API_KEYS", given)
-    with pytest.raises(UsageError, match="API_KEYS: no key in it; write keys separated by commas"):
+    with pytest.raises(UsageError, match="API_KEYS: contains no key; write keys separated by commas"):
         read_keys(Serve(load="x"))
     with pytest.raises(UsageError, match="--api-key-file '': cannot be read"):
         read_keys(Serve(load="x", api_key_file=""))

@@ -102,9 +102,9 @@ BAD = [
         }.items()
         for value in values
     ],
-    (400, "9 texts at once; give 8", GOOD | {"n": 9}),
+    (400, "9 texts at once; request at most 8", GOOD | {"n": 9}),
     (400, "give a prompt below 1000", GOOD | {"prompt": "x" * 1000}),
-    (400, "give 996 new tokens", GOOD | {"max_tokens": 997}),
+    (400, "give at most 996 new tokens", GOOD | {"max_tokens": 997}),
     (400, "token 257", GOOD | {"prompt": [257]}),
 ]
 BAD_CHATS = [
@@ -161,7 +161,7 @@ def test_keys_bodies_and_the_number_of_requests_have_limits(caplog):
         slow = client(port, "first").completions.create(model="parrot", prompt="1234", max_tokens=200, n=2, stream=True)
         next(slow)
         status, headers, text = call(port, "/v1/completions", GOOD, key)
-        assert status == 429 and headers["Retry-After"] == "1" and "of 2 at most" in text
+        assert status == 429 and headers["Retry-After"] == "1" and "2 of at most 2" in text
         slow.close()
         wait_until(lambda: call(port, "/v1/completions", GOOD, key)[0] == 200)
         assert worker.loop.engine.idle
@@ -170,7 +170,7 @@ def test_keys_bodies_and_the_number_of_requests_have_limits(caplog):
 def test_a_logit_that_is_no_number_ends_one_request(server):
     worker, port, _ = server
     status, _, text = call(port, "/v1/completions", GOOD | {"prompt": "!234", "max_tokens": 9})
-    assert status == 500 and "a logit of the model is NaN" in text
+    assert status == 500 and "the model computed a logit that is NaN" in text
     status, _, text = call(port, "/v1/completions", GOOD | {"prompt": "!234", "max_tokens": 9, "stream": True})
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
     assert status == 200 and "NaN" in events[-1]["error"]["message"] and len(events) == 3

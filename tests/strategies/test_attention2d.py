@@ -248,7 +248,7 @@ def test_exact_between_processes(ranks, grid, overlap):
         ({"grid": (-2, -4)}, r"--cp-grid -2x-4: .*such as 2x4"),
         ({"grid": "2x"}, r"--cp-grid 2x: .*such as 2x4"),
         ({"overlap": "maybe"}, r"^--cp-overlap maybe: give true or false$"),
-        ({"layout": "contiguous"}, r"--cp-layout contiguous: attention2d .*choose zigzag or cyclic"),
+        ({"layout": "contiguous"}, r"--cp-layout contiguous: not supported by attention2d; choose zigzag or cyclic"),
         ({"columns": 2}, r"--cp-strategy attention2d: no option columns; it has grid, overlap"),
     ],
 )

@@ -54,17 +54,20 @@ def test_each_layer_has_its_strategy(flags, specs):
     [
         (
             "--cp-strategy ring*3,mesh*2",
-            "--cp-strategy ring*3,mesh*2: is for 5 layers, and --num-layers is 4; give ring*3,mesh",
+            "--cp-strategy ring*3,mesh*2: is for 5 layers, but --num-layers is 4; give ring*3,mesh",
         ),
         (
             "--cp-strategy ring*99999999999",
-            "--cp-strategy ring*99999999999: is for 99999999999 layers, and --num-layers is 4",
+            "--cp-strategy ring*99999999999: is for 99999999999 layers, but --num-layers is 4",
         ),
-        ("--cp-strategy mesh*2,lightseq*2", "have none in common (lightseq: contiguous; mesh: zigzag or cyclic)"),
-        ("--cp-strategy auto*2,ring*2", "auto chooses one strategy for all layers; give auto alone"),
+        (
+            "--cp-strategy mesh*2,lightseq*2",
+            "strategies have none (lightseq: contiguous; mesh: zigzag or cyclic)",
+        ),
+        ("--cp-strategy auto*2,ring*2", "auto chooses one strategy for all layers; give only auto"),
         (
             "--cp-strategy ring*2,usp:head_parallel_size=2,placement=context-first*2",
-            "a rank holds other tokens than with",
+            "a rank would hold different tokens than with",
         ),
         ("--cp-strategy ring*2,typo*2", "--cp-strategy typo: unknown"),
         (
@@ -77,7 +80,7 @@ def test_each_layer_has_its_strategy(flags, specs):
         ("--cp-comm-type a2a+p2p", "give --hierarchical-context-parallel-sizes 2 2"),
         (
             "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4",
-            "--hierarchical-context-parallel-sizes 2 4: must be two whose product is --context-parallel-size 4; give",
+            "--hierarchical-context-parallel-sizes 2 4: must be two numbers whose product is --context-parallel-size 4",
         ),
         (
             "--cp-comm-type p2p --hierarchical-context-parallel-sizes 2 2",

@@ -231,7 +231,7 @@ def test_exact_between_processes(ranks, balance, prefetch):
 @pytest.mark.parametrize(
     "asked,message",
     [
-        ({"layout": "zigzag"}, "--cp-layout zigzag: lightseq does not work with it; choose contiguous"),
+        ({"layout": "zigzag"}, "--cp-layout zigzag: not supported by lightseq; choose contiguous"),
         ({"balance": "maybe"}, "--cp-balance maybe: give true or false"),
         ({"prefetch": 2}, "--cp-prefetch 2: give true or false"),
         ({"helpers": 1}, "--cp-strategy lightseq: no option helpers; it has balance, prefetch"),

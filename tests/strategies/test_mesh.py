@@ -247,7 +247,7 @@ def test_costs_are_bytes():
         ({"grid": "3x"}, r"--cp-grid 3x: need two whole numbers, such as 3x3"),
         ({"q_transfer_blocks": 0}, r"--cp-q-transfer-blocks 0: need a number, above 0, such as 4"),
         ({"q_transfer_blocks": math.inf}, r"--cp-q-transfer-blocks inf: need a number, above 0"),
-        ({"layout": "contiguous"}, r"--cp-layout contiguous: mesh does not work with it; choose zigzag or cyclic"),
+        ({"layout": "contiguous"}, r"--cp-layout contiguous: not supported by mesh; choose zigzag or cyclic"),
         ({"tile": (3, 3)}, r"--cp-strategy mesh: no option tile; it has grid, q_transfer_blocks"),
     ],
 )

@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_refused():
     batch = Batch.draw(2, UNEVEN, seed=5)
     blocks, (q, k, v) = batch.blocks(), batch.tensors(4, 2)
     inputs = [batch.inputs(r, blocks, q, k, v) for r in range(2)]
-    with pytest.raises(UsageError, match=r"rank 0: \(\d+, \d+\) rows of queries and keys where its chunks have \("):
+    with pytest.raises(UsageError, match=r"rank 0: \(\d+, \d+\) rows of queries and keys, but its chunks have \("):
         attention_of_rows(inputs[::-1], AllRanks(2), blocks)
-    with pytest.raises(UsageError, match="--cp-head-parallel-size 2: chunks of any rows have no head parallelism"):
+    with pytest.raises(UsageError, match="--cp-head-parallel-size 2: head parallelism needs chunks of equal size"):
         attention_of_rows(inputs, AllRanks(2, "ulysses"), blocks)

@@ -158,7 +158,7 @@ def test_up_is_all_or_nothing(monkeypatch):
         Lab(2, 1, name=NAME).up()
     assert network() == before
     subprocess.run(["ip", "netns", "add", f"netlab-{NAME}-1"], check=True)
-    with pytest.raises(UsageError, match=f"--name {NAME}: there is a namespace netlab-{NAME}-1 of someone else"):
+    with pytest.raises(UsageError, match=f"--name {NAME}: the namespace netlab-{NAME}-1 is not of this lab"):
         Lab(2, 1, name=NAME).up()
     subprocess.run(["ip", "netns", "delete", f"netlab-{NAME}-1"], check=True)
     assert network() == before

@@ -341,9 +341,9 @@ def test_options_of_nccl_reach_the_groups(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "text,message",
     [
-        ("ring: {max_ctas: 16}", "ring is no group of NCCL's here; there are cp, dp_cp, pp, tp"),
-        ("cp: {most: 16}", "most is no option of NCCL's here; there are cga_cluster_size, .* max_ctas"),
-        ("cp: 16", "must hold options by group"),
+        ("ring: {max_ctas: 16}", "ring is not a supported NCCL group; use one of cp, dp_cp, pp, tp"),
+        ("cp: {most: 16}", "most is not a supported NCCL option; use one of cga_cluster_size, .* max_ctas"),
+        ("cp: 16", "must map groups to options"),
         ("cp: {", "cannot be read"),
     ],
 )
@@ -354,7 +354,7 @@ def test_options_of_nccl_that_nobody_reads_are_refused(text, message, tmp_path):
     with pytest.raises(UsageError, match=f"nccl.yaml: .*{message}") as error:
         parsed(f"{flags} --distributed-backend nccl")
     assert "\n" not in str(error.value)
-    with pytest.raises(UsageError, match="communication is not NCCL's; give --distributed-backend nccl"):
+    with pytest.raises(UsageError, match="has an effect only with NCCL; give --distributed-backend nccl"):
         parsed(flags)
 
 
@@ -498,7 +498,7 @@ def test_a_strategy_of_ones_own_that_fails_is_one_line(tmp_path):
     )
     with patch.dict(STRATEGIES), pytest.raises(UsageError) as refused:
         parsed(f"{SMALL} --context-parallel-size 4 --cp-strategy {tmp_path}/own.py:failing")
-    why = "own.py:failing: makes no plan for 4 ranks: AttributeError: 'Pass' object has no attribute 'nothing'"
+    why = "own.py:failing: failed to make a plan for 4 ranks: AttributeError: 'Pass' object has no attribute 'nothing'"
     assert f"{why} (own.py, line 6)" in str(refused.value)
 
 

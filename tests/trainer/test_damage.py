@@ -76,7 +76,10 @@ DAMAGES = {  # (what happens to the run's directory, what the line says of it)
     "cut shard": (lambda run: cut(run / LAST / "__0_1.distcp"), f"{LAST}/__0_1.distcp has "),
     "long shard": (lambda run: (run / LAST / "__0_0.distcp").open("ab").write(b"x"), f"{LAST}/__0_0.distcp has "),
     "no shard": (lambda run: (run / LAST / "__0_0.distcp").unlink(), f"{LAST}/__0_0.distcp is missing"),
-    "unreadable shard": (lambda run: make_unreadable(run / LAST / "__0_0.distcp"), f"{LAST}/__0_0.distcp is no file"),
+    "unreadable shard": (
+        lambda run: make_unreadable(run / LAST / "__0_0.distcp"),
+        f"{LAST}/__0_0.distcp is not a file",
+    ),
     "no shards": (
         lambda run: [p.unlink() for p in (run / LAST).glob("*.distcp")],
         "__0_0.distcp is missing (and 2 more)",
@@ -93,11 +96,11 @@ DAMAGES = {  # (what happens to the run's directory, what the line says of it)
     "cut manifest": (lambda run: cut(run / LAST / "manifest.json"), f"{LAST}/manifest.json is damaged"),
     "flipped manifest": (lambda run: flip_a_bit(run / LAST / "manifest.json"), f"{LAST}/manifest.json is damaged"),
     "no manifest": (lambda run: (run / LAST / "manifest.json").unlink(), f"{LAST}/manifest.json is missing"),
-    "nothing": (lambda run: shutil.rmtree(run / LAST), f"{LAST} is not there"),
-    "garbled tracker": (lambda run: (run / TRACKER).write_bytes(b"\xff\xfe4"), f"{TRACKER} holds"),
-    "empty tracker": (lambda run: (run / TRACKER).write_text(""), f"{TRACKER} holds ''"),
+    "nothing": (lambda run: shutil.rmtree(run / LAST), f"{LAST} is missing"),
+    "garbled tracker": (lambda run: (run / TRACKER).write_bytes(b"\xff\xfe4"), f"{TRACKER} contains"),
+    "empty tracker": (lambda run: (run / TRACKER).write_text(""), f"{TRACKER} contains ''"),
     "unreadable tracker": (lambda run: make_unreadable(run / TRACKER), f"{TRACKER} cannot be read"),
-    "tracker of nothing": (lambda run: (run / TRACKER).write_text("9"), "iter_0000009 is not there"),
+    "tracker of nothing": (lambda run: (run / TRACKER).write_text("9"), "iter_0000009 is missing"),
 }
 
 
@@ -148,8 +151,8 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(ranks, run, tmp_path, verif
         add_code(copies[-1], part)
     for found in ranks(2, load_each, [str(copy) for copy in copies], {"no_verify_checkpoint": not verified}):
         for copy, told in zip(copies, found, strict=True):
-            assert f"--load {copy}: {LAST} holds more than data: it would run " in str(told)
-            assert ".mkdir while it is loaded, and was not; give a checkpoint that this program saved" in str(told)
+            assert f"--load {copy}: {LAST} contains more than data: loading it would run " in str(told)
+            assert ".mkdir, so it was not loaded; give a checkpoint that this program saved" in str(told)
             assert not (copy / "ran").exists()
 
 
@@ -217,11 +220,11 @@ def test_other_choices_of_what_to_load(ranks, run, damaged, tmp_path):
     both = shutil.copytree(damaged["cut shard"], tmp_path / "both")
     cut(both / BEFORE / "common.pt")
     for found in ranks(1, load_each, [str(both)], {"load_fallback": True}):
-        assert "__0_1.distcp has" in found[0] and "nothing else there is complete; give another --load" in found[0]
+        assert "__0_1.distcp has" in found[0] and "no other checkpoint in it is complete; give another" in found[0]
     flipped = str(damaged["flipped shard"])
     assert ranks(2, load_each, [flipped, str(run)], {"ckpt_step": 2}) == [[2, 2]] * 2
     assert ranks(1, load_each, [flipped], {"no_verify_checkpoint": True}) == [[4]]  # as asked for
-    assert "iter_0000003 is not there; give --ckpt-step 2" in ranks(1, load_each, [str(run)], {"ckpt_step": 3})[0][0]
+    assert "iter_0000003 is missing; give --ckpt-step 2" in ranks(1, load_each, [str(run)], {"ckpt_step": 3})[0][0]
 
 
 def test_checkpoints_from_before_there_was_a_manifest(ranks, run, tmp_path):
@@ -268,7 +271,7 @@ def test_manifest(tmp_path):
     assert content_faults(tmp_path, manifest, manifest) == []
     (tmp_path / "c").write_bytes((tmp_path / "c").read_bytes()[:-1] + b"y")
     assert content_faults(tmp_path, manifest, manifest) == [
-        "c is damaged: its contents are not those that were written"
+        "c is damaged: its contents have changed since it was written"
     ]
 
 
@@ -284,7 +287,7 @@ DEEP = b"[" * 100_000  # which Python's own parser refuses with a RecursionError
             (MANIFEST, json.dumps({"of files": _own_checksum(files), "files": files}).encode(), fault)
             for files, fault in (
                 (5, f"{MANIFEST} is damaged"),  # no files, though its checksum is right
-                ({"\0": [1, "a"]}, r"'\x00' is no name of a file"),
+                ({"\0": [1, "a"]}, r"'\x00' is not a file name"),
             )
         ),
     ],
@@ -302,13 +305,13 @@ def test_odd_files_of_a_checkpoint_are_faults(tmp_path, file, content, fault):
 @pytest.mark.parametrize("digits", [20, 300, 5000], ids=str)
 def test_a_tracker_with_a_huge_number_is_refused(tmp_path, digits):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("9" * digits)
-    with pytest.raises(UsageError, match="holds '99999999999999999999', not an iteration such as 100"):
+    with pytest.raises(UsageError, match="contains '99999999999999999999', not an iteration such as 100"):
         latest_iteration(tmp_path)
 
 
 def test_other_readers_of_json_refuse_brackets_in_brackets(tmp_path):
     (tmp_path / "data.json").write_bytes(DEEP)
-    with pytest.raises(ValueError, match=r"data.json does not tell of a tokenizer"):
+    with pytest.raises(ValueError, match=r"data.json does not describe a tokenizer"):
         tokenizer_of(f"{tmp_path}/data")
     (tmp_path / "sha256.json").write_bytes(DEEP)
     assert drop_damaged(tmp_path) == []
@@ -330,7 +333,7 @@ def test_a_weight_in_two_files_is_refused(tmp_path):
         save_file({"a": torch.full((2,), value), file: torch.zeros(1)}, tmp_path / f"{file}.safetensors")
     weight_map = {"a": "x.safetensors", "x": "x.safetensors", "y": "y.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(UsageError, match=r"a is in [xy].safetensors and in [xy].safetensors; leave one"):
+    with pytest.raises(UsageError, match=r"a is in [xy].safetensors and in [xy].safetensors; remove one"):
         SafetensorsFolder(tmp_path)
 
 
@@ -403,7 +406,7 @@ def test_the_tool_lists(damaged, capsys):
     assert (first[0], *first[3:]) == ("2", "dp2", "ring", "yes")
     assert " ".join((*second[:2], *second[4:])) == "4 (latest) dp2 ring no: __0_0.distcp is missing"
     tool.main(["list", str(damaged["garbled tracker"])])
-    assert f"{TRACKER} holds" in capsys.readouterr().out
+    assert f"{TRACKER} contains" in capsys.readouterr().out
     with pytest.raises(UsageError, match=r"^--dry-run: needs ACTION prune; add that"):
         tool.main(["list", str(damaged["no shard"]), "--dry-run"])
 
@@ -419,9 +422,9 @@ def test_the_tool_prunes(run, damaged, tmp_path, capsys):
     assert iterations(pruned) == [4]
     for folder, flags, said in (
         (damaged["no shard"], ["--keep-last", "1"], "the latest is not complete"),
-        (damaged["garbled tracker"], ["--keep-last", "1"], "holds"),
+        (damaged["garbled tracker"], ["--keep-last", "1"], "contains"),
         (pruned, [], "give --keep-last 3"),
-        (tmp_path, ["--keep-last", "1"], "no checkpoint there"),
+        (tmp_path, ["--keep-last", "1"], "contains no checkpoint"),
     ):
         with pytest.raises(UsageError, match=said):
             tool.main(["prune", str(folder), *flags])

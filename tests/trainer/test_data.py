@@ -96,7 +96,7 @@ def test_a_failed_run_leaves_the_earlier_result_alone(tmp_path):
 
 MISTAKES = {
     "no input": (["--output-prefix", "{tmp}/out"], "--input: missing"),
-    "input and check": (["--input", "a", "--check", "b"], "--input a: does not go with --check b"),
+    "input and check": (["--input", "a", "--check", "b"], "--input a: cannot be combined with --check b"),
     "input is nowhere": (["--input", "{tmp}/nowhere"], "--input {tmp}/nowhere"),
     "no text in it": (["--input", "{tmp}/binary"], "{tmp}/binary"),
     "broken JSON": (["--input", "{tmp}/broken.jsonl"], "line 1"),
@@ -142,7 +142,7 @@ def test_mistakes_are_one_line(tmp_path, name):
         flags += ["--output-prefix", str(tmp_path / "out")]
     with pytest.raises(UsageError) as caught:
         preprocess_data.main(flags)
-    assert "\n" not in str(caught.value) and expected.format(tmp=tmp_path) in str(caught.value)
+    assert any(expected.format(tmp=tmp_path) in line for line in caught.value.args)
     assert not list(tmp_path.glob("out*"))
 
 
@@ -329,7 +329,7 @@ def test_a_token_beyond_the_vocabulary_is_named_with_file_and_sample(tmp_path, t
     args = arguments(tmp_path, data_path=[prefix], split="100,0,0")
     note = _notes(args)[0]
     number = int(note.split("sample ")[1].split()[0])
-    assert note.startswith(f"{prefix}: sample {number} has token {token}, and the vocabulary has 257; ")
+    assert note.startswith(f"{prefix}: sample {number} has token {token}, but the vocabulary has 257 tokens; ")
     sample = datasets(args, 64, 0, 0)[0][number]
     assert token in sample["tokens"].tolist() + sample["labels"].tolist()
 
@@ -338,7 +338,7 @@ def test_a_token_beyond_the_vocabulary_in_a_blend(tmp_path, ranks):
     prefix = with_wrong_token(tmp_path, 300, 2345)
     blend = arguments(tmp_path, data_path=["1", corpus(tmp_path), "3", prefix], split="100,0,0")
     notes = ranks(1, _notes, blend)[0]
-    assert notes[0].startswith(f"{prefix}: sample ") and "has token 300, and the vocabulary has 257" in notes[0]
+    assert notes[0].startswith(f"{prefix}: sample ") and "has token 300, but the vocabulary has 257 tokens" in notes[0]
 
 
 def test_check_looks_at_every_token(tmp_path, capsys):
@@ -350,7 +350,7 @@ def test_check_looks_at_every_token(tmp_path, capsys):
     wrong = with_wrong_token(tmp_path, 257, 2345)
     with pytest.raises(UsageError) as caught:
         preprocess_data.main(["--check", wrong, good, str(tmp_path / "missing")])
-    assert f"{wrong}: token 257 at place 2345, in sequence 5, is none of the 257 of Byte" in str(caught.value)
+    assert f"{wrong}: token 257 at index 2345, in sequence 5, is not one of the 257 of Byte" in str(caught.value)
     assert f"{tmp_path}/missing: No such file" in str(caught.value) and "\n" not in str(caught.value)
     assert capsys.readouterr().out.startswith(good)
 
@@ -364,18 +364,23 @@ def _overwrite(path: Path, offset: int, value: int, size: int) -> None:
 @pytest.mark.parametrize(
     ("offset", "value", "size", "says"),
     [
-        (34 + 4 * 3, -7, 4, "says that sequence 3 has -7 tokens: damaged"),
+        (34 + 4 * 3, -7, 4, "declares -7 tokens for sequence 3: damaged"),
         (
             34 + 4 * 10 + 8 * 4,
             6404,
             8,
-            "says that sequence 4 begins at byte 6404, and those before it end at 6400: damaged",
+            "declares that sequence 4 begins at byte 6404, but the one before it ends at 6400: damaged",
         ),
-        (34 + 4 * 10, -1600, 8, "says that sequence 0 begins at byte -1600, and those before it end at 0: damaged"),
-        (34 + 12 * 10, 1, 8, "the bounds of its documents go from 1 to 10; they must rise from 0 to its 10 sequences"),
-        (34 + 12 * 10 + 8 * 10, 11, 8, "the bounds of its documents go from 0 to 11; they"),
-        (34 + 12 * 10 + 8 * 5, 9, 8, "the bounds of its documents go from 0 to 10, and fall between; they"),
-        (17, 7, 1, "tells of float32 numbers, which are no token ids"),
+        (
+            34 + 4 * 10,
+            -1600,
+            8,
+            "declares that sequence 0 begins at byte -1600, but the one before it ends at 0: damaged",
+        ),
+        (34 + 12 * 10, 1, 8, "the document bounds go from 1 to 10; they must increase from 0 to the 10 sequences"),
+        (34 + 12 * 10 + 8 * 10, 11, 8, "the document bounds go from 0 to 11; they"),
+        (34 + 12 * 10 + 8 * 5, 9, 8, "the document bounds go from 0 to 10, and decrease in between; they"),
+        (17, 7, 1, "declares float32 numbers, which are not token ids"),
     ],
 )
 def test_an_index_that_contradicts_itself(tmp_path, monkeypatch, offset, value, size, says):
@@ -405,11 +410,11 @@ def test_a_damaged_cache_is_made_again(tmp_path, capsys, kind):
     files = {path: path.read_bytes() for path in (tmp_path / "cache").glob("*/*.npy")}
     assert len(files) == 3
     iterate(args, 0, 0, 1)
-    assert "made again" not in capsys.readouterr().out
+    assert "rebuilding" not in capsys.readouterr().out
     for path, data in files.items():
         path.write_bytes(DAMAGE[kind](data))
         after = iterate(args, 0, 0, 1)
-        assert capsys.readouterr().out == f"{path} is cut short or damaged; it is made again\n"
+        assert capsys.readouterr().out == f"{path} is truncated or damaged; rebuilding it\n"
         assert path.read_bytes() == data
         assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(before, after, strict=True))
 
@@ -439,7 +444,7 @@ def test_a_cache_whose_writer_was_killed_is_made_again(tmp_path):
 def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
     args = arguments(tmp_path, data_path=[corpus(tmp_path)], data_cache_path=str(tmp_path / "file"))
-    with pytest.raises(UsageError, match=r"/file.*give --data-cache-path"):
+    with pytest.raises(UsageError, match=r"/file.*give a --data-cache-path"):
         datasets(args, 8, 0, 0)
 
 

@@ -136,7 +136,8 @@ def spiky(changes: dict) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"), [({}, ", on rank 0"), (VALIDATE, "computed again the same (likewise on ranks 1); going on")]
+    ("changes", "says"),
+    [({}, ", on rank 0"), (VALIDATE, "repeated, it is the same (likewise on ranks 1); training continues")],
 )
 def test_a_spike_is_told_and_the_run_goes_on(ranks, whole, changes, says):
     result = ranks(2, spiky, changes)[0]
@@ -162,7 +163,7 @@ def after_a_spike(directory: str) -> Run:
 
 def test_a_spike_before_does_not_hide_a_fault(ranks, tmp_path):
     result = ranks(2, after_a_spike, str(tmp_path))[1]
-    assert result.end == "17" and sum("going on" in line for line in result.lines) == 1
+    assert result.end == "17" and sum("training continues" in line for line in result.lines) == 1
 
 
 @pytest.mark.parametrize("fault", ["gradient", "bit flip"])
@@ -178,13 +179,16 @@ def test_a_fault_that_does_not_come_back_ends_the_run_before_the_weights_change(
 def test_a_fault_that_comes_back_is_computed_on_other_devices(ranks, whole, tmp_path):
     name = f"iteration {FAULTY}: gradient of decoder.layers.1.{WEIGHT} was nan on rank 1 (host first, device cpu)"
     first = ranks(2, validated, "gradient", 10**9, str(tmp_path))[0]
-    assert first.end == "16" and first.lines[0].startswith(f"{name}, computed again the same; start again with --load")
+    assert first.end == "16" and first.lines[0].startswith(f"{name}; repeated, it is the same; restart with --load")
     same = ranks(2, validated, "gradient", 10**9, str(tmp_path))[0]
     assert same.end == "16" and "that is the same device" in same.lines[0]
     correct = ranks(2, validated, "gradient", 10**9, str(tmp_path), "second")[0]
-    assert correct.end == "17" and "on host second, device cpu: data, settings or the program" in correct.lines[0]
+    assert correct.end == "17" and "on host second, device cpu: likely a fault of the data" in correct.lines[0]
     faulty = ranks(2, validated, "", 0, str(tmp_path), "second")[0]
-    assert faulty.end == "17" and "on host second, device cpu: host first, device cpu is faulty" in faulty.lines[0]
+    assert (
+        faulty.end == "17"
+        and "on host second, device cpu: host first, device cpu is likely to be faulty" in faulty.lines[0]
+    )
     without = ranks(2, run_on, str(tmp_path))[0]
     assert without.losses == whole[FAULTY - 1 :]
 

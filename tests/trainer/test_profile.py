@@ -60,14 +60,14 @@ FLAGS += "--micro-batch-size 1 --train-iters 20 --tokenizer-type NullTokenizer -
     "flags,message",
     [
         ("--use-pytorch-profiler", "--use-pytorch-profiler: needs --profile; add that or leave this out"),
-        ("--profile", "--profile: nsys profiles GPUs, and there is none here; give --use-pytorch-profiler"),
+        ("--profile", "--profile: nsys profiles GPUs, and this host has none; give --use-pytorch-profiler"),
         (
             "--profile --use-pytorch-profiler",
-            "needs a folder for its traces; give --tensorboard-dir DIR, or",
+            "needs a directory for its traces; give --tensorboard-dir DIR, or",
         ),
         ("--profile --profile-step-start 12", "must be below --profile-step-end 12; give --profile-step-end 14"),
-        ("--profile --profile-step-start 20 --profile-step-end 21", "the run ends before, with --train-iters 20; give"),
-        ("--profile --profile-ranks 0 3", "--profile-ranks 0 3: there are 1 ranks, none is 3; give --profile-ranks 0"),
+        ("--profile --profile-step-start 20 --profile-step-end 21", "the run ends earlier, with --train-iters 20"),
+        ("--profile --profile-ranks 0 3", "--profile-ranks 0 3: there is no rank 3 among the 1 ranks; give"),
     ],
 )
 def test_what_cannot_be_profiled_is_refused(flags, message):

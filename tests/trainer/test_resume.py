@@ -59,18 +59,20 @@ def resume_differently(directory: str) -> list:
 
 def test_a_resumed_run_follows_its_flags_and_says_so(ranks, tmp_path):
     same, other, batch, small, seed, window, seeded, finetuned = ranks(1, resume_differently, str(tmp_path))[0]
-    assert "with other" not in same[1]
-    assert "resuming with other --weight-decay 0.2 (was 0.01), " in other[1]
+    assert "with changed flags" not in same[1]
+    assert "resuming with changed flags: --weight-decay 0.2 (was 0.01), " in other[1]
     assert "--lr 0.003 (was 0.01)" in other[1] and "--train-iters 3 (was 2)" in other[1]
     for group in other[0]:
         assert (group["lr"], group["max_lr"], group["betas"], group["eps"]) == (3e-3, 3e-3, (0.9, 0.9), 1e-3)
         assert group["weight_decay"] == 0.2 * group["wd_mult"]
-    assert "resuming with other --global-batch-size 6 (was 4)" in batch[1]
-    assert small.startswith("--global-batch-size 2: 8 samples are consumed") and small.endswith("--global-batch-size 4")
+    assert "resuming with changed flags: --global-batch-size 6 (was 4)" in batch[1]
+    assert small.startswith("--global-batch-size 2: 8 samples were consumed") and small.endswith(
+        "--global-batch-size 4"
+    )
     assert seed.endswith("saved with 1234; give --seed 1234, or --override-data-order")
     assert window.endswith("saved without it; leave out --window-size, or --finetune")
-    assert "resuming with other --seed 1 (was 1234)" in seeded[1]
-    assert "finetuning with other --window-size 4,0 (was not given)" in finetuned[1]
+    assert "resuming with changed flags: --seed 1 (was 1234)" in seeded[1]
+    assert "finetuning with changed flags: --window-size 4,0 (was not given)" in finetuned[1]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_a_second_job_is_refused_on_all_ranks(ranks, tmp_path):
         fcntl.lockf(file, fcntl.LOCK_EX)
         (told, same) = ranks(2, lock, str(save))
     assert told == same
-    assert f"--save {save}: another job saves there (process " in told and os.uname().nodename in told
+    assert f"--save {save}: in use by another job (process " in told and os.uname().nodename in told
     assert ranks(2, lock, str(save)) == ["locked", "locked"]
 
 
@@ -92,7 +92,7 @@ def run_with_a_full_disk(directory: str, step: str, on_error: str) -> str:
 def test_a_full_disk_is_told_alike_on_all_ranks(ranks, tmp_path, step):
     for told in ranks(2, run_with_a_full_disk, str(tmp_path), step, "stop"):
         assert told == (
-            f"--save {tmp_path}: iteration 2 was not saved: No space left on device (/where); free some room, or give "
+            f"--save {tmp_path}: iteration 2 was not saved: No space left on device (/where); free some space, or give "
             "another --save"
         )
     assert list(tmp_path.iterdir()) == []

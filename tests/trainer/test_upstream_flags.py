@@ -91,14 +91,14 @@ def test_a_launch_script_of_megatron_runs_after_one_refusal_that_names_all(name,
     capsys.readouterr()
     args = parse_args([word for words in flags if words[0] not in REFUSED[name] for word in words] + ["--dry-run"])
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "flags of Megatron-LM that are accepted but have no effect:"
+    assert said[0] == "these flags of Megatron-LM are accepted, but have no effect:"
     if name == "gpt3":
         assert (args.num_layers, args.train_iters, args.data_parallel_size) == (96, 500000, 1)
-        assert said[1:] == ["  --attention-backend: --cp-attention-backend chooses what computes attention"]
+        assert said[1:] == ["  --attention-backend: --cp-attention-backend selects the library for attention"]
     elif name == "llama":
         assert (args.train_iters, args.split, args.decoupled_lr) == (1953125000 // 128, "99,1,0", 5e-4)
         assert (args.fp8_amax_history_len, args.transformer_impl) == (1024, "transformer_engine")
-        assert "--fp8-format hybrid needs Transformer Engine where it trains" in said[-1]
+        assert "--fp8-format hybrid needs Transformer Engine to train" in said[-1]
     else:
         assert (args.num_experts, args.sequence_parallel) == (8, False)
         assert said[-1] == "warning: --sequence-parallel is off: --tensor-model-parallel-size is 1"
@@ -225,7 +225,7 @@ def test_training_can_be_skipped(tmp_path, monkeypatch, capsys):
     there = re.search(r"validation at iteration 2 \| lm loss (\S+)", capsys.readouterr().out)[1]
     training.pretrain(parse_args([*trained, "--load", str(tmp_path)]))
     said = capsys.readouterr().out
-    assert "nothing to do: --train-iters 2 are done" in said and "test at" not in said
+    assert "nothing to do: all iterations of --train-iters 2 are done" in said and "test at" not in said
     # A job that ended before its last evaluation makes that when it is started again.
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:-1]))
@@ -242,5 +242,5 @@ def test_training_can_be_skipped(tmp_path, monkeypatch, capsys):
     assert "iteration        " not in said
     with pytest.raises(UsageError, match=r"--num-layers 3: the checkpoint in --load .* was saved with 2"):
         parse_args([*loaded, "--num-layers", "3", "--train-iters", "9", "--lr", "1"])
-    with pytest.raises(UsageError, match="nowhere: neither a run with checkpoints"):
+    with pytest.raises(UsageError, match="nowhere: contains neither checkpoints of a run"):
         parse_args([*loaded[:2], str(tmp_path / "nowhere")])

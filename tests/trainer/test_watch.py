@@ -171,8 +171,8 @@ def test_a_rank_that_does_not_come_is_waited_for_and_named():
     assert judge_absent({2, 3}, waited=599, limit=600) is None
     assert judge_absent(set(), waited=601, limit=600) is None
     line = judge_absent({2, 3}, waited=601, limit=600).line
-    assert line.startswith("ranks 2, 3 never came: no word within --distributed-timeout-minutes 10;")
-    assert judge_absent(set(range(1, 99)), 601, 600).line.startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 ... never came")
+    assert line.startswith("ranks 2, 3 did not join within --distributed-timeout-minutes 10:")
+    assert judge_absent(set(range(1, 99)), 601, 600).line.startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 ... did not join")
 
 
 def test_a_rank_of_another_host_that_is_gone_may_live():
@@ -194,7 +194,7 @@ def test_a_connection_made_anew_is_to_blame_only_if_ranks_lost_each_other():
 
 def test_a_judge_that_hears_nobody_is_cut_off_itself():
     silent = [heard(rank, ago=31) for rank in (1, 2, 3)]
-    assert verdict(heard(0), *silent).line.startswith("rank 0 is cut off: it hears nothing from the others at ")
+    assert verdict(heard(0), *silent).line.startswith("rank 0 is cut off: it receives nothing from the other ranks at ")
     assert verdict(heard(0), heard(1), *silent[1:]).ranks == [2]
     assert verdict(heard(0), heard(1, ago=31), heard(2, ago=3), heard(3, ago=2)).ranks == [1]  # the others are late
     assert verdict(heard(0), heard(1, ago=31), heard(2, ended="left", ago=31)).ranks == [1]
@@ -203,7 +203,7 @@ def test_a_judge_that_hears_nobody_is_cut_off_itself():
 
 def test_a_deputy_that_hears_nobody_is_cut_off_itself():
     silent = [heard(rank, ago=31) for rank in (0, 2, 3)]
-    line = "rank 1 is cut off: it hears nothing from the others at "
+    line = "rank 1 is cut off: it receives nothing from the other ranks at "
     assert verdict(silent[0], heard(1), *silent[1:], by=judge_first).line.startswith(line)
     assert verdict(silent[0], heard(1, ago=31), *silent[1:], by=judge_first).line.startswith(line)
     assert verdict(silent[0], heard(1, ago=31), by=judge_first).line.startswith(line)  # of two, not even itself
@@ -388,7 +388,7 @@ def test_a_rank_that_ends_before_it_speaks_is_named_by_the_monitor(monitor, kind
     first, other = failing(monitor, kind)
     first.link.drop()
     assert has_come(lambda: heard_ends(other))
-    line = "rank 0 failed at joining, and ended before it said why"
+    line = "rank 0 failed at joining, and ended before it reported why"
     assert heard_ends(other)[0]["end"] == line and monitor.said == ["", line]
 
 
@@ -482,7 +482,7 @@ def test_a_monitor_waits_for_all_and_tells_when_they_are_there(monitor):
 
 def test_a_monitor_names_who_never_comes(monitor):
     ranks = [Far(rank, Link(monitor.port)) for rank in (0, 2)]
-    assert beat(ranks, 100, monitor).startswith("rank 1 never came: no word within --distributed-timeout-minutes 0.01")
+    assert beat(ranks, 100, monitor).startswith("rank 1 did not join within --distributed-timeout-minutes 0.01")
 
 
 def test_what_a_stalled_link_does_not_take_is_sent_later():
@@ -579,7 +579,7 @@ def test_stuck_shows_a_circle(folder, capsys, monkeypatch):
 
 
 def test_stuck_without_a_job(folder):
-    with pytest.raises(stuck.UsageError, match="no job runs here"):
+    with pytest.raises(stuck.UsageError, match="no job is running"):
         stuck.main([])
 
 
@@ -591,7 +591,7 @@ def test_rank_0_that_ends_while_a_rank_connects_is_named(monkeypatch, capfd):
     closing.start()  # it answers once
     args = SimpleNamespace(world_size=2, rank=1, distributed_timeout_minutes=1 / 60)
     args.distributed_timeout_seconds_after_init = None
-    with pytest.raises(UsageError, match=r"^rank 0 never came: no word within --distributed-timeout-minutes"):
+    with pytest.raises(UsageError, match=r"^rank 0 did not join within --distributed-timeout-minutes"):
         setup.open_store(args)
     closing.join()
     assert capfd.readouterr().err == ""

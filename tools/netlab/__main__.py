@@ -19,15 +19,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("netlab", description=__doc__, allow_abbrev=False, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True)
-    up = commands.add_parser("up", help="make a cluster (root)", allow_abbrev=False)
+    up = commands.add_parser("up", help="create a cluster (root)", allow_abbrev=False)
     add_lab_flags(up, required=True)
     run = commands.add_parser("run", help="run a Python script in all ranks", allow_abbrev=False)
     where = run.add_mutually_exclusive_group()
-    where.add_argument("--ranks", type=int, help="on plain loopback instead of a lab; needs no root")
+    where.add_argument("--ranks", type=int, help="ranks on plain loopback instead of a lab; needs no root")
     run.add_argument("script", nargs="+", metavar="CMD", help="after --: the script and its arguments")
-    down = commands.add_parser("down", help="remove a cluster and what runs in it (root)", allow_abbrev=False)
+    down = commands.add_parser("down", help="remove a cluster and its processes (root)", allow_abbrev=False)
     for command in (up, where, down):
-        command.add_argument("--name", default="lab", help="of the lab; default: %(default)s")
+        command.add_argument("--name", default="lab", help="name of the lab; default: %(default)s")
     commands.add_parser("status", help="list the clusters that are up")
     return parser.parse_args(argv)
 

@@ -12,9 +12,11 @@ Cluster = Lab | Loopback
 
 
 def add_lab_flags(parser: ArgumentParser | _ArgumentGroup, required: bool = False) -> None:
-    parser.add_argument("--nodes", type=int, required=required, help="emulated nodes")
+    parser.add_argument("--nodes", type=int, required=required, help="number of emulated nodes")
     parser.add_argument("--ranks-per-node", type=int, help="default: 1")
-    parser.add_argument("--node-rate", metavar="RATE", help="of a NIC in each direction, as 100mbit; default: unshaped")
+    parser.add_argument(
+        "--node-rate", metavar="RATE", help="NIC rate in each direction, such as 100mbit; default: unshaped"
+    )
     parser.add_argument("--nic", choices=("node", "rank"), help="one NIC per node (default) or per rank")
 
 
@@ -27,7 +29,7 @@ def lab_of(args: Namespace, name: str) -> Lab:
 def add_flags(parser: ArgumentParser) -> None:
     """Those of a program that runs in a cluster of its own."""
     group = parser.add_argument_group("cluster", "--ranks on loopback, or --nodes in an emulated cluster (root)")
-    group.add_argument("--ranks", type=int, help="ranks on this machine's loopback")
+    group.add_argument("--ranks", type=int, help="number of ranks on this machine's loopback")
     add_lab_flags(group)
 
 

@@ -85,7 +85,7 @@ class Lab:
                 raise UsageError(f"{flag} {value}: give 1 or more")
         if self.ranks > MAX_RANKS:
             ranks = f"--nodes {self.nodes} --ranks-per-node {self.ranks_per_node}"
-            raise UsageError(f"{ranks}: {self.ranks} ranks; give at most {MAX_RANKS} in all")
+            raise UsageError(f"{ranks}: {self.ranks} ranks; give at most {MAX_RANKS} in total")
         if self.nic not in ("node", "rank"):
             raise UsageError(f"--nic {self.nic}: give node or rank")
         if not re.fullmatch(r"[A-Za-z0-9_]{1,40}", self.name):
@@ -148,7 +148,7 @@ class Lab:
         check_root("up")
         taken = [namespace for namespace in (self.switch, *self.hosts) if (NAMESPACES / namespace).exists()]
         if taken and not self.state.exists():
-            raise UsageError(f"--name {self.name}: there is a namespace {taken[0]} of someone else; give another name")
+            raise UsageError(f"--name {self.name}: the namespace {taken[0]} is not of this lab; give another name")
         self._claim()
         try:
             iproute("ip", [f"netns add {namespace}" for namespace in (self.switch, *self.hosts)])

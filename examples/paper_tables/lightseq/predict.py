@@ -63,7 +63,7 @@ class Case(NamedTuple):
 
     @property
     def model(self) -> ModelShape:
-        """Megatron-LM and Ulysses share out heads, so they pad them to a multiple of the ranks."""
+        """Megatron-LM and Ulysses shard heads, so they pad them to a multiple of the ranks."""
         model = _model(self.preset)
         if self.system == "LightSeq":
             return model

@@ -1,4 +1,4 @@
-"""Exact attention over a sequence that the ranks of a context group share."""
+"""Exact attention over a sequence that is sharded over a context group."""
 
 import math
 from collections import deque
@@ -45,24 +45,24 @@ def context_parallel_attention(
     Args:
         q: [s, b, heads, d], this rank's tokens in the order of `cp.positions` (all tokens for `AllRanks`). Under
             torch.autocast, q, k and v are cast to its dtype. They may be DTensors that the context group shards along
-            the sequence, in the contiguous layout; then so is the output.
+            the sequence, in the contiguous layout; then the output is one too.
         k: [t, b, kv_heads, d] of q's dtype; kv_heads divides heads. t differs from s in cross attention.
         v: [t, b, kv_heads, dv] of q's dtype.
         cp: the context group.
         causal: a token sees itself and the tokens before it; otherwise it sees all. The last query has the position of
             the last key, also with more keys than queries.
-        window: how many tokens before and after itself a token sees at most; -1 for all.
-        documents: the documents of the whole sequence, of each sample or shared by all, the same object for each layer.
+        window: maximum number of tokens before and after itself that a token sees; -1 for all.
+        documents: the documents of the whole sequence, of each sample or common to all, the same object for each layer.
             A token sees only its own document. A token of no document gets output 0 and log-sum-exp -inf.
         scale: factor of the scores; default 1 / sqrt(d).
         softcap: scores x become softcap · tanh(x / softcap); 0 for none.
-        sinks: [heads], one more score per head that takes weight and has no value. 0 is softmax "off by one"; a
-            parameter is the learnable sink of GPT-OSS. The log-sum-exp includes it. Each rank gets a part of its
-            gradient; the sum over the context group is the gradient.
+        sinks: [heads], an additional score per head that gets weight and has no value. 0 is softmax "off by one"; a
+            parameter is the learnable sink of GPT-OSS. The log-sum-exp includes it. Each rank gets a partial gradient;
+            the sum over the context group is the gradient.
         return_lse: also return the log-sum-exp of the scores.
-        kernel: computes the blocks; default: the one that `kernel_for` chooses.
-        kept: a queue for recomputation. A call without gradients adds its results. A call with gradients takes the
-            oldest ones, computes no block, and sends nothing but swapped heads. They must be of the same q, k and v.
+        kernel: computes the blocks; default: the choice of `kernel_for`.
+        kept: a queue for recomputation. A call without gradients appends its results. A call with gradients removes the
+            oldest ones, computes no block, and sends only swapped heads. They must be results of the same q, k and v.
         tensor_layout: the order of the dimensions of q, k, v, output and log-sum-exp: "sbhd", "bshd" or "bhsd".
 
     Returns:
@@ -70,16 +70,16 @@ def context_parallel_attention(
             (float64 for float64) and without gradients.
 
     Raises:
-        UsageError: types, shapes, dtypes, heads or a sequence length that do not fit; something else as context group;
-            a scale that is not positive and finite; a negative softcap; DTensors placed otherwise; second derivatives,
+        UsageError: types, shapes, dtypes, heads or a sequence length that do not fit; an invalid context group; a scale
+            that is not positive and finite; a negative softcap; DTensors with other placements; second derivatives,
             forward-mode derivatives and the transforms of torch.func; `kernel` or `kept` under torch.compile.
     """
     if not isinstance(cp, (ContextParallel, AllRanks)):
         raise UsageError(
-            f"cp: of type {type(cp).__name__}; give a ContextParallel(strategy, group=...). There are no mask tensors"
+            f"cp: of type {type(cp).__name__}; give a ContextParallel(strategy, group=...), not a mask tensor"
         )
     if torch.compiler.is_compiling() and (kernel is not None or kept is not None):
-        raise UsageError("torch.compile: context_parallel_attention takes no `kernel` or `kept` there; leave them out")
+        raise UsageError("torch.compile: `kernel` and `kept` are not supported; leave them out")
     others = {"return_lse": return_lse, "kept": kept, "tensor_layout": tensor_layout}
     check_types(q, k, v, sinks, documents=documents, scale=scale, softcap=softcap, **others)
     check_kernel(kernel)
@@ -90,9 +90,9 @@ def context_parallel_attention(
         q, k, v, placed = local_parts(q, k, v, sinks, cp, tensor_layout.find("s"))
     q, k, v = autocast(q, k, v)
     check(q, k, v, sinks, tensor_layout)
-    Mask(causal, window)  # says what is wrong with them
+    Mask(causal, window)  # raises UsageError if they are invalid
     q, k, v = (to_sbhd(x, tensor_layout) for x in (q, k, v))
-    if cp.head_parallel_size == 1:  # saved as they are; swapped heads are new
+    if cp.head_parallel_size == 1:  # saved as given; swapped heads are new tensors
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     given = None if kernel is None else HandleOf(kernel)
     again = HandleOf(kept.popleft()) if kept and torch.is_grad_enabled() else None
@@ -125,10 +125,10 @@ def attention_of_rows(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> list[Tensor]:
-    """softmax(q kᵀ · scale) v where each rank has any number of queries and of keys, also none. Without gradients.
+    """softmax(q kᵀ · scale) v for any numbers of queries and keys on each rank, including none. Without gradients.
 
     Args:
-        inputs: of each rank of this process q [s, b, heads, d], k [t, b, kv_heads, d] and v [t, b, kv_heads, dv], in
+        inputs: for each rank of this process q [s, b, heads, d], k [t, b, kv_heads, d] and v [t, b, kv_heads, dv], in
             the order of its chunks.
         cp: the context group, without head parallelism.
         blocks: the chunks of all ranks, the mask and the kernel; the same object for each layer.
@@ -138,28 +138,28 @@ def attention_of_rows(
         The outputs [s, b, heads, dv] of each rank of this process, in q's dtype.
 
     Raises:
-        UsageError: shapes, dtypes or heads that do not fit; other rows than `blocks` has; head parallelism.
+        UsageError: shapes, dtypes or heads that do not fit; other numbers of rows than in `blocks`; head parallelism.
     """
     for rank, (q, k, v) in zip(cp.local_ranks, inputs, strict=True):
         check(q, k, v, sinks, smallest=0)
         given = len(q), len(k)
         chunks = blocks.q.rows(rank), blocks.kv.rows(rank)
         if given != chunks:
-            raise UsageError(f"rank {rank}: {given} rows of queries and keys where its chunks have {chunks}")
+            raise UsageError(f"rank {rank}: {given} rows of queries and keys, but its chunks have {chunks}")
     q, k, _ = inputs[0]
     scores = Scores(1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap)
     if cp.n == 1:
         return [_of_one_rank(blocks, scores, sinks, *inputs[0])]
     plan = cp.plans.full(q.shape[2], k.shape[2])
     if plan.heads > 1:
-        raise UsageError(f"--cp-head-parallel-size {plan.heads}: chunks of any rows have no head parallelism; give 1")
+        raise UsageError(f"--cp-head-parallel-size {plan.heads}: head parallelism needs chunks of equal size; give 1")
     problem = Problem(blocks, k.shape[2], blocks.kernel, scores)
     results = cp.run(forward, plan, problem, [(sinks, *part) for part in inputs])
     return [out for out, *_ in results]
 
 
 def _of_one_rank(blocks: Blocks, scores: Scores, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The one block that a plan of one rank computes, without the plan: it takes as long as the block in decode."""
+    """The single block of a one-rank plan, without the plan: in decoding, the plan would take as long as the block."""
     s, b, heads, d = q.shape
     kv_heads, value_dim = v.shape[2:]
     queries = q.reshape(s, b * kv_heads, heads // kv_heads, d)
@@ -173,7 +173,7 @@ def _of_one_rank(blocks: Blocks, scores: Scores, sinks: Tensor | None, q: Tensor
     else:
         out = q.new_zeros((*queries.shape[:3], value_dim), dtype=torch.promote_types(q.dtype, torch.float32))
         lse = q.new_full(queries.shape[:3], -math.inf, dtype=torch.float64)
-        done = 0  # rows before it may have a result
+        done = 0  # rows before it may already have a result
         for piece, (start, stop), result in zip(pieces, rows, results, strict=True):
             if start < done:
                 merge(out[piece.q], lse[piece.q], *result)

@@ -30,13 +30,13 @@ from .plans import Plans
 
 
 class Ranks(HasHandle, ABC):
-    """The ranks of a context group: what they run, and how they run it together.
+    """The ranks of a context group: their strategy, and how they run a plan together.
 
     Attributes:
-        plans: of their strategy.
-        choice: the strategy and its options; n: how many ranks there are; layout: which tokens a rank holds.
+        plans: the plans of the strategy.
+        choice: the strategy and its options; n: the number of ranks; layout: which tokens a rank holds.
         chunks: the chunk of each rank.
-        head_parallel_size: parts of the heads, each of which a group of ranks computes.
+        head_parallel_size: the number of parts of the heads; a group of ranks computes each.
         local_ranks: the ranks of this process.
     """
 
@@ -50,11 +50,11 @@ class Ranks(HasHandle, ABC):
 
     @abstractmethod
     def length(self, x: Tensor) -> int:
-        """Tokens of the whole sequence, of which this process has `x` [s, ...]."""
+        """The number of tokens of the whole sequence, if this process has `x` [s, ...]."""
 
     @abstractmethod
     def split(self, x: Tensor) -> list[Tensor]:
-        """The parts [length / n, ...] of the ranks of this process."""
+        """The parts [length / n, ...] for the ranks of this process."""
 
     @abstractmethod
     def join(self, parts: list[Tensor]) -> Tensor:
@@ -62,21 +62,21 @@ class Ranks(HasHandle, ABC):
 
     @abstractmethod
     def add_up(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-        """This process' part, in `dtype`, of a sum over the ranks; `parts` are those of its ranks."""
+        """This process's part, in `dtype`, of a sum over the ranks; `parts` are the summands of its ranks."""
 
     @abstractmethod
     def run(self, program: Callable[..., Program], plan: Plan, problem: Problem, parts: list[tuple]) -> list:
-        """Runs `program` on each rank of this process with its part of the inputs, and returns what it returns."""
+        """Runs `program` on each rank of this process with its part of the inputs, and returns the results."""
 
 
 class ContextParallel(Ranks):
-    """A context group and how it computes attention. Make one per group and keep it, because it has communicators.
+    """A context group and how it computes attention. Create one per group and keep it, because it has communicators.
 
-    All ranks of the group make it together, as in a collective. Other ranks take no part.
+    All ranks of the group create it together, like a collective. Other ranks do not participate.
 
     Args:
-        strategy: `--cp-strategy`, a name or a spec such as "mesh:grid=2x4" (`strategies.spec`). For "auto" give what
-            `cluster.search.auto.resolve` returns.
+        strategy: `--cp-strategy`, a name or a spec such as "mesh:grid=2x4" (`strategies.spec`). For "auto", give the
+            result of `cluster.search.auto.resolve`.
         layout: `--cp-layout`; default: the strategy's own.
         group: the ranks that share a sequence, or a DeviceMesh of one dimension; default: the world.
         options: `head_parallel_size`, `placement`, and the options of the strategy.
@@ -87,9 +87,8 @@ class ContextParallel(Ranks):
             data.
 
     Raises:
-        UsageError: the strategy is unknown, or does not work with the layout or an option; there is no process group,
-            or this rank is not in it; a rank of the group was given something else, or did not come within the timeout
-            of the group.
+        UsageError: the strategy is unknown, or does not support the layout or an option; there is no process group, or
+            this rank is not in it; a rank of the group has other arguments, or did not join within the group's timeout.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class ContextParallel(Ranks):
         group = joined(group)
         if not isinstance(layout, str | None):
             raise UsageError(f"layout: of type {type(layout).__name__}; give its name, and the group as group=...")
-        # All meet before one may refuse what it was given.
+        # All ranks meet before any of them may raise.
         self._transport = TorchTransport(group, f"--cp-strategy {asked(strategy, layout=layout, **options)}")
         super().__init__(parse_spec(strategy, layout=layout, **options), dist.get_world_size(group))
         self.group, self.rank = group, dist.get_rank(group)
@@ -146,7 +145,7 @@ class ContextParallel(Ranks):
 class AllRanks(Ranks):
     """All n ranks of a strategy in this process, on whole sequences: for checks, examples and a single GPU.
 
-    Use it in place of a `ContextParallel`. Arguments and errors are the same.
+    Use it instead of a `ContextParallel`. Arguments and errors are the same.
     """
 
     def __init__(self, n: int, strategy: str | Choice = "ring", layout: str | None = None, **options: object) -> None:

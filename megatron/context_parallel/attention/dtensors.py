@@ -1,4 +1,4 @@
-"""DTensors that are sharded along the sequence: attention of their local parts."""
+"""Attention of DTensors that are sharded along the sequence, through their local parts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,14 +15,14 @@ from .context import AllRanks, ContextParallel
 def local_parts(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cp: ContextParallel | AllRanks, sequence: int
 ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor] | None]:
-    """The local parts of q, k and v, and what makes a local result a DTensor placed like q; None for no DTensors.
+    """The local parts of q, k and v, and a function that wraps a local result like q; None if there are no DTensors.
 
     Args:
-        sequence: the dimension of the tokens.
+        sequence: the sequence dimension.
 
     Raises:
-        UsageError: sinks are a DTensor; not all of q, k and v are DTensors with one mesh and placement; they are not
-            sharded along the sequence by the context group alone; shards of unequal sizes; a layout that is not
+        UsageError: sinks are a DTensor; q, k and v are not all DTensors with one mesh and placement; they are not
+            sharded only along the sequence and by the context group; the shards are unequal; the layout is not
             contiguous, as the shards of a DTensor are.
     """
     if isinstance(sinks, DTensor):
@@ -38,8 +38,8 @@ def local_parts(
     odd = any(not isinstance(x, Shard | Replicate) or x.is_shard(3) or x.is_shard(-1) for x in placements)
     if isinstance(cp, AllRanks) or odd or len(by) != 1 or _ranks(mesh.get_group(by[0])) != _ranks(cp.group):
         raise UsageError(
-            f"q, k, v are DTensors placed {placements}: need them sharded along dimension {sequence}, the sequence, by "
-            "the context group alone; redistribute them, or give q.to_local()"
+            f"q, k, v are DTensors placed {placements}: they must be sharded along dimension {sequence}, the sequence, "
+            "by the context group only; redistribute them, or give q.to_local()"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         for i, placement in enumerate(placements):
@@ -50,8 +50,8 @@ def local_parts(
                 )
     if cp.layout != "contiguous" and cp.n > 1:
         raise UsageError(
-            f"--cp-layout {cp.layout}: DTensors have contiguous shards; give contiguous, or q.to_local() of tokens in "
-            "the order of cp.positions"
+            f"--cp-layout {cp.layout}: DTensors have contiguous shards; give contiguous, or q.to_local() with tokens "
+            "in the order of cp.positions"
         )
     placed = partial(DTensor.from_local, device_mesh=mesh, placements=placements, run_check=False)
     return q.to_local(), k.to_local(), v.to_local(), placed

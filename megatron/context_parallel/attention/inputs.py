@@ -1,4 +1,4 @@
-"""What attention takes: tensors that fit together, in an order of their dimensions, cast as autocast says."""
+"""Checks the inputs of attention, orders their dimensions, and casts them for autocast."""
 
 from collections import deque
 from numbers import Real
@@ -13,7 +13,7 @@ from megatron.context_parallel.patches.torch_dispatcher import in_transform
 from megatron.context_parallel.tokens.mask import Documents
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-ORDERS = {"sbhd": (0, 1, 2, 3), "bshd": (1, 0, 2, 3), "bhsd": (2, 0, 1, 3)}  # where s, b, h and d are
+ORDERS = {"sbhd": (0, 1, 2, 3), "bshd": (1, 0, 2, 3), "bhsd": (2, 0, 1, 3)}  # the dimensions of s, b, h and d
 INVERSE = {"sbhd": (0, 1, 2, 3), "bshd": (1, 0, 2, 3), "bhsd": (1, 2, 0, 3)}
 
 
@@ -22,12 +22,12 @@ def to_sbhd(x: Tensor, tensor_layout: str) -> Tensor:
 
 
 def from_sbhd(x: Tensor, tensor_layout: str) -> Tensor:
-    """The inverse of `to_sbhd`, also without the last dimension."""
+    """The inverse of `to_sbhd`; the last dimension may be missing."""
     return x if tensor_layout == "sbhd" else x.permute(INVERSE[tensor_layout][: x.dim()])
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype that torch.autocast asks for, as of the inputs of `scaled_dot_product_attention`."""
+    """The tensors in the dtype of torch.autocast, like the inputs of `scaled_dot_product_attention`."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # it raises for meta tensors
         return tensors
@@ -36,7 +36,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 _TENSORS = {"q": "[s, b, heads, d]", "k": "[t, b, kv_heads, d]", "v": "[t, b, kv_heads, dv]", "sinks": "[heads]"}
-# Of arguments that are no tensors of tokens: their types, and what an error tells to give.
+# For the other arguments: their types, and the advice of the error.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "documents": ((Documents, NoneType), "Documents(ids), with ids int [samples, length], or None"),
     "scale": ((Real, NoneType), "a number, such as 0.125, or None for 1 / sqrt(head_dim)"),
@@ -48,7 +48,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def check_types(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **others: object) -> None:
-    """Raises UsageError for arguments of `context_parallel_attention` that are of another type."""
+    """Raises UsageError for arguments of `context_parallel_attention` with a wrong type."""
     for (name, shape), x in zip(_TENSORS.items(), (q, k, v, sinks), strict=True):
         if name == "sinks" and x is None:
             continue
@@ -62,7 +62,7 @@ def check_types(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **others:
 
 
 def check_kernel(kernel: object) -> None:
-    """Raises UsageError for what is no `kernels.Kernel`."""
+    """Raises UsageError if it is not a `kernels.Kernel`."""
     needed = ("pieces", "forward", "backward")
     if kernel is not None and (isinstance(kernel, type) or not all(hasattr(kernel, name) for name in needed)):
         what = f"the class {kernel.__name__}" if isinstance(kernel, type) else f"of type {type(kernel).__name__}"
@@ -75,21 +75,22 @@ def refuse_transforms(*tensors: Tensor | None) -> None:
     """Raises UsageError for tensors with forward-mode derivatives, and inside the transforms of torch.func."""
     if in_transform():
         raise UsageError(
-            "torch.func: context_parallel_attention does not go through jvp, grad, vjp and the like; use "
+            "torch.func: context_parallel_attention does not support jvp, grad, vjp and similar transforms; use "
             "torch.autograd.grad or backward()"
         )
     if any(x is not None and unpack_dual(x).tangent is not None for x in tensors):
         raise UsageError(
-            "forward-mode derivatives: context_parallel_attention has none; use torch.autograd.grad or backward()"
+            "forward-mode derivatives: context_parallel_attention does not support them; use torch.autograd.grad or "
+            "backward()"
         )
 
 
 def check(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tensor_layout: str = "sbhd", *, smallest: int = 1
 ) -> None:
-    """Raises UsageError for tensors that do not fit together, or have fewer tokens than `smallest`."""
+    """Raises UsageError for tensors with incompatible shapes, dtypes or devices, or fewer tokens than `smallest`."""
     if tensor_layout not in ORDERS:
-        raise UsageError(f"tensor_layout {tensor_layout!r}: unknown; there is {', '.join(ORDERS)}")
+        raise UsageError(f"tensor_layout {tensor_layout!r}: unknown; give one of {', '.join(ORDERS)}")
     s, b, h, d = ORDERS[tensor_layout]
     fits = q.dim() == k.dim() == v.dim() == 4 and all(k.shape[i] == v.shape[i] for i in (s, b, h))
     if not fits or (q.shape[b], q.shape[d]) != (k.shape[b], k.shape[d]):
@@ -107,7 +108,7 @@ def check(
         raise UsageError(f"q, k, v on {q.device}, {k.device}, {v.device}: need one device")
     if sinks is not None and (sinks.shape != (heads,) or sinks.dtype not in DTYPES or sinks.device != q.device):
         raise UsageError(
-            f"sinks {list(sinks.shape)} of {sinks.dtype} on {sinks.device}: need floating-point [{heads}], one a "
+            f"sinks {list(sinks.shape)} of {sinks.dtype} on {sinks.device}: need floating-point [{heads}], one per "
             f"query head, on {q.device}"
         )
 

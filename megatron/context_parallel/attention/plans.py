@@ -1,4 +1,4 @@
-"""The plans of a strategy, and the blocks of a mask: each is made once and kept while it is in use."""
+"""The plans of a strategy, and the blocks of a mask. Each is created once and cached while it is in use."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,19 +12,19 @@ from megatron.context_parallel.strategies import Choice
 from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Mask
 
-ALL_RANKS_UP_TO = 64  # beyond, what goes through the steps of all ranks (verifying, plans by document) is left out
-KEPT = 32  # plans and blocks; those of packed documents change with each batch
+ALL_RANKS_UP_TO = 64  # with more ranks, work over the steps of all ranks (verifying, plans by document) is skipped
+KEPT = 32  # plans and blocks in the cache; those of packed documents change with each batch
 Value = TypeVar("Value")
-Lengths = tuple[int, int]  # queries and keys of the whole sequence
+Lengths = tuple[int, int]  # numbers of queries and keys of the whole sequence
 
 
 class Plans:
-    """The plans of a strategy for n ranks. Each is verified, unless documents shape it.
+    """The plans of a strategy for n ranks. Each is verified, unless it depends on documents.
 
     Attributes:
-        choice: the strategy and its options; n: ranks of the context group.
-        steps_on: ranks that run the steps of a plan together.
-        chunks: of each rank.
+        choice: the strategy and its options; n: the number of context ranks.
+        steps_on: the number of ranks that run the steps of a plan together.
+        chunks: the chunk of each rank.
 
     Raises:
         UsageError: the strategy does not work with n ranks, or with an option.
@@ -38,13 +38,13 @@ class Plans:
         self._recent: OrderedDict[tuple, Any] = OrderedDict()
 
     def of(self, mask: Mask, lengths: Lengths, heads: int, kv_heads: int, *, backward: bool) -> Plan:
-        """The plan of one pass. A strategy may leave out what the mask empties.
+        """The plan of one pass. A strategy may leave out pairs that the mask empties.
 
         Raises:
-            UsageError: heads that the head-parallel size does not split.
+            UsageError: the head-parallel size does not split the heads.
         """
         if self.steps_on > ALL_RANKS_UP_TO:
-            mask = Mask(mask.causal, mask.window)  # plans for the documents of each batch would take too long to make
+            mask = Mask(mask.causal, mask.window)  # creating plans for the documents of each batch would take too long
         visible_pairs = self.cached(("visible pairs", mask, lengths), lambda: mask.pairs(*self._chunks(lengths)))
 
         def make() -> Plan:
@@ -58,7 +58,7 @@ class Plans:
         return self.cached(("plan", visible_pairs, heads, kv_heads, backward), make)
 
     def full(self, heads: int, kv_heads: int) -> Plan:
-        """The plan of a forward pass in which every chunk may see every chunk, as chunks of any rows do."""
+        """The plan of a forward pass in which every chunk may see every chunk, for chunks with any rows."""
         return self.of(Mask(causal=False), (2 * self.n, 2 * self.n), heads, kv_heads, backward=False)
 
     def blocks(self, mask: Mask, lengths: Lengths, kernel: Kernel) -> Blocks:
@@ -68,7 +68,7 @@ class Plans:
         return self.cached(key, lambda: Blocks(mask, *self._chunks(lengths), kernel, undivided))
 
     def cached(self, key: tuple, make: Callable[[], Value]) -> Value:
-        """What `make` made for `key`, or makes now. The oldest of what is kept is forgotten."""
+        """The cached result of `make` for `key`, or a new one. The oldest entry is evicted."""
         if key not in self._recent:
             self._recent[key] = make()
         self._recent.move_to_end(key)

@@ -1,8 +1,8 @@
-"""`torch.ops.context_parallel.attention`: attention and its gradients as operators, which PyTorch calls and does not
-look into. So torch.compile has no graph break at them, and a selective-checkpoint policy can save their results.
+"""`torch.ops.context_parallel.attention`: attention and its gradients as operators that PyTorch does not trace into.
+So torch.compile has no graph break at them, and a selective-checkpoint policy can save their results.
 
-They take objects as integers (`tokens/handles.py`). Where heads are swapped, attention also returns the swapped
-queries, keys, values and log-sum-exp of each rank of the process, for the backward pass. Otherwise this needs its
+They take objects as integers (`tokens/handles.py`). If heads are swapped, attention also returns the swapped queries,
+keys, values and log-sum-exp of each rank of the process, for the backward pass. Otherwise the backward pass uses the
 inputs.
 """
 
@@ -32,12 +32,12 @@ from .plans import Lengths
 
 NAME = "context_parallel::attention"
 GRADIENTS = "context_parallel::attention_backward"
-TensorList = list[Tensor]  # of each rank of the process
-SymbolicInt = Annotated[int, "SymInt"]  # torch.compile makes no new graph for another value
+TensorList = list[Tensor]  # for each rank of the process
+SymbolicInt = Annotated[int, "SymInt"]  # another value does not recompile the graph
 
 
 class OpArgs(NamedTuple):
-    """What both operators take besides tensors and sizes."""
+    """The common arguments of both operators, besides tensors and sizes."""
 
     cp: int
     causal: bool
@@ -67,7 +67,7 @@ _gradients = torch.ops.context_parallel.attention_backward.default
 
 
 class _Sizes(NamedTuple):
-    """Which pass it is: its direction, the tokens of the whole sequence, and the heads of the model."""
+    """The direction of a pass, the tokens of the whole sequence, and the heads of the model."""
 
     backward: bool
     lengths: Lengths
@@ -76,14 +76,14 @@ class _Sizes(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What the ranks of a process run in one pass, and how."""
+    """The plan of a pass, and how the ranks of a process run it."""
 
     cp: ContextParallel | AllRanks
     plan: Plan
     problem: Problem
 
     def run(self, program: Callable[..., Program], *inputs: Iterable) -> list[TensorList]:
-        """Runs `program` on each rank with its part of each input; returns its results, each as parts of the ranks."""
+        """Runs `program` on each rank with its part of each input. Returns each result as parts of the ranks."""
         return _by_tensor(self.cp.run(program, self.plan, self.problem, [*zip(*inputs, strict=True)]))
 
 
@@ -93,7 +93,7 @@ def _call(how: OpArgs, sizes: _Sizes, q: Tensor, v: Tensor) -> _Call:
         kernel: Kernel = given.value
     else:
         kernel = kernel_for(q.device, q.dtype, q.shape[-1], value_dim=v.shape[-1], softcap=how.softcap)
-    window = how.window[0], how.window[1]  # PyTorch gives a list
+    window = how.window[0], how.window[1]  # PyTorch passes a list
     _, lengths, heads, kv_heads = sizes
 
     def make() -> tuple[Plan, Problem]:
@@ -108,7 +108,7 @@ def _call(how: OpArgs, sizes: _Sizes, q: Tensor, v: Tensor) -> _Call:
 
 
 def _by_tensor(by_rank: Iterable[Iterable[Tensor]]) -> list[TensorList]:
-    """The tensors of each rank as, for each tensor, its parts of the ranks."""
+    """Regroups the tensors of each rank: for each tensor, the parts of the ranks."""
     return [[*parts] for parts in zip(*by_rank, strict=True)]
 
 
@@ -143,7 +143,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kept: int, cp
     size = held(cp, "cp").head_parallel_size
     if size == 1:
         return out, lse, []
-    kv_heads = max(1, k.shape[2] // size)  # of a rank; replicas if there are more ranks than heads
+    kv_heads = max(1, k.shape[2] // size)  # per rank; replicas if there are more ranks than heads
     batch = q.shape[1] * kv_heads
     group = q.shape[2] // size // kv_heads
     swapped = [q.new_empty(len(q) * size, batch, group, q.shape[3])]
@@ -188,7 +188,7 @@ def _shapes_of_gradients(
 
 
 class _Attention(torch.autograd.Function):
-    """What PyTorch's `register_autograd` would make, in a third of its time."""
+    """Equivalent to PyTorch's `register_autograd`, in a third of its time."""
 
     @staticmethod
     def forward(
@@ -197,7 +197,7 @@ class _Attention(torch.autograd.Function):
         with below_autograd():
             out, lse, swapped = attention(q, k, v, sinks, kept, *args)
         ctx.mark_non_differentiable(lse, *swapped)
-        ctx.set_materialize_grads(False)  # else zeros of all outputs
+        ctx.set_materialize_grads(False)  # otherwise gradients of unused outputs would be zeros
         ctx.save_for_backward(out, sinks, *(swapped or (q, k, v, lse)))
         ctx.how = OpArgs(*args)
         ctx.kv_heads = k.shape[2]
@@ -213,7 +213,7 @@ class _Attention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         refuse_transforms(dout)
         sinks = sinks if ctx.needs_input_grad[3] else None
-        # With autograd they refuse to be differentiated.
+        # A second differentiation raises an error.
         with nullcontext() if torch.is_grad_enabled() else below_autograd():
             dq, dk, dv, *dsinks = _gradients(dout, out, seen, sinks, ctx.kv_heads, *ctx.how)
         return dq, dk, dv, dsinks[0] if dsinks else None, None, *[None] * len(ctx.how)
@@ -231,7 +231,7 @@ def _differentiable(*args: Any) -> tuple:
 
 def _refuse(ctx: Any, *_: Tensor | None) -> None:
     raise UsageError(
-        "second derivatives: context_parallel_attention has first derivatives only; differentiate once, "
+        "second derivatives: context_parallel_attention does not support them; differentiate once, "
         "without create_graph=True"
     )
 
@@ -240,7 +240,7 @@ library.register_autograd(GRADIENTS, _refuse)
 
 
 def _refuse_vmap(*_: Any) -> None:
-    raise UsageError("vmap: context_parallel_attention does not go through it; give the batch as dimension b")
+    raise UsageError("vmap: context_parallel_attention does not support it; give the batch as dimension b")
 
 
 for _name in (NAME, GRADIENTS):
@@ -248,7 +248,7 @@ for _name in (NAME, GRADIENTS):
 
 
 def _without_autocast(op: Callable, device: str) -> Callable:
-    """`context_parallel_attention` has cast the inputs; kernels choose the dtypes of what they compute themselves."""
+    """`context_parallel_attention` has already cast the inputs, and kernels choose their own compute dtypes."""
 
     def call(*args: Any) -> Any:
         with torch.autocast(device, enabled=False):
@@ -269,7 +269,7 @@ def _check_documents(documents: Documents | None, batch: int, q_length: int, kv_
         raise UsageError(f"documents with {q_length} queries and {kv_length} keys: need queries and keys of one length")
     samples, length = documents.shape
     if length != q_length or (samples != batch and not documents.shared):
-        shared = "" if samples != 1 or batch == 1 else ", or Documents(ids) of int [length], which all samples share"
+        shared = "" if samples != 1 or batch == 1 else ", or Documents(ids) of int [length], common to all samples"
         raise UsageError(
             f"documents of {[samples, length]} samples and tokens: need {[batch, q_length]}, the whole sequence on "
             f"every rank{shared}"

@@ -1,4 +1,4 @@
-"""How a flag is declared: the `flag(...)` of a dataclass field says all there is to say about it."""
+"""The declaration of a flag: everything about it is in the `flag(...)` of a dataclass field."""
 
 from dataclasses import dataclass, field, fields, replace
 from inspect import get_annotations
@@ -11,27 +11,27 @@ from megatron.context_parallel.options import Option, kind_of, show
 
 @dataclass(frozen=True)
 class Flag(Option):
-    """What is declared of a flag; it is required if it has neither a default, written or derived, nor None in its type.
+    """The declaration of a flag. A flag is required if it has no default, no derived default, and no None in its type.
 
-    Several flags are named by their fields, with a value or without: "save load", "lr_decay_style=linear".
+    Lists of other flags name their fields, with a value or without: "save load", "lr_decay_style=linear".
     """
 
-    derived: str = ""  # the default in words, where other flags decide it
-    # Its name on the command line: a switch that turns its field off has one of its own, a positional no dashes (DIR).
+    derived: str = ""  # the default in words, if other flags determine it
+    # Its name on the command line, if it differs: a switch that turns its field off, or a positional (DIR).
     option: str = ""
-    unit: str = ""  # what the value counts or names, in capitals for --help
-    needs: str = ""  # what must be given with it
-    excludes: str = ""  # what must not
-    divides: str = ""  # fields whose values are multiples of its own
-    multiple_of: str = ""  # fields whose product divides its value
+    unit: str = ""  # the kind of value, in capitals, for --help
+    needs: str = ""  # flags that it requires
+    excludes: str = ""  # flags that it cannot be combined with
+    divides: str = ""  # fields that must be multiples of it
+    multiple_of: str = ""  # fields whose product must divide it
     not_above: str = ""  # the field that limits it
-    endings: tuple[str, ...] = ()  # of a file to write, such as ".json"; its folder must be there
+    endings: tuple[str, ...] = ()  # allowed suffixes of a file to write, such as ".json"; its folder must exist
     to_train: bool = False  # not required by a dry run
-    # What it decides that a checkpoint must share.
+    # What it decides that must be the same in a checkpoint.
     decides: Literal["", "weights", "model", "position table", "data order"] = ""
-    optional: bool = False  # None is a value: not given
-    many: bool = False  # it takes several values
-    adds_up: bool = False  # given again, it adds values; others replace them
+    optional: bool = False  # None is allowed and means not given
+    many: bool = False  # it accepts several values
+    adds_up: bool = False  # repeating it adds values; other flags replace them
 
     @property
     def required(self) -> bool:
@@ -54,7 +54,7 @@ class Flag(Option):
 
     @property
     def works(self) -> str:
-        """As a command line gives it a value that works."""
+        """An example on a command line."""
         return show(self.example) if self.positional else self.given(True if self.kind is bool else self.example)
 
 
@@ -67,12 +67,12 @@ def flag(help: str, default: object = None, **declared: Any) -> Any:
 class FlagSection:
     """Flags under one title in `--help`; subclasses are frozen dataclasses.
 
-    A class of several sections has the flags of all, and may have fields that are no flags.
+    A class of several sections has the flags of all of them, and may have other fields.
 
     Attributes:
-        title: of the section.
-        sections: those that a class is made of, in their order; a section is made of itself.
-        declared: what is declared of each flag, by field.
+        title: the title of the section.
+        sections: the sections of a class, in order; a section consists of itself.
+        declared: the declaration of each flag, by field.
     """
 
     title: ClassVar[str] = ""
@@ -92,7 +92,7 @@ class FlagSection:
 
 
 def _own_flags(cls: type) -> dict[str, Flag]:
-    """The flags that a class declares in its own body, by field."""
+    """The flags declared in the body of a class, by field."""
     body = get_annotations(cls)
     found = {entry.name: entry.metadata["flag"] for entry in fields(cls) if entry.name in body and entry.metadata}
     types = get_type_hints(cls) if found else {}
@@ -117,7 +117,7 @@ def _named(declared: Flag, name: str, hint: Any) -> Flag:
 
 
 def fields_given(args: object, config: type) -> dict[str, Any]:
-    """What `args` has of the fields of a dataclass, by their names."""
+    """The values in `args` of a dataclass's fields, by name."""
     return {entry.name: getattr(args, entry.name) for entry in fields(config) if hasattr(args, entry.name)}
 
 
@@ -125,7 +125,7 @@ def fields_given(args: object, config: type) -> dict[str, Any]:
 class ForeignFlag:
     """A flag of another program, such as Megatron-LM.
 
-    `nargs` is argparse's; `values` are those that it may have here, empty: any.
+    `nargs` is argparse's; `values` are the accepted values; if empty, any.
     """
 
     option: str

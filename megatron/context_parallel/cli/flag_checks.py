@@ -1,4 +1,4 @@
-"""The checks that flags are declared with, and how a value of a flag is refused."""
+"""The declared checks of flags, and the errors about their values."""
 
 import math
 from collections.abc import Iterator
@@ -21,33 +21,33 @@ def refuse(args: FlagSection, name: str, why: str, **fits: object) -> NoReturn:
 
 
 def flag_text(args: FlagSection, name: str) -> str:
-    """The flag of field `name` with its value, `--num-layers 24`; what is no flag in words, `data parallel size 2`."""
+    """The flag of field `name` with its value, `--num-layers 24`; for other fields words, `data parallel size 2`."""
     flag, value = args.declared.get(name), getattr(args, name)
     return flag.given(value) if flag else f"{name.replace('_', ' ')} {value}"
 
 
 def is_given(args: FlagSection, condition: str) -> bool:
-    """Whether a flag is given, or has the value named: "save", "recompute_granularity=full"."""
+    """Whether a flag is given, or has a certain value: "save", "recompute_granularity=full"."""
     name, _, value = condition.partition("=")
     return getattr(args, name) == value if value else getattr(args, name) != args.declared[name].default
 
 
 def check_each(args: FlagSection, elsewhere: str = "") -> Iterator[UsageError]:
-    """Refuses what is missing, without what it needs or beside what it excludes, and files that cannot be written.
+    """The errors about missing flags, missing requirements, excluded combinations, and files that cannot be written.
 
-    `elsewhere` says where else a missing flag can come from.
+    `elsewhere` names other sources of a missing flag.
     """
     told = set[str]()
     for name, flag in args.declared.items():
         if not told.isdisjoint(_fields(flag.excludes)):
-            continue  # of two flags that exclude each other the first speaks for both
+            continue  # two flags that exclude each other get one error
         if error := _wrong(args, name, flag, elsewhere):
             told.add(name)
             yield error
 
 
 def _wrong(args: FlagSection, name: str, flag: Flag, elsewhere: str) -> UsageError | None:
-    """What is wrong with one flag, alone or with those that its declaration names."""
+    """The error of one flag, alone or together with the flags that its declaration names."""
     value = getattr(args, name)
     others = [other for other in flag.excludes.split() if is_given(args, other)]
     if value is None and flag.required and not others and not (flag.to_train and _trains_not(args)):
@@ -57,13 +57,13 @@ def _wrong(args: FlagSection, name: str, flag: Flag, elsewhere: str) -> UsageErr
         return None
     if others:
         other = flag_text(args, _fields(others[0])[0])
-        return refusal(args, name, f"does not go with {other}; give only one of the two")
+        return refusal(args, name, f"cannot be combined with {other}; give only one of the two")
     if missing := [_in_words(args, need) for need in flag.needs.split() if not is_given(args, need)]:
         return refusal(args, name, f"needs {' '.join(missing)}; add that or leave this out")
     if flag.endings and value.suffix not in flag.endings:
         return refusal(args, name, f"must end in {' or '.join(flag.endings)}; give {flag.works}")
     if flag.endings and not value.absolute().parent.is_dir():
-        return refusal(args, name, f"no folder {value.parent}; make it first")
+        return refusal(args, name, f"the folder {value.parent} does not exist; create it first")
     return None
 
 
@@ -73,7 +73,7 @@ def _fields(conditions: str) -> list[str]:
 
 
 def check_relations(args: FlagSection) -> Iterator[UsageError]:
-    """Refuses values that do not divide each other, or are above each other, though their flags declare it."""
+    """The errors about values that violate the declared divisibility or limits."""
     for name, flag in args.declared.items():
         if not (value := getattr(args, name)):
             continue
@@ -87,7 +87,7 @@ def check_relations(args: FlagSection) -> Iterator[UsageError]:
 
 
 def check_multiple(args: FlagSection, name: str, *of: str) -> Iterator[UsageError]:
-    """Refuses a value of field `name` that is no multiple of the product of others."""
+    """The error if the value of field `name` is not a multiple of the product of others."""
     value = getattr(args, name)
     unit = math.prod(getattr(args, factor) for factor in of)
     if value % unit:

@@ -1,4 +1,4 @@
-"""Reads a command line by declared flags; what is no flag, or no value of it, is refused here."""
+"""Parses a command line with declared flags. Unknown flags and invalid values are rejected here."""
 
 import argparse
 import re
@@ -22,17 +22,17 @@ class FlagParser(Generic[Section]):
 
     Args:
         declared: a section that declares them, or a class of several sections, in the order of `--help`.
-        description: what the program does, in lines of `--help`.
-        usage: what follows its name.
-        examples: the flags of command lines that work, which `--help` ends with.
+        description: what the program does, for `--help`.
+        usage: the arguments after its name, for `--help`.
+        examples: the flags of working command lines, at the end of `--help`.
         foreign: flags of another program by option, which `--help` does not list.
-        torchrun: whether ranks run it.
-        most_used: fields that `--help` alone lists, with the groups; `--help GROUP` lists a group, `--help all` all
+        torchrun: whether torchrun starts it.
+        most_used: fields that plain `--help` lists, with the groups; `--help GROUP` lists a group, `--help all` all
             groups. Default: `--help` lists all.
 
     Attributes:
-        flags: by field.
-        by_option: by their names on the command line, also their former ones, which `--help` does not list.
+        flags: flags by field.
+        by_option: flags by their names on the command line, including former names, which `--help` does not list.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class FlagParser(Generic[Section]):
         self.foreign = foreign or {}
 
     def parse(self, argv: list[str] | None = None) -> Section:
-        """The flags of a command line (default: the program's), checked. Raises UsageError for what is wrong."""
+        """The checked flags of a command line (default: the program's). Raises UsageError for invalid ones."""
         unknown = list[UsageError]()
         flags = self.declared(**self.read(argv, unknown))
         raise_all([*unknown, *check_each(flags)])
@@ -65,12 +65,12 @@ class FlagParser(Generic[Section]):
         return flags
 
     def read(self, argv: list[str] | None, unknown: list[UsageError]) -> dict[str, Any]:
-        """The values that a command line (None: the program's) gives, by field; those of foreign flags by option.
+        """The values on a command line (None: the program's), by field; values of foreign flags by option.
 
-        `unknown` gets the error about words that are no flags.
+        `unknown` receives the error about unknown words.
 
         Raises:
-            UsageError: a line for each flag whose value is none, with a value that works; unknown words too.
+            UsageError: a line for each flag with an invalid value, with a value that works, and for each unknown word.
         """
         given, wrong = self._split(sys.argv[1:] if argv is None else argv, unknown)
         if self.most_used and "help" in given:
@@ -87,27 +87,29 @@ class FlagParser(Generic[Section]):
         return values
 
     def _split(self, words: list[str], unknown: list[UsageError]) -> tuple[dict[str, Any], list[UsageError]]:
-        """The texts that a command line gives, by field; and the errors of flags that have too few values."""
+        """The texts on a command line, by field; and the errors about flags with too few values."""
         wrong = list[UsageError]()
         while True:
             try:
                 given, rest = self.build().parse_known_args(words)
                 break
-            except argparse.ArgumentError as error:  # argparse stops at the first, so it is left out the next time
+            except (
+                argparse.ArgumentError
+            ) as error:  # argparse stops at the first, so it is removed and parsing repeated
                 option = str(error.argument_name).split("/")[0]
                 works = f"; give {self.by_option[option].works}" if option in self.by_option else ""
                 wrong.append(UsageError(f"{option}: {error.message}{works}"))
                 words = [word for word in words if word.split("=")[0] != option]
         if rest:
             text, misspelled = self.explain_unknown(rest, words)
-            # Without the flag that was meant, others would be refused for no reason.
+            # Without the intended flag, others would be rejected without reason.
             (wrong if misspelled else unknown).append(UsageError(text))
         return vars(given), wrong
 
     def build(self, listed: Collection[str] | None = None) -> argparse.ArgumentParser:
-        """A parser of every flag, in groups by section. What it finds are texts, for `Flag.value` to read.
+        """A parser of all flags, in groups by section. Its results are texts for `Flag.value`.
 
-        Its help lists the flags of the fields `listed` (default: all).
+        Its help lists the flags of the fields in `listed` (default: all).
         """
         parser = argparse.ArgumentParser(
             usage=f"{self._start('N')} {self.usage}".replace("%", "%%"),
@@ -121,7 +123,7 @@ class FlagParser(Generic[Section]):
         )
         if self.most_used:
             words: dict[str, Any] = {"nargs": "?", "const": "", "metavar": "GROUP"}
-            parser.add_argument("-h", "--help", help="list the flags of a group; all: of all groups", **words)
+            parser.add_argument("-h", "--help", help="list the flags of a group, or of all groups with all", **words)
         for section in self.declared.sections:
             group = parser.add_argument_group(section.title) if section.title else parser
             for flag in section.declared.values():
@@ -131,7 +133,7 @@ class FlagParser(Generic[Section]):
                 elif flag.adds_up:
                     words["action"] = "extend"
                 text = self._help(flag) if listed is None or flag.name in listed else argparse.SUPPRESS
-                if flag.positional:  # where it is missing `check_each` says so, with a value that works
+                if flag.positional:  # `check_each` reports a missing one, with a value that works
                     group.add_argument(flag.name, help=text, **words).required = False
                 else:
                     group.add_argument(flag.option, dest=flag.name, help=text, **words)
@@ -144,7 +146,7 @@ class FlagParser(Generic[Section]):
         return parser
 
     def help(self, group: str) -> str:
-        """What `--help GROUP` prints; with "", the most used flags and the groups. Raises UsageError."""
+        """The output of `--help GROUP`; with "", the most used flags and the groups. Raises UsageError."""
         groups = {section.title.replace(" ", "-"): section for section in self.declared.sections}
         if group == "all":
             return self.build().format_help()
@@ -158,7 +160,7 @@ class FlagParser(Generic[Section]):
         return parser.format_help()
 
     def _start(self, ranks: str) -> str:
-        """How the program is started, on so many ranks."""
+        """The command that starts the program on `ranks` ranks."""
         program = sys.argv[0]
         script = program.endswith(".py")
         program = program if script else Path(program).name
@@ -175,12 +177,12 @@ class FlagParser(Generic[Section]):
         return (text if default is None else f"{text} (default: {default})").replace("%", "%%")
 
     def _named(self, condition: str) -> str:
-        """A flag as a declaration names it: "recompute_granularity=full" as `--recompute-granularity full`."""
+        """The flag of a name in a declaration: `--recompute-granularity full` for "recompute_granularity=full"."""
         name, _, value = condition.partition("=")
         return self.flags[name].given(value) if value else self.flags[name].option
 
     def explain_unknown(self, unknown: list[str], words: list[str]) -> tuple[str, bool]:
-        """What is wrong with words of a command line that are neither flags nor values; whether one is misspelled."""
+        """The errors about words that are neither flags nor values; and whether one of them is misspelled."""
         wrong = []
         options = []
         for option, following in self._owners(unknown, words).items():
@@ -201,7 +203,7 @@ class FlagParser(Generic[Section]):
         return "; ".join(wrong), any(nearest)
 
     def _owners(self, unknown: list[str], words: list[str]) -> dict[str, list[str]]:
-        """Unknown flags and words, by the flag that they are or follow; "" for words before all flags."""
+        """Unknown flags and words, by the flag that they are or follow; "" for words before the first flag."""
         owners = dict[str, list[str]]()
         option = ""
         left = deque(unknown)
@@ -215,7 +217,7 @@ class FlagParser(Generic[Section]):
         return owners
 
     def _closest(self, word: str) -> str | None:
-        """The flag that `word` is nearly spelled like and that has all its words: a --vocab-file is no --vocab-size."""
+        """The flag with a similar spelling that has all words of `word`: --vocab-file does not suggest --vocab-size."""
         given, alike = word.strip("-").replace("_", "-").lower(), []
         options = [flag.option for flag in self.flags.values() if not flag.positional]
         for option in [*options, *self.foreign]:

@@ -1,4 +1,4 @@
-"""How every program of this project starts and ends."""
+"""The common start and end of all programs."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from megatron.context_parallel.errors import RankError, UsageError
 
-NEEDS = {  # what is imported: (the package that has it, the extra that installs it)
+NEEDS = {  # module: (its package, the extra that installs it)
     "megatron.core": ("megatron-core", "train"),
     "psutil": ("psutil", "train"),
     "xxhash": ("xxhash", "train"),
@@ -31,9 +31,9 @@ NEEDS = {  # what is imported: (the package that has it, the extra that installs
 
 
 def ignore_warnings_of_libraries() -> None:
-    """What they say of each other's versions, on every rank, is not the user's to mend. Call it before importing torch.
+    """Hide libraries' warnings about each other's versions, which users cannot fix. Call it before importing torch.
 
-    Nor is the stack that torch prints on each rank that loses another: the watch says which one.
+    Also hides the stack that torch prints on each rank that loses another one: the watch names the lost rank.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
@@ -42,8 +42,8 @@ def ignore_warnings_of_libraries() -> None:
 def run_main(main: Callable[[], int | None], program: str | None = None) -> NoReturn:
     """Exits with the status that `main` returns (None: 0).
 
-    Each line of a UsageError follows the name of the program (default: of its file), and the status is 2. The same is
-    true of a package that is not installed. Ctrl-C is one line, and status 130.
+    Each line of a UsageError is printed after the name of the program (default: of its file), and the status is 2. The
+    same holds for a package that is not installed. Ctrl-C prints one line, and the status is 130.
     """
     patience = 30  # seconds
     try:
@@ -59,7 +59,7 @@ def run_main(main: Callable[[], int | None], program: str | None = None) -> NoRe
         sys.exit(130)
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        # Rank 0 says it for all, and its exit ends the job. A rank still here then found a mistake of its node alone.
+        # Rank 0 prints it for all ranks, and its exit ends the job. A rank that is still alive has its own error.
         time.sleep(patience)
         message = f"rank {rank}: {message}"
     start = f"{program or os.path.basename(sys.argv[0])}: error: "
@@ -68,13 +68,13 @@ def run_main(main: Callable[[], int | None], program: str | None = None) -> NoRe
 
 
 def announce(doing: str) -> None:
-    """Says on the standard error of the first rank what is about to take seconds."""
+    """Prints on the first rank's standard error what will take some seconds."""
     if os.environ.get("RANK", "0") == "0":
         print(f"{doing} ...", file=sys.stderr, flush=True)
 
 
 def _how_to_install(error: ModuleNotFoundError) -> str:
-    """Raises the error again if no extra has the module: then this project is broken."""
+    """Raises the error again if no extra installs the module: then this project is broken."""
     missing = error.name or ""
     for module, (package, extra) in NEEDS.items():
         if missing == module or missing.startswith(f"{module}."):

@@ -1,4 +1,4 @@
-"""How the programs print tables, and say what they do while it takes seconds."""
+"""Prints tables and progress."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,13 +9,13 @@ from rich.table import Table
 
 from .run_main import announce
 
-_NO_END = 1000  # columns, where lines are not wrapped
+_NO_END = 1000  # columns, to avoid wrapping
 
 
 def show(*tables: Table, file: IO[str] | None = None, width: int = _NO_END) -> None:
-    """Prints tables to `file` (default: standard output), as wide as the terminal; nothing is cut, long cells fold.
+    """Prints tables to `file` (default: standard output), as wide as the terminal. Long cells are wrapped, not cut.
 
-    What is no terminal gets plain columns, `width` in all: no lines around them, and a line for each row if they fit.
+    Files and pipes get plain columns with a total of `width`: no borders, and one line per row if it fits.
     """
     console = Console(file=file, highlight=False)
     terminal = console.is_terminal
@@ -36,7 +36,7 @@ def show(*tables: Table, file: IO[str] | None = None, width: int = _NO_END) -> N
 
 @contextmanager
 def busy(doing: str) -> Iterator[None]:
-    """Shows on the standard error what takes seconds: a moving line on a terminal, which goes away, or else a line."""
+    """Shows progress on standard error: a temporary spinner on a terminal, otherwise a line."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         announce(doing)

@@ -1,6 +1,6 @@
-"""A cluster as data: what computes, what carries messages, and how fast. YAML files hold such descriptions.
+"""A cluster as data: its devices and links, and their rates. YAML files contain such descriptions.
 
-Units are in the names: GB_s is 10^9 bytes a second in each direction, us 10^-6 seconds, TFLOP_s 10^12 operations a
+Units are in the names: GB_s is 10^9 bytes per second in each direction, us 10^-6 seconds, TFLOP_s 10^12 operations per
 second, GiB 2^30 bytes.
 """
 
@@ -20,7 +20,7 @@ BACKWARD = 2.5  # operations of a backward pass for one of the forward pass: fiv
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRate:
-    """How fast one call of the kernel is. Only the pairs of rows that the mask leaves count as operations."""
+    """The rate of one kernel call. Only the pairs of rows that the mask does not empty count as operations."""
 
     rows: int  # queries
     keys: int | None = None  # more than queries; default: as many
@@ -35,8 +35,8 @@ class AttentionRate:
             raise UsageError(f"device.attention.mask {self.mask}: give {' or '.join(MASKS)}")
         if self.keys is not None and (self.keys <= self.rows or self.mask != "full"):
             raise UsageError(
-                f"device.attention.keys {self.keys}: give more than {self.rows} rows, and no mask; for as many leave "
-                "keys out"
+                f"device.attention.keys {self.keys}: give more than {self.rows} rows, and no mask; for equal numbers, "
+                "leave out keys"
             )
 
     @property
@@ -47,7 +47,7 @@ class AttentionRate:
 
 @dataclass(frozen=True, kw_only=True)
 class GemmRate:
-    """How fast a product of matrices is computed."""
+    """The rate of a matrix product."""
 
     size: int  # cube root of m x n x k
     dtype: str = "bf16"
@@ -56,37 +56,37 @@ class GemmRate:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A GPU, or what stands for one."""
+    """A GPU, or another compute device."""
 
     name: str
     peak_TFLOP_s: float  # dense, 16-bit
     memory_GiB: float
     memory_GB_s: float
     attention: tuple[AttentionRate, ...]
-    block_us: float = 10.0  # what a call of the kernel costs before it computes
+    block_us: float = 10.0  # overhead of a kernel call
     gemm: tuple[GemmRate, ...] | None = None  # default: 0.7 of the peak at every size
-    kernel_us: float = 5.0  # what a kernel outside attention costs before it computes
-    step_us: float = 0.0  # what a step of a plan costs before its communication starts
-    pass_us: float = 0.0  # what a pass of attention costs once, before its first step
-    cache_us: float = 0.0  # what a prefill over cached keys costs more in each layer: page tables, copies, launches
-    swap_us: float = 0.0  # what a swap of heads costs before its messages start
+    kernel_us: float = 5.0  # overhead of a kernel outside attention
+    step_us: float = 0.0  # overhead of a step of a plan, before its communication starts
+    pass_us: float = 0.0  # overhead of an attention pass, before its first step
+    cache_us: float = 0.0  # additional cost of a prefill with a cache, per layer: page tables, copies, launches
+    swap_us: float = 0.0  # overhead of a head swap, before its messages start
     packing_GB_s: float | None = None  # memory traffic while heads are packed for a swap; default: `memory_GB_s`
 
 
 @dataclass(frozen=True, kw_only=True)
 class IntraNode:
-    """What connects the devices of a node: a link of each device to a switch, or one link that all share."""
+    """The links inside a node: one from each device to a switch, or one shared by all devices."""
 
     GB_s: float
     latency_us: float
-    stream_GB_s: float | None = None  # the most that messages of steps from one rank to another reach
+    stream_GB_s: float | None = None  # maximum rate of a plan's messages from one rank to another
     shared: bool = False
     processor_ns_per_byte: float = 0.0  # at each end, of a processor that ranks share; 0 where devices do this work
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nics:
-    """What connects nodes. The NICs of a node serve its devices in equal consecutive parts."""
+    """The links between nodes. The NICs of a node serve its devices in equal consecutive groups."""
 
     per_node: int
     GB_s: float
@@ -107,15 +107,15 @@ class Cluster:
         source: where the numbers are from.
         nodes_per_switch, oversubscription: the uplink of a leaf switch carries what all its NICs carry, divided by
             `oversubscription`.
-        compute_slowdown, message_slowdown: what takes 1 second alone takes 1 + this while a device computes and sends
-            or receives.
-        shared_cores: processors that all ranks share; each computes on one at most. For a cluster emulated on one host.
-        busy_latency_us: what a message takes longer for each rank that computes on a processor, if ranks compute on
-            all shared processors.
-        buffered_sends: a message is done for its sender when it starts, and messages of a channel go beside each other
-            (gloo); otherwise when it is there, and they follow each other (NCCL).
-        message_us: what a message takes of a processor at each end, whatever its size; 0 where devices do this work.
-        iteration_ms: what an iteration of training takes beside all that is computed and sent.
+        compute_slowdown, message_slowdown: work that takes 1 second alone takes 1 + this while a device computes and
+            sends or receives at the same time.
+        shared_cores: processors shared by all ranks; each computes on at most one. For a cluster emulated on one host.
+        busy_latency_us: additional latency of a message for each rank that computes, if ranks compute on all shared
+            processors.
+        buffered_sends: a message is complete for its sender when it starts, and messages of a channel overlap (gloo);
+            otherwise when it has arrived, and they are sequential (NCCL).
+        message_us: processor time per message at each end, independent of its size; 0 if devices do this work.
+        iteration_ms: fixed time of a training iteration besides computation and communication.
     """
 
     name: str
@@ -137,9 +137,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.devices_per_node > 1 and self.inside is None:
-            raise UsageError(f"{self.name}: inside is missing, and nodes have {self.devices_per_node} devices")
+            raise UsageError(f"{self.name}: inside is missing, but nodes have {self.devices_per_node} devices")
         if self.nodes > 1 and self.nics is None:
-            raise UsageError(f"{self.name}: nics is missing, and there are {self.nodes} nodes")
+            raise UsageError(f"{self.name}: nics is missing, but there are {self.nodes} nodes")
         if self.nics and self.devices_per_node % self.nics.per_node:
             raise UsageError(
                 f"{self.name}: nics.per_node {self.nics.per_node} does not divide {self.devices_per_node} devices"
@@ -150,17 +150,17 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
     def part(self, ranks: int) -> "Cluster":
-        """As many of its nodes, or of the devices of one node, as there are ranks; more nodes than it has count too.
+        """The cluster with as many nodes, or devices of one node, as `ranks` need; it may get more nodes than it has.
 
         Raises:
-            UsageError: a part of several nodes that leaves devices of the last node over.
+            UsageError: several nodes are needed, and the ranks do not fill the last one.
         """
         each = self.devices_per_node
         if ranks < each:
             return replace(self, nodes=1, devices_per_node=ranks, nics=None)
         if ranks % each:
             raise UsageError(
-                f"{self.name}: {ranks} ranks are no whole nodes of {each} devices; give {ranks // each * each}"
+                f"{self.name}: {ranks} ranks do not fill nodes of {each} devices; give {ranks // each * each}"
             )
         return replace(self, nodes=ranks // each)
 
@@ -217,7 +217,7 @@ def _read(kind: Any, value: object, where: str) -> Any:
         raise UsageError(f"{where or 'the file'}: give {', '.join(field.name for field in fields(kind))}")
     hints = get_type_hints(kind)
     if unknown := value.keys() - hints.keys():
-        raise UsageError(f"{where}{'.' * bool(where)}{min(map(str, unknown))}: unknown; there is {', '.join(hints)}")
+        raise UsageError(f"{where}{'.' * bool(where)}{min(map(str, unknown))}: unknown; use one of {', '.join(hints)}")
     missing = [f.name for f in fields(kind) if f.default is MISSING and f.name not in value]
     if missing:
         raise UsageError(f"{where}{'.' * bool(where)}{missing[0]}: missing")

@@ -1,1 +1,1 @@
-"""What a person runs: each module has `main(argv=None)`; `programs.py` makes console scripts of them."""
+"""The commands: each module has `main(argv=None)`; `programs.py` defines their console scripts."""

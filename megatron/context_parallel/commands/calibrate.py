@@ -1,6 +1,6 @@
-"""Fits a cluster's description to numbers that were printed or measured on it, and says how well it predicts others.
+"""Fits a cluster's description to published or measured numbers, and reports how well it predicts other numbers.
 
-DIR has the numbers, NAME.csv with the columns row, column, unit and paper, and a predict.py with
+DIR contains the numbers, NAME.csv with the columns row, column, unit and paper, and a predict.py with
 
     CLUSTER     {NAME: preset} of each table
     FIELDS      {preset: {field: (start, least, most)}}, such as {"nics.GB_s": (25, 10, 25)}
@@ -29,9 +29,9 @@ FITTED_TO = " Fitted by tools/calibrate.py"
 
 class CalibrateFlags(FlagSection):
     folder: Path = flag(
-        "folder with the numbers and predict.py", option="DIR", example="examples/paper_tables/loongtrain"
+        "folder of the numbers and predict.py", option="DIR", example="examples/paper_tables/loongtrain"
     )
-    cluster: str = flag("preset that is fitted", unit="NAME", example="loongtrain")
+    cluster: str = flag("preset to fit", unit="NAME", example="loongtrain")
     output: Path = flag("YAML file to write", endings=(".yaml", ".yml"))
 
 
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UsageError(f"DIR {args.folder}: no predict.py; give a folder such as examples/paper_tables/loongtrain")
     paper = _module(args.folder)
     if args.cluster not in paper.FIELDS:
-        raise UsageError(f"--cluster {args.cluster}: not in FIELDS; give one of {', '.join(paper.FIELDS)}")
+        raise UsageError(f"--cluster {args.cluster}: not in its FIELDS; give one of {', '.join(paper.FIELDS)}")
 
     from megatron.context_parallel.cluster.description import load_cluster, save_cluster
     from megatron.context_parallel.cluster.search.calibrate import Calibration, Field
@@ -69,11 +69,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _module(folder: Path) -> ModuleType:
-    """Its predict.py, imported as part of what stands in the working directory."""
+    """The folder's predict.py, imported as a module below the working directory."""
     try:
         parts = folder.absolute().resolve().relative_to(Path.cwd().resolve()).parts
     except ValueError:
-        raise UsageError(f"DIR {folder}: not below the working directory; start this where its package is") from None
+        raise UsageError(f"DIR {folder}: not below the working directory; run this where its package is") from None
     sys.path.insert(0, str(Path.cwd()))
     return importlib.import_module(".".join((*parts, "predict")))
 
@@ -94,7 +94,7 @@ def read_cells(folder: Path, preset: str, paper: ModuleType) -> "list[Cell]":
 
 
 def _said(cells: "list[Cell]") -> str:
-    """Which cells were used: rows of tables, and their columns where not all cells of these rows were used."""
+    """The cells that were used: rows of tables, and their columns if not all cells of these rows were used."""
     tables = []
     for table in dict.fromkeys(cell.table for cell in cells if cell.fitted):
         used = [cell for cell in cells if cell.table == table and cell.fitted]
@@ -107,7 +107,7 @@ def _said(cells: "list[Cell]") -> str:
 
 
 def _show(fit: "Calibration") -> None:
-    """Fields, and the errors of each table: of fitted cells, of others, and of columns that are left out."""
+    """Fields, and the errors of each table: of fitted cells, of other cells, and of columns that are left out."""
     from rich.table import Table
 
     from megatron.context_parallel.cli.tables import show

@@ -1,6 +1,6 @@
-"""Look after a directory of checkpoints.
+"""List, verify or prune the checkpoints in a directory.
 
-DIR is the folder given to training as `--save`.
+DIR is the `--save` directory of the training run.
 """
 
 from pathlib import Path
@@ -30,15 +30,15 @@ PRUNES = "action=prune"
 
 class CheckpointFlags(FlagSection):
     action: str = flag(
-        "list: a table with iteration, size, layout, strategy, and whether it is complete; verify: read every file, "
-        "name those that are damaged, and exit with 1 if any is; prune: delete old checkpoints, never the latest",
+        "list: print iteration, size, layout, strategy, and whether it is complete; verify: read every file, "
+        "report damaged ones, and exit with 1 if there are any; prune: delete old checkpoints, never the latest",
         option="ACTION",
         choices=("list", "verify", "prune"),
     )
-    run: Path = flag("the folder given to training as --save", option="DIR", example="runs/quickstart")
-    keep_last: int | None = flag("keep the last N", needs=PRUNES, example=3)
+    run: Path = flag("the --save directory of a training run", option="DIR", example="runs/quickstart")
+    keep_last: int | None = flag("keep the last N checkpoints", needs=PRUNES, example=3)
     save_retain_interval: int | None = flag("keep iterations that are multiples of N", needs=PRUNES, example=1000)
-    dry_run: bool = flag("only tell what would be deleted", False, needs=PRUNES)
+    dry_run: bool = flag("only print which checkpoints would be deleted", False, needs=PRUNES)
 
 
 PARSER = FlagParser(
@@ -56,7 +56,7 @@ def checkpoints(directory: Path) -> list[Path]:
     """
     found = [existing(directory, iteration) for iteration in iterations(directory)]
     if not found:
-        raise UsageError(f"DIR {directory}: no checkpoint there; give the folder that training had as --save")
+        raise UsageError(f"DIR {directory}: contains no checkpoint; give the --save directory of a training run")
     return found
 
 
@@ -84,7 +84,7 @@ def list_checkpoints(run: Path) -> int:
 
 
 def _made(checkpoint: Path) -> tuple[str, str]:
-    """The parallel layout and the strategy it was made with."""
+    """The parallel layout and the strategy that it was saved with."""
     try:
         saved = read_saved_args(checkpoint)
     except ValueError:
@@ -96,7 +96,7 @@ def _made(checkpoint: Path) -> tuple[str, str]:
 
 
 def verify(run: Path) -> int:
-    """Read every file of every checkpoint; print what is wrong with which; 1 if anything is."""
+    """Read every file of every checkpoint, and print the faults. Returns 1 if there are any."""
     bad = 0
     for checkpoint in checkpoints(run):
         faults = _faults(checkpoint)
@@ -116,17 +116,15 @@ def _faults(checkpoint: Path) -> list[str]:
 
 
 def prune(run: Path, keep_last: int | None, retain_interval: int | None, dry_run: bool) -> int:
-    """Delete checkpoints, oldest first, as training does with these flags."""
+    """Delete checkpoints, oldest first, like training with these flags."""
     if not (keep_last or retain_interval):
-        raise UsageError(f"DIR {run}: nothing says what to keep; give --keep-last 3, or --save-retain-interval 1000")
+        raise UsageError(f"DIR {run}: nothing to keep is named; give --keep-last 3, or --save-retain-interval 1000")
     checkpoints(run)
     latest = latest_iteration(run)
     if latest is None:
-        raise UsageError(
-            f"DIR {run}: there is no {TRACKER}, so none is known to be the latest; write an iteration in it"
-        )
+        raise UsageError(f"DIR {run}: there is no {TRACKER}, so the latest is unknown; write an iteration to it")
     if fault := quick_fault(existing(run, latest)):
-        raise UsageError(f"DIR {run}: the latest is not complete: {fault}; write an iteration that is in {TRACKER}")
+        raise UsageError(f"DIR {run}: the latest is not complete: {fault}; write a complete iteration to {TRACKER}")
     gone = superseded(run, keep_last or 1, retain_interval)
     for checkpoint in gone:
         print(

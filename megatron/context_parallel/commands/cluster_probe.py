@@ -1,6 +1,6 @@
-"""Measures the cluster that it runs on and writes its description, for `--cluster` and `--cp-cluster`.
+"""Measures the cluster that it runs on, and writes a description for `--cluster` and `--cp-cluster`.
 
-Run it where you will train, one process per rank, with the heads of one tensor-parallel rank.
+Run it where you will train, with one process per rank and the heads of one tensor-parallel rank.
 """
 
 import os
@@ -16,11 +16,11 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 class ProbeFlags(FlagSection):
-    num_attention_heads: int = flag("query heads", 8)
-    num_query_groups: int = flag("key/value heads", derived="as query heads", divides="num_attention_heads")
-    kv_channels: int = flag("size of a head", 128)
-    dtype: str = flag("of the model", "bf16", choices=(*DTYPES,))
-    quick: bool = flag("measure less: some seconds instead of a minute", False)
+    num_attention_heads: int = flag("number of query heads", 8)
+    num_query_groups: int = flag("number of key/value heads", derived="as query heads", divides="num_attention_heads")
+    kv_channels: int = flag("width of a head", 128)
+    dtype: str = flag("dtype of the model", "bf16", choices=(*DTYPES,))
+    quick: bool = flag("measure less, in some seconds instead of a minute", False)
     output: Path = flag("YAML file to write", endings=(".yaml", ".yml"))
 
 
@@ -34,10 +34,10 @@ PARSER = FlagParser(
 
 
 def read_flags(argv: list[str] | None = None) -> ProbeFlags:
-    """The flags, complete. Raises UsageError for what cannot run."""
+    """The complete flags. Raises UsageError for invalid ones."""
     args = PARSER.parse(argv)
     if "RANK" not in os.environ:
-        raise UsageError("no ranks: start it with torchrun --nproc-per-node 2, or as many as the devices of a node")
+        raise UsageError("no ranks: start it with torchrun --nproc-per-node 2, or one rank per device of a node")
     return replace(args, num_query_groups=args.num_query_groups or args.num_attention_heads)
 
 

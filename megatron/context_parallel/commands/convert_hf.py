@@ -1,6 +1,6 @@
-"""Convert a model of HuggingFace to a checkpoint of the trainer, or a checkpoint to a model of HuggingFace.
+"""Convert a HuggingFace model to a checkpoint of the trainer, or a checkpoint to a HuggingFace model.
 
-Llama 2 and 3, Mistral, Qwen3; weights in safetensors. One weight, or one file of them, is in memory at a time.
+Supports Llama 2 and 3, Mistral and Qwen3, in safetensors. One weight, or one file of weights, is in memory at a time.
 """
 
 import os
@@ -32,20 +32,20 @@ def _size(text: str) -> int:
 
 class ConvertFlags(FlagSection):
     action: str = flag(
-        "to-megatron: from HuggingFace to a checkpoint for --finetune and tools/generate.py; to-hf: from a checkpoint "
-        "of the trainer to HuggingFace",
+        "to-megatron: convert HuggingFace to a checkpoint for --finetune and tools/generate.py; to-hf: convert a "
+        "checkpoint of the trainer to HuggingFace",
         option="ACTION",
         choices=("to-megatron", "to-hf"),
     )
     load: Path = flag(
-        "a folder of HuggingFace with config.json and .safetensors, or the --save of a training run",
+        "HuggingFace folder with config.json and .safetensors, or the --save directory of a training run",
         unit="DIR",
         example="runs/quickstart",
     )
-    save: Path = flag("a new directory of checkpoints, or a new folder of HuggingFace", unit="DIR", example="converted")
-    ckpt_step: int | None = flag("iteration", derived="the latest", at_least=0, example=100, needs=TO_HF)
+    save: Path = flag("new directory of checkpoints, or new HuggingFace folder", unit="DIR", example="converted")
+    ckpt_step: int | None = flag("iteration to convert", derived="the latest", at_least=0, example=100, needs=TO_HF)
     max_shard_size: int | None = flag(
-        "largest file of weights, which is in memory at a time",
+        "maximum size of a file of weights; one file is in memory at a time",
         derived="2GB",
         unit="SIZE",
         example="2GB",
@@ -66,10 +66,10 @@ PARSER = FlagParser(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Convert. Raises UsageError for what cannot be converted, read or written."""
+    """Convert. Raises UsageError if a model cannot be converted, read or written."""
     args = PARSER.parse(argv)
     if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise UsageError(f"WORLD_SIZE={ranks}: one process converts; start it without torchrun")
+        raise UsageError(f"WORLD_SIZE={ranks}: the conversion uses one process; start it without torchrun")
     to_megatron = args.action == "to-megatron"
     _check_source(args.load, to_megatron)
     ignore_warnings_of_libraries()
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write_checkpoint(args: "Arguments", save: Path) -> int:
-    """From HuggingFace to a checkpoint; how many weights it has. The world has one rank, as for `write_folder`."""
+    """Convert HuggingFace to a checkpoint, in a world of one rank. Returns the number of weights."""
     from megatron.context_parallel.convert.to_megatron import to_megatron
     from megatron.context_parallel.trainer.model.meta_model import build_meta_model, bytes_of
 
@@ -98,7 +98,7 @@ def write_checkpoint(args: "Arguments", save: Path) -> int:
 
 
 def write_folder(args: "Arguments", asked: ConvertFlags) -> int:
-    """From a checkpoint to HuggingFace; how many weights it has."""
+    """Convert a checkpoint to HuggingFace. Returns the number of weights."""
     from megatron.context_parallel.convert.to_huggingface import to_folder
     from megatron.context_parallel.trainer.checkpoint.save_load import fault_everywhere
     from megatron.context_parallel.trainer.checkpoint.store import choose_checkpoint, loadable_checkpoints
@@ -115,9 +115,9 @@ def write_folder(args: "Arguments", asked: ConvertFlags) -> int:
 def _check_source(folder: Path, foreign: bool) -> None:
     is_foreign = (folder / "config.json").is_file()
     if foreign and not is_foreign:
-        raise UsageError(f"--load {folder}: no config.json there; give a folder of HuggingFace")
+        raise UsageError(f"--load {folder}: contains no config.json; give a HuggingFace folder")
     if is_foreign and not foreign:
-        raise UsageError(f"--load {folder}: a folder of HuggingFace already; give the --save of a training run")
+        raise UsageError(f"--load {folder}: already a HuggingFace folder; give the --save of a training run")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Generate text with a trained model, whose sequences all ranks share: `torchrun ... tools/generate.py --help`."""
+"""Generate text with a trained model on all ranks: `torchrun ... tools/generate.py --help`."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,14 +28,14 @@ PARSER = FlagParser(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Generate, and print what comes as it comes. Raises UsageError for what cannot run."""
+    """Generate text and print it as it is generated. Raises UsageError for invalid flags or files."""
     ignore_warnings_of_libraries()
     end_with_parent()
     flags = read_flags(argv)
     prompts = read_prompts(flags)
     args = with_limits(model_arguments(flags), flags)
     announce(f"loading {flags.load} on {args.world_size} ranks")
-    # These take seconds to import, for which a mistake in a flag need not wait.
+    # These take seconds to import. Mistakes in flags are reported before.
     from megatron.context_parallel.generation.generator import build_engine
     from megatron.context_parallel.inference.rank_loop import RankLoop
     from megatron.context_parallel.trainer.setup import distributed_job
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def read_flags(argv: list[str] | None) -> Generate:
-    """The flags, checked as far as they go without files."""
+    """The flags, with the checks that need no files."""
     flags = PARSER.parse(argv)
     check_prefill(flags)
     if not (flags.prompt or flags.prompts_file or flags.interactive):
@@ -64,7 +64,7 @@ def read_flags(argv: list[str] | None) -> Generate:
 
 
 def read_prompts(flags: Generate) -> list[str]:
-    """The prompts of the command line or of the file; without its line ends and empty lines."""
+    """The prompts on the command line or in the file, without line ends and empty lines."""
     if not flags.prompts_file:
         return flags.prompt or []
     try:
@@ -72,12 +72,12 @@ def read_prompts(flags: Generate) -> list[str]:
     except (OSError, ValueError) as error:
         raise UsageError(f"--prompts-file {flags.prompts_file}: cannot be read ({error}); give a text file") from None
     if not (prompts := [line for line in lines if line]):
-        raise UsageError(f"--prompts-file {flags.prompts_file}: no prompts in it; write one on each line")
+        raise UsageError(f"--prompts-file {flags.prompts_file}: contains no prompts; write one per line")
     return prompts
 
 
 def requests_of(flags: Generate, engine: "Engine", prompts: Sequence[str]) -> "list[Request]":
-    """A request for each prompt, all of which can run."""
+    """A request for each prompt, after a check that all of them can run."""
     encoded = [engine.tokenizer.encode(prompt) for prompt in prompts]
     for tokens in encoded:
         engine.check(tokens, flags.max_new_tokens)
@@ -102,7 +102,7 @@ def request_of(flags: Generate, name: str, tokens: list[int], seed: int) -> "Req
 
 
 def write_all(flags: Generate, loop: "RankLoop", prompts: Sequence[str], requests: "Sequence[Request]") -> None:
-    """Print each prompt with its text, the first as it comes, the others one after the other; several are numbered."""
+    """Print each prompt with its text, in order, as they are generated. Several prompts are numbered."""
     outputs: dict[str, list[RequestOutput]] = {request.name: [] for request in requests}
     coming = in_turn(loop, requests, outputs)
     for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True), 1):
@@ -113,7 +113,7 @@ def write_all(flags: Generate, loop: "RankLoop", prompts: Sequence[str], request
 
 
 def write_text(flags: Generate, engine: "Engine", coming: Iterator[None], outputs: "list[RequestOutput]") -> None:
-    """Print one text as it comes, to its end; `next(coming)` may append to its outputs."""
+    """Print one text as it is generated; `next(coming)` may append to its outputs."""
     written = 0
     while not (outputs and written == len(outputs) and outputs[-1].finish):
         if written == len(outputs):
@@ -123,9 +123,7 @@ def write_text(flags: Generate, engine: "Engine", coming: Iterator[None], output
         written = len(outputs)
     print()
     if outputs[-1].finish == "error":
-        raise UsageError(
-            f"--load {flags.load}: {outputs[-1].why}; check the weights, or leave --bf16 out if it is given"
-        )
+        raise UsageError(f"--load {flags.load}: {outputs[-1].why}; check the weights, or leave out --bf16")
     for token in (token for output in outputs if flags.logprobs for token in output.tokens):
         print(f"{token.logprob:10.4f}  {token.id:7}  {engine.tokenizer.decode([token.id])!r}")
 
@@ -133,7 +131,7 @@ def write_text(flags: Generate, engine: "Engine", coming: Iterator[None], output
 def in_turn(
     loop: "RankLoop", requests: "Sequence[Request]", outputs: "dict[str, list[RequestOutput]]"
 ) -> Iterator[None]:
-    """Make a step for each `next`, and append what it brings to `outputs` by request."""
+    """Run a step for each `next`, and append its outputs to `outputs`, by request."""
     arriving = requests
     while True:
         for output in loop.turn(arriving):
@@ -143,9 +141,9 @@ def in_turn(
 
 
 def converse(flags: Generate, loop: "RankLoop") -> None:
-    """Answer the lines that are typed; what was said stays in the cache.
+    """Answer typed lines; the conversation stays in the cache.
 
-    With a chat template a line is a message. Without one the model goes on from all text so far.
+    With a chat template a line is a message. Without one, the model continues the text so far.
     """
     engine, said, messages = loop.engine, list[int](), list[dict[str, str]]()
     chat = engine.tokenizer.has_chat

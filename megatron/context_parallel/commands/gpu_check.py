@@ -1,8 +1,8 @@
-"""Checks the GPU path on one GPU, in stages; NCCL and Transformer Engine where they can be.
+"""Checks the GPU path on one GPU, in stages; also NCCL and Transformer Engine, if available.
 
-Each stage takes less than 8 minutes, all on one GPU less than 20. The JSON file is written after each. Exit status 1 if
-an error is over its bound or a bar is missed. FLOPs are those of the pairs a mask lets through (the causal half):
-4 x pairs x heads x head_dim forward, 2.5 times that backward.
+Each stage takes less than 8 minutes, all on one GPU less than 20. The JSON file is written after each stage. The exit
+status is 1 if an error exceeds its bound or a target is missed. FLOPs count the visible pairs of a mask (the causal
+half): 4 x pairs x heads x head_dim forward, 2.5 times that backward.
 """
 
 import json
@@ -18,8 +18,8 @@ from .gpu_checks.bars import STAGES
 
 
 class CheckFlags(FlagSection):
-    stage: list[str] | None = flag("what to check", derived="all", choices=STAGES)
-    output: Path = flag("JSON file", Path("gpu_check.json"))
+    stage: list[str] | None = flag("stages to run", derived="all", choices=STAGES)
+    output: Path = flag("JSON file to write", Path("gpu_check.json"))
 
 
 PARSER = FlagParser(CheckFlags, __doc__, "[flags]", ["", "--stage errors speed --output errors.json"])
@@ -27,7 +27,7 @@ PARSER = FlagParser(CheckFlags, __doc__, "[flags]", ["", "--stage errors speed -
 
 def main(argv: list[str] | None = None) -> int:
     args = PARSER.parse(argv)
-    # These take seconds to import, for which `--help` and a mistake in a flag need not wait.
+    # These take seconds to import. `--help` and mistakes in flags are reported before.
     import torch
 
     from .gpu_checks.common import CheckReport, CheckSizes, print_table
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     from .gpu_checks.stages import Host, run_stage, setup
 
     if not torch.cuda.is_available():
-        raise UsageError("needs a CUDA GPU, and there is none here; run it on a host with one")
+        raise UsageError("needs a CUDA GPU, and this host has none; run it on a host with one")
     device = torch.device("cuda", torch.cuda.current_device())
     host = Host(device, torch.cuda.device_count(), GpuClock(), GpuMeter())
     report, bars, seconds = CheckReport(), list[dict](), dict[str, float]()

@@ -1,4 +1,4 @@
-"""Shows what a strategy does: volume, steps, idle time and peak memory of its plans, and a drawing of them."""
+"""Shows the volume, steps, idle time and peak memory of a strategy's plans, and draws them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     from megatron.context_parallel.cluster.simulate.one_pass import PassForecast
 
 _SPECS = f"""one or more of {", ".join(STRATEGIES)}, with options as in usp:head_parallel_size=2 or mesh:grid=2x4;
-{AUTO}: the fastest on --cluster"""
+{AUTO}: the fastest one on --cluster"""
 
 
 class PlanFlags(FlagSection):
     strategy: list[str] = flag(_SPECS, option="SPEC", example="ring")
-    ranks: int = flag("size of the context group", example=8)
-    layout: str | None = flag("which tokens a rank has", derived="the strategy's own", choices=LAYOUTS)
-    full_mask: bool = flag("every token sees every token, not only those before it", False)
-    num_attention_heads: int = flag("query heads", derived="one per rank")
-    num_query_groups: int = flag("key/value heads", derived="one per attention head", divides="num_attention_heads")
+    ranks: int = flag("number of context ranks", example=8)
+    layout: str | None = flag("layout of the tokens over the ranks", derived="the strategy's own", choices=LAYOUTS)
+    full_mask: bool = flag("let every token see every token, instead of a causal mask", False)
+    num_attention_heads: int = flag("number of query heads", derived="one per rank")
+    num_query_groups: int = flag("key/value heads", derived="one per query head", divides="num_attention_heads")
     seq_length: int | None = flag(
-        "tokens: volume in MiB too, batch 1, 16-bit model", example=131072, multiple_of="ranks"
+        "number of tokens; adds the volume in MiB, for batch 1, 16-bit", example=131072, multiple_of="ranks"
     )
     kv_channels: int = flag("width of a head", 128)
     cluster: str | None = flag(
-        "predict times on a cluster: a preset, or a .yaml file", unit="NAME", example="dgx-h100", needs="seq_length"
+        "predict times on this cluster, a preset or a .yaml file", unit="NAME", example="dgx-h100", needs="seq_length"
     )
     timeline: Path | None = flag(
-        "write the predicted times of one strategy (.json)", endings=(".json",), needs="cluster"
+        "write a trace of the predicted times of one strategy (.json)", endings=(".json",), needs="cluster"
     )
-    draw: Path | None = flag("write a .png or .svg of each strategy and pass", endings=(".png", ".svg"))
-    html: Path | None = flag("write an interactive page of all strategies", endings=(".html",))
+    draw: Path | None = flag("write a picture of each strategy and pass (.png or .svg)", endings=(".png", ".svg"))
+    html: Path | None = flag("write an interactive page of all strategies (.html)", endings=(".html",))
 
 
 PARSER = FlagParser(
@@ -58,7 +58,7 @@ PARSER = FlagParser(
 
 
 def read_flags(argv: list[str] | None = None) -> PlanFlags:
-    """The flags, complete. Raises UsageError for what does not fit."""
+    """The complete flags. Raises UsageError for invalid combinations."""
     args = PARSER.parse(argv)
     if args.timeline and len(args.strategy) > 1:
         raise UsageError(f"--timeline {args.timeline}: needs one strategy; give only SPEC {args.strategy[0]}")
@@ -69,7 +69,7 @@ def read_flags(argv: list[str] | None = None) -> PlanFlags:
 
 
 def shape_of(args: PlanFlags) -> Shape | None:
-    """Sizes on a rank, where the length of the sequence is given."""
+    """Sizes on a rank, if the sequence length is given."""
     if not args.seq_length:
         return None
     rows = args.seq_length // args.ranks
@@ -91,11 +91,11 @@ def row(spec: str, plan: Plan, report: PlanReport, shape: Shape | None, forecast
 
 
 def resolve_auto(args: PlanFlags, cluster: Cluster | None) -> list[str]:
-    """The strategies given, with the planner's choice in place of "auto"."""
+    """The given strategies, with the planner's choice for "auto"."""
     if AUTO not in args.strategy:
         return args.strategy
     if not (cluster and args.seq_length):
-        raise UsageError(f"{AUTO}: needs to know the cluster; give --cluster, such as --cluster dgx-h100")
+        raise UsageError(f"{AUTO}: needs a cluster; give --cluster, such as --cluster dgx-h100")
     from megatron.context_parallel.cluster.search.auto import headline
     from megatron.context_parallel.cluster.search.candidates import Workload
     from megatron.context_parallel.cluster.search.planner import GroupDevices, search
@@ -123,7 +123,7 @@ def by_tensor(plan: Plan, report: PlanReport) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     args = read_flags(argv)
-    # These take seconds to import, for which `--help` and a mistake in a flag need not wait.
+    # These take seconds to import. `--help` and mistakes in flags are reported before.
     from megatron.context_parallel.cluster.simulate.one_pass import simulate
     from megatron.context_parallel.cluster.simulate.timeline import write_timeline
     from megatron.context_parallel.plan.pictures.draw import draw, file_name
@@ -133,10 +133,10 @@ def main(argv: list[str] | None = None) -> None:
     mask = "full" if args.full_mask else "causal"
     table = Table(
         title=f"{args.ranks} ranks, {mask} mask, {args.num_attention_heads} heads, {args.num_query_groups} kv heads",
-        caption="received, peak (buffers alive): units, of the rank that has most.\n"
+        caption="received, peak (buffers alive): in units, on the rank with the most.\n"
         "A unit is a chunk of one tensor of model width.\n"
-        "idle: a pair of chunks takes one unit of time, communication none."
-        + ("\nms: predicted, and how much of it no block hides." if args.cluster else ""),
+        "idle: if a pair of chunks takes one unit of time, and communication takes none."
+        + ("\nms: the predicted time, and the part of it that no block hides." if args.cluster else ""),
     )
     table.add_column("strategy")
     table.add_column("pass")

@@ -1,4 +1,4 @@
-"""Predicts which way to train a model is fastest on a cluster: strategies, ZeRO, recomputation, parallel sizes."""
+"""Predicts the fastest way to train a model on a cluster: strategies, ZeRO, recomputation, parallel sizes."""
 
 import re
 from collections import Counter
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron.context_parallel.cluster.step.model_shape import ModelShape
 
 BASELINE = "ring"
-SMALLER = 0.95  # of the memory of the run above: less of a difference is not shown
+SMALLER = 0.95  # of the memory of the run above; smaller savings are not shown
 UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 
@@ -35,20 +35,20 @@ def tokens(text: str) -> int:
 
 
 class SearchFlags(FlagSection):
-    model: str = flag("a preset of the trainer", unit="NAME", choices=(*PRESETS,), example="llama3-8b")
-    seq_length: int = flag("tokens, such as 131072, 128K or 1M", read=tokens, example="128K")
-    cluster: str = flag("a preset, or a .yaml file", unit="NAME", example="dgx-h100")
-    nodes: int | None = flag("of the cluster", derived="as it is described", example=4)
-    micro_batch_size: int = flag("sequences of a rank at a time", 1)
-    global_batch_size: int | None = flag("sequences per update", derived="a micro batch per data rank")
-    dtype: str = flag("of the model", "bf16", choices=(*ITEMSIZE,))
-    tensor_model_parallel_size: int = flag("ranks that split every layer", 1)
-    pipeline_model_parallel_size: int = flag("ranks that split the layers", 1)
-    data_parallel_size: int = flag("ranks that have other data", 1)
+    model: str = flag("model preset of the trainer", unit="NAME", choices=(*PRESETS,), example="llama3-8b")
+    seq_length: int = flag("number of tokens, such as 131072, 128K or 1M", read=tokens, example="128K")
+    cluster: str = flag("preset or .yaml file of the cluster", unit="NAME", example="dgx-h100")
+    nodes: int | None = flag("number of nodes", derived="that of the cluster's description", example=4)
+    micro_batch_size: int = flag("sequences per rank and forward pass", 1)
+    global_batch_size: int | None = flag("number of sequences per update", derived="a micro batch per data rank")
+    dtype: str = flag("dtype of the model", "bf16", choices=(*ITEMSIZE,))
+    tensor_model_parallel_size: int = flag("number of ranks that split every layer", 1)
+    pipeline_model_parallel_size: int = flag("number of pipeline stages", 1)
+    data_parallel_size: int = flag("number of data-parallel ranks", 1)
     all: bool = flag("try all tensor-, pipeline- and data-parallel sizes", False)
-    why: bool = flag("also list why candidates were rejected", False)
+    why: bool = flag("also list the reasons for rejected candidates", False)
     explain: str | None = flag("show the time and memory of one run, by number or spec", unit="N|SPEC", example="1")
-    timeline: Path | None = flag("write its attention as a trace (.json)", endings=(".json",), needs="explain")
+    timeline: Path | None = flag("write a trace of its attention (.json)", endings=(".json",), needs="explain")
 
 
 PARSER = FlagParser(
@@ -63,7 +63,7 @@ PARSER = FlagParser(
 
 
 def found_by(args: SearchFlags) -> "tuple[StepSearch, ModelShape, Cluster, str]":
-    """The search that the flags ask for, of what and where, and a title."""
+    """The search of the flags, its model and cluster, and a title."""
     from megatron.context_parallel.cluster.search.step_search import search_steps
     from megatron.context_parallel.trainer.arguments.preset_model import preset_model
 
@@ -97,7 +97,7 @@ def found_by(args: SearchFlags) -> "tuple[StepSearch, ModelShape, Cluster, str]"
 
 
 def flags(run: TrainConfig) -> str:
-    """A run as the trainer's flags; what it has none for, as Megatron's."""
+    """A run as flags of the trainer, or as Megatron's flags for features that the trainer lacks."""
     sizes = {
         "tensor-model-parallel-size": run.tensor_model_parallel_size,
         "pipeline-model-parallel-size": run.pipeline_model_parallel_size,
@@ -110,7 +110,7 @@ def flags(run: TrainConfig) -> str:
         words.append("--use-distributed-optimizer")
     elif sharding != "no_shard":
         words.append(f"--use-megatron-fsdp --data-parallel-sharding-strategy {sharding}")
-    if sharding in SHARDING[:2]:  # Megatron-FSDP overlaps by itself
+    if sharding in SHARDING[:2]:  # Megatron-FSDP overlaps by default
         words += ["--overlap-grad-reduce"] if run.overlap_grad_reduce else []
         words += ["--overlap-param-gather"] if run.overlap_param_gather else []
     if run.recompute_granularity:
@@ -172,11 +172,11 @@ def ranking(shown: "list[FeasibleRun]", title: str) -> Table:
 
 
 def legend(found: "StepSearch", shown: "list[FeasibleRun]", room: float) -> str:
-    """What the table shows, and how to run the fastest; `room` is the memory of a device in GiB."""
+    """The legend of the table, and the flags of the fastest run; `room` is the memory of a device in GiB."""
     lines = [
         "Predicted: the fastest run of each strategy, then the fastest strategy with less memory.",
-        f"GiB: memory of the fullest rank, without what the allocator wastes; a device has {room:g}.",
-        "exposed: part of the time that communication of attention adds, because no computation hides it.",
+        f"GiB: memory on the busiest rank, excluding allocator fragmentation; a device has {room:g} GiB.",
+        "exposed: fraction of the time in which attention communication is not hidden by computation.",
     ]
     if not all(one.trains for one in shown):
         lines.append("*: the trainer does not support this combination; it is predicted for Megatron-FSDP in general.")
@@ -194,7 +194,7 @@ def legend(found: "StepSearch", shown: "list[FeasibleRun]", room: float) -> str:
 
 
 def refusals(found: "StepSearch") -> Table:
-    """Why candidates were rejected."""
+    """The reasons for rejected candidates."""
     table = Table("candidates", "reason", title="rejected")
     for reason, count in Counter(reason for _, reason in found.rejected).most_common():
         table.add_row(str(count), reason)
@@ -202,7 +202,7 @@ def refusals(found: "StepSearch") -> Table:
 
 
 def explanation(found: "FeasibleRun") -> list[Table]:
-    """The parts of one's time and memory."""
+    """The parts of a run's time and memory."""
     run, forecast = found
     time = Table("part", title=f"{flags(run)}\n\ntime of an iteration")
     time.add_column("seconds", justify="right")
@@ -210,22 +210,22 @@ def explanation(found: "FeasibleRun") -> list[Table]:
     for name, seconds in forecast.parts.items():
         if seconds:
             time.add_row(name, f"{seconds:.4g}", f"{seconds / forecast.seconds:.1%}")
-    held = Table("memory", title="memory of a rank of the fullest stage")
+    held = Table("memory", title="memory of a rank of the busiest stage")
     held.add_column("GiB", justify="right")
-    held.add_column("how it is counted")
+    held.add_column("formula")
     for part in forecast.memory:
         held.add_row(part.what, f"{part.bytes / 2**30:.2f}", part.formula)
     return [time, held]
 
 
 def asked(found: "StepSearch", shown: "list[FeasibleRun]", which: str) -> "FeasibleRun":
-    """The run of a number in the table, or the fastest of a spec. Raises UsageError if there is none."""
+    """The run with a number of the table, or the fastest run with a spec. Raises UsageError if there is none."""
     if which.isdecimal() and 1 <= int(which) <= len(shown):
         return shown[int(which) - 1]
     runs = [one for one in found.ranked if one.run.cp_strategy == which]
     if runs:
         return runs[0]
-    why = next((reason for spec, reason in found.rejected if spec == which), "it is not among those predicted")
+    why = next((reason for spec, reason in found.rejected if spec == which), "no such prediction")
     raise UsageError(f"--explain {which}: {why}; give a number of the table, such as 1")
 
 
@@ -234,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
     found, model, cluster, title = found_by(args)
     if not found.ranked:
         show(refusals(found))
-        raise UsageError(f"--nodes {cluster.nodes}: nothing fits; give more nodes, or --all")
+        raise UsageError(f"--nodes {cluster.nodes}: no run fits into memory; give more nodes, or --all")
     shown = answers(found)
     if not args.explain:
         show(ranking(shown, title), *([refusals(found)] if args.why and found.rejected else []))

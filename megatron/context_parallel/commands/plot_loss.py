@@ -1,6 +1,6 @@
-"""Draw the loss curve of a run and tell how it went.
+"""Draw the loss curve of a run and print a summary.
 
-RUN_DIR is the folder given to training as `--save`. Writes `RUN_DIR/loss.png` from `RUN_DIR/metrics.jsonl`.
+RUN_DIR is the `--save` directory of the training run. Writes `RUN_DIR/loss.png` from `RUN_DIR/metrics.jsonl`.
 """
 
 import json
@@ -12,12 +12,12 @@ from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.errors import UsageError
 
-WINDOWS = 20  # of a smoothed curve, side by side
+WINDOWS = 20  # number of windows of the smoothed curve
 TRAINING, VALIDATION = "#0072B2", "#D55E00"
 
 
 class PlotFlags(FlagSection):
-    run_dir: Path = flag("the folder given to training as --save", option="RUN_DIR", example="runs/quickstart")
+    run_dir: Path = flag("the --save directory of a training run", option="RUN_DIR", example="runs/quickstart")
 
 
 PARSER = FlagParser(PlotFlags, __doc__, "RUN_DIR", ["runs/quickstart"])
@@ -26,23 +26,23 @@ PARSER = FlagParser(PlotFlags, __doc__, "RUN_DIR", ["runs/quickstart"])
 def read_metrics(run: Path) -> tuple[list[dict], list[dict]]:
     """The training lines and the validation lines of `metrics.jsonl`, in their order.
 
-    Raises UsageError when the file is missing, broken or has no training line.
+    Raises UsageError if the file is missing, damaged or has no training line.
     """
     path = run / "metrics.jsonl"
     if not path.is_file():
-        raise UsageError(f"RUN_DIR {run} has no metrics.jsonl; give the folder that training had as --save")
+        raise UsageError(f"RUN_DIR {run}: has no metrics.jsonl; give the --save directory of a training run")
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
     except json.JSONDecodeError as error:
-        raise UsageError(f"RUN_DIR {run}: metrics.jsonl is damaged ({error}); remove the broken line") from None
+        raise UsageError(f"RUN_DIR {run}: metrics.jsonl is damaged ({error}); remove the damaged line") from None
     training = [line for line in lines if "lm_loss" in line]
     if not training:
-        raise UsageError(f"RUN_DIR {run} has no loss yet; train for at least one --log-interval")
+        raise UsageError(f"RUN_DIR {run}: has no loss yet; train for at least one --log-interval")
     return training, [line for line in lines if "valid_loss" in line]
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """The mean of each loss and as many before it as after it: a twentieth of the run, and less near its ends."""
+    """The centered moving average of the losses: over a twentieth of the run, and less near its ends."""
     half = len(losses) // WINDOWS // 2
     means = []
     for i in range(len(losses)):
@@ -52,7 +52,7 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 
 def draw(training: list[dict], validation: list[dict], path: Path) -> None:
-    """Write the curve of `lm_loss`, raw and smoothed, and of `valid_loss` where there is any, to a PNG."""
+    """Write the curves of `lm_loss`, raw and smoothed, and of `valid_loss`, if there is any, to a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -77,7 +77,7 @@ def draw(training: list[dict], validation: list[dict], path: Path) -> None:
 
 def summary(training: list[dict], validation: list[dict]) -> str:
     first, last = training[0], training[-1]
-    # The first line holds the start-up costs.
+    # The first line includes the startup time.
     speed = statistics.median(m["tokens_per_second_per_rank"] for m in training[1:] or training)
     lines = [
         f"loss         {first['lm_loss']:.3f} at iteration {first['iteration']}, "

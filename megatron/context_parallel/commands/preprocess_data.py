@@ -1,7 +1,7 @@
-"""Turn text into the `.bin/.idx` files that training reads, or check such files.
+"""Convert text to the `.bin/.idx` files that training reads, or check such files.
 
 Each text file is one document, and so is each line of a JSON-lines file. The result is
-`<prefix>_<key>_document.bin` and `.idx`, and a `.json` beside them that tells which tokenizer made them.
+`<prefix>_<key>_document.bin` and `.idx`, and a `.json` file that names their tokenizer.
 """
 
 import json
@@ -51,7 +51,7 @@ class IndexedOutput:
         self.builder.finalize(f"{self.prefix}.idx.tmp")
         summary = tokenizer | {"documents": self.documents, "tokens": self.tokens}
         Path(f"{self.prefix}.json.tmp").write_text(json.dumps(summary, indent=2) + "\n")
-        # The index goes first and comes back last: data without an index is refused, a wrong pair is not.
+        # The index is removed first and written last: data without an index is rejected, a wrong pair is not.
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         for suffix in ("bin", "json", "idx"):
             os.replace(f"{self.prefix}.{suffix}.tmp", f"{self.prefix}.{suffix}")
@@ -64,24 +64,24 @@ class IndexedOutput:
 
 class PreprocessFlags(FlagSection):
     input: list[str] = flag(
-        "files and folders; .jsonl and .json files hold one JSON object a line, every other file is one document; in a "
-        "folder, hidden files and .json files are left out",
+        "files and folders; .jsonl and .json files have one JSON object per line, other files are one document; in a "
+        "folder, hidden files and .json files are ignored",
         unit="PATH",
         example="my_folder",
         needs="output_prefix",
         excludes="check",
         adds_up=True,
     )
-    check: list[str] = flag("check these .bin/.idx files, every token of them", unit="PREFIX", excludes="input")
-    json_keys: list[str] = flag("keys of the JSON objects to take", derived=TEXT_KEY, unit="KEY")
-    output_prefix: str | None = flag("path of the result, without _<key>_document", unit="PREFIX", example="data/mine")
+    check: list[str] = flag("check these .bin/.idx files, including every token", unit="PREFIX", excludes="input")
+    json_keys: list[str] = flag("keys of the JSON objects to read", derived=TEXT_KEY, unit="KEY")
+    output_prefix: str | None = flag("path of the output, without _<key>_document", unit="PREFIX", example="data/mine")
     tokenizer_type: str = flag(
         f"one of {', '.join(sorted(set(TOKENIZERS) - {'NullTokenizer'}))}", "ByteLevelTokenizer", unit="TYPE"
     )
     tokenizer_model: str | None = flag("SentencePiece file or HuggingFace folder", unit="PATH")
-    append_eod: bool = flag("end every document with the end token", False)
-    workers: int = flag("processes that tokenize", 1)
-    log_interval: int = flag("documents between two progress lines", 1000)
+    append_eod: bool = flag("append the end-of-document token to every document", False)
+    workers: int = flag("number of processes that tokenize", 1)
+    log_interval: int = flag("number of documents between progress lines", 1000)
 
 
 PARSER = FlagParser(
@@ -93,10 +93,10 @@ PARSER = FlagParser(
 
 
 def read_flags(argv: list[str] | None) -> PreprocessFlags:
-    """The flags, complete. Raises UsageError for what cannot run."""
+    """The complete flags. Raises UsageError for invalid ones."""
     args = PARSER.parse(argv)
     if args.tokenizer_type == "NullTokenizer":
-        raise UsageError("--tokenizer-type NullTokenizer cannot read text; use ByteLevelTokenizer")
+        raise UsageError("--tokenizer-type NullTokenizer: cannot tokenize text; give ByteLevelTokenizer")
     return replace(args, json_keys=args.json_keys or [TEXT_KEY])
 
 
@@ -140,7 +140,7 @@ def _encode(document: Document):
 
 
 def encode_all(args: PreprocessFlags, encoder: Encoder, documents: Iterator[Document]) -> Iterator:
-    """Encoded documents in their order, by `args.workers` processes."""
+    """Documents encoded by `args.workers` processes, in order."""
     if args.workers == 1:
         yield from map(encoder.encode, documents)
         return
@@ -149,7 +149,7 @@ def encode_all(args: PreprocessFlags, encoder: Encoder, documents: Iterator[Docu
 
 
 def write(args: PreprocessFlags, encoder: Encoder, outputs: dict[str, IndexedOutput]) -> dict[str, int]:
-    """Add every document to its output; the number of documents skipped, by reason."""
+    """Add every document to its output. Returns the number of skipped documents, by reason."""
     skipped: dict[str, int] = {}
     started = time.monotonic()
     documents = read_documents(find_files(args.input), args.json_keys)
@@ -163,7 +163,7 @@ def write(args: PreprocessFlags, encoder: Encoder, outputs: dict[str, IndexedOut
             rate = tokens / (time.monotonic() - started)
             print(f"{count} documents, {tokens} tokens, {rate:.0f} tokens/s", flush=True)
     if not any(output.tokens for output in outputs.values()):
-        raise UsageError(f"--input {' '.join(args.input)} holds no text in UTF-8; give a file that has some")
+        raise UsageError(f"--input {' '.join(args.input)}: contains no UTF-8 text; give a file that has some")
     return skipped
 
 
@@ -193,7 +193,7 @@ def check(args: PreprocessFlags) -> None:
     """Print a line for each prefix of `--check`.
 
     Raises:
-        UsageError: some of them cannot be trained on.
+        UsageError: some of them cannot be used for training.
     """
     bad = []
     for prefix in args.check:
@@ -203,19 +203,19 @@ def check(args: PreprocessFlags) -> None:
             reason = error.strerror if isinstance(error, OSError) else error
             bad.append(f"{prefix}: {reason}")
     if bad:
-        raise UsageError(f"--check {'; '.join(bad)}; make such files again with --input")
+        raise UsageError(f"--check {'; '.join(bad)}; create these files again with --input")
 
 
 def _check_prefix(args: PreprocessFlags, prefix: str) -> str:
-    """What is there; a ValueError if it cannot be trained on."""
+    """A summary of the data. Raises ValueError if it cannot be used for training."""
     data = open_tokens(prefix)
     made_by = tokenizer_of(prefix)
     kind = made_by.get("tokenizer_type", args.tokenizer_type)
     vocabulary = made_by["vocab_size"] if made_by else build_tokenizer(args).vocab_size
     if wrong := data.wrong_token(vocabulary):
         place, token = wrong
-        where = f"at place {place}, in sequence {data.sequence_at(place)}"
-        raise ValueError(f"token {token} {where}, is none of the {vocabulary} of {kind}")
+        where = f"at index {place}, in sequence {data.sequence_at(place)}"
+        raise ValueError(f"token {token} {where}, is not one of the {vocabulary} of {kind}")
     return f"{len(data.lengths)} sequences, {len(data.tokens)} tokens, all of them among the {vocabulary} of {kind}"
 
 
@@ -229,6 +229,6 @@ def main(argv: list[str] | None = None) -> None:
             run(args)
     except OSError as error:
         raise UsageError(
-            f"{error.filename}: {error.strerror}; give --input files you can read and an "
-            "--output-prefix in a folder you can write to"
+            f"{error.filename}: {error.strerror}; give readable --input files and an "
+            "--output-prefix in a writable folder"
         ) from None

@@ -7,7 +7,7 @@ from megatron.context_parallel.trainer.faults.lifetime import end_with_parent
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train, or with `--dry-run` only describe the run. Raises UsageError for a mistake in the arguments."""
+    """Train, or with `--dry-run` only describe the run. Raises UsageError for invalid arguments."""
     ignore_warnings_of_libraries()
     end_with_parent()
     from megatron.context_parallel.trainer.arguments.complete import parse_args

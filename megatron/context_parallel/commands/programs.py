@@ -1,4 +1,4 @@
-"""The console scripts. A command is imported when its program runs, so that a missing extra is told in one line."""
+"""The console scripts. A command is imported when its program runs, so that a missing extra is a one-line error."""
 
 from collections.abc import Callable
 from importlib import import_module

@@ -14,8 +14,7 @@ from megatron.context_parallel.trainer.faults.lifetime import end_with_parent
 
 PARSER = FlagParser(
     Serve,
-    "Serve OpenAI's completions and chat completions.\n"
-    "SIGTERM ends the server once the texts that have begun are done.",
+    "Serve OpenAI's completions and chat completions.\nSIGTERM ends the server after the running texts have finished.",
     "--load DIR [flags]",
     ["--load runs/quickstart --dry-run", "--load path/to/Llama-3.1-8B-Instruct --bf16 --port 8000"],
     torchrun=True,
@@ -24,7 +23,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Serve until SIGTERM or Ctrl-C. Raises UsageError for what cannot run."""
+    """Serve until SIGTERM or Ctrl-C. Raises UsageError for invalid flags or files."""
     ignore_warnings_of_libraries()
     end_with_parent()
     flags = PARSER.parse(argv)
@@ -37,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
         describe(args, flags.cache_tokens)
         return
     announce(f"loading {flags.load} on {args.world_size} ranks")
-    # These take seconds to import, for which a mistake in a flag need not wait.
+    # These take seconds to import. Mistakes in flags are reported before.
     from megatron.context_parallel.generation.generator import build_engine
     from megatron.context_parallel.inference.rank_loop import RankLoop
     from megatron.context_parallel.serving.app import Service, Settings
@@ -80,23 +79,23 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def read_keys(flags: Serve) -> tuple[str, ...]:
-    """The keys that clients may have."""
+    """The accepted API keys."""
     text, source = os.environ.get("API_KEYS", "").replace(",", "\n"), "API_KEYS"
     if flags.api_key_file is not None:
         source = f"--api-key-file {flags.api_key_file or repr('')}"
         try:
             text = Path(flags.api_key_file).read_text()
         except (OSError, ValueError) as error:
-            raise UsageError(f"{source}: cannot be read ({error}); give a file with a key on each line") from None
+            raise UsageError(f"{source}: cannot be read ({error}); give a file with one key per line") from None
     keys = tuple(key for line in text.splitlines() if (key := line.strip()))
     if not keys and flags.api_key_file is not None:
-        raise UsageError(f"{source}: no key in it; write one on each line")
+        raise UsageError(f"{source}: contains no key; write one per line")
     if not keys and "API_KEYS" in os.environ:
-        raise UsageError("API_KEYS: no key in it; write keys separated by commas, or unset it to serve everybody")
+        raise UsageError("API_KEYS: contains no key; write keys separated by commas, or unset it to serve everyone")
     if any(not key.isascii() or " " in key for key in keys):
-        raise UsageError(f"{source}: a key has a space or a letter that is not ASCII; write keys without them")
+        raise UsageError(f"{source}: a key contains a space or a non-ASCII character; write keys without them")
     if flags.host not in _LOOPBACK and not keys and os.environ.get("RANK", "0") == "0":
         print(
-            f"warning: --host {flags.host}: everybody who reaches it may use it; give --api-key-file", file=sys.stderr
+            f"warning: --host {flags.host}: everyone who can reach it may use it; give --api-key-file", file=sys.stderr
         )
     return keys

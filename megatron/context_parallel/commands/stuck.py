@@ -1,7 +1,7 @@
-"""Show where each rank of the running jobs of this host is, what it waits for, and which rank the others wait for.
+"""Show the position of each rank of the jobs on this host, what it waits for, and which rank the others wait for.
 
-It reads a small file of each rank, so it also sees ranks that are stopped. py-spy, if installed, tells in which line of
-code a stopped rank is.
+It reads a small file of each rank, so it also shows stopped ranks. With py-spy installed, it shows the current line of
+code of a stopped rank.
 """
 
 import json
@@ -31,7 +31,7 @@ _NO_ANSWER = 10  # seconds for py-spy
 
 
 class StuckFlags(FlagSection):
-    image: Path | None = flag("also draw who waits for whom, as a picture", example="waits.png")
+    image: Path | None = flag("also draw which rank waits for which, as a picture", example="waits.png")
 
 
 PARSER = FlagParser(StuckFlags, __doc__, "[flags]", ["", "--image waits.png"])
@@ -39,7 +39,7 @@ PARSER = FlagParser(StuckFlags, __doc__, "[flags]", ["", "--image waits.png"])
 
 @dataclass(frozen=True)
 class RunningRank:
-    """A rank of a job that runs here."""
+    """A rank of a job on this host."""
 
     process: RankProcess
     position: Position
@@ -47,7 +47,7 @@ class RunningRank:
 
 
 def look() -> dict[str, dict[int, RunningRank]]:
-    """The ranks on this host by job, after two looks at them."""
+    """The ranks on this host by job, sampled twice."""
     before = _read()
     time.sleep(_LOOK)
     jobs: dict[str, dict[int, RunningRank]] = defaultdict(dict)
@@ -65,14 +65,14 @@ def look() -> dict[str, dict[int, RunningRank]]:
 def _read() -> dict[RankProcess, tuple[Position, str]]:
     found = {}
     for path in rank_files():
-        with suppress(OSError, ValueError, psutil.NoSuchProcess):  # it ends, or has ended, just now
+        with suppress(OSError, ValueError, psutil.NoSuchProcess):  # the rank ends just now
             process, position = read_rank_file(path)
             found[process] = position, psutil.Process(process.pid).status()
     return found
 
 
 def culprits_of(ranks: dict[int, RunningRank]) -> list[int]:
-    """The ranks that the others wait for; none while the job moves."""
+    """The ranks that the others wait for; none if the job makes progress."""
     stopped = [rank for rank, seen in ranks.items() if seen.state == "stopped"]
     if not stopped and any(seen.state == "moves" for seen in ranks.values()):
         return []
@@ -80,7 +80,7 @@ def culprits_of(ranks: dict[int, RunningRank]) -> list[int]:
 
 
 def describe(ranks: dict[int, RunningRank], of: list[int]) -> None:
-    """Print the table of a job, its culprits, and who waits for whom."""
+    """Print the table of a job, its culprits, and the chains of waiting ranks."""
     title = f"{len(ranks)} of {next(iter(ranks.values())).process.world} ranks are on this host"
     table = Table("rank", "state", "iteration", "where", "waits", title=title)
     for rank, seen in ranks.items():
@@ -89,7 +89,7 @@ def describe(ranks: dict[int, RunningRank], of: list[int]) -> None:
         table.add_row(str(rank), seen.state, str(at.iteration), where, at.awaited)
     show(table, width=_WIDTH)
     if not of:
-        print("the job moves")
+        print("the job makes progress")
         return
     if len(of) > 1 and all(rank in ranks and ranks[rank].state == "waits" for rank in of):
         print(f"{named(of)} wait for each other")
@@ -112,10 +112,10 @@ def _told(rank: int, ranks: dict[int, RunningRank]) -> str:
 
 
 def code_of(pid: int) -> str:
-    """The place in the code where the main thread of another process is, as py-spy sees it."""
+    """The current line of code of another process's main thread, from py-spy."""
     program = shutil.which("py-spy", path=Path(sys.executable).parent) or shutil.which("py-spy")
     if not program:
-        return "unknown code (pip install 'megatron-context-parallel[debug]' for py-spy, which tells it)"
+        return "unknown code (pip install 'megatron-context-parallel[debug]' to show it with py-spy)"
     command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_NO_ANSWER, check=True)
@@ -129,7 +129,7 @@ def code_of(pid: int) -> str:
 
 
 def draw_wait_graph(ranks: dict[int, RunningRank], of: list[int], path: str) -> None:
-    """Draw who waits for whom, the culprits in red, to an image file."""
+    """Draw which rank waits for which, with the culprits in red, to an image file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
     image = PARSER.parse(argv).image
     jobs = look()
     if not jobs:
-        raise UsageError("no job runs here; start one, and run this as its user, on its host and in its container")
+        raise UsageError("no job is running; run this as the job's user, on its host and in its container")
     for number, ranks in enumerate(jobs.values()):
         if number:
             print()

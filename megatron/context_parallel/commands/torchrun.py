@@ -1,6 +1,6 @@
-"""torchrun that is short: `cp-torchrun --nproc-per-node 8 pretrain_gpt.py ...` takes torchrun's arguments.
+"""A less verbose torchrun: `cp-torchrun --nproc-per-node 8 pretrain_gpt.py ...` takes torchrun's arguments.
 
-A rank that fails says why by itself. torchrun adds 40 lines; this adds one, and only for a rank that a signal ended.
+A failing rank prints its own error. torchrun adds 40 lines; this adds one, and only for a rank that a signal ended.
 """
 
 import logging
@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The status of the rank that failed first, 128 + N if signal N ended it or this launcher; 0 if none failed."""
+    """The status of the first failed rank, 128 + N if signal N ended it or this launcher, and 0 if none failed."""
     logging.disable(logging.ERROR)
     try:
         run.main(argv)

@@ -1,4 +1,4 @@
-"""A checkpoint of the trainer as a folder of HuggingFace, one weight and one file of them in memory at a time."""
+"""Converts a checkpoint of the trainer to a HuggingFace folder, with one file of weights in memory at a time."""
 
 import json
 import math
@@ -30,18 +30,18 @@ _OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def to_folder(args: Arguments, model: GPTModel, checkpoint: Path, folder: Path, most_bytes: int, done: Done) -> None:
-    """Write a checkpoint of the trainer as a folder of HuggingFace, with the files of its tokenizer.
+    """Write a checkpoint of the trainer as a HuggingFace folder, with the files of its tokenizer.
 
     Args:
-        args: the model of the checkpoint, on one rank.
-        model: the outline of it.
-        checkpoint: its `iter_NNNNNNN`.
-        folder: is made; it must be empty if it is there.
-        most_bytes: of a file of weights.
-        done: told of each weight that is written, in bytes.
+        args: the arguments of the checkpoint's model, on one rank.
+        model: the outline of the model.
+        checkpoint: the folder `iter_NNNNNNN`.
+        folder: created; it must be empty if it exists.
+        most_bytes: maximum size of a file of weights.
+        done: called for each weight that is written, with its bytes.
 
     Raises:
-        UsageError: HuggingFace has no such model, or the folder is not empty or cannot be written.
+        UsageError: HuggingFace has no such model, or the folder is not empty or not writable.
     """
     try:
         config = config_of(vars(args), args.vocabulary)
@@ -63,7 +63,7 @@ def to_folder(args: Arguments, model: GPTModel, checkpoint: Path, folder: Path, 
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         temporary.rename(folder)
     except (OSError, SafetensorError) as error:
-        raise UsageError(f"--save {folder}: cannot be written ({error}); free some room, or give another") from error
+        raise UsageError(f"--save {folder}: cannot be written ({error}); free some space, or give another") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -86,7 +86,7 @@ def _weights_of(model: GPTModel, checkpoint: Path, done: Done) -> Iterator[tuple
 
 
 def _read_items(shards: list[ShardedTensor], metadata: Metadata, vocabulary: int) -> list[ReadItem]:
-    """What to read for the parts of one weight; a table of tokens may have another number of padding rows there."""
+    """The read requests for the parts of a weight. A token table may have another number of padding rows."""
     key = shards[0].key
     chunks = [chunk_of(shard) for shard in shards]
     saved = metadata.state_dict_metadata.get(key)
@@ -94,7 +94,7 @@ def _read_items(shards: list[ShardedTensor], metadata: Metadata, vocabulary: int
     if not isinstance(saved, TensorStorageMetadata):
         raise RuntimeError(f"{key}: not in the checkpoint")
     if tuple(saved.size) != tuple(shape) and not shards[0].allow_shape_mismatch:
-        raise RuntimeError(f"{key}: of shape {tuple(saved.size)} in the checkpoint, not {tuple(shape)}")
+        raise RuntimeError(f"{key}: has shape {tuple(saved.size)} in the checkpoint, not {tuple(shape)}")
     items = create_read_items_for_chunk_list(key, saved, chunks)
     found = sum(math.prod(item.lengths) for item in items)
     needed = sum(math.prod(chunk.sizes) for chunk in chunks)
@@ -106,7 +106,7 @@ def _read_items(shards: list[ShardedTensor], metadata: Metadata, vocabulary: int
 
 
 class _Into(DefaultLoadPlanner):
-    """Puts what PyTorch's reader reads into one weight, which lacks the first `axes` of its shape in the checkpoint."""
+    """Copies PyTorch's reads into a weight, which lacks the first `axes` dimensions of its shape in the checkpoint."""
 
     def __init__(self, whole: torch.Tensor, axes: int) -> None:
         super().__init__()
@@ -120,11 +120,11 @@ class _Into(DefaultLoadPlanner):
         return part.view(read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing: it was written in place."""
+        """Does nothing: the tensor was written in place."""
 
 
 def _add_tokenizer(args: Arguments, config: dict[str, Any], folder: Path) -> None:
-    """Copies the files of the run's tokenizer; `config` gets the ids of its marks."""
+    """Copies the files of the run's tokenizer, and adds the ids of its special tokens to `config`."""
     if args.tokenizer_type != "HuggingFaceTokenizer":
         return
     assert args.tokenizer_model

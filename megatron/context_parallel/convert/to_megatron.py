@@ -1,4 +1,4 @@
-"""A folder of HuggingFace as a checkpoint of the trainer, one weight in memory at a time."""
+"""Converts a HuggingFace folder to a checkpoint of the trainer, with one weight in memory at a time."""
 
 import io
 import shutil
@@ -34,20 +34,20 @@ _NOT_OF_MODEL = ("make_vocab_size_divisible_by", "max_position_embeddings", "bf1
 
 
 def to_megatron(args: Arguments, model: GPTModel, save: str, done: Done) -> None:
-    """Write the folder of HuggingFace in `args.load` as iteration 0 of `save`, and `model.yaml` with its flags.
+    """Write the HuggingFace folder in `args.load` as iteration 0 of `save`, and `model.yaml` with its flags.
 
     Args:
-        args: the model of the folder, on one rank.
-        model: the outline of it.
+        args: the arguments of the folder's model, on one rank.
+        model: the outline of the model.
         save: a new directory of checkpoints.
-        done: told of each weight that is written, in bytes.
+        done: called for each weight that is written, with its bytes.
 
     Raises:
-        UsageError: the weights are not those of its config.json, `save` has checkpoints, or cannot be written.
+        UsageError: the weights do not match config.json, or `save` has checkpoints or is not writable.
     """
     assert args.load
     if iterations(save):
-        raise UsageError(f"--save {save}: there are checkpoints already; give a new directory")
+        raise UsageError(f"--save {save}: already contains checkpoints; give a new directory")
     source = SafetensorsFolder(Path(args.load))
     check_names(model, source)
     args = replace(_with_tokenizer(args, Path(args.load).resolve()), save=save)
@@ -72,20 +72,20 @@ def to_megatron(args: Arguments, model: GPTModel, save: str, done: Done) -> None
 
 
 def _with_tokenizer(args: Arguments, folder: Path) -> Arguments:
-    """`args` as a checkpoint keeps them: the tokenizer of the folder, if it has one, else ids without text."""
+    """`args` for the checkpoint: with the tokenizer of the folder, or without one with NullTokenizer."""
     args = replace(args, load=None, seq_length=args.max_position_embeddings, no_save_optim=True, no_save_rng=True)
     if not any((folder / name).exists() for name in _TOKENIZERS):
         return replace(args, tokenizer_type="NullTokenizer", vocab_size=args.vocabulary - 1)
     args = replace(args, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
     tokens, eod = vocabulary(args)
     if tokens > args.vocabulary:
-        why = f"its tokenizer has {tokens} tokens, and its weights are for {args.vocabulary}"
-        raise UsageError(f"--load {folder}: {why}; take out the tokens that were added to the tokenizer")
+        why = f"its tokenizer has {tokens} tokens, but its weights are for {args.vocabulary}"
+        raise UsageError(f"--load {folder}: {why}; remove the tokens that were added to the tokenizer")
     return replace(args, eod_token=eod)
 
 
 def _flags_file(args: Arguments) -> str:
-    """The flags that decide the model and its tokenizer, as `--config` reads them."""
+    """The flags that decide the model and its tokenizer, in the format of `--config`."""
     names = [name for name, flag in FLAGS.items() if flag.decides in ("weights", "model")]
     names += ["group_query_attention", "tokenizer_model", *_NOT_OF_MODEL]
     values: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def _flags_file(args: Arguments) -> str:
 
 
 def _write(folder: Path, planner: "_Planner") -> None:
-    """All files of a checkpoint but arguments and manifest, as megatron-core writes them."""
+    """Write all files of a checkpoint except arguments and manifest, in megatron-core's format."""
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=False, sync_files=False)
     try:
         dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
@@ -110,14 +110,14 @@ def _write(folder: Path, planner: "_Planner") -> None:
 
 
 class _Planner(SavePlanner):
-    """Tells PyTorch's writer what to write; each weight is read when its turn comes."""
+    """Plans for PyTorch's writer; each weight is read when it is written."""
 
     def __init__(self, model: GPTModel, source: SafetensorsFolder, vocabulary: int, done: Done) -> None:
         self.model, self.source, self.vocabulary, self.done = model, source, vocabulary, done
         self.wanted: dict[MetadataIndex, tuple[str, ShardedTensor | ShardedObject]] = {}
 
     def set_up_planner(self, state_dict: dict, storage_meta: object = None, is_coordinator: bool = False) -> None:
-        """Nothing: what is written is not in a state_dict."""
+        """Does nothing: the weights are not in a state_dict."""
 
     def create_local_plan(self) -> SavePlan:
         items = []

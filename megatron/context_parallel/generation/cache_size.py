@@ -1,4 +1,4 @@
-"""How many tokens a cache can hold on this machine."""
+"""The number of cached tokens that fit on this machine."""
 
 import os
 
@@ -13,13 +13,13 @@ from megatron.context_parallel.trainer.config.workload import model_of
 
 
 def bytes_of_a_token(args: Arguments) -> int:
-    """Keys and values of one token in all layers on the tensor-parallel rank that has it."""
+    """Bytes of the keys and values of one token in all layers, on one tensor-parallel rank."""
     heads = max(1, args.num_query_groups // args.tensor_model_parallel_size)
     return args.num_layers * 2 * heads * args.kv_channels * args.params_dtype.itemsize
 
 
 def describe(args: Arguments, cache_tokens: int | None) -> None:
-    """Print what weights and cache need of a rank's memory, and how many tokens would fit."""
+    """Print the memory of weights and cache on a rank, and the number of tokens that would fit."""
     parameters = model_of(args).parameters_on_stage(0, tensor=args.tensor_model_parallel_size)
     weights, token = parameters * args.params_dtype.itemsize, bytes_of_a_token(args)
     ranks = args.context_parallel_size
@@ -28,11 +28,11 @@ def describe(args: Arguments, cache_tokens: int | None) -> None:
     table = Table(
         "of one rank", "", title=f"{ranks} context ranks, tensor-parallel size {args.tensor_model_parallel_size}"
     )
-    table.add_row("memory that is free now", decimal(memory))
+    table.add_row("free memory now", decimal(memory))
     table.add_row("weights", decimal(weights))
     table.add_row(f"cache of {tokens} tokens over {ranks} ranks", decimal(-(-tokens // ranks) * token))
     show(table)
-    print(f"tokens that fit: {max(0, (memory - weights) // token * ranks)}; a pass needs some memory besides")
+    print(f"tokens that fit: {max(0, (memory - weights) // token * ranks)}; a pass needs some additional memory")
 
 
 def _memory_of_a_rank() -> int:

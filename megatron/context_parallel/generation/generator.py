@@ -1,4 +1,4 @@
-"""From the arguments of a model to an engine that generates with it."""
+"""Creates an engine from the arguments of a model."""
 
 from megatron.core import parallel_state
 
@@ -23,9 +23,9 @@ from .load_model import load_model
 
 
 def build_engine(args: Arguments, flags: CacheFlags, length: int | None = None) -> Engine:
-    """An engine with the model of `args`, on the ranks of the world; every rank calls it.
+    """An engine with the model of `args`, on all ranks of the world. Every rank calls it.
 
-    `length` is the most tokens of a request (default: the positions of the model).
+    `length` is the maximum number of tokens of a request (default: the positions of the model).
 
     Raises:
         UsageError: the model or its tokenizer cannot be read; every rank raises the same.
@@ -49,7 +49,7 @@ def build_engine(args: Arguments, flags: CacheFlags, length: int | None = None) 
 
 
 def text_tokenizer(args: Arguments) -> Tokenizer:
-    """The tokenizer of the run or the folder in `--load`, with all that generation needs of it.
+    """The tokenizer of the run or folder in `--load`, with the interface that generation needs.
 
     Raises:
         UsageError: it has none, or its files cannot be read.
@@ -61,7 +61,7 @@ def text_tokenizer(args: Arguments) -> Tokenizer:
         return ByteTokenizer(end=BYTES)
     if args.tokenizer_type == "HuggingFaceTokenizer":
         assert args.tokenizer_model is not None
-        return HuggingFaceTokenizer(args.tokenizer_model, special=False)  # as training reads its documents
+        return HuggingFaceTokenizer(args.tokenizer_model, special=False)  # like in training
     if args.tokenizer_type == "NullTokenizer":
         raise UsageError(f"--load {args.load}: trained with --tokenizer-type NullTokenizer, which has no text")
     assert args.tokenizer_model is not None

@@ -1,4 +1,4 @@
-"""A model to generate with: the weights of a run of the trainer, or of a folder of HuggingFace."""
+"""Loads a model for generation: the weights of a run of the trainer, or of a HuggingFace folder."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def load_model(args: Arguments, cp: ContextParallel) -> GPTModel:
     """The model of `--load`, without gradients, in evaluation mode, on this rank's device. Every rank calls it.
 
     Raises:
-        UsageError: the checkpoint or folder is damaged, or is not of the model that `args` describe; on every rank.
+        UsageError: the checkpoint or folder is damaged, or does not match `args`; on every rank.
     """
     assert args.load is not None
     config = transformer_config(args)

@@ -1,4 +1,4 @@
-"""The arguments of a model to generate with, from the run or the folder of HuggingFace that has it."""
+"""The arguments of a model for generation, from its run or its HuggingFace folder."""
 
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from .flags import Source
 
 
 def model_arguments(source: Source) -> Arguments:
-    """The arguments of a model for the ranks that were started; those that tensor parallelism leaves share sequences.
+    """The arguments of a model for the started ranks. Ranks that tensor parallelism does not use are context ranks.
 
     Raises:
-        UsageError: there is no model, or it does not go with these ranks.
+        UsageError: there is no model, or it does not fit these ranks.
     """
     ranks = ranks_in("WORLD_SIZE", 1)
     tensor = source.tensor_model_parallel_size
@@ -27,12 +27,12 @@ def model_arguments(source: Source) -> Arguments:
     foreign = is_huggingface(source.load)
     given = model_flags(Path(source.load)) if foreign else saved_flags(Flags(**wanted), "bf16", "fp16")
     if given.get("num_experts"):
-        raise UsageError(f"--load {source.load}: has experts, with which generating was not tested; give another model")
+        raise UsageError(f"--load {source.load}: has experts, which were not tested in generation; give another model")
     if source.bf16:
         given |= {"bf16": True, "fp16": False}
     context = ranks // tensor
     parallel = {"tensor_model_parallel_size": tensor, "context_parallel_size": context, "cp_layout": "contiguous"}
-    # A session deals its tokens itself: of training's sequences only the smallest is described.
+    # A session shards its tokens itself: the training sequence length is only set to the minimum.
     training = {"micro_batch_size": 1, "seq_length": context, "train_iters": 1, "lr": 1.0, "transformer_impl": "local"}
     given |= {**parallel, **training, **wanted}
     return complete(Flags(**given), (given["vocab_size"], None) if foreign else None)[0]

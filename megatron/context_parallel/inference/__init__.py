@@ -1,1 +1,1 @@
-"""Long-context inference: prefill, turns and decode over a cache of keys and values that the ranks share."""
+"""Long-context inference: prefill, turns and decoding with a cache of keys and values that is sharded over ranks."""

@@ -1,4 +1,4 @@
-"""One forward pass over new tokens of some sequences: the rows of each rank, and where they are in its cache."""
+"""One forward pass over new tokens of some sequences: the rows of each rank, and their slots in its cache."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -16,17 +16,17 @@ from .pages import PageTables
 
 
 class BatchLayout:
-    """The chunks of a forward pass, from page tables that have the new tokens already.
+    """The chunks of a forward pass, from page tables that already contain the new tokens.
 
     Args:
-        tables: of all ranks.
+        tables: the page tables of all ranks.
         new: the new tokens of each sequence.
-        rank: this rank; device: where its cache is.
+        rank: this rank; device: the device of its cache.
 
     Attributes:
-        sequences: in ascending order, as their rows follow each other.
-        tokens, positions: int64 [rows], this rank's new rows; new_slots: where they are in the cache. On the device.
-        rows: how many these are.
+        sequences: in ascending order, which is the order of their rows.
+        tokens, positions: int64 [rows], of this rank's new rows; new_slots: their slots in the cache. On the device.
+        rows: the number of these rows.
         last: for each sequence whose last token is on this rank, its row.
         longest: tokens of the longest sequence; several: whether a sequence has more than one new token.
     """
@@ -36,7 +36,7 @@ class BatchLayout:
         self.sequences = sorted(new)
         lengths = [tables.length(s) for s in self.sequences]
         pairs = zip(self.sequences, lengths, strict=True)
-        self.starts = {s: length - len(new[s]) for s, length in pairs}  # the place of the first new token
+        self.starts = {s: length - len(new[s]) for s, length in pairs}  # the position of the first new token
         self.longest = max(lengths)
         self.several = sum(map(len, new.values())) > len(new)
         self.batch = Sequences(lengths)
@@ -60,10 +60,10 @@ class BatchLayout:
         self._views: dict[tuple, tuple[Blocks, Tensor | slice]] = {}
 
     def _chunks(self, first: Mapping[int, int]) -> ListedChunks:
-        """The rows of each rank, of places from `first` on in each sequence."""
+        """The rows of each rank with positions from `first` on in each sequence."""
         tables = self.tables
         of = first.items()
-        begins = [0, *accumulate(self.lengths[:-1])]  # of each sequence among the rows of all
+        begins = [0, *accumulate(self.lengths[:-1])]  # the start of each sequence in the concatenated sequences
 
         def positions(rank: int) -> Tensor:
             parts = [tables.positions(s, rank, start) + begin for (s, start), begin in zip(of, begins, strict=True)]
@@ -75,20 +75,20 @@ class BatchLayout:
         return ListedChunks(tuple(map(counts, range(tables.n))), positions)
 
     def view(self, window: tuple[int, int], kernel: Kernel) -> tuple[Blocks, Tensor | slice]:
-        """The blocks under a window, the same for all layers that have it, and where this rank's keys are.
+        """The blocks under a window, the same for all layers with this window, and the slots of this rank's keys.
 
-        Keys that no new token sees are left out.
+        Keys that no new token sees are excluded.
         """
         key = window, kernel
         if key not in self._views:
             first = {s: max(0, start - window[0]) if window[0] >= 0 else 0 for s, start in self.starts.items()}
-            # A single new token sees all keys that are left.
+            # A single new token sees all remaining keys.
             mask = Mask(True, window, self.batch) if self.several else Mask(False, documents=self.batch)
             self._views[key] = Blocks(mask, self.queries, self._chunks(first), kernel), self._slots(first)
         return self._views[key]
 
     def _slots(self, first: Mapping[int, int]) -> Tensor | slice:
-        """Where this rank's keys are. Those of one sequence in pages that follow each other need no copy."""
+        """The slots of this rank's keys. The keys of one sequence in consecutive pages need no copy."""
         if len(first) == 1 and (span := self.tables.span(self.sequences[0], self.rank, first[self.sequences[0]])):
             return span
         slots = [self.tables.slots(s, self.rank, start) for s, start in first.items()]

@@ -5,12 +5,12 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys (rotated) and values of one rank in pages, for each layer. All memory is taken at once.
+    """Keys (rotated) and values of one rank in pages, for each layer. All memory is allocated at once.
 
     Args:
-        pages, page: how many pages, and rows of each.
-        shapes: of each layer the key/value heads, and head_dim of keys and of values.
-        dtype, device: of the tensors.
+        pages, page: the number of pages, and the rows per page.
+        shapes: for each layer, the key/value heads, and head_dim of keys and of values.
+        dtype, device: those of the tensors.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class KVCache:
             rows.index_copy_(0, slots, x)
 
     def rows(self, layer: int, slots: Tensor | slice) -> tuple[Tensor, ...]:
-        """Keys and values [rows, kv_heads, d] of a layer at `slots`; a view where these are a slice."""
+        """Keys and values [rows, kv_heads, d] of a layer at `slots`; a view if `slots` is a slice."""
         whole = self._rows[layer]
         return tuple([x[slots] if isinstance(slots, slice) else x.index_select(0, slots) for x in whole])
 

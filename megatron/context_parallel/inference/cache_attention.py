@@ -1,4 +1,4 @@
-"""The attention of one pass over the cache, in place of the core attention of each layer."""
+"""The attention of one pass over the cache, which replaces the core attention of each layer."""
 
 from dataclasses import dataclass
 
@@ -15,12 +15,12 @@ from .cache import KVCache
 
 @dataclass(frozen=True)
 class CacheAttention:
-    """Stores the keys of a pass and attends over all cached ones.
+    """Stores the keys and values of a pass, and attends over all cached ones.
 
     Attributes:
-        batch: where the rows of the pass and the cached keys are.
-        cache: of this rank.
-        group: the context group; its strategy says what travels.
+        batch: the rows of the pass, and the slots of the cached keys.
+        cache: the cache of this rank.
+        group: the context group; its strategy decides which tensors are sent.
     """
 
     batch: BatchLayout
@@ -28,9 +28,9 @@ class CacheAttention:
     group: ContextParallel
 
     def __call__(self, core: ContextParallelAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The attention of this rank's new rows over all cached rows; [s, 1, heads, d].
+        """The attention of this rank's new rows over all cached rows, [s, 1, heads, d].
 
-        A rank without new rows has one in the model, because layers cannot do without. It is neither query nor key.
+        A rank without new rows has a dummy row in the model, because layers need one. It is neither query nor key.
         """
         rows = self.batch.rows
         layer = core.layer_number - 1

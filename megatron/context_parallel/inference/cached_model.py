@@ -1,4 +1,4 @@
-"""A model of megatron-core as a session calls it: with the attention of a pass, at given positions."""
+"""Calls a megatron-core model with the attention of a pass, at given positions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +17,12 @@ from .batch_layout import BatchLayout
 
 
 class PassInputs(NamedTuple):
-    """What a pass takes besides its attention.
+    """The inputs of a pass besides its attention.
 
     Attributes:
-        tokens, places: int64 [rows], and their positions.
+        tokens, places: tokens int64 [rows], and their positions.
         wanted: int64 [sequences], the rows whose logits are computed.
-        angles: of the rotary embedding, if the model has one.
+        angles: the angles of the rotary embedding, if the model has one.
     """
 
     tokens: Tensor
@@ -35,11 +35,11 @@ class CachedModel:
     """A model whose keys and values are in a cache.
 
     Attributes:
-        model: of megatron-core.
+        model: the megatron-core model.
         cores: its core attentions, by layer.
 
     Raises:
-        UsageError: a model whose tokens a session could not compute.
+        UsageError: inference does not support the model.
     """
 
     def __init__(self, model: GPTModel) -> None:
@@ -50,7 +50,7 @@ class CachedModel:
         self._rope = rope if isinstance(rope, LayoutRotaryEmbedding) else None
 
     def inputs(self, batch: BatchLayout) -> PassInputs:
-        """The inputs for this rank's rows of a batch; those of one row of zeros where it has none."""
+        """The inputs for this rank's rows of a batch; a dummy row of zeros if it has none."""
         tokens, places = batch.tokens, batch.positions
         if not batch.rows:
             tokens, places = tokens.new_zeros(1), places.new_zeros(1)
@@ -67,7 +67,7 @@ class CachedModel:
 
     @contextmanager
     def _installed(self, attend: AttentionOverride, wanted: Tensor, angles: Tensor | None) -> Iterator[None]:
-        """The model as it is needed for a pass: over the cache, at given positions, logits of last rows only."""
+        """A context in which the model uses the cache and the given positions, and computes only the wanted logits."""
 
         def last_rows(_: object, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             return (args[0].index_select(0, wanted), *args[1:]), kwargs
@@ -98,22 +98,22 @@ def _cores(model: GPTModel) -> list[ContextParallelAttention]:
 
 
 def _check(model: GPTModel, cores: list[ContextParallelAttention]) -> None:
-    """Refuses a model whose tokens a session could not compute."""
+    """Raises UsageError for a model that inference does not support."""
     config = model.config
     if not (model.pre_process and model.post_process):
         raise UsageError(
-            f"--pipeline-model-parallel-size {config.pipeline_model_parallel_size}: a pass waits for all ranks of its "
-            "context group in each layer, and stages would wait for each other; give 1, and more context ranks"
+            f"--pipeline-model-parallel-size {config.pipeline_model_parallel_size}: not supported, because the ranks "
+            "of a context group wait for each other in each layer; give 1, and more context ranks"
         )
     if len(cores) != config.num_layers:
-        raise UsageError(f"a session needs our attention in all {config.num_layers} layers; build with block_spec")
+        raise UsageError(f"the session needs our attention in all {config.num_layers} layers; build with block_spec")
     if any(core.attn_mask_type is not AttnMaskType.causal for core in cores):
-        raise UsageError("a session needs causal attention: keys of later tokens are not there yet")
+        raise UsageError("the session needs causal attention: keys of later tokens do not exist yet")
     if config.sequence_parallel:
-        raise UsageError("--sequence-parallel: ranks have any number of rows; leave it out")
+        raise UsageError("--sequence-parallel: not supported, ranks have any number of rows; leave it out")
     if config.fp8:
-        raise UsageError(f"--fp8-format {config.fp8}: ranks have any number of rows, FP8 needs multiples; leave it out")
+        raise UsageError(f"--fp8-format {config.fp8}: not supported, ranks have any number of rows; leave it out")
     if model.position_embedding_type == "rope" and not isinstance(model.rotary_pos_emb, LayoutRotaryEmbedding):
-        raise UsageError("the model rotates by megatron-core's positions; call use_layout(model, cp) first")
+        raise UsageError("the model's RoPE uses megatron-core's positions; call use_layout(model, cp) first")
     if model.position_embedding_type not in ("rope", "learned_absolute", "none"):
         raise UsageError(f"--position-embedding-type {model.position_embedding_type}: give rope or learned_absolute")

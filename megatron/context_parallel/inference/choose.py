@@ -1,7 +1,7 @@
-"""pass-KV or pass-Q: what travels in a prefill, keys and values or queries and partial outputs.
+"""pass-KV or pass-Q: whether a prefill sends keys and values, or queries and partial outputs.
 
-T new tokens, P cached tokens, n ranks. The formulas are of Yang et al., Context Parallelism for Scalable Million-Token
-Inference (2024); ours are those of `seconds`.
+T new tokens, P cached tokens, n ranks. The formulas are from Yang et al., Context Parallelism for Scalable
+Million-Token Inference (2024), except those in `seconds`, which are ours.
 """
 
 import math
@@ -14,7 +14,7 @@ from megatron.context_parallel.errors import UsageError
 PASS_KV, PASS_Q = "pass-kv", "pass-q"
 PASS_Q_PAPER = "pass-q-all-to-all"
 CHOICES = (PASS_KV, PASS_Q, PASS_Q_PAPER, "auto", "alg1", "alg5", "empirical")
-EMPIRICAL = (-1.059, 1.145, 12.112)  # Appendix D as printed; it contradicts Table 4, so fit your own
+EMPIRICAL = (-1.059, 1.145, 12.112)  # Appendix D as printed; it contradicts Table 4, so fit your own constants
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class LayerShape:
     """The attention of a layer on one rank.
 
     Attributes:
-        heads, kv_heads: that tensor parallelism leaves to the rank.
+        heads, kv_heads: the heads of this tensor-parallel rank.
         head_dim: of queries and keys; value_dim: of values.
-        itemsize: bytes of a number. Partial outputs and their log-sum-exp travel in 4 bytes at least.
+        itemsize: bytes of a number. Partial outputs and their log-sum-exp are sent in at least 4 bytes.
     """
 
     heads: int
@@ -35,27 +35,27 @@ class LayerShape:
 
     @property
     def query_bytes(self) -> int:
-        """Of a query row."""
+        """Bytes of a query row."""
         return self.heads * self.head_dim * self.itemsize
 
     @property
     def key_bytes(self) -> int:
-        """Of a row of keys and values."""
+        """Bytes of a row of keys and values."""
         return self.kv_heads * (self.head_dim + self.value_dim) * self.itemsize
 
     @property
     def partial_bytes(self) -> int:
-        """Of a row of partial output and log-sum-exp."""
+        """Bytes of a row of partial output and log-sum-exp."""
         return self.heads * (self.value_dim + 1) * max(4, self.itemsize)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What ranks compute and what travels between neighbours.
+    """The rates of computation, and of communication between neighbours.
 
     Attributes:
-        compute: operations a second of one rank's attention.
-        bandwidth: bytes a second from a rank to the next one.
+        compute: FLOP/s of one rank's attention.
+        bandwidth: bytes per second from a rank to the next one.
         latency: seconds before a message arrives.
     """
 
@@ -65,7 +65,7 @@ class Rates:
 
     @classmethod
     def of(cls, cluster: Cluster, n: int, dtype: str = "bf16", head_dim: int = 128) -> "Rates":
-        """Those of n ranks of a cluster: the slowest link of the ring, and its fastest measured block of attention."""
+        """The rates of n ranks of a cluster: the slowest link of the ring, and the fastest measured attention block."""
         part = cluster.part(n)
         links = Links(part)
         paths = [links.path(rank, (rank + 1) % n) for rank in range(n)] if n > 1 else []
@@ -82,13 +82,13 @@ class Rates:
 
 
 def seconds(variant: str, new: int, cached: int, n: int, sizes: LayerShape, rates: Rates) -> float:
-    """Predicted seconds of one layer's attention, if each step hides its messages behind its block, or the reverse.
+    """Predicted seconds of one layer's attention, if each step takes the longer of its messages and its block.
 
-    All ranks have as many rows as each other; each query sees half of the new tokens. The steps are those of the plans:
-    pass-KV is `ring`, pass-Q is `attention2d` on a grid of 1 x n, where a partial output moves along with the queries.
+    All ranks have the same number of rows; each query sees half of the new tokens. The steps are those of the plans:
+    pass-KV is `ring`, pass-Q is `attention2d` on a grid of 1 x n, where partial outputs move along with the queries.
     """
     rows = new / n
-    pairs = rows * (cached + new / 2) / n  # of one block
+    pairs = rows * (cached + new / 2) / n  # in one block
     block = 2 * pairs * sizes.heads * (sizes.head_dim + sizes.value_dim) / rates.compute
     if variant == PASS_KV:
         sent = [(cached + new) / n * sizes.key_bytes] * (n - 1) + [0.0]
@@ -100,7 +100,7 @@ def seconds(variant: str, new: int, cached: int, n: int, sizes: LayerShape, rate
 
 
 def sent_bytes(variant: str, new: int, cached: int, n: int, sizes: LayerShape) -> float:
-    """Bytes that a rank sends in one layer, with `new` and `cached` tokens on all ranks together."""
+    """Bytes that a rank sends in one layer, with `new` and `cached` tokens in total over all ranks."""
     row = sizes.query_bytes + sizes.partial_bytes
     return (n - 1) / n * (new * row if variant == PASS_Q else (new + cached) * sizes.key_bytes)
 
@@ -134,17 +134,17 @@ def choose_prefill(
     rates: Rates | None = None,
     constants: tuple[float, float, float] = EMPIRICAL,
 ) -> str:
-    """The variant of a prefill of `new` tokens over `cached` ones, in all sequences together.
+    """The variant for a prefill of `new` tokens with `cached` ones, in total over all sequences.
 
     Args:
-        rule: of `CHOICES`. `auto` takes the one with fewer predicted seconds; without rates, with fewer bytes.
-        n: ranks.
-        sizes: of a layer.
-        rates: of the cluster; `alg1` and `alg5` need them.
-        constants: of `empirical`.
+        rule: one of `CHOICES`. `auto` takes the variant with the smaller predicted time; without rates, fewer bytes.
+        n: the number of ranks.
+        sizes: the sizes of a layer.
+        rates: the rates of the cluster; `alg1` and `alg5` need them.
+        constants: the constants of `empirical`.
 
     Raises:
-        UsageError: an unknown choice, or one that needs rates.
+        UsageError: the choice is unknown, or needs rates.
     """
     if rule not in CHOICES:
         raise UsageError(f"--cp-prefill {rule}: unknown; choose one of {', '.join(CHOICES)}")

@@ -19,7 +19,7 @@ from .tokenizer import Tokenizer
 
 
 class CacheSession(Protocol):
-    """What the engine needs of a `Session`."""
+    """The interface of a `Session` that the engine needs."""
 
     vocabulary: int
 
@@ -36,12 +36,12 @@ class Request:
     """A text to generate.
 
     Attributes:
-        name: of the request, unlike that of any other.
+        name: the unique name of the request.
         tokens: the prompt.
-        params: megatron-core's. Of it `temperature`, `top_k`, `top_p`, `num_tokens_to_generate`, `top_n_logprobs` and
-            `stop_words` are used.
-        seed: of what is drawn.
-        key: requests share what their prompts have in common if they have the same key.
+        params: megatron-core's sampling parameters. `temperature`, `top_k`, `top_p`, `num_tokens_to_generate`,
+            `top_n_logprobs` and `stop_words` are used.
+        seed: the random seed.
+        key: requests with the same key share the cache of common prefixes.
     """
 
     name: str
@@ -53,17 +53,17 @@ class Request:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What one step brought a request.
+    """The output of one step for a request.
 
     Attributes:
-        request: its name.
-        tokens: the new one, if any.
-        text: that has become certain.
-        finish: "" while it goes on; "stop" (an end token or a stop string), "length" (as many tokens as asked for),
+        request: the name of the request.
+        tokens: the new token, if any.
+        text: the text that has become final.
+        finish: "" while it runs; "stop" (an end token or a stop string), "length" (the requested number of tokens),
             "cancelled", or "error".
         first: whether it has the first token.
-        reused: of the first, tokens of the prompt that were in the cache already.
-        why: of an error, in words for its client.
+        reused: with the first token, the number of prompt tokens that were already in the cache.
+        why: the message of an error, for the client.
     """
 
     request: str
@@ -77,7 +77,7 @@ class RequestOutput:
 
 @dataclass
 class _Running:
-    """A request with a sequence in the cache: its tokens, of which the first `cached` are there."""
+    """A request with a sequence in the cache, which contains the first `cached` of its tokens."""
 
     request: Request
     sequence: int
@@ -89,27 +89,27 @@ class _Running:
 
     @property
     def end(self) -> int:
-        """Tokens that the cache may have to hold: the last one that is chosen never enters."""
+        """The maximum number of its tokens in the cache: the last generated token is never cached."""
         return len(self.request.tokens) + self.request.params.num_tokens_to_generate - 1
 
 
 class Engine:
-    """Generates for many requests at once. The same on every rank: steps depend on what was added and cancelled alone.
+    """Generates text for many requests at once. Steps depend only on added and cancelled requests, so ranks agree.
 
-    An error that belongs to one request ends that one, on all ranks in the same step. One in choosing a token is known
-    to the rank with the logits, which tells the others; one in a text comes on every rank. An error of a pass belongs
-    to all requests: `step` raises it.
+    An error that belongs to one request ends only that request, on all ranks in the same step. The rank with the logits
+    broadcasts an error in choosing a token; an error in a text occurs on every rank. An error of a pass belongs to all
+    requests: `step` raises it.
 
-    Sequences stay in the cache after their end, until others need the room: the next turn of a conversation goes on
-    from there, and prompts that begin alike share what they have in common.
+    Sequences stay in the cache after their end, until the space is needed. The next turn of a conversation continues
+    from there, and prompts with a common prefix share it.
 
     Args:
-        cache: a `Session`, of which no other use is made.
-        tokenizer: makes text of tokens.
-        step_tokens: a step computes at most so many tokens of prompts, besides one of each text that is being
-            generated. Prompts share them evenly, so that a short one overtakes a long one.
-        length: the most tokens of a request, prompt and text; default: what the cache holds.
-        waste: rows of pages that a sequence may leave unused, on all ranks together.
+        cache: a `Session` that nothing else uses.
+        tokenizer: converts tokens to text.
+        step_tokens: maximum number of prompt tokens per step, besides one token of each text that is being generated.
+            Prompts share them evenly, so that a long prompt does not delay the short ones.
+        length: maximum tokens of a request, prompt and text together; default: the size of the cache.
+        waste: rows of pages that a sequence may leave unused, in total over all ranks.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Engine:
         self.length = min(length or self.capacity, self.capacity)
         self.waiting: deque[Request] = deque()
         self.running: dict[str, _Running] = {}
-        self._kept: OrderedDict[int, int] = OrderedDict()  # cached tokens of sequences; the one used last comes last
+        self._kept: OrderedDict[int, int] = OrderedDict()  # cached tokens by sequence; the most recently used is last
         self._prefixes = Prefixes()
         self._ended: list[RequestOutput] = []  # outside of passes
 
@@ -135,7 +135,7 @@ class Engine:
         return not (self.waiting or self.running or self._ended)
 
     def warm_up(self) -> None:
-        """Compute a prompt and a token of nobody: what is made at the first use is made now. Every rank calls it."""
+        """Compute a dummy prompt and token, so that lazy initialization happens now. Every rank calls it."""
         recorder.enter("forward", 1)
         sequence = self.cache.open()
         for tokens in ([0, 0], [0]):
@@ -143,7 +143,7 @@ class Engine:
         self.cache.free(sequence)
 
     def check(self, tokens: Sequence[int], new: int) -> None:
-        """Refuse a prompt that can never run.
+        """Reject a prompt that can never run.
 
         Raises:
             UsageError: it is empty, has an unknown token, or is too long with `new` tokens after it.
@@ -154,11 +154,11 @@ class Engine:
             raise UsageError(f"prompt: token {wrong[0]}; the vocabulary is 0 to {self.cache.vocabulary - 1}")
         if len(tokens) + new > self.length:
             left = self.length - len(tokens)
-            advice = f"give {left} new tokens at most" if left > 0 else f"give a prompt below {self.length} tokens"
+            advice = f"give at most {left} new tokens" if left > 0 else f"give a prompt below {self.length} tokens"
             raise UsageError(f"prompt of {len(tokens)} tokens and {new} new ones: more than {self.length}; {advice}")
 
     def add(self, request: Request) -> None:
-        """Let a request wait for room in the cache.
+        """Queue a request until the cache has space.
 
         Raises:
             UsageError: it can never run.
@@ -167,7 +167,7 @@ class Engine:
         self.waiting.append(request)
 
     def cancel(self, name: str) -> None:
-        """End a request now; one that has ended is none."""
+        """End a request now; requests that have ended are ignored."""
         if name in self.running:
             self._end(self.running.pop(name))
         elif any(request.name == name for request in self.waiting):
@@ -177,11 +177,11 @@ class Engine:
         self._ended.append(RequestOutput(name, finish="cancelled"))
 
     def refuse(self, name: str, why: str) -> None:
-        """End with an error a request that was not added."""
+        """End a request that was not added, with an error."""
         self._ended.append(RequestOutput(name, finish="error", why=why))
 
     def step(self) -> list[RequestOutput]:
-        """Compute one token of each text, and parts of the prompts. Every rank calls it."""
+        """Compute one token of each running text, and parts of the prompts. Every rank calls it."""
         self._admit()
         outputs, self._ended = self._ended, []
         if not (new := self._deal()):
@@ -211,7 +211,7 @@ class Engine:
         return new
 
     def _choose(self, runs: list[_Running], logits: Mapping[int, Tensor]) -> list[Token | str]:
-        """The next token of each, or why there is none: the rank that has its logits chooses, and tells the others."""
+        """The next token of each request, or an error: the rank that has the logits samples, and sends the result."""
         if not runs:
             return []
         most = max(run.request.params.top_n_logprobs for run in runs)
@@ -227,7 +227,7 @@ class Engine:
         return [from_numbers(shared[run.sequence], run.request.params.top_n_logprobs) for run in runs]
 
     def _take(self, run: _Running, token: Token | str) -> RequestOutput:
-        """Append a token; the end of its request, if it is that, or if there is none."""
+        """Append a token; or end the request, after its last token or an error."""
         if isinstance(token, str):
             return self._drop(run, token)
         run.tokens.append(token.id)
@@ -244,7 +244,7 @@ class Engine:
         return RequestOutput(run.request.name, (token,), text, finish, first, run.reused if first else 0)
 
     def _write(self, run: _Running, token: Token) -> tuple[str, str]:
-        """The text that has become certain with a token, and how the request ends, if it does."""
+        """The text that has become final with a token, and how the request ends, if it does."""
         if token.id in self.tokenizer.ends:
             return run.stream.finish(), "stop"
         text = run.stream.push(token.id)
@@ -255,7 +255,7 @@ class Engine:
         return text, ""
 
     def _drop(self, run: _Running, why: str) -> RequestOutput:
-        """End a request by an error; what is cached of it may be wrong too."""
+        """End a request with an error. Its cached tokens are dropped, because they may be wrong too."""
         del self.running[run.request.name]
         self._prefixes.remove(run.sequence)
         self.cache.free(run.sequence)
@@ -264,7 +264,7 @@ class Engine:
     # -- room in the cache ----------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Start requests, first come first served, while the cache can hold them to their ends."""
+        """Start requests in order of arrival, while the cache has enough space to finish them."""
         while self.waiting and self._start(self.waiting[0]):
             self.waiting.popleft()
 
@@ -279,7 +279,7 @@ class Engine:
                 break
             if self.running or source is None:
                 return False
-            self._forget(source)  # what it has besides is in the way
+            self._forget(source)  # its other pages take the space
         try:
             stream = TextStream(self.tokenizer.decode, request.params.stop_words or (), tokens)
         except Exception as error:
@@ -291,7 +291,7 @@ class Engine:
         return True
 
     def _sequence(self, source: int | None, reused: int) -> int:
-        """A sequence with the first tokens of a cached one, or that one itself if they are all it has."""
+        """A sequence with the first tokens of a cached one, or that sequence itself if it has no others."""
         if source is None:
             return self.cache.open()
         if self._kept.get(source) == reused:
@@ -302,9 +302,9 @@ class Engine:
         return self.cache.fork(source, reused)
 
     def _make_room(self, tokens: int, spare: int | None) -> bool:
-        """Forget sequences until so many tokens fit beside those that are promised; whether they do."""
+        """Evict sequences until so many tokens fit besides the reserved ones. Returns whether they fit."""
         needed = tokens + sum(run.end - run.cached for run in self.running.values())
-        if self.running:  # one alone uses all pages; several may each leave some unfilled
+        if self.running:  # a single sequence uses all pages; several may each leave some unfilled
             needed += self.waste * (len(self.running) + 1)
         for oldest in [sequence for sequence in self._kept if sequence != spare]:
             if self.cache.room() >= needed:
@@ -313,7 +313,7 @@ class Engine:
         return self.cache.room() >= needed
 
     def _end(self, run: _Running) -> None:
-        """Keep the sequence of a request for those that begin like it."""
+        """Keep the sequence of a request for requests with the same prefix."""
         if not run.cached:
             self._prefixes.remove(run.sequence)
             self.cache.free(run.sequence)

@@ -1,4 +1,4 @@
-"""Errors that end one request: what its client is told, and what the log says."""
+"""Errors that end one request: the message for the client, and the line in the log."""
 
 import json
 import logging
@@ -6,14 +6,14 @@ import traceback
 from pathlib import Path
 
 log = logging.getLogger(__name__)
-NAN = "a logit of the model is NaN, so the text ends"
-MISTAKE = "the server made a mistake with this text"
+NAN = "the model computed a logit that is NaN, so the text ends"
+MISTAKE = "internal error of the server with this text"
 
 
 def log_fault(name: str, error: Exception) -> None:
-    """Log an error that ends the request `name`: its kind and where it was raised, in a line.
+    """Log an error that ends the request `name`: its type and where it was raised, in one line.
 
-    Its message is left out: it may have texts, which are in no log.
+    Its message is omitted, because it may contain texts, which are never logged.
     """
     frames = traceback.extract_tb(error.__traceback__)
     where = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]

@@ -1,7 +1,7 @@
-"""Which rank holds which token of which sequence: the page tables of all ranks.
+"""The page tables of all ranks: which rank holds which token of which sequence.
 
-Each rank has the tables of all ranks, and all ranks take the same decisions from them. So nothing is sent to admit a
-sequence, to deal its tokens or to free it. A page holds rows of one sequence; forks share full pages.
+Each rank has the tables of all ranks, and all ranks make the same decisions. So nothing is sent to admit a sequence,
+to shard its tokens or to free it. A page holds rows of one sequence; forks share full pages.
 """
 
 import heapq
@@ -20,10 +20,10 @@ Ints = NDArray[numpy.int64]
 
 
 class CacheFull(UsageError):
-    """What is asked for does not fit.
+    """The requested tokens do not fit.
 
     Attributes:
-        room: how many new tokens of the sequence fit.
+        room: the number of new tokens of the sequence that fit.
     """
 
     def __init__(self, text: str, room: int) -> None:
@@ -36,10 +36,10 @@ class RankRows:
     """The rows of a sequence on one rank.
 
     Attributes:
-        pages: in which they are; all but the last are full.
-        positions: the place in the sequence of each, ascending.
-        slots: where each is among all rows of the rank's pages.
-        inherited: how many of them a fork took over.
+        pages: the pages of the rows; all but the last are full.
+        positions: the position of each in the sequence, ascending.
+        slots: the index of each among all rows of the rank's pages.
+        inherited: the number of rows inherited by a fork.
     """
 
     pages: list[int] = field(default_factory=list)
@@ -49,7 +49,7 @@ class RankRows:
 
     @property
     def own(self) -> int:
-        """Rows that were dealt to the sequence itself."""
+        """The number of rows that were not inherited."""
         return len(self.positions) - self.inherited
 
 
@@ -57,7 +57,7 @@ class _Store:
     """The pages of one rank."""
 
     def __init__(self, pages: int) -> None:
-        self.free = list(range(pages))  # a heap: the lowest first, so that pages of a sequence are neighbours
+        self.free = list(range(pages))  # a heap, lowest first, so that pages of a sequence are neighbours
         self.users = [0] * pages
         self.filled = [0] * pages
         self.rows = 0
@@ -82,12 +82,12 @@ class PageTables:
     """The page tables of n ranks.
 
     Args:
-        n: ranks.
-        pages: of each rank.
-        page: rows of a page, 64 at most: ranks then differ by a page at most.
+        n: the number of ranks.
+        pages: pages per rank.
+        page: rows per page, at most 64, so that ranks differ by at most a page.
 
     Raises:
-        UsageError: a page of more than 64 rows, or no pages.
+        UsageError: a page has more than 64 rows, or there are no pages.
     """
 
     def __init__(self, n: int, pages: int, page: int = PAGE) -> None:
@@ -106,30 +106,30 @@ class PageTables:
         return sequence in self._parts
 
     def length(self, sequence: int) -> int:
-        """Tokens of a sequence."""
+        """The number of tokens of a sequence."""
         return sum(len(part.positions) for part in self._parts[sequence])
 
     def rows(self) -> list[int]:
-        """Rows that each rank stores; those that forks share count once."""
+        """The number of rows that each rank stores; shared rows of forks count once."""
         return [store.rows for store in self._stores]
 
     def count(self, sequence: int, rank: int, first: int = 0) -> int:
-        """Rows of a sequence on a rank, of places from `first` on."""
+        """The number of rows of a sequence on a rank, with positions from `first` on."""
         positions = self._parts[sequence][rank].positions
         return len(positions) - bisect_left(positions, first)
 
     def positions(self, sequence: int, rank: int, first: int = 0) -> Ints:
-        """The places in the sequence of its rows on a rank, from `first` on, ascending."""
+        """The positions of a sequence's rows on a rank, from `first` on, ascending."""
         positions = self._parts[sequence][rank].positions
         return _copied(positions[bisect_left(positions, first) :])
 
     def slots(self, sequence: int, rank: int, first: int = 0) -> Ints:
-        """Where these rows are among all rows of the rank's pages."""
+        """The indices of these rows among all rows of the rank's pages."""
         part = self._parts[sequence][rank]
         return _copied(part.slots[bisect_left(part.positions, first) :])
 
     def span(self, sequence: int, rank: int, first: int = 0) -> slice | None:
-        """The same as a slice, if its pages follow each other."""
+        """The same as a slice, if the pages are consecutive."""
         part = self._parts[sequence][rank]
         row = bisect_left(part.positions, first)
         if row == len(part.slots) or part.pages != [*range(part.pages[0], part.pages[0] + len(part.pages))]:
@@ -137,12 +137,12 @@ class PageTables:
         return slice(part.slots[row], part.slots[-1] + 1)
 
     def room(self, sequence: int | None = None) -> int:
-        """Tokens that fit now: of one new sequence, or more of one that is there."""
+        """The number of tokens that fit now, of a new sequence or of an existing one."""
         parts = self._parts[sequence] if sequence is not None else [RankRows() for _ in self._stores]
         return sum(self._rooms(parts, [len(store.free) for store in self._stores]))
 
     def _rooms(self, parts: list[RankRows], free: list[int]) -> list[int]:
-        """Rows that each rank could still take of a sequence."""
+        """The number of further rows of a sequence that fit on each rank."""
         return [
             len(part.pages) * self.page - len(part.positions) + pages * self.page
             for part, pages in zip(parts, free, strict=True)
@@ -151,25 +151,25 @@ class PageTables:
     # -- what changes ------------------------------------------------------------------------------------------
 
     def open(self) -> int:
-        """A new sequence without tokens: its number."""
+        """Creates an empty sequence and returns its number."""
         self._next += 1
         self._parts[self._next] = [RankRows() for _ in range(self.n)]
         return self._next
 
     def add(self, new: Mapping[int, int]) -> dict[int, list[int]]:
-        """Deals the next tokens of sequences to the ranks.
+        """Shards the next tokens of sequences over the ranks.
 
-        Each rank gets as many rows of a sequence as each other, or one less; the least full ranks get the odd ones.
+        All ranks get the same number of rows of a sequence, or one less; the least full ranks get the remaining ones.
         As in the load balanced sharding of section 3.5.1 of Yang et al. (2024), rank i takes the slices i and 2n-1-i.
 
         Args:
-            new: how many tokens of each sequence, 1 or more.
+            new: the number of new tokens of each sequence, 1 or more.
 
         Returns:
-            For each sequence, how many rows each rank got.
+            For each sequence, the number of rows of each rank.
 
         Raises:
-            CacheFull: they do not all fit. Nothing has changed then.
+            CacheFull: not all of them fit. Nothing has changed then.
         """
         free = [len(store.free) for store in self._stores]
         stored = self.rows()
@@ -191,7 +191,7 @@ class PageTables:
         whole = self.n * self.page
         enough = -(-(self.capacity + tokens - room) // whole) * whole
         return CacheFull(
-            f"sequence {sequence}: {tokens} new tokens, and the cache has room for {room}; free sequences, or give "
+            f"sequence {sequence}: {tokens} new tokens, but the cache has space for {room}; free sequences, or give "
             f"--cache-tokens {enough}",
             room,
         )
@@ -211,30 +211,30 @@ class PageTables:
                 self._fill(part, store, min(left, len(part.pages) * self.page - len(part.slots)))
 
     def _fill(self, part: RankRows, store: _Store, rows: int) -> None:
-        """Puts the next rows of a sequence into its last page."""
+        """Adds the next rows of a sequence to its last page."""
         slot = part.pages[-1] * self.page + len(part.slots) % self.page
         part.slots.extend(range(slot, slot + rows))
         store.fill(part.pages[-1], rows)
 
     def fork(self, sequence: int, tokens: int) -> tuple[int, list[tuple[int, int] | None]]:
-        """A new sequence that begins with the first tokens of another. It shares the full pages.
+        """Creates a sequence that begins with the first tokens of another. It shares the full pages.
 
         Returns:
-            Its number, and for each rank the page to copy and the page to copy it to, if its last one is not full.
+            Its number, and for each rank the source and the target of the page to copy, if the last page is not full.
 
         Raises:
-            CacheFull: there is no page left for such a copy.
-            UsageError: more tokens than the sequence has.
+            CacheFull: no page is left for such a copy.
+            UsageError: `tokens` is more than the sequence has.
         """
         if not 0 <= tokens <= self.length(sequence):
             raise UsageError(
-                f"fork of {tokens} tokens of sequence {sequence}: it has {self.length(sequence)}; give as many or less"
+                f"fork of {tokens} tokens of sequence {sequence}: it has {self.length(sequence)}; give at most that"
             )
         parts = self._parts[sequence]
         rows = [bisect_left(part.positions, tokens) for part in parts]
         if any(count % self.page and not store.free for count, store in zip(rows, self._stores, strict=True)):
             raise CacheFull(
-                f"fork of {tokens} tokens of sequence {sequence}: no page is left for a copy of its last one; free "
+                f"fork of {tokens} tokens of sequence {sequence}: no page is left to copy its last page; free "
                 "sequences, or fork fewer tokens",
                 0,
             )
@@ -253,24 +253,24 @@ class PageTables:
         return new, copies
 
     def free(self, sequence: int) -> None:
-        """Forgets a sequence. Its pages are free, but for those that forks share."""
+        """Frees a sequence and its pages, except pages shared with forks."""
         for part, store in zip(self._parts.pop(sequence), self._stores, strict=True):
             for page in part.pages:
                 store.release(page)
 
 
 def _copied(numbers: array) -> Ints:
-    """A slice of an array, which is a copy already: what it comes from may grow."""
+    """A copied slice of an array, because the array may grow."""
     return numpy.frombuffer(numbers, numpy.int64)
 
 
 def _shares(own: list[int], stored: list[int], rooms: list[int], tokens: int) -> list[int]:
-    """How many of `tokens` rows each rank gets: the ranks with the fewest rows of the sequence come first.
+    """The number of the `tokens` rows for each rank: the ranks with the fewest rows of the sequence come first.
 
     Args:
-        own: rows of the sequence that each rank has.
-        stored: all rows that each rank has.
-        rooms: rows that each rank could take, together `tokens` or more.
+        own: rows of the sequence on each rank.
+        stored: all rows on each rank.
+        rooms: rows that fit on each rank, `tokens` or more in total.
     """
     if len(own) == 1:
         return [tokens]
@@ -278,7 +278,7 @@ def _shares(own: list[int], stored: list[int], rooms: list[int], tokens: int) ->
     def up_to(level: int) -> list[int]:
         return [min(max(level - rows, 0), room) for rows, room in zip(own, rooms, strict=True)]
 
-    low, high = min(own), max(own) + tokens + 1  # the highest level that takes no more than `tokens` is low .. high - 1
+    low, high = min(own), max(own) + tokens + 1  # the highest level with at most `tokens` rows is in low .. high - 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if sum(up_to(middle)) <= tokens else (low, middle)

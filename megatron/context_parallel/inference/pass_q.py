@@ -1,7 +1,7 @@
-"""Ring pass-Q as in the paper: queries circle, and partial outputs go home by an all-to-all after the last block.
+"""Ring pass-Q as in the paper: queries move around the ring, and an all-to-all returns partial outputs at the end.
 
 Algorithm 3 of Yang et al., Context Parallelism for Scalable Million-Token Inference (2024). For comparison: on a grid
-of 1 x n, `attention2d` sends partial outputs along behind the queries.
+of 1 x n, `attention2d` sends partial outputs right after the queries.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ def _write(at: Pass) -> Iterator[Step]:
     everyone = tuple(range(at.n))
 
     def hop(s: int):
-        """The s-th queries that came to each place move on."""
+        """Each ring position sends on the s-th queries that it received."""
         return circle.shift(at.query, lambda p: circle.rank(p + s), by=-1) if s + 1 < at.n else ()
 
     for s in range(at.n):

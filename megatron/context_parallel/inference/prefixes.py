@@ -1,4 +1,4 @@
-"""Which cached sequence begins like a prompt: an index of their tokens by blocks."""
+"""Finds the cached sequence with the longest common prefix with a prompt: an index of token blocks."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -7,9 +7,9 @@ BLOCK = 16  # tokens
 
 
 class Prefixes:
-    """Cached sequences by the hashes of their blocks; a hash stands for all tokens up to the end of its block.
+    """Cached sequences by the hashes of their blocks. A hash covers all tokens up to the end of its block.
 
-    Sequences of different keys never match each other.
+    Sequences with different keys never match.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class Prefixes:
         self._holders: dict[bytes, dict[int, None]] = {}  # in order of arrival
 
     def add(self, sequence: int, key: str, tokens: Sequence[int], cached: int) -> None:
-        """Index the first `cached` tokens of a sequence; again, once more of them are cached. They must not change."""
+        """Index the first `cached` tokens of a sequence. Call it again when more are cached. They must not change."""
         self._cached[sequence] = tokens, cached
         known = self._hashes.setdefault(sequence, [])
         if cached < (len(known) + 1) * BLOCK:
@@ -28,7 +28,7 @@ class Prefixes:
             self._holders.setdefault(digest, {})[sequence] = None
 
     def remove(self, sequence: int) -> None:
-        """Forget a sequence; one that is not there is none."""
+        """Remove a sequence; unknown ones are ignored."""
         self._cached.pop(sequence, None)
         for digest in self._hashes.pop(sequence, ()):
             holders = self._holders[digest]
@@ -37,7 +37,7 @@ class Prefixes:
                 del self._holders[digest]
 
     def longest(self, key: str, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """The sequence that shares most tokens with the beginning of `tokens`, and how many; None below a block."""
+        """The sequence with the longest common prefix with `tokens`, and its length; None below one block."""
         holders, blocks = dict[int, None](), 0
         for digest in _chain(key, tokens, len(tokens), []):
             if digest not in self._holders:
@@ -60,6 +60,6 @@ def _chain(key: str, tokens: Sequence[int], count: int, known: Sequence[bytes]) 
 
 
 def _common(cached: Sequence[int], count: int, tokens: Sequence[int], known: int) -> int:
-    """How many tokens two sequences share, of which `known` are known to be equal."""
+    """The length of the common prefix of two sequences, whose first `known` tokens are equal."""
     count = min(count, len(tokens))
     return next((i for i in range(known, count) if cached[i] != tokens[i]), count)

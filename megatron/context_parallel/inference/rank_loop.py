@@ -1,4 +1,4 @@
-"""One engine on all ranks in step: rank 0 says what arrives, and every rank does the same."""
+"""Runs an engine on all ranks in lockstep: rank 0 broadcasts new requests, and every rank does the same work."""
 
 import json
 import zlib
@@ -21,25 +21,25 @@ _LONG = timedelta(days=3650)  # idle ranks wait for rank 0
 
 
 class RankLoop:
-    """Every rank of the world makes one; rank 0 calls `turn` and at last `end`, the others `follow`.
+    """Every rank of the world creates one. Rank 0 calls `turn` and finally `end`, the other ranks `follow`.
 
-    A turn has one broadcast of 16 bytes, and another if something arrives. An idle engine has none. The recorder counts
-    turns as iterations: between them rank 0 may take any time, and the others wait for it.
+    A turn has one broadcast of 16 bytes, and another one if requests arrive. An idle engine sends nothing. The recorder
+    counts turns as iterations: between them rank 0 may take any time, and the other ranks wait for it.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._turn = recorder.position.iteration + 1
-        self._chosen = 0  # a checksum of all tokens and ends
-        # On the host, so that no GPU spins while nothing arrives.
+        self._chosen = 0  # a checksum of all tokens and finish reasons
+        # On the host, so that no GPU busy-waits for requests.
         several = dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo", timeout=_LONG) if several else None
         recorder.enter("idle", self._turn)
 
     def turn(self, requests: Sequence[Request] = (), cancelled: Sequence[str] = ()) -> list[RequestOutput]:
-        """Let requests join and others leave, and make one step, if there is anything to do.
+        """Add and cancel requests, and make one step, if there is work.
 
-        A request that the engine refuses ends with an error.
+        A request that the engine rejects ends with an error.
         """
         if not (requests or cancelled) and self.engine.idle:
             return []
@@ -53,15 +53,15 @@ class RankLoop:
         return outputs
 
     def end(self) -> None:
-        """Let the other ranks return from `follow`."""
+        """Make the other ranks return from `follow`."""
         recorder.enter("end")
         self._send({"end": True})
 
     def follow(self) -> None:
-        """Do what rank 0 does, until it ends.
+        """Do the same work as rank 0, until it ends.
 
         Raises:
-            RuntimeError: this rank chose other tokens than rank 0, or ended other texts.
+            RuntimeError: this rank generated other tokens than rank 0, or ended other texts.
         """
         recorder.enter("arrivals")
         while not (arrivals := self._receive()).get("end"):
@@ -104,8 +104,8 @@ class RankLoop:
         sent = torch.zeros(2, dtype=torch.int64)
         dist.broadcast(sent, 0, group=self._group)
         length, chosen = sent.tolist()
-        if chosen != self._chosen:  # the next pass would be wrong, or wait for ever
-            raise RuntimeError("this rank chose other tokens than rank 0, or ended other texts")
+        if chosen != self._chosen:  # the next pass would be wrong or hang
+            raise RuntimeError("this rank generated other tokens than rank 0, or ended other texts")
         if not length:
             return {}
         data = torch.empty(length, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A forward pass as the operations it consists of, without the Python of the modules around them."""
+"""A forward pass as a recorded list of operations, without the Python code of the modules."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,19 +20,19 @@ _library = library.Library("megatron_context_parallel", "FRAGMENT")
 _library.define("attend(Tensor q, Tensor k, Tensor v, int layer) -> Tensor")
 _library.impl(
     "attend",
-    lambda q, k, v, layer: q.new_empty(*q.shape[:3], v.shape[-1]),  # while recording: only its place counts
+    lambda q, k, v, layer: q.new_empty(*q.shape[:3], v.shape[-1]),  # a placeholder for the recording
     "CompositeExplicitAutograd",
 )
 _attend = torch.ops.megatron_context_parallel.attend.default
 
 
 class Recorded:
-    """What a model computes for inputs of certain shapes, to be called in place of it and with the same arguments.
+    """A recorded pass for inputs with certain shapes. It replaces the model and takes the same arguments.
 
-    The same operations in the same order on the same weights, so the results are the same bits.
+    It runs the same operations in the same order on the same weights, so the results are bitwise identical.
 
     Attributes:
-        checked: whether results were compared with those of the model.
+        checked: whether a result was compared with the model's.
     """
 
     def __init__(self, run: Callable[..., Tensor], weights: list[tuple[dict, str, Tensor | None]]) -> None:
@@ -42,7 +42,7 @@ class Recorded:
 
     @property
     def current(self) -> bool:
-        """Whether the model has the tensors that were recorded; they may have changed in place."""
+        """Whether the model still has the recorded tensors; they may have changed in place."""
         return all([of.get(name) is weight for of, name, weight in self._weights])
 
     def __call__(self, attend: AttentionOverride, *inputs: Tensor | None) -> Tensor:
@@ -53,15 +53,15 @@ def record(model: CachedModel, inputs: PassInputs) -> Recorded | None:
     """Records a pass; None if it uses tensors that are neither inputs nor weights.
 
     Args:
-        model: of megatron-core's own modules, without communication.
-        inputs: of a pass; their shapes are recorded with it.
+        model: a model of megatron-core's own modules, without communication.
+        inputs: the inputs of a pass; their shapes are recorded.
     """
     weights = list[tuple[dict, str, Tensor | None]]()
     for module in model.model.modules():
         for of in (module._parameters, module._buffers):
             weights += [(of, name, weight) for name, weight in of.items()]
     mark = partial(model, lambda core, q, k, v: _attend(q, k, v, core.layer_number - 1))
-    # megatron-core puts data into new tensors behind the back of a recording, to be rid of views.
+    # megatron-core replaces views by setting the data of new tensors, which a recording does not see.
     with mock.patch.object(megatron.core.utils, "_kernel_make_viewless_tensor", lambda x, *_: x):
         graph = make_fx(mark, pre_dispatch=True)(*inputs)
     constants = [getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"]
@@ -80,14 +80,14 @@ def record(model: CachedModel, inputs: PassInputs) -> Recorded | None:
             node.args = (attend, *node.args)
     _shorten(graph.graph)
     graph.recompile()
-    graph.__dict__ |= graph._parameters  # found there before nn.Module looks for them
+    graph.__dict__ |= graph._parameters  # found before nn.Module.__getattr__
     return Recorded(graph.forward, weights)
 
 
 def _shorten(graph: fx.Graph) -> None:
-    """Takes out what returns its input, and what each layer computes of the inputs again: rotations.
+    """Removes operations that return their input, and rotations that each layer recomputes from the inputs.
 
-    PyTorch's functions replace its operators: the same, but called faster.
+    PyTorch's functions replace its operators, because they are faster to call.
     """
     for node in graph.nodes:
         if node.target is torch._C._set_grad_enabled:  # nothing here has a gradient
@@ -114,11 +114,11 @@ def _shorten(graph: fx.Graph) -> None:
 
 
 _ops = torch.ops.aten
-_PURE = {_ops.cos.default, _ops.sin.default, _ops.mul.Tensor}  # nothing is written to their results in place
+_PURE = {_ops.cos.default, _ops.sin.default, _ops.mul.Tensor}  # their results are never modified in place
 
 
 def _same(node: fx.Node) -> fx.Node | None:
-    """The input that an operation returns as it is; not of a view, which may have other strides."""
+    """The input that an operation returns unchanged; None for views, which may have other strides."""
     args: Any = node.args
     match node.target:
         case _ops.alias.default:

@@ -1,4 +1,4 @@
-"""The next tokens of sequences from their logits: the most likely one, or one drawn by temperature, top-k and top-p."""
+"""Samples the next tokens of sequences from their logits: greedy, or by temperature, top-k and top-p."""
 
 import hashlib
 import math
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from .faults import MISTAKE, NAN
 
-_FAULTS = {-1.0: NAN, -2.0: MISTAKE}  # in place of a token
+_FAULTS = {-1.0: NAN, -2.0: MISTAKE}  # instead of a token
 
 
 @dataclass(frozen=True)
 class Token:
-    """A token that was chosen.
+    """A sampled token.
 
     Attributes:
         id: the token.
         logprob: the natural logarithm of its probability by the model, before temperature, top-k and top-p.
-        top: the most likely tokens, with the same of each, in descending order.
+        top: the most likely tokens with their log-probabilities, in descending order.
     """
 
     id: int
@@ -32,18 +32,18 @@ class Token:
 def choose_tokens(
     logits: Sequence[Tensor], asked: Sequence[tuple[SamplingParams, int, int]]
 ) -> list[Token | Exception]:
-    """The next token of each of some sequences, or the error of one, which is no other's.
+    """The next token of each of some sequences, or its error.
 
-    A draw depends on its seed and position alone: not on the number of ranks, nor on other sequences.
+    A sample depends only on its seed and position, not on the number of ranks or on other sequences.
 
     Args:
-        logits: of each sequence [vocabulary], of the row before; float32 or another floating dtype.
-        asked: of each sequence the parameters, the seed, any integer, and the position of the new token, from 0. Of
-            megatron-core's parameters, `top_k` 1 or `temperature` 0 takes the most likely token, the first of equals;
-            `top_k` 0 and `top_p` 0 or 1 leave those out; `top_n_logprobs` is how many `Token.top` has.
+        logits: [vocabulary] for each sequence, of the previous row; float32 or another floating dtype.
+        asked: for each sequence the parameters, the seed, any integer, and the position of the new token, from 0. Of
+            megatron-core's parameters, `top_k` 1 or `temperature` 0 selects the most likely token, the first of equals;
+            `top_k` 0 and `top_p` 0 or 1 disable these; `top_n_logprobs` is the length of `Token.top`.
 
     Returns:
-        Tokens. In place of one, a FloatingPointError where a logit is NaN or all are infinite.
+        Tokens. A FloatingPointError replaces a token if a logit is NaN or all are infinite.
     """
     rows = torch.stack([*logits]).to("cpu", torch.float64)
     logprobs, likeliest = rows.log_softmax(-1), rows.argmax(-1, keepdim=True)
@@ -84,8 +84,8 @@ def _top(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
 
 
 def _draw(logits: Tensor, params: SamplingParams, uniform: float) -> int:
-    """The token at which the cumulated probability of those that are left passes `uniform` of their sum."""
-    # At most 0 before the division: however small the temperature, no score overflows but to a probability of 0.
+    """The token at which the cumulative probability of the remaining tokens exceeds `uniform` times their sum."""
+    # At most 0 before the division, so that with a small temperature scores overflow only to a probability of 0.
     scores = (logits - logits.max()) / params.temperature
     tokens: Tensor | None = None
     if params.top_k or 0 < params.top_p < 1:
@@ -98,7 +98,7 @@ def _draw(logits: Tensor, params: SamplingParams, uniform: float) -> int:
     total = cumulated[-1].item()
     if not 0 < total < math.inf:
         raise FloatingPointError(f"the probabilities at temperature {params.temperature} add up to {total}")
-    # Below the sum also when it is rounded: a token of probability 0 is never drawn.
+    # Below the sum even after rounding, so that a token with probability 0 is never sampled.
     passed = min(uniform * total, math.nextafter(total, 0))
     place = int(torch.searchsorted(cumulated, passed, right=True))
     return int(tokens[place]) if tokens is not None else place
@@ -111,7 +111,7 @@ def _uniform(seed: int, position: int) -> float:
 
 
 def as_numbers(token: Token | Exception, most: int) -> list[float]:
-    """A token, or the fault that there is none, as 2 + 2 * `most` numbers: room for `most` pairs of `Token.top`."""
+    """A token, or the error in its place, as 2 + 2 * `most` numbers, with space for `most` pairs of `Token.top`."""
     if isinstance(token, Exception):
         return [-1.0 if isinstance(token, FloatingPointError) else -2.0] * (2 + 2 * most)
     pairs = [x for pair in token.top for x in pair]
@@ -119,7 +119,7 @@ def as_numbers(token: Token | Exception, most: int) -> list[float]:
 
 
 def from_numbers(numbers: Sequence[float], top: int) -> Token | str:
-    """The token, with the first `top` pairs, or why there is none."""
+    """The token, with the first `top` pairs, or the error."""
     if numbers[0] in _FAULTS:
         return _FAULTS[numbers[0]]
     pairs = zip(numbers[2::2], numbers[3::2], strict=True)

@@ -1,4 +1,4 @@
-"""Inference with a model of megatron-core over a cache that the ranks of a context group share.
+"""Inference with a megatron-core model and a cache that is sharded over the ranks of a context group.
 
 All ranks of the group (and of tensor parallelism) make the same calls with the same arguments.
 """
@@ -32,17 +32,17 @@ class Session:
     """Sequences that grow turn by turn. Their keys and values stay in the caches of the ranks.
 
     Args:
-        model: with our attention (`block_spec`, `use_layout`), on one pipeline stage.
-        cp: its context group. The strategy of its training does not matter here.
-        cache_tokens: tokens that the caches of all ranks hold together, rounded up to pages.
-        prefill: what travels in a pass of more than one token a sequence, of `choose.CHOICES`. Passes of one token a
-            sequence gather queries and reduce partial outputs.
-        cluster: its rates decide `auto`, `alg1` and `alg5`.
-        constants: of `empirical`.
+        model: a model with our attention (`block_spec`, `use_layout`), on one pipeline stage.
+        cp: its context group. The strategy has no effect here.
+        cache_tokens: total tokens in the caches of all ranks, rounded up to pages.
+        prefill: which tensors are sent in passes with more than one token per sequence, one of `choose.CHOICES`.
+            Passes with one token per sequence gather queries and reduce partial outputs.
+        cluster: the cluster whose rates `auto`, `alg1` and `alg5` use.
+        constants: the constants of `empirical`.
         page: rows of a page.
 
     Raises:
-        UsageError: a model or a choice that does not fit.
+        UsageError: the model is not supported, or a choice is invalid.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Session:
         dtype = parameter.dtype
         self.sizes = LayerShape(model.config.num_attention_heads // tensor, *shapes[0], dtype.itemsize)
         self.rates = Rates.of(cluster, cp.n, DTYPES.get(dtype, "fp32"), self.sizes.head_dim) if cluster else None
-        self._choose(prefill, 1, 0)  # refuses what is unknown
+        self._choose(prefill, 1, 0)  # raises UsageError if it is unknown
         pages = -(-cache_tokens // (cp.n * page))
         self.tables = PageTables(cp.n, pages, page)
         self.cache = KVCache(pages, page, shapes, dtype, self.device)
@@ -85,8 +85,8 @@ class Session:
         }
         self._groups = {variant: ContextParallel(spec, group=cp.group) for variant, spec in specs.items()}
         self.variant = DECODE
-        self._sequences: list[int] = []  # of the last pass
-        # No rank sends anything in a pass, and modules are of PyTorch's operations alone.
+        self._sequences: list[int] = []  # in the last pass
+        # A pass has no communication, and modules consist of PyTorch's operations only.
         silent = cp.n == tensor == 1 and model.config.transformer_impl == "local"
         self._recordings = Recordings(self._model) if silent else None
 
@@ -97,10 +97,10 @@ class Session:
         return self.tables.open()
 
     def fork(self, sequence: int, tokens: int) -> int:
-        """A new sequence that begins with the first `tokens` of another, and shares their full pages.
+        """Creates a sequence that begins with the first `tokens` of another, and shares their full pages.
 
         Raises:
-            UsageError: no such sequence, more tokens than it has, or (`CacheFull`) no page for the rest of one.
+            UsageError: no such sequence, more tokens than it has, or (`CacheFull`) no page to copy the last one.
         """
         self._known(sequence)
         new, copies = self.tables.fork(sequence, tokens)
@@ -109,17 +109,17 @@ class Session:
         return new
 
     def free(self, sequence: int) -> None:
-        """Forgets a sequence. Raises UsageError if there is none of that number."""
+        """Frees a sequence. Raises UsageError if there is none with that number."""
         self._known(sequence)
         self.tables.free(sequence)
 
     def length(self, sequence: int) -> int:
-        """Tokens of a sequence in the cache. Raises UsageError if there is none of that number."""
+        """The number of cached tokens of a sequence. Raises UsageError if there is none with that number."""
         self._known(sequence)
         return self.tables.length(sequence)
 
     def room(self) -> int:
-        """Tokens of one new sequence that fit now."""
+        """The number of tokens of a new sequence that fit now."""
         return self.tables.room()
 
     def _known(self, sequence: int) -> None:
@@ -129,18 +129,18 @@ class Session:
     # -- passes ------------------------------------------------------------------------------------------------
 
     def forward(self, new: Mapping[int, Sequence[int]], prefill: str | None = None) -> dict[int, Tensor]:
-        """Appends new tokens to sequences, all in one pass: whole prompts, parts of them, and single tokens.
+        """Appends new tokens to sequences in one pass: whole prompts, parts of them, and single tokens.
 
         Args:
             new: for each sequence its new tokens, 1 or more.
-            prefill: of `choose.CHOICES`; default: that of the session.
+            prefill: one of `choose.CHOICES`; default: that of the session.
 
         Returns:
             For each sequence whose last token is on this rank, its logits float32 [vocabulary]. All tensor-parallel
             ranks have them.
 
         Raises:
-            UsageError: an unknown sequence or token, or no tokens; a sequence beyond the model's table of positions;
+            UsageError: an unknown sequence or token, no tokens, a sequence beyond the model's table of positions, or
                 (`CacheFull`) tokens that do not fit. The sequences have not changed then.
         """
         self._check_tokens(new)
@@ -164,10 +164,10 @@ class Session:
         return {sequence: rows[i] for i, sequence in enumerate(batch.last)}
 
     def share(self, values: Mapping[int, Sequence[float]], width: int = 1) -> dict[int, list[float]]:
-        """Tells every rank what the owners of the logits of the last pass made of them.
+        """Sends the results of the owners of the last pass's logits to every rank.
 
         Args:
-            values: for each sequence whose logits this rank has, `width` numbers. Whole numbers below 2^53 stay exact.
+            values: for each sequence whose logits this rank has, `width` numbers. Integers below 2^53 stay exact.
 
         Returns:
             The numbers of all sequences of the last pass.

@@ -1,20 +1,20 @@
-"""Text of tokens that come one by one: whole characters alone, and nothing from a stop string on."""
+"""Converts a stream of tokens to text: only whole characters, and nothing from a stop string on."""
 
 from collections.abc import Callable, Sequence
 
-_BROKEN = "\ufffd"  # what decoders put for bytes that are no character, or not yet
+_BROKEN = "\ufffd"  # decoders return it for bytes that are not, or not yet, a character
 
 
 class TextStream:
-    """The text after a prompt, as far as it is certain.
+    """The final part of the text after a prompt.
 
     Args:
-        decode: makes text of tokens.
+        decode: converts tokens to text.
         stop: strings that end the text; they are not part of it.
-        prompt: its last tokens; some tokenizers write the first token of a text in another way than later ones.
+        prompt: the last tokens of the prompt; some tokenizers decode the first token of a text differently.
 
     Attributes:
-        stopped: whether a stop string has come.
+        stopped: whether a stop string was generated.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str], prompt: Sequence[int]) -> None:
@@ -23,11 +23,11 @@ class TextStream:
         self._tokens = list(prompt)[-8:]
         self._shown = len(decode(self._tokens))
         self._new = 0  # tokens since the last whole character
-        self._held = ""  # may be the beginning of a stop string
+        self._held = ""  # possible start of a stop string
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """The text that has become certain with one more token."""
+        """The text that has become final with one more token."""
         self._tokens.append(token)
         self._new += 1
         text = self._decode(self._tokens)
@@ -35,13 +35,13 @@ class TextStream:
         found = certain[self._shown :]
         self._shown = max(self._shown, len(certain))
         if certain == text:
-            # A later decode needs only the tokens since here, and these before them.
+            # Later decodes need only the tokens since here, and these before them.
             self._tokens, self._new = self._tokens[-self._new :], 0
             self._shown = len(self._decode(self._tokens))
         return self._before_stop(found)
 
     def finish(self) -> str:
-        """The rest: what might have become a stop string, and bytes that are no character as U+FFFD."""
+        """The rest: a possible start of a stop string, and bytes that are not a character, as U+FFFD."""
         rest = self._before_stop(self._decode(self._tokens)[self._shown :])
         held, self._held = self._held, ""
         return rest if self.stopped else rest + held
@@ -59,6 +59,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that `stop` begins with."""
+    """The length of the longest end of `text` that is a start of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)

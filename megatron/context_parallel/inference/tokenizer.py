@@ -1,4 +1,4 @@
-"""Text as tokens and back, the way generation needs it: exact bytes, special tokens, end tokens, chat templates."""
+"""Tokenizers for generation: exact bytes, special tokens, end tokens, chat templates."""
 
 import json
 import os
@@ -10,12 +10,12 @@ from megatron.context_parallel.errors import UsageError
 
 
 class Tokenizer(Protocol):
-    """What generation asks of a tokenizer.
+    """The interface of a tokenizer for generation.
 
     Attributes:
         ends: tokens that end a text.
         has_chat: whether there is a chat template.
-        longest: characters of the longest token.
+        longest: the number of characters of the longest token.
     """
 
     ends: frozenset[int]
@@ -23,25 +23,25 @@ class Tokenizer(Protocol):
     longest: int
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt, with those that the model expects before it."""
+        """The tokens of a prompt, including special tokens that the model expects before it."""
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of tokens, without special ones; bytes that are no character are U+FFFD."""
+        """The text of tokens, without special ones; bytes that are not a character become U+FFFD."""
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The tokens of a conversation, up to where the assistant answers; messages have `role` and `content`.
+        """The tokens of a conversation, up to the start of the answer; messages have `role` and `content`.
 
         Raises:
-            UsageError: there is no chat template, or it refuses the messages.
+            UsageError: there is no chat template, or it rejects the messages.
         """
 
 
 def _no_chat(of: str) -> UsageError:
-    return UsageError(f"chat needs a chat template, and {of} has none; use completions")
+    return UsageError(f"chat needs a chat template, but {of} has none; use completions")
 
 
 class ByteTokenizer:
-    """UTF-8 bytes and an end-of-document token. (megatron-core's own drops white space at the end of a text.)"""
+    """UTF-8 bytes and an end-of-document token. megatron-core's own drops white space at the end of a text."""
 
     has_chat = False
     longest = 1
@@ -60,7 +60,7 @@ class ByteTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model, as training uses it: nothing is put before a prompt."""
+    """A SentencePiece model, as in training: a prompt gets no special tokens."""
 
     has_chat = False
 
@@ -82,18 +82,18 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """The tokenizer of a folder of HuggingFace, without code from it; its chat template runs in jinja2's sandbox.
+    """The tokenizer of a HuggingFace folder. None of its code runs; its chat template runs in jinja2's sandbox.
 
     Args:
-        folder: with tokenizer.json.
-        special: whether a prompt gets the special tokens before it that the folder says, such as Llama's BOS.
+        folder: a folder with tokenizer.json.
+        special: whether a prompt gets the special tokens that the folder configures, such as Llama's BOS.
 
     Raises:
-        UsageError: the folder has no tokenizer that can be read.
+        UsageError: the folder has no readable tokenizer.
     """
 
     def __init__(self, folder: str, special: bool) -> None:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
+        os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when imported
         from transformers import AutoTokenizer
 
         try:
@@ -118,23 +118,23 @@ class HuggingFaceTokenizer:
         try:
             text = self._tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template can raise anything
-            raise UsageError(f"messages: the chat template refuses them ({_reason(error)})") from None
+            raise UsageError(f"messages: the chat template rejects them ({_reason(error)})") from None
         return self._tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
 
 
 def _reason(error: BaseException) -> str:
-    """Why a library failed, in one short line; an end that was asked for goes on."""
+    """Why a library failed, in one short line. KeyboardInterrupt and SystemExit are raised again."""
     if isinstance(error, KeyboardInterrupt | SystemExit):
         raise error
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _end_tokens(folder: Path) -> list[int]:
-    """What ends a text by generation_config.json, or else by config.json."""
+    """The end tokens in generation_config.json, or else in config.json."""
     for name in ("generation_config.json", "config.json"):
         try:
             ends = json.loads((folder / name).read_bytes()).get("eos_token_id")
-        except (OSError, ValueError, RecursionError, AttributeError):  # none, no JSON, or no object
+        except (OSError, ValueError, RecursionError, AttributeError):  # missing, not JSON, or not an object
             continue
         if ends is not None:
             return ends if isinstance(ends, list) else [ends]

@@ -16,7 +16,7 @@ from .transformers import register
 
 
 def use_context_parallel(accelerator: Accelerator, strategy: str, model: PreTrainedModel) -> ContextParallel:
-    """Makes the accelerator's context parallelism ours. Call it after `accelerator.prepare`, which puts PyTorch's in.
+    """Replaces the accelerator's context parallelism with ours. Call it after `accelerator.prepare`.
 
     Within `accelerator.maybe_context_parallel(buffers=..., buffer_seq_dims=...)` each buffer has this rank's tokens, in
     the layout of the strategy. Give it `input_ids`, `position_ids` and `shift_labels`.
@@ -24,14 +24,14 @@ def use_context_parallel(accelerator: Accelerator, strategy: str, model: PreTrai
     Args:
         accelerator: with `ParallelismConfig(cp_size=...)`.
         strategy: `--cp-strategy`.
-        model: as `accelerator.prepare` has returned it, or before.
+        model: the model, before or after `accelerator.prepare`.
 
     Raises:
         UsageError: the accelerator has no context-parallel ranks.
     """
     parallelism = accelerator.parallelism_config
     if not (parallelism and parallelism.cp_enabled):
-        raise UsageError("accelerator: has no context-parallel ranks; give it ParallelismConfig(cp_size=2)")
+        raise UsageError("accelerator: has no context-parallel ranks; create it with ParallelismConfig(cp_size=2)")
     cp = ContextParallel(strategy, group=accelerator.torch_device_mesh["cp"].get_group())
     register(cp, model)
     leave_masks_alone(model)
@@ -47,14 +47,14 @@ def _cut(
     buffer_seq_dims: list[int] | None = None,
     no_restore_buffers: set[Tensor] | None = None,
 ) -> Iterator[None]:
-    """Cuts the buffers, and makes them whole again behind, except those that need not be.
+    """Shards the buffers within the block, and restores them after it, except those that need no restoring.
 
-    A buffer gets other memory meanwhile: its own may belong to other tensors too, such as labels `tokens[:, 1:]` beside
-    inputs `tokens[:, :-1]`.
+    A sharded buffer gets separate memory, because it may share its own with other tensors, such as labels
+    `tokens[:, 1:]` with inputs `tokens[:, :-1]`.
     """
     buffers, dims = buffers or [], buffer_seq_dims or []
     if len(buffers) != len(dims):
-        raise UsageError(f"buffer_seq_dims {dims}: of {len(buffers)} buffers; give the dimension of the tokens of each")
+        raise UsageError(f"buffer_seq_dims {dims}: there are {len(buffers)} buffers; give each sequence dimension")
     kept = {id(buffer) for buffer in no_restore_buffers or ()}
     wholes = [buffer.data for buffer in buffers]
     parts = [cp.shard(whole, dim).clone() for whole, dim in zip(wholes, dims, strict=True)]

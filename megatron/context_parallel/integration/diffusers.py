@@ -25,29 +25,30 @@ from megatron.context_parallel.patches.diffusers import (
 
 
 def use_context_parallel(model: ModelMixin, cp: ContextParallel) -> None:
-    """Makes the ranks of `cp` share each sequence of the model. Every rank calls the model with the same inputs.
+    """Shards each sequence of the model over the ranks of `cp`. Every rank calls the model with the same inputs.
 
-    The model's own plan (`_cp_plan`) says which inputs are cut and which outputs are gathered, so every rank gets the
-    whole output. Each token sees all tokens, so all strategies and layouts are exact. In training each rank has a part
-    of the gradients of the weights; the sum over the context group is the gradient.
+    The model's own plan (`_cp_plan`) decides which inputs are sharded and which outputs are gathered. So every rank
+    gets the whole output. Each token sees all tokens, so all strategies and layouts are exact. In training each rank
+    has partial gradients of the weights; their sum over the context group is the gradient.
 
     Args:
         model: a transformer of diffusers, such as `pipeline.transformer`.
         cp: the context group.
 
     Raises:
-        UsageError: the model has no plan, is parallel already, or has an attention that takes no other backend. A call
-            of the model raises it for a mask, causal attention or dropout, and if another backend was set since.
+        UsageError: the model has no plan, is already parallel, or has an attention that supports no other backend. A
+            call of the model raises it for a mask, causal attention or dropout, and if another backend was set later.
     """
     name = type(model).__name__
     if not has_plan(model):
-        raise UsageError(f"{name}: has no _cp_plan, which says what to cut; use a model that has one")
+        raise UsageError(f"{name}: has no _cp_plan, which tells how to shard its inputs; use a model that has one")
     if is_parallel(model):
-        raise UsageError(f"{name}: is parallel already; leave out enable_parallelism() and a parallel_config")
+        raise UsageError(f"{name}: is already parallel; leave out enable_parallelism() and parallel_config")
     modules = [m for m in model.modules() if isinstance(m, Attention | MochiAttention | AttentionModuleMixin)]
     for module in modules:
         if not takes_backend(module.processor):
-            raise UsageError(f"{name}: {type(module.processor).__name__} takes no attention backend; use another model")
+            kind = type(module.processor).__name__
+            raise UsageError(f"{name}: {kind} does not support attention backends; use another model")
     backend = _new_backend(cp)
     for module in modules:
         set_backend(module.processor, backend)
@@ -60,11 +61,11 @@ def _check_backends(backend: AttentionBackendName, modules: list[Any], model: Mo
     for module in modules:
         if (now := backend_of(module.processor)) is not backend:
             name = type(model).__name__
-            raise UsageError(f"{name}: attention backend {now} was set since; call set_attention_backend() before")
+            raise UsageError(f"{name}: attention backend {now} was set later; call set_attention_backend() first")
 
 
 def _new_backend(cp: ContextParallel) -> AttentionBackendName:
-    """A backend of diffusers, beside those that it names, that computes with `cp`."""
+    """An additional attention backend of diffusers, which computes with `cp`."""
 
     def attend(
         query: Tensor,
@@ -77,11 +78,11 @@ def _new_backend(cp: ContextParallel) -> AttentionBackendName:
     ) -> Tensor:
         """[b, s, heads, d] of this rank's tokens to [b, s, heads, d]."""
         if attn_mask is not None:
-            raise UsageError("attn_mask: a rank has a part of it only; give prompts of one length, without a mask")
+            raise UsageError("attn_mask: a rank has only a part of it; give prompts of one length, without a mask")
         if dropout_p or is_causal:
-            raise UsageError(f"dropout_p {dropout_p}, is_causal {is_causal}: not supported here; give 0.0 and False")
+            raise UsageError(f"dropout_p {dropout_p}, is_causal {is_causal}: not supported; give 0.0 and False")
         out = context_parallel_attention(query, key, value, cp, causal=False, scale=scale, tensor_layout="bshd")
-        assert isinstance(out, Tensor)  # the log-sum-exp was not asked for
+        assert isinstance(out, Tensor)  # without the log-sum-exp
         return out
 
     return new_backend(f"context_parallel_{cp.handle}", attend)

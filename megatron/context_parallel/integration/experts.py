@@ -1,4 +1,4 @@
-"""The router of megatron-core's experts, with losses that do not depend on how many ranks share a sequence."""
+"""The router of megatron-core's experts, with losses that do not depend on the number of context ranks."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ say_there_is_no_gemm()
 class Router(TopKRouter):
     """Chooses the experts of each token.
 
-    Where losses are sums over tokens (`calculate_per_token_loss`), megatron-core 0.16 weighs a rank's part of the load
-    balancing loss by the rank's own tokens. With n ranks for a sequence that is 1/n of the loss of one rank.
+    If losses are sums over tokens (`calculate_per_token_loss`), megatron-core 0.16 weights a rank's part of the load
+    balancing loss by the rank's own tokens. With n context ranks that is 1/n of the loss of one rank.
     """
 
     def attach_and_log_load_balancing_loss(
@@ -30,5 +30,5 @@ class Router(TopKRouter):
     ) -> Tensor:
         """As in megatron-core; `aux_loss` [] is this rank's part of the loss of the micro batch."""
         n = reduce_group.size() if self.calculate_per_token_loss else 1
-        given = activation, aux_loss_coeff * n, aux_loss * n, aux_loss_name, reduce_group  # the log takes their ratio
+        given = activation, aux_loss_coeff * n, aux_loss * n, aux_loss_name, reduce_group  # the log divides them
         return super().attach_and_log_load_balancing_loss(*given, *others, **named)

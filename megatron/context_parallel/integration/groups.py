@@ -1,4 +1,4 @@
-"""Context groups that are made when they are first needed, and those of the layers of a model."""
+"""Context groups that are created when first needed, and the context groups of the layers of a model."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,12 +11,12 @@ from megatron.context_parallel.strategies import Choice, check_same_tokens, dist
 
 @lru_cache(8)
 def context_of(group: dist.ProcessGroup, strategy: str) -> ContextParallel:
-    """The context group of a process group and a spec: the same one for all layers, for it holds communicators."""
+    """The context group of a process group and a spec. All layers share it, because it holds communicators."""
     return ContextParallel(strategy, group=group)
 
 
 def contexts_by_layer(choices: Sequence[Choice], group: dist.ProcessGroup) -> list[ContextParallel]:
-    """A context group for the strategy of each layer (`choose_by_layer`); layers of one strategy share one.
+    """A context group for the strategy of each layer (`choose_by_layer`). Layers with the same strategy share one.
 
     All ranks of the group call it together.
 

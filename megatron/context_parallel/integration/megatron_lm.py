@@ -1,12 +1,12 @@
-"""An unmodified checkout of Megatron-LM with our attention.
+"""Runs an unmodified checkout of Megatron-LM with our attention.
 
     cd Megatron-LM
     torchrun --nproc-per-node 8 -m megatron.context_parallel.integration.megatron_lm pretrain_gpt.py \\
         --context-parallel-size 8 --cp-strategy mesh [Megatron's flags]
 
 `--cp-strategy` takes a spec, such as mesh:grid=2x4,layout=cyclic, or one for each layer. Megatron's `--cp-comm-type`
-names strategies too. The only other flag of ours is `--cp-attention-backend`. The checkout's own `megatron.core` is
-used. What must be replaced there is replaced before the script imports it by value.
+also selects strategies. The only other flag of ours is `--cp-attention-backend`. The checkout's own `megatron.core` is
+used. Names in it are replaced before the script imports them by value.
 """
 
 import argparse
@@ -27,19 +27,19 @@ from megatron.context_parallel.strategies import check_same_tokens, choose_by_la
 
 from .groups import context_of
 
-# What Megatron's flags must say, and why. They are added where they are missing.
+# Required flags of Megatron, and why. Missing ones are added.
 NEEDED = {
-    "--no-create-attention-mask-in-dataloader": "the mask is the strategy's",
-    "--calculate-per-token-loss": "ranks have different numbers of tokens with a loss",
+    "--no-create-attention-mask-in-dataloader": "the strategy applies the mask",
+    "--calculate-per-token-loss": "ranks differ in the number of tokens with a loss",
     "--attention-dropout 0.0": "context-parallel attention has no dropout",
 }
-_WEIGHED = "over n context ranks megatron-core gives it 1/n of its weight; this project's trainer has all of it"
+_WEIGHED = "over n context ranks megatron-core gives it 1/n of its weight; use this project's trainer"
 _REFUSED = {
     "--moe-aux-loss-coeff": _WEIGHED,
     "--moe-z-loss-coeff": _WEIGHED,
-    "--mtp-num-layers": "it cuts sequences by itself",
-    "--hybrid-context-parallel": "it cuts sequences by itself",
-    "--sft": "its packed sequences (thd) are cut by Transformer Engine",
+    "--mtp-num-layers": "it shards sequences itself",
+    "--hybrid-context-parallel": "it shards sequences itself",
+    "--sft": "Transformer Engine shards its packed sequences (thd)",
     "--attention-backend": "the strategy computes attention; give --cp-attention-backend",
 }
 
@@ -48,11 +48,11 @@ def main(argv: list[str] | None = None) -> None:
     """Runs Megatron's script with our attention: SCRIPT [flags].
 
     Raises:
-        UsageError: no script, a flag of ours that does not fit, or one of Megatron's that cannot be right.
+        UsageError: no script, an invalid flag of ours, or a flag of Megatron that is not supported.
     """
     script, *flags = (sys.argv[1:] if argv is None else argv) or [""]
     if not os.path.isfile(script):
-        raise UsageError(f"script {script}: no such file; give Megatron's, such as pretrain_gpt.py")
+        raise UsageError(f"script {script}: no such file; give a script of Megatron-LM, such as pretrain_gpt.py")
     strategies, backend, theirs = split_flags(flags)
     theirs, added = complete(theirs)
     if added and os.environ.get("RANK", "0") == "0":
@@ -64,10 +64,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def split_flags(flags: list[str]) -> tuple[list[str], str, list[str]]:
-    """The strategies of all layers or of each, `--cp-attention-backend`, and the flags that are Megatron's alone.
+    """The strategy of all layers or of each, `--cp-attention-backend`, and Megatron's own flags.
 
     Raises:
-        UsageError: an unknown strategy, option or backend, or strategies that do not go with the layers or each other.
+        UsageError: an unknown strategy, option or backend, or strategies that do not fit the layers or each other.
     """
     shared = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     shared.add_argument("--num-layers", type=int, default=1)
@@ -90,10 +90,10 @@ def split_flags(flags: list[str]) -> tuple[list[str], str, list[str]]:
 
 
 def complete(flags: list[str]) -> tuple[list[str], list[str]]:
-    """Megatron's flags with those needed, and which these are.
+    """Megatron's flags with the required ones, and the flags that were added.
 
     Raises:
-        UsageError: a flag that cannot be right, or another value of one that is needed.
+        UsageError: a flag that is not supported, or another value of a required one.
     """
     words = [part for flag in flags for part in (flag.split("=", 1) if flag.startswith("--") else [flag])]
     for flag, why in _REFUSED.items():
@@ -110,10 +110,10 @@ def complete(flags: list[str]) -> tuple[list[str], list[str]]:
 
 
 def replacements(strategies: Sequence[str], backend: str = "auto") -> Iterator[tuple[Any, str, Callable]]:
-    """(owner, name, value) of all that is replaced in megatron-core. Give it to `setattr` before Megatron is imported.
+    """(owner, name, value) of every replacement in megatron-core. Apply them with `setattr` before importing Megatron.
 
-    Attention in megatron-core's specs and Transformer Engine's becomes ours; batches and rotary embeddings are cut by
-    the layout of the strategies, one for all layers or one for each.
+    Our attention replaces that of megatron-core's and Transformer Engine's specs. Batches and rotary embeddings are
+    sharded by the layout of the strategies; there is one strategy, or one for each layer.
     """
     from megatron.core import parallel_state
     from megatron.core.transformer import ModuleSpec
@@ -130,7 +130,7 @@ def replacements(strategies: Sequence[str], backend: str = "auto") -> Iterator[t
         return ModuleSpec(ContextParallelAttention, params=params)
 
     def batch_here(batch: dict[str, Tensor | None], *args: Any, **kwargs: Any) -> dict:
-        # Later releases and Megatron-Bridge name the group, and whether the batch is hybrid.
+        # Later releases and Megatron-Bridge pass the group, and whether the batch is hybrid, by name.
         cp = context()
         hybrid, group = _asked(*args, **kwargs)
         if hybrid or batch.get("cu_seqlens") is not None or batch.get("cu_seqlens_q") is not None:
@@ -138,7 +138,7 @@ def replacements(strategies: Sequence[str], backend: str = "auto") -> Iterator[t
         if batch.get("attention_mask") is not None:
             raise UsageError("attention_mask in the batch: give --no-create-attention-mask-in-dataloader")
         if group is not None and group.size() != cp.n:
-            raise UsageError(f"cp_group of {group.size()} ranks: batches are cut for the context group of {cp.n}")
+            raise UsageError(f"cp_group of {group.size()} ranks: batches are sharded over the context group of {cp.n}")
         return {name: x if x is None else cp.shard(x, dim=1) for name, x in batch.items()}
 
     def embedding_here(pos_emb: Tensor, seq_dim: int, cp_group: object = None) -> Tensor:
@@ -155,7 +155,7 @@ def replacements(strategies: Sequence[str], backend: str = "auto") -> Iterator[t
 def _asked(
     *args: Any, is_hybrid_cp: bool = False, cp_group: dist.ProcessGroup | None = None, **others: object
 ) -> tuple[bool, dist.ProcessGroup | None]:
-    """What Megatron says of a batch: whether it is hybrid, and its group. Until 0.17 the group comes first."""
+    """Whether a batch is hybrid, and its group, from Megatron's arguments. Before 0.17 the group comes first."""
     for given in args:
         if isinstance(given, bool):
             is_hybrid_cp = given

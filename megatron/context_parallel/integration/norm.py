@@ -1,4 +1,4 @@
-"""The normalization layer used where Transformer Engine's is not there."""
+"""The normalization layer used without Transformer Engine."""
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 class Norm(torch.nn.Module):
-    """LayerNorm or RMSNorm by `config.normalization`, built as megatron-core builds its norms.
+    """LayerNorm or RMSNorm, by `config.normalization`, with the constructor of megatron-core's norms.
 
-    Unlike megatron-core's wrapper of PyTorch's norms it takes part in sequence parallelism: its parameters carry
-    the mark by which their gradients are summed over the tensor-parallel ranks.
+    Unlike megatron-core's wrapper of PyTorch's norms it supports sequence parallelism: its parameters are marked, so
+    that their gradients are summed over the tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -24,7 +24,7 @@ class Norm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's mark
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension of [..., hidden_size]; same shape and dtype."""
+        """Normalize the last dimension of [..., hidden_size]. Returns the same shape and dtype."""
         if self.bias is None:
             return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return torch.nn.functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)

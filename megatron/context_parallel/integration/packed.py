@@ -1,4 +1,4 @@
-"""Packed documents on their way through megatron-core, which hands `packed_seq_params` from the model to each layer."""
+"""Packed documents in megatron-core, which passes `packed_seq_params` from the model to each layer."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,33 +14,32 @@ from megatron.context_parallel.tokens.mask import Documents
 class PackedDocuments(PackedSeqParams):
     """Documents instead of lengths: `model(..., packed_seq_params=PackedDocuments(documents=...))`.
 
-    Not of the format `thd`, so that megatron-core leaves tokens [b, length / n] and their rotary embedding alone: a
-    layout deals out the whole packed sequence, whatever the lengths of its documents, and rotary attention depends on
-    distances only.
+    The format is not `thd`, so that megatron-core does not change tokens [b, length / n] and their rotary embedding.
+    The layout shards the whole packed sequence, for any document lengths. Rotary attention depends only on distances.
     """
 
     qkv_format: str = "sbhd"
     documents: Documents | None = None
 
     def over(self, samples: int, length: int) -> Documents:
-        """The documents of `samples` of `length` tokens; made from `cu_seqlens_q` once and then kept for all layers.
+        """The documents of `samples` of `length` tokens, computed once from `cu_seqlens_q` and kept for all layers.
 
         Raises:
-            UsageError: `cu_seqlens_q` that do not fit, or differ from `cu_seqlens_kv`.
+            UsageError: `cu_seqlens_q` does not fit, or differs from `cu_seqlens_kv`.
         """
         if self.documents is None:
             for ours, theirs in (("cu_seqlens_q", "cu_seqlens_kv"), ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")):
                 q, kv = getattr(self, ours), getattr(self, theirs)
                 if kv is not None and (q is None or q.tolist() != kv.tolist()):
                     raise UsageError(
-                        f"packed_seq_params: {theirs} differs from {ours}; self-attention needs them equal"
+                        f"packed_seq_params: {theirs} differs from {ours}; give the same, as self-attention needs"
                     )
             self.documents = Documents.packed(self.cu_seqlens_q, length, self.cu_seqlens_q_padded, samples)
         return self.documents
 
 
 def accept_thd(model: nn.Module) -> None:
-    """Lets `model` take Megatron's `thd` `packed_seq_params`, its tokens [1, length / n] in the layout's order."""
+    """Makes `model` accept Megatron's `thd` `packed_seq_params`, with tokens [1, length / n] in the layout's order."""
     model.register_forward_pre_hook(_take_over, with_kwargs=True)
 
 

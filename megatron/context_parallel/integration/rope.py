@@ -1,4 +1,4 @@
-"""Rotary embeddings of the positions a rank really holds; megatron-core's own assumes the zigzag layout."""
+"""Rotary embeddings for the positions of a rank in any layout. megatron-core's own assumes the zigzag layout."""
 
 from functools import cache
 from typing import Any
@@ -18,10 +18,10 @@ _CALL = ("input_ids", "position_ids", "attention_mask", "decoder_input", "labels
 
 
 class LayoutRotaryEmbedding(torch.nn.Module):
-    """Stands in for a model's rotary embedding: the same table, in the order of this rank's tokens.
+    """Replaces a model's rotary embedding: the same table, in the order of this rank's tokens.
 
     Attributes:
-        angles: while they are set, those of the rows, whose positions no layout has dealt: inference.
+        angles: if set, the angles of the rows. Inference sets them, because its positions follow no layout.
     """
 
     def __init__(self, table: RotaryEmbedding, cp: ContextParallel) -> None:
@@ -39,29 +39,29 @@ class LayoutRotaryEmbedding(torch.nn.Module):
         return self.table.get_rotary_seq_len(context, decoder, decoder_input, config, None)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None) -> Tensor:
-        """Angles [max_seq_len / n, 1, 1, d] of this rank's positions (or `angles`), as megatron-core calls it.
+        """Angles [max_seq_len / n, 1, 1, d] of this rank's positions (or `angles`), with megatron-core's parameters.
 
         Raises:
-            UsageError: an offset, or packed sequences that `use_layout` did not take over.
+            UsageError: an offset, or packed sequences without `use_layout`.
         """
         if packed_seq or offset:
             raise UsageError(
-                "the layout's RoPE has no offsets, and packed sequences only in a model given to use_layout"
+                "RoPE of the layout: offsets are not supported, and packed sequences need use_layout(model, cp)"
             )
         return self._rows(max_seq_len) if self.angles is None else self.angles
 
     def at(self, positions: Tensor, length: int) -> Tensor:
         """Angles [rows, 1, 1, d] of positions int64 [rows] below `length`."""
-        table = self._tables(1 << (length - 1).bit_length())  # few tables serve all lengths
+        table = self._tables(1 << (length - 1).bit_length())  # so that few tables cover all lengths
         return table.index_select(0, positions.to(table.device))
 
 
 def use_layout(model: GPTModel, cp: ContextParallel) -> None:
-    """Makes `model` rotate by the layout of `cp`, and remember it as `model.context_parallel`, for its batches.
+    """Makes `model` use RoPE in the layout of `cp`, and stores `cp` as `model.context_parallel`.
 
-    Megatron's `thd` packed sequences are taken in the order of the layout too. The table of rotations has no
+    Megatron's `thd` packed sequences are expected in the order of the layout too. The table of rotations has no
     parameters, so checkpoints do not change. A call of the model raises UsageError for labels or positions that are
-    not cut as the tokens are, and for a cache of megatron-core.
+    not sharded like the tokens, and for a cache of megatron-core.
     """
     model.context_parallel = cp
     accept_thd(model)
@@ -76,16 +76,16 @@ def use_layout(model: GPTModel, cp: ContextParallel) -> None:
 def _check_call(model: GPTModel, args: tuple, kwargs: dict[str, Any]) -> None:
     given = dict(zip(_CALL, args, strict=False)) | kwargs
     if (given.get("inference_context") or given.get("inference_params")) is not None:
-        raise UsageError("inference_context: megatron-core's caches know no layouts; generate with Session")
+        raise UsageError("inference_context: megatron-core's caches do not support layouts; generate with Session")
     tokens = given.get("input_ids")
     if tokens is not None and model.training and tokens.shape[1] * model.context_parallel.n > model.max_sequence_length:
         each = f"tokens {list(tokens.shape)} on each of {model.context_parallel.n} ranks"
         raise UsageError(
-            f"{each}: more than max_sequence_length {model.max_sequence_length}; cut them with shard_batch"
+            f"{each}: more than max_sequence_length {model.max_sequence_length}; shard them with shard_batch"
         )
     if given.get("position_ids") is None and model.pre_process and model.position_embedding_type == "learned_absolute":
-        raise UsageError("position_ids: missing; give those that shard_batch(batch, cp) has cut")
+        raise UsageError("position_ids: missing; give those of shard_batch(batch, cp)")
     for name in ("position_ids", "labels"):
         if tokens is not None and given.get(name) is not None and given[name].shape[-1] != tokens.shape[-1]:
-            shapes = f"{list(given[name].shape)} beside tokens {list(tokens.shape)}"
-            raise UsageError(f"{name} {shapes}: cut all of them alike, with shard_batch(batch, cp)")
+            shapes = f"{list(given[name].shape)} for tokens {list(tokens.shape)}"
+            raise UsageError(f"{name} {shapes}: shard all of them with shard_batch(batch, cp)")

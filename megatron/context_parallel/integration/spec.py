@@ -1,4 +1,4 @@
-"""Our attention as megatron-core's `core_attention`, and the layer spec that puts it there."""
+"""Our attention as megatron-core's `core_attention`, and the layer spec that contains it."""
 
 import math
 from collections import deque
@@ -33,21 +33,21 @@ from .packed import PackedDocuments
 from .transformer_engine import check_importable
 
 AttentionOverride = Callable[["ContextParallelAttention", Tensor, Tensor, Tensor], Tensor]
-Contexts = ContextParallel | Sequence[ContextParallel]  # the context group of all layers, or of each of the whole model
+Contexts = ContextParallel | Sequence[ContextParallel]  # for all layers, or one for each layer of the whole model
 
 
 class ContextParallelAttention(MegatronModule):
     """The core attention of a layer, computed by all ranks of the context-parallel group together.
 
-    Built and called by megatron-core like its own `DotProductAttention`. Also right for a group of one rank.
+    megatron-core builds and calls it like its own `DotProductAttention`. A group of one rank also works.
 
     Attributes:
-        follows_layout: the model rotates by the layout of `cp` (`use_layout`); megatron-core's own layout is zigzag.
-        attention_override: while it is set, it computes [s, 1, heads, d] from this module, queries, keys and values:
-            over a cache.
+        follows_layout: the model's RoPE uses the layout of `cp` (`use_layout`); megatron-core's own layout is zigzag.
+        attention_override: if set, it computes [s, 1, heads, d] from this module, queries, keys and values, with a
+            cache.
 
     Raises:
-        UsageError: a feature of the configuration that this attention does not have.
+        UsageError: the configuration has a feature that this attention does not support.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class ContextParallelAttention(MegatronModule):
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
-            raise UsageError(f"--attention-dropout {dropout}: context-parallel attention has none; use 0")
+            raise UsageError(f"--attention-dropout {dropout}: context-parallel attention has no dropout; give 0")
         if config.fp8_dot_product_attention or config.fp8_multi_head_attention:
-            raise UsageError("fp8_dot_product_attention: attention is computed in 16 or 32 bits; leave it out")
+            raise UsageError("fp8_dot_product_attention: not supported, attention runs in 16 or 32 bits; leave it out")
         if k_channels and not follows_layout:
             raise UsageError("--multi-latent-attention: works with integration.megatron_lm only")
         if k_channels and config.apply_rope_fusion:
-            raise UsageError("--multi-latent-attention: its fused RoPE goes by zigzag; give --no-rope-fusion")
+            raise UsageError("--multi-latent-attention: its fused RoPE supports only zigzag; give --no-rope-fusion")
         if attention_type != "self":
-            raise UsageError(f"{attention_type} attention: the layer spec has self-attention only")
+            raise UsageError(f"{attention_type} attention: not supported; use self-attention")
         self.attn_mask_type = attn_mask_type
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = tuple(config.window_size) if windowed else (-1, -1)
@@ -93,12 +93,12 @@ class ContextParallelAttention(MegatronModule):
         self.backend, self.layer_number, self.follows_layout = backend, layer_number, follows_layout
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
         self.softmax_offset = self._softmax_offset()
-        # Recomputations follow their forward passes in order, so those of a layer can wait in a line.
+        # Recomputations follow the order of their forward passes, so a queue for each layer is enough.
         self.kept: deque | None = deque() if keep_output else None
         self.attention_override: AttentionOverride | None = None
 
     def _softmax_offset(self) -> Tensor | None:
-        """The sinks of this rank's heads, named as in megatron-core's own core attention; None for plain softmax."""
+        """The sinks of this rank's heads, under the name in megatron-core's core attention; None for plain softmax."""
         config = self.config
         tensor = self.pg_collection.tp.size()
         if config.softmax_type == "vanilla":
@@ -139,11 +139,11 @@ class ContextParallelAttention(MegatronModule):
         """[s, b, heads, d] of this rank's tokens to [s, b, heads * d].
 
         Raises:
-            UsageError: an explicit mask, a bias, a cache; a layout or packed sequences that need `use_layout`.
+            UsageError: an explicit mask, a bias, a cache, or a layout or packed sequences that need `use_layout`.
         """
         mask = attn_mask_type or self.attn_mask_type
         if mask not in (AttnMaskType.causal, AttnMaskType.no_mask) or attention_mask is not None:
-            raise UsageError(f"attention mask {mask.name}: only causal or no_mask, without a mask tensor")
+            raise UsageError(f"attention mask {mask.name}: give causal or no_mask, without a mask tensor")
         if attention_bias is not None:
             raise UsageError("attention bias: not supported; leave it out")
         recorder.at_layer(self.layer_number)
@@ -151,11 +151,11 @@ class ContextParallelAttention(MegatronModule):
             return self.attention_override(self, query, key, value).flatten(2)
         if len(key) != len(query):
             raise UsageError(
-                f"{len(query)} queries, {len(key)} keys: megatron-core's caches do not work here; use Session"
+                f"{len(query)} queries, {len(key)} keys: megatron-core's caches are not supported; use Session"
             )
         if self.cp.layout != "zigzag" and self.cp.n > 1 and not self.follows_layout:
             raise UsageError(
-                f"--cp-layout {self.cp.layout}: the model goes by zigzag; call use_layout(model, cp) first"
+                f"--cp-layout {self.cp.layout}: the model's RoPE uses zigzag; call use_layout(model, cp) first"
             )
         documents = None
         if packed_seq_params is not None:
@@ -175,19 +175,19 @@ class ContextParallelAttention(MegatronModule):
             kernel=kernel_for(query.device, query.dtype, query.shape[-1], self.backend, value_dim=value.shape[-1]),
             kept=self.kept if is_checkpointing() else None,
         )
-        assert isinstance(out, Tensor)  # the log-sum-exp was not asked for
+        assert isinstance(out, Tensor)  # without the log-sum-exp
         return out.flatten(2)
 
 
 def use_core_attention(layer: ModuleSpec, cp: Contexts, backend: str = "auto", keep_output: bool = False) -> ModuleSpec:
-    """Puts our attention into a layer spec of megatron-core, its own or Transformer Engine's; the rest stays.
+    """Replaces the attention in a layer spec of megatron-core, its own or Transformer Engine's, with ours.
 
     Args:
-        layer: with self-attention; it is changed and returned.
-        cp: the context-parallel group; all layers share it, for it holds communicators. Or one for each layer of the
-            whole model, all with one layout (`groups.contexts_by_layer`): the layer's number decides.
+        layer: a spec with self-attention. It is modified and returned.
+        cp: the context group, shared by all layers, because it holds communicators. Or one for each layer of the whole
+            model, all with the same layout (`groups.contexts_by_layer`), selected by the layer's number.
         backend: `--cp-attention-backend`.
-        keep_output: recomputation takes the attention's output and log-sum-exp from the forward pass (LoongTrain's
+        keep_output: recomputation reuses the attention's output and log-sum-exp of the forward pass (LoongTrain's
             Selective Checkpoint++, section 5.2; LightSeq's section 3.3).
     """
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
@@ -199,13 +199,13 @@ def use_core_attention(layer: ModuleSpec, cp: Contexts, backend: str = "auto", k
 def block_spec(
     config: TransformerConfig, cp: Contexts, layers: int, backend: str = "auto", keep_output: bool = False
 ) -> TransformerBlockSubmodules:
-    """megatron-core's GPT layers with our attention, and the norm behind them.
+    """megatron-core's GPT layers with our attention, and the final norm.
 
-    `config.transformer_impl` chooses Transformer Engine's linears and norms, or megatron-core's own linears with norms
-    that work on any device. Other arguments are those of `use_core_attention`.
+    `config.transformer_impl` selects Transformer Engine's linear layers and norms, or megatron-core's own linear layers
+    with norms that work on any device. Other arguments are those of `use_core_attention`.
 
     Raises:
-        UsageError: Transformer Engine is asked for and cannot be imported.
+        UsageError: Transformer Engine is selected and cannot be imported.
     """
     if config.transformer_impl == "transformer_engine":
         check_importable()

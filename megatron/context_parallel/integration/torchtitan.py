@@ -1,6 +1,6 @@
 """torchtitan: its models and its trainer with our attention.
 
-What is replaced has no public name there, so only the releases that were tried are taken.
+The replaced names are not public, so only tested releases are accepted.
 """
 
 from collections.abc import Callable
@@ -34,12 +34,12 @@ from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.mask import Documents
 
 TRIED = CHECKED["torchtitan"] + "."
-_contexts: dict[dist.ProcessGroup, ContextParallel] = {}  # of the models made so far
+_contexts: dict[dist.ProcessGroup, ContextParallel] = {}  # the context groups of the models created so far
 Config = TypeVar("Config", bound=trainer.Trainer.Config)
 
 
 class ContextParallelAttention(Module):
-    """Takes the place of torchtitan's FlexAttention. The documents of a batch come as its `attention_masks`."""
+    """Replaces torchtitan's FlexAttention. The documents of a batch are passed as its `attention_masks`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -52,7 +52,7 @@ class ContextParallelAttention(Module):
         super().__init__()
 
     def share(self, cp: ContextParallel) -> None:
-        """Computes with the ranks of `cp`. Call it before `parallelize`, which would gather keys and values."""
+        """Makes it compute with the ranks of `cp`. Call it before `parallelize`, which would gather keys and values."""
         self.cp = cp
         if (given := self._sharding_config) is not None:
             self._sharding_config = _without_gathering(given)
@@ -70,40 +70,40 @@ class ContextParallelAttention(Module):
         """[b, s, heads, d] of this rank's tokens to [b, s, heads, dv].
 
         Raises:
-            UsageError: anything that attention is to do beside causal attention within documents.
+            UsageError: anything else than causal attention within documents is requested.
         """
         if wrong := [name for name in ("score_mod", "out_transform") if others.get(name) is not None]:
             raise UsageError(f"{wrong[0]}: not supported under context parallelism; use a model without it")
         if self.cp is None:
-            raise UsageError("the model was not made by its parallelize_fn; give its config to torchtitan's Trainer")
+            raise UsageError("the model was not created by its parallelize_fn; give its config to torchtitan's Trainer")
         with spmd_types.no_typecheck():
             out = context_parallel_attention(
                 q_BLNH, k_BLNH, v_BLNH, self.cp, documents=attention_masks, scale=scale, tensor_layout="bshd"
             )
-        assert isinstance(out, Tensor)  # the log-sum-exp was not asked for
+        assert isinstance(out, Tensor)  # without the log-sum-exp
         return out
 
 
 def use_context_parallel(config: Config, strategy: str) -> Config:
-    """Makes the context parallelism of a torchtitan run ours. Call it in your function of a config registry.
+    """Replaces the context parallelism of a torchtitan run with ours. Call it in your function of a config registry.
 
-    Every rank keeps its tokens in the layout of the strategy. Attention is causal within the documents that the
-    positions of a batch tell, as torchtitan's own.
+    Every rank keeps its tokens in the layout of the strategy. As in torchtitan, attention is causal within documents,
+    which the positions of a batch define.
 
     Args:
-        config: of a decoder with torchtitan's FlexAttention, such as `llama3_8b()`. It is changed in place.
+        config: the config of a decoder with torchtitan's FlexAttention, such as `llama3_8b()`. It is modified in place.
         strategy: `--cp-strategy`.
 
     Returns:
         `config`.
 
     Raises:
-        UsageError: another release than those tried; an unknown strategy; a model without FlexAttention, or with masks
-            of its own. The run raises it for what does not go with context parallelism.
+        UsageError: an untested release, an unknown strategy, or a model without FlexAttention or with its own masks.
+            The run raises it for settings that do not work with context parallelism.
     """
     if not torchtitan.__version__.startswith(TRIED):
-        raise UsageError(f"torchtitan {torchtitan.__version__}: tried with {TRIED}0; install torchtitan=={TRIED}0")
-    parse_spec(strategy)  # says what is wrong with it
+        raise UsageError(f"torchtitan {torchtitan.__version__}: not tested; install torchtitan=={TRIED}0")
+    parse_spec(strategy)  # raises UsageError for an invalid spec
     spec = config.model_spec
     _replace_attention(spec.model)
     spec.parallelize_fn = _parallelize_with(spec.parallelize_fn, strategy)
@@ -113,12 +113,12 @@ def use_context_parallel(config: Config, strategy: str) -> Config:
 
 
 def _replace_attention(model: Any) -> None:
-    """Makes every attention of a model's config ours."""
+    """Replaces every attention in a model's config with ours."""
     name = type(model).__qualname__.removesuffix(".Config")
     if not isinstance(model, Decoder.Config):
-        raise UsageError(f"{name}: not a decoder of torchtitan; use a language model, such as llama3")
+        raise UsageError(f"{name}: not a torchtitan decoder; use a language model, such as llama3")
     if model_class(model).get_attention_masks is not Decoder.get_attention_masks:
-        raise UsageError(f"{name}: makes attention masks of its own; use a model with causal masks, such as llama3")
+        raise UsageError(f"{name}: has its own attention masks; use a model with causal masks, such as llama3")
     for layer in model.layers:
         inner = layer.attention.inner_attention
         if type(inner) is not FlexAttention.Config:
@@ -128,7 +128,7 @@ def _replace_attention(model: Any) -> None:
 
 
 def _parallelize_with(theirs: Callable, strategy: str) -> Callable:
-    """A model's `parallelize_fn` that makes its attention context parallel first."""
+    """Wraps a model's `parallelize_fn`: it first makes attention context parallel."""
 
     def parallelize(
         model: nn.Module, *, parallel_dims: ParallelDims, training: Any, parallelism: Any, **others: Any
@@ -137,9 +137,9 @@ def _parallelize_with(theirs: Callable, strategy: str) -> Callable:
         cp = ContextParallel(strategy, group=parallel_dims.get_mesh("cp"))
         before = _contexts.setdefault(cp.group, cp)
         if (cp.layout, cp.chunks) != (before.layout, before.chunks):
-            why = f"these ranks share the batches of a model of --cp-strategy {before.choice.spec}; give that"
+            why = f"these ranks already run a model with --cp-strategy {before.choice.spec}; give the same"
             raise UsageError(f"--cp-strategy {strategy}: {why}")
-        cp.positions(training.seq_len)  # says what length fits
+        cp.positions(training.seq_len)  # raises UsageError for an unsuitable length
         for module in model.modules():
             if isinstance(module, ContextParallelAttention):
                 module.share(cp)
@@ -150,19 +150,19 @@ def _parallelize_with(theirs: Callable, strategy: str) -> Callable:
 
 
 def _check(parallel_dims: ParallelDims, training: Any, parallelism: Any) -> None:
-    """Raises UsageError for settings of torchtitan that do not go with context parallelism as ours."""
+    """Raises UsageError for settings of torchtitan that our context parallelism does not support."""
     balancer = parallelism.context_parallel_load_balancer
     if not parallel_dims.cp_enabled:
-        raise UsageError("--parallelism.context_parallel_degree 1: no ranks to share a sequence; give 2 or more")
+        raise UsageError("--parallelism.context_parallel_degree 1: 1 rank cannot share a sequence; give 2 or more")
     if parallel_dims.pp_enabled:
-        raise UsageError(f"--parallelism.pipeline_parallel_degree {parallel_dims.pp}: not tried; give 1")
+        raise UsageError(f"--parallelism.pipeline_parallel_degree {parallel_dims.pp}: not tested; give 1")
     if balancer != "headtail":
         raise UsageError(
             f"--parallelism.context_parallel_load_balancer {balancer}: the strategy decides which tokens a rank has; "
             "leave it out"
         )
     if not training.disable_cuda_graphs:
-        raise UsageError("CUDA graphs: a graph holds no communication of ours; give --training.disable_cuda_graphs")
+        raise UsageError("CUDA graphs: not supported with context parallelism; give --training.disable_cuda_graphs")
 
 
 def cut(
@@ -174,29 +174,29 @@ def cut(
     load_balancer_type: str | None = "headtail",
     ptrr_mask_key: str | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """In place of `prepare_context_parallel_input`: this rank's part of a batch.
+    """Replaces `prepare_context_parallel_input`: this rank's part of a batch.
 
     Args:
         inputs: int64 [b, length].
         labels: int64 [b, length].
-        extra_kwargs: `positions` int64 [b, length], which start anew with each document.
+        extra_kwargs: `positions` int64 [b, length], which start at 0 in each document.
         cp_mesh: the ranks that share the batch.
         device: not used.
         load_balancer_type: not used, because the strategy decides which tokens a rank has.
         ptrr_mask_key: not used.
 
     Returns:
-        Inputs, labels and positions [b, length / n], these with the documents as `attention_masks`.
+        Inputs, labels, and a dict of positions [b, length / n] and the documents as `attention_masks`.
 
     Raises:
-        UsageError: no positions, or anything else in the batch; a model that was not made for these ranks.
+        UsageError: no positions, unknown tensors in the batch, or a model that was not created for these ranks.
     """
     if unknown := extra_kwargs.keys() - {"positions"}:
-        raise UsageError(f"{min(unknown)} in the batch: not known how to cut it; there is input, positions, labels")
+        raise UsageError(f"{min(unknown)} in the batch: not supported; give input, positions and labels only")
     if (positions := extra_kwargs.get("positions")) is None:
-        raise UsageError("positions: the batch has none; use a data loader that gives them, as torchtitan's own do")
+        raise UsageError("positions: missing in the batch; use a data loader that gives them, such as torchtitan's own")
     if (cp := _contexts.get(cp_mesh.get_group())) is None:
-        raise UsageError("the model was not made for these ranks by use_context_parallel; give its config to Trainer")
+        raise UsageError("the model was not created for these ranks by use_context_parallel; give it to Trainer")
     starts = positions == 0
     documents = Documents(starts.cumsum(1)) if starts[:, 1:].any() else None
     kept = {"positions": cp.shard(positions, dim=1), "attention_masks": documents}
@@ -204,7 +204,7 @@ def cut(
 
 
 def _without_gathering(given: ShardingConfig) -> ShardingConfig:
-    """How attention is sharded where a rank needs only its own keys and values: all in and out as they come."""
+    """The sharding of attention if a rank passes only its own keys and values: no tensor is redistributed."""
     sharded = given.in_src_shardings or {}
     whole = LocalMapConfig(in_grad_placements=tuple(sharded.values()))
     return replace(given, in_dst_shardings=sharded, local_map=whole)

@@ -1,4 +1,4 @@
-"""For users of Transformer Engine: our attention in the shape of its `DotProductAttention`."""
+"""Our attention with the interface of Transformer Engine's `DotProductAttention`."""
 
 from functools import cache
 from importlib import import_module
@@ -26,33 +26,33 @@ def why_not_importable() -> str:
         return "it is not installed"
     try:
         import_module("transformer_engine.pytorch")
-    except Exception as error:  # its extension links against CUDA's libraries, which fails in many ways
+    except Exception as error:  # its extension links to CUDA's libraries, which can fail in many ways
         return " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return ""
 
 
 def check_importable() -> None:
-    """Raises UsageError where Transformer Engine cannot be imported."""
+    """Raises UsageError if Transformer Engine cannot be imported."""
     if why := why_not_importable():
         raise UsageError(f"--transformer-impl transformer_engine: {why}; give --transformer-impl local")
 
 
 class DotProductAttention(torch.nn.Module):
-    """Takes the place of `transformer_engine.pytorch.DotProductAttention`, also inside `TransformerLayer`.
+    """Replaces `transformer_engine.pytorch.DotProductAttention`, also inside `TransformerLayer`.
 
     `layer.self_attention.core_attention = DotProductAttention(heads, kv_channels, cp_strategy="mesh")`, then
-    `layer.set_context_parallel_group(group, ranks, stream)`. Tokens are those of `module.cp.positions(length)`, so data
-    and rotary embeddings go by `module.cp.shard`. Modules of one group and strategy share its communicators.
+    `layer.set_context_parallel_group(group, ranks, stream)`. Tokens are those of `module.cp.positions(length)`. Shard
+    data and rotary embeddings with `module.cp.shard`. Modules with the same group and strategy share communicators.
 
     Args:
-        num_attention_heads, num_gqa_groups, tp_size, softmax_scale, window_size: as there.
+        num_attention_heads, num_gqa_groups, tp_size, softmax_scale, window_size: as in Transformer Engine.
         attn_mask_type: "causal" or "no_mask".
         qkv_format: "sbhd" or "bshd".
         attention_dropout: 0 only.
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: as for `set_context_parallel_group`.
-        cp_strategy: `--cp-strategy`; default: what `cp_comm_type` names.
-        attention_type, softmax_type, return_max_logit: the defaults only.
-        others: accepted, and change nothing.
+        cp_strategy: `--cp-strategy`; default: the strategy for `cp_comm_type`.
+        attention_type, softmax_type, return_max_logit: only the defaults are supported.
+        others: accepted, but have no effect.
 
     Raises:
         UsageError: an argument that would change the result and is not supported.
@@ -103,17 +103,18 @@ class DotProductAttention(torch.nn.Module):
         cp_stream: object = None,
         cp_comm_type: str = "p2p",
     ) -> None:
-        """Makes the context group that shares each sequence. All its ranks call it together.
+        """Creates the context group for sharded sequences. All its ranks call it together.
 
         Args:
             cp_group: the group.
-            cp_global_ranks: its ranks; not needed.
-            cp_stream: not needed.
-            cp_comm_type: "p2p", "all_gather" or "a2a" stand for ring, allgather and ulysses, where the module was made
+            cp_global_ranks: its ranks; optional.
+            cp_stream: not used.
+            cp_comm_type: "p2p", "all_gather" or "a2a" select ring, allgather and ulysses, if the module was created
                 without a strategy.
 
         Raises:
-            UsageError: another `cp_comm_type`, or one beside a strategy; several groups; ranks of another group.
+            UsageError: another `cp_comm_type`, or one that conflicts with a strategy; several groups; ranks of another
+                group.
         """
         if cp_group is None:
             self.cp = None
@@ -122,9 +123,10 @@ class DotProductAttention(torch.nn.Module):
             why = 'give the whole group and cp_strategy="usp:head_parallel_size=2", or one of'
             raise UsageError(f"cp_comm_type {cp_comm_type}: {why} {', '.join(COMM_TYPES)}")
         if self.strategy and cp_comm_type != "p2p":
-            raise UsageError(f"cp_comm_type {cp_comm_type}: does not go with cp_strategy {self.strategy}; leave it out")
+            why = f"cannot be combined with cp_strategy {self.strategy}"
+            raise UsageError(f"cp_comm_type {cp_comm_type}: {why}; leave it out")
         if cp_global_ranks is not None and cp_global_ranks != dist.get_process_group_ranks(cp_group):
-            raise UsageError(f"cp_global_ranks {cp_global_ranks}: not those of cp_group; give both of the same ranks")
+            raise UsageError(f"cp_global_ranks {cp_global_ranks}: not the ranks of cp_group; give these")
         self.cp = context_of(cp_group, self.strategy or COMM_TYPES[cp_comm_type])
 
     def forward(
@@ -141,7 +143,7 @@ class DotProductAttention(torch.nn.Module):
         num_splits: int | None = 1,
         **others: object,
     ) -> Tensor:
-        """[s, b, heads, d] of this rank's tokens to [s, b, heads * d]; with "bshd" b comes first in both.
+        """[s, b, heads, d] of this rank's tokens to [s, b, heads * d]; with "bshd", b is first in both.
 
         Raises:
             UsageError: no context group yet; a mask, format, bias or cache that is not supported.
@@ -155,9 +157,9 @@ class DotProductAttention(torch.nn.Module):
         _refuse_unless(**{name: (x, (None, False)) for name, x in given.items() if name not in _CHANGES_NOTHING})
         q, k, v = (x.transpose(0, 1) if form == "bshd" else x for x in (query_layer, key_layer, value_layer))
         if (q.shape[2], k.shape[2]) != self.heads:
-            raise UsageError(f"{q.shape[2]} query and {k.shape[2]} key heads: the module was made for {self.heads}")
+            raise UsageError(f"{q.shape[2]} query and {k.shape[2]} key heads: the module was created for {self.heads}")
         if len(q) != len(k):
-            raise UsageError(f"{len(q)} queries, {len(k)} keys: there are no caches here; give as many of both")
+            raise UsageError(f"{len(q)} queries, {len(k)} keys: caches are not supported; give as many keys as queries")
         out = context_parallel_attention(
             q,
             k,
@@ -167,12 +169,12 @@ class DotProductAttention(torch.nn.Module):
             window=window_size or self.window_size or (-1, -1),
             scale=self.scale,
         )
-        assert isinstance(out, Tensor)  # the log-sum-exp was not asked for
+        assert isinstance(out, Tensor)  # without the log-sum-exp
         return (out.transpose(0, 1) if form == "bshd" else out).flatten(2)
 
 
 def _refuse_unless(**arguments: tuple[object, tuple]) -> None:
-    """Raise UsageError for the first argument whose value is none of those that work."""
+    """Raise UsageError for the first argument with an unsupported value."""
     for name, (value, works) in arguments.items():
         if isinstance(value, Tensor) or value not in works:
             shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""HuggingFace transformers: our attention for its models, and batches cut for the ranks of a context group."""
+"""HuggingFace transformers: our attention for its models, and batches sharded over a context group."""
 
 from dataclasses import replace
 from functools import wraps
@@ -26,25 +26,25 @@ from .transformers_mask import MaskFunction, mask_of
 from .transformers_model import check_model
 
 NAME = "context_parallel"
-IGNORED = -100  # the label of a token that has no part in the loss
-_contexts: list[ContextParallel] = []  # the one registered last
-_registered: WeakKeyDictionary[torch.nn.Module, ContextParallel] = WeakKeyDictionary()  # of the modules of models
+IGNORED = -100  # the label of a token without a loss
+_contexts: list[ContextParallel] = []  # the last registered one
+_registered: WeakKeyDictionary[torch.nn.Module, ContextParallel] = WeakKeyDictionary()  # by module of a model
 _USE_HELPER = "give model(**shard_batch(cp, batch), use_cache=False)"
 
 
 def register(cp: ContextParallel, model: PreTrainedModel | None = None) -> None:
-    """Lets models compute attention with a context group: `model.set_attn_implementation("context_parallel")`.
+    """Registers attention over a context group for `model.set_attn_implementation("context_parallel")`.
 
-    A model computes with the context group that was registered last when it took it. Its batches are checked: labels
-    that were not shifted before they were cut would be wrong where a chunk ends, and only the model sees them.
+    A model uses the context group that was registered last when its attention was set. Its batches are checked: labels
+    that were sharded before they were shifted would be wrong at the end of a chunk, and only the model sees them.
 
     Args:
         cp: the context group.
-        model: of transformers, or around one (peft), that takes it at once.
+        model: a transformers model, or a wrapper of one (peft), whose attention is set at once.
 
     Raises:
-        UsageError: the model takes no other attention, or computes something that the ranks would have to share
-            besides attention. A model that takes it by `set_attn_implementation` raises it there.
+        UsageError: the model does not support other attention functions, or mixes tokens outside of attention.
+            `set_attn_implementation` raises the same.
     """
     _contexts[:] = [cp]
     AttentionInterface.register(NAME, _attend)
@@ -79,22 +79,22 @@ def shard_batch(
     Args:
         cp: the context group.
         batch: `input_ids` int64 [b, length]; optional `labels` [b, length], not shifted, -100 for no loss; optional
-            `position_ids` [b, length] or [1, length], which start anew with each packed document; optional
+            `position_ids` [b, length] or [1, length], which start at 0 in each packed document; optional
             `attention_mask` [b, length], 0 for padding, which is on the right and has no labels.
         group: the ranks whose gradients are averaged; default: the context group.
 
     Returns:
-        What the model takes: `input_ids`, `position_ids`, and with labels `labels` and `shift_labels` (both shifted),
-            [b, length / n] each, and `num_items_in_batch`, by which the model divides the sum of its losses. With it
-            the mean of the losses, and of the gradients, over `group` is the mean over all tokens that have a label.
+        The model's inputs: `input_ids`, `position_ids`, and with labels `labels` and `shift_labels` (both shifted),
+            [b, length / n] each, and `num_items_in_batch`, by which the model divides the sum of its losses. With it,
+            the mean of the losses and gradients over `group` is the mean over all tokens that have a label.
 
     Raises:
-        UsageError: padding before a token, or with a label; anything else in the batch; a length that n ranks do not
-            share.
+        UsageError: padding before a token or with a label, an unknown tensor in the batch, or a length that cannot be
+            sharded over n ranks.
     """
     known = {"input_ids", "labels", "position_ids", "attention_mask"}
     if unknown := batch.keys() - known:
-        raise UsageError(f"batch: {min(unknown)} is unknown; there is {', '.join(sorted(known))}")
+        raise UsageError(f"batch: {min(unknown)} is not supported; give only {', '.join(sorted(known))}")
     tokens, labels = batch["input_ids"], batch.get("labels")
     length = tokens.shape[1]
     places = batch.get("position_ids")
@@ -115,55 +115,55 @@ def shard_batch(
 
 
 def _apart(real: Tensor, places: Tensor, labels: Tensor | None) -> Tensor:
-    """Position ids [b, length] with which each token of padding is a document of its own, which no other token sees."""
+    """Position ids [b, length] that make each padding token a separate document, which no other token sees."""
     if (real[:, 1:] & ~real[:, :-1]).any():
         raise UsageError("attention_mask: padding before a token; pad on the right (padding_side='right')")
     if labels is not None and (labels[~real] != IGNORED).any():
-        raise UsageError(f"labels: padding has some; give {IGNORED} there")
+        raise UsageError(f"labels: padding tokens have labels; give them {IGNORED}")
     return places.expand_as(real).masked_fill(~real, 0)
 
 
 def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
-    if attention_of(model.config) != NAME:  # it has taken another one since
+    if attention_of(model.config) != NAME:  # its attention was changed since
         return
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
-        raise UsageError(f"labels without shift_labels: they must be shifted before they are cut; {_USE_HELPER}")
+        raise UsageError(f"labels without shift_labels: labels must be shifted before they are sharded; {_USE_HELPER}")
     if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
-        raise UsageError(f"num_items_in_batch: missing; ranks have different numbers of labels; {_USE_HELPER}")
+        raise UsageError(f"num_items_in_batch: missing; ranks differ in the number of labels; {_USE_HELPER}")
     if len(args) > 1:
-        raise UsageError(f"{len(args)} inputs without a name: give each by name; {_USE_HELPER}")
+        raise UsageError(f"{len(args)} positional inputs: give each by name; {_USE_HELPER}")
     if kwargs.get("position_ids") is None and _registered[model].n > 1:
-        # Those that transformers makes up count a rank's own tokens. In chunks they may look like documents.
-        raise UsageError(f"position_ids: missing, and made up they are not those of this rank's tokens; {_USE_HELPER}")
+        # Default ids of transformers count a rank's own tokens. In chunks they may look like documents.
+        raise UsageError(f"position_ids: missing, and transformers' default would be wrong; {_USE_HELPER}")
     for name in ("labels", "shift_labels"):
         given = kwargs.get(name)
         tokens = args[0] if args else kwargs.get("input_ids")
         if given is not None and tokens is not None and given.shape != tokens.shape:
             raise UsageError(
-                f"{name} {list(given.shape)} beside input_ids {list(tokens.shape)}: not cut; {_USE_HELPER}"
+                f"{name} {list(given.shape)} for input_ids {list(tokens.shape)}: not sharded; {_USE_HELPER}"
             )
     if kwargs.get("past_key_values") is not None:
-        raise UsageError(f"past_key_values: there is no cache under context parallelism; {_USE_HELPER}")
+        raise UsageError(f"past_key_values: caches are not supported under context parallelism; {_USE_HELPER}")
     asked = kwargs.get("output_router_logits")
     if getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked:
         raise UsageError(
-            "output_router_logits: the load balancing loss would be that of a rank's tokens; give "
+            "output_router_logits: the load balancing loss would cover only a rank's tokens; give "
             "output_router_logits=False"
         )
     keep = kwargs.get("logits_to_keep")
     if isinstance(keep, Tensor) or keep:
-        raise UsageError("logits_to_keep: a rank would keep the last tokens of its own part; leave it out")
+        raise UsageError("logits_to_keep: it would apply to a rank's own tokens; leave it out")
     if kwargs.get("output_attentions"):
-        raise UsageError("output_attentions: the weights are never stored; leave it out")
+        raise UsageError("output_attentions: attention weights are never stored; leave it out")
 
 
 class _Call:
-    """What the layers of one call of a model get as their attention mask, found out by the first that uses it.
+    """The attention mask of all layers in one call of a model. The first layer computes it.
 
-    Layers that are computed again for the backward pass have it then, whatever the position ids have become.
+    Layers that are recomputed in the backward pass reuse it, even if the position ids have changed.
 
     Attributes:
-        mask: with the packed documents that the position ids of all ranks tell.
+        mask: the mask with packed documents, from the position ids of all ranks.
     """
 
     def __init__(self, function: MaskFunction) -> None:
@@ -171,7 +171,7 @@ class _Call:
         self.mask = Mask()
 
     def find(self, cp: ContextParallel, places: Tensor) -> Mask:
-        """The mask; all ranks call it together, with their position ids int64 [b, s]."""
+        """The mask. All ranks call it together, with their position ids int64 [b, s]."""
         if self._function is not None:
             self.mask = replace(mask_of(self._function), documents=_documents_of(cp, places))
             self._function = None
@@ -179,13 +179,13 @@ class _Call:
 
 
 def _mask(*args: object, mask_function: MaskFunction, attention_mask: Tensor | None = None, **kwargs: object) -> _Call:
-    """In place of the mask, of which a rank has a part only. transformers calls it anew with each call of a model."""
+    """Replaces transformers' mask, of which a rank has only a part. transformers calls it in each call of a model."""
     if attention_mask is not None and not attention_mask.all():
-        raise UsageError("attention_mask: a rank's part tells too little; give the whole mask to shard_batch")
+        raise UsageError("attention_mask: a rank's part is not enough; give the whole mask to shard_batch")
     return _Call(mask_function)
 
 
-# What transformers hands to attention beside what it computes with.
+# Keyword arguments that transformers passes to attention and that have no effect on it.
 _CHANGES_NOTHING = {
     *("num_items_in_batch", "output_hidden_states", "use_cache", "cache_position", "position_embeddings", "is_causal"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "sliding_window", "shift_labels"),
@@ -206,22 +206,22 @@ def _attend(
     position_ids: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for attention: [b, heads, s, d] of this rank's tokens to [b, s, heads, dv]."""
+    """The attention function for transformers: [b, heads, s, d] of this rank's tokens to [b, s, heads, dv]."""
     name = type(module).__name__
     if (cp := _registered.get(module)) is None:
-        raise UsageError(f"{name}: of a model whose batches nobody checks; call register(cp, model)")
+        raise UsageError(f"{name}: the batches of its model are not checked; call register(cp, model)")
     if dropout:
-        raise UsageError(f"attention_dropout {dropout}: context-parallel attention has none; give 0")
+        raise UsageError(f"attention_dropout {dropout}: context-parallel attention has no dropout; give 0")
     if not isinstance(attention_mask, _Call):
-        given = "no mask" if attention_mask is None else "an attention mask of its own"
-        raise UsageError(f"{name}: has {given}, not one that it asks transformers for; it is not supported")
+        given = "no mask" if attention_mask is None else "its own attention mask"
+        raise UsageError(f"{name}: has {given} instead of one from transformers; use another model")
     for unknown, what in others.items():
         if unknown not in _CHANGES_NOTHING and what is not None and what is not False:
-            raise UsageError(f"{name}: gives {unknown} to its attention, which is not known here; use another model")
+            raise UsageError(f"{name}: passes {unknown} to its attention, which is not supported; use another model")
     if key.shape[2] != query.shape[2]:
-        raise UsageError(f"{query.shape[2]} queries, {key.shape[2]} keys: there is no cache here; {_USE_HELPER}")
+        raise UsageError(f"{query.shape[2]} queries, {key.shape[2]} keys: caches are not supported; {_USE_HELPER}")
     if position_ids is None or position_ids.dim() != 2:
-        raise UsageError(f"{name}: hands no position_ids [b, s] to its attention; it is not supported")
+        raise UsageError(f"{name}: passes no position_ids [b, s] to its attention; use another model")
     mask = attention_mask.find(cp, position_ids.expand(len(query), -1))
     assert not isinstance(mask.documents, Sequences)
     q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))
@@ -237,12 +237,12 @@ def _attend(
         softcap=softcap or 0.0,
         sinks=s_aux,
     )
-    assert isinstance(out, Tensor)  # the log-sum-exp was not asked for
+    assert isinstance(out, Tensor)  # without the log-sum-exp
     return out.transpose(0, 1), None
 
 
 def _documents_of(cp: ContextParallel, places: Tensor) -> Documents | None:
-    """The packed documents that the position ids [b, s] of all ranks tell; None for whole sequences."""
+    """The packed documents, from the position ids [b, s] of all ranks; None for whole sequences."""
     parts = [torch.empty_like(places, memory_format=torch.contiguous_format) for _ in range(cp.n)]
     dist.all_gather(parts, places.contiguous(), group=cp.group)
     by_chunk = dict(zip(cp.chunks, parts, strict=True))
@@ -250,6 +250,6 @@ def _documents_of(cp: ContextParallel, places: Tensor) -> Documents | None:
     before, after = whole[:, :-1], whole[:, 1:]
     ascend = not whole[:, 0].any() and torch.where(after > 0, after == before + 1, True).all()
     if not ascend:
-        raise UsageError(f"position_ids: they are not those of this rank's tokens; {_USE_HELPER}")
+        raise UsageError(f"position_ids: not the positions of this rank's tokens; {_USE_HELPER}")
     starts = whole == 0
     return Documents(starts.cumsum(1).squeeze(0)) if starts.sum() > len(whole) else None

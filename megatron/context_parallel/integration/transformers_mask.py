@@ -1,7 +1,7 @@
-"""What a mask function of transformers lets a query see, as our masks say it.
+"""Converts a mask function of transformers to one of our masks.
 
-transformers gives a mask as a function of two positions, made of smaller ones. It is called once with symbols for the
-positions. So it is known for all positions what it says, or it is refused.
+A mask of transformers is a function of two positions, composed of smaller functions. It is called once with symbolic
+positions. The result then holds for all positions, or the mask is rejected.
 """
 
 import math
@@ -22,14 +22,14 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]  # of sample, head, position 
 
 
 def mask_of(function: MaskFunction) -> Mask:
-    """The mask that a mask function of transformers says, without the packed documents that it knows of.
+    """The mask of a mask function of transformers, without its packed documents.
 
     Raises:
-        UsageError: it depends on more than the distance from the query to the key, or leaves out the query's own key.
+        UsageError: it depends on more than the distance from query to key, or excludes the query's own key.
     """
     try:
         seen = _Keys.of(without_documents(function)(_Unknown(), _Unknown(), _Position(1, 0), _Position(0, 1)))
-    except Exception as error:  # a function of transformers or of the user, which may do anything with the symbols
+    except Exception as error:  # a function of transformers or the user may fail in any way on symbols
         raise _refusal(_where(error) or function.__qualname__) from None
     if not seen.first <= 0 <= seen.last:
         raise _refusal(function.__qualname__)
@@ -39,7 +39,7 @@ def mask_of(function: MaskFunction) -> Mask:
 
 
 def _where(error: Exception) -> str:
-    """The innermost function that is not ours."""
+    """The innermost function outside of this package."""
     codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     names = [code.co_qualname for code in codes if code.co_filename not in _OURS]
     return names[-1] if names else ""
@@ -47,11 +47,11 @@ def _where(error: Exception) -> str:
 
 def _refusal(name: str) -> UsageError:
     of = name.partition(".<locals>")[0]
-    return UsageError(f"attention mask of {of}: only causal and full ones, and sliding windows, are known here")
+    return UsageError(f"attention mask of {of}: not supported; use a causal or full mask, or a sliding window")
 
 
 class _Unknown:
-    """Whatever is asked of it is an error: it may be anything."""
+    """An unknown value: every use of it is an error."""
 
     def _refuse(self, *_: object) -> Any:
         raise TypeError("unknown")
@@ -62,7 +62,7 @@ class _Unknown:
 
 @dataclass(frozen=True, eq=False)
 class _Keys(_Unknown):
-    """The keys that a query sees: those from `first` to `last`, counted from the query's own."""
+    """The keys that a query sees: from `first` to `last`, relative to the query's own position."""
 
     first: float
     last: float
@@ -91,7 +91,7 @@ class _Keys(_Unknown):
 
 @dataclass(frozen=True, eq=False)
 class _Position(_Unknown):
-    """q times the position of the query, kv times that of the key, and a number."""
+    """q times the query's position, plus kv times the key's position, plus a number."""
 
     q: int
     kv: int

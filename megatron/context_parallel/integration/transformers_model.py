@@ -1,4 +1,4 @@
-"""Models of transformers that the ranks of a context group cannot share by attention alone."""
+"""Rejects models of transformers that mix tokens outside of attention."""
 
 from collections.abc import Iterator
 from inspect import signature
@@ -16,14 +16,14 @@ _LAYERS = {
     "sparse",
     "dense",
 }  # types of layers in which only attention mixes tokens
-_LENGTHS = ("dynamic", "longrope")  # rotary embeddings that depend on the length of what a rank has
+_LENGTHS = ("dynamic", "longrope")  # rotary embeddings that depend on the number of tokens of a rank
 
 
 def check_model(model: PreTrainedModel, name: str) -> None:
-    """Refuses a model that has not taken the attention `name`, or computes more over all tokens of a sequence.
+    """Rejects a model whose attention is not `name`, or that mixes the tokens of a sequence elsewhere.
 
     Raises:
-        UsageError: it says what the model computes.
+        UsageError: the message names the feature of the model.
     """
     kind = type(model).__name__
     for why in _reasons(model, name):
@@ -33,25 +33,25 @@ def check_model(model: PreTrainedModel, name: str) -> None:
 def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
     kind, config = type(model).__name__, model.config.get_text_config()
     if attention_of(model.config) != name or attention_of(config) != name:
-        yield "takes no other attention; use a model that supports AttentionInterface of transformers"
+        yield "does not support other attention functions; use a model that supports AttentionInterface of transformers"
     if model.config.is_encoder_decoder:
-        yield "has an encoder and a decoder; use a decoder alone"
+        yield "has an encoder and a decoder; use a decoder-only model"
     if "position_ids" not in signature(type(model).forward).parameters:
-        yield "takes no position_ids, by which a rank would say where its tokens are; use another model"
+        yield "does not accept position_ids, which give the positions of a rank's tokens; use another model"
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
-        yield "counts positions from its padding token on, which a rank cannot; use another model"
+        yield "derives positions from padding tokens, which needs the whole sequence; use another model"
     if "For" in kind and not kind.endswith(("ForCausalLM", "ForConditionalGeneration")):
-        yield "has another loss than that of the next token; use the model ...ForCausalLM"
+        yield "does not have the next-token loss; use the model ...ForCausalLM"
     if odd := sorted({*(getattr(config, "layer_types", None) or ())} - _LAYERS):
-        yield f"has layers of type {odd[0]}; only full_attention and sliding_attention are known here"
+        yield f"has layers of type {odd[0]}; use a model with full_attention and sliding_attention only"
     if is_stateful(model) or any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
-        yield "has layers with a state or a convolution, which mix the tokens of a rank alone; use one without"
+        yield "has layers with a state or a convolution, which mix tokens of one rank only; use a model without them"
     if long := [kind for kind in _rope_types(config) if kind in _LENGTHS]:
-        yield f"rope_type {long[0]} depends on the length of what a rank has; give another, such as default or yarn"
+        yield f"rope_type {long[0]} depends on the number of tokens of a rank; give another, such as default or yarn"
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Of all kinds of layers; some models have one of each kind."""
+    """The rope types of all kinds of layers; some models have several kinds."""
     rope = getattr(config, "rope_parameters", None) or {}
     each = [rope, *(of for of in rope.values() if isinstance(of, dict))]
     return {of["rope_type"] for of in each if "rope_type" in of}

@@ -1,4 +1,4 @@
-"""The rows that pad a vocabulary for tensor parallelism have no part in the loss and in the draw of the others."""
+"""Excludes the rows that pad a vocabulary for tensor parallelism from the loss and the initialization."""
 
 import math
 import random
@@ -12,13 +12,13 @@ _BLOCK = 256  # rows drawn at once
 
 
 def leave_out_padding(model: GPTModel, vocabulary: int) -> None:
-    """Make the logits of tokens from `vocabulary` on -inf: no softmax counts them, and their rows get no gradient."""
+    """Set the logits of tokens from `vocabulary` on to -inf: softmax ignores them, and their rows get no gradient."""
 
     def hide(layer: ColumnParallelLinear, inputs: object, output: tuple[Tensor, Tensor | None]) -> None:
         logits = output[0]
         columns = logits.shape[-1]
         first = 0 if columns == layer.output_size else layer.tp_group.rank() * columns
-        with torch.no_grad():  # the gradient of a logit that is -inf is 0 already
+        with torch.no_grad():  # the gradient of a logit of -inf is already 0
             logits[..., max(0, vocabulary - first) :].fill_(-math.inf)
 
     model.vocabulary = vocabulary
@@ -30,7 +30,7 @@ def leave_out_padding(model: GPTModel, vocabulary: int) -> None:
 def draw_rows(weight: Tensor, first: int, vocabulary: int, std: float, seed: str) -> None:
     """Draw the rows `first`, `first` + 1, ... [rows, width] of a table of `vocabulary` rows; rows beyond it become 0.
 
-    A row depends on `seed` and its number alone: not on the rows that a rank has, nor on the padding.
+    A row depends only on `seed` and its number, not on the rows of the rank or the padding.
     """
     weight.zero_()
     end = max(first, min(first + len(weight), vocabulary))

@@ -15,17 +15,17 @@ from .interface import BlockGrad, Scores
 from .masks import CAUSAL, FULL, Piece, PieceMask, Runs, cut, tiles
 from .merge import merge
 
-LEAF = 128  # rows of the smallest causal squares, unless they are 16 already
-TILE = 256  # query rows of irregular masks computed at a time on CPU
+LEAF = 128  # rows of the smallest causal squares, unless the block has at most 16
+TILE = 256  # query rows computed at a time for irregular masks on CPU
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[s, B, G, d] to [B, G, s, d], as the kernels take it; a view."""
+    """A view of [s, B, G, d] as [B, G, s, d], the kernels' order."""
     return x.permute(1, 2, 0, 3)
 
 
 def _shared(x: Tensor, group: int) -> Tensor:
-    """Keys or values [s, B, d] to [B, group, s, d]: one head read by all queries of its group, without a copy."""
+    """Keys or values [s, B, d] as [B, group, s, d]: all queries of a group read the same head, without a copy."""
     return x.unsqueeze(2).expand(-1, -1, group, -1).permute(1, 2, 0, 3)
 
 
@@ -36,12 +36,12 @@ def _rows_first(x: Tensor) -> Tensor:
 class AtenFlash:
     """`kernels.Kernel` on CPU.
 
-    16-bit inputs are computed in float32: ATen would round the gradients of each block, which summed over blocks is
-    more error than one process makes, and its forward is no faster. ATen has one head_dim for queries, keys and
-    values: the smaller is filled up with zeros, which change no score and no output.
+    16-bit inputs are computed in float32. ATen would round gradients in each block, and their sum over blocks would
+    have a larger error than a single process; its 16-bit forward pass is no faster. ATen supports one head_dim for
+    queries, keys and values: the smaller is padded with zeros, which change no score and no output.
 
     Raises:
-        UsageError: scores with a softcap, which `softcap.SoftcapCpu` has.
+        UsageError: the scores have a softcap; use `softcap.SoftcapCpu`.
     """
 
     name = "aten"
@@ -54,7 +54,7 @@ class AtenFlash:
         scale = _uncapped(scores)
         value_dim = v.shape[-1]
         q, k, v = _same_width(*_widen(q, k, v))
-        if mask == FULL and len(q) == 1:  # as in decode: heads of a group are rows, so that their keys are read once
+        if mask == FULL and len(q) == 1:  # as in decoding: heads of a group become rows, to read their keys once
             k, v = k.transpose(0, 1).unsqueeze(1), v.transpose(0, 1).unsqueeze(1)
             out, lse = cpu_attention(q.transpose(0, 1), k, v, 0.0, False, scale=scale)
             return out.transpose(0, 1)[..., :value_dim], lse.transpose(0, 1)
@@ -95,7 +95,7 @@ def _widen(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _same_width(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors filled up with zeros to the largest head_dim among them."""
+    """The tensors, padded with zeros to the largest head_dim among them."""
     width = max(x.shape[-1] for x in tensors)
     return tuple(x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors)
 
@@ -104,13 +104,13 @@ def _uncapped(scores: Scores) -> float:
     """The softmax scale of scores without a softcap."""
     if scores.softcap:
         raise UsageError(
-            f"softcap {scores.softcap}: PyTorch's flash attention for CPUs has none; give 0, or SoftcapCpu"
+            f"softcap {scores.softcap}: PyTorch's flash attention for CPUs has no softcap; give 0, or use SoftcapCpu"
         )
     return scores.scale
 
 
 def _halves(start: int, stop: int, leaf: int) -> Iterator[tuple[slice, slice]]:
-    """(rows, keys) of the full rectangles left of a causal square's diagonal, down to squares of `leaf` rows."""
+    """(rows, keys) of the full rectangles below a causal square's diagonal, down to squares of `leaf` rows."""
     if stop - start > leaf:
         middle = (start + stop) // 2
         yield slice(middle, stop), slice(start, middle)
@@ -119,9 +119,9 @@ def _halves(start: int, stop: int, leaf: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _causal_parts(count: int) -> tuple[list[slice], list[tuple[slice, slice]]]:
-    """A causal square as small ones along its diagonal, and the rectangles between them and its corner.
+    """A causal square, split into small squares along its diagonal and the rectangles between them and its corner.
 
-    ATen alone would compute all of each 512 keys that a query sees one of.
+    ATen alone would compute each group of 512 keys completely if a query sees one of them.
     """
     rectangles = [*_halves(0, count, max(LEAF, count // 16))]
     edges = sorted({0, count, *(rows.start for rows, _ in rectangles)})
@@ -153,7 +153,7 @@ def _backward_causal(
         by_rows = [x[:, :, keys] if x is k or x is v else x[:, :, rows] for x in (dout, q, k, v, out, lse)]
         parts = cpu_attention_backward(*by_rows, 0.0, rows is keys, scale=scale)
         for grad, part, at in zip(grads, parts, (rows, keys, keys), strict=True):
-            if rows is keys:  # the squares come first and cover all
+            if rows is keys:  # the squares come first and cover all rows
                 grad[:, :, at] = part
             else:
                 grad[:, :, at].add_(part)
@@ -161,12 +161,12 @@ def _backward_causal(
 
 
 def _added(seen: Tensor, like: Tensor) -> Tensor:
-    """What to add to the scores of a tile."""
+    """The additive mask for the scores of a tile."""
     return torch.where(seen, 0.0, float("-inf")).to(like.dtype)
 
 
 def _used(rows: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Tensors [B, G, rows, d] with zeros in all but some rows: a weight of 0 does not stop NaN or infinity."""
+    """Tensors [B, G, rows, d] with zeros outside of some rows: a weight of 0 does not remove NaN or infinity."""
     return [*tensors] if rows.all() else [x.masked_fill(~rows.unsqueeze(1), 0.0) for x in tensors]
 
 
@@ -176,7 +176,7 @@ def _forward_runs(q: Tensor, k: Tensor, v: Tensor, mask: Runs, scale: float) -> 
         inputs = q[heads, :, rows], *_used(seen.any(0), k[heads, :, keys], v[heads, :, keys]), 0.0, False
         out[heads, :, rows], lse[heads, :, rows] = cpu_attention(*inputs, attn_mask=_added(seen, q), scale=scale)
         blind = slice(None), slice(None), ~seen.any(1)
-        out[heads, :, rows][blind], lse[heads, :, rows][blind] = 0.0, float("-inf")  # ATen says 0 for both
+        out[heads, :, rows][blind], lse[heads, :, rows][blind] = 0.0, float("-inf")  # ATen returns 0 for both
     return out, lse
 
 
@@ -184,7 +184,7 @@ def _backward_runs(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Runs, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.zeros_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    lse = lse.masked_fill(lse.isneginf(), 0.0)  # of rows that see nothing anywhere
+    lse = lse.masked_fill(lse.isneginf(), 0.0)  # rows that see nothing at all
     for heads, rows, keys, seen in tiles(mask, len(q), TILE):
         queries, columns = (heads, slice(None), rows), (heads, slice(None), keys)
         tile_dout, tile_q, tile_out = _used(seen.any(1), dout[queries], q[queries], out[queries])

@@ -1,4 +1,4 @@
-"""Which kernel computes the blocks of a run: what was asked for, or the fastest that can, and why."""
+"""Chooses the kernel for the blocks of a run: the requested one, or the fastest supported one."""
 
 import importlib.util
 import logging
@@ -22,11 +22,11 @@ from .position import PARTS, PositionKernel, architecture
 from .position.tiles import TILES
 from .softcap import SoftcapCpu
 
-MOST_PIECES = 3  # of a block that is still cut for a library: a zigzag block against its own chunk
-SHORTEST = 16  # rows or keys of a piece that is worth a library's launch
+MOST_PIECES = 3  # the most pieces of a block for a library: those of a zigzag block against its own chunk
+SHORTEST = 16  # the fewest rows or keys of a piece that is worth a library's launch
 
-# Fastest first. flash-attn 3 is written for Hopper's tensor cores and cuDNN comes next there; on Blackwell cuDNN is
-# tuned and stable where flash-attn 4 is a beta; the older kernels use instructions of Ampere.
+# Fastest first. flash-attn 3 is written for Hopper's tensor cores, and cuDNN comes next there. On Blackwell, cuDNN is
+# tuned and stable, and flash-attn 4 is a beta. The older kernels use instructions of Ampere.
 FASTEST: dict[int, tuple[str, ...]] = {
     8: ("flash2", "aten"),
     9: ("flash3", "cudnn", "flash4", "flash2", "aten"),
@@ -40,8 +40,8 @@ class _Named(Kernel, Protocol):
 
 
 class LibraryAndPosition:
-    """`kernels.Kernel`: full and causal pieces by a library; a block that does not come apart into a few that it takes
-    by the position kernel, in one launch."""
+    """`kernels.Kernel`: a library computes full and causal pieces. The position kernel computes, in one launch, each
+    block that cannot be split into a few pieces for the library."""
 
     def __init__(self, library: Library, position: _Named) -> None:
         self.plain, self.position = library, position
@@ -65,12 +65,12 @@ class LibraryAndPosition:
 
 
 def _worth_a_launch(piece: Piece) -> bool:
-    """Not tiny, and no step of a staircase, which the position kernel does in one launch."""
+    """Whether it is not tiny and not a step of a staircase, which the position kernel computes in one launch."""
     return (piece.kv.step or 1) == 1 and min(map(length, (piece.q, piece.kv))) >= SHORTEST
 
 
 class Need(NamedTuple):
-    """What blocks are made of."""
+    """The device, dtype, sizes and masks of the blocks."""
 
     dtype: torch.dtype
     head_dim: int  # of queries and keys
@@ -102,7 +102,7 @@ def kernel_for(
         softcap: as in `Scores`.
 
     Raises:
-        UsageError: a backend that cannot; the message names one that can.
+        UsageError: the backend cannot compute them; the message names one that can.
     """
     return _kernel(device, _need(dtype, head_dim, value_dim, softcap), backend)
 
@@ -117,11 +117,11 @@ def _kernel(device: torch.device, need: Need, backend: str) -> Kernel:
 
 
 def _chosen(device: torch.device, need: Need, backend: str) -> tuple[Kernel, str]:
-    """A kernel that `_check` lets pass, and what it is."""
+    """A kernel that passes `_check`, and its description."""
     if backend == "triton":
         return _position(device, need), "the position kernel for all blocks"
     if device.type == "cpu" and need.softcap:
-        return SoftcapCpu(), "plain PyTorch by tiles, as its flash attention for CPUs has no softcap"
+        return SoftcapCpu(), "plain PyTorch in tiles, because its flash attention for CPUs has no softcap"
     if device.type == "cpu":
         return AtenFlash(), "PyTorch's flash attention for CPUs"
     if backend != "auto":
@@ -130,7 +130,7 @@ def _chosen(device: torch.device, need: Need, backend: str) -> tuple[Kernel, str
     capability = torch.cuda.get_device_capability(device)
     no_position = _refusal("triton", need, capability)
     names = FASTEST.get(capability[0], OTHERS)
-    if no_position:  # what computes only some blocks comes last, as nothing computes the others
+    if no_position:  # libraries for some blocks come last, because nothing computes the other blocks
         names = tuple(sorted(names, key=lambda name: LIBRARIES[name].blocks != Library.blocks))
     passed = ""
     for name in names:
@@ -141,8 +141,8 @@ def _chosen(device: torch.device, need: Need, backend: str) -> tuple[Kernel, str
         kernel = library(deterministic=need.deterministic)
         served = f"{library.title} for {library.blocks}{passed}"
         if no_position:
-            return kernel, f"{served}; others refused: {no_position}"
-        return LibraryAndPosition(kernel, _position(device, need)), f"{served}; the position kernel for others"
+            return kernel, f"{served}; other blocks are not supported: {no_position}"
+        return LibraryAndPosition(kernel, _position(device, need)), f"{served}; the position kernel for other blocks"
     return _position(device, need), f"the position kernel for all blocks{passed}"
 
 
@@ -161,17 +161,17 @@ def check_backend(
     value_dim: int | None = None,
     softcap: float = 0.0,
 ) -> None:
-    """Refuse a `--cp-attention-backend` that cannot do what a run needs, before it starts.
+    """Reject a `--cp-attention-backend` that cannot compute the attention of a run, before it starts.
 
     Args:
         device: "cuda" or "cpu", where the run computes.
-        irregular: the flag that needs masks which are neither full nor causal, such as "--window-size"; None without.
-        on_this_host: the run computes there, so that what is installed, and the GPU, count. Otherwise what is known of
-            the backends everywhere does.
+        irregular: the flag that needs masks which are neither full nor causal, such as "--window-size"; None if none.
+        on_this_host: whether the run computes on this host: then installed packages and the GPU are checked too.
+            Otherwise only limits that hold on every host are.
         value_dim, softcap: as in `kernel_for`.
 
     Raises:
-        UsageError: names a backend that can.
+        UsageError: it cannot; the message names a backend that can.
     """
     _check(
         _need(dtype, head_dim, value_dim, softcap),
@@ -205,7 +205,7 @@ def _check(need: Need, backend: str, *, device: str, irregular: str | None = Non
 
 
 def _advice(need: Need, irregular: str | None) -> str:
-    """What to change where no backend can."""
+    """What to change if no backend can compute it."""
     if need.head_dim not in PARTS:
         return f"give --kv-channels {_fitting(need.head_dim)}"
     if need.value_dim not in PARTS:
@@ -230,20 +230,20 @@ def _refusal_on_cpu(name: str) -> str | None:
 
 
 def _refusal(name: str, need: Need, capability: Capability | None) -> str | None:
-    """Why a backend cannot compute this on a GPU of that capability (None: on any, wherever it is installed)."""
+    """Why a backend cannot compute this on a GPU of that capability (None: on any GPU, on any host)."""
     if name == "triton":
         return _refusal_of_position(need, capability)
     library = LIBRARIES[name]
     dtype = need.dtype
     head_dim = need.head_dim
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"{library.title} has no {str(dtype).removeprefix('torch.')}"
+        return f"{library.title} does not support {str(dtype).removeprefix('torch.')}"
     if head_dim % 8:
         return f"{library.title} needs head_dim to be a multiple of 8, not {head_dim}"
     if why := library.lacks(head_dim, need.value_dim, need.softcap):
         return why
     if capability is None:
-        return None if head_dim <= 256 else f"{library.title} has no head_dim {head_dim}"
+        return None if head_dim <= 256 else f"{library.title} does not support head_dim {head_dim}"
     if head_dim not in library.head_dims(capability, deterministic=need.deterministic):
         return _refusal_of_size(library, need, capability)
     return library.missing(head_dim)
@@ -254,7 +254,7 @@ def _refusal_of_size(library: type[Library], need: Need, capability: Capability)
     if not (ever := library.head_dims(capability, deterministic=False)):
         return f"{library.title} does not run {on}"
     if need.head_dim not in ever:
-        return f"head_dim of {library.title} {on} is {_sizes(ever)}, not {need.head_dim}"
+        return f"{library.title} {on} supports head_dim {_sizes(ever)}, not {need.head_dim}"
     return f"{library.title} has no deterministic gradients for head_dim {need.head_dim} {on}"
 
 
@@ -266,9 +266,9 @@ def _sizes(multiples: Sequence[int]) -> str:
 
 def _refusal_of_position(need: Need, capability: Capability | None) -> str | None:
     if need.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"the position kernel has no {str(need.dtype).removeprefix('torch.')}"
+        return f"the position kernel does not support {str(need.dtype).removeprefix('torch.')}"
     if lacking := [d for d in (need.head_dim, need.value_dim) if d not in PARTS]:
-        return f"the position kernel has head_dim {', '.join(map(str, PARTS))}, not {lacking[0]}"
+        return f"the position kernel supports head_dim {', '.join(map(str, PARTS))}, not {lacking[0]}"
     if capability is not None and architecture(capability) not in TILES:
         return "the position kernel does not run on sm_{}{}".format(*capability)
     if capability is not None and importlib.util.find_spec("triton") is None:

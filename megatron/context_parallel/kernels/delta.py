@@ -1,24 +1,24 @@
-"""Giving delta to backward passes that ask for the output."""
+"""Passes delta to backward passes that take the output instead."""
 
 import torch
 from torch import Tensor
 
 
 def output_with(delta: Tensor, dout: Tensor) -> Tensor:
-    """A stand-in for the output [..., d] whose rowsum(dout * out) is `delta`; in dout's dtype.
+    """A substitute for the output [..., d] with rowsum(dout * out) = `delta`, in dout's dtype.
 
-    Backward passes of flash attention read the output only in that sum. The stand-in is the multiple of dout that has
-    it, so it is never larger than the output's projection on dout, and as good after rounding as the output itself.
+    Backward passes of flash attention read the output only in that sum. The substitute is the multiple of dout with
+    this sum. So it is never larger than the output's projection on dout, and has the same rounding error.
 
     Args:
         delta: [...], float32 or wider.
-        dout: [..., d] (on a GPU [s, B, G, d]); rows of zeros get zeros, as their delta is 0.
+        dout: [..., d] (on a GPU [s, B, G, d]); rows of zeros get zeros, because their delta is 0.
     """
     if dout.is_cuda:
         from .delta_triton import output_with_fused
 
         return output_with_fused(delta, dout)
-    norm = torch.linalg.vector_norm(dout, dim=-1, dtype=torch.float64)  # whose squares float32 may not hold
+    norm = torch.linalg.vector_norm(dout, dim=-1, dtype=torch.float64)  # the squares may overflow float32
     factor = delta / norm.square().clamp_min(torch.finfo(torch.float64).tiny)
     largest = torch.finfo(delta.dtype).max
     factor = factor.clamp(-largest, largest).to(delta.dtype)

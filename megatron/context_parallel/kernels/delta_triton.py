@@ -1,4 +1,4 @@
-"""What backward passes take of the log-sum-exp and of delta, in one launch each (Triton)."""
+"""Prepares the log-sum-exp and delta for backward passes, in one launch each (Triton)."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def by_head(lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """log2(e) * lse and delta, from [s, B, G] strided as they come to [B * G, s] in float32."""
+    """log2(e) * lse and delta, from [s, B, G] with any strides to [B * G, s] in float32."""
     s, batch, group = lse.shape
     lse2, delta_out = torch.empty(2, batch * group, s, dtype=torch.float32, device=lse.device)
     by_head_kernel[triton.cdiv(s, 256), batch * group](
@@ -21,7 +21,7 @@ def by_head(lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def output_with_fused(delta: Tensor, dout: Tensor) -> Tensor:
-    """`delta.output_with` on a GPU: delta [s, B, G], dout [s, B, G, d], strided as they come."""
+    """`delta.output_with` on a GPU: delta [s, B, G], dout [s, B, G, d], with any strides."""
     s, batch, group, d = dout.shape
     out = torch.empty_like(dout)
     width = triton.next_power_of_2(d)
@@ -35,7 +35,7 @@ def output_with_fused(delta: Tensor, dout: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["s", "group"])
 def by_head_kernel(lse, delta, lse2, delta_out, s, group, at_lse, at_delta, ROWS: tl.constexpr):
-    """Each program does ROWS rows of one head."""
+    """Each program computes ROWS rows of one head."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = i < s
     i = i.to(tl.int64)
@@ -52,7 +52,7 @@ def output_kernel(
     out, delta, dout, count, batch, group, at_out, at_delta, at_dout,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Each program does ROWS rows; by their largest element, as squares of gradients may be no float32 numbers."""
+    """Each program computes ROWS rows, scaled by their largest element, because squares may not fit float32."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = i < count
     cols = tl.arange(0, WIDTH)

@@ -1,4 +1,4 @@
-"""Block attention: what a kernel is to its users; `choose.py` says which serves a tensor."""
+"""The interface of a kernel for block attention. `choose.py` selects one for a tensor."""
 
 import math
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from .masks import Piece, PieceMask, Runs
 
 @dataclass(frozen=True)
 class Scores:
-    """How scores are made of queries and keys: s = scale * q.k, and with a softcap c > 0, c * tanh(s / c).
+    """How scores are computed from queries and keys: s = scale * q.k, and with a softcap c > 0, c * tanh(s / c).
 
     Raises:
-        UsageError: a scale that is not positive and finite (kernels scale the -inf of masks too), or a softcap that is
+        UsageError: the scale is not positive and finite (kernels also scale the -inf of masks), or the softcap is
             negative or not finite.
     """
 
@@ -33,7 +33,7 @@ class Scores:
 
 
 class BlockGrad(NamedTuple):
-    """What the backward pass of a block takes: dout [s, B, G, dv], the rest as in `Kernel`.
+    """Inputs of the backward pass of a block: dout [s, B, G, dv], the rest as in `Kernel`.
 
     `lse` and `delta` = rowsum(dout * out) are those of the whole sequence, so the gradients of the blocks add up.
     """
@@ -51,15 +51,15 @@ class Kernel(Protocol):
     """Attention of one block.
 
     Shapes: queries [s, B, G, d], keys [t, B, d], values [t, B, dv], log-sum-exp and delta [s, B, G] in float32
-    or wider; B is batch × key/value heads, G the query heads that share one. Strided views are welcome.
+    or wider; B is batch × key/value heads, G the query heads that share one. Strided views are accepted.
     """
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
-        """How this kernel wants a masked block of `keys` key rows cut; not called for one that is all masked."""
+        """The pieces of a masked block of `keys` key rows for this kernel. Not called for a fully masked block."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
-        """Returns the output [s, B, G, dv] in q's dtype or wider and its log-sum-exp; 0 and -inf if nothing is seen."""
+        """Returns the output [s, B, G, dv] in q's dtype or wider and its log-sum-exp; 0 and -inf if no key is seen."""
         ...
 
     def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:

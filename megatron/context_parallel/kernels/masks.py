@@ -1,9 +1,9 @@
-"""Masked blocks: the run of keys each query sees, and its cut into pieces that ordinary flash kernels compute.
+"""Masked blocks: the run of keys that each query sees, and the pieces that ordinary flash kernels can compute.
 
-Rows of a block are in ascending order of position, so query row i sees key rows first[i] .. end[i] - 1 and neither
-bound ever decreases. Where `end` grows by the same m at each row the block is a shifted diagonal (m = 1) or a staircase
-of m interleaved diagonals (chunks of one cyclic layout against a gathered set of them): full rectangles and causal
-squares, the keys of the latter taken in steps of m.
+Rows of a block are in ascending order of position, so query row i sees key rows first[i] .. end[i] - 1, and neither
+bound ever decreases. If `end` grows by the same m at each row, the block is a shifted diagonal (m = 1) or a staircase
+of m interleaved diagonals (chunks of a cyclic layout against a gathered set of them). It consists of full rectangles
+and causal squares, whose keys are taken in steps of m.
 """
 
 from collections.abc import Iterator
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 FULL, CAUSAL = "full", "causal"
-SHORT = 32  # rows: shorter pieces are not worth a kernel call of their own
+SHORT = 32  # rows: shorter pieces are not worth a separate kernel call
 
 
 class Runs(NamedTuple):
-    """The run of key rows each query row sees: int32 [samples, s] each, samples 1 if all samples have the same."""
+    """The run of key rows that each query row sees: int32 [samples, s] each; samples is 1 if all samples are equal."""
 
     first: Tensor
     end: Tensor
 
     def of(self, rows: slice, keys: slice) -> "Runs":
-        """Those of some query rows, as rows of `keys`."""
+        """The runs of some query rows, relative to `keys`."""
         bounds = (x[:, rows].clamp(keys.start, keys.stop) - keys.start for x in self)
         return Runs(*bounds)
 
@@ -34,7 +34,7 @@ PieceMask = str | Runs  # FULL, CAUSAL (square: row i sees key rows 0..i), or ru
 
 
 class Piece(NamedTuple):
-    """Query rows against key rows under a mask a kernel knows; of one sample, or of all."""
+    """Query rows against key rows under a mask that a kernel supports, for one sample or all."""
 
     q: slice
     kv: slice
@@ -43,10 +43,9 @@ class Piece(NamedTuple):
 
 
 def tiles(block: Runs, batch: int, step: int) -> Iterator[tuple[slice, slice, slice, Tensor]]:
-    """Tiles of at most `step` query rows in which anything is seen, for kernels on a CPU.
+    """Tiles of at most `step` query rows that see any key, for kernels on a CPU.
 
-    Each is (heads, rows, keys, which of the keys each row sees, bool [rows, keys]); heads are those of a sample, out of
-    `batch`.
+    Each is (heads, rows, keys, seen): `seen` is bool [rows, keys], and the heads are those of one of `batch` samples.
     """
     samples, count = block.first.shape
     for sample in range(samples):
@@ -61,12 +60,12 @@ def tiles(block: Runs, batch: int, step: int) -> Iterator[tuple[slice, slice, sl
 
 
 def cut(block: Runs, short: int = SHORT, most: int | None = None) -> list[Piece]:
-    """FULL and CAUSAL pieces, and pieces with runs for what is irregular (windows, runs of rows below `short`).
+    """FULL and CAUSAL pieces, and pieces with runs for irregular parts (windows, fewer than `short` regular rows).
 
-    Nothing a row does not see is in a piece that could be cut off it; of a block that sees nothing there are none.
-    Of more than `most` pieces it gives the first ones.
+    Keys that no row of a piece sees are cut off. A block that sees nothing has no pieces. At most the first `most`
+    pieces are returned.
     """
-    if block.first.numel() == 1:  # as in each sequence of a decode step
+    if block.first.numel() == 1:  # as for each sequence of a decoding step
         first, end = int(block.first), int(block.end)
         return [Piece(slice(0, 1), slice(first, end), FULL)] if end > first else []
     if len(block.first) == 1:
@@ -79,7 +78,7 @@ def cut(block: Runs, short: int = SHORT, most: int | None = None) -> list[Piece]
 def _cut_sample(block: Runs, sample: int | None, short: int) -> Iterator[Piece]:
     first, end = (bound[0].numpy() for bound in block)
     short = min(short, len(first))
-    irregular: slice | None = None  # rows that wait for their neighbours: one piece with runs serves them all
+    irregular: slice | None = None  # rows collected until a regular piece follows: one piece with runs covers them all
     for rows, first_step, end_step in _segments(first, end):
         low, high = int(first[rows.start]), int(end[rows.start])
         if low == high and not first_step and not end_step:
@@ -97,13 +96,13 @@ def _cut_sample(block: Runs, sample: int | None, short: int) -> Iterator[Piece]:
 
 
 def _segments(first: numpy.ndarray, end: numpy.ndarray) -> Iterator[tuple[slice, int, int]]:
-    """Successive rows whose bounds grow evenly: (rows, growth of first, growth of end a row)."""
+    """Successive rows whose bounds grow evenly: (rows, growth of first per row, growth of end per row)."""
     growth = numpy.diff(first), numpy.diff(end)
     changed = (growth[0][1:] != growth[0][:-1]) | (growth[1][1:] != growth[1][:-1])
     edges = [0, *(numpy.flatnonzero(changed) + 1).tolist(), len(first) - 1]
     row = 0
     for start, stop in pairwise(edges):  # rows start .. stop grow evenly
-        jump = stop - start == 1 and stop < len(first) - 1  # the row after a jump belongs to what follows
+        jump = stop - start == 1 and stop < len(first) - 1  # the row after a jump belongs to the next group
         if row > stop or (jump and row == stop):
             continue
         last = stop - jump
@@ -117,13 +116,13 @@ def _segments(first: numpy.ndarray, end: numpy.ndarray) -> Iterator[tuple[slice,
 
 
 def _staircase(rows: slice, first: int, end: int, step: int) -> Iterator[Piece]:
-    """Rows of which the first sees keys first .. end-1 and each next one `step` more at the end."""
+    """The pieces of rows whose first sees keys first .. end-1, and each next row `step` more at the end."""
     square = max(first, end - step)  # keys from here on are not seen by all rows
     if square > first:
         yield Piece(rows, slice(first, square), FULL)
     for residue in range(step):
         key = end - step + residue
-        late = int(key < first)  # rows that do not see the residue's first key yet
+        late = int(key < first)  # rows that do not yet see the residue's first key
         key += late * step
         count = rows.stop - rows.start - late
         if count > 0:

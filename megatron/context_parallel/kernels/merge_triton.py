@@ -4,11 +4,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS = 4096  # a program's
+ELEMENTS = 4096  # per program
 
 
 def merge_fused(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """`merge.merge` on a GPU: out, other_out [s, B, G, d], lse, other_lse [s, B, G], strided as they come."""
+    """`merge.merge` on a GPU: out, other_out [s, B, G, d], lse, other_lse [s, B, G], with any strides."""
     s, batch, group, d = out.shape
     width = triton.next_power_of_2(d)
     rows = ELEMENTS // width
@@ -51,5 +51,5 @@ def merge_kernel(
         other_out + offsets(at_other_out, i, batch, group)[:, None] + cols[None, :] * at_other_out[3], mask, 0.0
     )
     share_a, share_b = (weight_a / total).to(tl.float32), (weight_b / total).to(tl.float32)
-    # Both weights, because x + (y - x) * weight would lose all digits of a small y beside a large x.
+    # Both weights, because x + (y - x) * weight would lose all digits of a small y next to a large x.
     tl.store(out, x * share_a[:, None] + y.to(tl.float32) * share_b[:, None], mask)

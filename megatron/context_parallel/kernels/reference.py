@@ -1,4 +1,4 @@
-"""Exact attention by its definition, in float64: what every kernel and every strategy is compared with."""
+"""Exact attention by its definition, in float64: the reference for every kernel and strategy."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ def attention(
 
     `scale` and `softcap` as in `kernels.Scores`.
 
-    `seen`, bool [b or 1, s, s], says which keys a query may see, beside `causal`. One that sees none gets 0 and -inf.
+    `seen`, bool [b or 1, s, s], restricts the keys of a query, besides `causal`. A query without keys gets 0 and -inf.
 
     Returns the output [s, b, heads, dv] and its log-sum-exp [s, b, heads], both float64. Differentiable.
     """
@@ -40,7 +40,7 @@ def attention(
 
 
 def _capped(scores: Tensor, softcap: float) -> tuple[Tensor, Tensor | float]:
-    """Capped scores and their derivative by the scores; both as they are where the softcap is 0."""
+    """Capped scores and their derivative by the scores; with softcap 0, the scores and 1."""
     if not softcap:
         return scores, 1.0
     tanh = (scores / softcap).tanh()
@@ -48,7 +48,7 @@ def _capped(scores: Tensor, softcap: float) -> tuple[Tensor, Tensor | float]:
 
 
 class Reference:
-    """`kernels.Kernel` by definition, in float64 whatever comes in."""
+    """`kernels.Kernel` by definition, always in float64."""
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
         return cut(block)
@@ -73,7 +73,7 @@ class Reference:
         )
 
     def _scores(self, q: Tensor, k: Tensor, mask: PieceMask, how: Scores) -> tuple[Tensor, Tensor | float]:
-        """Scores [B, G, s, t], -inf where nothing is seen, and the slope of their cap."""
+        """Scores [B, G, s, t], -inf for keys that are not seen, and the slope of their cap."""
         scores, slope = _capped(torch.einsum("ibgd,jbd->bgij", q.double(), k.double()) * how.scale, how.softcap)
         if mask == FULL:
             return scores, slope

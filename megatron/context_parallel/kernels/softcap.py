@@ -1,4 +1,4 @@
-"""Attention with capped scores on a CPU, in plain PyTorch: ATen's flash attention there has no softcap."""
+"""Attention with capped scores on a CPU, in plain PyTorch: ATen's flash attention for CPUs has no softcap."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,39 +11,39 @@ from megatron.context_parallel.errors import UsageError
 from .interface import BlockGrad, Scores
 from .masks import CAUSAL, Piece, PieceMask, Runs, tiles
 
-ROWS = 256  # most query rows of a tile
-SCORES = 2**20  # most scores of a tile of more than one row, of all heads: bounds memory, and stays in the cache
+ROWS = 256  # maximum query rows of a tile
+SCORES = 2**20  # maximum scores of all heads in a tile of several rows: limits memory, and fits the cache
 
 
 class _Tile(NamedTuple):
-    """Where a tile's queries and keys are (rows, heads), and which of the keys each row sees, bool [rows, keys]."""
+    """The queries and keys of a tile (rows, heads), and which of the keys each row sees, bool [rows, keys]."""
 
     queries: tuple[slice, slice]
     keys: tuple[slice, slice]
     visible: Tensor
 
     def of_queries(self, x: Tensor) -> Tensor:
-        """A tensor [s, B, G, d] in this tile, in float32 or wider, with zeros in rows that see nothing."""
+        """A tensor [s, B, G, d] in this tile, in float32 or wider, with zeros in rows that see no key."""
         return _used(x[self.queries], self.visible.any(1))
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """A tensor [t, B, d] in this tile, in float32 or wider, with zeros in keys that nobody sees."""
+        """A tensor [t, B, d] in this tile, in float32 or wider, with zeros in keys that no row sees."""
         return _used(x[self.keys], self.visible.any(0))
 
     def scores(self, queries: Tensor, keys: Tensor, how: Scores) -> tuple[Tensor, Tensor]:
-        """Capped scores, -inf where nothing is seen, and their derivative by the scaled ones, [B, G, rows, keys]."""
+        """Capped scores, -inf for unseen keys, and their derivative by the scaled scores, [B, G, rows, keys]."""
         s = torch.einsum("ibgd,jbd->bgij", queries, keys).mul_(how.scale / how.softcap)
-        slope = s.cosh().square_().reciprocal_()  # 1 - tanh² without its cancellation
+        slope = s.cosh().square_().reciprocal_()  # 1 - tanh², without cancellation
         return s.tanh_().mul_(how.softcap).masked_fill_(~self.visible, float("-inf")), slope
 
 
 class SoftcapCpu:
-    """`kernels.Kernel` on CPU for scores with a softcap; in float32 (float64 for float64) whatever comes in."""
+    """`kernels.Kernel` on CPU for scores with a softcap; always in float32 (float64 for float64)."""
 
     name = "softcap"
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
-        """The whole block in one piece: its tiles leave out what no query of theirs sees."""
+        """The whole block in one piece: its tiles exclude keys that none of their queries sees."""
         return [Piece(slice(0, block.first.shape[1]), slice(0, keys), block)]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -74,9 +74,9 @@ class SoftcapCpu:
 
 
 def _tiles(q: Tensor, k: Tensor, mask: PieceMask, scores: Scores) -> Iterator[_Tile]:
-    """The tiles of a block in which anything is seen."""
+    """The tiles of a block that see any key."""
     if not scores.softcap:
-        raise UsageError("softcap 0: this kernel is for capped scores only; give a softcap such as 50.0, or AtenFlash")
+        raise UsageError("softcap 0: this kernel needs capped scores; give a softcap such as 50.0, or use AtenFlash")
     bounds = _runs(mask, len(q), len(k))
     batch, group = q.shape[1:3]
     scores_of_a_row = batch // len(bounds.first) * group * len(k)
@@ -86,7 +86,7 @@ def _tiles(q: Tensor, k: Tensor, mask: PieceMask, scores: Scores) -> Iterator[_T
 
 
 def _used(x: Tensor, rows: Tensor) -> Tensor:
-    """`x` in float32 or wider, with zeros in all but some rows: a weight of 0 does not stop NaN or infinity."""
+    """`x` in float32 or wider, with zeros outside of some rows: a weight of 0 does not remove NaN or infinity."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x if rows.all() else x.masked_fill(~rows.view(-1, *[1] * (x.dim() - 1)), 0.0)
 
@@ -99,5 +99,5 @@ def _runs(mask: PieceMask, rows: int, keys: int) -> Runs:
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """Probabilities; 0 where a row sees nothing. Overwrites the scores."""
+    """Probabilities; 0 in rows that see no key. Overwrites the scores."""
     return scores.sub_(lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp_()

@@ -1,4 +1,4 @@
-"""HuggingFace accelerate: its context parallelism, which is PyTorch's and takes no other."""
+"""HuggingFace accelerate: its context parallelism uses PyTorch's implementation, and supports no other."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -10,12 +10,12 @@ CHECKED = {"accelerate": "1.15", "torch": "2.11 to 2.13"}
 
 
 def cut_with(accelerator: Accelerator, cut: Callable[..., AbstractContextManager[None]]) -> None:
-    """Makes `accelerator.maybe_context_parallel` give `cut`, which takes its arguments by name."""
+    """Makes `accelerator.maybe_context_parallel` return `cut`, called with the same arguments by name."""
     accelerator._cp_context = cut
 
 
 def leave_masks_alone(model: nn.Module) -> None:
-    """Removes the hooks by which `prepare` makes every attention causal, also that of a model that is not."""
+    """Removes the hooks with which `prepare` makes every attention causal, even in models that are not causal."""
     for module in model.modules():
         for key, hook in [*module._forward_pre_hooks.items()]:
             if getattr(hook, "__qualname__", "").startswith("_attach_context_parallel_hooks."):

@@ -1,7 +1,7 @@
-"""Lets megatron-core run on a host that has no GPU.
+"""Makes megatron-core run on a host without a GPU.
 
-megatron-core names the CUDA device in a few places where the tensor's own device would do. On a host without a
-GPU `support_cpu_host()` answers those places with the CPU; with a GPU it does nothing. Factory functions are
+megatron-core hard-codes the CUDA device in a few places where the tensor's own device would work. On a host without
+a GPU, `support_cpu_host()` redirects those places to the CPU; with a GPU it does nothing. Factory functions are
 replaced, not intercepted by a TorchFunctionMode: a mode is suspended inside the backward pass. megatron-core has no
 option for it.
 """
@@ -44,7 +44,7 @@ def support_cpu_host() -> None:
 
 def _create_on_cpu() -> None:
     # Schedules, optimizer and gradient clipping create scalars and buffers with device="cuda".
-    # `with torch.device(...)` knows the factories by identity from its first use on, and must know the original ones.
+    # `with torch.device(...)` identifies the factories at its first use, and must see the original ones.
     _device_constructors()
     for name in _FACTORIES:
         factory = getattr(torch, name)
@@ -62,12 +62,12 @@ def _answer_device_questions() -> None:
     # Weights and communication buffers are created on the current device.
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
-    # Pipeline communication and the checkpoint writer wait for the device; a CPU has finished already.
+    # Pipeline communication and the checkpoint writer synchronize with the device; a CPU needs no synchronization.
     cuda.synchronize = lambda device=None: None
 
 
 class _NoStream:
-    """Stands in for a CUDA stream or event: what it is given is done already."""
+    """Replaces a CUDA stream or event: its work is already complete."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
@@ -78,7 +78,7 @@ class _NoStream:
 
 
 def _work_in_order() -> None:
-    # Megatron-FSDP and several instances of the distributed optimizer communicate on streams of their own.
+    # Megatron-FSDP and several instances of the distributed optimizer communicate on separate streams.
     cuda: Any = torch.cuda
     cuda.Stream = cuda.Event = _NoStream
     cuda.current_stream = cuda.default_stream = lambda device=None: _NoStream()
@@ -88,7 +88,7 @@ def _work_in_order() -> None:
 
 @contextlib.contextmanager
 def on_cpu_mesh() -> Iterator[None]:
-    """While Megatron-FSDP is built, its device meshes are of this host, and the current device has a number."""
+    """While Megatron-FSDP is built, its device meshes are on the CPU, and the current device has a number."""
     if torch.cuda.is_available():
         yield
         return
@@ -144,12 +144,12 @@ def _share_cpu_generator() -> None:
     cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    # The tracker warns when the CPU generator moves inside its fork: here it is the one that must.
+    # The tracker warns if the CPU generator advances inside its fork. On a CPU it must.
     logging.getLogger(random.__name__).addFilter(lambda r: "CPU RNG state changed" not in r.getMessage())
 
 
 def _count_tokens_of_experts() -> None:
-    # Counts go to torch.distributed as arrays; megatron-core makes arrays of those alone that come from a GPU.
+    # Counts are passed to torch.distributed as arrays; megatron-core converts only those from a GPU.
     from megatron.core.transformer.moe import token_dispatcher
 
     def on_host(counts: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

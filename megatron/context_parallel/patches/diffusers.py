@@ -1,6 +1,6 @@
-"""HuggingFace diffusers: attention backends beside those that it names, and the plan by which models are cut.
+"""HuggingFace diffusers: additional attention backends, and the plan that shards models.
 
-The public `set_attention_backend` and `enable_parallelism` take names of its own only.
+The public `set_attention_backend` and `enable_parallelism` accept only names of diffusers.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ CHECKED = {"diffusers": "0.42"}
 
 
 def has_plan(model: ModelMixin) -> bool:
-    """Whether the model says which inputs are cut and which outputs are gathered."""
+    """Whether the model declares which inputs are sharded and which outputs are gathered."""
     return model._cp_plan is not None
 
 
@@ -25,7 +25,7 @@ def is_parallel(model: ModelMixin) -> bool:
 
 
 def cut_by_plan(model: ModelMixin, mesh: DeviceMesh) -> None:
-    """Cuts the model's inputs and gathers its outputs over the ranks of a mesh of one dimension."""
+    """Shards the model's inputs and gathers its outputs over the ranks of a one-dimensional mesh."""
     config = ContextParallelConfig(ring_degree=mesh.size())  # only its mesh is read
     config._mesh = config._flattened_mesh = mesh
     apply_context_parallel(model, config, model._cp_plan)
@@ -33,7 +33,7 @@ def cut_by_plan(model: ModelMixin, mesh: DeviceMesh) -> None:
 
 
 def new_backend(name: str, attend: Callable) -> AttentionBackendName:
-    """A backend that computes with `attend`, whose parameters are those that diffusers may give."""
+    """A backend that calls `attend`, whose parameters are those that diffusers may pass."""
     backend = cast(AttentionBackendName, str.__new__(AttentionBackendName, name))
     backend._name_ = backend._value_ = str.__str__(backend)
     _AttentionBackendRegistry.register(backend)(attend)

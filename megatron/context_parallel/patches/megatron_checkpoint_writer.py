@@ -1,6 +1,6 @@
-"""megatron-core's writer of checkpoints: its queue of results, and the steps in which rank 0 writes alone.
+"""megatron-core's checkpoint writer: its queue of results, and the steps in which only rank 0 writes.
 
-The writer takes no queue of ours, and no step tells the other ranks of an error.
+The writer does not accept another queue, and none of its steps reports an error to the other ranks.
 """
 
 import queue
@@ -22,12 +22,12 @@ _STEPS_OF_RANK_0 = (
 
 
 def wrap_steps_of_rank_0(wrap: Callable[[Callable], Callable]) -> None:
-    """Puts `wrap(step)` in the place of each step. Of its arguments the first may have the folder of the checkpoint as
-    `checkpoint_dir`; otherwise the last is the folder, or the plan, which the step returns."""
+    """Replaces each step with `wrap(step)`. The first argument of a step may have the checkpoint's folder as
+    `checkpoint_dir`; otherwise the last argument is the folder, or the plan, which the step returns."""
     for owner, name in _STEPS_OF_RANK_0:
         setattr(owner, name, wrap(getattr(owner, name)))
 
 
 def take_results_in_this_process() -> None:
-    """For the next save: for a queue of its own the writer would start a process, which outlives a killed rank."""
+    """Sets the queue of the next save. The writer's own queue would start a process that outlives a killed rank."""
     filesystem_async._results_queue = queue.Queue()

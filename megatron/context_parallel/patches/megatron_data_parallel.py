@@ -1,6 +1,6 @@
-"""megatron-core's data parallelism: the base of its wrappers, and what it calls before ranks add up gradients.
+"""megatron-core's data parallelism: the base class of its wrappers, and its check before gradients are reduced.
 
-The base has no public name. The check that is called takes no function of ours, and ends the process of one rank.
+The base class has no public name. The check cannot be configured, and ends the process of one rank.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ BaseDataParallel = _BaseDataParallel  # schedules and the optimizer call its met
 
 
 def before_reduction(bucket_group: Any, look: Callable[..., None]) -> None:
-    """Calls `look` before the ranks add up the gradients of a group of buckets, instead of megatron-core's check.
+    """Calls `look` before the gradients of a group of buckets are reduced, instead of megatron-core's check.
 
     Args:
-        bucket_group: of a `DistributedDataParallel`.
-        look: takes `check_for_nan_or_inf` and `check_for_large`, both bool.
+        bucket_group: a bucket group of a `DistributedDataParallel`.
+        look: called with `check_for_nan_or_inf` and `check_for_large`, both bool.
     """
     bucket_group.ddp_config.check_for_nan_in_grad = True
     bucket_group.check_grads = look

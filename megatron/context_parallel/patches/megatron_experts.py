@@ -1,4 +1,4 @@
-"""megatron-core's experts without Transformer Engine: they ask whether a name is None that is then not there."""
+"""megatron-core's experts without Transformer Engine: they compare a name with None that is then undefined."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ CHECKED = {"megatron-core": "0.16"}
 
 
 def say_there_is_no_gemm() -> None:
-    """Defines `te_general_gemm` as None where Transformer Engine has not defined it."""
+    """Defines `te_general_gemm` as None if Transformer Engine has not defined it."""
     module: Any = moe_utils
     if not hasattr(module, "te_general_gemm"):
         module.te_general_gemm = None

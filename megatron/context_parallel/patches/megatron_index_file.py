@@ -1,4 +1,4 @@
-"""How an index of tokens begins. Where a file does not begin so, megatron-core's own reader fails an assertion."""
+"""The header of an index of tokens. megatron-core's own reader only asserts that a file begins with it."""
 
 from megatron.core.datasets.indexed_dataset import _INDEX_HEADER
 

@@ -1,6 +1,6 @@
-"""What an unmodified Megatron-LM, or Megatron-Bridge, calls of megatron-core for attention and to cut a sequence.
+"""megatron-core's functions with which Megatron-LM and Megatron-Bridge build attention and shard sequences.
 
-Megatron's scripts build their models and batches by these names alone, and take no functions of ours.
+Megatron's scripts call these names directly, and cannot be configured to call other functions.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,13 +14,13 @@ _PACKED = ("get_thd_batch_on_this_cp_rank", "get_batch_on_this_hybrid_cp_rank", 
 def replaced_by(
     *, core_attention: Callable, batch: Callable, packed_batch: Callable, embedding: Callable
 ) -> Iterator[tuple[Any, str, Callable]]:
-    """(owner, name, value) of all that is replaced.
+    """(owner, name, value) of each replacement.
 
     Args:
-        core_attention: in place of the method of the providers of layer specs.
-        batch: in place of the function that cuts a batch.
-        packed_batch: in place of those that cut packed sequences.
-        embedding: in place of the function that cuts a table of rotations.
+        core_attention: replaces the method of the providers of layer specs.
+        batch: replaces the function that shards a batch.
+        packed_batch: replaces the functions that shard packed sequences.
+        embedding: replaces the function that shards a table of rotations.
     """
     from megatron.core import utils
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider

@@ -1,4 +1,4 @@
-"""The metadata of a distributed checkpoint, read by an unpickler of ours; PyTorch's reader takes none, and runs all."""
+"""Reads the metadata of a distributed checkpoint with our unpickler. PyTorch's reader runs any code in the pickle."""
 
 import pickle
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ CHECKED = {"torch": "2.11 to 2.13"}
 
 @contextmanager
 def unpickled_by(unpickler: type[pickle.Unpickler]) -> Iterator[None]:
-    """Within it every `FileSystemReader` reads `.metadata` by `unpickler`."""
+    """A context in which every `FileSystemReader` reads `.metadata` with `unpickler`."""
 
     def read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:

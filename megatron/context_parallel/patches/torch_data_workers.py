@@ -1,6 +1,6 @@
-"""Worker processes of PyTorch's data loader: where they fail, nothing public is called.
+"""Worker processes of PyTorch's data loader: there is no public hook for their failures.
 
-A worker hands over a batch in a thread of its queue, which is Python's. That prints an error and goes on.
+A worker sends a batch in a thread of its Python queue. On an error, this thread prints it and continues.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,10 @@ CHECKED = {"torch": "2.11 to 2.13"}
 
 
 def when_batch_is_lost(act: Callable[[BaseException, object], None]) -> None:
-    """In a worker: `act` is called with the error and the batch where one cannot be handed over."""
+    """In a worker: call `act` with the error and the batch if a batch cannot be sent."""
     Queue._on_queue_feeder_error = staticmethod(act)  # type: ignore[attr-defined]
 
 
 def forget_workers() -> None:
-    """After a loader whose workers could not start: it has no mark of being shut down, and would ask when deleted."""
+    """Clean up a loader whose workers could not start: it lacks the attribute that its destructor reads."""
     dataloader._MultiProcessingDataLoaderIter._shutdown = True

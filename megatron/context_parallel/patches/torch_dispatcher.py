@@ -1,11 +1,11 @@
-"""PyTorch's dispatcher: operators without autograd, and whether transforms are in progress.
+"""PyTorch's dispatcher: operators without autograd, and whether function transforms are active.
 
-No public name does either: under `torch.no_grad` an operator still passes through autograd's kernel.
+There is no public name for either: under `torch.no_grad` an operator still runs through autograd's kernel.
 """
 
 import torch
 
 CHECKED = {"torch": "2.11 to 2.13"}
 
-below_autograd = torch._C._AutoDispatchBelowAutograd  # a context: operators in it have no autograd
-in_transform = torch._C._are_functorch_transforms_active  # whether this is inside grad, jvp, vmap of torch.func
+below_autograd = torch._C._AutoDispatchBelowAutograd  # a context manager: operators in it bypass autograd
+in_transform = torch._C._are_functorch_transforms_active  # whether grad, jvp or vmap of torch.func is active

@@ -1,4 +1,4 @@
-"""Tensors that have a shape, a dtype and a device, and no memory. PyTorch has no public name for their mode."""
+"""Tensors with a shape, a dtype and a device, but without memory. PyTorch has no public name for their mode."""
 
 from torch._subclasses import FakeTensorMode as FakeTensorMode
 

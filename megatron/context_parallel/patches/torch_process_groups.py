@@ -1,7 +1,7 @@
-"""Process groups of torch.distributed: what they were made with, and new ones under a name of our choice.
+"""Process groups of torch.distributed: their timeout and options, and new groups with a given name.
 
-No public function tells a group's timeout or options. `dist.new_group` names a group by how many groups the process
-has, so ranks with different numbers of groups would wait for each other for ever.
+No public function returns a group's timeout or options. `dist.new_group` derives a name from the number of groups in
+the process, so ranks with different numbers of groups would wait for each other forever.
 """
 
 from datetime import timedelta
@@ -12,18 +12,18 @@ from torch.distributed import distributed_c10d
 
 CHECKED = {"torch": "2.11 to 2.13"}
 
-default_store = distributed_c10d._get_default_store  # of the world
+default_store = distributed_c10d._get_default_store  # the store of the world
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long operations of `group` may take."""
+    """The timeout of operations of `group`."""
     return _backend_options(group)._timeout
 
 
 def options_of(group: dist.ProcessGroup) -> Any:
-    """Options of a communicator beside `group`, if that is of NCCL: its priority of streams and its limits of CTAs.
+    """Options for another communicator, copied from `group`, if it uses NCCL: stream priority and CTA limits.
 
-    They decide whether communication waits for whole compute kernels.
+    They decide whether communication must wait for a whole compute kernel.
     """
     given = _backend_options(group)
     if not hasattr(given, "is_high_priority_stream"):
@@ -40,11 +40,11 @@ def _backend_options(group: dist.ProcessGroup) -> Any:
 def new_process_group(beside: dist.ProcessGroup, ranks: list[int], name: str, description: str) -> dist.ProcessGroup:
     """A group of `ranks` (of the world), with the backend, options and timeout of the group `beside`.
 
-    Exactly these ranks make it, under a `name` that no other group has.
+    Exactly these ranks call it, with a `name` that no other group has.
     """
     world = dist.group.WORLD
     assert world is not None
-    device, world.bound_device_id = world.bound_device_id, None  # else NCCL splits the world, and needs all its ranks
+    device, world.bound_device_id = world.bound_device_id, None  # else NCCL splits the world, by all its ranks
     try:
         made, _ = distributed_c10d._new_process_group_helper(
             len(ranks),

@@ -1,4 +1,4 @@
-"""How often a tensor was written to: autograd's counter of a tensor's storage. No public name tells it."""
+"""The number of writes to a tensor: autograd's version counter of its storage. There is no public name for it."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ CHECKED = {"torch": "2.11 to 2.13"}
 
 
 def writes_to(x: Tensor) -> int:
-    """How often `x`, or what shares its storage, was written to; tensors of inference mode do not count."""
+    """The number of writes to the storage of `x`; tensors of inference mode do not count them."""
     try:
         return x._version
     except RuntimeError:

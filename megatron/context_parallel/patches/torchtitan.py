@@ -1,6 +1,6 @@
-"""torchtitan: what cuts batches, what its models change of attention, what activation checkpoints save.
+"""torchtitan: the function that shards batches, its changes to attention, and what activation checkpoints save.
 
-Its configuration chooses among functions of its own only.
+Its configuration can select only its own functions.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,18 +15,18 @@ CHECKED = {"torchtitan": "0.3"}
 
 
 def cut_batches_with(cut: Callable) -> None:
-    """Puts `cut` in the place of `prepare_context_parallel_input`, in training and in validation."""
+    """Replaces `prepare_context_parallel_input` with `cut`, in training and in validation."""
     trainer.prepare_context_parallel_input = validate.prepare_context_parallel_input = cut
 
 
 def model_class(config: Any) -> Any:
-    """The class of the model that a config makes."""
+    """The class of the model of a config."""
     return config._owner
 
 
 @contextmanager
 def attention_as_it_is(parallelize: Callable) -> Iterator[None]:
-    """Keeps a `parallelize_fn` from changing attention by `apply_cp_to_forward`, as it does for partial_dtensor."""
+    """Prevents a `parallelize_fn` from changing attention with `apply_cp_to_forward`, as partial_dtensor does."""
     names, name = parallelize.__globals__, "apply_cp_to_forward"
     if name not in names:
         yield
@@ -39,7 +39,7 @@ def attention_as_it_is(parallelize: Callable) -> Iterator[None]:
 
 
 def save_results_of(operator: Any) -> None:
-    """Lets selective activation checkpoints save what `operator` returns, as they save FlexAttention's."""
+    """Makes selective activation checkpoints save the results of `operator`, as they save those of FlexAttention."""
     theirs = SelectiveAC.get_save_ops
     if theirs.__module__ != __name__:
 

@@ -1,7 +1,7 @@
-"""HuggingFace transformers: which attention a model takes, and what mask functions are made of.
+"""HuggingFace transformers: the attention of a model, and the parts of mask functions.
 
-transformers tells nobody when a model takes an attention, and has no public name for the one that it has. A mask
-function is known by the function of transformers that made it, and its parts by the variables that it closes over.
+transformers has no hook for a change of a model's attention, and no public name for the current one. A mask function
+is identified by the function that created it, and its parts by the variables of its closure.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ set_attn_implementation = PreTrainedModel.set_attn_implementation  # transformer
 
 
 def replace_set_attn_implementation(ours: Callable[..., None]) -> None:
-    """Calls `ours` where a model is given an attention; it may call `set_attn_implementation`."""
+    """Calls `ours` when the attention of a model is set. It may call `set_attn_implementation`."""
     PreTrainedModel.set_attn_implementation = ours  # type: ignore[method-assign]
 
 
@@ -26,12 +26,12 @@ def attention_of(config: Any) -> str:
 
 
 def is_stateful(model: PreTrainedModel) -> bool:
-    """Whether layers of the model hand a state from token to token."""
+    """Whether layers of the model pass a state from token to token."""
     return model._is_stateful
 
 
 def without_documents(mask_function: Callable) -> Callable:
-    """The function without the documents that transformers finds in position ids, for a rank has a part of these."""
+    """The function without the documents from position ids, because a rank has only a part of these."""
     parts = _closed_over(mask_function).get("mask_functions", ())
     if mask_function.__qualname__.startswith("or_masks."):
         return or_masks(*map(without_documents, parts))
@@ -42,6 +42,6 @@ def without_documents(mask_function: Callable) -> Callable:
 
 
 def _closed_over(function: Any) -> dict[str, Any]:
-    """The variables of the function around it that a function uses."""
+    """The closure variables of a function, by name."""
     cells = function.__closure__ or ()
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))

@@ -1,6 +1,6 @@
-"""What a thread waits for, read from the local variables of PyTorch's and megatron-core's functions that it is in.
+"""What a thread waits for, from the local variables of the PyTorch and megatron-core functions on its stack.
 
-Neither tells which collective or message is under way.
+Neither library reports which collective or message is in flight.
 """
 
 import traceback
@@ -14,7 +14,7 @@ CHECKED = {"torch": "2.11 to 2.13", "megatron-core": "0.16"}
 
 
 def awaited_by(innermost: FrameType) -> tuple[str, str, tuple[int, ...]] | None:
-    """The collective, or the message of a pipeline, that a thread is in: its kind, its channel, and the other ranks."""
+    """The collective or pipeline message that a thread waits in: its kind, its channel, and the other ranks."""
     for frame, _ in traceback.walk_stack(innermost):
         name, file, here = frame.f_code.co_name, frame.f_code.co_filename, frame.f_locals
         if file.endswith("distributed_c10d.py") and "group" in here:
@@ -30,7 +30,7 @@ def awaited_by(innermost: FrameType) -> tuple[str, str, tuple[int, ...]] | None:
 
 
 def _others(group: "dist.ProcessGroup | None") -> tuple[int, ...]:
-    import torch.distributed as dist  # cp-stuck, which only reads what ranks found, does without
+    import torch.distributed as dist  # not needed by cp-stuck, which only reads files
 
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     return tuple(rank for rank in ranks if rank != dist.get_rank())

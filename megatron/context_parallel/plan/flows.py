@@ -1,4 +1,4 @@
-"""Tasks that share resources: each runs at its max-min fair part of the slowest resource that it uses.
+"""Tasks that share resources: each runs at its max-min fair share of the slowest resource that it uses.
 
 A message uses the links that it crosses, a block the compute of its rank.
 """
@@ -8,17 +8,17 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-SAME = 1e-9  # parts of a rate, or of a time, that count as nothing
+SAME = 1e-9  # fractions of a rate or a time that count as 0
 
 
 class Task(NamedTuple):
     """Work on resources.
 
     Attributes:
-        what: what `Flows.advance` returns when it is done.
+        what: the value that `Flows.advance` returns when the task ends.
         size: in units of the resources that it uses; in seconds if it uses none.
-        uses: numbers of resources, each once.
-        ranks: of a block its rank, of a message its sender and receiver.
+        uses: the numbers of its resources, without duplicates.
+        ranks: the rank of a block, or the sender and the receiver of a message.
     """
 
     what: Any
@@ -28,7 +28,7 @@ class Task(NamedTuple):
 
 
 class _Running:
-    """A task that uses resources. `left` was right at the time `since`."""
+    """A task that uses resources. `left` is the remaining work at the time `since`."""
 
     __slots__ = ("end", "left", "order", "rate", "since", "task", "uses")
 
@@ -41,13 +41,13 @@ class _Running:
 
 
 class Flows:
-    """Runs tasks on a clock, with the same numbers on every run.
+    """Runs tasks on a simulated clock. Every run gives the same numbers.
 
-    When a task starts or ends, only the rates of those change that share resources with it, directly or through others.
+    When a task starts or ends, only the rates of tasks change that share resources with it, directly or indirectly.
 
     Args:
         slowdown: of blocks while their rank sends or receives, and of messages while one of their ranks computes. With
-            0.5, what takes 1 second alone takes 1.5.
+            0.5, a task that takes 1 second alone takes 1.5.
     """
 
     def __init__(self, slowdown: tuple[float, float] = (0.0, 0.0)) -> None:
@@ -56,16 +56,16 @@ class Flows:
         self._numbers: dict[Hashable, int] = {}
         self._capacity: list[float] = []
         self._crowding: list[float] = []
-        self._users: list[dict[_Running, None]] = []  # of each resource, in the order of their start
-        self._changed: dict[int, None] = {}  # resources whose users are new or gone
+        self._users: list[dict[_Running, None]] = []  # for each resource, in the order of their start
+        self._changed: dict[int, None] = {}  # resources whose users have changed
         self._timed: list[tuple[float, int, Task, bool]] = []  # time, order, task, whether it starts then
-        self._ends: list[tuple[float, int, _Running]] = []  # also of tasks that have ended, or whose end has changed
+        self._ends: list[tuple[float, int, _Running]] = []  # may include tasks that have ended or whose end changed
         self._order = 0
 
     def resource(self, name: Hashable, capacity: float, crowding: float = 0.0) -> int:
-        """The number of a resource that does `capacity` units a second. It is made at its first use.
+        """The number of a resource with `capacity` units per second. It is created at its first use.
 
-        For tasks between k pairs of ranks it does 1 / (1 + `crowding` (k - 1)) of that.
+        With tasks between k pairs of ranks, its capacity is divided by 1 + `crowding` (k - 1).
         """
         number = self._numbers.setdefault(name, len(self._capacity))
         if number == len(self._capacity):
@@ -75,7 +75,7 @@ class Flows:
         return number
 
     def computing(self, resource: int) -> int:
-        """How many ranks compute with a resource now."""
+        """The number of ranks that currently compute with a resource."""
         return sum(len(running.task.ranks) == 1 for running in self._users[resource])
 
     def add(self, task: Task, delay: float = 0.0) -> None:
@@ -88,7 +88,7 @@ class Flows:
         heapq.heappush(self._timed, (time, self._order, task, bool(task.uses)))
 
     def advance(self) -> list[Any]:
-        """Goes on to the next time at which tasks end. Returns `what` of each; nothing if no task runs."""
+        """Advances to the next time at which tasks end. Returns `what` of each; nothing if no task runs."""
         done: list[Any] = []
         while not done:
             if self._changed:
@@ -115,7 +115,7 @@ class Flows:
 
     def _start(self, task: Task) -> None:
         uses = task.uses
-        if any(self._slowdown):  # what a rank computes and moves changes each other's rate
+        if any(self._slowdown):  # computation and communication of a rank slow each other down
             uses = (*uses, *(self.resource(("rank", rank), math.inf) for rank in dict.fromkeys(task.ranks)))
         self._order += 1
         running = _Running(task, uses, self.now, self._order)
@@ -131,7 +131,7 @@ class Flows:
         return running.task.what
 
     def _share(self) -> None:
-        """Sets the rates of all tasks that a change concerns."""
+        """Sets the rates of all tasks that a change affects."""
         now = self.now
         for together in self._concerned():
             rates = self._fair(together)
@@ -147,7 +147,7 @@ class Flows:
         self._changed = {}
 
     def _concerned(self) -> Iterator[list[_Running]]:
-        """The tasks that use changed resources, and all that share resources with them: those together that do."""
+        """The tasks that use changed resources, directly or indirectly, in groups that share resources."""
         found: set[int] = set()
         for first in self._changed:
             if first in found:
@@ -166,7 +166,7 @@ class Flows:
                 yield list(together)
 
     def _fair(self, tasks: list[_Running]) -> list[float]:
-        """The rate of each task. The tightest resource is shared out equally, then the next, and so on."""
+        """The rate of each task. The tightest resource is divided equally, then the next, and so on."""
         users = {use: len(self._users[use]) for running in tasks for use in running.uses}
         left = {use: self._capacity[use] / self._crowd(use) for use in users}
         rates = [0.0] * len(tasks)
@@ -190,12 +190,12 @@ class Flows:
         return rates
 
     def _crowd(self, resource: int) -> float:
-        """By how much a resource is slower than for one pair of ranks."""
+        """The factor by which a resource is slower than for one pair of ranks."""
         crowding = self._crowding[resource]
         return 1 + crowding * (len({running.task.ranks for running in self._users[resource]}) - 1) if crowding else 1.0
 
     def _slowed(self, tasks: list[_Running], rates: list[float]) -> list[float]:
-        """The rates of tasks, less where a rank computes while it sends or receives."""
+        """The rates of tasks, reduced if a rank computes while it sends or receives."""
         compute, move = set[int](), set[int]()
         for running in tasks:
             (compute if len(running.task.ranks) == 1 else move).update(running.task.ranks)

@@ -11,11 +11,11 @@ def check_form(plan: Plan) -> None:
     Ranks and chunks exist, channels are declared, tensors belong to the pass, and no partial is sent twice in a step.
 
     Raises:
-        PlanError: names rank and step of the first that is wrong.
+        PlanError: the message names rank and step of the first error.
     """
     if plan.n != plan.visible_pairs.n or plan.n < 1:
         raise PlanError(
-            f"{plan.name}: steps of {plan.n} ranks for a mask of {plan.visible_pairs.n} chunks; need one rank a chunk"
+            f"{plan.name}: steps of {plan.n} ranks for a mask of {plan.visible_pairs.n} chunks; need one rank per chunk"
         )
     for q, row in enumerate(plan.visible_pairs.rows):
         if not 0 <= row < 1 << plan.n:
@@ -23,16 +23,16 @@ def check_form(plan: Plan) -> None:
     travels = frozenset((*plan.starts, *plan.ends))
     for r, steps in enumerate(plan.steps):
         if not isinstance(steps, tuple):
-            raise PlanError(f"rank {r}: steps {steps!r} are no tuple")
+            raise PlanError(f"rank {r}: steps {steps!r} are not a tuple")
         for s, step in enumerate(steps):
             if wrong := _wrong(step, r, plan.n, travels) or _undeclared(step, plan.channels):
                 raise PlanError(f"rank {r}, step {s}: {wrong}")
 
 
 def _wrong(step: object, r: int, n: int, travels: frozenset[T]) -> str:
-    """What is wrong with a step; nothing if it is well formed."""
+    """The errors of a step; none if it is well formed."""
     if not isinstance(step, Step) or not isinstance(step.comm, tuple) or not isinstance(step.attend, tuple):
-        return f"{step!r} is no step of a tuple of operations and a tuple of blocks"
+        return f"{step!r} is not a Step with a tuple of operations and a tuple of blocks"
     for attend in step.attend:
         if wrong := _wrong_attend(attend, n):
             return wrong
@@ -42,25 +42,25 @@ def _wrong(step: object, r: int, n: int, travels: frozenset[T]) -> str:
     if any(op.tensor in PARTIAL for op in step.comm):
         leaving = Counter(key for op in step.comm for key in op.reads(r) if op.tensor in PARTIAL)
         return next(
-            (f"{t} chunk {c} is sent {k} times, but leaves with the first" for (t, c), k in leaving.items() if k > 1),
+            (f"{t} chunk {c} is sent {k} times, but moves with the first" for (t, c), k in leaving.items() if k > 1),
             "",
         )
     return ""
 
 
 def _undeclared(step: Step, channels: tuple[str, ...]) -> str:
-    """The first operation made of messages whose channel the plan does not declare."""
+    """The first message or reduce-scatter on a channel that the plan does not declare."""
     for op in step.comm:
         if not isinstance(op, AllGather) and op.channel not in channels:
             which = f"chunks {op.chunks}" if isinstance(op, ReduceScatter) else f"chunk {op.chunk}"
             what = f"{type(op).__name__} of {op.tensor} {which} on channel {op.channel!r}"
-            return f"{what}, which is none of {channels!r}; declare it"
+            return f"{what}, which is not one of {channels!r}; declare it"
     return ""
 
 
 def _wrong_attend(attend: object, n: int) -> str:
     if not isinstance(attend, Attend):
-        return f"{attend!r} is no block"
+        return f"{attend!r} is not a block"
     for what, chunks in (("query", attend.q_chunks), ("key/value", attend.kv_chunks)):
         if not _distinct(chunks, n) or not chunks:
             return f"{what} chunks {chunks!r} of a block; need a tuple of distinct chunks, each below {n}"
@@ -69,10 +69,10 @@ def _wrong_attend(attend: object, n: int) -> str:
 
 def _wrong_comm(op: object, r: int, n: int, travels: frozenset[T]) -> str:
     if not isinstance(op, Comm):
-        return f"{op!r} is no operation"
+        return f"{op!r} is not an operation"
     kind = type(op).__name__
     if not isinstance(op.tensor, T) or op.tensor not in travels:
-        return f"{kind} of {op.tensor}, which does not travel in this pass; need one of {', '.join(sorted(travels))}"
+        return f"{kind} of {op.tensor}, which is not sent in this pass; need one of {', '.join(sorted(travels))}"
     if not isinstance(op.channel, str) or not op.channel:
         return f"{kind} of {op.tensor} on channel {op.channel!r}; need a name"
     if isinstance(op, AllGather | ReduceScatter):

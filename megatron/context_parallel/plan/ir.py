@@ -1,11 +1,11 @@
-"""The language of plans: which rank computes which (query chunk, key/value chunk) pair, and what travels when.
+"""The plan language: which rank computes which (query chunk, key/value chunk) pair, and which chunk is sent when.
 
 A plan is plain data. Strategies write it. The executor, the verifier, the trace and the drawings read it.
 
 Each rank starts with the tensors that it owns and runs its steps in order. A step first waits until all data that it
 sends has arrived and is merged. Then it launches its communication, and computes its blocks meanwhile. The rank waits
 for a received chunk where it first uses it. The batches of one channel (`batches`) complete in order, and at most
-`IN_FLIGHT` of them are under way at once. Different channels overlap.
+`IN_FLIGHT` of them are in flight at once. Different channels overlap.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,14 +20,14 @@ from megatron.context_parallel.tokens.rank_grid import ProcessMesh
 
 
 class T(StrEnum):
-    """A tensor that travels in chunks. A chunk of s tokens has these contents.
+    """A tensor that is sent in chunks. A chunk of s tokens has these contents.
 
     Attributes:
         Q: queries [s, b, heads, d].
         KV: keys and values [s, b, kv_heads, d].
         O: partial output, float32 [s, b, heads, d], and its log-sum-exp [s, b, heads].
         QDO: queries, output gradient [s, b, heads, d]; log-sum-exp, delta = rowsum(dO * O) [s, b, heads].
-        DO: output gradient [s, b, heads, d] and delta [s, b, heads]; travels only between heads.
+        DO: output gradient [s, b, heads, d] and delta [s, b, heads]; sent only in head swaps.
         DQ: partial query gradient, float32 [s, b, heads, d].
         DKV: partial key and value gradients, float32 [s, b, kv_heads, d] each.
     """
@@ -41,16 +41,16 @@ class T(StrEnum):
     DKV = "DKV"
 
 
-PLACEMENTS = ("head-first", "context-first")  # which of the ranks that share tokens, or heads, are neighbours
-PARTIAL = frozenset({T.O, T.DQ, T.DKV})  # built up by Attend, merged when received, moved (not copied) when sent
-IN_FLIGHT = 2  # batches of one channel a rank has under way before it waits for the oldest; bounds memory
+PLACEMENTS = ("head-first", "context-first")  # whether ranks that share tokens or ranks that share heads are neighbours
+PARTIAL = frozenset({T.O, T.DQ, T.DKV})  # accumulated by Attend, merged when received, moved (not copied) when sent
+IN_FLIGHT = 2  # batches of one channel in flight before a rank waits for the oldest; limits memory
 
 
-Key = tuple[T, int]  # a tensor of a chunk
+Key = tuple[T, int]  # a tensor and a chunk
 
 
 class Transfer(NamedTuple):
-    """What one rank sends to another: a chunk of a tensor, or a `share` of it."""
+    """A transfer from one rank to another: a chunk of a tensor, or a `share` of it."""
 
     tensor: T
     chunk: int
@@ -69,15 +69,15 @@ class Send:
     channel: str = "ring"
 
     def reads(self, rank: int) -> tuple[Key, ...]:
-        """What `rank` must have before it launches this operation."""
+        """The chunks that `rank` must have before it launches this operation."""
         return ((self.tensor, self.chunk),)
 
     def brings(self, rank: int) -> tuple[Key, ...]:
-        """What `rank` has when this operation is complete."""
+        """The chunks that `rank` has when this operation is complete."""
         return ()
 
     def transfers(self, rank: int) -> tuple[Transfer, ...]:
-        """What `rank` sends and receives."""
+        """The transfers of `rank`, sent and received."""
         return (Transfer(self.tensor, self.chunk, rank, self.peer),)
 
 
@@ -152,7 +152,7 @@ class ReduceScatter:
 class SwapHeads:
     """Each rank of a head group swaps its chunk of all heads for the group's chunks of a part of the heads, or back.
 
-    It is in no step. The plan of a head-parallel attention begins and ends with one.
+    It is not part of a step. The plan of a head-parallel attention begins and ends with one.
     """
 
     tensors: tuple[T, ...]
@@ -209,7 +209,7 @@ class Step:
 
 
 class Steps(Sequence):
-    """The steps of all ranks. Those of a rank are written when they are first asked for."""
+    """The steps of all ranks. The steps of a rank are written when they are first accessed."""
 
     def __init__(self, n: int, write: Callable[[int], tuple[Step, ...]]) -> None:
         self.write, self._written = write, list[tuple[Step, ...] | None]([None] * n)
@@ -227,14 +227,14 @@ class Steps(Sequence):
         return steps
 
 
-@dataclass(frozen=True, eq=False)  # equal to itself alone, so that a reader can keep what it works out of a plan
+@dataclass(frozen=True, eq=False)  # compared by identity, so that readers can cache results by plan
 class Plan:
     """One pass (forward or backward) of one distributed attention on `n` ranks.
 
     Chunk i belongs to rank i. Its tensors start there (`starts`) and its results must end there (`ends`).
 
     With `heads` > 1 there are `heads` groups of n ranks. Each group runs the steps for its part of the heads. Before
-    and after the steps, the ranks with the same place in their groups swap heads. Chunk i is then a union of `heads`
+    and after the steps, the ranks with the same rank in their groups swap heads. Chunk i is then a union of `heads`
     smaller chunks, and each of these ranks owns one of them.
     """
 
@@ -243,18 +243,18 @@ class Plan:
     visible_pairs: Pairs
     backward: bool
     steps: Sequence[tuple[Step, ...]] = field(repr=False)  # steps[rank]
-    channels: tuple[str, ...] = ("ring",)  # of messages
+    channels: tuple[str, ...] = ("ring",)  # of messages and reduce-scatters
     heads: int = 1
     placement: str = PLACEMENTS[0]
 
     @property
     def n(self) -> int:
-        """Ranks that run the steps together."""
+        """The number of ranks that run the steps together."""
         return len(self.steps)
 
     @property
     def size(self) -> int:
-        """All ranks, those of other heads included."""
+        """The number of all ranks, including those of other heads."""
         return self.n * self.heads
 
     @cached_property
@@ -270,7 +270,7 @@ class Plan:
         return parts(self.layout, place["context"], self.n, self.heads)[place["heads"]]
 
     def kv_ratio(self, heads: int, kv_heads: int) -> float:
-        """Key/value heads that travel per query head. With fewer heads than parts, replicas count too."""
+        """Key/value heads that are sent per query head. With fewer heads than parts, this includes replicas."""
         return max(kv_heads, self.heads) / heads
 
     @property
@@ -285,7 +285,7 @@ class Plan:
         return (SwapHeads(self.ends, self.heads),) if self.heads > 1 else ()
 
     def swapped(self, op: SwapHeads, rank: int) -> tuple[Transfer, ...]:
-        """What `rank` (of all ranks) sends and receives in a swap of heads, as shares of chunks of the steps."""
+        """The transfers of `rank` (of all ranks) in a head swap, as shares of chunks of the steps."""
         chunk = self.grid.coordinates(rank)["context"]
         peers = [peer for peer in self.grid.along(rank, "heads") if peer != rank]
         pairs = [(rank, peer) for peer in peers] + [(peer, rank) for peer in peers]

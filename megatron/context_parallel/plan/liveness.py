@@ -1,4 +1,4 @@
-"""How long a rank needs each chunk, and how much it holds at most."""
+"""How long a rank needs each chunk, and its peak memory."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -18,7 +18,7 @@ def last_reads(plan: Plan, r: int) -> dict[Key, int]:
 
 
 def peak(plan: Plan, r: int, kv_ratio: float = 1.0) -> float:
-    """The most units alive in a step: own inputs always, copies until their last read, partials until they leave."""
+    """Peak units alive in a step: own inputs always, copies until their last read, partials until they are sent."""
     return _peak(plan, r, lambda tensor, swap: units(tensor, kv_ratio))
 
 

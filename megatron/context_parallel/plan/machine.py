@@ -1,13 +1,13 @@
-"""Runs a plan symbolically: what each rank holds, and when it waits for whom. A clock tells when that happens.
+"""Runs a plan symbolically: what each rank holds, and which rank it waits for. A clock can add times.
 
-The machine has the batches and the limit of the executor, and stricter rules:
+The machine has the same batches and limits as the executor, and stricter rules:
 
 - A rank launches the batches of a step when it has all data that the step sends.
 - A batch starts when the batch before it on its channel is complete.
-- A batch completes as a whole, when each of its operations is complete on all ranks that take part.
+- A batch completes as a whole, when each of its operations is complete on all participating ranks.
 
-So a plan that passes here hangs on neither NCCL nor gloo. A partial is represented by the set of its contributions
-(bits of chunks). So a block that is counted twice or lost is seen where it happens.
+So a plan that passes here does not hang with NCCL or gloo. A partial is represented by the set of its contributions
+(bits of chunks). So a block that is counted twice or lost is detected where it happens.
 """
 
 from collections import defaultdict, deque
@@ -21,7 +21,7 @@ from .ir import IN_FLIGHT, PARTIAL, Attend, Comm, Key, Plan, PlanError, Recv, Re
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """One operation with all ranks that take part, and what each gives."""
+    """One operation with all participating ranks, and the contribution of each."""
 
     label: tuple
     parties_needed: int
@@ -41,7 +41,7 @@ class CommBatch:
     previous: "CommBatch | None"
     operations: list[Operation] = field(default_factory=list)  # until it starts
     following: "CommBatch | None" = None
-    open: int = 0  # operations that are not complete
+    open: int = 0  # the number of operations that are not complete
     begin: float = 0.0  # when the last of them started
     done: bool = False
 
@@ -50,8 +50,8 @@ class OperationQueue(NamedTuple):
     """The operations between the same ranks on a channel.
 
     Attributes:
-        unmatched: those that not all parties have launched, by their number.
-        launched: how many each party has launched.
+        unmatched: operations that not all parties have launched, by their number.
+        launched: the number that each party has launched.
     """
 
     unmatched: dict[int, Operation]
@@ -59,7 +59,7 @@ class OperationQueue(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A rank goes on when a batch is complete."""
+    """A rank continues when a batch is complete."""
 
     step: int
     what: str
@@ -67,7 +67,7 @@ class Wait(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """The start of a step: what it takes to launch its operations, before any of them moves."""
+    """The start of a step: the time to launch its operations, before any of them starts."""
 
     comm: tuple[Comm | SwapHeads, ...]
     first: bool  # the pass begins with it
@@ -81,24 +81,24 @@ class Merge(NamedTuple):
 
 
 class RankTask(NamedTuple):
-    """A rank goes on when it has computed a block, swapped heads with its peers, launched a step or merged partials."""
+    """A rank continues when it has computed a block, swapped heads, launched a step or merged partials."""
 
     step: int
     work: Attend | SwapHeads | Launch | Merge
 
 
 class Machine:
-    """The ranks of a plan. `program` is that of one: it yields what the rank must wait for.
+    """The ranks of a plan. `program` is the program of one rank: it yields what the rank must wait for.
 
-    Where rank r + `period` does what rank r does, with all ranks and chunks `period` further, only the ranks below
-    `period` run. Each stands for those that are a multiple of `period` further.
+    If rank r + `period` does the same as rank r, with all ranks and chunks shifted by `period`, only the ranks below
+    `period` run. Each represents all ranks shifted by multiples of `period`.
 
-    With `buffered` a message is done for its sender when it starts, and a batch starts beside the one before it on its
-    channel, as with gloo.
+    With `buffered`, a message is complete for its sender when it starts, and the batches of a channel may overlap, as
+    with gloo.
 
     Attributes:
-        started: operations that all parties have started, for the clock to run. It tells `complete` when they are done.
-        completed: batches that are complete, for the clock to look at.
+        started: operations that all parties have started, for the clock. It calls `complete` when they end.
+        completed: batches that are complete, for the clock.
     """
 
     def __init__(self, plan: Plan, period: int | None = None, buffered: bool = False) -> None:
@@ -120,7 +120,7 @@ class Machine:
     # -- one rank's program ------------------------------------------------------------------------------------
 
     def program(self, r: int) -> Iterator[Wait | RankTask]:
-        """What rank `r` waits for, in order."""
+        """The waits of rank `r`, in order."""
         held = self.held[r]
         arriving = self.arriving[r]
         backward = self.plan.backward
@@ -136,19 +136,19 @@ class Machine:
                     elif key not in held:
                         if key[0] not in PARTIAL:
                             kind = type(op).__name__
-                            raise PlanError(f"rank {r}, step {s}: {kind} of {say(key)}, which is not there")
-                        held[key] = 0  # no contribution: zeros travel
+                            raise PlanError(f"rank {r}, step {s}: {kind} of {say(key)}, which the rank does not have")
+                        held[key] = 0  # no contribution: zeros are sent
             for channel, ops in batches(step.comm):
                 running = self.launched[r, channel]
                 if len(running) == IN_FLIGHT and not running[0].done:
-                    yield Wait(s, f"the oldest of the {IN_FLIGHT} batches under way", running[0])
+                    yield Wait(s, f"the oldest of the {IN_FLIGHT} batches in flight", running[0])
                 self._launch(r, s, channel, ops)
             for attend in step.attend:
                 for key in attend.reads(backward):
                     if key in arriving:
                         yield from self._receive(r, s, key)
                     elif key not in held:
-                        raise PlanError(f"rank {r}, step {s}: block needs {say(key)}, which is not there")
+                        raise PlanError(f"rank {r}, step {s}: block needs {say(key)}, which the rank does not have")
                 self._compute(r, s, attend)
                 yield RankTask(s, attend)
         end = len(self.plan.steps[r])
@@ -159,17 +159,17 @@ class Machine:
             yield RankTask(end, swap)
 
     def _receive(self, r: int, s: int, key: Key) -> Iterator[Wait | RankTask]:
-        """Waits for a chunk, and merges what has arrived of it."""
+        """Waits for a chunk, and merges the partials that have arrived."""
         held = self.held[r]
         for operation, batch, op in self.arriving[r].pop(key):
             if not batch.done:
                 yield Wait(s, say(key), batch)
             value = self._contributions(r, s, operation, op, key)
             if key in held and key[0] not in PARTIAL:
-                raise PlanError(f"rank {r}, step {s}: {say(key)} received over the one already there")
+                raise PlanError(f"rank {r}, step {s}: {say(key)} received, but the rank already has it")
             before = held.get(key, 0)
             if before & value:
-                raise PlanError(f"rank {r}, step {s}: {say(key)} received with blocks it already counts")
+                raise PlanError(f"rank {r}, step {s}: {say(key)} received with blocks that it already contains")
             if key[0] in PARTIAL:
                 times = (len(op.group) - 1 if isinstance(op, ReduceScatter) else 1) - (key not in held)
                 if times:
@@ -221,7 +221,7 @@ class Machine:
         """This operation with its parties: the next of its kind on the channel between its ranks."""
         r, n = batch.rank, self.n
         line: OperationQueue
-        party: object  # which of the operation's parties this rank is
+        party: object  # identifies this rank among the operation's parties
         if isinstance(op, Send | Recv):
             sender, receiver = (r, op.peer) if isinstance(op, Send) else (op.peer, r)
             like = sender % self.period
@@ -250,7 +250,7 @@ class Machine:
         return operation
 
     def _first(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-        """Of the groups that are multiples of the period further, the first one, and how much further that is."""
+        """The first of the groups shifted by multiples of the period, and the shift."""
         if group not in self.groups:
             shifted = []
             for shift in range(0, self.n, self.period):
@@ -287,13 +287,13 @@ class Machine:
                 self.started.append(operation)
 
     def begin(self, operation: Operation) -> None:
-        """Completes what is complete as soon as an operation of `started` starts."""
+        """Completes everything that is complete as soon as an operation of `started` starts."""
         for batch, op in operation.parties:
             if self.buffered and isinstance(op, Send):
                 self._count(batch)
 
     def complete(self, operation: Operation) -> None:
-        """Completes the batches of which this operation was the last, and starts those behind them."""
+        """Completes the batches whose last operation this was, and starts the next batches."""
         for batch, op in operation.parties:
             if not (self.buffered and isinstance(op, Send)):
                 self._count(batch)

@@ -1,4 +1,4 @@
-"""A rank's steps as its executor runs them: what is launched together, waited for and freed."""
+"""A rank's steps as its executor runs them: operations launched together, waits, and chunks to free."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -23,8 +23,8 @@ class ScheduledBlock(NamedTuple):
 
     Attributes:
         needed: the chunks that it needs.
-        last: whether the next block has other keys, or their gradients leave before it. Until then gathered keys are
-            kept, and their gradients are added up.
+        last: whether the next block has other keys, or their gradients are sent before it. Until then gathered keys are
+            kept, and their gradients are accumulated.
     """
 
     attend: Attend
@@ -36,8 +36,8 @@ class Scheduled(NamedTuple):
     """One step of a rank.
 
     Attributes:
-        collectives, messages: what it launches, in this order.
-        blocks: what it computes.
+        collectives, messages: the operations that it launches, in this order.
+        blocks: the blocks that it computes.
         freed: the received copies that no later step reads.
     """
 
@@ -51,7 +51,7 @@ _schedules: WeakKeyDictionary[Plan, dict[int, tuple[Scheduled, ...]]] = WeakKeyD
 
 
 def schedule(plan: Plan, rank: int) -> tuple[Scheduled, ...]:
-    """The steps of `rank` (of those that run the steps together). Made once for a plan and rank."""
+    """The steps of `rank` (among the ranks that run the steps together), computed once for each plan and rank."""
     by_rank = _schedules.setdefault(plan, {})
     if rank not in by_rank:
         by_rank[rank] = tuple(_scheduled(plan, rank))

@@ -1,4 +1,4 @@
-"""When everything in a plan happens: the symbolic machine with a clock."""
+"""The times of all blocks and messages of a plan: the symbolic machine with a clock."""
 
 import gc
 from collections import Counter, deque
@@ -17,7 +17,7 @@ Rank = tuple[int, int]  # group, and rank in the steps
 
 
 class Span(NamedTuple):
-    """Something that took time on a rank: a block (`channel` empty), the batch of a channel, or a swap of heads."""
+    """An interval on a rank: a block (`channel` empty), a batch of a channel, or a head swap."""
 
     rank: int
     step: int
@@ -29,11 +29,11 @@ class Span(NamedTuple):
 
 @dataclass
 class Trace:
-    """What happened.
+    """The result of a run.
 
     Attributes:
         spans: each block, batch and swap, with its time.
-        finish: when the last of them ends.
+        finish: the end of the last of them.
         held: for each rank, the contributions that it has at the end, by (tensor, chunk).
     """
 
@@ -43,7 +43,7 @@ class Trace:
 
 
 class Costs(Protocol):
-    """What blocks and messages take."""
+    """The costs of blocks and messages."""
 
     flows: Flows
 
@@ -52,7 +52,7 @@ class Costs(Protocol):
         ...
 
     def overhead(self, group: int, rank: int, work: Launch | Merge) -> Task | None:
-        """The task of what is neither block nor message; its `what` is None. None: it takes no time."""
+        """The task of anything that is neither block nor message; its `what` is None. None: it takes no time."""
         ...
 
     def messages(self, group: int, op: Comm | SwapHeads, transfers: Sequence[Transfer]) -> Iterable[tuple[Task, float]]:
@@ -61,7 +61,7 @@ class Costs(Protocol):
 
 
 class _Alone:
-    """Each channel of each rank has a line of its own in each direction."""
+    """Each channel of each rank has a separate line in each direction."""
 
     def __init__(self, plan: Plan, block_time: Callable, transfer_time: Callable[[Transfer], float] | None) -> None:
         self.plan = plan
@@ -99,12 +99,12 @@ def trace(
 
     Args:
         plan: the plan.
-        block_time: the time of a block; default: 1 for each pair of chunks that the mask leaves.
+        block_time: the time of a block; default: 1 for each pair of chunks that the mask does not empty.
         transfer_time: the time of a chunk, or share of one, from sender to receiver, in the same unit; default: 0.
 
     Raises:
-        PlanError: a wrong form (`check_form`), an operation without counterpart or out of order, a deadlock, a chunk
-            that is missing or counted twice.
+        PlanError: an invalid form (`check_form`), an operation without counterpart or out of order, a deadlock, or a
+            chunk that is missing or counted twice.
     """
     check_form(plan)
     clock = Clock(plan, _Alone(plan, block_time, transfer_time))
@@ -117,8 +117,8 @@ class Clock:
 
     Args:
         plan: the plan.
-        costs: what its blocks and messages take.
-        groups: how many of its `heads` groups run. The others are as far as these. Spans tell of the first.
+        costs: the costs of its blocks and messages.
+        groups: the number of its `heads` groups that run. The others behave the same. Spans describe the first.
         period, buffered: as in `Machine`.
     """
 
@@ -134,7 +134,7 @@ class Clock:
         self.programs = {(g, r): machine.program(r) for g, machine in enumerate(self.machines) for r in ranks}
         self.ready = deque(self.programs)
         self.waiting: dict[Rank, Wait] = {}
-        self.swapping: dict[tuple[int, int], int] = Counter()  # ranks that have come to a swap, by place and step
+        self.swapping: dict[tuple[int, int], int] = Counter()  # ranks at a swap, by context rank and step
 
     def run(self) -> None:
         """Runs all ranks to their end. Raises PlanError as `trace` does."""
@@ -189,7 +189,7 @@ class Clock:
     # -- operations --------------------------------------------------------------------------------------------
 
     def _run_operations(self, group: int) -> None:
-        """Starts the messages of operations that all parties have started, and completes those that take no time."""
+        """Starts the messages of operations that all parties have started, and completes those without duration."""
         machine = self.machines[group]
         while machine.started:
             operation = machine.started.pop()
@@ -228,7 +228,7 @@ class Clock:
         self._note_completed(group)
 
     def _note_completed(self, group: int) -> None:
-        """Ranks that waited for batches that are complete now go on."""
+        """Resumes ranks that waited for batches that are now complete."""
         machine = self.machines[group]
         for batch in machine.completed:
             if group == 0:
@@ -242,7 +242,7 @@ class Clock:
         machine.completed.clear()
 
     def _swap(self, rank: Rank, step: int, op: SwapHeads) -> None:
-        """The ranks of the same place swap when the last of them comes."""
+        """The ranks that swap heads start when the last of them has arrived."""
         place = rank[1]
         self.swapping[place, step] += 1
         if self.swapping[place, step] < len(self.machines):
@@ -261,7 +261,7 @@ class Clock:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Without it, Python looks again and again at all objects of a long run, which takes as long as the run."""
+    """Disables Python's garbage collector: its scans of all objects would take as long as a long run."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -275,6 +275,6 @@ def _deadlock(waiting: dict[Rank, Wait]) -> str:
     (_, r), first = min(waiting.items(), key=lambda item: item[1].batch.step)
     others = ", ".join(f"rank {o} at step {w.step} for {w.what}" for (_, o), w in waiting.items() if o != r)
     return (
-        f"rank {r}, step {first.step}: waits for ever for {first.what}, launched in step {first.batch.step} on channel "
-        f"{first.batch.channel}; also waiting: {others or 'nobody'}"
+        f"rank {r}, step {first.step}: waits forever for {first.what}, launched in step {first.batch.step} on channel "
+        f"{first.batch.channel}; also waiting: {others or 'none'}"
     )

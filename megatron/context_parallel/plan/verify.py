@@ -1,4 +1,4 @@
-"""Checks a plan before anyone runs it, and counts what it costs."""
+"""Verifies a plan before it runs, and counts its costs."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from .volume import received
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What a verified plan costs. One unit is one chunk of one tensor of model width: Q, K, V and dO are one each.
+    """The costs of a verified plan. One unit is one chunk of one tensor of model width: Q, K, V and dO are one each.
 
     Attributes:
-        volume: for each rank of the steps, the units received, by tensor. It includes the swaps of heads.
-        steps: the largest number of steps of a rank.
+        volume: for each rank of the steps, the units received, by tensor, including head swaps.
+        steps: the maximum number of steps of a rank.
         idle: the fraction of time in which ranks compute no block, if a pair of chunks takes one unit of time and
-            communication none.
-        peak: for each rank, the most units alive at once. It includes the rank's own chunks.
+            communication takes none.
+        peak: for each rank, the maximum units alive at once, including the rank's own chunks.
     """
 
     volume: tuple[Counter, ...]
@@ -33,24 +33,24 @@ class PlanReport:
 
 
 def verify(plan: Plan, kv_ratio: float = 1.0) -> PlanReport:
-    """Proves that `plan` computes exact attention and ends, and counts its costs.
+    """Proves that `plan` computes exact attention and terminates, and counts its costs.
 
-    Each pair of chunks that the mask leaves is computed exactly once, and its result reaches its owner. Each send meets
-    its receive in order. There is no deadlock. No partial is left behind. Under a full mask each received chunk is
-    used; under other masks a strategy may send chunks that some ranks do not need.
+    Each pair of chunks that the mask does not empty is computed exactly once, and its result reaches its owner. Sends
+    match receives in order. There is no deadlock. No partial is lost. Under a full mask each received chunk is used;
+    under other masks a strategy may send chunks that some ranks do not need.
 
     Args:
         plan: the plan.
         kv_ratio: for the costs, `plan.kv_ratio(heads, kv_heads)`.
 
     Raises:
-        PlanError: names rank, step and chunk of the first thing that is wrong.
+        PlanError: the message names rank, step and chunk of the first error.
     """
     run = trace(plan)
     for r, held in enumerate(run.held):
         for tensor, chunk in held:
             if tensor in PARTIAL and chunk != r:
-                raise PlanError(f"rank {r}, step {len(plan.steps[r])}: partial {tensor} chunk {chunk} is left behind")
+                raise PlanError(f"rank {r}, step {len(plan.steps[r])}: partial {tensor} chunk {chunk} is never sent")
         for tensor in plan.ends:
             _check_complete(plan, r, tensor, held.get((tensor, r), 0))
         if plan.visible_pairs.full:

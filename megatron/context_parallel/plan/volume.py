@@ -1,4 +1,4 @@
-"""How much each rank of a plan receives: in the units of the papers' formulas, and in bytes."""
+"""The volume that each rank of a plan receives: in the units of the papers' formulas, and in bytes."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ def received(plan: Plan, rank: int, kv_ratio: float = 1.0) -> Counter:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one attention on one rank. Heads are those that tensor parallelism leaves to the rank.
+    """Sizes of one attention on one rank. With tensor parallelism, heads are those of the rank.
 
     Attributes:
         rows: tokens of a rank times batch size.
@@ -32,8 +32,8 @@ class Shape:
         head_dim: of queries and keys.
         itemsize: bytes of a number in the model's dtype. Log-sum-exp and delta are float32.
         value_dim: head_dim of values; default: that of keys.
-        partial_itemsize: bytes of a number of a partial that travels. This project sends float32.
-        key_rows: keys of a rank times batch size, cached ones included; default: as many as queries.
+        partial_itemsize: bytes of a number of a partial that is sent. This project sends float32.
+        key_rows: keys of a rank times batch size, including cached ones; default: as many as queries.
     """
 
     rows: int
@@ -46,13 +46,13 @@ class Shape:
     key_rows: int | None = None
 
 
-RowCounts = tuple[Sequence[int], Sequence[int]]  # of queries and of keys, of each chunk, times batch size
+RowCounts = tuple[Sequence[int], Sequence[int]]  # rows of queries and of keys of each chunk, times batch size
 
 
 def received_bytes(plan: Plan, rank: int, shape: Shape, rows: RowCounts | None = None) -> int:
     """Bytes that `rank` (of all ranks) receives, with log-sum-exp and delta, without headers.
 
-    With `rows`, chunks have these, and not `shape.rows` each.
+    With `rows`, chunks have these sizes instead of `shape.rows`.
     """
     total = 0.0
     for t, swap in _incoming(plan, rank):
@@ -62,7 +62,7 @@ def received_bytes(plan: Plan, rank: int, shape: Shape, rows: RowCounts | None =
 
 
 def _incoming(plan: Plan, rank: int) -> Iterator[tuple[Transfer, bool]]:
-    """What a rank receives, and whether in a swap of heads."""
+    """The transfers that a rank receives, and whether each is in a head swap."""
     place = plan.grid.coordinates(rank)["context"]
     for swap in (*plan.before, *plan.after):
         yield from ((t, True) for t in plan.swapped(swap, rank) if t.receiver == rank)

@@ -14,7 +14,7 @@ from megatron.context_parallel.tokens.layout import Chunks, ListedChunks
 from megatron.context_parallel.tokens.mask import Documents, Mask, Sequences
 
 ALL = slice(None)  # in a piece: all rows of the chunk, or of the gathered keys
-PieceRows = tuple[int, slice, slice | Tensor]  # chunk, rows of the chunk, and where they are among the gathered rows
+PieceRows = tuple[int, slice, slice | Tensor]  # chunk, rows of the chunk, and their indices among the gathered rows
 
 
 class Blocks:
@@ -22,8 +22,8 @@ class Blocks:
 
     Args:
         q, kv: the chunks of queries and of keys.
-        kernel: cuts blocks into what it computes.
-        undivided: for a mask with documents, the blocks of the same mask without. They outlive those of a batch.
+        kernel: cuts blocks into pieces.
+        undivided: for a mask with documents, the blocks of the same mask without documents, which outlive the batch.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class Blocks:
         self._edges: dict[int, list[np.ndarray]] = {}
 
     def chunks(self, tensor: T) -> Chunks | ListedChunks:
-        """The chunks in which a tensor travels."""
+        """The chunks in which a tensor is sent."""
         return self.kv if tensor in (T.KV, T.DKV) else self.q
 
     def keys(self, chunks: tuple[int, ...]) -> int:
-        """Rows of the key chunks together."""
+        """The total number of rows of the key chunks."""
         return sum(self.kv.rows(chunk) for chunk in chunks)
 
     def order(self, chunks: tuple[int, ...]) -> list[PieceRows]:
-        """Where the rows of each of the key chunks are among those of all of them, in ascending order of position."""
+        """The indices of each key chunk's rows among the rows of all of them, in ascending order of position."""
         if chunks not in self._order:
             self._order[chunks] = self._interleaved(chunks)
         return self._order[chunks]
@@ -76,7 +76,7 @@ class Blocks:
         return [row for _, row in sorted(rows, key=itemgetter(0))]
 
     def side_by_side(self, chunks: tuple[int, ...]) -> bool:
-        """Whether the parts of `order`, one after the other, are the rows of all of them."""
+        """Whether the concatenated parts of `order` are all rows in order."""
         return all(isinstance(where, slice) and where.step == 1 for _, _, where in self.order(chunks))
 
     def runs(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> Runs:
@@ -90,10 +90,10 @@ class Blocks:
         return self._runs[key]
 
     def _divided(self, undivided: Runs, q_chunk: int, kv_chunks: tuple[int, ...]) -> Runs:
-        """Runs that end where documents do. As rows and positions ascend alike, only the edges need to be sought."""
+        """Runs that end where documents do. Rows and positions both ascend, so only the edges are searched."""
         documents = self.mask.documents
         bounds = [bound[0].numpy() for bound in undivided]
-        assert isinstance(documents, Documents)  # only they are divided here
+        assert isinstance(documents, Documents)  # the only kind that divides blocks here
         if q_chunk not in self._edges:
             self._edges[q_chunk] = [self.q.before((q_chunk,), edges) for edges in documents.edges]
         of_samples = []
@@ -127,8 +127,8 @@ class Blocks:
         return self._pieces[key]
 
     def _of_sequences(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> list[Piece]:
-        """The pieces of a block, each in one sequence."""
-        assert isinstance(self.q, ListedChunks) and isinstance(self.kv, ListedChunks)  # as sequences need
+        """The pieces of a block, each within one sequence."""
+        assert isinstance(self.q, ListedChunks) and isinstance(self.kv, ListedChunks)  # required for sequences
         rows, keys = pairwise(self.q.edges((q_chunk,))), pairwise(self.kv.edges(kv_chunks))
         pieces = []
         for of_rows, of_keys in zip(rows, keys, strict=True):
@@ -136,7 +136,7 @@ class Blocks:
         return pieces
 
     def _of_sequence(self, key: tuple[int, tuple[int, ...]], rows: slice, keys: slice) -> list[Piece]:
-        """The pieces of the rows and keys of a sequence, in rows and keys of the whole block."""
+        """The pieces of a sequence's rows and keys, as rows and keys of the whole block."""
         count = keys.stop - keys.start
         if self.mask.causal or self.mask.window != (-1, -1):
             cut = self._cut(self.runs(*key).of(rows, keys), count)

@@ -7,16 +7,16 @@ from torch import Tensor
 
 from megatron.context_parallel.plan.ir import PARTIAL, T
 
-Value = tuple[Tensor, ...]  # a chunk of a tensor, as `T` says
+Value = tuple[Tensor, ...]  # a chunk of a tensor, with the contents in `T`
 
 
 def empty(tensor: T, rows: int, sizes: tuple[int, ...], like: Tensor) -> Value:
-    """A chunk of some rows with nothing in it; folded, as the executor has it.
+    """An empty chunk with some rows, folded as in the executor.
 
     Args:
-        sizes: batch x key/value heads, query heads of each of them, d and dv.
-        like: with the device and the dtype of queries, keys and values. Partials, log-sum-exp and delta are in float32
-            or wider.
+        sizes: batch x key/value heads, query heads per key/value head, d and dv.
+        like: a tensor with the device and dtype of queries, keys and values. Partials, log-sum-exp and delta are in
+            float32 or wider.
     """
     return tuple([like.new_empty(shape, dtype=dtype) for shape, dtype in _parts(tensor, rows, sizes, like.dtype)])
 
@@ -25,7 +25,7 @@ def empty(tensor: T, rows: int, sizes: tuple[int, ...], like: Tensor) -> Value:
 def _parts(
     tensor: T, rows: int, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """The shapes and dtypes of what a chunk consists of."""
+    """The shapes and dtypes of the tensors in a chunk."""
     batch, group, d, dv = sizes
     wide = torch.promote_types(dtype, torch.float32)
     own = wide if tensor in PARTIAL else dtype

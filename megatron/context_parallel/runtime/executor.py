@@ -29,7 +29,7 @@ RowSlice = slice | tuple[slice, slice]  # rows, or rows and heads
 
 @dataclass(frozen=True)
 class Problem:
-    """What is the same on all ranks: the blocks, the key/value heads of the model, the kernel and the scores."""
+    """The inputs that are the same on all ranks: blocks, key/value heads of the model, kernel and scores."""
 
     blocks: Blocks
     kv_heads: int
@@ -38,23 +38,23 @@ class Problem:
 
 
 class Executor:
-    """One run of one rank's part of a plan."""
+    """One execution of one rank's part of a plan."""
 
     def __init__(self, plan: Plan, rank: int, problem: Problem, transport: Transport, inputs: dict[T, Value]) -> None:
         self.plan, self.rank, self.problem, self.transport = plan, rank, problem, transport
         self.held: dict[Key, Value] = {(t, rank): value for t, value in inputs.items()}
         self.arriving: dict[Key, list[tuple[Work, int, Value]]] = defaultdict(list)  # with the peer that sends it
         self.launched: dict[str, deque[Work]] = defaultdict(deque)
-        self.keys: Value | None = None  # those of several chunks, while successive blocks use the same ones
+        self.keys: Value | None = None  # gathered from several chunks, while successive blocks use the same ones
         self.key_grads: Value | None = None  # their gradients
         self.q = inputs[plan.starts[0]][0]
         self.k, self.v = inputs[T.KV]
         self.wide = torch.promote_types(self.q.dtype, torch.float32)
-        self.widen = Tensor.double if self.wide is torch.float64 else Tensor.float  # quicker than `to`
+        self.widen = Tensor.double if self.wide is torch.float64 else Tensor.float  # faster than `to`
         self.sizes = *self.q.shape[1:], self.v.shape[-1]
 
     def run(self) -> Program[dict[T, Value]]:
-        """Yields each communication that it must wait for; returns the tensors that the plan ends with."""
+        """Yields each communication that it must wait for. Returns the final tensors of the plan."""
         steps = schedule(self.plan, self.rank)
         for s, step in enumerate(steps):
             recorder.at_step(s)
@@ -83,7 +83,7 @@ class Executor:
     # -- communication -----------------------------------------------------------------------------------------
 
     def _launch(self, messages: tuple[MessageBatch, ...]) -> Program[None]:
-        """Launches a batch on each channel, when all that they send is here."""
+        """Launches a batch on each channel, when all data that they send has arrived."""
         arriving = self.arriving
         leaving = []
         for batch in messages:
@@ -110,7 +110,7 @@ class Executor:
                 arriving[key].append((work, peer, value))
 
     def _all_gather(self, op: AllGather) -> Program[None]:
-        """Gathers into one buffer, of which each chunk becomes a view."""
+        """Gathers into one buffer; each chunk becomes a view of it."""
         own = op.tensor, op.chunks[op.group.index(self.rank)]
         if own in self.arriving:
             yield from self._arrive(own)
@@ -128,7 +128,7 @@ class Executor:
                 self.arriving[op.tensor, chunk].append((work, peer, value))
 
     def _reduce_scatter(self, op: ReduceScatter) -> Program[None]:
-        """Each rank gets the partials of its chunk from all others, or their sum from the transport."""
+        """Each rank gets the partials of its chunk from all other ranks, or their sum from the transport."""
         place = op.group.index(self.rank)
         own = op.tensor, op.chunks[place]
         sums = self._can_sum(op)
@@ -142,14 +142,14 @@ class Executor:
             yield from self._exchange_partials(op, own, place)
 
     def _can_sum(self, op: ReduceScatter) -> bool:
-        """Whether the transport adds up gradients, and all of their chunks have as many rows."""
+        """Whether the transport can sum gradients, and all of their chunks have the same number of rows."""
         if op.tensor is T.O or not self.transport.sums:
             return False
         rows = self.problem.blocks.chunks(op.tensor).rows
         return len({rows(chunk) for chunk in op.chunks}) == 1
 
     def _sum(self, op: ReduceScatter, own: Key, peer: int) -> Program[None]:
-        """A reduce-scatter by the transport, which needs no buffer for each other rank."""
+        """A reduce-scatter by the transport, without a buffer for each other rank."""
         parts = [self._leaving((op.tensor, chunk)) for chunk in op.chunks]
         yield from self._make_room(op.channel)
         mine = self._empty(*own)
@@ -160,7 +160,7 @@ class Executor:
         self.arriving[own].append((work, peer, mine))
 
     def _exchange_partials(self, op: ReduceScatter, own: Key, place: int) -> Program[None]:
-        """A reduce-scatter by messages, merged here: gloo's own sum moves twice the bytes."""
+        """A reduce-scatter with messages and local sums: gloo's own reduce-scatter sends twice the bytes."""
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         values: list[tuple[int, Value]] = []
@@ -185,7 +185,7 @@ class Executor:
             self._settle(done)
 
     def _settle(self, done: Work) -> None:
-        """Merges the partials that a complete batch brought. Otherwise they would fill memory until they are read."""
+        """Merges the partials of a complete batch. Otherwise they would occupy memory until they are read."""
         for key in [key for key in self.arriving if key[0] in PARTIAL]:
             waiting = self.arriving.pop(key)
             for work, _, value in waiting:
@@ -195,7 +195,7 @@ class Executor:
                 self.arriving[key] = rest
 
     def _arrive(self, key: Key) -> Program[None]:
-        """Waits for everything that was sent for `key`, and merges it."""
+        """Waits for all messages for `key`, and merges them."""
         for work, peer, value in self.arriving.pop(key):
             recorder.need(*key, self.transport.world(peer))
             yield work
@@ -211,13 +211,13 @@ class Executor:
                 total.add_(x)
 
     def _leaving(self, key: Key) -> Value:
-        """The value to send. Partials travel in float32, or wider."""
+        """The value to send. Partials are sent in float32 or wider."""
         if key[0] not in PARTIAL:
             return self.held[key]
         return tuple(map(self.widen, self._take(key)))
 
     def _take(self, key: Key) -> Value:
-        """A partial to send or to end with. It leaves this rank, and is zero if nothing was added to it."""
+        """Removes a partial, to send it or to return it. It is zero if nothing was added to it."""
         value = self.held.pop(key, None) or self._zero(*key)
         return (value[0], self.widen(value[1]).contiguous()) if key[0] is T.O else value
 
@@ -240,7 +240,7 @@ class Executor:
         return value
 
     def _partial(self, key: Key) -> Value:
-        """The partial output that more is merged into. It stays in the dtypes of its kernel until then."""
+        """The partial output to merge into. Until the first merge it keeps the dtypes of its kernel."""
         value = self.held.get(key) or self._zero(*key)
         if value[1].dtype is not torch.float64:
             value = self.widen(value[0]), value[1].double()  # see `merge`
@@ -287,11 +287,11 @@ class Executor:
         return gathered_k, gathered_v
 
     def _rows(self, piece: Piece) -> tuple[RowSlice, RowSlice]:
-        """Where the piece is in queries and in keys: rows, and the heads of its sample."""
+        """The slices of a piece in queries and in keys: rows, and the heads of its sample."""
         if piece.sample is None:
             return piece.q, piece.kv
         documents = self.problem.blocks.mask.documents
-        assert documents is not None  # only they give a piece to one sample
+        assert documents is not None  # only documents have pieces of a single sample
         per_sample = self.q.shape[1] // documents.shape[0]
         heads = slice(piece.sample * per_sample, (piece.sample + 1) * per_sample)
         return (piece.q, heads), (piece.kv, heads)
@@ -330,7 +330,7 @@ class Executor:
                 self.key_grads = self._plus(self.key_grads, keys, kv_rows, dkv)
 
     def _plus(self, total: Value | None, like: Value, rows: RowSlice, parts: Sequence[Tensor]) -> Value:
-        """`total`, new in the shapes of `like` if None, with `parts` added to its rows."""
+        """`total`, or zeros with the shapes of `like` if None, with `parts` added to some rows."""
         if total is None:
             if all([part.shape == x.shape for part, x in zip(parts, like, strict=False)]):
                 return tuple([self.widen(part).contiguous() for part in parts])
@@ -340,7 +340,7 @@ class Executor:
         return total
 
     def _scatter(self, chunks: tuple[int, ...], gathered: Value) -> None:
-        """Adds gradients of gathered keys and values to those of their chunks."""
+        """Adds the gradients of gathered keys and values to those of their chunks."""
         new = {chunk for chunk in chunks if (T.DKV, chunk) not in self.held}
         for chunk in new:
             self.held[T.DKV, chunk] = self._empty(T.DKV, chunk)

@@ -1,7 +1,7 @@
 """Head parallelism around any plan (LoongTrain section 4.1, Algorithm 1): SeqAlltoAll, and replicated key/value heads.
 
 The ranks of a head group swap (own chunk, all heads) for (the group's chunks, a part of the heads), run the plan's
-steps with the ranks that have the same part, and swap back.
+steps with the ranks that have the same part of the heads, and swap back.
 """
 
 from typing import NamedTuple
@@ -17,12 +17,12 @@ from .profiler_ranges import marks
 
 
 class RankPlace(NamedTuple):
-    """Where a rank is in the grid of a plan.
+    """The coordinates of a rank in the grid of a plan.
 
     Attributes:
         part: its part of the heads; context_rank: its rank in the steps.
         members: its head group; same_heads: the ranks that run the steps together.
-        chunks: those of the members.
+        chunks: the chunks of the members.
     """
 
     part: int
@@ -36,7 +36,7 @@ _places: WeakKeyDictionary[Plan, dict[int, RankPlace]] = WeakKeyDictionary()  # 
 
 
 def place_of(plan: Plan, rank: int) -> RankPlace:
-    """The place of `rank` (of all ranks). Made once for a plan and rank."""
+    """The coordinates of `rank` (of all ranks), computed once for each plan and rank."""
     by_rank = _places.setdefault(plan, {})
     if rank not in by_rank:
         at, members = plan.grid.coordinates(rank), plan.grid.along(rank, "heads")
@@ -46,11 +46,11 @@ def place_of(plan: Plan, rank: int) -> RankPlace:
 
 
 class _Pieces(NamedTuple):
-    """What a swap of heads moves.
+    """The tensors of a head swap.
 
     Attributes:
         wholes: the tensors that it fills.
-        sent: what it sends to each member; landing: where what each member sends lands, parts of `wholes`.
+        sent: the tensors to send to each member; landing: the parts of `wholes` that receive from each member.
     """
 
     wholes: list[Tensor]
@@ -71,11 +71,11 @@ class HeadGroup:
         self.context = Subgroup(transport, same_heads) if plan.heads > 1 else transport
 
     def slice_of(self, heads: int) -> slice:
-        """Which of `heads` heads this rank computes."""
+        """The heads, out of `heads`, that this rank computes."""
         return _heads(self.part, len(self.members), heads)
 
     def _rows(self, length: int) -> list[tuple[tuple[slice, slice], ...]]:
-        """Where the tokens of each member are: (rows of its own chunk, rows of the group's chunk)."""
+        """The rows of each member's tokens: (rows of its own chunk, rows of the group's chunk)."""
         plan = self.plan
         return [rows_in(plan.layout, c, self.context_rank, plan.n, plan.heads, length) for c in self.chunks]
 
@@ -100,7 +100,7 @@ class HeadGroup:
         return (yield from self._swap(self.plan.before[0], pieces))
 
     def to_chunks(self, *tensors: Tensor) -> Program[list[Tensor]]:
-        """The inverse of `to_heads`. Replicated heads come back as all their replicas, side by side."""
+        """The inverse of `to_heads`. Replicated heads return as all their replicas, side by side."""
         size = len(self.members)
         if size == 1:
             return list(tensors)
@@ -108,14 +108,14 @@ class HeadGroup:
         for x in tensors:
             rows = self._rows(len(x) * self.plan.n)
             whole = x.new_empty(len(x) // size, x.shape[1], x.shape[2] * size, *x.shape[3:])
-            for p, theirs in enumerate(whole.chunk(size, 2)):  # their heads, of our chunk
+            for p, theirs in enumerate(whole.chunk(size, 2)):  # their heads of our chunk
                 pieces.sent[p] += [x[where] for _, where in rows[p]]
                 pieces.landing[p] += [theirs[own] for own, _ in rows[self.part]]
             pieces.wholes.append(whole)
         return (yield from self._swap(self.plan.after[0], pieces))
 
     def _swap(self, op: SwapHeads, pieces: _Pieces) -> Program[list[Tensor]]:
-        """Makes the tensors whole."""
+        """Completes the tensors."""
         wholes, sent, landing = pieces
         for there, x in zip(landing[self.part], sent[self.part], strict=True):
             there.copy_(x)

@@ -1,4 +1,4 @@
-"""The passes of one rank: heads swapped, a plan executed, heads swapped back."""
+"""The passes of one rank: swap heads, execute a plan, swap heads back."""
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ def forward(
     k: Tensor,
     v: Tensor,
 ) -> Program[tuple[Tensor, ...]]:
-    """A rank's output and log-sum-exp, and its queries, keys, values and log-sum-exp as the executor has them."""
+    """A rank's output and log-sum-exp, and the executor's queries, keys, values and log-sum-exp."""
     group = HeadGroup(plan, rank, transport)
     heads = q.shape[2]
     b = q.shape[1]
@@ -38,7 +38,7 @@ def forward(
 def swap(
     plan: Plan, problem: Problem, rank: int, transport: Transport, q: Tensor, k: Tensor, v: Tensor
 ) -> Program[tuple[Tensor, ...]]:
-    """The queries, keys and values of `forward` alone."""
+    """Only the executor's queries, keys and values of `forward`."""
     return (yield from _folded(HeadGroup(plan, rank, transport), q, k, v))
 
 
@@ -48,7 +48,7 @@ def _folded(group: HeadGroup, q: Tensor, k: Tensor, v: Tensor) -> Program[tuple[
 
 
 def fold_heads(q: Tensor, k: Tensor, v: Tensor, *lses: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys, values (and log-sum-exp) of some heads, as the executor has them."""
+    """The executor's queries, keys, values (and log-sum-exp), for some heads."""
     s, b, heads, d = q.shape
     rows = s, b * k.shape[2], heads // k.shape[2]
     folded = q.reshape(*rows, d), k.flatten(1, 2), v.flatten(1, 2), *[lse.reshape(rows) for lse in lses]
@@ -68,10 +68,10 @@ def backward(
     v: Tensor,
     lse: Tensor,
 ) -> Program[tuple[Tensor | None, ...]]:
-    """A rank's gradients of sinks, queries, keys and values; `q`, `k`, `v` and `lse` as the executor has them.
+    """A rank's gradients of sinks, queries, keys and values; `q`, `k`, `v` and `lse` are the executor's.
 
-    That of sinks is the sum over its tokens and heads, zero for other heads, in the dtype of `lse`: it is added up
-    over the ranks before it is rounded.
+    The gradient of the sinks is the sum over the rank's tokens and heads, zero for other heads. It has the dtype of
+    `lse`, because it is summed over the ranks before it is rounded.
     """
     group = HeadGroup(plan, rank, transport)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
@@ -90,7 +90,7 @@ def backward(
     if plan.heads <= problem.kv_heads:
         grads = yield from group.to_chunks(dq, dk.to(q.dtype), dv.to(q.dtype))
         return dsinks, *grads
-    # Ranks that share a key/value head have partial sums of its gradient, which come back side by side.
+    # Ranks that share a key/value head have partial sums of its gradient, which return side by side.
     dq, *replicas = yield from group.to_chunks(dq, dk, dv)
     dk, dv = (x.unflatten(2, (problem.kv_heads, -1)).sum(3).to(q.dtype) for x in replicas)
     return dsinks, dq, dk, dv

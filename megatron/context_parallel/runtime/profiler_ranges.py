@@ -1,4 +1,4 @@
-"""When blocks and communication ran, for a profiler. Nothing is noted unless one is on."""
+"""Marks blocks and communication for a profiler. Nothing is recorded without one."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,11 +25,11 @@ class Mark(NamedTuple):
 
 
 class Marks:
-    """The marks of this process.
+    """The profiler ranges of this process.
 
     Attributes:
         on: whether a profiler runs.
-        batches: those that are over.
+        batches: the finished batches.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Marks:
         return torch.profiler.record_function(label((attend,))) if self.on else _NOTHING
 
     def batch(self, channel: str, comm: Sequence[Comm | SwapHeads], work: Work) -> Work:
-        """Communication that has just been launched, to wait for."""
+        """Wraps communication that has just been launched."""
         return _Marked(channel, label(comm), work) if self.on else work
 
 
@@ -56,7 +56,7 @@ class _Marked:
         self.work.wait()
         if self.begin:
             marks.batches.append(Mark(self.channel, self.name, self.begin, time_ns()))
-        self.begin = 0  # each is waited for more than once
+        self.begin = 0  # there may be several waits for it
 
 
 marks = Marks()

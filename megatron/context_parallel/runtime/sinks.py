@@ -1,7 +1,7 @@
-"""Softmax sinks: one more score per head in the softmax, which takes weight but has no value (GPT-OSS; "off by one").
+"""Softmax sinks: an additional score per head that gets weight but has no value (GPT-OSS; "off by one").
 
-A sink is merged at the end, like one more partial output that is 0 and has the sink as its log-sum-exp. So strategies,
-plans and kernels know nothing of it.
+A sink is merged at the end, like another partial output that is 0 and has the sink as its log-sum-exp. So strategies,
+plans and kernels do not depend on it.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The HTTP side: routes, keys, limits, streams and logs."""
+"""The HTTP server: routes, keys, limits, streams and logs."""
 
 import asyncio
 import hashlib
@@ -32,21 +32,21 @@ from .worker import Worker
 
 log = logging.getLogger(__name__)
 Answer = Callable[[HttpRequest], Awaitable[Response]]
-_CLIENT_GONE = 499  # nobody reads it; logs do
-_SHOWN = 200  # characters of what a client wrote, in a line of the log
-_BODIES = 16  # of the most bytes, that are held at once
+_CLIENT_GONE = 499  # only for the log
+_SHOWN = 200  # maximum characters of client input in a log line
+_BODIES = 16  # maximum bodies of the largest size in memory
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked of the server.
+    """The settings of the server.
 
     Attributes:
-        model: the name that clients give.
-        keys: that clients may have; none: everybody may.
-        hosts: names that the server answers to, in small letters, besides addresses; "*": all.
-        body_bytes: of a request at most.
-        new_tokens: of a chat's answer, if the client says nothing of it.
+        model: the model name in the API.
+        keys: the accepted API keys; if empty, no key is needed.
+        hosts: accepted host names, in lower case, besides addresses; "*": all.
+        body_bytes: maximum bytes of a request.
+        new_tokens: default maximum tokens of a chat answer.
     """
 
     model: str
@@ -57,12 +57,12 @@ class Settings:
 
 
 class Service:
-    """The routes of one server.
+    """The routes of a server.
 
     Args:
-        worker: generates.
-        settings: of the server.
-        readers: of short and of long requests.
+        worker: generates the texts.
+        settings: the settings of the server.
+        readers: the readers of short and of long requests.
     """
 
     def __init__(self, worker: Worker, settings: Settings, readers: tuple[Reader, Reader]) -> None:
@@ -89,14 +89,14 @@ class Service:
         }
         return Logged(Starlette(routes=routes, exception_handlers=handlers))
 
-    # -- what is small -----------------------------------------------------------------------------------------------
+    # -- short answers -----------------------------------------------------------------------------------------------
 
     async def health(self, request: HttpRequest) -> Response:
-        """Whether the process lives."""
+        """Whether the process is alive."""
         return JSONResponse({"status": "alive"})
 
     async def ready(self, request: HttpRequest) -> Response:
-        """Whether requests are taken."""
+        """Whether the server accepts requests."""
         if why := self.worker.takes_nothing():
             return JSONResponse({"status": why}, 503)
         return JSONResponse({"status": "ready"})
@@ -128,8 +128,8 @@ class Service:
         return Response(status_code=_CLIENT_GONE)
 
     async def broken(self, request: HttpRequest, error: Exception) -> Response:
-        """A fault of ours; its traceback goes to the log."""
-        return await self.refuse(request, Refused(500, "the server made a mistake", kind="server_error"))
+        """An internal error; its traceback is logged."""
+        return await self.refuse(request, Refused(500, "internal error of the server", kind="server_error"))
 
     # -- texts ---------------------------------------------------------------------------------------------------------
 
@@ -159,8 +159,8 @@ class Service:
         return await self._whole(request, texts, arriving)
 
     async def _whole(self, request: HttpRequest, texts: Texts, arriving: asyncio.Queue[RequestOutput]) -> Response:
-        """The answer when all texts are complete; a client that leaves before ends them."""
-        leaving = asyncio.ensure_future(request.receive())  # after the body comes nothing but that
+        """The answer when all texts are complete. If the client disconnects before, they are cancelled."""
+        leaving = asyncio.ensure_future(request.receive())  # after the body, the only message is a disconnect
         try:
             while texts.unfinished:
                 coming = asyncio.ensure_future(arriving.get())
@@ -174,10 +174,10 @@ class Service:
         finally:
             leaving.cancel()
             self.worker.cancel(texts.unfinished)
-        return await run_in_threadpool(lambda: JSONResponse(texts.whole()))  # with many log-probabilities it takes long
+        return await run_in_threadpool(lambda: JSONResponse(texts.whole()))  # slow with many log-probabilities
 
     async def _stream(self, texts: Texts, arriving: asyncio.Queue[RequestOutput], usage: bool) -> AsyncIterator[str]:
-        """The events of a stream; a client that leaves ends it, and the texts."""
+        """The events of a stream. If the client disconnects, the texts are cancelled."""
         try:
             for chunk in texts.first():
                 yield _event(chunk, usage)
@@ -204,19 +204,19 @@ class Service:
         if output.finish == "error":
             raise Refused(500, output.why, kind="server_error")
 
-    # -- who may, and how much -----------------------------------------------------------------------------------------
+    # -- access and limits ---------------------------------------------------------------------------------------------
 
     def _key(self, request: HttpRequest) -> str:
-        """What stands for the key of a client; "" where none is needed."""
+        """A hash of the client's key; "" if no key is needed."""
         if not self.settings.keys:
             return ""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # All keys are compared, and each in constant time.
+        # All keys are compared, each in constant time.
         found = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.settings.keys]
         if scheme.lower() != "bearer" or not any(found):
             raise Refused(
                 401,
-                "a key is needed: Authorization: Bearer KEY",
+                "a key is required; send the header Authorization: Bearer KEY",
                 kind="authentication_error",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
@@ -224,7 +224,7 @@ class Service:
         return hashlib.sha256(given.strip().encode()).hexdigest()
 
     def _at_our_name(self, answer: Answer) -> Answer:
-        """An answer for requests to this server, and not to another name that leads here."""
+        """Answers only requests to a name of this server, not to another name that resolves to it."""
 
         async def checked(request: HttpRequest) -> Response:
             check_host(request.headers.get("host", ""), self.settings.hosts)
@@ -234,7 +234,7 @@ class Service:
 
     @asynccontextmanager
     async def _body(self, request: HttpRequest) -> AsyncIterator[bytes]:
-        """The body of a request; all that are held at once have a limit too."""
+        """The body of a request. The bodies in memory have a total limit too."""
         most = self.settings.body_bytes
         body = bytearray()
         too_long = Refused(413, f"the body has more than {most} bytes")
@@ -248,7 +248,7 @@ class Service:
                 if len(body) > most:
                     raise too_long
                 if self._held > _BODIES * most:
-                    why = f"the server holds {_BODIES * most} bytes of requests already"
+                    why = f"the server already has {_BODIES * most} bytes of requests in memory"
                     raise Refused(503, why, kind="server_error", headers={"Retry-After": "1"})
             yield bytes(body)
         finally:
@@ -256,19 +256,19 @@ class Service:
 
 
 def _check_content_type(given: str) -> None:
-    """Refuse what a web page may send to other sites without asking; JSON is not among it."""
+    """Reject content types that a web page may send to other sites without permission. JSON is not one of them."""
     if given.partition(";")[0].strip().lower() != "application/json":
         why = f"Content-Type {given[:100]!r}: send the body as application/json"
         raise Refused(415, why)
 
 
 def _event(chunk: dict, usage: bool) -> str:
-    """A chunk as an event; with `usage` all but the last have an empty place for the counts."""
+    """A chunk as an event; with `usage`, all but the last have null counts."""
     return f"data: {json.dumps(chunk | ({'usage': None} if usage else {}))}\n\n"
 
 
 class Logged:
-    """Gives each HTTP request an id, and writes a line of JSON when it has ended: counts and times, no texts."""
+    """Gives each HTTP request an id, and logs a line of JSON when it ends: counts and times, no texts."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

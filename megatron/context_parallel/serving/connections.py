@@ -1,4 +1,4 @@
-"""Connections of clients: how many, and how long one may keep the server waiting."""
+"""Limits on client connections: how many, and how long a client may delay the server."""
 
 import asyncio
 import logging
@@ -15,19 +15,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from megatron.context_parallel.errors import UsageError
 
 log = logging.getLogger(__name__)
-_SPARE = 64  # connections that are told that there are too many; others are not accepted
-_FILES = 128  # that the rest of the process may still open
-_PAUSE = 0.1  # seconds until a server looks again whether it may accept
+_SPARE = 64  # further connections, which get status 503; beyond them, none are accepted
+_FILES = 128  # reserved for the rest of the process
+_PAUSE = 0.1  # seconds until the server checks again whether it may accept
 
 
 @dataclass(frozen=True)
 class Patience:
-    """What clients may ask of the server's connections.
+    """The limits on connections.
 
     Attributes:
-        connections: at once; more get status 503, and far more wait.
-        idle_seconds: that a connection stays open between two requests.
-        client_seconds: in which a client must have sent a request, and taken what was sent to it.
+        connections: maximum number at once; further ones get status 503, and beyond that they wait.
+        idle_seconds: how long an idle connection stays open.
+        client_seconds: time limit for a client to send a request, and to receive a response.
     """
 
     connections: int = 512
@@ -35,7 +35,7 @@ class Patience:
     client_seconds: int = 60
 
     def check_files(self) -> None:
-        """Let this process open as many files as connections need.
+        """Raise this process's limit of open files to what connections need.
 
         Raises:
             UsageError: the system allows fewer.
@@ -43,14 +43,14 @@ class Patience:
         others = len(os.listdir("/proc/self/fd")) + _SPARE + _FILES
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if hard != resource.RLIM_INFINITY and self.connections + others > hard:
-            why = f"needs {self.connections + others} open files, and ulimit -Hn is {hard}"
+            why = f"needs {self.connections + others} open files, but ulimit -Hn is {hard}"
             raise UsageError(f"--limit-concurrency {self.connections}: {why}; give {max(1, hard - others)}")
         if soft != resource.RLIM_INFINITY and self.connections + others > soft:
             resource.setrlimit(resource.RLIMIT_NOFILE, (self.connections + others, hard))
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with its own loop that accepts: asyncio accepts without limit, and floods the log when files run out."""
+    """uvicorn with our own accept loop: asyncio accepts without limit, and floods the log when files run out."""
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket, patience: Patience) -> None:
         super().__init__(config)
@@ -71,11 +71,11 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         while True:
             while len(self.server_state.connections) >= self.patience.connections + _SPARE:
-                await asyncio.sleep(_PAUSE)  # the others wait in the queue of the system
+                await asyncio.sleep(_PAUSE)  # further connections wait in the system's queue
             try:
                 client, _ = await loop.sock_accept(self.listener)
                 await loop.connect_accepted_socket(self._connection, client)
-            except OSError as error:  # no file is left, or the client has left already
+            except OSError as error:  # too many open files, or the client has already disconnected
                 log.warning("a connection was not accepted: %s", error)
                 await asyncio.sleep(_PAUSE)
 
@@ -84,7 +84,7 @@ class Server(uvicorn.Server):
 
 
 class ClientConnection(H11Protocol):
-    """Ends if its client takes longer than `seconds` to send a request, or to take what was sent."""
+    """Closes if its client takes longer than `seconds` to send a request, or to receive the response."""
 
     def __init__(self, seconds: float, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn, app_state={})
@@ -92,7 +92,7 @@ class ClientConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # writing pauses as soon as the client does not take all
+        transport.set_write_buffer_limits(high=0)  # pause writing as soon as the client does not receive everything
         self._request.begin()
 
     def data_received(self, data: bytes) -> None:
@@ -104,7 +104,7 @@ class ClientConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.conn.their_state is h11.SEND_BODY:  # the next request had begun to arrive, or the body is still due
+        if self.conn.their_state is h11.SEND_BODY:  # the next request has started to arrive, or the body is incomplete
             self._request.begin()
 
     def pause_writing(self) -> None:
@@ -122,7 +122,7 @@ class ClientConnection(H11Protocol):
 
 
 class _Deadline:
-    """Cuts a connection, unless what has begun ends in time."""
+    """Closes a connection, unless its current operation ends in time."""
 
     def __init__(self, connection: H11Protocol, seconds: float) -> None:
         self._connection, self._seconds = connection, seconds

@@ -1,7 +1,7 @@
-"""Which names a server answers to.
+"""The host names that a server answers to.
 
-A web page can let its own name stand for 127.0.0.1 (DNS rebinding), and then use a server that only this machine
-reaches. The browser still tells the name of the page. Addresses cannot be stolen in this way.
+A web page can make its own name resolve to 127.0.0.1 (DNS rebinding), and then use a server that only this machine can
+reach. The browser still sends the name of the page. Addresses cannot be abused in this way.
 """
 
 import os
@@ -13,16 +13,16 @@ from .protocol import Refused
 
 
 def names_of(listens_at: str, allowed: Collection[str]) -> frozenset[str]:
-    """Names of the server, besides all addresses: this machine's, the one it listens at, those that are `allowed`."""
+    """Names of the server, besides all addresses: this machine's, the one it listens on, and those in `allowed`."""
     this_machine = socket.gethostname(), os.environ.get("SLURMD_NODENAME", "localhost")
     return frozenset(name.lower() for name in ("localhost", *this_machine, listens_at, *allowed))
 
 
 def check_host(header: str, names: Collection[str]) -> None:
-    """Refuse a request for another host; one that names none is from no browser.
+    """Reject a request for another host. A request without a host is not from a browser.
 
     Raises:
-        Refused: the header `Host` has another name.
+        Refused: the header `Host` contains another name.
     """
     name = _without_port(header.strip()).lower().removesuffix(".")
     if name and "*" not in names and name not in names and not _is_address(name):

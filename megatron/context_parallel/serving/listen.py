@@ -1,4 +1,4 @@
-"""Runs the HTTP side in a thread, beside the main thread that generates."""
+"""Runs the HTTP server in a thread, beside the main thread that generates."""
 
 import socket
 import threading
@@ -13,35 +13,35 @@ from megatron.context_parallel.errors import UsageError
 from .connections import Patience, Server
 from .log_lines import write_log_lines
 
-_SECONDS_TO_CLOSE = 5  # connections that are still open then are cut
+_SECONDS_TO_CLOSE = 5  # connections that are still open then are closed
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+    """A listening socket.
 
     Raises:
-        UsageError: nothing can listen there.
+        UsageError: the address or port is not available.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        why = f"cannot listen at {host} ({error.strerror or error})"
-        raise UsageError(f"--port {port}: {why}; give another, or 0 for any that is free") from None
+        why = f"cannot listen on {host} ({error.strerror or error})"
+        raise UsageError(f"--port {port}: {why}; give another, or 0 for any free port") from None
 
 
 @contextmanager
 def serve_in_thread(app: ASGIApp, listener: socket.socket, patience: Patience) -> Iterator[Callable[[], None]]:
-    """Requests are answered while the block runs; then, or when what it gets is called, the last answers are sent.
+    """Answers requests while the block runs. The last answers are sent when it ends, or at a call of what it yields.
 
     Raises:
-        UsageError: the system allows fewer connections than `patience` does.
+        UsageError: the system allows fewer connections than `patience`.
     """
     patience.check_files()
     write_log_lines()
     config = uvicorn.Config(
         app,
-        http="h11",  # `ClientConnection` is made for it, whatever else is installed
+        http="h11",  # `ClientConnection` needs it, even if other implementations are installed
         ws="none",
         log_config=None,
         access_log=False,

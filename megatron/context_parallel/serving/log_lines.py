@@ -1,15 +1,15 @@
-"""Log lines on standard error, and not more than a disk can take."""
+"""Rate-limited log lines on standard error, which protect the disk."""
 
 import json
 import logging
 import time
 from collections.abc import Callable
 
-_MOST = 100_000  # characters in a second
+_MOST = 100_000  # characters per second
 
 
 class LimitedLines(logging.StreamHandler):
-    """Writes lines as they are, at most `most` characters in a second; then it tells how many lines it left out."""
+    """Writes lines, at most `most` characters per second; then reports the number of omitted lines."""
 
     def __init__(self, most: int = _MOST, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class LimitedLines(logging.StreamHandler):
 
 
 def write_log_lines() -> None:
-    """The lines of the server, of uvicorn and of asyncio go to standard error."""
+    """Send the log lines of the server, uvicorn and asyncio to standard error."""
     ours = logging.getLogger(__package__)
     if ours.handlers:
         return

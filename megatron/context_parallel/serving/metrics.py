@@ -1,4 +1,4 @@
-"""What the server tells Prometheus."""
+"""The metrics of the server for Prometheus."""
 
 import time
 
@@ -10,34 +10,34 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 
 
 class Metrics:
-    """Counts and times of one server, of which Prometheus derives rates (tokens a second, hits by prompt tokens)."""
+    """Counts and times of a server. Prometheus derives rates from them (tokens per second, cache hits)."""
 
     def __init__(self) -> None:
         self.registry = r = CollectorRegistry()
         self.ttft = Histogram("ttft_seconds", "time to first token", registry=r, buckets=_SECONDS)
         self.ttit = Histogram("ttit_seconds", "time to incremental token", registry=r, buckets=_SECONDS)
-        self.prompt_tokens = Counter("prompt_tokens", "tokens of prompts", registry=r)
-        self.reused_tokens = Counter("prompt_tokens_cached", "tokens of prompts found in the cache", registry=r)
-        self.generated_tokens = Counter("generated_tokens", "tokens of texts", registry=r)
-        self.requests = Counter("requests", "texts that ended, and how", ["finish"], registry=r)
-        self.refused = Counter("requests_refused", "HTTP requests that were refused", ["status"], registry=r)
-        self.passes = Counter("passes", "forward passes by what travelled", ["variant"], registry=r)
-        self.running = Gauge("requests_running", "texts that are being generated", registry=r)
-        self.waiting = Gauge("requests_waiting", "texts that wait for room", registry=r)
-        self.used = Gauge("cache_tokens_used", "tokens in the cache, with those kept for later prompts", registry=r)
-        self.free = Gauge("cache_tokens_free", "tokens for which the cache has room", registry=r)
-        self._last: dict[str, float] = {}  # when each request came, or had its last token
+        self.prompt_tokens = Counter("prompt_tokens", "prompt tokens", registry=r)
+        self.reused_tokens = Counter("prompt_tokens_cached", "prompt tokens found in the cache", registry=r)
+        self.generated_tokens = Counter("generated_tokens", "generated tokens", registry=r)
+        self.requests = Counter("requests", "finished texts, by finish reason", ["finish"], registry=r)
+        self.refused = Counter("requests_refused", "refused HTTP requests, by status", ["status"], registry=r)
+        self.passes = Counter("passes", "forward passes, by variant", ["variant"], registry=r)
+        self.running = Gauge("requests_running", "running texts", registry=r)
+        self.waiting = Gauge("requests_waiting", "texts waiting for cache space", registry=r)
+        self.used = Gauge("cache_tokens_used", "tokens in the cache, including kept prefixes", registry=r)
+        self.free = Gauge("cache_tokens_free", "free tokens in the cache", registry=r)
+        self._last: dict[str, float] = {}  # the time of each request's arrival or last token
 
     def arrived(self, name: str, tokens: int) -> None:
         self._last[name] = time.monotonic()
         self.prompt_tokens.inc(tokens)
 
     def brought(self, output: RequestOutput) -> None:
-        """Note what a step brought a request."""
+        """Record the output of a step for a request."""
         now = time.monotonic()
         before = self._last.get(output.request)
         if output.tokens and before is not None:
-            # The first output of a request tells what it reused: it has its first token.
+            # The first output of a request has its first token and the number of reused tokens.
             (self.ttft if output.first else self.ttit).observe(now - before)
             self._last[output.request] = now
         self.reused_tokens.inc(output.reused)

@@ -1,4 +1,4 @@
-"""What a client may send: OpenAI's completions and chat completions, as far as they are computed here."""
+"""The requests that clients may send: the supported part of OpenAI's completions and chat completions."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -9,9 +9,9 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.inference.tokenizer import Tokenizer
 
 _MOST_SEED = 2**63
-_MOST_STRINGS = 1 << 15  # of a body, with the names of fields
-_BYTES_OF_A_VALUE = 24  # with more values a body takes more than 10 times the memory of the largest one
-_SHOWN = 100  # characters of what a client wrote, in an error
+_MOST_STRINGS = 1 << 15  # in a body, including field names
+_BYTES_OF_A_VALUE = 24  # with more values, a body takes over 10 times the memory of the largest one
+_SHOWN = 100  # maximum characters of client input in an error
 Zero = Annotated[float, Field(ge=0, le=0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 Stop = Annotated[StrictStr, Field(min_length=1, max_length=1000)]
@@ -20,15 +20,15 @@ Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]  # one er
 
 
 class Refused(Exception):
-    """A request that is answered with an error.
+    """The request is answered with an error.
 
     Args:
-        status: of HTTP.
+        status: the HTTP status.
         message: one line.
         kind: OpenAI's type of error.
-        param: the field at fault.
-        code: OpenAI's code, where there is one.
-        headers: of the answer.
+        param: the invalid field.
+        code: OpenAI's code, if there is one.
+        headers: additional headers of the response.
     """
 
     def __init__(
@@ -45,18 +45,18 @@ class Refused(Exception):
         self.headers = headers or {}
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
-    def __reduce__(self) -> tuple[Any, ...]:  # it travels between processes
+    def __reduce__(self) -> tuple[Any, ...]:  # it is sent between processes
         return Refused, (self.status, *self.body["error"].values(), self.headers)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may have.
+    """The limits of a request.
 
     Attributes:
-        model: the name that clients give.
-        length: tokens of a prompt at most.
-        body_bytes: of a request at most.
+        model: the model name in the API.
+        length: maximum tokens of a request.
+        body_bytes: maximum bytes of a request.
     """
 
     model: str
@@ -65,7 +65,7 @@ class Limits:
 
 
 class _Strict(BaseModel):
-    """Unknown fields are refused: a client must not think that they had an effect."""
+    """Unknown fields are rejected, so that a client never believes that they had an effect."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -76,7 +76,7 @@ class StreamOptions(_Strict):
 
 
 class Body(_Strict):
-    """What both kinds of requests have. What has one value only is there for clients that send it."""
+    """The common fields of both kinds of requests. Fields with a single value exist for clients that send it."""
 
     said: ClassVar[str]  # the field of the prompts
 
@@ -99,7 +99,7 @@ class Body(_Strict):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def texts(self) -> list[str]:
-        """What is to be made tokens."""
+        """The text to tokenize."""
         raise NotImplementedError
 
     def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
@@ -108,12 +108,12 @@ class Body(_Strict):
 
     @property
     def new_tokens(self) -> int | None:
-        """The most tokens of a text; None: as the server likes."""
+        """The maximum tokens of a text; None: the server's default."""
         raise NotImplementedError
 
     @property
     def logprobs_returned(self) -> int | None:
-        """How many log-probabilities are told of each place; None: not even that of the token."""
+        """The number of top log-probabilities per token; None: none at all."""
         raise NotImplementedError
 
 
@@ -199,10 +199,10 @@ class Chat(Body):
 
 
 def read(kind: type[Body], data: bytes, tokenizer: Tokenizer, limits: Limits) -> tuple[Body, list[list[int]]]:
-    """A request without its prompts, and their tokens.
+    """A request without its prompts, and the tokens of the prompts.
 
     Raises:
-        Refused: it is no JSON, has a field that is missing, unknown, or of another type or range, or is too large.
+        Refused: it is not JSON, is too large, or has a field that is missing, unknown, or has an invalid type or value.
     """
     _check_size(data, limits)
     body = _parse(kind, data)
@@ -220,9 +220,9 @@ def read(kind: type[Body], data: bytes, tokenizer: Tokenizer, limits: Limits) ->
 
 
 def check_model(given: str, ours: str) -> None:
-    """Refuse a request for another model."""
+    """Reject a request for another model."""
     if given != ours:
-        why = f"model {given[:_SHOWN]!r}: there is {ours!r} only"
+        why = f"model {given[:_SHOWN]!r}: not found; use {ours!r}"
         raise Refused(404, why, param="model", code="model_not_found")
 
 
@@ -232,14 +232,14 @@ def _too_long(what: str, length: int) -> Refused:
 
 
 def _check_size(data: bytes, limits: Limits) -> None:
-    """Refuse a body that would take much more memory than it has bytes: one of very many values."""
+    """Reject a body with very many values, which would take much more memory than it has bytes."""
     # Without escapes each quote begins or ends a string.
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     if plain.count(b'"') > 2 * _MOST_STRINGS:
         raise Refused(400, f"the body has more than {_MOST_STRINGS} strings; give fewer messages")
     commas = sum(part.count(b",") for part in plain.split(b'"')[::2])
     if commas >= (most := limits.body_bytes // _BYTES_OF_A_VALUE):
-        raise Refused(400, f"the body has more than {most} values; give a shorter prompt, or a text in place of tokens")
+        raise Refused(400, f"the body has more than {most} values; give a shorter prompt, or text instead of tokens")
 
 
 def _parse(kind: type[Body], data: bytes) -> Body:
@@ -247,7 +247,7 @@ def _parse(kind: type[Body], data: bytes) -> Body:
         return kind.model_validate_json(data)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        # Of a union of types, the place has their names too: the field alone is told.
+        # For a union of types, the location also has their names: only the field is reported.
         place = " ".join(str(fault["loc"][0])[:_SHOWN].split()) if fault["loc"] else None
         message = fault["msg"] if place is None else f"{place}: {fault['msg']}"
         raise Refused(400, " ".join(message.split()), param=place) from None

@@ -1,6 +1,6 @@
-"""Requests are read in processes of their own: JSON, chat template and tokens, with limits of CPU time and memory.
+"""Reads requests in separate processes (JSON, chat template, tokens), with limits on CPU time and memory.
 
-A chat template is a program, and a tokenizer has regular expressions: both can take forever, or all memory.
+A chat template is a program, and a tokenizer has regular expressions: both can run forever, or use all memory.
 """
 
 import asyncio
@@ -18,21 +18,21 @@ from megatron.context_parallel.inference.tokenizer import Tokenizer
 
 from .protocol import Body, Limits, Refused, read
 
-_SHORT = 1 << 16  # bytes of a body that never waits for a longer one
-_BYTES_A_SECOND = 1 << 18  # far below what tokenizers reach
+_SHORT = 1 << 16  # maximum bytes of a short body, which never waits for a longer one
+_BYTES_A_SECOND = 1 << 18  # far below the speed of tokenizers
 _SECONDS = 2  # for the shortest body
-_MEMORY = 1 << 30  # bytes, besides what an idle reader has
-_SECONDS_TO_START = 300  # a large tokenizer on a slow disk
+_MEMORY = 1 << 30  # bytes, in addition to an idle reader
+_SECONDS_TO_START = 300  # for a large tokenizer on a slow disk
 _AGAIN = {"Retry-After": "5"}
-_BUSY = 30  # times the CPU time: what it may take on a busy machine
+_BUSY = 30  # wall time limit in units of the CPU time limit, for a busy machine
 
 
 class Reader:
-    """A process that reads requests one by one. A request that breaks its limits is refused, and ends a fork alone.
+    """A process that reads requests one by one. A request that exceeds its limits is refused, and ends only a fork.
 
     Args:
-        tokenizer: of the model; it is copied.
-        limits: of requests.
+        tokenizer: the tokenizer of the model; it is copied.
+        limits: the limits of requests.
     """
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
@@ -41,10 +41,10 @@ class Reader:
         self._start()
 
     async def read(self, kind: type[Body], data: bytes) -> tuple[Body, list[list[int]]]:
-        """A request without its prompts, and their tokens; the event loop goes on meanwhile.
+        """A request without its prompts, and the tokens of the prompts. It does not block the event loop.
 
         Raises:
-            Refused: as `protocol.read`, or it takes more CPU time or memory than it may.
+            Refused: as `protocol.read`, or it exceeds the limits on CPU time or memory.
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._read, kind, data)
 
@@ -88,7 +88,7 @@ class Reader:
 
 @contextmanager
 def reading(tokenizer: Tokenizer, limits: Limits) -> Iterator[tuple[Reader, Reader]]:
-    """Readers of short and of long requests, which end with the block."""
+    """Readers of short and of long requests, until the block ends."""
     readers = Reader(tokenizer, limits), Reader(tokenizer, limits)
     try:
         yield readers
@@ -98,12 +98,12 @@ def reading(tokenizer: Tokenizer, limits: Limits) -> Iterator[tuple[Reader, Read
 
 
 def reader_of(readers: tuple[Reader, Reader], data: bytes) -> Reader:
-    """Short requests wait for short ones alone."""
+    """Short requests wait only for short ones."""
     return readers[len(data) > _SHORT]
 
 
 def _ended(status: int, seconds: float) -> Refused:
-    """What the end of a fork says of its request."""
+    """The error for a request whose fork ended."""
     if status == -signal.SIGTERM:
         return Refused(503, "the server is stopping", kind="server_error", headers=_AGAIN)
     if status == -signal.SIGPROF:
@@ -116,10 +116,10 @@ def _out_of_memory() -> Refused:
 
 
 def _work(pipe: Connection, tokenizer: Tokenizer, limits: Limits) -> None:
-    """The process: its forks read. After one that breaks its limits the next is there at once."""
+    """The reader process: its forks read. When a fork exceeds its limits, the next one starts at once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer.encode("a")  # libraries are imported before memory is limited
+    tokenizer.encode("a")  # imports libraries before memory is limited
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pipe.send(True)
     while True:
@@ -132,7 +132,7 @@ def _work(pipe: Connection, tokenizer: Tokenizer, limits: Limits) -> None:
 
 
 def _serve(pipe: Connection, tokenizer: Tokenizer, limits: Limits) -> NoReturn:
-    """The fork: read until the server ends."""
+    """The fork: reads until the server ends."""
     status = 1
     try:
         _limit_memory()
@@ -153,7 +153,7 @@ def _limit_memory() -> None:
 
 
 def _read_within(kind: type[Body], data: bytes, seconds: float, tokenizer: Tokenizer, limits: Limits) -> object:
-    """What `read` finds or raises; Linux ends this fork when its CPU time is over."""
+    """The result or error of `read`. Linux kills this fork when its CPU time is used up."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         return read(kind, data, tokenizer, limits)
@@ -161,7 +161,7 @@ def _read_within(kind: type[Body], data: bytes, seconds: float, tokenizer: Token
         return error
     except MemoryError:
         return _out_of_memory()
-    except BaseException as error:  # a panic of tokenizers is no Exception
+    except BaseException as error:  # a panic in tokenizers is not an Exception
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         return Refused(400, f"{kind.said}: the tokenizer fails ({why})", param=kind.said)
     finally:

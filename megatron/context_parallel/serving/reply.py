@@ -1,4 +1,4 @@
-"""What a client gets: texts with their log-probabilities and counts, whole or in chunks."""
+"""The answers to clients: texts with log-probabilities and counts, whole or in chunks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,14 +13,14 @@ Decode = Callable[[list[int]], str]
 
 @dataclass
 class Texts:
-    """The texts of one HTTP request, as they come.
+    """The texts of one HTTP request, as they are generated.
 
     Attributes:
-        name: of the HTTP request.
-        model: its name.
-        requests: of the engine, one for each text.
-        n: texts of each prompt.
-        logprobs: whether they are told.
+        name: the id of the HTTP request.
+        model: the model name in the API.
+        requests: the engine's requests, one for each text.
+        n: texts per prompt.
+        logprobs: whether log-probabilities are included.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Texts:
         self.offsets = [0] * len(self.requests)
 
     def add(self, output: RequestOutput) -> int:
-        """Note an output; which text it belongs to."""
+        """Record an output. Returns the text that it belongs to."""
         self.outputs[self.index[output.request]].append(output)
         self.reused += output.reused
         self.generated += len(output.tokens)
@@ -47,13 +47,13 @@ class Texts:
 
     @property
     def unfinished(self) -> list[str]:
-        """The names of the requests of texts that go on."""
+        """The names of the requests whose texts are still running."""
         pairs = zip(self.requests, self.outputs, strict=True)
         return [request.name for request, outputs in pairs if not (outputs and outputs[-1].finish)]
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens of all prompts, each counted once for all of its texts, and of all texts."""
+        """The tokens of all prompts, each counted once, and of all texts."""
         prompt = sum(len(request.tokens) for request in self.requests) // self.n
         return {
             "prompt_tokens": prompt,
@@ -63,7 +63,7 @@ class Texts:
         }
 
     def whole(self) -> dict[str, Any]:
-        """The answer, once all texts are complete."""
+        """The answer, when all texts are complete."""
         raise NotImplementedError
 
     def first(self) -> list[dict[str, Any]]:

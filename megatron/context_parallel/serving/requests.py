@@ -1,4 +1,4 @@
-"""From what a client asks to requests of the engine."""
+"""Converts a client's request to requests of the engine."""
 
 import secrets
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from megatron.context_parallel.inference.engine import Engine, Request
 
 from .protocol import Body, Refused
 
-_MOST_LOGPROBS = 1 << 20  # of one HTTP request: rank 0 keeps all of them until its last text ends
+_MOST_LOGPROBS = 1 << 20  # per HTTP request: rank 0 keeps all of them until its last text ends
 
 
 def requests_of(
@@ -19,15 +19,15 @@ def requests_of(
     """A request for each text: `body.n` for each prompt.
 
     Args:
-        body: what was asked.
-        prompts: tokens of each.
-        name: of all together.
-        key: of the client.
-        engine: that will run them.
-        new: the most tokens of a text, if the body does not limit them.
+        body: the client's request.
+        prompts: the tokens of each prompt.
+        name: the id of the HTTP request.
+        key: a hash of the client's key.
+        engine: the engine that will run them.
+        new: the default maximum tokens of a text.
 
     Raises:
-        Refused: a prompt that can never run, or too many log-probabilities.
+        Refused: a prompt can never run, or there are too many log-probabilities.
     """
     found = list[Request]()
     seed = secrets.randbits(62) if body.seed is None else body.seed
@@ -46,8 +46,8 @@ def requests_of(
 def _check_logprobs(body: Body, new: int) -> None:
     told = 0 if body.logprobs_returned is None else 1 + body.logprobs_returned
     if told * new > _MOST_LOGPROBS:
-        why = f"logprobs: {told} for each of {new} new tokens; ask for fewer texts or tokens, at most {_MOST_LOGPROBS}"
-        raise Refused(400, f"{why} log-probabilities in all", param="logprobs")
+        why = f"logprobs: {told} for each of {new} new tokens; request fewer texts or tokens, at most {_MOST_LOGPROBS}"
+        raise Refused(400, f"{why} log-probabilities in total", param="logprobs")
 
 
 def _params(body: Body, new: int) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""The main thread of rank 0: it takes requests from the threads of the server, and makes the steps of the engine."""
+"""The main thread of rank 0: it gets requests from the threads of the server, and runs the steps of the engine."""
 
 import queue
 import threading
@@ -14,17 +14,17 @@ from .metrics import Metrics
 from .protocol import Refused
 
 Deliver = Callable[[RequestOutput], object]
-_IDLE = 0.1  # seconds after which an idle worker looks whether it is to stop
+_IDLE = 0.1  # seconds after which an idle worker checks whether to stop
 
 
 class Worker:
-    """Between the server and the engine.
+    """Connects the server and the engine.
 
     Args:
-        loop: of rank 0.
-        most: requests that may run or wait.
-        metrics: are kept up to date.
-        silent: ranks that do not respond.
+        loop: the loop of rank 0.
+        most: maximum number of requests that run or wait.
+        metrics: the metrics to update.
+        silent: returns the ranks that do not respond.
     """
 
     def __init__(
@@ -39,25 +39,25 @@ class Worker:
     # -- for the threads of the server ------------------------------------------------------------------------------
 
     def takes_nothing(self) -> str:
-        """Why no requests are taken; "" while they are."""
+        """Why requests are not accepted; "" if they are."""
         if self.draining:
             return "stopping"
         silent = self.silent()
         return f"{named(silent)} silent" if silent else ""
 
     def submit(self, requests: Sequence[Request], deliver: Deliver) -> None:
-        """Let requests join; `deliver` gets their outputs, in the main thread.
+        """Queue requests; `deliver` gets their outputs, in the main thread.
 
         Raises:
             Refused: there are too many, or the server is stopping.
         """
         with self._lock:
             if why := self.takes_nothing():
-                raise Refused(503, f"the server takes no requests: {why}", "server_error", headers={"Retry-After": "5"})
+                raise Refused(503, f"no requests are accepted: {why}", "server_error", headers={"Retry-After": "5"})
             if len(requests) > self.most:
-                raise Refused(400, f"{len(requests)} texts at once; give {self.most} at most", param="n")
+                raise Refused(400, f"{len(requests)} texts at once; request at most {self.most}", param="n")
             if len(self._deliver) + len(requests) > self.most:
-                why = f"{len(self._deliver)} requests run or wait already, of {self.most} at most"
+                why = f"{len(self._deliver)} of at most {self.most} requests already run or wait"
                 raise Refused(429, why, kind="rate_limit_error", headers={"Retry-After": "1"})
             for request in requests:
                 self._deliver[request.name] = deliver
@@ -65,12 +65,12 @@ class Worker:
                 self._arrived.put(request)
 
     def cancel(self, names: Sequence[str]) -> None:
-        """Let requests leave whose outputs nobody waits for any more."""
+        """Cancel requests whose client has disconnected."""
         for name in names:
             self._arrived.put(name)
 
     def fail(self) -> None:
-        """Take nothing more, and end all texts with an error: a rank has failed."""
+        """Accept no more requests, and end all texts with an error: a rank has failed."""
         with self._lock:
             self.draining = True
             names = [*self._deliver]
@@ -81,9 +81,9 @@ class Worker:
     # -- the main thread -----------------------------------------------------------------------------------------------
 
     def run(self, stops: Callable[[], bool], drain_seconds: float) -> None:
-        """Work until `stops()`; then refuse what is new, and go on with the rest for `drain_seconds` at most.
+        """Work until `stops()`; then reject new requests, and continue running ones for at most `drain_seconds`.
 
-        What a pass raises ends all texts with an error.
+        An error of a pass ends all texts with an error.
         """
         try:
             self._run(stops, drain_seconds)
@@ -104,7 +104,7 @@ class Worker:
         self.loop.end()
 
     def turn(self) -> None:
-        """One step of the engine with all that has arrived; an idle engine waits a moment for something."""
+        """One step of the engine with all new requests; an idle engine briefly waits for one."""
         engine = self.loop.engine
         came = list[Request | str]()
         try:
@@ -128,7 +128,7 @@ class Worker:
     def _hand_over(self, output: RequestOutput) -> None:
         with self._lock:
             deliver = self._deliver.pop(output.request, None) if output.finish else self._deliver.get(output.request)
-        if deliver:  # nobody waits for it once `fail` has ended it
+        if deliver:  # `fail` may have removed it
             self.metrics.brought(output)
             try:
                 deliver(output)

@@ -1,20 +1,20 @@
 """Attention2D (Elango 2025): ranks form a grid; rows share queries, columns share keys and values.
 
 Rank p of a grid of `rows` × `cols` = n is in row p % rows and column p // rows. The queries of a row are the chunks
-congruent to it modulo `rows`. The keys of a column are the chunks congruent to it modulo `cols`; they first move there
-(`transposed`). Each rank computes the queries of its row against the keys of its column. Outputs are reduced along the
-row.
+congruent to it modulo `rows`. The keys of a column are the chunks congruent to it modulo `cols`; they are first sent
+there (`transposed`). Each rank computes the queries of its row against the keys of its column. Outputs are reduced
+along the row.
 
-With overlap (algorithms 4-6), queries move round the row to the left, and keys and values up the column. The first
+With overlap (algorithms 4-6), queries move around the row to the left, and keys and values up the column. The first
 query chunk is computed against each key chunk when it arrives (GTHRCMPT). Each other query chunk is computed against
-all of them in one block. Meanwhile the next one arrives and the last partial output moves on (GTHRCMPTSCTR). So at most
-two travelling query chunks are alive. In the backward pass (8-11) the last query chunk is computed by key chunks again,
-while their gradients move up the column (CMPTSCTRBWD). Without overlap (1 and 3), collectives and one block do the
-same.
+all of them in one block. Meanwhile the next one arrives and the last partial output is sent on (GTHRCMPTSCTR). So at
+most two query chunks of other ranks are alive. In the backward pass (8-11) the last query chunk is computed by key
+chunks again, while their gradients move up the column (CMPTSCTRBWD). Without overlap (1 and 3), collectives and one
+block do the same.
 
-Units received per rank, with t = 1 if its keys and values move and 0 otherwise: forward 2(cols-1) + 2(rows-1) + 2t,
-backward 3(cols-1) + 4(rows-1) + 4t. In the cyclic layout, causal work of two ranks differs by at most
-2(rows + cols - 1)/N of their mean. In the zigzag layout all chunk pairs are equal, except on the diagonal.
+Units received per rank, with t = 1 if its keys and values are transposed and 0 otherwise: forward
+2(cols-1) + 2(rows-1) + 2t, backward 3(cols-1) + 4(rows-1) + 4t. In the cyclic layout, causal work of two ranks differs
+by at most 2(rows + cols - 1)/N of their mean. In the zigzag layout all chunk pairs are equal, except on the diagonal.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,8 +33,8 @@ from .registry import Pass, register
 def attention2d(
     at: Pass,
     *,
-    grid: Annotated[Grid | None, Option("rows x columns of the ranks; default: the most square", (2, 4))] = None,
-    overlap: Annotated[bool, Option("rings that overlap blocks; if not, collectives")] = True,
+    grid: Annotated[Grid | None, Option("rows x columns of the rank grid; default: the most square", (2, 4))] = None,
+    overlap: Annotated[bool, Option("overlap rings with blocks; if false, use collectives")] = True,
 ) -> Iterator[Step]:
     rows, cols = grid_of(at.n, grid)
     col, row = divmod(at.rank, rows)
@@ -48,7 +48,7 @@ def attention2d(
 
 
 def grid_of(n: int, grid: Grid | None = None) -> Grid:
-    """`grid` if it fits n ranks; by default the most square, rows ≤ cols: a column costs 6 units a rank, a row 5."""
+    """`grid` if it fits n ranks; by default the most square, rows ≤ cols: a column costs a rank 6 units, a row 5."""
     grids = [(rows, n // rows) for rows in divisors(n)]
     rows, cols = max(g for g in grids if g[0] <= g[1])
     if grid is not None and grid not in grids:
@@ -61,8 +61,8 @@ def grid_of(n: int, grid: Grid | None = None) -> Grid:
 def transposed(rows: int, cols: int) -> tuple[int, ...]:
     """The key/value chunk of each rank after the transposition: a column has the chunks congruent to it modulo `cols`.
 
-    A rank keeps its chunk if its column needs it. The other ranks take, in order, the chunks that their column still
-    needs. So each rank gives and takes at most one chunk. In a square grid this is the paper's transposition.
+    A rank keeps its chunk if its column needs it. The other ranks receive, in order, the chunks that their column still
+    needs. So each rank sends and receives at most one chunk. In a square grid this is the paper's transposition.
     """
     held: list[int] = []
     for col in range(cols):
@@ -79,15 +79,15 @@ def _overlapping(at: Pass, queries: Ring, keys: Ring, held: tuple[int, ...]) -> 
     column_keys = tuple(held[keys.rank(keys.place + i)] for i in range(rows))  # this column's keys, in order of arrival
 
     def hop(circle: Ring, tensor: T, i: int, chunks: Sequence[int]) -> tuple[Comm, ...]:
-        """The i-th chunk that came to each place moves on."""
+        """Each rank sends on the i-th chunk that it received."""
         return circle.shift(tensor, lambda p: chunks[circle.rank(p + i)], by=-1)
 
     def gather(circle: Ring, tensor: T, s: int, chunks: Sequence[int]) -> tuple[Comm, ...]:
-        """Step s of a gather: until all are here."""
+        """Step s of a gather, until all chunks have arrived."""
         return hop(circle, tensor, s, chunks) if s + 1 < circle.size else ()
 
     def scatter(circle: Ring, tensor: T, s: int, chunks: Sequence[int]) -> tuple[Comm, ...]:
-        """Step s of a reduce-scatter: the partial of chunk s-1 moves on; the own one comes last."""
+        """Step s of a reduce-scatter: the partial of chunk s-1 is sent on; the own one comes last."""
         return hop(circle, tensor, s - 1, chunks) if 1 < s <= circle.size else ()
 
     own = range(at.n)

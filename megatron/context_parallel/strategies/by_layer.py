@@ -1,10 +1,10 @@
-"""A strategy for each layer: specs in a list, the first layer first.
+"""A strategy for each layer: a list of specs, starting with the first layer.
 
 spec                    ring: all layers
 spec,spec,...           ring,ring,ulysses: of 3 layers
 spec*4,spec*2           ring*4,mesh:grid=2x4,q_transfer_blocks=2.5*2: of 4 layers in a row, then of 2
 
-A comma before NAME= goes on with the options of a spec.
+After a comma, NAME= continues the options of the spec before it.
 """
 
 import re
@@ -17,22 +17,22 @@ from megatron.context_parallel.options import divisors
 from .spec import AUTO, Choice, parse_spec
 
 COMM_TYPES = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}  # Transformer Engine's names
-BOTH = "a2a+p2p"  # usp, with the sizes of two levels
+BOTH = "a2a+p2p"  # usp, with two hierarchical sizes
 _BETWEEN = re.compile(r",(?!\w+=)")
 _COUNTED = re.compile(r"(?P<spec>.+?)(\*(?P<count>[1-9][0-9]*))?", re.DOTALL)
 
 
 def choose_by_layer(specs: str, layers: int, n: int | None = None, /, **options: object) -> tuple[Choice, ...]:
-    """The strategy of each layer. Strategies that are not told a layout get the first that all of them work with.
+    """The strategy of each layer. Strategies without a given layout get the first one that all of them support.
 
     Args:
         specs: as above.
-        layers: of the whole model.
+        layers: the number of layers of the whole model.
         n: as for `parse_spec`.
         options: as for `parse_spec`, for the strategies of all layers.
 
     Raises:
-        UsageError: a spec that `parse_spec` refuses, for another number of layers, or no layout works with all of them.
+        UsageError: `parse_spec` rejects a spec, the number of layers differs, or no layout works with all of them.
     """
     parts = [_COUNTED.fullmatch(part) for part in _BETWEEN.split(specs)]
     texts = [part["spec"] if part else "" for part in parts]
@@ -40,11 +40,11 @@ def choose_by_layer(specs: str, layers: int, n: int | None = None, /, **options:
     if texts == [specs]:
         return (parse_spec(specs, n, **options),) * layers
     if AUTO in texts:
-        raise UsageError(f"--cp-strategy {specs}: {AUTO} chooses one strategy for all layers; give {AUTO} alone")
+        raise UsageError(f"--cp-strategy {specs}: {AUTO} chooses one strategy for all layers; give only {AUTO}")
     if sum(counts) != layers:
         works = f"{texts[0]}*{layers - 1},{texts[-1]}" if layers > 1 else texts[0]
         raise UsageError(
-            f"--cp-strategy {specs}: is for {sum(counts)} layers, and --num-layers is {layers}; give {works}"
+            f"--cp-strategy {specs}: is for {sum(counts)} layers, but --num-layers is {layers}; give {works}"
         )
     choices = _with_one_layout(specs, [parse_spec(text, n, **options) for text in texts], n)
     return tuple(choice for choice, count in zip(choices, counts, strict=True) for _ in range(count))
@@ -58,13 +58,13 @@ def _with_one_layout(specs: str, choices: list[Choice], n: int | None) -> list[C
         told = {
             f"{choice.strategy.name}: {' or '.join(layouts)}" for choice, layouts in zip(choices, possible, strict=True)
         }
-        why = f"all layers share one layout, and these have none in common ({'; '.join(sorted(told))})"
-        raise UsageError(f"--cp-strategy {specs}: {why}; give strategies that have, such as ring and ulysses")
+        why = f"all layers need a common layout, and these strategies have none ({'; '.join(sorted(told))})"
+        raise UsageError(f"--cp-strategy {specs}: {why}; give strategies that have one, such as ring and ulysses")
     return [parse_spec(choice, n, layout=shared[0]) for choice in choices]
 
 
 def _layouts(choice: Choice) -> list[str]:
-    """The layouts that a choice may still get: the one it was given, or all of its strategy."""
+    """The possible layouts of a choice: the given one, or all of its strategy."""
     given = choice.common.get("layout")
     own = [given] if given else [*choice.strategy.layouts]
     return [layout for layout in own if not choice.back or layout in _layouts(choice.back)]
@@ -86,15 +86,15 @@ def written(choices: Sequence[Choice]) -> str:
 
 
 def check_same_tokens(choices: Sequence[Choice], n: int) -> None:
-    """Refuse strategies with which a rank of n does not hold the same tokens in all layers.
+    """Raise UsageError for strategies with which a rank would hold different tokens in some layers.
 
     Raises:
-        UsageError: their layouts or placements differ; or one does not fit n ranks.
+        UsageError: their layouts or placements differ, or one does not fit n ranks.
     """
     first, *others = distinct(choices)
     for other in others:
         if _tokens(first, n) != _tokens(other, n):
-            why = f"a rank holds other tokens than with {first.spec}"
+            why = f"a rank would hold different tokens than with {first.spec}"
             raise UsageError(f"--cp-strategy {other.spec}: {why}; give both the same layout and placement")
 
 
@@ -107,17 +107,17 @@ def _tokens(choice: Choice, n: int) -> tuple[str, list[int]]:
 def specs_given(
     strategy: str | None, types: Sequence[str] | None, sizes: Sequence[int] | None, n: int, layers: int
 ) -> str:
-    """The specs that a command line gives; "ring" where it gives none.
+    """The specs of a command line; by default "ring".
 
     Args:
         strategy: `--cp-strategy`.
         types: Megatron's `--cp-comm-type`: "p2p", "all_gather", "a2a" or "a2a+p2p", for all layers or each.
         sizes: `--hierarchical-context-parallel-sizes`: ranks that split the heads, and ranks of a ring.
-        n: ranks of the context group.
-        layers: of the whole model.
+        n: the number of context ranks.
+        layers: the number of layers of the whole model.
 
     Raises:
-        UsageError: both are given and differ; an unknown type, or another number of types or ranks.
+        UsageError: strategy and types differ, a type is unknown, or the number of types or ranks is wrong.
     """
     if not types:
         return strategy or "ring"
@@ -143,8 +143,8 @@ def _specs_of(types: Sequence[str], sizes: Sequence[int] | None, n: int) -> list
             raise UsageError(f"{told}: needs --cp-comm-type {BOTH}; add that or leave this out")
         return [COMM_TYPES[name] for name in types]
     if not sizes:
-        raise UsageError(f"--cp-comm-type {BOTH}: needs the ranks that split heads and those of a ring; give {works}")
+        raise UsageError(f"--cp-comm-type {BOTH}: needs the numbers of ranks per head group and ring; give {works}")
     if len(sizes) != 2 or sizes[0] * sizes[1] != n:
-        raise UsageError(f"{told}: must be two whose product is --context-parallel-size {n}; give {works}")
+        raise UsageError(f"{told}: must be two numbers whose product is --context-parallel-size {n}; give {works}")
     specs = COMM_TYPES | {BOTH: f"usp:head_parallel_size={sizes[0]}"}
     return [specs[name] for name in types]

@@ -1,11 +1,11 @@
 """Double-Ring-Attention (LoongTrain, section 4.3 and Algorithm 2), the context part of `loongtrain`.
 
 The n ranks form n/w inner rings of w neighbours. Rank i·w + j is the paper's W_ij. In round o, inner ring i works on
-the keys and values of inner ring i-o, which move round its w ranks. Meanwhile each rank passes the chunk with which it
-began the round to the next inner ring. This uses a channel of its own, so both transfers are concurrent.
+the keys and values of inner ring i-o, which move around its w ranks. Meanwhile each rank sends the chunk with which it
+began the round to the next inner ring. This uses a separate channel, so both transfers are concurrent.
 
-The paper gives no backward pass. Here gradients are summed along the same ways, one step (inner) and one round (outer)
-later: first inside an inner ring, to the rank where the chunk entered it, then from ring to ring to the owner.
+The paper gives no backward pass. Here gradients are accumulated along the same paths, one step (inner) and one round
+(outer) later: first inside an inner ring, to the rank where the chunk entered it, then from ring to ring to the owner.
 Units received per rank are those of a ring for every w: forward 2(n-1), backward 4(n-1).
 """
 
@@ -30,7 +30,10 @@ def double_ring(
     at: Pass,
     *,
     inner_ring_size: Annotated[
-        int | None, Option("ranks of an inner ring; default: the most square", 4, tries=lambda n, _: divisors(n)[1:-1])
+        int | None,
+        Option(
+            "number of ranks of an inner ring; default: the most square split", 4, tries=lambda n, _: divisors(n)[1:-1]
+        ),
     ] = None,
 ) -> Iterator[Step]:
     w = _inner(at.n, inner_ring_size)
@@ -40,7 +43,7 @@ def double_ring(
     inner, outer = Ring(j, w, i * w, channel="inner"), Ring(i, rings, j, w, channel="outer")
 
     def around(hops: Hops, o: int) -> tuple[Comm, ...]:
-        """Round o between the inner rings: a chunk goes on to the last one that sees it."""
+        """Round o between the inner rings: a chunk is sent on until the last ring that sees it."""
         return hops(outer, o, lambda ring: rings_seeing(ring * w + j), outer.rank)
 
     def rings_seeing(chunk: int) -> int:
@@ -57,14 +60,14 @@ def double_ring(
 
         return hops(inner, s, ranks_seeing, lambda place: first + place) if 0 <= o < rings else ()
 
-    for o in range(rings + 1):  # the last round only brings gradients home
+    for o in range(rings + 1):  # the last round only returns gradients to their owners
         for s in range(w):
             comm = within(keys, o, s)
             if at.backward:
                 comm += within(gradients, o, s) if s else within(gradients, o - 1, w)
             if s == 0:
                 comm += around(keys, o)
-            if at.backward and s == min(1, w - 1):  # the sum of round o-1 is back where its chunk came in
+            if at.backward and s == min(1, w - 1):  # the sum of round o-1 is back where its chunk entered
                 comm += around(gradients, o)
             chunk = (i - o) % rings * w + (j - s) % w
             yield Step(comm, (Attend((at.rank,), (chunk,)),) if o < rings else ())

@@ -6,9 +6,9 @@ helps that late rank (section 3.2): it fetches the rank's queries, computes them
 returns the partial output, which the late rank merges. So n//2 + 1 slots do the work of n. Only if n is even, n/2 ranks
 idle in the last slot. With a full mask all ranks are busy without help, in n slots.
 
-What a slot needs travels during the slot before. What it produces for other ranks travels during the slot after: in the
-forward pass the output of a helper, in the backward pass the gradient of what was fetched, straight to its owner. In
-the backward pass the local pair comes last. It hides the last gradients, which take longer to send than the first
+The chunks for a slot are sent during the previous slot. Its results for other ranks are sent during the next slot: in
+the forward pass the output of a helper, in the backward pass the gradient of the fetched chunk, directly to its owner.
+In the backward pass the local pair comes last. It hides the last gradients, which take longer to send than the first
 fetch. The first fetch is then not hidden.
 
 Units received, as an average of the ranks: forward n-1, backward 2(n-1) - h/n. Helpers compute h = m(m+1)/2 pairs, with
@@ -29,9 +29,9 @@ from .registry import Pass, register
 def lightseq(
     at: Pass,
     *,
-    balance: Annotated[bool, Option("under a causal mask early ranks help late ones; if not, they idle")] = True,
+    balance: Annotated[bool, Option("let early ranks help late ones under a causal mask; if false, they idle")] = True,
     prefetch: Annotated[
-        bool, Option("communication flies during the slots before and after; if not, a slot waits for its own")
+        bool, Option("overlap communication with the slots before and after; if false, each slot waits for its own")
     ] = True,
 ) -> Iterator[Step]:
     n = at.n
@@ -46,12 +46,12 @@ def lightseq(
         return (rank, other) if visible_pairs(rank, other) else None
 
     def fetched(rank: int, t: int) -> T | None:
-        """Which of the two is not `rank`'s own."""
+        """Which of the two chunks is not `rank`'s own."""
         found = pair(rank % n, t) if t else None
         return found and (T.KV if found[0] == rank % n else at.query)
 
     def fetch(t: int) -> tuple[Comm, ...]:
-        """What a slot needs travels from its owner to the rank t further on."""
+        """The owner of each chunk for slot t sends it to the rank t places ahead."""
 
         def wanted(tensor: T) -> Rule:
             return lambda p: p if fetched(p + t, t) is tensor else None
@@ -59,7 +59,7 @@ def lightseq(
         return owners.shift(T.KV, wanted(T.KV), by=t) + owners.shift(at.query, wanted(at.query), by=t)
 
     def give_back(t: int) -> tuple[Comm, ...]:
-        """The partial result for what was fetched goes back to its owner."""
+        """The partial result of the fetched chunk returns to its owner."""
 
         def made_of(tensor: T) -> Rule:
             return lambda p: (p - t) % n if fetched(p, t) is tensor else None

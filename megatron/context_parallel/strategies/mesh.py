@@ -1,8 +1,8 @@
 """Mesh-Attention (Chen et al. 2025): every rank computes a tile of a query chunks × b key/value chunks, a·b = n.
 
-Queries and partial outputs move round a query group (a consecutive ranks). Keys and values move round a key/value group
-(the ranks equal modulo a). Chunk numbers are rotated (Table 1), so that each tile contains the pair of its own rank.
-`mesh_schedule` chooses by a greedy rule what moves when, and which blocks hide it. All ranks have the same schedule.
+Queries and partial outputs move around a query group (a consecutive ranks). Keys and values move around a key/value
+group (the ranks equal modulo a). Chunk numbers are rotated (Table 1), so that each tile contains the pair of its own
+rank. `mesh_schedule` schedules messages and the blocks that hide them with a greedy rule, equally for all ranks.
 Units received per rank, with r = kv_heads / heads: forward (a-1) Q + 2r(b-1) KV + (a-1) O; backward 2(a-1) QDO +
 2r(b-1) KV + (a-1) DQ + 2r(b-1) DKV. With a = 1 it is a ring.
 """
@@ -23,7 +23,7 @@ from .registry import Pass, register
 
 
 def _near(n: int, q_transfer_blocks: float) -> list[float]:
-    """1, and powers of two about `q_transfer_blocks`; the schedule rounds costs up to blocks, of which a tile has n."""
+    """1, and powers of two near `q_transfer_blocks`; the schedule rounds costs up to blocks, of which a tile has n."""
     nearest = round(math.log2(min(max(q_transfer_blocks, 0.5), n)))
     return sorted({1.0, *(2.0**power for power in (nearest - 1, nearest, nearest + 1))})
 
@@ -34,10 +34,10 @@ def mesh(
     *,
     grid: Annotated[Grid | None, Option("query x key/value chunks of a tile; default: least volume", (2, 4))] = None,
     q_transfer_blocks: Annotated[
-        float, Option("time of a message of queries, in forward blocks", 4, tries=_near, formerly="q_cost")
+        float, Option("time to send a chunk of queries, in units of a forward block", 4, tries=_near, formerly="q_cost")
     ] = 1.0,
 ) -> Iterator[Step]:
-    """Row u of a rank's tile is Q#u and O#u of Table 1, column v is KV#v; place 0 holds its own."""
+    """Row u of a rank's tile is Q#u and O#u of Table 1, column v is KV#v; place 0 has its own chunk."""
     a, b = best_grid(at.n, at.kv_ratio) if grid is None else _checked(grid, at.n, at.kv_ratio)
     queries, keys = circles(at.rank, a, b)
     moved = Counter[T]()
@@ -45,7 +45,7 @@ def mesh(
         comm: tuple[Comm, ...] = ()
         if tensor:
             circle = keys if tensor in (T.KV, T.DKV) else queries
-            nth = moved[tensor] + (tensor in PARTIAL)  # own inputs leave first; own partials never leave
+            nth = moved[tensor] + (tensor in PARTIAL)  # own inputs are sent first; own partials are never sent
             comm = circle.shift(tensor, partial(_nth, circle, nth), by=-1)
             moved[tensor] += 1
         tile = ((queries.rank(queries.place + u), keys.rank(keys.place + v)) for u, v in blocks)
@@ -64,7 +64,7 @@ def _nth(circle: Ring, nth: int, place: int) -> int:
 
 @cache
 def best_grid(n: int, kv_ratio: float = 1.0) -> Grid:
-    """The a × b = n of least forward volume; of equal ones, the one of least backward volume."""
+    """The a × b = n with the least forward volume; among equal ones, the one with the least backward volume."""
 
     def volume(grid: Grid) -> tuple[float, float]:
         q, kv = grid[0] - 1, 2 * kv_ratio * (grid[1] - 1)

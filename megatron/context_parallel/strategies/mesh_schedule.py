@@ -1,4 +1,4 @@
-"""When a rank of Mesh-Attention communicates and computes inside its tile (Chen et al. 2025, sections 3.5 and 3.6).
+"""The schedule of communication and blocks in a tile of Mesh-Attention (Chen et al. 2025, sections 3.5 and 3.6).
 
 A tile has `a` query chunks (rows) and `b` key/value chunks (columns), numbered as in Table 1 of the paper. Row u is the
 query chunk of the u-th receive in the query group. Column v is the key/value chunk of the v-th receive in the key/value
@@ -15,7 +15,7 @@ from functools import cache
 from megatron.context_parallel.plan.ir import T
 
 TileCell = tuple[int, int]  # (row, column)
-Schedule = tuple[tuple[T | None, tuple[TileCell, ...]], ...]  # steps: what moves, if anything, and the blocks meanwhile
+Schedule = tuple[tuple[T | None, tuple[TileCell, ...]], ...]  # steps: the tensor to send, or None, and the blocks
 TransferCosts = tuple[tuple[T, float], ...]
 
 BACKWARD_BLOCK = 2.5  # forward blocks: five matrix products against two
@@ -58,7 +58,7 @@ class _Tile:
         return self.moved[tensor] < (self.b if tensor in (T.KV, T.DKV) else self.a) - 1
 
     def _complete(self, result: T) -> bool:
-        """Whether all blocks of the row (column, for DKV) whose result is next to leave have been computed."""
+        """Whether all blocks of the row (column, for DKV) whose result is sent next have been computed."""
         lines = self.columns if result is T.DKV else self.rows
         return self._pending(result) and not lines[self.moved[result] + 1]
 
@@ -78,8 +78,8 @@ class _Tile:
     def _next(self) -> TileCell | None:
         """The next block that can be computed.
 
-        Rows go first to last, but the own row comes last, because no rank waits for it. In the backward pass rows and
-        columns compete by their profit.
+        Rows are computed in order, but the own row comes last, because no rank waits for it. In the backward pass rows
+        and columns compete by their profit.
         """
         queries, keys = self.moved[self.query] + 1, self.moved[T.KV] + 1
         if self.backward and self._profit(T.DQ, self.rows) < self._profit(T.DKV, self.columns):
@@ -88,7 +88,7 @@ class _Tile:
         return _first(self.rows, queries, keys)
 
     def _profit(self, gradient: T, lines: list[int]) -> float:
-        """Cost of the next gradient to leave, divided by its missing blocks. The rank's own gradient never leaves."""
+        """The cost of the next gradient to send, divided by its missing blocks. Its own gradient is never sent."""
         lacking = next((line for line in lines[1:] if line), 0)
         return self.costs[gradient] / lacking.bit_count() if lacking else 0.0
 
@@ -102,9 +102,9 @@ def _first(lines: list[int], lines_ready: int, places_ready: int) -> TileCell | 
 
 
 def costs_by_bytes(backward: bool, kv_ratio: float, q_transfer_blocks: float) -> TransferCosts:
-    """The cost of each tensor of a pass, where a chunk of queries takes as long as `q_transfer_blocks` forward blocks.
+    """The cost of each tensor of a pass, if sending a chunk of queries takes `q_transfer_blocks` forward blocks.
 
-    The others are in proportion to their bytes in a 16-bit model, whose partials are float32.
+    The other costs are proportional to their bytes in a 16-bit model, whose partials are float32.
     """
     if backward:
         chunks: TransferCosts = ((T.QDO, 2), (T.KV, 2 * kv_ratio), (T.DQ, 2), (T.DKV, 4 * kv_ratio))

@@ -1,4 +1,4 @@
-"""Messages between ranks. One rule says what a rank sends, and so what its peer receives."""
+"""Messages between ranks. One rule determines what a rank sends, and so what its peer receives."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ Rule = Callable[[int], int | None]  # the chunk that a sender sends, if any
 
 
 def relay(tensor: T, rank: int, to: int, source: int, chunk: Rule, channel: str) -> tuple[Comm, ...]:
-    """The operations of `rank` where each rank x sends chunk(x), if any, to one other rank.
+    """The operations of `rank`, if each rank x sends chunk(x), unless it is None, to one other rank.
 
     Args:
-        tensor: what travels.
+        tensor: the tensor to send.
         rank: the rank whose operations these are.
-        to: the rank to which it sends. If it is `rank`, there is nothing to do.
-        source: the rank that sends to it.
+        to: the rank that it sends to. If it is `rank`, there is nothing to do.
+        source: the rank that it receives from.
         chunk: the rule.
-        channel: of the messages.
+        channel: the channel of the messages.
     """
     return () if to == rank else _both(tensor, chunk(rank), to, chunk(source), source, channel)
 
@@ -32,11 +32,11 @@ class Ring:
     """A ring of the ranks start, start + stride, ..., seen from one of them.
 
     Attributes:
-        place: the place of this rank in the ring, from 0.
-        size: how many ranks the ring has.
-        start: the rank at place 0.
-        stride: the distance of neighbours.
-        channel: of the messages.
+        place: the ring position of this rank, from 0.
+        size: the number of ranks in the ring.
+        start: the rank at ring position 0.
+        stride: the distance between neighbours.
+        channel: the channel of the messages.
     """
 
     place: int
@@ -46,16 +46,16 @@ class Ring:
     channel: str = "ring"
 
     def rank(self, place: int) -> int:
-        """The rank at a place, modulo the size."""
+        """The rank at a ring position, modulo the size."""
         return self.start + place % self.size * self.stride
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All of them, in order."""
+        """All ranks of the ring, in order."""
         return tuple(self.rank(place) for place in range(self.size))
 
     def shift(self, tensor: T, chunk: Rule, by: int = 1) -> tuple[Comm, ...]:
-        """This rank's operations where each place p sends chunk(p), if any, to place p + by."""
+        """This rank's operations, if each ring position p sends chunk(p), unless it is None, to p + by."""
         if by % self.size == 0:
             return ()
         to, source = self.rank(self.place + by), self.rank(self.place - by)

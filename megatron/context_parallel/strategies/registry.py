@@ -1,4 +1,4 @@
-"""What a strategy declares: a name, layouts, options, channels, and a function that yields the steps of one rank."""
+"""The declaration of a strategy: name, layouts, options, channels, and a function that yields the steps of one rank."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class Pass:
 
     Attributes:
         rank: the rank. It owns chunk `rank`.
-        n: how many ranks there are.
-        visible_pairs: `visible_pairs(q, kv)` says whether the mask leaves anything of query chunk q against key/value
-            chunk kv.
+        n: the number of ranks.
+        visible_pairs: `visible_pairs(q, kv)` says whether query chunk q sees anything of key/value chunk kv under the
+            mask.
         backward: whether it is the backward pass.
         kv_ratio: key/value heads per query head.
     """
@@ -33,7 +33,7 @@ class Pass:
 
     @property
     def query(self) -> T:
-        """What travels with the queries of a chunk."""
+        """The tensor that is sent with the queries of a chunk."""
         return T.QDO if self.backward else T.Q
 
     @property
@@ -44,15 +44,15 @@ class Pass:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy as registered.
+    """A registered strategy.
 
     Attributes:
         name: its `--cp-strategy` value.
-        layouts: the layouts it works with; the first is its default.
+        layouts: the layouts that it supports; the first is its default.
         write: `write(at: Pass, **options)` yields the steps of one rank.
-        options: by name.
-        channels: the channels of its messages. An all-gather may use others.
-        head_parallel: "optional": any size; "required": 2 or more; "all": all ranks share out the heads.
+        options: its options by name.
+        channels: the channels of its messages and reduce-scatters. An all-gather may use others.
+        head_parallel: "optional": any size; "required": 2 or more; "all": the heads are split over all ranks.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Strategy:
     head_parallel: Literal["optional", "required", "all"] = "optional"
 
     def renamed(self, options: dict[str, Any]) -> dict[str, Any]:
-        """`options` by their names of today. Raises UsageError for one that is given by both its names."""
+        """`options` by their current names. Raises UsageError if an option is given under both names."""
         every = [option for strategy in STRATEGIES.values() for option in strategy.options.values()]
         today = {option.formerly: option.name for option in every if option.formerly}
         found = {}
@@ -75,14 +75,14 @@ class Strategy:
         return found
 
     def read(self, options: dict[str, object], n: int | None = None) -> dict[str, object]:
-        """The values of `options`, each a text or a value. Raises UsageError for one that the strategy has not."""
+        """The values of `options`, each a text or a value. Raises UsageError for an unknown option."""
         if unknown := options.keys() - self.options.keys():
             name = min(unknown)
             own = ", ".join(self.options) or "none"
             if others := [other for other in STRATEGIES.values() if name in other.options]:
                 shown = others[0].options[name].given(options[name])
                 fits = [other.name for other in others]
-                raise UsageError(f"{shown}: {self.name} has no use for it; give --cp-strategy {' or '.join(fits)}")
+                raise UsageError(f"{shown}: not an option of {self.name}; give --cp-strategy {' or '.join(fits)}")
             raise UsageError(f"--cp-strategy {self.name}: no option {name}; it has {own}")
         return {name: self.options[name].value(given, n) for name, given in options.items()}
 
@@ -100,51 +100,49 @@ class Strategy:
         kv_heads: int | None = None,
         **options: object,
     ) -> Plan:
-        """The plan of one pass on n ranks. The steps of a rank are written when they are first asked for.
+        """The plan of one pass on n ranks. The steps of a rank are written when they are first accessed.
 
         Args:
-            n: the ranks of the context group.
+            n: the number of context ranks.
             layout: default: the strategy's own.
             causal: for a causal mask; otherwise for a full one.
-            visible_pairs: the pairs of chunks that the mask leaves; default: by `causal`. It has a chunk for each rank
-                of the steps, n / head_parallel_size.
+            visible_pairs: the pairs of chunks that the mask does not empty; default: by `causal`. It has a chunk for
+                each rank of the steps, n / head_parallel_size.
             backward: for the backward pass.
             head_parallel_size: the strategy runs on n / head_parallel_size ranks for a part of the heads; default 1,
-                or n for a strategy that spreads all heads.
+                or n for a strategy that splits the heads over all ranks.
             placement: which ranks are neighbours: those that share tokens ("head-first") or heads ("context-first").
-            heads: of the model, or of a tensor-parallel rank; default: enough for any head-parallel size.
-            kv_heads: as `heads`; default: as many.
-            options: those that the strategy declares.
+            heads: query heads of the model, or of a tensor-parallel rank; default: enough for any head-parallel size.
+            kv_heads: key/value heads; default: as many as `heads`.
+            options: the options that the strategy declares.
 
         Raises:
-            UsageError: a layout, a size or an option this strategy does not work with.
+            UsageError: the strategy does not support a layout, a size or an option.
         """
         layout = layout or self.layouts[0]
         if layout not in self.layouts:
-            raise UsageError(
-                f"--cp-layout {layout}: {self.name} does not work with it; choose {' or '.join(self.layouts)}"
-            )
+            raise UsageError(f"--cp-layout {layout}: not supported by {self.name}; choose {' or '.join(self.layouts)}")
         if placement not in PLACEMENTS:
             raise UsageError(f"--cp-placement {placement}: unknown; choose {' or '.join(PLACEMENTS)}")
         if type(n) is not int or n < 1:
             raise UsageError(f"{n!r} ranks: need a whole number, 1 or more, such as 4")
         size = self._head_parallel_size(n, head_parallel_size, heads, kv_heads)
         if visible_pairs is None:
-            from megatron.context_parallel.tokens.mask import Mask  # of torch, which only plans need
+            from megatron.context_parallel.tokens.mask import Mask  # imports torch, which only plans need
 
             visible_pairs = Mask(causal).pairs(*Chunks.pair(layout, n // size, 4 * n // size))
         ratio = kv_heads / heads if heads and kv_heads else 1.0
         options = self.read(self.renamed(options), n)
         next(
             iter(self.write(Pass(0, n // size, visible_pairs, backward, ratio), **options)), None
-        )  # checks come before steps
+        )  # checks first, steps later
         write = partial(self._write, n // size, visible_pairs, backward, ratio, options)
         return Plan(self.name, layout, visible_pairs, backward, Steps(n // size, write), self.channels, size, placement)
 
     def _write(
         self, n: int, visible_pairs: Pairs, backward: bool, kv_ratio: float, options: dict[str, object], rank: int
     ) -> tuple[Step, ...]:
-        """One rank's steps without blocks that the mask empties, and without empty steps."""
+        """One rank's steps, without blocks that the mask empties and without empty steps."""
         steps = []
         for step in self.write(Pass(rank, n, visible_pairs, backward, kv_ratio), **options):
             blocks = tuple(block for block in step.attend if visible_pairs.any(block.q_chunks, block.kv_chunks))
@@ -159,15 +157,15 @@ class Strategy:
             sizes = ", ".join(map(str, divisors(n)))
             raise UsageError(f"{flag}: does not divide {n} context ranks; give one of {sizes}")
         if self.head_parallel == "all" and size < n:
-            raise UsageError(f"{flag}: {self.name} spreads heads over all {n} context ranks; give {n}, or usp")
+            raise UsageError(f"{flag}: {self.name} splits the heads over all {n} context ranks; give {n}, or usp")
         if self.head_parallel == "required" and size == 1 and n > 1:
-            raise UsageError(f"--cp-strategy {self.name}: needs --cp-head-parallel-size 2 or more; with 1 it is ring")
+            raise UsageError(f"--cp-strategy {self.name}: needs --cp-head-parallel-size 2 or more; for 1, give ring")
         if heads and size not in (fits := head_parallel_sizes(heads, kv_heads or heads)):
             best = max(d for d in fits if n % d == 0)
             give = "--cp-strategy usp " if self.head_parallel == "all" else ""
             raise UsageError(
-                f"{flag}: does not split {heads} heads with {kv_heads} key/value heads, as "
-                f"{', '.join(map(str, fits))} do; give {give}--cp-head-parallel-size {best}"
+                f"{flag}: cannot split {heads} heads with {kv_heads} key/value heads, as "
+                f"{', '.join(map(str, fits))} can; give {give}--cp-head-parallel-size {best}"
             )
         return size
 
@@ -186,16 +184,16 @@ def register(
     channels: tuple[str, ...] = ("ring",),
     head_parallel: Literal["optional", "required", "all"] = "optional",
 ) -> Callable[[Callable[..., Iterable[Step]]], Strategy]:
-    """Decorator: makes a function that yields the steps of one rank the strategy `--cp-strategy name`.
+    """Decorator: registers a function that yields the steps of one rank as `--cp-strategy name`.
 
     Args:
         name: the value of `--cp-strategy`.
-        layouts: the layouts it works with; the first is its default.
+        layouts: the layouts that it supports; the first is its default.
         channels: the channels of its messages and reduce-scatters.
         head_parallel: as in `Strategy`.
 
     Raises:
-        UsageError: a name that is taken, an unknown layout, or a signature that declares no strategy.
+        UsageError: the name is taken, a layout is unknown, or the signature is not that of a strategy.
     """
 
     def add(write: Callable[..., Iterable[Step]]) -> Strategy:

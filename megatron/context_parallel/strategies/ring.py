@@ -1,11 +1,11 @@
-"""Ring attention: queries stay, keys and values move round a ring (Liu et al. 2023; the baseline of all five papers).
+"""Ring attention: queries stay, keys and values move around a ring (Liu et al. 2023; the baseline of all five papers).
 
 Chunk c starts on rank c and visits ranks c, c+1, ... So in step s rank r has chunk r-s. The chunk stops at the last
 rank whose queries see it. In the contiguous layout this is rank n-1 with a causal mask, and rank c+1 with a window as
 long as a chunk.
 
-In the backward pass, the gradient of chunk c is summed along the same way, one step later, and the last rank sends it
-to the owner. Units received per rank: forward 2(n-1), backward 4(n-1).
+In the backward pass, the gradient of chunk c is accumulated along the same path, one step later, and the last rank
+sends it to the owner. Units received per rank: forward 2(n-1), backward 4(n-1).
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from megatron.context_parallel.plan.ir import Attend, Comm, Step, T
 from .messages import Ring
 from .registry import Pass, register
 
-ChunkCount = Callable[[int], int]  # of the chunk that began at a place: how many places it visits, or its number
+ChunkCount = Callable[[int], int]  # of the chunk that starts at a ring position: visited positions, or its number
 
 
 @register("ring", layouts=("zigzag", "cyclic", "contiguous"))
@@ -30,7 +30,7 @@ def ring(at: Pass) -> Iterator[Step]:
 
 
 def keys(circle: Ring, s: int, stops: ChunkCount, chunk: ChunkCount) -> tuple[Comm, ...]:
-    """Step s of keys and values: each place passes on what it computes with, the chunk that began s places back."""
+    """Step s of keys and values: each position sends on the chunk it computes with, which started s positions back."""
 
     def onward(place: int) -> int | None:
         began = (place - s) % circle.size
@@ -40,9 +40,9 @@ def keys(circle: Ring, s: int, stops: ChunkCount, chunk: ChunkCount) -> tuple[Co
 
 
 def gradients(circle: Ring, s: int, stops: ChunkCount, chunk: ChunkCount) -> tuple[Comm, ...]:
-    """Step s of their gradients: each place passes on the sum that step s-1 finished, or sends it home.
+    """Step s of their gradients: each position sends on the sum of step s-1, or returns it to its owner.
 
-    The owner's own contribution stays at home.
+    The owner keeps its own contribution.
     """
 
     def finished(place: int, more: bool) -> int | None:

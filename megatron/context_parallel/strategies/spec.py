@@ -1,4 +1,4 @@
-"""Specs: one text for a strategy and its options, `mesh:grid=4x4`, the same in flags, tools and Python.
+"""Specs: a text for a strategy and its options, `mesh:grid=4x4`, the same in flags, tools and Python.
 
 name                              ring
 name:option=value,...             loongtrain:head_parallel_size=4,inner_ring_size=2
@@ -22,15 +22,15 @@ from megatron.context_parallel.tokens.layout import LAYOUTS
 
 from .registry import STRATEGIES, Strategy
 
-AUTO = "auto"  # in place of a spec: the planner chooses
+AUTO = "auto"  # instead of a spec: the planner chooses
 
 # Options that every strategy has.
 COMMON = {
     option.name: option
     for option in (
-        Option("which tokens a rank holds; default: the strategy's own", choices=LAYOUTS, name="layout"),
-        Option("ranks that split the heads; the strategy runs on the others", 2, name="head_parallel_size", kind=int),
-        Option("which ranks are neighbours: those that share tokens, or heads", choices=PLACEMENTS, name="placement"),
+        Option("layout of the tokens over the ranks; default: that of the strategy", choices=LAYOUTS, name="layout"),
+        Option("number of ranks that split the heads", 2, name="head_parallel_size", kind=int),
+        Option("whether ranks that share tokens or heads are neighbours", choices=PLACEMENTS, name="placement"),
     )
 }
 
@@ -40,9 +40,9 @@ class Choice:
     """A strategy with its layout and options.
 
     Attributes:
-        common: those of `COMMON` that were given, by name; options: the strategy's own.
-        source: the module or file that registers the strategy, if the spec named one.
-        back: what the backward pass has instead; it has the same layout, head-parallel size and placement.
+        common: the given options of `COMMON`, by name; options: the strategy's own.
+        source: the module or file that registers the strategy, if the spec names one.
+        back: the choice for the backward pass, if different; layout, head-parallel size and placement are the same.
     """
 
     strategy: Strategy
@@ -97,7 +97,7 @@ class Choice:
 
 
 def asked(spec: "str | Choice", **options: object) -> str:
-    """`spec` and `options` in one text, as given: nothing is checked."""
+    """`spec` and `options` in one text, unchecked."""
     text = spec.spec if isinstance(spec, Choice) else str(spec)
     given = _written({name: value for name, value in options.items() if value is not None})
     return f"{text}{',' if '=' in text else ':'}{given}" if given else text
@@ -108,15 +108,15 @@ def _written(options: dict[str, object]) -> str:
 
 
 def parse_spec(spec: "str | Choice", n: int | None = None, /, **options: object) -> Choice:
-    """The strategy that `spec` names, with the options it gives; `options` add to them, None for none.
+    """The strategy and options of `spec`, with additional `options`; None is ignored.
 
     Args:
         spec: as above.
-        n: the ranks it is for, if known. Advice on a grid then fits them.
-        options: by name, as values or text.
+        n: the number of ranks, if known. Advice on a grid then fits it.
+        options: options by name, as values or text.
 
     Raises:
-        UsageError: no such strategy, or an option it does not have or with another value.
+        UsageError: the strategy, an option or a value is unknown.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if isinstance(spec, Choice):
@@ -125,7 +125,7 @@ def parse_spec(spec: "str | Choice", n: int | None = None, /, **options: object)
         strategy = spec.strategy
         source = spec.source
         own = spec.common | spec.options
-    elif "+" in (text := str(spec)):  # options are for both
+    elif "+" in (text := str(spec)):  # options apply to both
         forward, backward = (parse_spec(part, n, **given) for part in text.split("+", 1))
         return replace(forward, back=backward)
     else:
@@ -155,13 +155,13 @@ def _parse(spec: str) -> tuple[Strategy, str, dict[str, Any]]:
     name = parts[-1]
     if name == AUTO:
         raise UsageError(
-            f"--cp-strategy {spec}: give what resolve({AUTO!r}, workload, group) of "
-            f"megatron.context_parallel.cluster.search.auto returns, or one of {', '.join(STRATEGIES)}"
+            f"--cp-strategy {spec}: give the result of resolve({AUTO!r}, workload, group) in "
+            f"megatron.context_parallel.cluster.search.auto, or one of {', '.join(STRATEGIES)}"
         )
     if name not in STRATEGIES:
         raise UsageError(
-            f"--cp-strategy {spec}: unknown; choose one of {', '.join(STRATEGIES)}, or name where yours is registered, "
-            "such as my_file.py:my_strategy or my_module:my_strategy (or by an entry point of your package)"
+            f"--cp-strategy {spec}: unknown; choose one of {', '.join(STRATEGIES)}, or the file or module of your own, "
+            "such as my_file.py:my_strategy or my_module:my_strategy (or an entry point of your package)"
         )
     return STRATEGIES[name], source, texts
 
@@ -176,7 +176,7 @@ def _load(source: str, spec: str) -> None:
         name = f"cp_strategy_{path.stem}_{abs(hash(str(path)))}"
         if name not in sys.modules:
             module_spec = importlib.util.spec_from_file_location(name, path)
-            assert module_spec and module_spec.loader  # for a name that ends in .py there are both
+            assert module_spec and module_spec.loader  # both exist for names that end in .py
             module = importlib.util.module_from_spec(module_spec)
             sys.modules[name] = module
             module_spec.loader.exec_module(module)

@@ -1,7 +1,7 @@
 """Head parallelism: DeepSpeed Ulysses, and USP, which puts a ring inside it.
 
-The swap of heads is not written here: every strategy has it with `--cp-head-parallel-size` (`Strategy.plan`). With
-`ulysses` each rank computes the whole sequence for its heads, and nothing else travels. Units received per rank (MHA):
+The head swap is not implemented here: every strategy has it with `--cp-head-parallel-size` (`Strategy.plan`). With
+`ulysses` each rank computes the whole sequence for its heads, and nothing else is sent. Units received per rank (MHA):
 forward 4(n-1)/n, backward the same.
 """
 

@@ -1,4 +1,4 @@
-"""Which chunks of queries see which chunks of keys: all that a plan asks of a mask."""
+"""Which chunks of queries see which chunks of keys. This is all that a plan needs from a mask."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Pairs:
-    """Which of n query chunks sees which of n key/value chunks: `pairs(q, kv)` is True or False.
+    """Which of n query chunks see which of n key/value chunks: `pairs(q, kv)` is True or False.
 
     Attributes:
-        rows: for each query chunk an integer. Its bits are the key/value chunks that the query chunk sees.
+        rows: for each query chunk, an integer whose bits are the key/value chunks that it sees.
     """
 
     rows: tuple[int, ...]
@@ -44,7 +44,7 @@ class Pairs:
     @cached_property
     def columns(self) -> tuple[int, ...]:
         """For each key/value chunk the query chunks that see it, as bits."""
-        rows = (format(row, f"0{self.n}b") for row in reversed(self.rows))  # digits: the last chunk first
+        rows = (format(row, f"0{self.n}b") for row in reversed(self.rows))  # binary digits, the last chunk first
         return tuple(int("".join(column), 2) for column in zip(*rows, strict=True))[::-1]
 
     def seen_from(self, first: int, kv_chunk: int) -> int:

@@ -1,4 +1,4 @@
-"""Objects that operators of PyTorch take as integers: an operator takes tensors and numbers only."""
+"""Integer handles of objects. PyTorch operators accept only tensors and numbers."""
 
 from itertools import count
 from typing import Any
@@ -11,7 +11,7 @@ _objects: WeakValueDictionary[int, "HasHandle"] = WeakValueDictionary()
 
 
 class HasHandle:
-    """An object with a `handle`: an integer that no other object of the process has or had. A copy has another one."""
+    """An object with a `handle`: an integer that is unique in the process and never reused. A copy has another one."""
 
     handle: int
 
@@ -22,7 +22,7 @@ class HasHandle:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied to a new object, also in another process: all but the handle."""
+        """The state for a copy, also in another process: everything except the handle."""
         return {name: value for name, value in self.__dict__.items() if name != "handle"}
 
 
@@ -42,10 +42,10 @@ def held(handle: int, what: str) -> Any:
     """The object of a handle; None for 0.
 
     Raises:
-        UsageError: the object is gone.
+        UsageError: the object was freed.
     """
     if not handle:
         return None
     if (found := _objects.get(handle)) is None:
-        raise UsageError(f"{what}: it was freed before its last use; keep it until the backward pass is over")
+        raise UsageError(f"{what}: it was freed before its last use; keep it until the end of the backward pass")
     return found

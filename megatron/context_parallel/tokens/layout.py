@@ -1,8 +1,8 @@
-"""Which token positions each chunk of a sequence holds.
+"""The token positions of each chunk of a sequence.
 
 A sequence of `length` tokens is cut into `n` chunks, one for each rank of the context group. A chunk is a union of
-arithmetic progressions of positions. Everything that depends on positions (data, RoPE, masks, gathering) asks here. No
-other module knows what the name of a layout means.
+arithmetic progressions of positions. All code that depends on positions (data, RoPE, masks, gathering) uses this
+module. No other module depends on the name of a layout.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.context_parallel.errors import UsageError
 
-if TYPE_CHECKING:  # flags ask for the names of the layouts, and need no torch
+if TYPE_CHECKING:  # flags need the names of the layouts, but not torch
     import numpy as np
     from torch import Tensor
 
@@ -73,19 +73,19 @@ class Chunks:
     """The chunks of a sequence as data: the positions each holds, ascending.
 
     Attributes:
-        progressions: of each chunk.
+        progressions: the progressions of each chunk.
     """
 
     progressions: tuple[tuple[Progression, ...], ...]
 
     @classmethod
     def of(cls, layout: str, n: int, length: int) -> "Chunks":
-        """The n chunks of `length` tokens. Raises UsageError as `progressions` does."""
+        """The n chunks of `length` tokens. Raises UsageError like `progressions`."""
         return cls(tuple(progressions(layout, chunk, n, length) for chunk in range(n)))
 
     @classmethod
     def pair(cls, layout: str, n: int, length: int, kv_length: int | None = None) -> tuple["Chunks", "Chunks"]:
-        """The chunks of `length` queries and `kv_length` (default: as many) keys. The last of both share a position."""
+        """The chunks of `length` queries and `kv_length` (default: as many) keys. The last ones share a position."""
         if kv_length in (None, length):
             return (cls.of(layout, n, length),) * 2
         return cls.of(layout, n, length)._shifted(kv_length - length), cls.of(layout, n, kv_length)
@@ -119,7 +119,7 @@ class Chunks:
         return torch.cat([torch.arange(p.start, p.last + 1, p.stride) for p in self.progressions[chunk]])
 
     def before(self, chunks: "Iterable[int]", bounds: "np.ndarray") -> "np.ndarray":
-        """How many rows of `chunks` together have a position below each of `bounds` (int64): int32."""
+        """The number of rows of `chunks` with a position below each of `bounds` (int64): int32."""
         import numpy as np
 
         total = np.zeros(bounds.shape, np.int32)
@@ -131,11 +131,11 @@ class Chunks:
 
 @dataclass(frozen=True)
 class ListedChunks:
-    """Chunks of sequences that are laid end to end: any rows of each, also none.
+    """Chunks of concatenated sequences, with any number of rows of each, including none.
 
     Attributes:
-        of_sequences: of each chunk, the rows of each sequence.
-        find: the positions of a chunk, int64 [rows], ascending.
+        of_sequences: for each chunk, the rows of each sequence.
+        find: returns the positions of a chunk, int64 [rows], ascending.
     """
 
     of_sequences: tuple[tuple[int, ...], ...]
@@ -156,7 +156,7 @@ class ListedChunks:
         return self.counts[chunk]
 
     def edges(self, chunks: tuple[int, ...]) -> list[int]:
-        """Where each sequence begins among the rows of `chunks` together, and where the last one ends."""
+        """The start of each sequence among the rows of `chunks`, and the end of the last one."""
         together = zip(*(self.of_sequences[chunk] for chunk in chunks), strict=True)
         return [*accumulate(map(sum, together), initial=0)]
 
@@ -177,7 +177,7 @@ def positions(layout: str, chunk: int, n: int, length: int) -> "Tensor":
     """The positions of `chunk` as int64 [length / n], in the order its rank stores its tokens.
 
     Raises:
-        UsageError: as `progressions`; a length that is no whole number.
+        UsageError: as `progressions`, or the length is not an integer.
     """
     if not isinstance(length, Integral) or isinstance(length, bool):
         raise UsageError(f"length of type {type(length).__name__}: need a whole number of tokens, such as 4096")
@@ -187,10 +187,10 @@ def positions(layout: str, chunk: int, n: int, length: int) -> "Tensor":
 def shard(x: "Tensor", layout: str, chunk: int, n: int, dim: int = 0) -> "Tensor":
     """The tokens of `chunk` out of a full sequence: [..., length, ...] to [..., length / n, ...] along `dim`.
 
-    A view where the layout allows.
+    It is a view if the layout allows it.
 
     Raises:
-        UsageError: as `progressions`; no tensor, or one without the dimension.
+        UsageError: as `progressions`, or `x` is not a tensor or lacks the dimension.
     """
     import torch
 
@@ -235,7 +235,7 @@ def parts(layout: str, chunk: int, n: int, count: int) -> tuple[int, ...]:
 
 @lru_cache(4096)
 def rows_in(layout: str, part: int, chunk: int, n: int, count: int, length: int) -> tuple[tuple[slice, slice], ...]:
-    """Where the tokens of `part` (of n * count) are stored in `chunk` (of n): (rows of the part, rows of the chunk)."""
+    """The location of the tokens of `part` (of n * count) in `chunk` (of n): (rows of the part, rows of the chunk)."""
     found = []
     offset = 0
     for p in progressions(layout, part, n * count, length):

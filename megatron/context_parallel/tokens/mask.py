@@ -1,4 +1,4 @@
-"""Which keys a query sees: causality, sliding windows and packed documents, all as intervals of positions.
+"""Masks: causality, sliding windows and packed documents, all as intervals of positions.
 
 Under each of these masks a query sees one interval of positions. From one query to the next, neither end of the
 interval moves back. So if the rows of a block are in ascending order of position, each query sees one run of keys, in
@@ -23,20 +23,20 @@ from .layout import Chunks
 class Documents(HasHandle):
     """Packed documents: a token sees only tokens of its document. Make one per batch and pass it to every layer.
 
-    It holds no number for each token, so making one from end tokens or from `cu_seqlens` takes little time.
+    It does not store a number for each token, so it is fast to create from end tokens or `cu_seqlens`.
 
     Attributes:
-        shared: all samples of a batch have the same documents: those of one row of numbers.
-        edges: for each sample, where a document or a gap between documents begins, and the length: int64, ascending.
-        inside: for each sample, whether a document begins at an edge, and not a gap: bool, for all edges but the last.
+        shared: whether all samples of a batch have the same documents.
+        edges: for each sample, the starts of documents and of gaps between them, and the length: int64, ascending.
+        inside: for each edge except the last, whether a document starts there, not a gap: bool, for each sample.
     """
 
     def __init__(self, ids: Tensor) -> None:
-        """Makes documents from a number for each token.
+        """Documents from a number for each token.
 
         Args:
-            ids: integers [samples, length], or [length] for documents that all samples share. Equal neighbours share a
-                document; negative is no document.
+            ids: integers [samples, length], or [length] for documents common to all samples. Neighbours with equal
+                numbers are in the same document; negative numbers are in no document.
 
         Raises:
             UsageError: another shape or dtype.
@@ -77,7 +77,7 @@ class Documents(HasHandle):
 
     @classmethod
     def after(cls, ends: Tensor) -> "Documents":
-        """Documents that end with the marked tokens: bool [samples, length], as Megatron's `--reset-attention-mask`.
+        """Documents that end with the marked tokens, bool [samples, length], like Megatron's `--reset-attention-mask`.
 
         Raises:
             UsageError: another shape or dtype.
@@ -91,17 +91,17 @@ class Documents(HasHandle):
     def packed(
         cls, cu_seqlens: Tensor, length: int, cu_seqlens_padded: Tensor | None = None, samples: int = 1
     ) -> "Documents":
-        """Documents of Megatron's `PackedSeqParams`, which counts through all samples.
+        """Documents of Megatron's `PackedSeqParams`, which counts tokens over all samples.
 
         Args:
             cu_seqlens: int [documents + 1], ascending from 0; tokens beyond the last belong to no document.
             length: tokens of a sample.
-            cu_seqlens_padded: where the documents begin, if there is padding between them.
+            cu_seqlens_padded: the starts of the documents, if there is padding between them.
             samples: the batch size.
 
         Raises:
-            UsageError: bounds that do not ascend from 0, or end before the last sample begins; a document that leaves
-                its sample or the last one.
+            UsageError: bounds that do not ascend from 0, or end before the last sample begins; a document that crosses
+                the end of its sample or of the last one.
         """
         padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
         _check_packed(cu_seqlens, length, padded, samples)
@@ -127,7 +127,7 @@ class Documents(HasHandle):
 
 
 def _check_packed(cu_seqlens: Tensor, length: int, padded: Tensor, samples: int) -> None:
-    """Refuses types and shapes that no packed documents have."""
+    """Raises UsageError for types and shapes that packed documents cannot have."""
     for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", padded)):
         if not _has_integers(x) or x.dim() != 1:
             raise UsageError(f"{name} {_kind(x)}: need integers [documents + 1], such as [0, 5, 8]")
@@ -139,7 +139,7 @@ def _check_packed(cu_seqlens: Tensor, length: int, padded: Tensor, samples: int)
 
 
 def _check_end(end: int, length: int, samples: int) -> None:
-    """Refuses bounds that end outside the last sample."""
+    """Raises UsageError for bounds that end outside the last sample."""
     if end > samples * length:
         needed = -(-end // length)
         raise UsageError(f"cu_seqlens: ends at {end}, beyond {samples} x {length} tokens; give samples={needed}")
@@ -159,14 +159,14 @@ def _has_integers(x: object) -> TypeGuard[Tensor]:
 
 
 def _kind(x: object) -> str:
-    """What an error says of a value that should be a tensor."""
+    """The description, in an error, of a value that should be a tensor."""
     if not isinstance(x, Tensor):
         return f"of type {type(x).__name__}"
     return "nested" if x.is_nested else f"{list(x.shape)} of {x.dtype}{' on meta' if x.is_meta else ''}"
 
 
 def _edges(changes: np.ndarray, length: int) -> list[np.ndarray]:
-    """Where something begins in each sample, and the length. `changes` [samples, length - 1]: at the next token."""
+    """The starts of segments in each sample, and the length. `changes` [samples, length - 1]: at the next token."""
     return [np.concatenate(([0], np.flatnonzero(of) + 1, [length])) for of in changes]
 
 
@@ -176,14 +176,13 @@ def _progressions(chunks: Chunks) -> tuple[Tensor, ...]:
 
 
 class Sequences:
-    """Sequences of a batch laid end to end: a token sees only tokens of its sequence.
+    """Concatenated sequences of a batch: a token sees only tokens of its sequence.
 
-    Unlike `Documents` it has no number for each token, and blocks are cut between sequences. So what is computed of one
-    depends on no other.
+    Unlike with `Documents`, blocks are cut between sequences. So the result of a sequence does not depend on others.
 
     Attributes:
-        bounds: int64 [count + 1], where the sequences begin, and the end of the last. A token's position is the begin
-            of its sequence and its place there.
+        bounds: int64 [count + 1], the starts of the sequences and the end of the last. A token's position is the start
+            of its sequence plus its index in the sequence.
     """
 
     def __init__(self, lengths: list[int]) -> None:
@@ -195,22 +194,22 @@ class Sequences:
         return torch.Size((1, int(self.bounds[-1])))
 
     def around(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the sequences of tokens start and end: two int64 [1, s]."""
+        """The start and end of each token's sequence: two int64 [1, s]."""
         of = torch.bucketize(positions, self.bounds[1:], right=True).unsqueeze(0)
         return self.bounds[of], self.bounds[of + 1]
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees.
+    """The keys that a query sees.
 
     Attributes:
-        causal: it sees itself and the tokens before it; otherwise the tokens after it too.
-        window: how many tokens before and after itself it sees at most; -1 for no limit (Megatron's `--window-size`).
-        documents: it sees only the tokens of its document, or of its sequence.
+        causal: a query sees itself and the tokens before it; otherwise also the tokens after it.
+        window: maximum numbers of tokens before and after itself that a query sees; -1 for no limit (`--window-size`).
+        documents: a query sees only the tokens of its document, or of its sequence.
 
     Raises:
-        UsageError: `causal` that is no bool; a window that is not two such numbers.
+        UsageError: `causal` is not a bool, or the window is not a pair of such numbers.
     """
 
     causal: bool = True
@@ -226,7 +225,7 @@ class Mask:
 
     @property
     def plain(self) -> bool:
-        """Causal or full, and nothing else."""
+        """Whether the mask is just causal or full."""
         return self.window == (-1, -1) and self.documents is None
 
     def seen(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,9 +255,9 @@ class Mask:
             return Pairs.all(n)
         q_first, _, q_last = _progressions(q)
         kv_first, stride, kv_last = _progressions(kv)
-        # What all queries of a progression see together: [samples, query progressions, 1].
+        # The union of what the queries of a progression see: [samples, query progressions, 1].
         low, high = self.seen(q_first)[0].unsqueeze(2), self.seen(q_last)[1].unsqueeze(2)
-        # The first key of each progression that is not before it: [samples, query progressions, key progressions].
+        # The first key of each progression not before this union: [samples, query progressions, key progressions].
         nearest = kv_first + ((low - kv_first).clamp_min(0) + stride - 1) // stride * stride
         some = ((nearest < high) & (nearest <= kv_last)).any(0)
         seen = some.view(n, len(q_first) // n, n, len(kv_first) // n).any(3).any(1)  # by chunks: [n, n]

@@ -11,8 +11,8 @@ class ProcessMesh:
     """A grid of ranks. The first dimension varies fastest, as in Megatron's `order="tp-cp-ep-dp-pp"`.
 
     Attributes:
-        names: of the dimensions, innermost first.
-        sizes: their sizes.
+        names: the names of the dimensions, innermost first.
+        sizes: the sizes of the dimensions.
     """
 
     names: tuple[str, ...]
@@ -20,21 +20,21 @@ class ProcessMesh:
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.sizes) or min(self.sizes) < 1:
-            raise UsageError(f"process mesh {self.names} of sizes {self.sizes}: need one positive size a dimension")
+            raise UsageError(f"process mesh {self.names} of sizes {self.sizes}: need one positive size per dimension")
 
     @property
     def size(self) -> int:
         return math.prod(self.sizes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The place of `rank` along each dimension."""
+        """The coordinate of `rank` along each dimension."""
         place = {}
         for name, size in zip(self.names, self.sizes, strict=True):
             rank, place[name] = divmod(rank, size)
         return place
 
     def rank(self, **place: int) -> int:
-        """The rank at a place; dimensions left out are 0."""
+        """The rank at given coordinates; omitted ones are 0."""
         rank, stride = 0, 1
         for name, size in zip(self.names, self.sizes, strict=True):
             rank += place.get(name, 0) * stride

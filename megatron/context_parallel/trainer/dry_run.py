@@ -1,4 +1,4 @@
-"""What a run would be: parallel layout, attention traffic, parameters and memory, worked out on this process alone."""
+"""`--dry-run`: computes parallel layout, attention traffic, parameters and memory in a single process."""
 
 import os
 from itertools import product
@@ -25,7 +25,7 @@ _GROUPS_SHOWN = 8
 
 
 def describe(args: Arguments) -> None:
-    """Print the tables of `--dry-run` for checked `args`. Makes no process group and no model."""
+    """Print the tables of `--dry-run` for checked `args`. Creates no process group and no model."""
     if "WORLD_SIZE" not in os.environ:
         print(
             f"WORLD_SIZE is not set: assuming {args.world_size} ranks (tensor x pipeline x context), "
@@ -38,13 +38,13 @@ def describe(args: Arguments) -> None:
     if not args.cp_layers:
         show(_layout(args))
         print(
-            f"--cp-strategy {AUTO}: chosen when the run starts, for the cluster that is measured then; "
-            "--cp-cluster shows it now, with traffic and memory"
+            f"--cp-strategy {AUTO}: the run measures its cluster when it starts, and chooses then; "
+            "give --cp-cluster to see the choice, traffic and memory now"
         )
     else:
         show(_layout(args), _work(args), _memory(args))
     if not any((args.data_path, args.train_data_path)):
-        print("No data given, so none was checked.")
+        print("No data was given, so none was checked.")
 
 
 # ------------------------------------------------------------------------------------------- parallel layout
@@ -91,17 +91,16 @@ def _work(args: Arguments) -> Table:
     for choice, (name, backward) in product(choices, (("forward", False), ("backward", True))):
         volume = _gib(attention_bytes(args, backward, choice))
         of = f" of {choice.spec}" if len(choices) > 1 else ""
-        what = f"{volume} received by the busiest rank per layer{of} and micro batch"
+        what = f"{volume} received by the busiest rank, per layer{of} and micro batch"
         table.add_row(f"attention {name} traffic", what)
     return table
 
 
 def attention_bytes(args: Arguments, backward: bool, choice: Choice | None = None) -> int:
-    """Bytes the busiest context rank receives for one layer's attention of one micro batch, counted from the plan.
+    """Bytes that the busiest context rank receives for the attention of one layer and micro batch, counted in the plan.
 
-    `choice` is the layer's strategy (default: that of the first layer).
-
-    Of too many ranks it looks at the first, the middle and the last.
+    `choice` is the layer's strategy (default: that of the first layer). With many ranks, only the first, the middle and
+    the last rank are counted.
     """
     model, run, n = model_of(args), run_of(args, choice), args.context_parallel_size
     plan, shape = attention_plan(model, run, backward), attention_shape(model, run)
@@ -115,15 +114,15 @@ def attention_bytes(args: Arguments, backward: bool, choice: Choice | None = Non
 def _memory(args: Arguments) -> Table:
     model = model_of(args)
     runs = [run_of(args, choice) for choice in distinct(args.cp_layers)]
-    run = max(runs, key=lambda run: total(memory(model, run)))  # only the buffers of attention differ
+    run = max(runs, key=lambda run: total(memory(model, run)))  # runs differ only in the attention buffers
     fullest = fullest_stage(model, run)
     title = f"{model.parameters:,} parameters ({model.table_parameters:,} in embeddings); "
-    table = Table("memory", "per rank", "formula", title=f"{title}a rank of stage {fullest}, the fullest")
+    table = Table("memory", "per rank", "formula", title=f"{title}memory of a rank of stage {fullest}, the largest")
     parts = memory(model, run, fullest)
     for what, size, formula in parts:
         table.add_row(what, _gib(size), formula)
     table.add_row(
-        "total", _gib(total(parts)), "the larger of logits and attention buffers; without the allocator's loss"
+        "total", _gib(total(parts)), "includes the larger of logits and attention buffers; excludes fragmentation"
     )
     return table
 

@@ -1,4 +1,4 @@
-"""What a run tells: one line per interval, metrics.jsonl, TensorBoard, Weights & Biases, a progress bar."""
+"""The logs of a run: one line per interval, metrics.jsonl, TensorBoard, Weights & Biases, a progress bar."""
 
 import importlib.util
 import json
@@ -26,7 +26,7 @@ from .config.workload import model_of
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-# Dense bf16 peak in TFLOP/s by the name the driver reports; other devices need --peak-tflops.
+# Dense bf16 peak in TFLOP/s, by the driver's name of the device; other devices need --peak-tflops.
 _PEAK_TFLOPS = {
     "NVIDIA A100-SXM4-40GB": 312.0,
     "NVIDIA A100-SXM4-80GB": 312.0,
@@ -37,7 +37,7 @@ _PEAK_TFLOPS = {
 
 @dataclass
 class Record:
-    """One line of `metrics.jsonl`: means over the iterations since the line before, and the state at its end."""
+    """One line of `metrics.jsonl`: means over the iterations since the previous line, and the state at the end."""
 
     iteration: int
     consumed_samples: int
@@ -51,7 +51,7 @@ class Record:
 
 
 class RunLog:
-    """Collects iterations and tells rank 0's terminal, files and trackers about them; other ranks stay silent."""
+    """Collects iterations and writes them to rank 0's terminal, files and trackers. Other ranks write nothing."""
 
     def __init__(self, args: Arguments, progress: RunProgress) -> None:
         self.args = args
@@ -87,7 +87,7 @@ class RunLog:
             self.bar.start()
 
     def say(self, line: str) -> None:
-        """Print a line, on rank 0 only. A full disk behind the standard output is no reason to stop."""
+        """Print a line, on rank 0 only. A full disk behind standard output does not stop the run."""
         with suppress(OSError):
             if self.bar:
                 self.bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -96,12 +96,12 @@ class RunLog:
 
     @contextmanager
     def _tolerant(self) -> Iterator[None]:
-        """Training goes on without metrics where they cannot be written; the first time it says so."""
+        """If metrics cannot be written, training continues without them; the first time prints a warning."""
         try:
             yield
         except OSError as error:
             if not self.warned:
-                self.say(f"warning: metrics cannot be written ({error}); training goes on")
+                self.say(f"warning: metrics cannot be written ({error}); training continues")
             self.warned = True
 
     def iteration_done(
@@ -142,7 +142,7 @@ class RunLog:
         self._publish(asdict(record))
 
     def evaluation_done(self, iteration: int, split: str, loss: float) -> None:
-        """Tell the loss of an evaluation on `split` ("validation" or "test")."""
+        """Log the loss of an evaluation on `split` ("validation" or "test")."""
         if not self.speaks:
             return
         self.say(f"{split} at iteration {iteration} | lm loss {loss:.6f}")
@@ -181,13 +181,13 @@ class RunLog:
 
 
 def _quiet_about_tensorboard(thread: threading.ExceptHookArgs) -> None:
-    # Its writer prints a traceback when the disk is full, and then tells the thread that logs.
+    # If the disk is full, its writer prints a traceback and then raises in the logging thread.
     if not (issubclass(thread.exc_type, OSError) and type(thread.thread).__name__ == "_AsyncWriterThread"):
         threading.__excepthook__(thread)
 
 
 def line_of(record: Record, train_iters: int, peak: float | None) -> str:
-    """What the terminal shows of a record; `peak`: TFLOP/s of a device, if known."""
+    """The line of a record on the terminal. `peak`: TFLOP/s of a device, if known."""
     left = round((train_iters - record.iteration) * record.step_time)
     parts = [
         f"iteration {record.iteration:{len(str(train_iters))}d}/{train_iters}",
@@ -209,11 +209,11 @@ def _explain(args: Arguments, peak: float | None) -> str:
         f"training: {args.train_iters} iterations of {args.global_batch_size} sequences of {args.seq_length} tokens; "
         f"{_si(flops)}FLOP each"
     )
-    return f"{line}; MFU: of {peak:g} TFLOP/s per rank" if peak else line
+    return f"{line}; MFU is relative to {peak:g} TFLOP/s per rank" if peak else line
 
 
 def _si(number: float) -> str:
-    """A number of at least 1 with a prefix of the SI, such as "9.66 G"."""
+    """A number of at least 1 with an SI prefix, such as "9.66 G"."""
     thousands = min(int(math.log10(number)) // 3, 6)
     return f"{number / 1000**thousands:.3g} {' kMGTPE'[thousands].strip()}"
 
@@ -229,12 +229,12 @@ def _memory_bytes() -> int:
 
 
 def _resume_metrics(path: Path, iteration: int):
-    """The file open for appending, without the lines of iterations that the resumed run will do again."""
+    """The file, open for appending, without the lines of iterations that the resumed run will repeat."""
     path.parent.mkdir(parents=True, exist_ok=True)
     old = path.read_text().splitlines(keepends=True) if path.exists() else []
     kept = [line for line in old if line.endswith("\n") and _iteration_of(line) <= iteration]
     if kept != old:
-        draft = path.with_suffix(".incomplete")  # on a full disk the old file stays
+        draft = path.with_suffix(".incomplete")  # keeps the old file if the disk is full
         draft.write_text("".join(kept))
         draft.replace(path)
     return path.open("a")
@@ -243,15 +243,15 @@ def _resume_metrics(path: Path, iteration: int):
 def _iteration_of(line: str) -> float:
     try:
         return json.loads(line)["iteration"]
-    except (ValueError, TypeError, KeyError):  # cut short by a full disk
+    except (ValueError, TypeError, KeyError):  # truncated by a full disk
         return math.inf
 
 
 def check_trackers(args: Arguments) -> None:
-    """Before anything starts: whether the packages are there that `args` asks for.
+    """Check, before anything starts, that the packages are installed that `args` needs.
 
     Raises:
-        UsageError: `--wandb-project` without the package wandb.
+        UsageError: `--wandb-project` is given, and wandb is not installed.
     """
     if args.wandb_project and importlib.util.find_spec("wandb") is None:
         raise UsageError(f"--wandb-project {args.wandb_project}: the package wandb is not installed; pip install wandb")

@@ -23,7 +23,7 @@ class Profile:
         self._nsys: Any = None
 
     def at(self, iteration: int) -> None:
-        """Begins or ends before an iteration."""
+        """Starts or stops profiling before an iteration."""
         if not self._asked:
             return
         start, end = self.args.profile_step_start, self.args.profile_step_end
@@ -32,7 +32,7 @@ class Profile:
         elif not marks.on and start <= iteration < end:
             self._begin()
         elif self._first and iteration >= end:
-            say(f"--profile-step-end {end}: the run goes on at iteration {iteration}; nothing is profiled")
+            say(f"--profile-step-end {end}: the run resumes at iteration {iteration}; nothing is profiled")
         self._first = False
 
     def _begin(self) -> None:
@@ -49,7 +49,7 @@ class Profile:
             self._nsys.__enter__()
 
     def end(self) -> None:
-        """Writes what was profiled, if it has begun."""
+        """Writes the profile, if profiling has started."""
         if not marks.on:
             return
         marks.on = False
@@ -67,7 +67,7 @@ class Profile:
 
 
 def trace_path(folder: str, rank: int) -> Path:
-    """The trace of a rank, with the ending that TensorBoard's plugin looks for."""
+    """The trace file of a rank, with the suffix that TensorBoard's plugin expects."""
     return Path(folder) / f"rank{rank}.pt.trace.json"
 
 

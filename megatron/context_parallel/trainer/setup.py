@@ -1,4 +1,4 @@
-"""Starts and ends a distributed job: process groups, seeds, and the death of a rank."""
+"""Starts and ends a distributed job: process groups, seeds, and failures of ranks."""
 
 import os
 import random
@@ -26,16 +26,16 @@ from .faults.lifetime import end_at_signals
 from .faults.open_files import allow_open_files
 from .faults.watch import Watch, wait_for_store
 
-_SECONDS_TO_JUDGE = 10  # in which the watch says, before torch does, who keeps the others waiting
+_SECONDS_TO_JUDGE = 10  # for the watch to name the rank that the others wait for, before torch raises
 
 
 @contextmanager
 def distributed_job(args: Arguments, progress: Progress | None = None) -> Iterator[Watch]:
-    """The process groups of one job, destroyed when the block ends, and the watch of this rank.
+    """The process groups of a job and the watch of this rank, until the block ends.
 
-    `progress` tells how far an interrupted run came.
+    `progress` is printed when the run is interrupted.
 
-    A rank that fails leaves at once, so that the launcher stops the others while its error is the first one in the log.
+    A failing rank leaves at once, so that its error is the first one in the log when the launcher stops the others.
     """
     watch: Watch | None = None
     signals = {signal.SIGINT} if args.exit_signal_handler else {signal.SIGINT, signal.SIGTERM}
@@ -79,24 +79,24 @@ _sigterm: list[int] = []
 
 
 def sigterm_came() -> bool:
-    """Whether SIGTERM came since the job started with `--exit-signal-handler`."""
+    """Whether SIGTERM was received since the job started with `--exit-signal-handler`."""
     return bool(_sigterm) or signal.SIGTERM in signal.sigpending()
 
 
 def _hold_back_sigterm() -> None:
-    # Launchers send it to a rank's helpers too (data loaders, checkpoint writers), which must outlive the last save:
-    # they inherit the mask. The handler is for threads of libraries that were there before the mask.
+    # Launchers also send it to a rank's helpers (data loaders, checkpoint writers), which must outlive the last save:
+    # they inherit the mask. The handler is for library threads that were started before the mask was set.
     signal.signal(signal.SIGTERM, lambda number, frame: _sigterm.append(number))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
 def open_store(args: Arguments) -> dist.Store:
-    """The store through which ranks find each other (environment of torchrun; of this process alone without it).
+    """The rendezvous store of the ranks, from torchrun's environment; without one, a store for this process only.
 
-    It does not wait for the other ranks: the watch says which of them never come.
+    It does not wait for the other ranks: the watch reports which of them do not join.
 
     Raises:
-        UsageError: nobody answers at MASTER_ADDR within `--distributed-timeout-minutes`, or rank 0 ends meanwhile.
+        UsageError: no process answers at MASTER_ADDR within `--distributed-timeout-minutes`, or rank 0 ends meanwhile.
     """
     if args.world_size == 1 and "MASTER_ADDR" not in os.environ:
         return dist.HashStore()
@@ -105,7 +105,7 @@ def open_store(args: Arguments) -> dist.Store:
         wait_for_store(args)
     try:
         with _stack_of_torch_left_out():
-            store, _, _ = next(dist.rendezvous("env://", args.rank, world_size=1, timeout=timeout))  # waits for so many
+            store, _, _ = next(dist.rendezvous("env://", args.rank, world_size=1, timeout=timeout))  # for one rank
     except dist.DistNetworkError as error:
         if not args.rank:
             raise
@@ -116,7 +116,7 @@ def open_store(args: Arguments) -> dist.Store:
 
 @contextmanager
 def _stack_of_torch_left_out() -> Iterator[None]:
-    """What torch prints while the block raises is left out: its C++ stack, beside an error that says the same."""
+    """Hide what torch prints when the block raises: a C++ stack for an error that is raised anyway."""
     real = os.dup(2)
     with tempfile.TemporaryFile() as printed:
         os.dup2(printed.fileno(), 2)
@@ -145,7 +145,7 @@ def join_world(args: Arguments, store: dist.Store) -> None:
 
 
 def initialize_model_parallel(args: Arguments) -> None:
-    """Make the tensor-, context-, data- and pipeline-parallel groups in the joined world, and seed every generator."""
+    """Create the tensor-, context-, data- and pipeline-parallel groups, and seed every random generator."""
     support_cpu_host()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,

@@ -40,7 +40,7 @@ from .model.data_parallel import DataParallel, weights_gathered
 from .profiling import Profile
 from .setup import distributed_job, sigterm_came
 
-# Each model chunk of an interleaved pipeline reads the same micro batches from an iterator of its own.
+# Each model chunk of an interleaved pipeline reads the same micro batches from its own iterator.
 ChunkBatches = list[Batches]
 
 
@@ -48,7 +48,7 @@ def pretrain(args: Arguments) -> None:
     """Train as `args` says, from the newest checkpoint of `--load` if there is one, to the end or an exit condition.
 
     Raises:
-        UsageError: something named in `args` is missing or does not fit; every rank raises the same.
+        UsageError: data, a checkpoint or a value in `args` is missing or invalid; every rank raises the same.
     """
     check_trackers(args)
     started = time.monotonic()
@@ -74,10 +74,10 @@ def pretrain(args: Arguments) -> None:
                 if batches:
                     log.evaluation_done(state.progress.iteration, split, evaluate(args, state, batches))
         else:
-            assert train is not None  # --skip-train alone does without
+            assert train is not None  # only --skip-train has none
             done = state.progress.iteration >= args.train_iters
             if done and (test is None or on_first_rank(lambda: log.is_tested(state.progress.iteration))):
-                log.say(f"nothing to do: --train-iters {args.train_iters} are done")
+                log.say(f"nothing to do: all iterations of --train-iters {args.train_iters} are done")
             elif (done or train_loop(args, state, log, train, valid, started)) and test:
                 log.evaluation_done(state.progress.iteration, "test", evaluate(args, state, test))
         log.close()
@@ -91,10 +91,10 @@ def build_state(args: Arguments, progress: Progress) -> TrainState:
     if not args.load:
         return state
     if load_checkpoint(args, state):
-        say(f"loaded {args.load}, going on after iteration {state.progress.iteration}")
+        say(f"loaded {args.load}, resuming after iteration {state.progress.iteration}")
     elif args.exit_on_missing_checkpoint:
         raise UsageError(
-            f"--load {args.load}: no checkpoint there; leave out --exit-on-missing-checkpoint to start anew"
+            f"--load {args.load}: has no checkpoint; leave out --exit-on-missing-checkpoint to start from scratch"
         )
     else:
         say(f"no checkpoint in {args.load}, starting from scratch")
@@ -123,7 +123,7 @@ def _batches(args: Arguments, state: TrainState, dataset: Dataset | None, consum
 def train_loop(
     args: Arguments, state: TrainState, log: RunLog, train: ChunkBatches, valid: ChunkBatches | None, started: float
 ) -> bool:
-    """Train until `--train-iters` or an exit condition; whether it was the former.
+    """Train until `--train-iters` or an exit condition. Returns whether `--train-iters` was reached.
 
     `started` is the `time.monotonic()` from which `--exit-duration-in-mins` counts. With `--save` the last iteration
     done is always saved.
@@ -138,7 +138,7 @@ def train_loop(
         before = time.perf_counter()
         try:
             loss, grad_norm, leave, warnings = train_step(args, state, train, started)
-        except (FloatingPointError, UsageError):  # on every rank alike, and after this checkpoint
+        except (FloatingPointError, UsageError):  # raised on every rank, and after this checkpoint
             saver.finish()
             raise
         except StepRejectedError as rejected:
@@ -165,7 +165,7 @@ def train_loop(
 def train_step(
     args: Arguments, state: TrainState, train: ChunkBatches, started: float
 ) -> tuple[float, float | None, bool, list[str]]:
-    """One iteration on every rank: (loss, gradient norm, whether to leave, lines of warning).
+    """One iteration on every rank: (loss, gradient norm, whether to leave, warnings).
 
     The loss is the mean over the unmasked tokens of the global batch; the norm is None if fp16 loss scaling skipped the
     update.
@@ -202,7 +202,7 @@ def train_step(
 def run_micro_batches(
     args: Arguments, model: list[DataParallel], batches: ChunkBatches, sequences: int, *, forward_only: bool
 ) -> list[Tensor]:
-    """A batch of `sequences` through the pipeline schedule; on the last stage, per micro batch, [loss sum, tokens]."""
+    """Run a batch of `sequences` through the pipeline schedule. The last stage returns [loss sum, tokens] of each."""
     return get_forward_backward_func()(
         forward_step_func=partial(_forward_step, args),
         data_iterator=batches if len(model) > 1 else batches[0],
@@ -241,7 +241,7 @@ def _loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _mean_loss(data: list[Tensor], findings: Findings, vote: bool = False) -> tuple[float, int, int]:
-    """Mean loss over all ranks' unmasked tokens, votes and findings of all ranks; one reduction over the world."""
+    """The mean loss over the unmasked tokens, votes and findings of all ranks, in one reduction over the world."""
     sums = torch.zeros(4, dtype=torch.float64, device=torch.cuda.current_device())
     if data and parallel_state.get_tensor_model_parallel_rank() == 0:  # only the last stage has losses
         sums[:2] = torch.stack(data).sum(0)

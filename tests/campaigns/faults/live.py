@@ -99,7 +99,7 @@ def end_while_joining(case: Case) -> None:
     case.strike(f"rank {victim} {name}, {moment}, {how}", outcome)
     ended_in_time(case, outcome, PATIENCE + SECONDS)
     all_failed(case, outcome)
-    first_line(case, outcome, rf"rank {victim} (never came|died|stopped|ended|was ended|on host\d died)")
+    first_line(case, outcome, rf"rank {victim} (did not join|died|stopped|ended|was ended|on host\d died)")
     resumes(case, save, outcome)
 
 

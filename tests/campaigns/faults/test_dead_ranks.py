@@ -81,8 +81,8 @@ def test_a_rank_that_does_not_move_is_named(bench: Bench):
     [  # at once if it was there, and after the time limit if it was not
         ("cp2 tp2", 4, 2, False, "rank 2 died at joining"),
         ("cp2", 4, 0, True, "rank 0 died at joining"),
-        ("cp2", 0, 1, False, "rank 1 never came: no word within --distributed-timeout-minutes 0.05;"),
-        ("cp2", 0, 0, False, "rank 1: error: rank 0 never came: no word within --distributed-timeout-minutes 0.05;"),
+        ("cp2", 0, 1, False, "rank 1 did not join within --distributed-timeout-minutes 0.05:"),
+        ("cp2", 0, 0, False, "rank 1: error: rank 0 did not join within --distributed-timeout-minutes 0.05:"),
     ],
 )
 def test_a_rank_that_dies_while_ranks_join_is_named(bench: Bench, layout, nth, victim, agent_store, words):
@@ -97,7 +97,7 @@ def test_a_late_rank_is_waited_for_and_named(bench: Bench, monkeypatch):
     outcome = bench.run("cp2", fault=fault)
     assert set(outcome.statuses.values()) == {0}, outcome.text
     (line,) = [line.text for line in outcome.after]
-    assert line == "rank 1 of 2 not there after 1 s; waiting for --distributed-timeout-minutes 1"
+    assert line == "rank 1 of 2 not joined after 1 s; waiting up to --distributed-timeout-minutes 1"
 
 
 def test_a_first_rank_whose_packets_are_lost_is_named_and_ends(bench: Bench):
@@ -126,4 +126,4 @@ def test_a_host_that_is_cut_off_ends_too(bench: Bench):
     assert set(outcome.statuses) == {0, 1, 2} and all(outcome.statuses.values()) and not outcome.late, outcome.text
     told = {line.rank: line.text for line in outcome.after}
     assert told[0].startswith("rank 2 stopped responding at "), outcome.text
-    assert told[2].startswith(f"rank 2 on {lab.hosts[2]} is cut off: it heard nothing from ranks 0, 1 for 4 s")
+    assert told[2].startswith(f"rank 2 on {lab.hosts[2]} is cut off: it received nothing from ranks 0, 1 for 4 s")

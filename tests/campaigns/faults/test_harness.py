@@ -19,7 +19,7 @@ def test_a_killed_rank_and_the_resumed_run(bench: Bench):
     assert [record["iteration"] for record in losses(save)] == [1, 2]
     resumed = bench.run("cp2", save)
     assert set(resumed.statuses.values()) == {0}
-    assert any("going on after iteration 2" in line.text for line in resumed.lines)
+    assert any("resuming after iteration 2" in line.text for line in resumed.lines)
     assert losses(save) == undisturbed.losses
 
 

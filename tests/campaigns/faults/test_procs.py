@@ -92,7 +92,7 @@ def test_a_killed_data_worker_is_named(bench, phase):
     fault = Fault(Moment(phase, 4, 1), 1, actions.kill_helpers)
     outcome = bench.run("cp2", bench.fresh("worker"), fault=fault, agent_store=False, more="--num-workers 1")
     (line,) = said(outcome)
-    assert re.match(r"rank 1: its data worker \(process \d+\) was ended by a signal \(Killed\), as the system", line)
+    assert re.match(r"rank 1: its data worker \(process \d+\) was ended by a signal \(Killed\), which the system", line)
     assert not outcome.left and not outcome.late
 
 
@@ -114,8 +114,8 @@ def test_too_few_open_files_are_named(bench, most, more):
 @pytest.mark.parametrize(
     ("kilobytes", "line"),
     [
-        (4, "error: --num-workers 2: they cannot start (No space left on device in /dev/shm); give 0"),
-        (112, "rank 1: a data worker found no room in /dev/shm; make some there, or give --num-workers 0"),
+        (4, "error: --num-workers 2: the workers cannot start (No space left on device in /dev/shm); give 0"),
+        (112, "rank 1: /dev/shm is too full for a batch of a data worker; free space there, or give --num-workers 0"),
     ],
 )
 def test_full_shared_memory_is_named(bench, kilobytes, line):
@@ -139,7 +139,7 @@ def test_a_second_job_is_refused_until_the_first_ends(bench):
     )
     (line,) = [line.text for line in seconds[0].lines if line.rank == 0]
     assert seconds[0].statuses[0] == 2
-    assert f"--save {save}: another job saves there (process " in line and os.uname().nodename in line
+    assert f"--save {save}: in use by another job (process " in line and os.uname().nodename in line
     assert set(first.statuses.values()) == {0}, first.text
     assert losses(save) == bench.reference("cp2").losses
 
@@ -161,7 +161,7 @@ def test_a_failed_save_is_one_line_and_loses_nothing(bench, victim, share):
     assert not outcome.left and not outcome.late
     if outcome.statuses[victim]:  # otherwise the file was not needed
         (line,) = said(outcome)
-        told = f"--save {save}: iteration 4 was not saved: No space left on device" in line and "free some room" in line
+        told = f"--save {save}: iteration 4 was not saved: No space left on device" in line and "free some" in line
         assert told or line.startswith(f"rank {victim}: OSError: [Errno 28] No space left on device")
         assert not list(save.glob("*.incomplete")) or not told
         check_resume(bench, save)
@@ -187,8 +187,8 @@ def test_a_checkpoint_that_is_deleted_while_it_is_loaded_is_named(bench, part):
 
     outcome = bench.run("cp2", save, fault=Fault(Moment("load", 0, 1), 0, delete), agent_store=False)
     (line,) = said(outcome)
-    gone = f"{last.name}/{part} is missing" if part else f"{last.name} is not there"
-    assert line == f"pretrain_gpt.py: error: --load {save}: {gone}, since it was checked; give another --load"
+    gone = f"{last.name}/{part} is missing" if part else f"{last.name} is missing"
+    assert line == f"pretrain_gpt.py: error: --load {save}: {gone}, after it was checked; give another --load"
 
 
 @pytest.mark.parametrize(("victim", "before_end"), [(0, 4), (0, 20), (1, 1)])
@@ -200,7 +200,7 @@ def test_training_goes_on_if_asked(bench, victim, before_end, number):
     outcome = bench.run("cp2", save, fault=Fault(moment, victim, disk_error(number)), more="--save-on-error continue")
     assert set(outcome.statuses.values()) == {0}, outcome.text
     (line,) = [line for line in said(outcome) if line.startswith("warning")]
-    assert f"iteration 4 was not saved: {os.strerror(number)}" in line and line.endswith("training goes on")
+    assert f"iteration 4 was not saved: {os.strerror(number)}" in line and line.endswith("training continues")
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "6"
     assert losses(save) == bench.reference("cp2").losses
 

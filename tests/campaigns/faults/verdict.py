@@ -106,7 +106,7 @@ def resumes(case: Case, save: Path, before: Outcome | None = None, more: str = "
         [int(n) for line in before.lines for n in re.findall(r"saved iteration (\d+)", line.text)] if before else []
     )
     again = case.bench.run(case.layout, save, more=more)
-    begun = [int(n) for line in again.lines for n in re.findall(r"going on after iteration (\d+)", line.text)]
+    begun = [int(n) for line in again.lines for n in re.findall(r"resuming after iteration (\d+)", line.text)]
     case.expect(LOST, set(again.statuses.values()) == {0}, f"cannot be resumed: {_tail(again)}")
     case.expect(LOST, max(announced, default=0) <= max(begun, default=0), f"saved {announced}, resumed at {begun}")
     if set(again.statuses.values()) == {0}:

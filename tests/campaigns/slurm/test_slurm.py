@@ -35,14 +35,14 @@ def test_a_job_outlives_its_time_limit_and_a_dead_node(slurm, flags):
     job.update("TimeLimit=60")
     job.go_on()
     job.wait(lambda: max(job.losses()) > in_time + 5)
-    assert f"going on after iteration {in_time}\n" in job.text()
+    assert f"resuming after iteration {in_time}\n" in job.text()
     slurm.fail("n2")
     job.wait_for("PENDING")
     assert (job.saved(), job.show("Restarts")) == (in_time, "2")
 
     job.go_on()
     job.wait(lambda: job.show("NodeList") == "n[1,3]")
-    job.wait(lambda: job.text().count(f"going on after iteration {in_time}\n") == 2)
+    job.wait(lambda: job.text().count(f"resuming after iteration {in_time}\n") == 2)
     job.wait(lambda: max(job.losses()) > in_time + 10)
     job.cancel()
     assert job.show("JobState") == "CANCELLED"

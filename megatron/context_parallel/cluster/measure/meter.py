@@ -1,4 +1,4 @@
-"""How ranks measure together."""
+"""Measurements that ranks make together."""
 
 import os
 import statistics
@@ -23,12 +23,12 @@ Exchange = Callable[[Tensor], Work]  # starts messages as large as the tensor
 
 
 class Meter:
-    """Times what the ranks of a group do together. All ranks make the same calls.
+    """Measures the time of joint actions of a group's ranks. All ranks make the same calls.
 
     Attributes:
         quick: measure less, and shorter.
-        target: seconds that one measurement should take at least.
-        shared: the ranks have fewer processors than they are, and no devices; all are on one host.
+        target: minimum seconds of one measurement.
+        shared: whether the ranks share fewer processors than there are ranks, without devices, on one host.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, quick: bool) -> None:
@@ -50,7 +50,7 @@ class Meter:
         return values
 
     def largest(self, values: list[float]) -> list[float]:
-        """Of each number, the largest of all ranks."""
+        """The maximum of each number over all ranks."""
         numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
         return numbers.tolist()

@@ -1,4 +1,4 @@
-"""Measures what connects the ranks: rates alone and together, latency, and processors' work."""
+"""Measures the links between ranks: rates alone and together, latency, and processor time."""
 
 import math
 import os
@@ -108,7 +108,7 @@ class LinkProbe:
         return self.meter.exchange([(after, x) for x in xs], [(before, torch.empty_like(x)) for x in xs])
 
     def _all_pairs(self, x: Tensor) -> Work:
-        """Each rank with each rank of the other nodes, all at once; x is shared out among them."""
+        """Each rank with each rank of the other nodes, all at once; x is divided among them."""
         others = [(self.meter.rank + k) % self.meter.n for k in range(1, self.meter.n)]
         others = [other for other in others if other // self.each != self.node]
         part = x[: max(1, len(x) // len(others))]

@@ -27,7 +27,7 @@ def resolve(
     cluster: Cluster | str | None = None,
     **options: object,
 ) -> Choice:
-    """A strategy for `ContextParallel`: for "auto" the one that is predicted to be fastest, else the one that is named.
+    """A strategy for `ContextParallel`: the fastest predicted one for "auto", otherwise the named one.
 
     All ranks of the group call this together.
 
@@ -41,14 +41,14 @@ def resolve(
             options too.
 
     Raises:
-        UsageError: nothing can run, or there is no such cluster, on all ranks; a rank was given something else, or did
-            not come within the timeout of the group.
+        UsageError: no strategy works, or the cluster is unknown, on all ranks; a rank has other arguments, or did not
+            join within the group's timeout.
     """
     if strategy != AUTO:
         return parse_spec(strategy, **options)
     group = joined(group)
     given = {"workload": workload, "cluster": cluster, **options}
-    meet(group, f"--cp-strategy {asked(AUTO, **given)}")  # else ranks that were given other things wait for each other
+    meet(group, f"--cp-strategy {asked(AUTO, **given)}")  # else ranks with other arguments would wait for each other
     if not isinstance(workload, Workload):
         wrong = "" if workload is None else f"; workload is of type {type(workload).__name__}"
         raise UsageError(f"--cp-strategy {AUTO}: for which sizes? Give workload=Workload(length, heads, ...){wrong}")
@@ -68,7 +68,7 @@ def resolve(
 
 
 def choose_on_group(group: dist.ProcessGroup, search_on_first_rank: Callable[[], Search]) -> Choice:
-    """The best that the first rank of a group finds, on all of its ranks. They call this together.
+    """The best choice that the first rank of a group finds, on all of its ranks. They call this together.
 
     Raises:
         UsageError: as `search_on_first_rank`; on all ranks.
@@ -101,6 +101,6 @@ def headline(result: Search) -> str:
     milliseconds = 1e3 * result.ranked[result.best].seconds
     all_found = len(result.ranked) + len(result.slower)
     return (
-        f"--cp-strategy {AUTO}: takes --cp-strategy {result.best}; {milliseconds:.4g} ms of attention a layer and "
-        f"micro batch predicted, the fastest of {all_found}"
+        f"--cp-strategy {AUTO}: chose --cp-strategy {result.best}; predicted: {milliseconds:.4g} ms of attention per "
+        f"layer and micro batch, the fastest of {all_found}"
     )

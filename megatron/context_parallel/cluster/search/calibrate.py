@@ -1,4 +1,4 @@
-"""Fits numbers of a cluster's description to printed or measured numbers, within what is physically possible."""
+"""Fits numbers of a cluster's description to published or measured numbers, within physical limits."""
 
 import math
 import re
@@ -21,7 +21,7 @@ MOST_STEPS = 10
 
 
 class Field(NamedTuple):
-    """A number that is fitted: where the fit starts, such as its data sheet, and between what it must stay."""
+    """A number to fit: its start value, such as from a data sheet, and its bounds."""
 
     start: float
     least: float
@@ -50,7 +50,7 @@ class Predict(Protocol):
 class Calibration:
     """A fit of `fields` of a cluster to the fitted cells: least squares of the logarithms of predicted / known.
 
-    Each field is also pulled to its start, weakly: so what the cells do not tell stays where it was.
+    Each field is also weakly pulled to its start, so fields that the cells do not determine do not change.
 
     Args:
         cluster: its other fields stay as they are.
@@ -75,7 +75,7 @@ class Calibration:
         self.cells, self.predict, self.known = cells, predict, cluster
         self.used = [cell for cell in cells if cell.fitted and cell.counts]
         if not self.used:
-            raise UsageError(f"{cluster.name}: no cell is marked as fitted")
+            raise UsageError(f"{cluster.name}: no cell is marked as fitted; select cells in FITTED")
         self.start = numpy.log([field.start for field in self.fields])
         least = numpy.log([field.least for field in self.fields])
         most = numpy.log([field.most for field in self.fields])
@@ -196,11 +196,11 @@ def _place(part: str) -> tuple[str, int | None]:
 
 def _check(cluster: Cluster, fields: Mapping[str, Field]) -> None:
     if len(fields) > MOST_FIELDS:
-        raise UsageError(f"{cluster.name}: {len(fields)} fields to fit; give {MOST_FIELDS} at most")
+        raise UsageError(f"{cluster.name}: {len(fields)} fields to fit; give at most {MOST_FIELDS}")
     for path, (start, least, most) in fields.items():
         field_of(cluster, path)
         if not 0 < least <= start <= most:
             raise UsageError(f"{path}: starts at {start}; give 0 < least <= start <= most, not {least} and {most}")
         if path.endswith("TFLOP_s") and most > cluster.device.peak_TFLOP_s:
             peak = cluster.device.peak_TFLOP_s
-            raise UsageError(f"{path}: at most {most}, above the peak of the device; give {peak:g} at most")
+            raise UsageError(f"{path}: at most {most}, above the peak of the device; give at most {peak:g}")

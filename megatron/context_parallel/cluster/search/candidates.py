@@ -1,4 +1,4 @@
-"""What a planner chooses from: every strategy with every value of its options worth trying."""
+"""The planner's candidates: every strategy with all promising values of its options."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -68,7 +68,7 @@ class Candidate(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """What cannot run, and why."""
+    """A choice that cannot run, and why."""
 
     spec: str
     reason: str
@@ -77,7 +77,7 @@ class Rejected(NamedTuple):
 def candidates(
     workload: Workload, n: int, q_transfer_blocks: Callable[[int], float], fixed: Mapping[str, Any]
 ) -> Iterator[Candidate | Rejected]:
-    """All that can be chosen for n ranks, and what strategies refuse. Of choices with the same plans there is one.
+    """All choices for n ranks, and the rejected ones. Choices with the same plans appear once.
 
     Args:
         workload: the attention.

@@ -1,4 +1,4 @@
-"""What a pass takes at least, and about how long: counted in its steps, without a simulation."""
+"""A lower bound and an estimate of the time of a pass, from its steps, without a simulation."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -20,8 +20,8 @@ class PassBound(NamedTuple):
     """Seconds of a pass.
 
     Attributes:
-        least: no run takes less: the busiest link carries its bytes, and the busiest rank computes its blocks.
-        likely: if each step takes as long as its blocks or its messages. It says what to simulate first.
+        least: the lower bound: the busiest link sends its bytes, and the busiest rank computes its blocks.
+        likely: the estimate: each step takes the longer of its blocks and its messages. It orders the simulations.
     """
 
     least: float
@@ -29,7 +29,7 @@ class PassBound(NamedTuple):
 
 
 def lower_bound(plan: Plan, links: Links, shape: Shape, blocks: BlockTime) -> PassBound:
-    """What is known of a pass before it is simulated.
+    """Bounds of a pass, before it is simulated.
 
     Args:
         plan: the pass.

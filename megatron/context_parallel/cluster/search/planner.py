@@ -1,4 +1,4 @@
-"""Which strategy is fastest on a described cluster, among all that can run."""
+"""Finds the fastest strategy on a described cluster."""
 
 import math
 from collections import defaultdict
@@ -20,8 +20,8 @@ from megatron.context_parallel.strategies import AUTO, parse_spec
 from .candidates import Rejected, Workload, candidates
 from .lower_bound import PassBound, lower_bound
 
-SIMULATED = 64  # choices, those whose outlook is best
-GAIN = 0.01  # part of the time that another strategy in the backward pass must save
+SIMULATED = 64  # choices, those with the best estimates
+GAIN = 0.01  # fraction of the time that another strategy for the backward pass must save
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -45,7 +45,7 @@ class GroupDevices(NamedTuple):
 
 
 class PassPrediction(NamedTuple):
-    """What a pass takes.
+    """The cost of a pass.
 
     Attributes:
         seconds: until the last rank has its results.
@@ -79,11 +79,10 @@ class Prediction(NamedTuple):
 def fastest(
     choices: Mapping[Name, Sequence[Plan]], place: GroupDevices, workload: Workload, most: int = SIMULATED
 ) -> tuple[dict[Name, Prediction], dict[Name, float]]:
-    """Which of several choices computes a workload fastest. Each has one plan or more, which run in turn.
+    """Finds the fastest of several choices. Each has one or more plans, which run in turn.
 
-    First the likeliest choice of each strategy is simulated, then the others in the order of likelihood, `most` in all.
-    A choice that cannot be faster than the best, because of the bytes that it moves or the blocks that it computes, is
-    not.
+    The choice of each strategy with the best estimate is simulated first, then the others in the order of their
+    estimates, `most` in total. A choice whose lower bound exceeds the best time is not simulated.
 
     Args:
         choices: the plans of each, by any name.
@@ -92,7 +91,7 @@ def fastest(
         most: choices that are simulated.
 
     Returns:
-        What those simulated take, fastest first; and the seconds that the others take at least.
+        The times of simulated choices, fastest first; and the lower bounds of the others.
     """
     looks = _looks(choices, place, workload)
     by_likely = sorted(choices, key=lambda name: looks[name].likely)
@@ -145,11 +144,11 @@ def _block_time(plan: Plan, place: GroupDevices, workload: Workload) -> BlockTim
 
 @dataclass(frozen=True)
 class Search:
-    """What `search` found, by spec.
+    """The result of `search`, by spec.
 
     Attributes:
         ranked: the choices that were simulated, fastest first.
-        slower: those that were not, with the seconds that they take at least.
+        slower: those that were not, with the lower bounds of their times.
         rejected: those that cannot run.
     """
 
@@ -161,8 +160,8 @@ class Search:
     def best(self) -> str:
         """The fastest. Raises UsageError if nothing can run."""
         if not self.ranked:
-            why = self.rejected[0].reason if self.rejected else "no strategy has the options given"
-            raise UsageError(f"--cp-strategy {AUTO}: no strategy works here ({why})")
+            why = self.rejected[0].reason if self.rejected else "no strategy has the given options"
+            raise UsageError(f"--cp-strategy {AUTO}: no strategy works for this run ({why})")
         return next(iter(self.ranked))
 
 
@@ -188,7 +187,7 @@ def search(
         if isinstance(found, Rejected):
             rejected.append(found)
         elif (needed := max(memory(plan, workload) for plan in found.plans)) > room:
-            why = f"attention needs {needed / 2**30:.3g} GiB of memory, and there are {room / 2**30:.3g}"
+            why = f"attention needs {needed / 2**30:.3g} GiB of memory, but only {room / 2**30:.3g} GiB are left"
             rejected.append(Rejected(found.choice.spec, why))
         else:
             choices[found.choice.spec] = found.plans

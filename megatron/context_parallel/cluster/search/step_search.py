@@ -1,4 +1,4 @@
-"""Which way to train a model is fastest on a described cluster: strategies, ZeRO, recomputation and parallel sizes."""
+"""Finds the fastest way to train a model on a cluster: strategies, ZeRO, recomputation and parallel sizes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ class FeasibleRun(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSearch:
-    """What `search_steps` found.
+    """The result of `search_steps`.
 
     Attributes:
         ranked: runs that fit, fastest first.

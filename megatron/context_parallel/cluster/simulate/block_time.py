@@ -1,4 +1,4 @@
-"""How long the blocks of a plan take on a device."""
+"""The time of a plan's blocks on a device."""
 
 import math
 from collections.abc import Hashable
@@ -166,7 +166,7 @@ class BlockTime:
 
 
 def _small_blocks(plan: Plan, mask: Mask, length: int) -> Blocks:
-    """The blocks of a sequence that is short, but else alike."""
+    """The blocks of a short but otherwise equal sequence."""
     small = length if mask.documents else min(length, 2 * plan.n * SMALL)
     before, after = (-1 if side < 0 else -(-side * small // length) for side in mask.window)
     chunks = Chunks.of(plan.layout, plan.n, small)

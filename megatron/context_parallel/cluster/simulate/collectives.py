@@ -1,4 +1,4 @@
-"""How long collectives of many groups of ranks take on the links of a cluster, all groups at the same time."""
+"""The time of collectives of many groups of ranks, all at the same time, on the links of a cluster."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,7 +12,7 @@ Group = tuple[int, ...]  # devices
 
 
 class Rate(NamedTuple):
-    """What a collective takes: `latency` seconds and `per_byte` for each byte of the whole tensor."""
+    """The cost of a collective: `latency` seconds, and `per_byte` seconds for each byte of the whole tensor."""
 
     latency: float
     per_byte: float

@@ -1,4 +1,4 @@
-"""How long a plan takes on a cluster: the symbolic machine with the cluster's links and devices."""
+"""The time of a plan on a cluster: the symbolic machine with the cluster's links and devices."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ ALL_UP_TO = 64  # ranks that are simulated one by one, even if a few could stand
 
 @dataclass(frozen=True)
 class PassForecast:
-    """What one pass of an attention takes.
+    """The time of one attention pass.
 
     Attributes:
         seconds: until the last rank has its result.
@@ -75,7 +75,7 @@ def simulate(
     """
     devices = devices or range(cluster.ranks)
     if len(devices) != plan.size:
-        raise UsageError(f"{cluster.name}: {len(devices)} devices for {plan.size} ranks; give as many")
+        raise UsageError(f"{cluster.name}: {len(devices)} devices for {plan.size} ranks; give {plan.size} devices")
     if blocks is None:
         blocks = BlockTime(cluster.device, plan, shape, mask or Mask(), shape.rows * plan.size // batch, dtype)
     few = _symmetry(plan, blocks, period_of_links(cluster, devices)) if plan.size > all_up_to else Symmetry.none(plan)

@@ -1,4 +1,4 @@
-"""Which ranks stand for all: those after which the steps, the blocks and the links of a plan repeat."""
+"""The ranks that represent all ranks: after them, the steps, blocks and links of a plan repeat."""
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""How long a step of decoding takes on a cluster: a roofline of what memory gives, plus launches and messages.
+"""The time of a decoding step on a cluster: a memory roofline, plus launches and messages.
 
-Batches are so small that all time goes to reading weights and cached keys, to kernels that are launched from a graph,
-and to messages that are all latency.
+Batches are so small that all time is spent on reading weights and cached keys, on launching kernels from a graph, and
+on the latency of messages.
 """
 
 import math
@@ -39,7 +39,7 @@ class DecodeForecast(NamedTuple):
 def decode_step(
     model: ModelShape, run: TrainConfig, cluster: Cluster, context: int, batch: int = 1, mlp_itemsize: int | None = None
 ) -> DecodeForecast:
-    """Predicts a step of decoding with pass-Q (Yang et al. 2024, Algorithm 4): queries go round the context ranks.
+    """Predicts a step of decoding with pass-Q (Yang et al. 2024, Algorithm 4): queries move around the context ranks.
 
     Args:
         model: its sizes.

@@ -1,4 +1,4 @@
-"""How long a device takes for what is not attention: products of matrices, norms, the loss, the optimizer."""
+"""The time of everything but attention on a device: matrix products, norms, the loss, the optimizer."""
 
 import math
 from dataclasses import dataclass

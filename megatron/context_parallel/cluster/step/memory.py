@@ -9,7 +9,7 @@ from .train_config import TrainConfig
 
 
 class MemoryItem(NamedTuple):
-    """Memory of one kind: what it holds, bytes of a rank, and the formula that counts them."""
+    """Memory of one kind: its name, its bytes on a rank, and the formula."""
 
     what: str
     bytes: int
@@ -20,10 +20,10 @@ LOGITS, BUFFERS = "logits and loss", "attention buffers"
 
 
 def memory(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[MemoryItem]:
-    """What a rank of pipeline stage `stage` (0 first) holds at most; `total` adds it up."""
+    """The peak memory of a rank of pipeline stage `stage` (0 first), by kind; `total` sums it."""
     stages, tensor, dtype = run.pipeline_model_parallel_size, run.tensor_model_parallel_size, run.itemsize
     count = model.parameters_on_stage(stage, stages, tensor, model.expert_model_parallel_size)
-    # Of all experts, data x context ranks share out the optimizer, be they on one rank or on several.
+    # The optimizer of all experts is sharded over data x context ranks, whether experts are sharded or not.
     parts = list(_states(model, run, count, model.parameters_on_stage(stage, stages, tensor)))
     parts.append(_activations(model, run, stage))
     if stage == stages - 1:
@@ -31,19 +31,19 @@ def memory(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[MemoryIt
         parts.append(
             MemoryItem(LOGITS, logits * (dtype + 4), f"tokens x vocabulary / tensor ranks x ({dtype} + 4) bytes")
         )
-    parts.append(MemoryItem(BUFFERS, attention_buffers(model, run), "the most chunks and partials alive in a pass"))
+    parts.append(MemoryItem(BUFFERS, attention_buffers(model, run), "peak chunks and partials alive in a pass"))
     return parts
 
 
 def total(parts: list[MemoryItem]) -> int:
-    """Bytes at the fullest moment: logits and the buffers of attention are not there at the same time."""
+    """Peak bytes: logits and attention buffers are not alive at the same time."""
     return sum(part.bytes for part in parts if part.what not in (LOGITS, BUFFERS)) + max(
         part.bytes for part in parts if part.what in (LOGITS, BUFFERS)
     )
 
 
 def fullest_stage(model: ModelShape, run: TrainConfig) -> int:
-    """The pipeline stage whose ranks hold most."""
+    """The pipeline stage whose ranks need the most memory."""
     return max(range(run.pipeline_model_parallel_size), key=lambda stage: total(memory(model, run, stage)))
 
 

@@ -12,7 +12,7 @@ class ModelShape:
         positions: rows of a learned position table; 0: RoPE.
         window_size: tokens that each sees before itself; None: all.
         num_experts: MLPs of a layer, of width `moe_ffn_hidden_size`; None: one, of width `ffn_hidden_size`.
-        expert_model_parallel_size: ranks that share them out.
+        expert_model_parallel_size: ranks that the experts are sharded over.
     """
 
     num_layers: int

@@ -1,4 +1,4 @@
-"""How long a prefill takes on a cluster: new tokens over cached ones, through all layers of a model."""
+"""The time of a prefill on a cluster: new tokens after cached ones, through all layers of a model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ class PrefillForecast(NamedTuple):
         attention: with the communication that it does not hide.
         products, other: products of matrices; all other kernels and launches.
         tensor: tensor-parallel traffic.
-        cache: what the path over a cache costs.
+        cache: the overhead of using a cache.
         spans: of one layer's attention.
     """
 

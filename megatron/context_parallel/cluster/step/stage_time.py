@@ -1,4 +1,4 @@
-"""What a rank of one pipeline stage does in an iteration, in seconds by kind."""
+"""The time of a rank of one pipeline stage in an iteration, by kind."""
 
 from collections.abc import Iterable
 

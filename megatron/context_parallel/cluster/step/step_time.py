@@ -1,4 +1,4 @@
-"""What one iteration of training takes on a cluster: seconds by kind, MFU and memory."""
+"""The time of one training iteration on a cluster: seconds by kind, MFU and memory."""
 
 from dataclasses import dataclass
 
@@ -19,9 +19,9 @@ class StepForecast:
         seconds: of an iteration.
         parts: the seconds by kind (`PARTS`), of a rank of the slowest pipeline stage. They add up to `seconds`.
         mfu: the model's operations (`Model.flops_per_sequence`) as a part of what the devices' peak allows.
-        memory: what a rank of the fullest pipeline stage holds.
-        memory_bytes: all of it at the fullest moment.
-        fits: whether the devices have as much memory.
+        memory: the memory of a rank of the stage that needs the most.
+        memory_bytes: its peak.
+        fits: whether the devices have enough memory.
     """
 
     seconds: float

@@ -17,10 +17,10 @@ class TrainConfig:
 
     Attributes:
         cp_strategy: spec of the attention, with layout and head-parallel size.
-        data_parallel_sharding_strategy: what the data and context ranks share out. "optim" is
+        data_parallel_sharding_strategy: what is sharded over the data and context ranks. "optim" is
             `--use-distributed-optimizer` (ZeRO 1), "optim_grads" ZeRO 2, "optim_grads_params" ZeRO 3 or FSDP.
-        num_distributed_optimizer_instances: copies of what they share out.
-        use_torch_fsdp2: the weights that are shared out are float32, and the optimizer has no copy of them.
+        num_distributed_optimizer_instances: copies of the sharded state.
+        use_torch_fsdp2: sharded weights are float32, and the optimizer has no copy of them.
         recompute_whitelist: whether the output of attention is kept (`--recompute-whitelist core_attention`).
         dtype: of weights and activations: "bf16", "fp16" or "fp32".
         partial_dtype: of partial outputs and gradients between context ranks. The trainer sends float32.
@@ -63,13 +63,13 @@ class TrainConfig:
         if self.global_batch_size % each:
             good = -(-self.global_batch_size // each) * each
             raise UsageError(
-                f"--global-batch-size {self.global_batch_size}: no multiple of --micro-batch-size "
+                f"--global-batch-size {self.global_batch_size}: not a multiple of --micro-batch-size "
                 f"{self.micro_batch_size} x {self.data_parallel_size} data-parallel ranks; give {good}"
             )
         if self.seq_length % self.context_parallel_size:
             good = -(-self.seq_length // self.context_parallel_size) * self.context_parallel_size
             raise UsageError(
-                f"--seq-length {self.seq_length}: no multiple of --context-parallel-size "
+                f"--seq-length {self.seq_length}: not a multiple of --context-parallel-size "
                 f"{self.context_parallel_size}; give {good}"
             )
         if self.sharers % (instances := self.num_distributed_optimizer_instances):
@@ -121,7 +121,7 @@ class TrainConfig:
         return self.virtual_pipeline_model_parallel_size or 1
 
     def shards(self, what: str) -> int:
-        """Ranks that share out "optim", "grads" or "params"."""
+        """The number of ranks that "optim", "grads" or "params" are sharded over."""
         shared = what in self.data_parallel_sharding_strategy.split("_")
         return self.sharers // self.num_distributed_optimizer_instances if shared else 1
 

@@ -1,4 +1,4 @@
-"""The bars of each stage, and the verdict on what was reached."""
+"""The targets of each stage, and whether they were reached."""
 
 BARS: dict[str, dict[str, tuple[str, float]]] = {
     "errors": {"errors over their bound": ("at most", 0)},
@@ -24,7 +24,7 @@ STAGES = tuple(BARS)
 
 
 def judge(stage: str, *reached: float | None) -> list[dict]:
-    """The verdict on what was reached for each of a stage's bars."""
+    """Whether each target of a stage was reached."""
     bars = []
     for (bar, (sense, limit)), value in zip(BARS[stage].items(), reached, strict=True):
         met = value is not None and (value <= limit if sense == "at most" else value >= limit)

@@ -1,4 +1,4 @@
-"""What the GPU checks share: sizes, the tables they fill, random blocks, and the backends there are."""
+"""Common parts of the GPU checks: sizes, tables, random blocks, and the available backends."""
 
 import warnings
 from collections import defaultdict
@@ -14,12 +14,12 @@ from megatron.context_parallel import UsageError
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.interface import Kernel
 
-STEP = 4  # keys more that each row of a step mask sees: chunks of a cyclic layout gathered from four ranks
+STEP = 4  # additional keys per row of a step mask: chunks of a cyclic layout gathered from four ranks
 
 
 @dataclass
 class CheckSizes:
-    """What is measured; the defaults are the published ones."""
+    """The sizes to measure; the defaults are the published ones."""
 
     block_rows: int = 384
     head_dims: tuple[int, ...] = (64, 80, 96, 128, 192, 256)
@@ -31,7 +31,7 @@ class CheckSizes:
     repeats: int = 5
     overhead_rows_per_rank: int = 8192
     overhead_heads: tuple[int, int] = (32, 8)
-    odd_rows: int = 333  # no multiple of a tile
+    odd_rows: int = 333  # not a multiple of a tile
     documents: int = 200
     document_tokens: int = 2**20
     document_ranks: int = 8
@@ -41,7 +41,7 @@ class CheckSizes:
 
 @contextmanager
 def synchronisations(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Yields a function that says how often the host waited for the GPU meanwhile, as PyTorch warns of it."""
+    """Yields a function that counts how often the host waited for the GPU, by PyTorch's warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if device.type == "cuda":
@@ -64,7 +64,7 @@ class CheckReport:
 
 
 def print_table(title: str, rows: list[dict]) -> None:
-    """Plain text, columns to the right; without rich, which a plain GPU image may lack."""
+    """Plain text with right-aligned columns; without rich, which a GPU image may lack."""
     lines = [list(rows[0])]
     lines += [list(map(_cell, row.values())) for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -97,7 +97,7 @@ class RandomBlock(NamedTuple):
 
 
 def kernels(names: list[str], device: torch.device, dtype: torch.dtype, dim: int) -> Iterator[tuple[str, Kernel]]:
-    """The backends that do this here."""
+    """The backends that support this on this host."""
     for name in names:
         try:
             yield name, kernel_for(device, dtype, dim, name)

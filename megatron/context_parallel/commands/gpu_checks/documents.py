@@ -1,4 +1,4 @@
-"""The host's time for the packed documents of a micro batch: what a rank does before its first block runs."""
+"""The host's time for the packed documents of a micro batch, before a rank's first block runs."""
 
 import statistics
 import time
@@ -17,7 +17,7 @@ CASES = ("ring", "ring:layout=contiguous", "ring:layout=cyclic", "lightseq", "ul
 
 
 def end_tokens(length: int, documents: int, seed: int) -> torch.Tensor:
-    """Where documents of random lengths end: bool [1, length]."""
+    """The ends of documents of random lengths: bool [1, length]."""
     draw = torch.Generator().manual_seed(seed)
     ends = torch.zeros(1, length, dtype=torch.bool)
     ends[0, torch.randperm(length - 1, generator=draw)[: documents - 1]] = True
@@ -27,7 +27,7 @@ def end_tokens(length: int, documents: int, seed: int) -> torch.Tensor:
 def plan_and_cut(
     cp: AllRanks, rank: int, mask: Mask, length: int, heads: int, kernel: Kernel, clock=time.process_time
 ) -> tuple[float, float]:
-    """Seconds of the plans of both passes, and of all blocks of a rank in them."""
+    """Seconds to create the plans of both passes, and all blocks of a rank in them."""
     shape = (length, length), heads, heads
     start = clock()
     plans = [cp.plans.of(mask, *shape, backward=backward) for backward in (False, True)]
@@ -55,7 +55,7 @@ def measure_documents(report: CheckReport, sizes: CheckSizes, device: torch.devi
                     sum(plan_and_cut(cp, rank, mask, length, 4 * n, kernel, time.perf_counter))
                     for rank, cp in enumerate(cps)
                 ]
-            if turn:  # the first meets the layout for the first time
+            if turn:  # the first one initializes the layout
                 times.append(1000 * max(of_ranks))
                 waits += counted()
         report.add(

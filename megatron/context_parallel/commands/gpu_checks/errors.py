@@ -1,4 +1,4 @@
-"""Blocks of every backend, and every strategy with all its ranks in this process, against float64."""
+"""Compares blocks of every backend, and every strategy with all ranks in this process, with float64."""
 
 import math
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def run_masks(rows: int, device: torch.device) -> dict[str, tuple[Runs, int]]:
 
 
 def compare(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]:
-    """Relative error of each tensor; infinite where one has infinities or NaN that the other has not."""
+    """Relative error of each tensor; infinite if only one of the two has infinities or NaN."""
     errors = []
     for a, b in zip(got, expected, strict=True):
         finite = b.isfinite()
@@ -60,7 +60,7 @@ def add_errors(report: CheckReport, table: str, errors: list[float], dtype: torc
 
 
 def check_blocks(report: CheckReport, names: list[str], sizes: CheckSizes, device: torch.device) -> None:
-    """Every backend, every mask it has, against attention by definition in float64."""
+    """Compares every backend and supported mask with attention by definition in float64."""
     masks: dict[str, tuple[PieceMask, int]] = {
         "full": (FULL, sizes.block_rows + 40),
         "causal": (CAUSAL, sizes.block_rows),
@@ -93,7 +93,7 @@ def block_errors(kernel: Kernel, block: RandomBlock, mask: PieceMask) -> list[fl
 
 
 def check_strategies(report: CheckReport, names: list[str], sizes: CheckSizes, device: torch.device) -> None:
-    """Every strategy, all ranks in this process, with the default backend; attention2d's step masks with each."""
+    """Every strategy, with all ranks in this process and the default backend; attention2d's step masks with each."""
     dim, dtype = 64, torch.bfloat16
     auto = kernel_for(device, dtype, dim)
     for n in sizes.ranks:
@@ -116,7 +116,7 @@ def check_strategies(report: CheckReport, names: list[str], sizes: CheckSizes, d
                         cp = AllRanks(n, strategy, **options)
                         got = distributed(cp, kernel, q, k, v, dout, **mask)
                     except UsageError:
-                        continue  # a rank count the strategy, or a mask the backend, does not have
+                        continue  # the strategy does not support the rank count, or the backend the mask
                     row = {"strategy": strategy, "layout": cp.layout, "ranks": n, "mask": what, "backend": name}
                     add_errors(report, "strategies against float64", compare(got, expected), dtype, **row)
 

@@ -1,4 +1,4 @@
-"""The peak of memory of one rank's share of an attention, with the other ranks left out."""
+"""The peak memory of one rank's share of an attention, without the other ranks."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -15,11 +15,11 @@ from megatron.context_parallel.tokens.mask import Mask
 from .common import CheckReport, CheckSizes
 
 CASES = ("ring", "attention2d", "mesh")
-KERNEL = 4  # units of float32 that a kernel and its caller hold for a moment: results, and a gathered block's
+KERNEL = 4  # temporary float32 units of a kernel and its caller: results, and those of a gathered block
 
 
 class PeakMemory(Protocol):
-    """The peak of allocated bytes since `start`."""
+    """The peak allocated bytes since `start`."""
 
     def start(self) -> None: ...
 
@@ -27,7 +27,7 @@ class PeakMemory(Protocol):
 
 
 class GpuMeter:
-    """Of PyTorch's allocator on the current GPU."""
+    """The peak of PyTorch's allocator on the current GPU."""
 
     def start(self) -> None:
         torch.cuda.synchronize()
@@ -45,7 +45,7 @@ class _Done:
 
 
 class SilentTransport:
-    """A transport on which nothing travels: what is received is what was in memory."""
+    """A transport that sends nothing: receive buffers keep their contents."""
 
     sums = False
 
@@ -59,7 +59,7 @@ class SilentTransport:
 
 
 class OneRank(AllRanks):
-    """Rank 0 of n. Its results are of no use."""
+    """Rank 0 of n. Its results are meaningless."""
 
     def length(self, x: torch.Tensor) -> int:
         return len(x) * self.n
@@ -75,7 +75,7 @@ class OneRank(AllRanks):
 
 
 def formula(cp: OneRank, rows: int, heads: int, kv_heads: int, dim: int) -> float:
-    """Bytes at most: the units that the plans hold at their peak, and a kernel's, as if all were float32."""
+    """The maximum bytes: the peak units of the plans, and those of a kernel, all as float32."""
     plans = [cp.plans.of(Mask(), (rows * cp.n,) * 2, heads, kv_heads, backward=backward) for backward in (False, True)]
     units = max(peak(plan, 0, kv_heads / heads) for plan in plans)
     return (units + KERNEL) * rows * heads * dim * 4

@@ -1,4 +1,4 @@
-"""Every strategy between the GPUs of this host, one process each, against all its ranks in one process."""
+"""Compares every strategy on the GPUs of this host, one process each, with all ranks in one process."""
 
 import os
 import tempfile
@@ -14,13 +14,13 @@ from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, Usa
 from .common import CheckReport, CheckSizes
 from .errors import WHAT, compare, with_gradients
 
-BOUND = 1e-4  # of float32: sums in another order
+BOUND = 1e-4  # for float32: the order of sums differs
 
 
 def check_nccl(report: CheckReport, sizes: CheckSizes, ranks: int, backend: str = "nccl") -> None:
-    """Errors of each strategy, worst rank; with fewer than two GPUs it says what was left out."""
+    """Errors of each strategy, on the worst rank; with fewer than two GPUs, reports that it was skipped."""
     if ranks < 2:
-        report.add("nccl", left_out="communication between GPUs: it needs two GPUs or more, and here is one")
+        report.add("nccl", left_out="communication between GPUs: needs two or more GPUs, and this host has one")
         return
     context, pipes = multiprocessing.get_context("spawn"), []
     with tempfile.TemporaryDirectory() as folder:
@@ -43,7 +43,7 @@ def check_nccl(report: CheckReport, sizes: CheckSizes, ranks: int, backend: str 
 
 
 def _rank(rank: int, ranks: int, backend: str, store: str, sizes: CheckSizes, pipe: Connection) -> None:
-    """One rank. The world is bound to its device, as trainers bind it."""
+    """One rank. The world is bound to its device, as in trainers."""
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -71,7 +71,7 @@ def _errors(ranks: int, sizes: CheckSizes, device: torch.device) -> list[tuple[d
                 local, cp = AllRanks(ranks, name, **options), ContextParallel(name, **options)
                 expected = with_gradients(_attention(local), *whole)
             except UsageError:
-                continue  # a number of ranks that the strategy does not have
+                continue  # the strategy does not support the number of ranks
             got = with_gradients(_attention(cp), *(cp.shard(x) for x in whole))
             row = {"strategy": name, "options": " ".join(map(str, options)), "ranks": ranks}
             found.append((row, compare(got, tuple(cp.shard(x).double() for x in expected))))

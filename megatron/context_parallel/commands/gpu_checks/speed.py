@@ -1,4 +1,4 @@
-"""TFLOP/s of the backends, and what the executor adds to its kernels."""
+"""TFLOP/s of the backends, and the overhead of the executor."""
 
 import math
 import statistics
@@ -21,7 +21,7 @@ REPEATS = 5
 
 
 class GpuClock:
-    """Instants on the GPU's own time line; marking one does not wait for the work before it."""
+    """Times on the GPU's own clock; recording one does not wait for earlier work."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -36,7 +36,7 @@ class GpuClock:
 def measure_speed(
     report: CheckReport, names: list[str], sizes: CheckSizes, device: torch.device, clock: GpuClock
 ) -> None:
-    """TFLOP/s of each backend for masks of as many pairs, in turns, medians."""
+    """Median TFLOP/s of each backend for masks with equal numbers of pairs, interleaved."""
     for dim in sizes.speed_head_dims:
         for heads, group in sizes.heads:
             for length in sizes.lengths:
@@ -58,7 +58,7 @@ def measure_speed(
 
 
 def ways(kernel: Kernel, name: str, block: RandomBlock, mask: str) -> dict[str, Callable[[], None]]:
-    """Forward and backward of a block; a step mask in pieces where the backend has none."""
+    """Forward and backward of a block; a step mask is cut into pieces if the backend does not support it."""
     q, k, v, dout = block
     pieces = [Piece(slice(None), slice(None), mask)]
     if mask == "step":
@@ -97,7 +97,7 @@ def medians(calls: dict, repeats: int, clock: GpuClock) -> dict:
 
 
 def ratios(rows: list[dict], way: str) -> list[float]:
-    """The position kernel's step TFLOP/s over the best library's causal ones, for each shape."""
+    """The ratio of the position kernel's step TFLOP/s to the best library's causal TFLOP/s, for each shape."""
     shapes: dict[tuple, dict] = defaultdict(dict)
     for row in rows:
         shapes[row["head_dim"], row["heads"], row["length"]][row["backend"], row["mask"]] = row[way]
@@ -135,7 +135,7 @@ class CountingKernel:
 def measure_overhead(
     report: CheckReport, names: list[str], sizes: CheckSizes, device: torch.device, clock: GpuClock
 ) -> None:
-    """What the executor adds to its kernels, forward and backward of four ranks one after the other."""
+    """The overhead of the executor over its kernels, forward and backward of four ranks in turn."""
     n, dim, (heads, kv_heads) = 4, 128, sizes.overhead_heads
     torch.manual_seed(0)
     length = n * sizes.overhead_rows_per_rank
@@ -162,7 +162,7 @@ def measure_overhead(
 
 
 def check_repeats(report: CheckReport, sizes: CheckSizes, device: torch.device) -> None:
-    """Five times the same, bit for bit, in deterministic mode; and no wait of the host for the GPU after the first."""
+    """Checks for bitwise equal results of five runs in deterministic mode, and no waits of the host after the first."""
     n, dim, (heads, kv_heads) = 4, sizes.speed_head_dims[-1], sizes.overhead_heads
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -178,7 +178,7 @@ def check_repeats(report: CheckReport, sizes: CheckSizes, device: torch.device) 
             for turn in range(REPEATS):
                 with synchronisations(device) as counted:
                     out = context_parallel_attention(q, k, v, cp, kernel=kernel)
-                    assert isinstance(out, Tensor)  # the log-sum-exp was not asked for
+                    assert isinstance(out, Tensor)  # without the log-sum-exp
                     results.append((out.detach(), *torch.autograd.grad(out, (q, k, v), dout)))
                 waits += counted() if turn else 0
             differ = sum(not torch.equal(a, b) for again in results[1:] for a, b in zip(results[0], again, strict=True))

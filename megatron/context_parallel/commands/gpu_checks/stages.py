@@ -1,4 +1,4 @@
-"""The stages of the check, each with its tables and bars, and what they ran on."""
+"""The stages of the check, each with its tables and targets, and the hardware and versions."""
 
 import importlib.metadata
 import shlex
@@ -19,7 +19,7 @@ from .te import check_te
 
 
 class Host(NamedTuple):
-    """What the checks run on, and what they measure with."""
+    """The device of the checks, and their measuring tools."""
 
     device: torch.device
     gpus: int
@@ -28,7 +28,7 @@ class Host(NamedTuple):
 
 
 def run_stage(stage: str, report: CheckReport, names: list[str], sizes: CheckSizes, host: Host) -> list[dict]:
-    """Adds a stage's tables to the report; returns its bars, each with what was reached (None: not measured)."""
+    """Adds a stage's tables to the report. Returns the result for each of its targets (None: not measured)."""
     tables, device = report.numbers, host.device
     match stage:
         case "errors":

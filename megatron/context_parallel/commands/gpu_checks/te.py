@@ -1,4 +1,4 @@
-"""Our attention inside Transformer Engine's layers against Transformer Engine's own, forward and backward."""
+"""Compares our attention inside Transformer Engine's layers with its own, forward and backward."""
 
 import importlib
 import os
@@ -17,11 +17,11 @@ from megatron.context_parallel.integration.transformer_engine import DotProductA
 
 from .common import CheckReport, CheckSizes
 
-BOUND = 2e-2  # of bfloat16, relative error of a whole tensor
+BOUND = 2e-2  # for bfloat16, relative error of a whole tensor
 
 
 def check_te(report: CheckReport, sizes: CheckSizes, device: torch.device) -> None:
-    """Outputs and gradients of TE's layer, and losses and gradients of megatron-core's model; or what was left out."""
+    """Errors in TE's layer, and in losses and gradients of megatron-core's model; or why it was skipped."""
     if why := why_not_importable():
         report.add("te", left_out=f"Transformer Engine: {why}")
         return
@@ -48,7 +48,7 @@ def _world_of_one(device: torch.device) -> Iterator[None]:
 
 
 def _layer(sizes: CheckSizes, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """A layer's output and gradients, with TE's core attention and with ours in its place."""
+    """A layer's output and gradients, with TE's core attention and with ours."""
     pytorch = importlib.import_module("transformer_engine.pytorch")
     (heads, kv_heads), dim = sizes.overhead_heads, sizes.speed_head_dims[0]
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def _layer(sizes: CheckSizes, device: torch.device) -> tuple[list[Tensor], list[
 
 
 def _model(sizes: CheckSizes, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """A model's losses and gradients: TE's layer spec as it is, and with our core attention."""
+    """A model's losses and gradients, with TE's layer spec and with our core attention in it."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -89,7 +89,7 @@ def _model(sizes: CheckSizes, device: torch.device) -> tuple[list[Tensor], list[
             GPTModel(config, layer, vocabulary, length, position_embedding_type="rope").to(device, torch.bfloat16)
             for layer in layers
         ]
-        models[1].load_state_dict(models[0].state_dict(), strict=False)  # ours has no state of FP8
+        models[1].load_state_dict(models[0].state_dict(), strict=False)  # ours has no FP8 state
         tokens = torch.randint(vocabulary, (1, length + 1), device=device)
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         places = torch.arange(length, device=device)[None]
@@ -100,7 +100,7 @@ def _model(sizes: CheckSizes, device: torch.device) -> tuple[list[Tensor], list[
 
 
 def _results(module: torch.nn.Module, call: Callable[[], Tensor], *inputs: Tensor) -> list[Tensor]:
-    """What a call returns, and all gradients of the sum of its squares, for inputs and parameters, in float32."""
+    """The output of a call, and the gradients of the sum of its squares for inputs and parameters, in float32."""
     leaves = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
     out = call()
     grads = torch.autograd.grad(out.float().square().sum(), leaves)

@@ -1,7 +1,7 @@
-"""A config.json of HuggingFace (Llama, Mistral, Qwen3) as arguments of Megatron, and back.
+"""Converts a HuggingFace config.json (Llama, Mistral, Qwen3) to Megatron's arguments, and back.
 
-It is read by transformers' own config object, which knows the defaults of each family and where earlier releases had
-what. transformers is imported when it is needed.
+transformers' own config object reads it: it has the defaults of each family and supports the fields of earlier
+releases. transformers is imported when it is needed.
 """
 
 import json
@@ -14,7 +14,7 @@ from megatron.context_parallel.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# What GPTModel computes of each family, by model_type.
+# The fields of each family that GPTModel supports, by model_type.
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     "mistral": {"hidden_act": "silu"},
@@ -23,7 +23,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 _CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _DTYPES = {"float32": {}, "bfloat16": {"bf16": True}, "float16": {"fp16": True}}
-# Flags of Megatron with the value that all families share.
+# Megatron's flags that have the same value for all families.
 _SHARED = {
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
@@ -37,7 +37,7 @@ _SHARED = {
 
 
 def is_huggingface(folder: str | Path) -> bool:
-    """Whether a folder has a config.json, as those of HuggingFace do and runs of the trainer do not."""
+    """Whether a folder has a config.json. HuggingFace models have one, runs of the trainer do not."""
     return (Path(folder) / "config.json").is_file()
 
 
@@ -45,7 +45,7 @@ def model_flags(folder: Path) -> dict[str, Any]:
     """The trainer's flags that describe the model in `folder`, by field.
 
     Raises:
-        UsageError: config.json cannot be read, is of another family, or asks for what GPTModel does not compute.
+        UsageError: config.json cannot be read, is of another family, or needs a feature that GPTModel lacks.
     """
     path = folder / "config.json"
     try:
@@ -53,14 +53,14 @@ def model_flags(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read ({error}); copy it again") from None
     if not isinstance(given, dict):
-        raise UsageError(f"{path}: holds no fields; copy it again")
+        raise UsageError(f"{path}: contains no fields; copy it again")
     if (family := given.get("model_type")) not in _FAMILIES:
-        raise UsageError(f"{path}: model_type {family}; only {', '.join(_FAMILIES)} are read")
+        raise UsageError(f"{path}: model_type {family} is not supported; use one of {', '.join(_FAMILIES)}")
     config = _read(given, path)
     _check_family(config, path)
     dtype = str(config.dtype or "float32").removeprefix("torch.")
     if dtype not in _DTYPES:
-        raise UsageError(f"{path}: dtype {dtype}; weights in {', '.join(_DTYPES)} are read")
+        raise UsageError(f"{path}: dtype {dtype} is not supported; use one of {', '.join(_DTYPES)}")
     return {
         **_SHARED,
         "num_layers": config.num_hidden_layers,
@@ -87,10 +87,10 @@ def _read(given: dict[str, Any], path: Path) -> "PreTrainedConfig":
 
     try:
         config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
-        config.standardize_rope_params()  # as models do again, when fields are known that the first time were not
-    except Exception as error:  # of transformers and its validators, which are of many types
+        config.standardize_rope_params()  # models repeat this when more fields are known
+    except Exception as error:  # transformers and its validators raise many types
         said = " ".join(str(error).split())
-        raise UsageError(f"{path}: refused by transformers ({said[:200]}); copy it again") from None
+        raise UsageError(f"{path}: rejected by transformers ({said[:200]}); copy it again") from None
     return config
 
 
@@ -98,9 +98,10 @@ def _check_family(config: "PreTrainedConfig", path: Path) -> None:
     family = config.model_type
     for name, value in _FAMILIES[family].items():
         if getattr(config, name) != value:
-            raise UsageError(f"{path}: {name} {getattr(config, name)}; only {family} with {name} {value} is read")
+            given = getattr(config, name)
+            raise UsageError(f"{path}: {name} {given} is not supported; use a {family} with {name} {value}")
     if getattr(config, "quantization_config", None):
-        raise UsageError(f"{path}: quantization_config; only weights that are not quantized are read")
+        raise UsageError(f"{path}: quantization_config is not supported; use weights that are not quantized")
 
 
 def _window(config: "PreTrainedConfig", path: Path) -> dict[str, Any]:
@@ -110,24 +111,24 @@ def _window(config: "PreTrainedConfig", path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: sliding_window {window}: a token would not see itself; give null for no window")
     kind = "full_attention" if window is None else "sliding_attention"
     if others := {*(getattr(config, "layer_types", None) or ())} - {kind}:
-        raise UsageError(f"{path}: layer_types {min(others)}; only models whose layers are all {kind} are read")
+        raise UsageError(f"{path}: layer_types {min(others)} is not supported; use a model whose layers are all {kind}")
     return {} if window is None else {"window_size": (window - 1, 0)}
 
 
 def _rope(rope: dict[str, Any], path: Path) -> dict[str, Any]:
     base, kind = rope.get("rope_theta"), rope.get("rope_type")
     if not isinstance(base, int | float) or base != int(base):
-        raise UsageError(f"{path}: rope_theta {base}; only whole numbers are read")
+        raise UsageError(f"{path}: rope_theta {base} is not supported; use an integer")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UsageError(f"{path}: partial_rotary_factor {rope['partial_rotary_factor']}; only 1.0 is read")
+        raise UsageError(f"{path}: partial_rotary_factor {rope['partial_rotary_factor']} is not supported; use 1.0")
     if kind == "default":
         return {"rotary_base": int(base)}
     if kind != "llama3":
-        raise UsageError(f"{path}: rope_type {kind}; only default and llama3 are read")
+        raise UsageError(f"{path}: rope_type {kind} is not supported; use default or llama3")
     for name, value in _SCALED.items():
         if rope.get(name) != value:
             raise UsageError(
-                f"{path}: {name} {rope.get(name)} of rope_type llama3; megatron-core computes {value} alone"
+                f"{path}: {name} {rope.get(name)} of rope_type llama3; megatron-core supports only {value}"
             )
     if not isinstance(rope.get("factor"), int | float):
         raise UsageError(f"{path}: factor {rope.get('factor')} of rope_type llama3; give a number, such as 8.0")
@@ -138,19 +139,19 @@ def config_of(flags: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
     """The config.json of the model that the trainer's flags describe, by field: the inverse of `model_flags`.
 
     Args:
-        flags: complete, as those of a run.
-        vocabulary: rows of the tables that are tokens.
+        flags: the complete flags of a run.
+        vocabulary: the number of rows of the tables that are tokens.
 
     Raises:
-        UsageError: a flag has a value that no family of HuggingFace known here has.
+        UsageError: a flag has a value that no supported HuggingFace family has.
     """
     window = flags["window_size"] if flags["window_size"] and flags["window_size"][0] >= 0 else None
     family = "qwen3" if flags["qk_layernorm"] else "mistral" if window else "llama"
     needed = {**_SHARED, "qk_layernorm": False} if window else _SHARED
     for name, value in needed.items():
         if flags[name] != value:
-            why = f"no model of {', '.join(_FAMILIES)} has it" + " beside a window" * (name == "qk_layernorm")
-            raise UsageError(f"{name} {flags[name]}: {why}; they have {value}")
+            why = f"no {', '.join(_FAMILIES)} model has it" + " together with a window" * (name == "qk_layernorm")
+            raise UsageError(f"{name} {flags[name]}: {why}; all of them have {value}")
     dtype = "bfloat16" if flags["bf16"] else "float16" if flags["fp16"] else "float32"
     scaling = {"rope_type": "llama3", "factor": flags["rope_scaling_factor"], **_SCALED}
     return {

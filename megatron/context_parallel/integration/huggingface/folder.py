@@ -1,4 +1,4 @@
-"""The weights in a folder of HuggingFace: safetensors alone, never pickles."""
+"""The weights in a HuggingFace folder: only safetensors, never pickles."""
 
 import json
 from collections.abc import Iterable
@@ -18,10 +18,10 @@ class SafetensorsFolder:
     """Reads one weight at a time from `model.safetensors`, or the shards that `model.safetensors.index.json` names.
 
     Attributes:
-        names: of all weights.
+        names: the names of all weights.
 
     Raises:
-        UsageError: neither is there, or a file is missing or damaged.
+        UsageError: neither exists, or a file is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,14 +31,14 @@ class SafetensorsFolder:
         for file, opened in self._files.items():
             for name in opened.keys():  # noqa: SIM118
                 if (other := self._file_of.setdefault(name, file)) != file:
-                    raise UsageError(f"{folder}: {name} is in {other} and in {file}; leave one of the files out")
+                    raise UsageError(f"{folder}: {name} is in {other} and in {file}; remove one of the files")
         self.names = frozenset(self._file_of)
 
     def _shards(self) -> dict[str, str]:
         if not (self.folder / _INDEX).exists():
             if not (self.folder / _SINGLE).exists():
                 pickles = "; pickles such as pytorch_model.bin are not read" if [*self.folder.glob("*.bin")] else ""
-                raise UsageError(f"{self.folder}: no {_SINGLE} and no {_INDEX} there{pickles}")
+                raise UsageError(f"{self.folder}: contains neither {_SINGLE} nor {_INDEX}{pickles}")
             return {"": _SINGLE}
         try:
             shards = json.loads((self.folder / _INDEX).read_bytes())["weight_map"]
@@ -48,7 +48,7 @@ class SafetensorsFolder:
             raise UsageError(f"{self.folder / _INDEX}: damaged; copy it again") from None
         for file in shards.values():
             if not isinstance(file, str) or not file.isprintable() or Path(file).name != file:
-                raise UsageError(f"{self.folder / _INDEX}: names {file}, which is not in the folder")
+                raise UsageError(f"{self.folder / _INDEX}: names {file}, which is not in the folder; copy it again")
         return shards
 
     def _open(self, name: str) -> safe_open:
@@ -67,7 +67,7 @@ class SafetensorsFolder:
         return self._files[self._file_of[name]].get_tensor(name)
 
     def check_has(self, name: str) -> None:
-        """Refuse the name of a weight that is not there.
+        """Reject the name of a weight that does not exist.
 
         Raises:
             UsageError: there is none of that name.
@@ -77,9 +77,9 @@ class SafetensorsFolder:
 
 
 def write_safetensors(folder: Path, weights: Iterable[tuple[str, Tensor]], most_bytes: int) -> None:
-    """Write weights as they come into files of at most `most_bytes`, as transformers names them.
+    """Write weights, in the order given, to files of at most `most_bytes`, with transformers' file names.
 
-    The weights of one file are in memory at a time. One that is larger alone gets a file of its own.
+    Only the weights of one file are in memory at a time. A weight larger than `most_bytes` gets a separate file.
 
     Raises:
         OSError, SafetensorError: writing failed.

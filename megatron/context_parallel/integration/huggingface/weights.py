@@ -1,4 +1,4 @@
-"""Weights of HuggingFace as those of megatron-core's GPTModel, and back: the map of their names and shapes."""
+"""Converts HuggingFace weights to those of megatron-core's GPTModel, and back: the map of names and shapes."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -18,13 +18,13 @@ from .folder import SafetensorsFolder
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of GPTModel, and those of HuggingFace that it is made of.
+    """A weight of GPTModel, and the HuggingFace weights that it is made of.
 
-    This class takes one weight as it is, and several one below the other: `linear_fc1` is [gate; up].
+    This class copies a single weight, and stacks several along the rows: `linear_fc1` is [gate; up].
 
     Attributes:
         ours, theirs: names; `{}` is the layer, from 0.
-        along: the dimension that tensor parallelism splits; None: every rank has all of it.
+        along: the dimension that tensor parallelism splits; None: every rank has the whole weight.
     """
 
     ours: str
@@ -32,16 +32,16 @@ class Weight:
     along: int | None = None
 
     def join(self, theirs: list[Tensor], config: TransformerConfig) -> list[Tensor]:
-        """Parts of our weight, one below the other; tensor parallelism splits each of them."""
+        """The parts of our weight, stacked along the rows. Tensor parallelism splits each of them."""
         return theirs
 
     def split(self, ours: Tensor, config: TransformerConfig) -> list[Tensor]:
-        """Their weights in our whole one: the inverse of `join`."""
+        """The HuggingFace weights in our whole weight: the inverse of `join`."""
         return list(ours.chunk(len(self.theirs)))
 
 
 class QKV(Weight):
-    """Query, key and value projections, packed by key/value head: the rows of its queries, of its key, of its value."""
+    """Query, key and value projections, packed by key/value head: rows of its queries, then its key, then its value."""
 
     def join(self, theirs: list[Tensor], config: TransformerConfig) -> list[Tensor]:
         groups = [x.unflatten(0, (config.num_query_groups, -1)) for x in theirs]
@@ -55,7 +55,7 @@ class QKV(Weight):
 
 
 class Table(Weight):
-    """A row for each token; ours has rows of zeros after them, up to a multiple of the tensor-parallel size."""
+    """A row for each token. Ours is padded with rows of zeros to a multiple of the tensor-parallel size."""
 
 
 _ATTENTION, _MLP = "model.layers.{}.self_attn", "model.layers.{}.mlp"
@@ -81,22 +81,22 @@ WEIGHTS = (
     Weight("decoder.final_layernorm.weight", ("model.norm.weight",)),
     OUTPUT,
 )
-_NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq")  # older folders have this table of RoPE
+_NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq")  # older folders contain this RoPE table
 
 
 @torch.no_grad()
 def load_weights(model: GPTModel, folder: Path, vocabulary: int) -> None:
-    """Fill `model` with the weights in `folder`; each tensor-parallel rank takes its slices.
+    """Load the weights in `folder` into `model`; each tensor-parallel rank loads its slices.
 
-    One weight of the folder is in memory at a time, besides the model. Weights get the dtype of the model.
+    Besides the model, only one weight of the folder is in memory at a time. Weights are cast to the model's dtype.
 
     Args:
-        model: all layers of it, with an output layer of its own exactly if the folder's config says so.
+        model: all layers of the model; the output layer must be tied exactly if the folder's config says so.
         folder: config.json and weights as .safetensors files.
-        vocabulary: rows of the tables that are tokens; those beyond become 0.
+        vocabulary: the number of rows of the tables that are tokens; further rows become 0.
 
     Raises:
-        UsageError: the folder has no safetensors, or lacks a weight, or has one more or of another shape.
+        UsageError: the folder has no safetensors, lacks a weight, or has an unknown one or one of another shape.
     """
     source = SafetensorsFolder(folder)
     check_names(model, source)
@@ -105,14 +105,14 @@ def load_weights(model: GPTModel, folder: Path, vocabulary: int) -> None:
 
 
 def check_names(model: GPTModel, source: SafetensorsFolder) -> None:
-    """Refuse a folder that lacks a weight of `model`, or has one more.
+    """Reject a folder that lacks a weight of `model`, or has an unknown one.
 
     Raises:
-        UsageError: it names the weight.
+        UsageError: a weight is missing or unknown; the message names it.
     """
     unread = {name for name in source.names if not _NOT_WEIGHTS.fullmatch(name)}
     if model.share_embeddings_and_output_weights:
-        unread.discard(OUTPUT.theirs[0])  # some folders have the tied weight twice
+        unread.discard(OUTPUT.theirs[0])  # some folders contain the tied weight twice
     for name, _ in model.named_parameters():
         weight, layer = _find(name)
         for theirs in weight.theirs:
@@ -124,10 +124,10 @@ def check_names(model: GPTModel, source: SafetensorsFolder) -> None:
 
 
 def fill(name: str, parameter: Tensor, source: SafetensorsFolder, config: TransformerConfig, vocabulary: int) -> None:
-    """Fill this tensor-parallel rank's part of the weight `name` of a GPTModel from a folder of HuggingFace.
+    """Load this tensor-parallel rank's part of the weight `name` of a GPTModel from a HuggingFace folder.
 
     Raises:
-        UsageError: the folder lacks a weight for it, or has it in another shape.
+        UsageError: the folder lacks a weight for it, or has one of another shape.
     """
     weight, layer = _find(name)
     parts = weight.join([source.read(theirs.format(layer)) for theirs in weight.theirs], config)
@@ -135,12 +135,12 @@ def fill(name: str, parameter: Tensor, source: SafetensorsFolder, config: Transf
 
 
 def _find(name: str) -> tuple[Weight, int]:
-    """The entry of a weight of ours, and its layer (0 outside of layers)."""
+    """The map entry of one of our weights, and its layer (0 outside of layers)."""
     layer = re.search(r"\.layers\.(\d+)\.", name)
     pattern = name.replace(layer[0], ".layers.{}.") if layer else name
     found = next((weight for weight in WEIGHTS if weight.ours == pattern), None)
     if found is None:
-        raise UsageError(f"no model of HuggingFace known here has the weight {name}")
+        raise UsageError(f"{name}: no supported HuggingFace family has this weight")
     return found, int(layer[1]) if layer else 0
 
 
@@ -171,10 +171,10 @@ def _check_shape(weight: Weight, found: Tensor, expected: list[int]) -> None:
 def to_huggingface(
     weights: Iterable[tuple[str, Tensor]], config: TransformerConfig, vocabulary: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights as HuggingFace has them, of the whole weights of a GPTModel (tensor-parallel size 1) by name.
+    """HuggingFace's names and weights for the whole weights of a GPTModel (tensor-parallel size 1), given by name.
 
     Raises:
-        UsageError: a weight that no family known here has.
+        UsageError: a weight that no supported family has.
     """
     for name, tensor in weights:
         weight, layer = _find(name)

@@ -12,7 +12,7 @@ _aten = torch.ops.aten
 class AtenFlashCuda(Library):
     """ATen's copy of flash-attn 2, present in every CUDA build of PyTorch.
 
-    It looks itself whether PyTorch's deterministic mode is on.
+    It checks PyTorch's deterministic mode itself.
     """
 
     name, title = "aten", "PyTorch's flash attention"

@@ -1,13 +1,13 @@
-"""What the attention libraries for CUDA have in common: full and causal blocks.
+"""The common part of the attention libraries for CUDA: full and causal blocks.
 
-A library sees the folded tensors as one sample of B x G query heads and B key/value heads: views, rows before heads as
-they are stored, and grouped-query attention is its own (query head h reads key/value head h // G in all of them).
+A library gets the folded tensors as one sample of B x G query heads and B key/value heads. They are views, with rows
+before heads as they are stored. The library handles grouped-query attention: query head h reads key/value head h // G.
 
-All return the natural log-sum-exp of the scaled scores in float32. All backward passes ask for the output of the whole
-sequence but read it only in rowsum(dout * out) = delta, so they get a stand-in with the same row sums. Where that is to
-be seen: flash-attn 2 and ATen, `compute_dot_do_o` in flash_bwd_preprocess_kernel.h; flash-attn 3, hopper/
+All return the natural log-sum-exp of the scaled scores in float32. All backward passes take the output of the whole
+sequence, but read it only in rowsum(dout * out) = delta, so they get a substitute with the same row sums. The code that
+reads it: flash-attn 2 and ATen, `compute_dot_do_o` in flash_bwd_preprocess_kernel.h; flash-attn 3, hopper/
 flash_bwd_preprocess_kernel.h; flash-attn 4, `_bwd_preprocess` in cute/interface.py; cuDNN, the chain
-"dO * o => softmax_sum" of sdpa_backward in cudnn-frontend, the graph cuDNN is given.
+"dO * o => softmax_sum" of sdpa_backward in cudnn-frontend, the graph that cuDNN gets.
 """
 
 import importlib
@@ -33,11 +33,11 @@ class Library(ABC):
         deterministic: gradients are the same bit for bit each time.
 
     Attributes:
-        name: of `--cp-attention-backend`.
-        title: what computes.
-        module: what is called.
-        distribution, oldest: the package whose version matters and its first one with the signatures called here.
-        blocks: which blocks it computes; `takes` decides.
+        name: the value of `--cp-attention-backend`.
+        title: the name of the library in messages.
+        module: the module that is called.
+        distribution, oldest: the package whose version is checked, and its first one with the signatures called here.
+        blocks: the blocks it computes, in words; `takes` decides.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Library(ABC):
     @classmethod
     @abstractmethod
     def head_dims(cls, capability: Capability, *, deterministic: bool) -> Sequence[int]:
-        """The head_dims, forward and backward, on a GPU of that compute capability; none: does not run there so."""
+        """The head_dims, forward and backward, on a GPU of that compute capability; none if it does not run there."""
 
     @classmethod
     def takes(cls, piece: Piece, rows: int, keys: int) -> bool:
@@ -88,7 +88,7 @@ class Library(ABC):
         """As `Kernel.pieces`.
 
         Raises:
-            UsageError: a block that does not come apart into pieces that the library takes.
+            UsageError: the block cannot be split into pieces that the library supports.
         """
         found = cut(block, short=0)
         rows = block.first.shape[1]
@@ -123,7 +123,7 @@ class Library(ABC):
 
     @abstractmethod
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """q [1, s, heads, d], k and v [1, t, kv_heads, d] to out like q and the log-sum-exp of heads x s numbers."""
+        """q [1, s, heads, d], k and v [1, t, kv_heads, d] to out like q, and the log-sum-exp, heads x s numbers."""
 
     @abstractmethod
     def _backward(

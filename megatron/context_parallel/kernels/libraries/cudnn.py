@@ -14,14 +14,14 @@ TILE = 128  # rows of a key tile
 
 
 class Cudnn(Library):
-    """cuDNN's attention through ATen, which takes heads before rows, with any strides.
+    """cuDNN's attention through ATen, with heads before rows, and any strides.
 
-    Only some pieces of a block go to it:
+    It computes only some pieces of a block:
 
     - Whole and half chunks. ATen keeps one graph for each shape, and building one takes many times as long as running
       it (MHA.cpp). Documents give pieces of new lengths in every batch.
-    - Multiples of 128 rows and keys. Other lengths meet faults of the backward pass: memory of others is read up to
-      9.15.0 (release notes of cudnn-frontend 1.16), and for keys of 64 modulo 128, with a log-sum-exp below -88, dQ is
+    - Multiples of 128 rows and keys. Other lengths trigger bugs in the backward pass. Up to 9.15.0 it reads out of
+      bounds (release notes of cudnn-frontend 1.16). For keys of 64 modulo 128 and a log-sum-exp below -88, dQ is
       NaN on sm_90 in every version up to at least 9.20 (cudnn-frontend pull request 628, pytorch issue 196678).
     """
 
@@ -30,15 +30,15 @@ class Cudnn(Library):
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
-        self.stats_dims = 3  # versions of PyTorch differ in the log-sum-exp: [1, heads, s] or [1, heads, s, 1]
+        self.stats_dims = 3  # the log-sum-exp is [1, heads, s] or [1, heads, s, 1], depending on the version of PyTorch
 
     @classmethod
     def missing(cls, head_dim: int) -> str | None:
         version = torch.backends.cudnn.version()
         if not version:
-            return "PyTorch has no cuDNN"
-        if version <= 91500:  # 9.10.0 and 9.10.1 compute wrong gradients too (sdpa_support_surface.h of cudnn-frontend)
-            return f"cuDNN {version // 10000}.{version // 100 % 100}.{version % 100} has faults: 9.15.1 is needed"
+            return "this PyTorch has no cuDNN"
+        if version <= 91500:  # 9.10.0 and 9.10.1 also have wrong gradients (sdpa_support_surface.h of cudnn-frontend)
+            return f"cuDNN {version // 10000}.{version // 100 % 100}.{version % 100} has bugs; install 9.15.1 or newer"
         if head_dim > 128 and not _pytorch_allows(head_dim):
             return f"head_dim {head_dim} needs cuDNN newer than 9.22 and a PyTorch that uses it (see docs/kernels.md)"
         return None
@@ -76,6 +76,6 @@ class Cudnn(Library):
 
 
 def _pytorch_allows(head_dim: int) -> bool:
-    """Whether PyTorch gives it to cuDNN on this GPU; the version of cuDNN's front end that it is built with counts."""
+    """Whether PyTorch uses cuDNN for it on this GPU. It depends on the cuDNN front end that PyTorch was built with."""
     x = torch.empty(1, 1, TILE, head_dim, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     return can_use_cudnn_attention(SDPAParams(x, x, x, None, 0.0, False, False))

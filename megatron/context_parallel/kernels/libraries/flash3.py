@@ -11,10 +11,10 @@ from .base import Capability, Library
 
 
 class FlashAttention3(Library):
-    """flash-attn 3 by its operators: the signatures of its Python functions differ between builds, these do not.
+    """flash-attn 3, called through its operators: unlike its Python functions, they have one signature in all builds.
 
     Raises:
-        UsageError: NCCL_MAX_CTAS is no count.
+        UsageError: NCCL_MAX_CTAS is not a number.
     """
 
     name, title, module = "flash3", "flash-attn 3", "flash_attn_3._C"
@@ -22,7 +22,7 @@ class FlashAttention3(Library):
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)  # registers the operators
         self.calls = torch.ops.flash_attn_3
-        # Its programs stay until the kernel ends; on all multiprocessors they would make NCCL wait for that.
+        # Its thread blocks are persistent. On all multiprocessors they would block NCCL until the kernel ends.
         most = os.environ.get("NCCL_MAX_CTAS", "0")
         if not most.isdecimal():
             raise UsageError(f"NCCL_MAX_CTAS={most}: must be a count of thread blocks, such as 16, or unset")
@@ -30,7 +30,7 @@ class FlashAttention3(Library):
 
     @classmethod
     def head_dims(cls, capability: Capability, *, deterministic: bool) -> Sequence[int]:
-        # mha_bwd in hopper/flash_api.cpp refuses deterministic gradients of tiles for 256.
+        # mha_bwd in hopper/flash_api.cpp does not support deterministic gradients of tiles for 256.
         return range(8, (0 if capability != (9, 0) else 192 if deterministic else 256) + 1, 8)
 
     def _forward(self, q, k, v, causal, scale):

@@ -8,7 +8,7 @@ from .base import Capability, Library
 
 
 class FlashAttention4(Library):
-    """flash-attn 4 (CuTe DSL), compiled at first use; a beta, so only where its authors and PyTorch offer it."""
+    """flash-attn 4 (CuTe DSL), compiled at first use. A beta, so it is used only where its authors offer it."""
 
     name, title, module = "flash4", "flash-attn 4", "flash_attn.cute.interface"
     distribution, oldest = "flash-attn-4", "4.0.0b36"
@@ -17,10 +17,10 @@ class FlashAttention4(Library):
     def missing(cls, head_dim: int) -> str | None:
         if why := super().missing(head_dim):
             return why
-        # flash-attn 2.8 has an early copy of the same files: the package that was installed last wins.
+        # flash-attn 2.8 contains an early copy of the same files. The package installed last wins.
         backward = importlib.import_module(cls.module)._flash_attn_bwd
         if "deterministic" not in inspect.signature(backward).parameters:
-            return "flash_attn.cute is the copy in flash-attn 2.8; install flash-attn-4 again"
+            return "flash_attn.cute comes from flash-attn 2.8; install flash-attn-4 again"
         return None
 
     @classmethod

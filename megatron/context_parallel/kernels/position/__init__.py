@@ -1,4 +1,4 @@
-"""The position kernel: attention of a block under any mask in one launch, by Triton code of our own."""
+"""The position kernel: attention of a block under any mask in one launch, in Triton."""
 
 from .kernel import PARTS, PositionKernel, architecture
 

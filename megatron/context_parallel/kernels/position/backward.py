@@ -22,7 +22,7 @@ from .seen import keys_of_tile, rows_of_tile, seen_by
 
 @triton.jit
 def _strides(own, shared):
-    """`own`, or `shared` where that is None: one set of addresses takes fewer registers than two."""
+    """`own`, or `shared` if that is None: one set of addresses takes fewer registers than two."""
     strides = shared if own is None else own
     return strides
 
@@ -33,7 +33,7 @@ def _grad_of_queries(
     MASKED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DV: tl.constexpr, EV: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds what one key tile gives to dq / scale of a tile of query rows."""
+    """Adds the contribution of one key tile to dq / scale of a tile of query rows."""
     local = tl.arange(0, KEYS)
     cols = start + local
     if MASKED:
@@ -106,7 +106,7 @@ def _grad_of_keys(
     D: tl.constexpr, E: tl.constexpr, DV: tl.constexpr, EV: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds what one tile of query rows gives to dk / scale and dv of a key tile, and to dq in memory if `WITH_DQ`."""
+    """Adds the contribution of a tile of query rows to dk / scale and dv of a key tile, and to dq if `WITH_DQ`."""
     dk, dv = state
     local = tl.arange(0, ROWS)
     rows = start + local
@@ -152,8 +152,8 @@ def key_grad_kernel(
 ):  # fmt: skip
     """dk and dv of one key tile, summed over the query heads that read it; with `WITH_DQ` adds to dq atomically.
 
-    Each key/value head counts as `parts` heads, each with a part of its query heads and with its own dk and dv.
-    `ranges` holds for each sample and tile which rows see some of its keys, and which all (`position._rows_seeing`).
+    Each key/value head is split into `parts` heads, each with a part of its query heads and with its own dk and dv.
+    `ranges` contains, for each sample and tile, which rows see some of its keys and which see all (`_rows_seeing`).
     """
     at_dout, at_dv = _strides(at_dout, at_q), _strides(at_dv, at_dk)
     tile, head = tl.program_id(0), tl.program_id(1)

@@ -45,7 +45,7 @@ def forward_kernel(
     MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DV: tl.constexpr,
     EV: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of one tile of query rows of one head. Tiles of late rows, which see most, are started first."""
+    """out and lse of one tile of query rows of one head. Tiles of late rows see the most keys and start first."""
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     head, g = tl.program_id(1) // group, tl.program_id(1) % group
     if MASK == "runs":

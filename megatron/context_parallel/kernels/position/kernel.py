@@ -1,4 +1,4 @@
-"""The position kernel: attention of a block under any mask in one launch, by Triton code of our own."""
+"""The position kernel: attention of a block under any mask in one launch, in Triton."""
 
 import importlib.util
 
@@ -20,17 +20,17 @@ class PositionKernel:
     """Forward and backward of blocks under any mask: each query row sees one run of key rows.
 
     Shapes: queries [s, B, G, d], keys [t, B, d] and values [t, B, dv] of one dtype (float16, bfloat16, float32),
-    strided as they come with the last dimension contiguous; log-sum-exp and delta [s, B, G] in float32. B is batch ×
+    with any strides but a contiguous last dimension; log-sum-exp and delta [s, B, G] in float32. B is batch ×
     key/value heads, batch first; G the query heads that share one; d and dv are 64, 80, 96, 128, 192 or 256. Products
-    are accumulated in float32; those of float32 are TF32 only where PyTorch's own may be
+    are accumulated in float32. Products of float32 use TF32 only if PyTorch's may
     (`torch.backends.cuda.matmul.allow_tf32`).
 
-    Masks: FULL, CAUSAL (s = t), or runs on q's device, of one sample (all alike) or of each.
+    Masks: FULL, CAUSAL (s = t), or runs on q's device, common to all samples or one for each.
 
     Args:
         device: where the tensors are: a GPU of compute capability 8.0, 9.0 or 10.x.
-        deterministic: gradients are the same bit for bit each time, for 7 matrix products a tile instead of 5. With a
-            softcap, for dv other than d, and where `TILES` has no "dqkv" for a head_dim, they always are.
+        deterministic: gradients are bitwise reproducible, at 7 matrix products per tile instead of 5. With a softcap,
+            for dv other than d, and if `TILES` has no "dqkv" for a head_dim, they always are.
 
     Raises:
         UsageError: Triton is missing, or has no configuration for the device.
@@ -45,7 +45,7 @@ class PositionKernel:
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
-        """The whole block in one piece, its runs on the device, or on their way: nothing waits for them."""
+        """The whole block in one piece, with its runs copied to the device without waiting."""
         rows = slice(0, block.first.shape[1])
         both = torch.stack(block)
         if self.device.type == "cuda":
@@ -55,10 +55,10 @@ class PositionKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
         """Returns the output [s, B, G, dv] in q's dtype and its log-sum-exp [s, B, G] in float32.
 
-        A row that sees nothing gives 0 and -inf.
+        A row that sees no key gets 0 and -inf.
 
         Raises:
-            UsageError: shapes, dtypes or strides other than the class takes.
+            UsageError: shapes, dtypes or strides that the class does not support.
         """
         from .forward import forward_kernel
 
@@ -83,7 +83,7 @@ class PositionKernel:
         dout, q, k, v, lse, delta, mask = grad
         if dout.shape != (*q.shape[:3], v.shape[-1]) or dout.dtype != q.dtype:
             raise UsageError(f"dout {list(dout.shape)} of {dout.dtype}: need the output's shape and q's {q.dtype}")
-        alike = dout.shape == q.shape  # then the kernels address dout as q and dv as dk
+        alike = dout.shape == q.shape  # then the kernels use the same addresses for dout and q, and for dv and dk
         if not alike or dout.stride() != q.stride():
             q, dout = q.contiguous(), dout.contiguous()
         common = _common(q, k, v, mask, scores)
@@ -115,7 +115,7 @@ class PositionKernel:
 
     def _tiles(self, kernel: str, q: Tensor, v: Tensor, scores: Scores) -> Tiles:
         found = self._tiles_if_any(kernel, q, v, scores)
-        assert found  # of all kernels but dqkv
+        assert found  # all kernels except dqkv have tiles
         return found
 
     def _tiles_if_any(self, kernel: str, q: Tensor, v: Tensor, scores: Scores) -> Tiles | None:
@@ -129,9 +129,7 @@ class PositionKernel:
 
 def _architecture(device: torch.device) -> int:
     if importlib.util.find_spec("triton") is None:
-        raise UsageError(
-            "--cp-attention-backend triton: Triton is not installed (pip install triton); without it give aten"
-        )
+        raise UsageError("--cp-attention-backend triton: Triton is not installed (pip install triton); or give aten")
     import triton
 
     if device.type == "cpu" and triton.knobs.runtime.interpret:
@@ -140,14 +138,14 @@ def _architecture(device: torch.device) -> int:
     found = architecture((major, minor))
     if found not in TILES:
         raise UsageError(
-            f"--cp-attention-backend triton: {device} is of compute capability {major}.{minor}, and the kernel "
-            "runs on 8.0, 9.0 and 10.x; elsewhere give aten"
+            f"--cp-attention-backend triton: {device} has compute capability {major}.{minor}, but the kernel "
+            "runs on 8.0, 9.0 and 10.x; give aten"
         )
     return found
 
 
 def architecture(capability: tuple[int, int]) -> int:
-    """The key of `TILES` for a GPU of that compute capability, if it has one: 90 for 9.0, 100 for all 10.x."""
+    """The key of `TILES` for a GPU of that compute capability, or None: 90 for 9.0, 100 for all 10.x."""
     major, minor = capability
     return 100 if major == 10 else 10 * major + minor
 
@@ -202,7 +200,7 @@ def _common(q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) ->
 
 
 def _strides(**tensors: Tensor) -> dict[str, tuple[int, ...]]:
-    """The strides of all but a head's own dimension."""
+    """The strides of all dimensions except head_dim."""
     dims = {"k": 2, "v": 2, "dk": 2, "dv": 2}
     return {f"at_{name}": x.stride()[: dims.get(name, 3)] for name, x in tensors.items()}
 
@@ -222,13 +220,13 @@ def _count(length: int, tile: int) -> int:
 
 
 def _parts(programs: tuple[int, int], group: int, processors: int) -> int:
-    """Into how many parts to split the query heads of a group, so that there is a program for each multiprocessor."""
+    """The number of parts of a group's query heads that gives every multiprocessor a program."""
     enough = -(-processors // (programs[0] * programs[1]))
     return next((parts for parts in range(1, group) if group % parts == 0 and parts >= enough), group)
 
 
 def _split(parts: int, q: Tensor, dout: Tensor, dq: Tensor, mask: PieceMask) -> dict[str, object]:
-    """Arguments by query head with the query heads of each key/value head in parts."""
+    """Arguments by query head, with the query heads of each key/value head split into parts."""
     group = q.shape[2] // parts
     samples = len(mask.first) if isinstance(mask, Runs) else 1
     q, dout, dq = (x.flatten(1, 2).unflatten(1, (-1, group)) for x in (q, dout, dq))
@@ -238,18 +236,18 @@ def _split(parts: int, q: Tensor, dout: Tensor, dq: Tensor, mask: PieceMask) -> 
 
 
 def _seen_keys(runs: Runs, keys: int) -> Tensor:
-    """Which keys any row sees, bool [samples, keys]: those before which more runs start than end."""
+    """The keys that any row sees, bool [samples, keys]: those before which more runs start than end."""
     at = torch.arange(1, keys + 1, dtype=torch.int32, device=runs.end.device).expand(len(runs.first), -1).contiguous()
     starts, ends = (torch.searchsorted(bound.contiguous(), at) for bound in runs)
     return starts > ends
 
 
 def _rows_seeing(runs: Runs, keys: int, tile: int) -> Tensor:
-    """Which rows see each tile of keys, int32 [samples, 4, tiles].
+    """The rows that see each tile of keys, int32 [samples, 4, tiles].
 
-    The four: the first row whose run ends beyond the tile's first key, the first whose run holds the tile's end, the
-    count of rows whose run starts at or before its first key, and of those whose run starts before its end. As runs
-    never decrease, rows [0] to [3] see some of it, rows [1] to [2] all of it.
+    The four values: the first row whose run ends beyond the tile's first key, the first row whose run contains the
+    tile's end, the number of rows whose run starts at or before its first key, and the number of rows whose run starts
+    before its end. Runs never decrease, so rows [0] to [3] see some of the tile, and rows [1] to [2] all of it.
     """
     starts = torch.arange(0, keys, tile, dtype=torch.int32, device=runs.end.device)
     bounds = torch.stack((runs.end, runs.first))

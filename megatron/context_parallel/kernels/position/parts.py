@@ -1,8 +1,8 @@
-"""Matrices in the position kernel's device code (Triton): rows read and written, products, scores.
+"""Matrices in the position kernel's device code (Triton): loads and stores of rows, products, scores.
 
-A matrix of head_dim columns is held as a tuple of one or two parts, D and E columns wide, both powers of two (80 is
-64 + 16; E is 0 for powers of two), so that no head_dim is padded; of the values' own size DV and EV. Exponentials are
-taken to base 2, with log2(e) folded into the scale. With `SOFTCAP` 0 nothing is capped, and no code for it is made.
+A matrix of head_dim columns is a tuple of one or two parts, D and E columns wide, both powers of two (80 is 64 + 16; E
+is 0 for powers of two), so that no head_dim is padded. For values they are DV and EV. Exponentials use base 2, with
+log2(e) folded into the scale. With `SOFTCAP` 0 nothing is capped, and no code for it is generated.
 """
 
 import triton
@@ -13,7 +13,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _head_of(base, at, head, g):
-    """Where a head of a [s, B, G, ...] tensor with strides `at` begins."""
+    """The offset of a head of a [s, B, G, ...] tensor with strides `at`."""
     return base + head.to(tl.int64) * at[1] + tl.cast(g, tl.int64) * at[2]
 
 
@@ -32,7 +32,7 @@ def load_rows(base, rows, stride, D: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def load_some(base, rows, stride, some, D: tl.constexpr, E: tl.constexpr):
-    """`load_rows` with zeros for all but some rows: a weight of 0 does not stop NaN or infinity."""
+    """`load_rows` with zeros outside of some rows, because a weight of 0 does not remove NaN or infinity."""
     at = rows[:, None] * stride
     x = tl.load(base + (at + tl.arange(0, D)[None, :]), some[:, None], 0.0)
     parts = (x, tl.load(base + (at + D + tl.arange(0, E)[None, :]), some[:, None], 0.0)) if E > 0 else (x,)
@@ -41,7 +41,7 @@ def load_some(base, rows, stride, some, D: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def load_keys(base, start, rows, stride, seen, D: tl.constexpr, E: tl.constexpr):
-    """Key rows start + `rows`, with zeros for those that nobody sees."""
+    """Key rows start + `rows`, with zeros for keys that no query sees."""
     base += start.to(tl.int64) * stride
     if seen is None:
         parts = load_rows(base, rows, stride, D, E)
@@ -90,7 +90,7 @@ def inner(a, b, E: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _tanh(x, FLOAT32: tl.constexpr):
-    """tanh to 1e-7, and its derivative; with `FLOAT32` to a few units in the last place, also where it is small."""
+    """tanh to 1e-7, and its derivative; with `FLOAT32` to a few units in the last place, also for small values."""
     fade = tl.math.exp2(tl.abs(x) * (-2 * LOG2_E))
     share = 1 / (1 + fade)
     tanh = tl.where(x < 0, fade - 1, 1 - fade) * share
@@ -111,7 +111,7 @@ def scores_of(a, b, scale, E: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl
 
 @triton.jit
 def unit_of(scale, SOFTCAP: tl.constexpr):
-    """What `scores_of` are multiplied by to be powers of 2."""
+    """The factor that turns the result of `scores_of` into exponents of 2."""
     unit = SOFTCAP * LOG2_E if SOFTCAP > 0 else scale * LOG2_E
     return unit
 

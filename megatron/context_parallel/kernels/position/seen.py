@@ -1,6 +1,6 @@
-"""Which keys query rows see, and which rows see a tile of keys, in the position kernel's device code (Triton).
+"""The keys that query rows see, and the rows that see a tile of keys, in the position kernel's device code (Triton).
 
-`MASK` is "full", "causal" or "runs"; only for "runs" are `first` and `end` read.
+`MASK` is "full", "causal" or "runs". `first` and `end` are read only for "runs".
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def seen_by(rows, inside, first, end, t, MASK: tl.constexpr):
-    """The run of key rows that each of these query rows sees; none where not `inside`."""
+    """The run of key rows that each of these query rows sees; empty for rows not `inside`."""
     if MASK == "runs":
         bounds = (tl.load(first + rows, inside, 0), tl.load(end + rows, inside, 0))
     elif MASK == "causal":
@@ -21,7 +21,7 @@ def seen_by(rows, inside, first, end, t, MASK: tl.constexpr):
 
 @triton.jit
 def _tiles(lo, full_lo, full_hi, hi, TILE: tl.constexpr):
-    """Cuts lo..hi into tiles from `lo` on: how many there are before the full ones, how many full ones, and in all."""
+    """Cuts lo..hi into tiles: the number before the full ones, the number of full ones, and the total."""
     hi = tl.maximum(hi, lo)
     before = tl.cdiv(tl.minimum(full_lo, hi) - lo, TILE)
     full = tl.maximum((full_hi - lo) // TILE - before, 0)

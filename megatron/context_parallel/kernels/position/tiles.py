@@ -12,11 +12,11 @@ class Tiles(NamedTuple):
     stages: int
 
 
-FLOAT32 = Tiles(32, 32, 4, 1)  # float32 on every GPU, and all that the CPU interpreter runs
+FLOAT32 = Tiles(32, 32, 4, 1)  # float32 on every GPU, and everything on the CPU interpreter
 
-# "dqkv" computes all three gradients with 5 products a tile: it is there only where its tiles fit in
-# registers, since with fewer it would be slower than "dq" and "dkv", which together compute 7.
-# "capped ..." is for scores with a softcap, which take registers too, where the other tiles would spill.
+# "dqkv" computes all three gradients with 5 products per tile. It exists only where its tiles fit in registers;
+# smaller tiles would be slower than "dq" and "dkv", which together compute 7 products.
+# "capped ..." is for scores with a softcap. They need more registers, and the other tiles would spill.
 TILES: dict[int, dict[str, dict[int, Tiles]]] = {
     80: {
         "forward": {

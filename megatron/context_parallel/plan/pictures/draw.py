@@ -1,4 +1,4 @@
-"""Pictures of a plan: who computes which pair of chunks, and when each rank computes and communicates."""
+"""Pictures of a plan: which rank computes which pair of chunks, and when each rank computes and communicates."""
 
 import math
 import re
@@ -20,7 +20,7 @@ from megatron.context_parallel.plan.ir import Plan, T
 from .lanes import BLOCKS, MEANING, MESSAGE, Bar, Idle, Picture, picture
 
 BLOCK = "#41506b"
-COLOURS = {  # 17 apart in CIE Lab, also for colour-blind readers (Machado 2009)
+COLOURS = {  # at least 17 apart in CIE Lab, also for colour-blind readers (Machado 2009)
     T.Q: "#5aa9e6",
     T.QDO: "#5aa9e6",
     T.DO: "#cfeafa",
@@ -29,12 +29,12 @@ COLOURS = {  # 17 apart in CIE Lab, also for colour-blind readers (Machado 2009)
     T.DQ: "#8fd8a8",
     T.DKV: "#d186b0",
 }
-RANKS = [to_hex(0.4 + 0.6 * colour) for colour in matplotlib.colormaps["tab20"](range(20))[:, :3]]  # text is legible
+RANKS = [to_hex(0.4 + 0.6 * colour) for colour in matplotlib.colormaps["tab20"](range(20))[:, :3]]  # legible text
 IDLE: dict[str, Any] = {"facecolor": "white", "edgecolor": "0.75", "hatch": "/////", "linewidth": 0.0}
 _NUMBERED = 16  # with more ranks the cells are too small for text
 _STEPS = 9  # with more ranks they are too small for steps
 _WIDTH, _MATRIX, _LEFT, _TIMELINE, _RIGHT, _TOP, _BOTTOM = 12.0, 3.3, 0.55, 5.0, 0.15, 0.65, 0.5  # inches
-_LANE, _TALLEST = 0.17, 12.0  # inches: a lane, and all lanes at most
+_LANE, _TALLEST = 0.17, 12.0  # inches: a lane, and the maximum for all lanes
 _GAP = 0.6  # between ranks, in lanes
 
 
@@ -54,7 +54,7 @@ def draw(plan: Plan, path: Path | str, transfer_time: float = MESSAGE) -> None:
 
 
 def figure_of(shown: Picture, until: float = math.inf) -> Figure:
-    """The figure that `draw` writes. With `until`, what begins later is left out."""
+    """The figure that `draw` writes. With `until`, bars that begin later are left out."""
     lanes = shown.ranks * (len(shown.lanes) + _GAP)
     lanes_high = max(min(_LANE * lanes, _TALLEST), _MATRIX + 2.2)
     height = _TOP + lanes_high + _BOTTOM
@@ -97,7 +97,7 @@ def _assignment(axes: Axes, shown: Picture, bars: Sequence[Bar]) -> None:
 
 
 def _timeline(axes: Axes, shown: Picture, bars: Sequence[Bar], idle: Sequence[Idle], lane: float) -> None:
-    """`lane`: inches from one lane to the next."""
+    """`lane`: inches between lanes."""
     n = shown.ranks
     lanes = len(shown.lanes)
     pitch = lanes + _GAP
@@ -122,7 +122,7 @@ def _timeline(axes: Axes, shown: Picture, bars: Sequence[Bar], idle: Sequence[Id
     axes.set_yticks([r * pitch + (lanes - 1) / 2 for r in numbered], [f"rank {r}" for r in numbered], fontsize=9)
     axes.tick_params(axis="y", length=0, pad=_lane_width(shown, size) + 10 if n <= _NUMBERED else 4)
     if n <= _NUMBERED:
-        axes.yaxis.remove_overlapping_locs = False  # a middle lane has its label beside the rank's
+        axes.yaxis.remove_overlapping_locs = False  # a middle lane has its label next to the rank's
         axes.set_yticks([r * pitch + i for r in range(n) for i in range(lanes)], minor=True)
         axes.set_yticklabels(list(shown.lanes) * n, minor=True, fontsize=size, color="0.35")
         axes.tick_params(axis="y", which="minor", length=0, pad=3)
@@ -131,11 +131,11 @@ def _timeline(axes: Axes, shown: Picture, bars: Sequence[Bar], idle: Sequence[Id
     axes.spines[:].set_visible(False)
     axes.set_xlabel(f"time (block of a pair of chunks: 1, message: {shown.transfer_time:g})", fontsize=9)
     share = sum(gap.end - gap.start for gap in shown.idle) / (n * shown.finish)
-    axes.set_title(f"what each rank computes and sends; ranks are idle {share:.0%} of the time", fontsize=10)
+    axes.set_title(f"blocks and messages of each rank; ranks are idle {share:.0%} of the time", fontsize=10)
 
 
 def _fitting(bar: Bar, points: float, size: float) -> str:
-    """The longest text of a bar that fits into so many points."""
+    """The longest text of a bar that fits into `room` points."""
     return next((text for text in bar.texts if _text_width(text, size) <= points), "")
 
 

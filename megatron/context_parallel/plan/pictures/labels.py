@@ -1,4 +1,4 @@
-"""What timelines call the blocks and operations of a plan."""
+"""The labels of a plan's blocks and operations in timelines."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""What a picture of a plan shows, as data: each rank's lanes of blocks and messages, and who computes each pair."""
+"""The contents of a plan's picture, as data: each rank's lanes of blocks and messages, and the rank of each pair."""
 
 import hashlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from megatron.context_parallel.plan.ir import AllGather, Comm, Plan, Recv, Reduc
 from megatron.context_parallel.plan.trace import Span, trace
 
 BLOCKS = "blocks"  # the first lane; the others are channels
-MESSAGE = 0.5  # the time of a message where none is given; a pair of chunks takes 1
+MESSAGE = 0.5  # the default time of a message; a pair of chunks takes 1
 MEANING = {
     T.Q: "queries",
     T.KV: "keys, values",
@@ -26,10 +26,10 @@ class Bar:
     """One block, or one message of a rank, in one of its lanes.
 
     Attributes:
-        tensor: what travels; None for a block.
-        texts: what may be written on it, longest first.
-        pairs: (query chunk, key/value chunk) that a block computes.
-        sent, received: what the rank sends and receives in it.
+        tensor: the tensor that is sent; None for a block.
+        texts: possible labels, longest first.
+        pairs: the (query chunk, key/value chunk) pairs that a block computes.
+        sent, received: the chunks that the rank sends and receives in it.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class Bar:
 
 
 class Idle(NamedTuple):
-    """A time in which a rank computes no block."""
+    """An interval in which a rank computes no block."""
 
     rank: int
     start: float
@@ -68,7 +68,7 @@ class Picture:
 
     @property
     def idle(self) -> list[Idle]:
-        """The times in which ranks compute no block."""
+        """The intervals in which ranks compute no block."""
         gaps = []
         for rank in range(self.ranks):
             now = 0.0
@@ -82,15 +82,15 @@ class Picture:
 
     @property
     def digest(self) -> str:
-        """Equal for equal pictures, whatever fonts draw them."""
+        """Equal for equal pictures, independent of fonts."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
 
 def picture(plan: Plan, transfer_time: float = MESSAGE) -> Picture:
     """The lanes of a plan. A pair of chunks takes one unit of time and a message `transfer_time` units.
 
-    The messages that a rank sends in one batch stand one after the other and fill the batch's time. A message
-    that is received stands with its sender, unless the rank sends nothing in that batch.
+    The messages that a rank sends in one batch are drawn one after the other and fill the batch's time. A received
+    message is drawn with its sender, unless the rank sends nothing in that batch.
     """
     run = trace(plan, transfer_time=lambda transfer: transfer_time * transfer.share)
     spans = sorted((s for s in run.spans if s.end > s.start), key=lambda s: (s.rank, s.start, s.channel))
@@ -122,7 +122,7 @@ def _bars(plan: Plan, span: Span, lanes: tuple[str, ...]) -> Iterator[Bar]:
 
 
 def _messages(plan: Plan, op: Comm | SwapHeads, rank: int) -> Iterator[tuple]:
-    """(tensor, texts, sent, received) of each tensor that an operation moves."""
+    """(tensor, texts, sent, received) of each tensor that an operation sends."""
     texts: dict[T, tuple[str, ...]]
     if isinstance(op, SwapHeads):
         rank = plan.grid.rank(context=rank)

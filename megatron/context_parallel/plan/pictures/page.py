@@ -1,4 +1,4 @@
-"""An interactive page of plans: one HTML file that needs nothing else."""
+"""An interactive page of plans: one self-contained HTML file."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ from .draw import BLOCK, COLOURS, RANKS
 from .lanes import BLOCKS, MEANING, Bar, Picture, picture
 
 _TEMPLATE = Path(__file__).with_name("page.html")
-_DATA = "{}</script>"  # what the template has in place of the data
+_DATA = "{}</script>"  # the placeholder of the data in the template
 
 
 def write_page(
@@ -24,9 +24,9 @@ def write_page(
     """Writes a page of plans to `path`: assignment matrix, lanes of each rank, a slider over time.
 
     Args:
-        plans: by what the page calls them, each with its passes, forward and backward.
-        heads: query heads and key/value heads of the model, for volume in units; default: as many of both.
-        shape: sizes on one rank, for volume in bytes in place of units.
+        plans: the plans by their title on the page, each with its passes, forward and backward.
+        heads: query heads and key/value heads of the model, for volume in units; default: equal numbers.
+        shape: sizes on one rank, for volume in bytes instead of units.
     """
     shown = []
     for name, passes in plans.items():
@@ -43,7 +43,7 @@ def write_page(
 
 
 class _Pass:
-    """The data of one plan. Bars are what `lanes.py` says, with what a reader is told of each."""
+    """The data of one plan: the bars of `lanes.py`, each with its description."""
 
     def __init__(self, plan: Plan, heads: tuple[int, int] | None, shape: Shape | None) -> None:
         self.plan, self.shape = plan, shape

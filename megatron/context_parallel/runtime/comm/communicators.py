@@ -1,4 +1,4 @@
-"""How the ranks of a context group meet, and the communicators they then make together."""
+"""The rendezvous of the ranks of a context group, and the communicators that they then create together."""
 
 import hashlib
 
@@ -10,15 +10,16 @@ from megatron.context_parallel.patches.torch_process_groups import default_store
 
 
 def joined(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """`group` (that of a mesh of one dimension), by default the world.
+    """`group`, or the group of a one-dimensional mesh; by default the world.
 
     Raises:
-        UsageError: there are no process groups, this is none, this rank is not in it, or a mesh has more dimensions.
+        UsageError: there is no process group, `group` is not one, this rank is not in it, or a mesh has more
+            dimensions.
     """
     if not dist.is_initialized():
         raise UsageError(
-            "ContextParallel: there is no process group; call torch.distributed.init_process_group() before, or use "
-            "AllRanks(n) to have n ranks in this process"
+            "ContextParallel: there is no process group; call torch.distributed.init_process_group() first, or use "
+            "AllRanks(n) to run n ranks in this process"
         )
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -31,38 +32,38 @@ def joined(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup) and group is not dist.GroupMember.NON_GROUP_MEMBER:
         raise UsageError(
             f"group: of type {type(group).__name__}; give a process group, such as dist.new_group([0, 1]), or a "
-            "DeviceMesh of one dimension"
+            "one-dimensional DeviceMesh"
         )
     if dist.get_rank(group) < 0:
         raise UsageError(
-            f"ContextParallel: rank {dist.get_rank()} is not in the given group; give the group this rank is in"
+            f"ContextParallel: rank {dist.get_rank()} is not in the given group; give a group that contains it"
         )
     return group
 
 
 def meet(group: dist.ProcessGroup, given: str) -> str:
-    """Waits for all ranks of `group` and checks that all were `given` the same.
+    """Waits for all ranks of `group` and checks that `given` is the same on all of them.
 
     Returns:
-        A name that no other meeting has. It is the same on all ranks, whatever other groups they have.
+        A unique name, which is the same on all ranks, even if they have different other groups.
 
     Raises:
-        UsageError: a rank did not come within the timeout of the group, gave up, or was given something else.
+        UsageError: a rank did not join within the timeout of the group, gave up, or has another `given`.
     """
     ranks, rank, timeout = dist.get_process_group_ranks(group), dist.get_rank(), timeout_of(group)
     members = "_".join(map(str, ranks))
     store = dist.PrefixStore(f"context_parallel/{members}", default_store())
-    turn = store.add(f"meetings of {rank}", 1)  # counted in the store: it outlives groups, and names are used once
+    turn = store.add(f"meetings of {rank}", 1)  # counted in the store: it outlives groups, and names must not repeat
     keys = [f"{turn}/{r}" for r in ranks]
     store.set(f"{turn}/{rank}", given)
     try:
         store.wait(keys, timeout)
     except RuntimeError:
         if missing := [r for r, key in zip(ranks, keys, strict=True) if not store.check([key])]:
-            store.set(f"{turn}/{rank}", f"gave up waiting for {_named(missing)}")  # for those who come later
+            store.set(f"{turn}/{rank}", f"gave up waiting for {_named(missing)}")  # for ranks that join later
             raise UsageError(
-                f"{given} on {_named(ranks)}: {_named(missing)} did not come within {timeout.total_seconds():g} s; "
-                "make ContextParallel on all ranks of its group (one that failed says why in its own output)"
+                f"{given} on {_named(ranks)}: {_named(missing)} did not join within {timeout.total_seconds():g} s; "
+                "create ContextParallel on all ranks of its group (a rank that failed prints why in its own output)"
             ) from None
     said = [text.decode() for text in store.multi_get(keys)]
     if len(set(said)) > 1:
@@ -83,7 +84,7 @@ def _named(ranks: list[int]) -> str:
 def new_communicator(group: dist.ProcessGroup, ranks: list[int], meeting: str, channel: str) -> dist.ProcessGroup:
     """A communicator of `ranks` (of the world, all in `group`), with the backend, options and timeout of `group`.
 
-    Exactly these ranks make it.
+    Exactly these ranks call it.
     """
     name = hashlib.sha256(f"{meeting} {channel} {ranks}".encode()).hexdigest()
     return new_process_group(group, ranks, f"context_parallel/{name}", f"context parallel {channel}")

@@ -1,4 +1,4 @@
-"""What one rank of a group does for all of them."""
+"""Work that one rank of a group does for all of them."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -11,11 +11,11 @@ Result = TypeVar("Result")
 
 
 class DiskError(OSError):
-    """An OSError of one rank, which all ranks raise alike."""
+    """An OSError of one rank, which all ranks raise."""
 
 
 def on_first_rank(work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-    """What `work` returns on the first rank of `group` (default: the world), on every rank. They call it together.
+    """Runs `work` on the first rank of `group` (default: the world), and returns its result on every rank, together.
 
     Raises:
         UsageError, DiskError: `work` raised it, or another OSError; every rank raises the same.
@@ -33,7 +33,7 @@ def on_first_rank(work: Callable[[], Result], group: dist.ProcessGroup | None = 
 
 
 def raise_alike(error: Exception) -> NoReturn:
-    """Raise the error of one rank on all, which have heard of it; an OSError as a DiskError."""
+    """Raise the error of one rank on all ranks; an OSError becomes a DiskError."""
     if isinstance(error, OSError):
         raise DiskError(*error.args, error.filename) if error.errno else DiskError(*error.args)
     raise error

@@ -1,7 +1,7 @@
-"""The flight recorder: what this process does now, and its last transport operations.
+"""The flight recorder: the current position of this process, and its last transport operations.
 
-The executor and the transport note what they do. A trainer adds iteration, phase and layer. A crash log, another thread
-or, through `memory`, another process reads it. A process has one recorder, because it is one rank.
+The executor and the transport record their operations. A trainer adds iteration, phase and layer. A crash log, another
+thread or, through `memory`, another process reads it. A process has one recorder, because it is one rank.
 """
 
 from ast import literal_eval
@@ -15,19 +15,19 @@ Ends = list[tuple[str, int]]  # "receive", "send" or "gather", and the rank at t
 
 
 class Position(NamedTuple):
-    """Where a rank is. Its ranks are those of the world."""
+    """The position of a rank in its program. Ranks are world ranks."""
 
-    notes: int = 0  # so far; if the number does not change, the rank makes no progress
-    done: int = 0  # iterations, by this process
+    notes: int = 0  # number so far; if it does not change, the rank makes no progress
+    done: int = 0  # iterations completed by this process
     iteration: int = 0  # 0: before the first
     phase: str = ""
     layer: int = 0  # 0: in none
-    plan: str = ""  # that runs; "": none
+    plan: str = ""  # the running plan; "": none
     backward: bool = False
     step: int = -1  # -1: before the first
     needs: tuple[str, int, int] | None = None  # a tensor, its chunk, and the rank that sends it
-    waits: tuple[str, str, tuple[int, ...]] | None = None  # what kind of operation, its channel, the ranks it waits for
-    code: str = ""  # the place in the source, if it was looked up
+    waits: tuple[str, str, tuple[int, ...]] | None = None  # the kind of operation, its channel, the ranks it waits for
+    code: str = ""  # the line in the source, if it was looked up
 
     @classmethod
     def read(cls, text: str) -> "Position":
@@ -39,7 +39,7 @@ class Position(NamedTuple):
         return cls(*literal_eval(text))
 
     def __str__(self) -> str:
-        """For people: "iteration 118, layer 7, forward of mesh, step 3, waiting for KV chunk 5 from rank 1"."""
+        """In words: "iteration 118, layer 7, forward of mesh, step 3, waiting for KV chunk 5 from rank 1"."""
         way = "backward" if self.backward else "forward"
         words = [f"iteration {self.iteration}"] if self.iteration else []
         words += [self.phase] if self.phase and not (self.plan and self.phase == way) else []
@@ -51,7 +51,7 @@ class Position(NamedTuple):
 
     @property
     def awaited(self) -> str:
-        """What it waits for, as words after "waiting"."""
+        """What the rank waits for, as words after "waiting"."""
         if not self.waits:
             return ""
         kind, channel, ranks = self.waits
@@ -74,12 +74,12 @@ class Memory(Protocol):
 
 
 class Recorder:
-    """The notes of this process. A note takes a few microseconds and no lock.
+    """The recorder of this process. A note takes a few microseconds and no lock.
 
     Attributes:
-        now: where this process is, the fields of a `Position` but the last.
-        memory: where each note is written too, so that it outlives the process.
-        size: of `memory`, in bytes.
+        now: the position of this process, the fields of a `Position` except the last.
+        memory: each note is also written here, so that it outlives the process.
+        size: the size of `memory`, in bytes.
     """
 
     def __init__(self) -> None:
@@ -98,14 +98,14 @@ class Recorder:
             self.memory[: self.size] = repr(now).encode()[: self.size].ljust(self.size)
 
     def enter(self, phase: str, iteration: int | None = None) -> None:
-        """A phase of training begins, of the same iteration if none is given."""
+        """A phase of training begins, by default in the same iteration."""
         notes, done, before = self.now[:3]
         iteration = before if iteration is None else iteration
         done += bool(before and iteration != before)
         self._note((notes + 1, done, iteration, phase, 0, "", False, -1, None, None))
 
     def at_layer(self, layer: int) -> None:
-        """What follows is of `layer`, counted from 1."""
+        """The following operations belong to `layer`, counted from 1."""
         notes, done, iteration, phase, _, *rest = self.now
         self._note((notes + 1, done, iteration, phase, layer, *rest))
 
@@ -115,11 +115,11 @@ class Recorder:
         self._note((notes + 1, *where, plan, backward, -1, None, None))
 
     def at_step(self, step: int) -> None:
-        notes, done, iteration, phase, layer, plan, backward, *_ = self.now  # written out, because it is called often
+        notes, done, iteration, phase, layer, plan, backward, *_ = self.now  # unrolled, because it is called often
         self._note((notes + 1, done, iteration, phase, layer, plan, backward, step, None, None))
 
     def end(self) -> None:
-        """The plan has run. One that fails does not end: its position stays."""
+        """The plan has ended. A plan that fails does not end: its position remains."""
         self.begin("", False)
 
     def need(self, tensor: str, chunk: int, rank: int) -> None:
@@ -133,19 +133,19 @@ class Recorder:
         self._operations.append((time(), self.now, "launch", channel, ends))
 
     def wait(self, channel: str, ends: Ends) -> None:
-        """The wait for an operation, or for a part of it, begins."""
+        """The wait for an operation, or a part of it, begins."""
         self._operations.append((time(), self.now, "wait", channel, ends))
         notes, *where = self.now[:9]
         self._note((notes + 1, *where, (ends[0][0], channel, tuple([rank for _, rank in ends]))))
 
     def waited(self, channel: str, ends: Ends) -> None:
-        """All of an operation is complete."""
+        """An operation is complete."""
         notes, *where = self.now[:8]
         self._note((notes + 1, *where, None, None))
         self._operations.append((time(), self.now, "done", channel, ends))
 
     def operations(self) -> list[str]:
-        """The last transport operations, one a line, the oldest first."""
+        """The last transport operations, one per line, oldest first."""
         return [
             f"{strftime('%H:%M:%S', localtime(at))}.{int(at % 1 * 1000):03} {what:6} {channel}: {_told(ends)} "
             f"({Position(*now)._replace(waits=None)})"

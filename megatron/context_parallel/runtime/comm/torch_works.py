@@ -1,4 +1,4 @@
-"""Operations of torch.distributed under way: messages, and what NCCL does in one call where gloo prefers messages."""
+"""Operations of torch.distributed in flight: messages, and collectives that are faster with NCCL than messages."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -12,22 +12,22 @@ from megatron.context_parallel.patches.torch_foreach import copy_each
 
 from .flight_recorder import Ends, recorder
 
-MessageList = list[tuple[int, Tensor]]  # to or from a peer; a tensor of no rows does not travel
-ALIGNED = 16  # bytes; a message in a packed buffer starts at a multiple, so that it can be seen in its own dtype
+MessageList = list[tuple[int, Tensor]]  # to or from a peer; tensors without rows are not sent
+ALIGNED = 16  # bytes; messages in a packed buffer start at a multiple, so that they can be viewed in their dtype
 
-# Releases before 2.13 have the older names only.
+# Releases before 2.13 have only the older names.
 gather_one = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 sum_one = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Work(Protocol):
-    """Communication under way. After `wait`, received data is there and sent data may change."""
+    """Communication in flight. After `wait`, received data has arrived and sent data may change."""
 
     def wait(self) -> object: ...
 
 
 class WorkBatch:
-    """Works of torch.distributed. Each has an end of its own, or all have all of them."""
+    """Works of torch.distributed. Each range ends with its own work, or all end with all works."""
 
     def __init__(self, works: Sequence[Work], channel: str, ends: Ends) -> None:
         self.works, self.channel, self.ends = works, channel, ends
@@ -45,20 +45,20 @@ class WorkBatch:
                     recorder.wait(self.channel, ends)
                     noted = ends
                 work.wait()
-        except RuntimeError as error:  # the recorder's position stays: it says what failed
+        except RuntimeError as error:  # the recorder's position remains and names what failed
             raise RuntimeError(f"context parallel communication failed: {recorder.position}: {error}") from error
         recorder.waited(self.channel, self.ends)
         self.works = []
 
 
 class Rounds:
-    """Batches one after the other. The first starts at once, each other one while `wait` is called."""
+    """Consecutive batches. The first starts at once, the others during `wait`."""
 
     def __init__(
         self, start: Callable[[MessageList, MessageList], Work], rounds: list[tuple[MessageList, MessageList]]
     ) -> None:
         self.start = start
-        self.staged: list[tuple[Tensor, Tensor]] = []  # strided tensors, and the buffers that receive for them
+        self.staged: list[tuple[Tensor, Tensor]] = []  # strided tensors and their receive buffers
         self.rounds: list[tuple[MessageList, MessageList]] = []
         for sends, receives in rounds:
             dense = [(to, x.contiguous()) for to, x in sends]
@@ -66,7 +66,7 @@ class Rounds:
         self.work = start(*self.rounds.pop(0))
 
     def _dense(self, receives: MessageList) -> MessageList:
-        """The same, with buffers in place of strided tensors."""
+        """The same messages, with buffers instead of strided tensors."""
         found = []
         for peer, x in receives:
             buffer = x
@@ -86,9 +86,9 @@ class Rounds:
 
 
 def post(group: dist.ProcessGroup, sends: MessageList, receives: MessageList) -> list[dist.Work]:
-    """Starts messages with ranks of a group; of NCCL as one operation.
+    """Starts messages with ranks of a group; with NCCL, as one operation.
 
-    It asks the group itself: `dist.batch_isend_irecv` does the same with four times the host's work.
+    It calls the group directly: `dist.batch_isend_irecv` does the same with four times the host work.
     """
     if not (sends or receives):
         return []
@@ -101,7 +101,7 @@ def post(group: dist.ProcessGroup, sends: MessageList, receives: MessageList) ->
 
 
 def _post(group: dist.ProcessGroup, sends: MessageList, receives: MessageList) -> list[dist.Work]:
-    # Receives first: with two sends that cross, gloo moves one after the other, not both at once.
+    # Receives first: otherwise gloo moves two crossing messages one after the other.
     works = [group.recv([x], peer, 0) for peer, x in receives]
     return works + [group.send([x], peer, 0) for peer, x in sends]
 
@@ -149,7 +149,7 @@ def _peer(message: tuple[int, Tensor]) -> int:
 
 
 def _packed(messages: MessageList, size: int) -> tuple[list[Tensor], Tensor, list[int]]:
-    """A buffer for messages, rank after rank: where each of them is in it, the buffer, and its bytes for each rank."""
+    """A buffer for messages, rank after rank: the view of each message, the buffer, and its bytes for each rank."""
     ordered = sorted(messages, key=_peer)
     counts = [0] * size
     sizes = [-(-x.numel() * x.element_size() // ALIGNED) * ALIGNED for _, x in ordered]

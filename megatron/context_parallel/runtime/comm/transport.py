@@ -1,4 +1,4 @@
-"""How chunks travel: through torch.distributed, or between ranks that are all in this process."""
+"""Sends chunks through torch.distributed, or between ranks in this process."""
 
 from collections import deque
 from collections.abc import Generator, Iterable
@@ -18,17 +18,17 @@ from .torch_works import AllToAll, MessageList, Rounds, Work, WorkBatch, add_up,
 
 Result = TypeVar("Result")
 Counts = tuple[int, ...]
-Gathered = tuple[Tensor, Tensor]  # of a collective: what is one rank's, and what is everyone's
-Program = Generator[Work, None, Result]  # a rank's execution of a plan: yields what it must wait for
+Gathered = tuple[Tensor, Tensor]  # of a collective: the tensor of one rank, and that of all ranks
+Program = Generator[Work, None, Result]  # a rank's execution of a plan: yields the work to wait for
 
 
 class Transport(Protocol):
-    """One rank's side. Peers and groups are ranks of the context group (of a `Subgroup`, its own)."""
+    """The transport of one rank. Peers and groups are ranks of the context group (for a `Subgroup`, its own ranks)."""
 
-    sums: bool  # whether it has a reduce-scatter that moves no more than messages do
+    sums: bool  # whether it has a reduce-scatter that sends no more bytes than messages do
 
     def world(self, peer: int) -> int:
-        """The rank in the world of a peer."""
+        """The world rank of a peer."""
         ...
 
     def exchange(self, channel: str, sends: MessageList, receives: MessageList) -> Work:
@@ -36,9 +36,9 @@ class Transport(Protocol):
         ...
 
     def trade(self, channel: str, sends: list[MessageList], receives: list[MessageList]) -> Work:
-        """Starts an exchange of each rank with each other rank of a group.
+        """Starts an exchange between all pairs of ranks of a group.
 
-        `sends` are for the ranks after this one, in turn; `receives` are from the ranks before it. Wait for it at once:
+        `sends` go to the ranks after this one, in turn; `receives` come from the ranks before it. Wait for it at once:
         it continues only while this rank waits. Tensors may be strided.
         """
         ...
@@ -46,23 +46,23 @@ class Transport(Protocol):
     def all_gather(self, channel: str, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> Work:
         """Starts gathering, for each (mine, everyone), `mine` [rows, ...] of all ranks of `group` into `everyone`.
 
-        `rows` are those of each rank of `group`; `everyone` is [sum(rows), ...], in the order of `group`.
+        `rows` are the rows of each rank of `group`; `everyone` is [sum(rows), ...], in the order of `group`.
         """
         ...
 
     def reduce_scatter(self, channel: str, group: tuple[int, ...], tensors: list[Gathered]) -> Work:
-        """Starts adding up, for each (mine, everyone), the parts of `everyone` of all ranks into `mine` of each.
+        """Starts a reduce-scatter, for each (mine, everyone), of `everyone` of all ranks into `mine` of each.
 
-        `everyone` is [len(group) * rows, ...], in the order of `group`. Only where it `sums`.
+        `everyone` is [len(group) * rows, ...], in the order of `group`. Call it only if `sums`.
         """
         ...
 
 
 class TorchTransport:
-    """torch.distributed (NCCL or gloo). Each channel is a communicator of its own."""
+    """torch.distributed (NCCL or gloo). Each channel is a separate communicator."""
 
     def __init__(self, group: dist.ProcessGroup, given: str) -> None:
-        """Waits for the other ranks of `group`, which must be `given` the same (see `meet`)."""
+        """Waits for the other ranks of `group`; `given` must be the same on all (see `meet`)."""
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self._everyone = tuple(range(len(self.ranks)))
@@ -72,7 +72,7 @@ class TorchTransport:
         self.sums = self._nccl = "nccl" in dist.get_backend_config(group)
 
     def connect(self, communicators: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-        """Makes communicators, each a channel and its ranks. All ranks of the group must ask for the same ones."""
+        """Creates communicators, each a channel and its ranks. All ranks of the group must request the same ones."""
         for channel, members in sorted(communicators):
             if self.rank not in members:
                 continue
@@ -80,7 +80,7 @@ class TorchTransport:
                 group = self._given
             else:
                 group = new_communicator(self._given, [self.ranks[m] for m in members], self._meeting, channel)
-            if self._nccl:  # it connects all ranks at its first call or never
+            if self._nccl:  # NCCL must connect all ranks in its first call
                 dist.barrier(group, device_ids=[torch.cuda.current_device()])
             self._groups[channel, members] = group
 
@@ -90,8 +90,8 @@ class TorchTransport:
     def _group(self, channel: str, members: tuple[int, ...]) -> dist.ProcessGroup:
         if (channel, members) not in self._groups:
             raise PlanError(
-                f"channel {channel!r} of ranks {list(members)}: no communicator; declare it where the strategy is "
-                f"registered; there are {sorted({c for c, _ in self._groups})}"
+                f"channel {channel!r} of ranks {list(members)}: no communicator; declare the channel where the "
+                f"strategy is registered; declared are {sorted({c for c, _ in self._groups})}"
             )
         return self._groups[channel, members]
 
@@ -116,11 +116,11 @@ class TorchTransport:
             given, got = list(chain(*sends)), list(chain(*receives))
             ends = [("receive", self.ranks[peer]) for peer in dict(got)]
             return WorkBatch([AllToAll(group, given, got)], channel, ends)
-        # gloo reaches the rate of a link one pair at a time; all at once it gets two thirds of it.
+        # gloo reaches the full rate of a link with one pair at a time, and two thirds of it with all at once.
         return Rounds(partial(self.exchange, channel), list(zip(sends, receives, strict=True)))
 
     def all_gather(self, channel: str, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> Work:
-        if len(set(rows)) > 1:  # collectives want equal parts
+        if len(set(rows)) > 1:  # collectives need equal parts
             return self._exchange(channel, group, *_as_messages(self.rank, group, rows, tensors))
         communicator = self._group(channel, group)
         if self._nccl:
@@ -137,7 +137,7 @@ class TorchTransport:
 def _as_messages(
     rank: int, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]
 ) -> tuple[MessageList, MessageList]:
-    """What a rank sends and receives in a gather; its own part is copied at once."""
+    """The sends and receives of a rank in a gather; its own part is copied at once."""
     sends: MessageList = []
     receives: MessageList = []
     for mine, everyone in tensors:
@@ -151,9 +151,9 @@ def _as_messages(
 
 
 class _Message:
-    """A tensor on its way inside the process. As on a network, it is complete when both ends have named their tensor.
+    """A message inside the process. As on a network, it is complete when both ends have posted their tensor.
 
-    The end that waits first copies it. To overwrite it before that is an error.
+    The end that waits first copies it. Overwriting the tensor before that is an error.
     """
 
     __slots__ = ("complete", "content", "into", "version")
@@ -165,7 +165,7 @@ class _Message:
         self.complete = False
 
     def deliver(self) -> None:
-        assert self.content is not None and self.into is not None  # only what is complete is delivered
+        assert self.content is not None and self.into is not None  # only complete messages are delivered
         if writes_to(self.content) != self.version:
             raise PlanError("a tensor was overwritten while it was being sent")
         if self.content.shape != self.into.shape:
@@ -175,7 +175,7 @@ class _Message:
 
 
 class MessageQueue:
-    """Messages from one rank to another on a channel. They match in order; either end may name its tensor first."""
+    """Messages from one rank to another on a channel. They match in order; either end may post its tensor first."""
 
     __slots__ = ("sent", "wanted")
 
@@ -211,8 +211,8 @@ class _Exchange:
         self.channel, self.messages, self.peers = channel, messages, peers
 
     def missing(self) -> str:
-        """The first message whose other end is not there yet; nothing if the batch is complete."""
-        for message, peer in zip(self.messages, self.peers, strict=False):  # no message once it has waited
+        """The first message whose other end is missing; nothing if the batch is complete."""
+        for message, peer in zip(self.messages, self.peers, strict=False):  # after a wait there are no messages
             if not message.complete:
                 what = "send to" if message.into is None else "receive from"
                 return f"to {what} rank {peer} on channel {self.channel}"
@@ -226,13 +226,13 @@ class _Exchange:
 
     def wait(self) -> None:
         for message in self.messages:
-            if message.content is not None:  # else the other end was here
+            if message.content is not None:  # otherwise the other end has copied it
                 message.deliver()
         self.messages = []
 
 
 class LocalTransport:
-    """All ranks of a plan in this process; `post`, a `defaultdict(Line)`, is shared between them."""
+    """The transport between ranks in this process; they share `post`, a `defaultdict(Line)`."""
 
     sums = False
 
@@ -295,7 +295,7 @@ def run_all(programs: list[Program[Result]], plan: Plan) -> list[Result]:
     """Runs the programs of all ranks, which share one `LocalTransport` post, in this process.
 
     Raises:
-        PlanError: ranks wait for each other for ever. The message says what each waits for.
+        PlanError: ranks wait for each other forever. The message says what each waits for.
     """
     results: list = [None] * len(programs)
     waiting: dict[int, _Exchange | None] = dict.fromkeys(range(len(programs)))
@@ -316,5 +316,5 @@ def run_all(programs: list[Program[Result]], plan: Plan) -> list[Result]:
                 del waiting[rank]
         if not progress:
             stuck = "; ".join(f"rank {rank} {work.missing()}" for rank, work in waiting.items() if work)
-            raise PlanError(f"{plan.name}: ranks wait for each other for ever: {stuck}")
+            raise PlanError(f"{plan.name}: ranks wait for each other forever: {stuck}")
     return results

@@ -1,4 +1,4 @@
-"""`--cp-strategy auto`: what the trainer chooses when its job begins, or in a dry run."""
+"""`--cp-strategy auto`: the trainer's choice when its job starts, or in a dry run."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from .cp_strategy import fixed_options
 def choose_strategy(args: Arguments) -> Arguments:
     """`args` with the strategy that rank 0 chooses. All ranks of the job call this together.
 
-    Without `--cp-cluster` they measure their cluster first, for some seconds.
+    Without `--cp-cluster` they first measure their cluster, which takes a few seconds.
 
     Raises:
         UsageError: no strategy works for this run; on all ranks.
@@ -42,7 +42,7 @@ def with_strategy(args: Arguments, choice: Choice) -> Arguments:
 
 
 def planned(args: Arguments, cluster: Cluster) -> Search:
-    """What is fastest for a run whose rank r is device r of a cluster. All context groups work at the same time."""
+    """The fastest strategy if rank r of the run is device r of the cluster. All context groups run at the same time."""
     run = run_of(args)
     first, *others = run.groups("context")
     place = GroupDevices(cluster.part(run.world_size), first, others)
@@ -50,14 +50,14 @@ def planned(args: Arguments, cluster: Cluster) -> Search:
 
 
 def _room(args: Arguments, cluster: Cluster) -> float:
-    """Bytes that the rest of the run leaves to attention."""
+    """Bytes of a device's memory that the rest of the run leaves for attention."""
     model, run = model_of(args), run_of(args)
     parts = memory(model, run, fullest_stage(model, run))
     rest = sum(part.bytes for part in parts if part.what not in (LOGITS, BUFFERS))
     room = cluster.device.memory_GiB * 2**30 - rest
     if room <= 0:
         raise UsageError(
-            f"--cp-strategy {AUTO}: without attention the run needs an estimated {rest / 2**30:.3g} GiB of a device, "
-            f"which has {cluster.device.memory_GiB:g}; use more ranks, or name a strategy, such as ring, to try it"
+            f"--cp-strategy {AUTO}: without attention the run already needs an estimated {rest / 2**30:.3g} GiB per "
+            f"device, which has {cluster.device.memory_GiB:g} GiB; use more ranks, or name a strategy, such as ring"
         )
     return room

@@ -1,4 +1,4 @@
-"""Refuses what does not go with experts, or was not compared with one rank."""
+"""Rejects flags that do not work with experts, or whose results were not compared with one rank."""
 
 from collections.abc import Iterator
 
@@ -10,18 +10,18 @@ from .check_sharding import check_sharers
 
 
 def check_experts(args: Arguments) -> Iterator[UsageError]:
-    """Refuses flags that do not go with `--num-experts`."""
+    """The errors about flags that cannot be combined with `--num-experts`."""
     if not args.num_experts:
         return
     experts = f"--num-experts {args.num_experts}"
     if args.moe_router_topk == 1 and not args.moe_router_pre_softmax:
         yield refusal(args, "moe_router_topk", "the softmax of one score is always 1", moe_router_pre_softmax=True)
     if args.add_bias_linear:
-        yield refusal(args, "num_experts", "experts have no biases here; give --disable-bias-linear")
+        yield refusal(args, "num_experts", "biases in experts are not supported; give --disable-bias-linear")
     if args.transformer_impl != "local":
         yield refusal(args, "transformer_impl", f"was not tested with {experts}", transformer_impl="local")
     if not args.cp_layers:
-        yield refusal(args, "cp_strategy", f"its model of time has no {experts}", cp_strategy="ring")
+        yield refusal(args, "cp_strategy", f"its time model does not support {experts}", cp_strategy="ring")
     if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
         why = f"needs --sequence-parallel with {experts}"
         yield refusal(args, "tensor_model_parallel_size", why, sequence_parallel=True)
@@ -33,7 +33,7 @@ def _check_expert_ranks(args: Arguments) -> Iterator[UsageError]:
     size = args.expert_model_parallel_size
     yield from check_sharers(args, name)
     if size > 1 and args.tensor_model_parallel_size > 1:
-        why = "was not compared with one rank beside tensor parallelism"
+        why = "was not tested with tensor parallelism"
         yield refusal(args, name, why, expert_model_parallel_size=1)
     if size > 1 and (args.use_megatron_fsdp or args.use_torch_fsdp2):
-        yield refusal(args, name, "was not compared with one rank beside FSDP", expert_model_parallel_size=1)
+        yield refusal(args, name, "was not tested with FSDP", expert_model_parallel_size=1)

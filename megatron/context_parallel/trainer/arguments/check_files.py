@@ -1,4 +1,4 @@
-"""Checks on what the arguments name on disk: data, checkpoints and the directory to save in. Nothing is written."""
+"""Checks the files that the arguments name: data, checkpoints and the directory to save in. Nothing is written."""
 
 import tempfile
 from itertools import chain
@@ -25,7 +25,9 @@ _TOKENS_CHECKED = 1 << 20  # here; each batch is checked when it is made
 
 
 def check_files(args: Arguments, vocabulary: int) -> None:
-    """Refuse data and checkpoints that are missing, damaged or of another tokenizer (of `vocabulary` tokens) or model.
+    """Reject data and checkpoints that are missing, damaged, or made for another tokenizer or model.
+
+    `vocabulary` is the tokenizer's number of tokens.
 
     Raises:
         UsageError: one line that names the flag and the file.
@@ -53,7 +55,7 @@ def _prefixes(args: Arguments, name: str) -> list[str]:
     prefixes, weights = get_blend_from_list(getattr(args, name))
     numbers = [prefix for prefix in prefixes if prefix.replace(".", "", 1).isdecimal()]
     if numbers or (weights and min(weights) <= 0):
-        refuse(args, name, "each prefix takes a weight above 0, or none does", **{name: "0.7 FIRST 0.3 SECOND"})
+        refuse(args, name, "give every prefix a weight above 0, or none", **{name: "0.7 FIRST 0.3 SECOND"})
     return prefixes
 
 
@@ -69,31 +71,31 @@ def _check_data(args: Arguments, given: str, prefix: str, vocabulary: int) -> No
         raise UsageError(f"{given}: {error}; {_MAKE_DATA}") from None
     _check_tokenizer(args, given, made_by, vocabulary)
     if args.reset_attention_mask and not (data.tokens[:_TOKENS_CHECKED] == args.eod_token).any():
-        why = f"{given} has no end-of-document token {args.eod_token} that would tell documents apart"
+        why = f"{given} has no end-of-document token {args.eod_token}, so documents cannot be separated"
         refuse(args, "reset_attention_mask", f"{why}; {_MAKE_DATA}")
     if wrong := data.wrong_token(vocabulary, most=_TOKENS_CHECKED):
-        why = f"{given} holds token {wrong[1]} at place {wrong[0]}, and this tokenizer has {vocabulary}"
+        why = f"{given} has token {wrong[1]} at index {wrong[0]}, but this tokenizer has {vocabulary} tokens"
         if args.tokenizer_type == "NullTokenizer" and wrong[1] >= 0:
             refuse(args, "vocab_size", why, vocab_size=int(data.tokens[:_TOKENS_CHECKED].max()) + 1)
-        refuse(args, "tokenizer_type", f"{why}; give the tokenizer that made the data")
+        refuse(args, "tokenizer_type", f"{why}; give the tokenizer that the data was made with")
 
 
 def _check_tokenizer(args: Arguments, data: str, made_by: dict[str, Any], vocabulary: int) -> None:
-    """Refuse `data` made by another tokenizer; ids without text (NullTokenizer) may come from any."""
+    """Reject `data` made with another tokenizer. Ids without text (NullTokenizer) may come from any tokenizer."""
     if not made_by or args.tokenizer_type == "NullTokenizer":
         return
     kind, model, size = made_by.values()
     if kind != args.tokenizer_type:
         refuse(args, "tokenizer_type", f"{data} was made with {kind}", tokenizer_type=kind)
     if size != vocabulary:
-        why = f"has {vocabulary} tokens, and {data}.json names one of {size}"
+        why = f"has {vocabulary} tokens, but {data}.json names a tokenizer with {size}"
         if model is None:
             refuse(args, "tokenizer_type", f"{why}; {_MAKE_DATA}")
         refuse(args, "tokenizer_model", why, tokenizer_model=model)
 
 
 def _check_communicators(args: Arguments, path: Path) -> None:
-    """Refuse names in a file of NCCL's options that megatron-core would not read."""
+    """Reject names in a file of NCCL options that megatron-core would ignore."""
     import yaml
 
     groups = FLAGS["high_priority_stream_groups"].choices
@@ -103,10 +105,10 @@ def _check_communicators(args: Arguments, path: Path) -> None:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         refuse(args, name, f"cannot be read ({' '.join(str(error).split())})")
     if not isinstance(found, dict) or not all(isinstance(options, dict) for options in found.values()):
-        refuse(args, name, "must hold options by group, such as {cp: {max_ctas: 16}}")
+        refuse(args, name, "must map groups to options, such as {cp: {max_ctas: 16}}")
     for what, known, words in (("group", groups, [*found]), ("option", _OF_NCCL, [*chain(*found.values())])):
         if unknown := [word for word in words if word not in known]:
-            refuse(args, name, f"{unknown[0]} is no {what} of NCCL's here; there are {', '.join(known)}")
+            refuse(args, name, f"{unknown[0]} is not a supported NCCL {what}; use one of {', '.join(known)}")
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
@@ -118,13 +120,13 @@ def _check_writable(args: Arguments, directory: Path) -> None:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        refuse(args, "save", f"{existing} cannot be written to ({error.strerror})", save="runs/first")
+        refuse(args, "save", f"{existing} is not writable ({error.strerror})", save="runs/first")
 
 
 def _check_checkpoint(args: Arguments, directory: str) -> None:
     paths, fault = loadable_checkpoints(args)
     if not paths and not fault and args.exit_on_missing_checkpoint:
-        why = f"no {TRACKER} there, so no checkpoint"
-        refuse(args, "load", f"{why}; give --load DIR of a run, or leave out --exit-on-missing-checkpoint")
+        why = f"has no {TRACKER}, so there is no checkpoint"
+        refuse(args, "load", f"{why}; give the --save directory of a run, or leave out --exit-on-missing-checkpoint")
     if checkpoint := choose_checkpoint(args, paths, fault, quick_fault, say=lambda line: None):  # the load tells
         check_resume(args, read_saved_args(checkpoint))

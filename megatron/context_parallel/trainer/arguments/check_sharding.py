@@ -1,4 +1,4 @@
-"""Refuses ways to share out optimizer, gradients and weights that megatron-core 0.16.1 gets wrong, or has not."""
+"""Rejects ways to shard optimizer, gradients and weights that megatron-core 0.16.1 gets wrong or does not support."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from megatron.context_parallel.trainer.config.flags import Arguments
 
 
 def check_sharding(args: Arguments) -> Iterator[UsageError]:
-    """Refuses flags of data-parallel sharding that do not go together."""
+    """The errors about flags of data-parallel sharding that cannot be combined."""
     yield from _check_instances(args)
     if args.use_megatron_fsdp:
         yield from _check_megatron_fsdp(args)
@@ -19,7 +19,7 @@ def check_sharding(args: Arguments) -> Iterator[UsageError]:
 
 
 def check_sharers(args: Arguments, name: str) -> Iterator[UsageError]:
-    """Refuses a value of field `name` that does not divide the data x context ranks."""
+    """The error if the value of field `name` does not divide the number of data x context ranks."""
     value = getattr(args, name)
     sharers = args.data_parallel_size * args.context_parallel_size
     if sharers % value:
@@ -34,39 +34,39 @@ def _check_instances(args: Arguments) -> Iterator[UsageError]:
     if instances > 1 and not args.use_distributed_optimizer:
         yield refusal(args, name, "needs a sharded optimizer", use_distributed_optimizer=True)
     if instances > 1 and args.data_parallel_sharding_strategy == "optim":
-        why = "Megatron-FSDP makes wrong gradients of several instances that share out the optimizer alone"
+        why = "Megatron-FSDP computes wrong gradients with several instances that shard only the optimizer"
         yield refusal(args, name, why, data_parallel_sharding_strategy="optim_grads")
 
 
 def _check_megatron_fsdp(args: Arguments) -> Iterator[UsageError]:
     sharding, tensor = args.data_parallel_sharding_strategy, args.tensor_model_parallel_size
     if sharding == "no_shard":
-        why = "Megatron-FSDP fails without a --data-parallel-sharding-strategy"
+        why = "Megatron-FSDP fails without --data-parallel-sharding-strategy"
         yield refusal(args, "use_megatron_fsdp", why, data_parallel_sharding_strategy="optim_grads_params")
     if args.outer_dp_sharding_strategy != "no_shard":
-        why = "the gradient norm of Megatron-FSDP is wrong with it"
+        why = "Megatron-FSDP computes a wrong gradient norm with it"
         yield refusal(args, "outer_dp_sharding_strategy", why, outer_dp_sharding_strategy="no_shard")
     if sharding == "optim" and args.overlap_grad_reduce:
-        why = "the gradients of Megatron-FSDP are wrong with --data-parallel-sharding-strategy optim"
+        why = "Megatron-FSDP computes wrong gradients with --data-parallel-sharding-strategy optim"
         yield refusal(args, "overlap_grad_reduce", why, data_parallel_sharding_strategy="optim_grads")
     if tensor > 1:
-        why = "not supported with --use-megatron-fsdp; --use-torch-fsdp2 and --use-distributed-optimizer work"
+        why = "not supported with --use-megatron-fsdp; use --use-torch-fsdp2 or --use-distributed-optimizer"
         yield refusal(args, "tensor_model_parallel_size", why, tensor_model_parallel_size=1)
 
 
 def _check_fsdp(args: Arguments, which: str) -> Iterator[UsageError]:
     if args.pipeline_model_parallel_size > 1:
-        why = "a pipeline is not supported with FSDP; --use-distributed-optimizer works"
+        why = "pipeline parallelism is not supported with FSDP; use --use-distributed-optimizer"
         yield refusal(args, which, why, pipeline_model_parallel_size=1)
     if args.fp8:
-        yield refusal(args, "fp8", "not supported with FSDP; leave one of the two out")
+        yield refusal(args, "fp8", "not supported with FSDP; leave out one of the two")
     if args.fp16:
         yield refusal(args, "fp16", "not supported with FSDP", bf16=True)
     if args.rerun_mode != "disabled":
-        why = "FSDP keeps no gradients of a rank's own, by which a faulty device is found"
+        why = "FSDP does not keep the rank's own gradients, which are needed to find a faulty device"
         yield refusal(args, "rerun_mode", why, rerun_mode="disabled")
     import torch
 
     if torch.cuda.is_available() and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        why = "CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment makes FSDP wait for itself; unset it"
+        why = "CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment prevents FSDP from overlapping; unset it"
         yield refusal(args, which, why)

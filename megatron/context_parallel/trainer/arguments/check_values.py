@@ -1,4 +1,4 @@
-"""Checks on values that must fit each other, this host and the ranks started. No file is opened."""
+"""Checks that values fit each other, this host and the number of ranks. No file is opened."""
 
 import math
 import os
@@ -20,10 +20,10 @@ _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context
 
 
 def ranks_in(variable: str, default: int) -> int:
-    """The whole number in an environment variable.
+    """The integer in an environment variable.
 
     Raises:
-        UsageError: it holds something else.
+        UsageError: it is not an integer.
     """
     value = os.environ.get(variable, str(default))
     if not value.isdecimal():
@@ -33,10 +33,10 @@ def ranks_in(variable: str, default: int) -> int:
 
 
 def check_world(args: Flags, world_size: int, needed: int) -> None:
-    """Refuse a number of ranks that the parallel sizes, whose product is `needed`, do not divide."""
+    """Reject a number of ranks that is not divisible by the parallel sizes; `needed` is their product."""
     if world_size < 1 or world_size % needed:
         sizes: dict[str, int] = {name: getattr(args, name) for name in _SIZES}
-        # Name the size that does not divide by itself, or else the largest.
+        # Name a size that does not divide the number of ranks, or else the largest.
         name = next((n for n in sizes if world_size % sizes[n]), max(sizes, key=lambda n: sizes[n]))
         product = "" if needed == sizes[name] else f" (tensor x pipeline x context = {needed})"
         fits = FLAGS[name].given(math.gcd(sizes[name], max(1, world_size * sizes[name] // needed)))
@@ -45,7 +45,7 @@ def check_world(args: Flags, world_size: int, needed: int) -> None:
 
 
 def check_together(args: Arguments) -> Iterator[UsageError]:
-    """Refuses values that do not fit each other in a way that no declaration of a flag tells."""
+    """The errors about combinations of values that the declarations of the flags cannot express."""
     yield from _check_model(args)
     yield from check_sharding(args)
     yield from check_experts(args)
@@ -64,7 +64,7 @@ def _check_model(args: Arguments) -> Iterator[UsageError]:
         why = f"neither divides nor is a multiple of --tensor-model-parallel-size {tensor}"
         yield refusal(args, "num_query_groups", why, tensor_model_parallel_size=math.gcd(groups, tensor))
     if args.position_embedding_type == "rope" and int(args.kv_channels * args.rotary_percent) % 2:
-        yield refusal(args, "kv_channels", "RoPE needs an even width", kv_channels=args.kv_channels + 1)
+        yield refusal(args, "kv_channels", "RoPE needs an even head dimension", kv_channels=args.kv_channels + 1)
     if args.attention_dropout:
         yield refusal(args, "attention_dropout", "context-parallel attention has no dropout", attention_dropout=0)
     if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
@@ -74,7 +74,7 @@ def _check_model(args: Arguments) -> Iterator[UsageError]:
 
 def _check_sequence(args: Arguments) -> Iterator[UsageError]:
     if args.window_size and args.window_size[1] > 0:
-        yield refusal(args, "window_size", "no token sees those after it", window_size=(args.window_size[0], 0))
+        yield refusal(args, "window_size", "later tokens are not visible", window_size=(args.window_size[0], 0))
     n, tensor = args.context_parallel_size, args.tensor_model_parallel_size
     sharers = tensor if args.sequence_parallel else 1
     what = ""
@@ -99,28 +99,28 @@ def _check_plan(args: Arguments, choice: Choice) -> None:
         choice.plan(n, heads=heads, kv_heads=kv_heads)
     except UsageError:
         raise
-    except Exception as error:  # in a strategy of the user's own
+    except Exception as error:  # from a user-defined strategy
         at = extract_tb(error.__traceback__)[-1]
         where = f"{type(error).__name__}: {error} ({os.path.basename(at.filename)}, line {at.lineno})"
-        raise UsageError(f"--cp-strategy {choice.spec}: makes no plan for {n} ranks: {where}") from error
+        raise UsageError(f"--cp-strategy {choice.spec}: failed to make a plan for {n} ranks: {where}") from error
 
 
 def _check_schedule(args: Arguments) -> Iterator[UsageError]:
     decay = decay_samples(args)
     if decay and warmup_samples(args) >= decay:
         unit, each = ("samples", 1) if args.train_samples else ("iters", args.global_batch_size)
-        why = f"must end before the decay does, after {decay // each} {unit}"
+        why = f"must end before the learning-rate decay ends, after {decay // each} {unit}"
         name = f"lr_warmup_{unit}"
         yield refusal(args, name, why, **{name: decay // each // 10})
 
 
 def check_rampup(args: Flags, data_parallel_size: int) -> None:
-    """Refuse a ramp-up of the batch whose steps do not lead to the global batch, or cannot be dealt to the ranks."""
+    """Reject a batch ramp-up whose steps do not reach the global batch size, or do not split evenly over the ranks."""
     given = args.rampup_batch_size or []
     each = args.micro_batch_size * data_parallel_size
     whole = args.global_batch_size
     if args.num_layers_per_virtual_pipeline_stage:
-        each *= args.pipeline_model_parallel_size  # whose schedule deals whole rounds
+        each *= args.pipeline_model_parallel_size  # the interleaved schedule needs whole rounds
     why = f"must be three numbers, START + a multiple of INCREMENT = --global-batch-size {whole}, multiples of {each}"
     good = len(given) == 3 and given[0] <= whole and (whole - given[0]) % given[1] == 0
     if not good or given[0] % each or given[1] % each:
@@ -128,7 +128,7 @@ def check_rampup(args: Flags, data_parallel_size: int) -> None:
 
 
 def _check_devices(args: Arguments) -> Iterator[UsageError]:
-    """A dry run may plan for other hosts: it needs no GPU, and no library that a GPU's backend would."""
+    """The errors about GPUs. A dry run may plan for other hosts: it needs no GPU and no library for GPUs."""
     import torch
 
     from megatron.context_parallel.integration.transformer_engine import check_importable
@@ -137,20 +137,20 @@ def _check_devices(args: Arguments) -> Iterator[UsageError]:
     gpus = torch.cuda.device_count()
     backend = args.cp_attention_backend
     if gpus and not args.dry_run and (local := ranks_in("LOCAL_WORLD_SIZE", 1)) > gpus:
-        why = f"this host has {gpus} GPUs; give torchrun --nproc-per-node {gpus}"
+        why = f"this host has {gpus} GPUs; start with torchrun --nproc-per-node {gpus}"
         yield UsageError(f"LOCAL_WORLD_SIZE={local}: {why}")
     if args.fp16 and not (gpus or args.dry_run):
-        yield refusal(args, "fp16", "needs a GPU, and there is none here; give --bf16, or neither")
+        yield refusal(args, "fp16", "needs a GPU, and this host has none; give --bf16, or neither")
     if args.distributed_backend == "nccl" and not (gpus or args.dry_run):
-        yield refusal(args, "distributed_backend", "needs GPUs, and there is none here", distributed_backend="gloo")
+        yield refusal(args, "distributed_backend", "needs GPUs, and this host has none", distributed_backend="gloo")
     nccl = args.distributed_backend == "nccl" or (gpus and not args.distributed_backend)
     for name in ("high_priority_stream_groups", "nccl_communicator_config_path"):
         if getattr(args, name) and not nccl:
-            yield refusal(args, name, "communication is not NCCL's", distributed_backend="nccl")
+            yield refusal(args, name, "has an effect only with NCCL", distributed_backend="nccl")
     if args.transformer_impl == "transformer_engine" and not (args.dry_run and (args.fp8 or not gpus)):
         yield from caught(check_importable)
     if args.fp8 and args.transformer_impl == "local":
-        yield refusal(args, "fp8", "needs Transformer Engine's linears", transformer_impl="transformer_engine")
+        yield refusal(args, "fp8", "needs Transformer Engine's linear layers", transformer_impl="transformer_engine")
     elsewhere = args.dry_run and not gpus and backend not in ("auto", "aten")
     device = "cuda" if gpus or elsewhere else "cpu"
     irregular = next((FLAGS[n].option for n in ("window_size", "reset_attention_mask") if getattr(args, n)), None)
@@ -161,7 +161,7 @@ def _check_devices(args: Arguments) -> Iterator[UsageError]:
 
 
 def _check_blocks(args: Arguments) -> None:
-    """Refuse a named library that does not compute all blocks of a plan. A block of its first or last rank tells."""
+    """Reject a named library that cannot compute all blocks of a plan. The first and the last rank are checked."""
     from megatron.context_parallel.kernels.interface import Kernel
     from megatron.context_parallel.kernels.libraries import LIBRARIES
     from megatron.context_parallel.runtime.blocks import Blocks
@@ -173,7 +173,7 @@ def _check_blocks(args: Arguments) -> None:
     for choice, backward in product(distinct(args.cp_layers), (False, True)):
         plan = choice.plan(args.context_parallel_size, backward=backward)
         chunks = Chunks.pair(choice.layout, plan.n, args.seq_length)
-        blocks = Blocks(Mask(), *chunks, cast(Kernel, library))  # which only cuts here
+        blocks = Blocks(Mask(), *chunks, cast(Kernel, library))  # only cuts into pieces here
         for step in (*plan.steps[0], *plan.steps[plan.n - 1]):
             for attend in step.attend:
                 for chunk in attend.q_chunks:
@@ -182,7 +182,7 @@ def _check_blocks(args: Arguments) -> None:
 
 def _check_rerun(args: Arguments) -> Iterator[UsageError]:
     if args.rerun_mode == "report_stats":
-        why = "megatron-core 0.16.1 fails where it prints its statistics"
+        why = "megatron-core 0.16.1 fails when it prints its statistics"
         yield refusal(args, "rerun_mode", why, rerun_mode="validate_results")
     if args.rerun_mode != "disabled" and not (args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss):
         why = "there is nothing to validate with --no-check-for-nan-in-loss-and-grad"
@@ -195,18 +195,18 @@ def _check_profile(args: Arguments) -> Iterator[UsageError]:
         why = f"must be below --profile-step-end {end}"
         yield refusal(args, "profile_step_start", why, profile_step_end=start + 2)
     if 0 < (last := args.train_iters) <= start:
-        why = f"the run ends before, with --train-iters {last}"
+        why = f"the run ends earlier, with --train-iters {last}"
         yield refusal(args, "profile_step_start", why, profile_step_start=last - 1)
     if absent := [rank for rank in args.profile_ranks if rank >= args.world_size]:
-        why = f"there are {args.world_size} ranks, none is {absent[0]}"
+        why = f"there is no rank {absent[0]} among the {args.world_size} ranks"
         yield refusal(args, "profile_ranks", why, profile_ranks=[0])
     if args.use_pytorch_profiler and not args.tensorboard_dir:
-        why = "needs a folder for its traces; give --tensorboard-dir DIR, or --save DIR"
+        why = "needs a directory for its traces; give --tensorboard-dir DIR, or --save DIR"
         yield refusal(args, "use_pytorch_profiler", why)
     import torch
 
     if not (args.use_pytorch_profiler or args.dry_run or torch.cuda.is_available()):
-        yield refusal(args, "profile", "nsys profiles GPUs, and there is none here", use_pytorch_profiler=True)
+        yield refusal(args, "profile", "nsys profiles GPUs, and this host has none", use_pytorch_profiler=True)
 
 
 def _check_data(args: Arguments) -> Iterator[UsageError]:

@@ -1,4 +1,4 @@
-"""From the command line and files of flags to `Flags`; what is no flag, or no value of it, is refused here."""
+"""From the command line and files of flags to `Flags`. Unknown flags and invalid values are rejected here."""
 
 import os
 from pathlib import Path
@@ -54,13 +54,13 @@ PARSER = FlagParser(
 
 
 def read_flags(argv: list[str] | None = None, unknown: list[UsageError] | None = None) -> Flags:
-    """The flags of `argv` (None: the program's), which win over those in `--config`, and these over `--preset`.
+    """The flags of `argv` (None: of the program). They override `--config`, which overrides `--preset`.
 
-    The first rank prints which flags of Megatron-LM have no effect. `unknown` gets the errors about flags that do not
-    exist here; without it they are raised.
+    The first rank prints which flags of Megatron-LM have no effect. `unknown` receives the errors about unsupported
+    flags. Without it they are raised.
 
     Raises:
-        UsageError: a line for each flag whose value is none, with a value that works; unknown flags too.
+        UsageError: a line for each flag with an invalid value, with a value that works, and for each unknown flag.
     """
     errors = list[UsageError]() if unknown is None else unknown
     given = PARSER.read(argv, errors)
@@ -80,11 +80,11 @@ def read_flags(argv: list[str] | None = None, unknown: list[UsageError] | None =
 
 
 def _of_file(path: Path, source: str) -> dict[str, Any]:
-    """The values that a YAML file gives, by field; null is as good as nothing. Those of Megatron-LM's by option."""
+    """The values in a YAML file, by field; null counts as absent. Flags of Megatron-LM are by option."""
     try:
         values = yaml.safe_load(path.read_text())
         if not isinstance(values, dict) or "config" in values:
-            raise ValueError("it must have flags, and not --config")
+            raise ValueError("it must map flags to values, without config")
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())
         raise UsageError(f"{source}: cannot be read ({why}); write lines such as num-layers: 24") from None
@@ -100,12 +100,12 @@ def _of_file(path: Path, source: str) -> dict[str, Any]:
 
 
 def _words(value: object) -> list[str]:
-    """A value of YAML as the words that follow a flag."""
+    """A YAML value as the words that would follow its flag."""
     return [] if value is True else [str(item) for item in (value if isinstance(value, list) else [value])]
 
 
 def _as_text(value: object) -> object:
-    """A value of YAML as a command line gives it, but for true and false, which are no texts."""
+    """A YAML value as on a command line. true and false stay as they are."""
     if isinstance(value, list):
         return [str(item) for item in value]
     return value if isinstance(value, bool) else str(value)

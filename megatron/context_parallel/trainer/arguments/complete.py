@@ -1,4 +1,4 @@
-"""The arguments of a run: where they come from, and what follows from them."""
+"""The arguments of a run: given values, derived values and checks."""
 
 import math
 import os
@@ -18,7 +18,7 @@ from .cp_strategy import strategies_given
 def parse_args(argv: list[str] | None = None) -> Arguments:
     """The arguments of one run, complete and checked: flags first, then `--config`, then `--preset`, then defaults.
 
-    Reads WORLD_SIZE and RANK (default 1 and 0). With `--dry-run`, what only training needs may be missing.
+    Reads WORLD_SIZE and RANK (default 1 and 0). With `--dry-run`, flags that only training needs may be missing.
 
     Raises:
         UsageError: anything that would not run as asked.
@@ -39,17 +39,17 @@ def parse_args(argv: list[str] | None = None) -> Arguments:
 
 
 def _warn(flags: Flags, args: Arguments) -> None:
-    """Say what differs from the flags given."""
+    """Print how the run differs from the flags given."""
     from megatron.context_parallel.integration.transformer_engine import why_not_importable
 
     if flags.sequence_parallel and not args.sequence_parallel:
         print("warning: --sequence-parallel is off: --tensor-model-parallel-size is 1", flush=True)
     if args.dry_run and args.fp8 and (why := why_not_importable()):
-        print(f"warning: --fp8-format {args.fp8} needs Transformer Engine where it trains: here {why}", flush=True)
+        print(f"warning: --fp8-format {args.fp8} needs Transformer Engine to train; on this host {why}", flush=True)
 
 
 def complete(flags: Flags, tokenizer: tuple[int, int | None] | None = None) -> tuple[Arguments, int]:
-    """The arguments that follow from flags, checked but for files of data and checkpoints; tokens of the tokenizer.
+    """The complete arguments and the tokenizer's number of tokens. Data and checkpoints are not checked.
 
     `tokenizer` is its number of tokens and its end-of-document token; default: those of `--tokenizer-type`.
 
@@ -61,7 +61,7 @@ def complete(flags: Flags, tokenizer: tuple[int, int | None] | None = None) -> t
     needed = flags.tensor_model_parallel_size * flags.pipeline_model_parallel_size * flags.context_parallel_size
     world_size = ranks_in("WORLD_SIZE", needed if flags.dry_run else 1)
     check_world(flags, world_size, needed)
-    import torch  # takes a second, for which a mistake in a flag need not wait
+    import torch  # takes a second; mistakes in flags are reported before
 
     flags = _fill_in_batch(complete_model(flags), world_size // needed)
     flags = replace(flags, cp_strategy=specs, cp_layout=choices[0].layout if choices else flags.cp_layout)
@@ -93,7 +93,7 @@ def padded_vocab_size(flags: Flags, vocabulary: int) -> int:
 
 
 def complete_model(flags: Flags) -> Flags:
-    """The flags with the sizes of the model that follow from others."""
+    """The flags, with derived model sizes filled in."""
     if not flags.kv_channels:
         raise_all(check_multiple(flags, "hidden_size", "num_attention_heads"))
     from megatron.context_parallel.integration.transformer_engine import why_not_importable
@@ -134,7 +134,7 @@ def _fill_in_batch(flags: Flags, data_parallel_size: int) -> Flags:
 
 
 def _fill_in_vocabulary(flags: Flags, size: int) -> tuple[Flags, int]:
-    """The flags with `vocab_size`, unless the tokenizer, of `size` tokens, has its size from there; the vocabulary."""
+    """The flags with `vocab_size`, and the vocabulary. `size`: the tokenizer's; NullTokenizer has that of the flag."""
     if flags.tokenizer_type != "NullTokenizer":
         if (flags.vocab_size or size) < size:
             refuse(flags, "vocab_size", f"the tokenizer has {size} tokens", vocab_size=size)

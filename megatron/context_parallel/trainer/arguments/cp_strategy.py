@@ -12,10 +12,10 @@ from megatron.context_parallel.trainer.config.flags import Flags
 def strategies_given(args: Flags) -> tuple[str, tuple[Choice, ...]]:
     """The specs that the `--cp-...` flags give, and the strategy of each layer.
 
-    There is none for "auto", which chooses when sizes are known.
+    It is empty for "auto", which chooses when sizes are known.
 
     Raises:
-        UsageError: an unknown strategy, or an option it does not have or with another value; no such cluster.
+        UsageError: an unknown strategy, an unknown option or value of it, or an unknown cluster.
     """
     given = {name: getattr(args, f"cp_{name}") for name in STRATEGY_OPTIONS}
     types, sizes = args.cp_comm_type, args.hierarchical_context_parallel_sizes
@@ -31,6 +31,6 @@ def strategies_given(args: Flags) -> tuple[str, tuple[Choice, ...]]:
 
 
 def fixed_options(args: Flags) -> dict[str, Any]:
-    """The options given that every strategy has, which bind `--cp-strategy auto` too."""
+    """The given options that every strategy has. They also apply to `--cp-strategy auto`."""
     given = {name: (option, getattr(args, f"cp_{name}")) for name, option in COMMON.items()}
     return {name: option.value(text) for name, (option, text) in given.items() if text is not None}

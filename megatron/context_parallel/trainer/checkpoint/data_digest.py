@@ -1,6 +1,6 @@
-"""Checksums of training data, to tell whether a resumed run has that of its checkpoint.
+"""Checksums of training data. They show whether a resumed run has the data of its checkpoint.
 
-All of an index is read, and of the tokens 256 parts: to read all of them would take as long as an epoch.
+The whole index is read, but only 256 parts of the tokens: reading all of them would take as long as an epoch.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ def data_digests(args: Arguments) -> Digests:
 
 
 def _of_parts(prefix: str) -> str:
-    """A checksum of the size of the tokens' file, and of parts of it at even distances, with its first and last."""
+    """A checksum of the size of the token file, and of evenly spaced parts, including the first and the last."""
     path = Path(prefix + ".bin")
     size = path.stat().st_size
     digest = xxh3_64(str(size).encode())
@@ -46,7 +46,7 @@ def _of_parts(prefix: str) -> str:
 
 
 def changed(saved: Digests, now: Digests) -> str | None:
-    """What differs, in words, of the first prefix that has changed; None if none has."""
+    """The difference of the first prefix that has changed, in words; None if none has changed."""
     for prefix, (index, tokens) in now.items():
         before = saved.get(prefix, (index, tokens))
         if before[0] != index:

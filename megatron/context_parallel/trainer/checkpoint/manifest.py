@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: size and checksum of every file in it, to find what storage has damaged.
+"""The manifest of a checkpoint: size and checksum of every file in it, to detect damage by the storage.
 
-The checksum is XXH3, 64 bits: it finds accidents and is no protection against an attacker.
+The checksum is XXH3, 64 bits. It detects accidents; it does not protect against an attacker.
 """
 
 import json
@@ -18,14 +18,14 @@ _BLOCK = 1 << 22  # bytes
 
 
 class File(NamedTuple):
-    """What a manifest has of a file."""
+    """The record of a file in a manifest."""
 
     bytes: int
     checksum: str
 
 
 Manifest = dict[str, File]
-"""By the path of a file in its checkpoint."""
+"""Records by the path of a file in its checkpoint."""
 
 
 def file_record(path: Path) -> File:
@@ -63,7 +63,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     """The manifest of a checkpoint; None if it has none.
 
     Raises:
-        ValueError: it is damaged, in words.
+        ValueError: it is damaged; the message says how.
     """
     try:
         text = (directory / MANIFEST).read_bytes()
@@ -85,7 +85,7 @@ def _own_checksum(files: dict[str, list]) -> str:
 
 
 def size_faults(directory: Path, manifest: Manifest) -> list[str]:
-    """Which files are missing or have another size, in words; contents are not read."""
+    """A line for each file that is missing or has another size. Contents are not read."""
     return [fault for name, record in manifest.items() if (fault := _size_fault(directory / name, name, record))]
 
 
@@ -97,16 +97,16 @@ def _size_fault(path: Path, name: str, record: File) -> str | None:
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     except ValueError:
-        return f"{name!r} is no name of a file"
+        return f"{name!r} is not a file name"
     if not path.is_file():
-        return f"{name} is no file"
+        return f"{name} is not a file"
     if size != record.bytes:
         return f"{name} has {size} bytes, not the {record.bytes} that were written"
     return None
 
 
 def content_faults(directory: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Which of the files `names` cannot be read or have other contents than were written, in words."""
+    """A line for each of the files `names` that cannot be read, or whose contents have changed."""
     with ThreadPoolExecutor(_THREADS) as pool:
         faults = pool.map(lambda name: _content_fault(directory / name, name, manifest[name]), names)
         return [fault for fault in faults if fault]
@@ -119,11 +119,11 @@ def _content_fault(path: Path, name: str, record: File) -> str | None:
         same = file_record(path) == record
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
-    return None if same else f"{name} is damaged: its contents are not those that were written"
+    return None if same else f"{name} is damaged: its contents have changed since it was written"
 
 
 def share_of(manifest: Manifest, rank: int, ranks: int) -> list[str]:
-    """The files that one of `ranks` reads when all of them check a checkpoint: each file once, bytes about even."""
+    """The files that one of `ranks` reads when all of them check a checkpoint: each file once, bytes balanced."""
     shares: list[list[str]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for name in sorted(manifest, key=lambda name: (-manifest[name].bytes, name)):

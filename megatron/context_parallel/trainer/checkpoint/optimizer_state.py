@@ -1,4 +1,4 @@
-"""The optimizer in a checkpoint: whole tensors for each weight, in one format however ranks share them out."""
+"""The optimizer in a checkpoint: whole tensors for each weight, in the same format for every kind of sharding."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,9 +21,9 @@ _FROM_FLAGS = ("max_lr", "min_lr", "betas", "eps")  # of a group of parameters; 
 def sharded_optimizer(
     optimizer: MegatronOptimizer, model: list[DataParallel], weights: dict[str, Any], loading: bool
 ) -> dict[str, Any]:
-    """The optimizer as megatron-core's dist_checkpointing saves it, or is to load it; every rank calls this.
+    """The optimizer's state dict for megatron-core's dist_checkpointing, to save or to load. Every rank calls this.
 
-    `weights` are those of the chunks, as dist_checkpointing saves them.
+    `weights` is the state dict of the model chunks.
     """
     _prime_adam(optimizer)
     if _has_buckets(optimizer, model):
@@ -45,7 +45,7 @@ def sharded_optimizer(
 
 
 def load_optimizer(optimizer: MegatronOptimizer, model: list[DataParallel], loaded: dict[str, Any]) -> None:
-    """Restore the optimizer from what dist_checkpointing has loaded; what flags say of it stays as they say now."""
+    """Restore the optimizer from a loaded state dict. Values that flags set stay as the flags of this run set them."""
     if _has_buckets(optimizer, model):
         _load_buckets(optimizer, loaded)
         return
@@ -62,7 +62,7 @@ def load_optimizer(optimizer: MegatronOptimizer, model: list[DataParallel], load
             if "step" in state:
                 state["step"] = torch.tensor(float(step))
         for group in part.optimizer.param_groups:
-            if "step" in group:  # Transformer Engine's and Apex's Adam count here
+            if "step" in group:  # Transformer Engine's and Apex's Adam count steps here
                 group["step"] = int(step)
         if getattr(part, "grad_scaler", None) and "grad_scaler" in loaded:
             part.grad_scaler.load_state_dict(loaded["grad_scaler"])
@@ -72,7 +72,7 @@ def load_optimizer(optimizer: MegatronOptimizer, model: list[DataParallel], load
 
 
 def _has_buckets(optimizer: MegatronOptimizer, model: list[DataParallel]) -> bool:
-    """Whether it is megatron-core's distributed optimizer on DDP, which cuts buckets of many weights."""
+    """Whether it is megatron-core's distributed optimizer on DDP, which shards buckets of many weights."""
     return isinstance(_parts(optimizer)[0], DistributedOptimizer) and isinstance(model[0], DistributedDataParallel)
 
 
@@ -81,7 +81,7 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def _states(parts: list[MegatronOptimizer], parameter: torch.nn.Parameter) -> dict[str, Tensor]:
-    """What the optimizer updates a weight by, and its float32 copy; with FSDP this rank's rows."""
+    """The optimizer's state of a weight, and its float32 copy; with FSDP, this rank's rows."""
     main = getattr(parameter, "main_param", parameter)
     state = next(part.optimizer.state[main] for part in parts if main in part.optimizer.state)
     return {"param": main, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
@@ -90,7 +90,7 @@ def _states(parts: list[MegatronOptimizer], parameter: torch.nn.Parameter) -> di
 def _sharded_states(
     entry: ShardedBase, states: dict[str, Tensor], rows: RowSharding | None, loading: bool
 ) -> dict[str, ShardedBase]:
-    """The states of a weight that checkpoints know as `entry`."""
+    """The states of a weight whose entry in checkpoints is `entry`."""
     found = {}
     for kind, tensor in states.items():
         data = empty(tensor, torch.float32) if loading else gather_rows(tensor, rows, torch.float32)
@@ -100,7 +100,7 @@ def _sharded_states(
 
 
 def _step(part: MegatronOptimizer) -> float:
-    """Updates so far. A rank that has no rows of a weight does not count those of that weight."""
+    """The number of updates so far. A rank without rows of a weight does not count the updates of that weight."""
     states = [state["step"].item() for state in part.optimizer.state.values() if "step" in state]
     return max(states + [group.get("step", 0) for group in part.optimizer.param_groups])
 
@@ -113,7 +113,7 @@ def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sharded_buckets(optimizer: MegatronOptimizer, weights: dict[str, Any], loading: bool) -> dict[str, Any]:
-    """As of one optimizer, also where shared out experts have one of their own."""
+    """The state of one optimizer, even if sharded experts have a separate optimizer."""
     parts = [part.sharded_state_dict(weights, is_loading=loading, metadata=METADATA) for part in _parts(optimizer)]
     if len(parts) == 1:
         return parts[0]
@@ -123,8 +123,8 @@ def _sharded_buckets(optimizer: MegatronOptimizer, weights: dict[str, Any], load
 
 
 def _count_bucket_padding(model: list[DataParallel]) -> None:
-    # megatron-core gathers the optimizer's buckets without the padding between them, then cuts parameters out at
-    # offsets that count it: wrong values after a padded bucket. With the padding gathered too they are right.
+    # megatron-core gathers the optimizer's buckets without the padding between them, then slices parameters at
+    # offsets that include it. Values after a padded bucket are wrong. Gathering the padding too makes them right.
     for buffer in (buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
         for bucket in buffer.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()
@@ -132,7 +132,7 @@ def _count_bucket_padding(model: list[DataParallel]) -> None:
 
 
 def _prime_adam(optimizer: MegatronOptimizer) -> None:
-    # PyTorch's Adam counts steps per parameter from its first step on; megatron-core reads the count before that.
+    # PyTorch's Adam creates its step counts at the first step. megatron-core reads them before that.
     for part in _parts(optimizer):
         part.init_state_fn(part.optimizer, part.config)
         for parameter_state in part.optimizer.state.values() if _is_torchs(part) else ():
@@ -143,14 +143,14 @@ def _load_buckets(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
     given = [dict(group) for group in optimizer.param_groups]
     parts = _parts(optimizer)
     groups = loaded["optimizer"]["param_groups"]
-    # Of what experts were not shared out: their optimizer has the groups of the other weights.
+    # Saved without sharded experts: their optimizer has the parameter groups of the other weights.
     both = [group | {"is_expert_parallel": shared} for shared in (False, True) for group in groups]
     for number, part in enumerate(parts):
         states = loaded["param_state"] if len(parts) == 1 else loaded["param_state"][number]
         copied = [dict(group) for group in both]
         _load_part(part, {**loaded, "optimizer": {**loaded["optimizer"], "param_groups": copied}}, states)
     for group, before in zip(optimizer.param_groups, given, strict=True):
-        for name in _FROM_FLAGS:  # megatron-core restored the old ones, and the schedule would follow them
+        for name in _FROM_FLAGS:  # megatron-core restored the saved values, and the schedule would use them
             group[name] = before[name]
 
 
@@ -161,10 +161,10 @@ def _load_part(part: MegatronOptimizer, loaded: dict[str, Any], per_parameter: d
     part.load_state_dict({name: value for name, value in loaded.items() if name != "param_state"})
     states = part.optimizer.state.values()
     steps = [state.pop("step") for state in states]
-    # megatron-core fills in all that a state has, and has no step for each parameter
+    # megatron-core restores every entry of a state, but has no step per parameter
     part.load_parameter_state_from_fully_reshardable(per_parameter)
     for state, step in zip(states, steps, strict=True):
-        state["step"] = step.clone()  # it restored one tensor for all parameters, which each would advance
+        state["step"] = step.clone()  # it restored one shared tensor, which every parameter would advance
 
 
 def _is_torchs(part: MegatronOptimizer) -> bool:

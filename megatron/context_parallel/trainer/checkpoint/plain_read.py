@@ -1,7 +1,7 @@
-"""Reads checkpoints as data alone: what in a pickle of one would run code is refused.
+"""Reads checkpoints as data only: a pickle that would run code is rejected.
 
-megatron-core and PyTorch unpickle three things: `common.pt`, `.metadata`, and the objects in the shards. They restrict
-the first alone.
+megatron-core and PyTorch unpickle `common.pt`, `.metadata`, and the objects in the shards. They restrict only
+`common.pt`.
 """
 
 import os
@@ -44,22 +44,22 @@ _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
 @contextmanager
 def plain_reads(checkpoint: Path) -> Iterator[None]:
-    """Within it PyTorch and megatron-core read checkpoints as data alone.
+    """A context in which PyTorch and megatron-core read checkpoints as data only.
 
     Raises:
-        UsageError: `checkpoint` holds more; nothing of it was run.
+        UsageError: `checkpoint` contains more; none of its code was run.
     """
     environment = dict(os.environ)
     os.environ.pop(_NOT_ONLY, None)
-    os.environ[_ONLY_WEIGHTS] = "1"  # torch.load also where weights_only=False is asked for
+    os.environ[_ONLY_WEIGHTS] = "1"  # also for calls of torch.load with weights_only=False
     try:
-        # The two are what --rerun-mode saves; megatron-core allows the rest.
+        # --rerun-mode saves these two; megatron-core allows the rest.
         with unpickled_by(_Unpickler), torch.serialization.safe_globals([Call, Caller]):
             yield
     except (pickle.UnpicklingError, CheckpointException) as error:
         if wanted := _asked_for(error):
-            why = f"it would run {wanted} while it is loaded, and was not; give a checkpoint that this program saved"
-            raise UsageError(f"--load {checkpoint.parent}: {checkpoint.name} holds more than data: {why}") from error
+            why = f"loading it would run {wanted}, so it was not loaded; give a checkpoint that this program saved"
+            raise UsageError(f"--load {checkpoint.parent}: {checkpoint.name} contains more than data: {why}") from error
         raise
     finally:
         for name in (_ONLY_WEIGHTS, _NOT_ONLY):
@@ -69,7 +69,7 @@ def plain_reads(checkpoint: Path) -> Iterator[None]:
 
 
 def _asked_for(error: BaseException) -> str | None:
-    """The function or class that a pickle asked for, if that is why it was refused; on any rank."""
+    """The function or class that a pickle named, if it was rejected for that reason on any rank."""
     causes = [error]
     if isinstance(error, CheckpointException):
         causes = [cause for cause, _ in error.failures.values()]

@@ -1,4 +1,4 @@
-"""Turns a folder that holds a whole checkpoint into the latest checkpoint of its directory."""
+"""Makes a folder with a whole checkpoint the latest checkpoint of its directory."""
 
 import json
 import os
@@ -10,13 +10,13 @@ from .store import ARGUMENTS, TRACKER, delete, iteration_of, replaced
 
 
 def publish(temporary: Path, final: Path, arguments: Mapping[str, object], records: Manifest) -> None:
-    """Add arguments and manifest, flush everything to the disk, rename it, and only then name it in the tracker.
+    """Add arguments and manifest, flush everything to disk, rename the folder, and only then update the tracker.
 
     Args:
         temporary: the folder of the checkpoint while it is written.
         final: `iter_NNNNNNN`; a checkpoint of that name is replaced.
-        arguments: of the run, as JSON can hold them.
-        records: of files in the manifest that are known; the others are read.
+        arguments: the arguments of the run, as JSON.
+        records: known records of files for the manifest; other files are read.
 
     Raises:
         OSError: writing failed.

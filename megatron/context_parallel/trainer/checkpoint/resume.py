@@ -1,4 +1,4 @@
-"""What a resumed run must share with its checkpoint: its model, and the order of its data unless told otherwise."""
+"""A resumed run must have the model of its checkpoint and, unless told otherwise, the same order of data."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from .train_state import Progress
 
-# Which may differ, but change how a run goes on. Data paths that only evaluate, logs and loaders do not.
+# Flags that may differ, but change the resumed run. Data paths for evaluation, logs and loaders do not.
 _TOLD = (
     *Regularization.declared,
     *LearningRate.declared,
@@ -43,13 +43,13 @@ _PROBES = 64  # samples that are compared
 def check_resume(args: Arguments, saved: dict) -> str | None:
     """Compare `args` with those `saved` in the checkpoint of `--load`.
 
-    Returns a line that tells with which other values the run goes on, None if with the same.
+    Returns a line with the values that changed, or None if none did.
 
     Raises:
-        UsageError: a flag decides the model, or the order of the data, and has another value.
+        UsageError: a flag that decides the model or the order of the data has another value.
     """
     if "converted_from" in saved and not args.finetune:
-        why = f"its weights were converted from {saved['converted_from']}, and there is no run to go on with"
+        why = f"its weights were converted from {saved['converted_from']}, so there is no run to resume"
         refuse(args, "load", f"{why}; add --finetune")
     _check_optimizer(args, saved)
     refused = _decisions(args, saved)
@@ -63,21 +63,21 @@ def check_resume(args: Arguments, saved: dict) -> str | None:
         if flag.decides == "model" or (not args.finetune and (name in _TOLD or flag.decides == "data order")):
             told.append(f"{_written(flag, now[name])} (was {_short(flag, saved[name])})")
     if not args.finetune and now.get("train_samples") and saved["global_batch_size"] != now["global_batch_size"]:
-        why = f"the checkpoint was saved with {saved['global_batch_size']}, and --train-samples counts in these batches"
+        why = f"the checkpoint was saved with {saved['global_batch_size']}, and --train-samples counts such batches"
         refuse(args, "global_batch_size", why, global_batch_size=saved["global_batch_size"])
     what = "finetuning" if args.finetune else "resuming"
-    return f"{what} with other {', '.join(told)}" if told else None
+    return f"{what} with changed flags: {', '.join(told)}" if told else None
 
 
 def _check_optimizer(args: Arguments, saved: dict) -> None:
     restored = not (args.finetune or args.no_load_optim or saved.get("no_save_optim"))
     if restored and saved.get("use_distributed_optimizer") is False and "use_torch_fsdp2" not in saved:
-        why = "without --use-distributed-optimizer its version kept the optimizer in another format"
+        why = "it was saved without --use-distributed-optimizer by a version with another optimizer format"
         raise UsageError(f"--load {args.load}: {why}; give --no-load-optim")
 
 
 def _decisions(args: Arguments, saved: dict) -> set[str]:
-    """What a flag may decide that must be as in the checkpoint."""
+    """The decisions of flags that must be as in the checkpoint."""
     decisions = {"weights"}
     if args.position_embedding_type == "learned_absolute":
         decisions.add("position table")
@@ -89,21 +89,21 @@ def _decisions(args: Arguments, saved: dict) -> set[str]:
 
 
 def check_samples(args: Arguments, saved: dict, iteration: int, consumed: int) -> None:
-    """Refuse a global batch so small that the run would need more samples than --train-iters of its batches.
+    """Reject a global batch so small that more samples were consumed than the finished iterations would hold.
 
     Raises:
-        UsageError: more samples are `consumed` than that many iterations have.
+        UsageError: `consumed` is more than `iteration` batches hold.
     """
     if consumed > iteration * args.global_batch_size:
-        why = f"{consumed} samples are consumed after {iteration} iterations, more than these batches hold"
+        why = f"{consumed} samples were consumed in {iteration} iterations, more than batches of this size hold"
         refuse(args, "global_batch_size", why, global_batch_size=saved["global_batch_size"])
 
 
 def same_data(args: Arguments, progress: "Progress") -> Digests:
-    """The checksums of the training data, if they are those of the checkpoint. One rank calls it.
+    """The checksums of the training data, if they match the checkpoint. One rank calls it.
 
     Raises:
-        UsageError: a file has other documents than it had, or other tokens where they are compared.
+        UsageError: a file has other documents, or other tokens in the compared parts.
         OSError: a file cannot be read.
     """
     digests = data_digests(args)
@@ -111,17 +111,17 @@ def same_data(args: Arguments, progress: "Progress") -> Digests:
     if difference and progress.consumed_train_samples and not args.override_data_order:
         name = "train_data_path" if args.train_data_path else "data_path"
         why = f"{difference} than the run in --load {args.load} was trained on"
-        refuse(args, name, f"{why}; give the data of then, or --override-data-order")
+        refuse(args, name, f"{why}; give the original data, or --override-data-order")
     return digests
 
 
 def check_shuffle(
     args: Arguments, progress: "Progress", train: "Dataset", planned_for: Callable[[int], "Dataset | None"]
 ) -> None:
-    """Refuse a length of the run with which the samples before `progress` are not those that were trained on.
+    """Reject a length of the run that would change which samples were trained on before `progress`.
 
-    megatron-core shuffles epochs together: with more of them the first has another order too. `planned_for(n)` builds
-    the training data of a run of n samples; every rank calls this.
+    megatron-core shuffles all epochs together, so with more epochs the first has another order too. `planned_for(n)`
+    builds the training data of a run of n samples. Every rank calls this.
 
     Raises:
         UsageError: the samples differ.
@@ -137,7 +137,7 @@ def check_shuffle(
     name, length = "train_iters", planned // args.global_batch_size
     if args.train_samples:
         name, length = "train_samples", planned
-    why = f"the checkpoint in --load {args.load} is of a run of {length}, and other epochs shuffle the data anew"
+    why = f"the checkpoint in --load {args.load} is from a run of {length}, and other epochs reshuffle the data"
     refuse(args, name, f"{why}; give {FLAGS[name].given(length)}, or --override-data-order")
 
 
@@ -157,14 +157,14 @@ def _refuse(args: Arguments, flag: Flag, now: object, saved: object) -> NoReturn
 
 
 def _written(flag: Flag, value: object) -> str:
-    """A flag with a value, as a command line has it."""
+    """A flag with a value, as on a command line."""
     if flag.kind is bool:
         return flag.option if value != flag.default else f"no {flag.option}"
     return f"no {flag.option}" if value is None else f"{flag.option} {_short(flag, value)}"
 
 
 def _short(flag: Flag, value: object) -> str:
-    """A value alone, as a command line has it."""
+    """A value alone, as on a command line."""
     if flag.kind is bool:
         return "given" if value != flag.default else "not given"
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints: an interrupted save harms nothing, and damage is found before anything is loaded."""
+"""Saves and loads checkpoints. An interrupted save harms nothing; damage is detected before anything is loaded."""
 
 import gc
 import queue
@@ -73,8 +73,8 @@ class Save:
     """A checkpoint that is being written. Every rank makes one, and calls the same methods in the same order.
 
     Threads of each rank write its shards under a temporary name. `finish` then adds the manifest, flushes everything to
-    the disk, renames it, and only then names it in the tracker. With `--async-save` the state is copied first, so that
-    training may go on until `finish`.
+    disk, renames the folder, and only then updates the tracker. With `--async-save` the state is copied first, and
+    training continues until `finish`.
     """
 
     def __init__(self, args: Arguments, state: TrainState) -> None:
@@ -113,7 +113,7 @@ class Save:
             self.failure = cause_of(error, self.temporary)
 
     def _write_shard(self, index: int, bucket: tuple) -> list:
-        """Write one file with megatron-core's writer; returns what it says of the tensors in it."""
+        """Write one file with megatron-core's writer. Returns the writer's records of the tensors in it."""
         path, name, _ = bucket
         transforms, _ = self.request.async_fn.args
         outcome: queue.Queue = queue.Queue()
@@ -139,7 +139,7 @@ class Save:
             DiskError: writing failed on some rank; every rank raises the same.
         """
         self.thread.join()
-        gc.enable()  # the writers turn it off, and one of two that overlap may leave it so
+        gc.enable()  # the writers disable it, and two that overlap may leave it disabled
         outcomes: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(outcomes, (self.failure, self.records))
         for failure, _ in outcomes:
@@ -159,9 +159,9 @@ class Save:
 
 
 def _on_host(request: AsyncRequest, copy: bool) -> list:
-    """The tensors of this rank's shards in host memory; with `copy` training may change its own."""
+    """The tensors of this rank's shards in host memory. With `copy`, training may change the originals."""
     buckets = request.preload_fn()
-    if not copy or torch.cuda.is_available():  # on a GPU's host no weights or optimizer states live on the host
+    if not copy or torch.cuda.is_available():  # with a GPU, weights and optimizer states are not in host memory
         return buckets
     copied = []
     for path, name, (values, tensors) in buckets:
@@ -174,14 +174,14 @@ def _on_host(request: AsyncRequest, copy: bool) -> list:
 
 
 def load_checkpoint(args: Arguments, state: TrainState) -> bool:
-    """Restore a checkpoint of `--load` into `state`; whether there was one. Every rank calls it.
+    """Restore a checkpoint of `--load` into `state`. Returns whether there was one. Every rank calls it.
 
-    It is that of `--ckpt-step`, or the latest. All of its files are checked before anything is loaded, unless
-    `--no-verify-checkpoint` is given. `--finetune` restores the weights alone; `--no-load-optim` and `--no-load-rng`
-    leave those parts out. In another parallel layout the random generators keep their fresh seeds.
+    The checkpoint is that of `--ckpt-step`, or the latest. All of its files are checked before anything is loaded,
+    unless `--no-verify-checkpoint` is given. `--finetune` restores only the weights. `--no-load-optim` and
+    `--no-load-rng` omit those parts. On another parallel layout the random generators keep their fresh seeds.
 
     Raises:
-        UsageError: it is damaged or was saved with arguments that do not go with `args`; every rank raises the same.
+        UsageError: it is damaged, or its arguments are incompatible with `args`; every rank raises the same.
     """
     paths, fault = on_first_rank(lambda: loadable_checkpoints(args))
     checkpoint = choose_checkpoint(args, paths, fault, lambda path: fault_everywhere(args, path), say)
@@ -218,10 +218,10 @@ def load_checkpoint(args: Arguments, state: TrainState) -> bool:
 
 
 def _take_out_absent(args: Arguments, wanted: dict, models: int, checkpoint: Path) -> list[dict[str, None]]:
-    """Takes what Transformer Engine's modules keep for FP8 out of `wanted`, where a checkpoint of others lacks it.
+    """Removes the FP8 states of Transformer Engine's modules from `wanted`, if the checkpoint lacks them.
 
     Returns:
-        For each model chunk, what its modules get instead: None, which they take for a fresh start.
+        For each model chunk, the values that its modules get instead: None, with which they start fresh.
     """
     with _reading(args, checkpoint):
         saved = load_sharded_metadata(str(checkpoint))
@@ -235,7 +235,7 @@ def _take_out_absent(args: Arguments, wanted: dict, models: int, checkpoint: Pat
 
 
 def fault_everywhere(args: Arguments, checkpoint: Path) -> str | None:
-    """Why a checkpoint is not to be loaded, the same on every rank; each file is read once, by one of them."""
+    """Why a checkpoint must not be loaded, the same on every rank. Each file is read once, by one rank."""
     quick = on_first_rank(lambda: quick_fault(checkpoint))
     if quick or args.no_verify_checkpoint:
         return quick
@@ -250,7 +250,7 @@ def fault_everywhere(args: Arguments, checkpoint: Path) -> str | None:
 
 
 def _parts_to_load(args: Arguments, saved: dict) -> tuple[bool, bool]:
-    """Whether to restore the optimizer, and the random generators, of a checkpoint made with arguments `saved`."""
+    """Whether to restore the optimizer, and whether the random generators, of a checkpoint with arguments `saved`."""
     optimizer = not (args.finetune or args.no_load_optim or saved["no_save_optim"])
     return optimizer, _same_ranks(args, saved) and not (args.finetune or args.no_load_rng or saved["no_save_rng"])
 
@@ -260,21 +260,21 @@ def _same_ranks(args: Arguments, saved: dict) -> bool:
 
 
 def _is_to_compute_again(args: Arguments, saved: dict, checkpoint: Path) -> bool:
-    """Whether `--rerun-mode` saved the checkpoint to compute its next step on other devices, and this run does so."""
+    """Whether `--rerun-mode` saved the checkpoint to repeat its next step on other devices, and this run will do so."""
     if args.finetune or "rerun" not in read_checkpoint(args, None, checkpoint):
         return False
-    reason = "" if args.rerun_mode == "validate_results" else "without --rerun-mode validate_results"
+    reason = "" if args.rerun_mode == "validate_results" else "because --rerun-mode validate_results is not given"
     if not _same_ranks(args, saved):
-        reason = "on another layout of ranks"
+        reason = "because the parallel layout has changed"
     if reason:
-        say(f"--load {args.load}: its next step is not compared with the suspicious one, {reason}")
+        say(f"--load {args.load}: the suspicious step is not repeated for comparison, {reason}")
     return not reason
 
 
 def read_checkpoint(args: Arguments, wanted: dict | None, checkpoint: Path) -> dict:
-    """What is `wanted` of a checkpoint and what all ranks share; None: the latter alone."""
+    """The parts `wanted` of a checkpoint, and the values common to all ranks; with None, only these values."""
     with _reading(args, checkpoint):
-        FileSystemReader(checkpoint).read_metadata()  # where it is damaged, load would print a traceback first
+        FileSystemReader(checkpoint).read_metadata()  # if it is damaged, load would print a traceback first
         if wanted is None:
             return dist_checkpointing.load_common_state_dict(str(checkpoint))
         return dist_checkpointing.load(wanted, str(checkpoint))
@@ -282,7 +282,7 @@ def read_checkpoint(args: Arguments, wanted: dict | None, checkpoint: Path) -> d
 
 @contextmanager
 def _reading(args: Arguments, checkpoint: Path) -> Iterator[None]:
-    """Within it a checkpoint is read as data alone; one that is damaged, or was deleted meanwhile, is a UsageError."""
+    """A context that reads a checkpoint as data only. A damaged or deleted checkpoint raises UsageError."""
     try:
         with plain_reads(checkpoint):
             yield
@@ -290,7 +290,7 @@ def _reading(args: Arguments, checkpoint: Path) -> Iterator[None]:
         raise
     except (Exception, CheckpointException) as error:  # damage breaks any of their parsers
         if fault := quick_fault(checkpoint):
-            raise UsageError(f"--load {args.load}: {fault}, since it was checked; give another --load") from error
+            raise UsageError(f"--load {args.load}: {fault}, after it was checked; give another --load") from error
         if (checkpoint / MANIFEST).exists() and not args.no_verify_checkpoint:  # the files are whole
             raise
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]

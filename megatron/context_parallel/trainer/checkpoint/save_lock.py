@@ -13,19 +13,19 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
 from megatron.context_parallel.trainer.config.flags import Arguments
 
-_NAME = "lock"  # a file in --save: locked while a job runs, and it says which; left behind, unlocked, by every job
-_SECONDS_FOR_REQUEUE = 120  # in which a network file system drops the locks of a node that failed
+_NAME = "lock"  # a file in --save that names the job that has locked it; it stays, unlocked, when the job ends
+_SECONDS_FOR_REQUEUE = 120  # a network file system needs up to this long to drop the locks of a failed node
 _held: tuple[int, Path] | None = None  # the open file, and where it was
 
 
 @contextmanager
 def save_lock(args: Arguments) -> Iterator[None]:
-    """Keep other jobs from saving into `--save` until the block ends. Every rank calls it.
+    """Prevent other jobs from saving to `--save` until the block ends. Every rank calls it.
 
-    Rank 0 holds the lock. The system drops it with the process, so a crash leaves nothing to be removed.
+    Rank 0 holds the lock. The system releases it with the process, so nothing is left to remove after a crash.
 
     Raises:
-        UsageError: another job has the lock, or the directory cannot be written to; every rank raises the same.
+        UsageError: another job has the lock, or the directory is not writable; every rank raises the same.
     """
     global _held
     if not args.save:
@@ -45,7 +45,7 @@ def _hold(args: Arguments) -> None:
         _held = _lock(args, Path(args.save) / _NAME)
     except OSError as error:
         raise UsageError(
-            f"--save {args.save}: cannot be written to ({error.strerror}); give --save runs/first"
+            f"--save {args.save}: not writable ({error.strerror}); give a writable directory, such as --save runs/first"
         ) from None
 
 
@@ -70,9 +70,9 @@ def _lock(args: Arguments, path: Path) -> tuple[int, Path]:
         owner = os.pread(file, 1000, 0).decode(errors="replace").strip()
         if not (ours and ours in owner) or time.monotonic() > deadline:
             raise UsageError(
-                f"--save {args.save}: another job saves there ({owner}); let it end, or give --save another DIR"
+                f"--save {args.save}: in use by another job ({owner}); wait until it ends, or give another --save"
             )
-        time.sleep(1)  # the same job, requeued: its first run is over
+        time.sleep(1)  # the same job, requeued: its first run has ended
     os.ftruncate(file, 0)
     owner = f"{ours} process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}\n".lstrip()
     os.pwrite(file, owner.encode(), 0)
@@ -86,7 +86,7 @@ def _try_to_lock(args: Arguments, file: int) -> bool:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
         print(
-            f"warning: --save {args.save}: no lock there ({error.strerror}), so a second job would not be noticed",
+            f"warning: --save {args.save}: cannot be locked ({error.strerror}), so a second job would not be detected",
             flush=True,
         )
     return True

@@ -1,4 +1,4 @@
-"""The flags of a model that a checkpoint was saved with."""
+"""The model flags that a checkpoint was saved with."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _OF_TRAINING = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids")
 
 
 def saved_flags(asked: Flags, *others: str) -> dict[str, Any]:
-    """The flags of the model in the checkpoint of `--load`, and `others`, by field.
+    """The model flags in the checkpoint of `--load`, and those named by `others`, by field.
 
     Raises:
         UsageError: there is no checkpoint, or it is damaged.
@@ -22,7 +22,7 @@ def saved_flags(asked: Flags, *others: str) -> dict[str, Any]:
         asked, *loadable_checkpoints(asked), quick_fault, lambda line: None
     )  # the load tells
     if checkpoint is None:
-        why = "neither a run with checkpoints nor a folder of HuggingFace with a config.json"
+        why = "contains neither checkpoints of a run nor a HuggingFace model with a config.json"
         raise UsageError(f"--load {asked.load}: {why}; give one, such as --load runs/quickstart")
     saved = read_saved_args(checkpoint)
     taken = [name for name, flag in FLAGS.items() if flag.decides in _DECIDES and name not in _OF_TRAINING]

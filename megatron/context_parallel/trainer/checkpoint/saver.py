@@ -1,4 +1,4 @@
-"""When a run saves, and what a save that failed does to it."""
+"""When a run saves, and how it handles a failed save."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +17,8 @@ from .train_state import TrainState
 class Saver:
     """The checkpoints of a run, of which at most one is being written. Every rank calls the same methods.
 
-    A save that fails stops the run with a UsageError on every rank. With `--save-on-error continue` it is a warning,
-    unless it is the last. `say` prints a line on the first rank.
+    A failed save stops the run with a UsageError on every rank. With `--save-on-error continue` it is a warning, unless
+    it is the last save. `say` prints a line on the first rank.
     """
 
     def __init__(self, args: Arguments, state: TrainState, say: Callable[[str], None]) -> None:
@@ -28,7 +28,7 @@ class Saver:
         self.tolerant = args.save_on_error == "continue"
 
     def start(self) -> None:
-        """Save this iteration; with `--async-save` only begin to."""
+        """Save this iteration; with `--async-save`, only start the save."""
         recorder.enter("save")
         self.finish()
         with self._errors(self.state.progress.iteration), weights_gathered(self.args, self.state.model):
@@ -37,7 +37,7 @@ class Saver:
             self.finish()
 
     def finish_if_written(self) -> None:
-        """Finish a save whose files are written on every rank."""
+        """Finish the save if every rank has written its files."""
         if self.writing and self.writing.is_written():
             self.finish()
 
@@ -68,4 +68,4 @@ class Saver:
             line = not_saved(self.args, iteration, error)
             if not self.tolerant:
                 raise UsageError(line) from error
-            self.say(f"warning: {line}; training goes on")
+            self.say(f"warning: {line}; training continues")

@@ -1,7 +1,7 @@
-"""Weights that ranks share out, whole as checkpoints have them.
+"""Sharded weights, as the whole tensors of a checkpoint.
 
-FSDP gives each rank some rows of every weight, and of what the optimizer keeps of it. Checkpoints hold whole tensors,
-so a run that shares them out in another way can go on from them.
+With FSDP each rank has some rows of every weight and of its optimizer states. Checkpoints hold whole tensors, so a run
+with another kind of sharding can resume from them.
 """
 
 from dataclasses import replace
@@ -18,14 +18,14 @@ from megatron.context_parallel.trainer.model.data_parallel import DataParallel, 
 
 
 def parameters_of(chunk: DataParallel) -> dict[str, torch.nn.Parameter]:
-    """The weights that are updated, by their names in the model; with FSDP this rank's rows, as DTensors."""
+    """The weights that the optimizer updates, by their names in the model; with FSDP this rank's rows, as DTensors."""
     if isinstance(chunk, DistributedDataParallel | TorchFSDP2):
         return dict(chunk.module.named_parameters())
     return dict(chunk.param_and_grad_buffer.optimizer_named_parameters)
 
 
 def described(chunk: DataParallel) -> list[tuple[str, ShardedBase, torch.nn.Parameter]]:
-    """Of each weight: its name in `sharded_weights`, how checkpoints know it, and the parameter."""
+    """For each weight, its name in `sharded_weights`, its entry in checkpoints, and the parameter."""
     if isinstance(chunk, DistributedDataParallel):
         entries = chunk.module.sharded_state_dict()
         weights = {id(parameter): parameter for parameter in chunk.module.parameters()}
@@ -35,7 +35,7 @@ def described(chunk: DataParallel) -> list[tuple[str, ShardedBase, torch.nn.Para
 
 
 def sharded_weights(chunk: DataParallel, loading: bool) -> dict[str, ShardedBase]:
-    """The weights of a model chunk as megatron-core's dist_checkpointing saves them, or is to load them."""
+    """The state dict of a model chunk for megatron-core's dist_checkpointing, to save or to load."""
     if isinstance(chunk, DistributedDataParallel):
         return chunk.module.sharded_state_dict()
     entries = {name: x for name, (x, weight) in chunk.descriptions.items() if not weight}
@@ -47,7 +47,7 @@ def sharded_weights(chunk: DataParallel, loading: bool) -> dict[str, ShardedBase
 
 
 def load_weights(chunk: DataParallel, loaded: dict[str, Any]) -> None:
-    """Restore the weights of a model chunk from what dist_checkpointing has loaded."""
+    """Restore the weights of a model chunk from a loaded state dict."""
     if isinstance(chunk, DistributedDataParallel):
         chunk.module.load_state_dict(loaded)
         return
@@ -57,7 +57,7 @@ def load_weights(chunk: DataParallel, loaded: dict[str, Any]) -> None:
 
 
 def install_weights(chunk: DataParallel) -> None:
-    """Make the weights that a model chunk computes with those that its optimizer updates."""
+    """Copy the weights that the optimizer updates into those that the model chunk computes with."""
     if not isinstance(chunk, DistributedDataParallel | TorchFSDP2):
         chunk.module.install_optimized_model_weights()
         chunk.start_param_sync()
@@ -67,14 +67,14 @@ def install_weights(chunk: DataParallel) -> None:
 
 
 class RowSharding(NamedTuple):
-    """The ranks that share out the rows of a weight, and how many each has: Megatron-FSDP cuts where buckets end."""
+    """The ranks that shard the rows of a weight, and how many rows each has. Megatron-FSDP cuts where buckets end."""
 
     group: dist.ProcessGroup
     counts: list[int]
 
 
 def rows_of(parameter: Tensor) -> RowSharding | None:
-    """How the rows of a weight are shared out; None if each rank has all of them. All of these ranks call it."""
+    """How the rows of a weight are sharded; None if each rank has all of them. All of these ranks call it."""
     if not isinstance(parameter, DTensor):
         return None
     group = parameter.device_mesh.get_group(next(i for i, x in enumerate(parameter.placements) if x.is_shard()))
@@ -85,12 +85,12 @@ def rows_of(parameter: Tensor) -> RowSharding | None:
 
 
 def empty(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor on the host for all rows of one that ranks may share out."""
+    """An empty tensor on the host for all rows of a tensor that may be sharded."""
     return torch.empty(tensor.shape, dtype=dtype)
 
 
 def gather_rows(tensor: Tensor, rows: RowSharding | None, dtype: torch.dtype) -> Tensor:
-    """All rows of a tensor, on the host; the ranks that share it out call this together."""
+    """All rows of a tensor, on the host. The ranks that shard it call this together."""
     tensor = tensor.detach()
     if not rows:
         return tensor.to(device="cpu", dtype=dtype)
@@ -105,7 +105,7 @@ def gather_rows(tensor: Tensor, rows: RowSharding | None, dtype: torch.dtype) ->
 
 @torch.no_grad()
 def copy_share(tensor: Tensor, values: Tensor, rows: RowSharding | None) -> None:
-    """Copy what this rank has of the whole `values`."""
+    """Copy this rank's part of the whole `values`."""
     if rows:
         rank = dist.get_rank(rows.group)
         values = values[sum(rows.counts[:rank]) : sum(rows.counts[: rank + 1])]

@@ -1,4 +1,4 @@
-"""What can go wrong with the disk during a save: no room, read-only, removed. Ranks agree on it, and it is one line."""
+"""Disk errors during a save: no space, read-only, removed. All ranks agree on the error, which is one line."""
 
 import errno
 import os
@@ -18,15 +18,15 @@ from megatron.context_parallel.trainer.config.workload import model_of
 
 from .save_lock import check_save_lock
 
-_ADVICE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some room") | {errno.ENOENT: "bring it back"}
+_ADVICE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space") | {errno.ENOENT: "restore it"}
 _kept: list[Exception] = []
 
 
 def begin_save(args: Arguments) -> None:
-    """On rank 0, before anything is written: whether the directory is there and has room.
+    """Check on rank 0, before anything is written, that the directory exists and has enough space.
 
     Raises:
-        OSError: it is not, or has none.
+        OSError: it does not exist, or has too little space.
     """
     assert args.save is not None
     _keep_errors()
@@ -41,7 +41,7 @@ def begin_save(args: Arguments) -> None:
 
 
 def checkpoint_bytes(args: Arguments) -> int:
-    """The least that a checkpoint takes: weights, and of the optimizer two moments, with 16-bit weights a copy too."""
+    """The minimum size of a checkpoint, in bytes: weights, two moments and, with 16-bit weights, a float32 copy."""
     weights = args.params_dtype.itemsize
     optimizer = 0 if args.no_save_optim else 12 if weights == 2 else 8
     return model_of(args).parameters * (weights + optimizer)
@@ -55,14 +55,14 @@ def _megabytes(count: int) -> str:
 
 
 def raise_kept() -> None:
-    """On rank 0, before a checkpoint is published: raise the first error since `begin_save` that was kept."""
+    """On rank 0, before a checkpoint is published, raise the first recorded error since `begin_save`."""
     if _kept:
         raise _kept[0]
 
 
 @cache
 def _keep_errors() -> None:
-    # Rank 0 writes these files alone. If it left megatron-core here, the others would wait for it.
+    # Only rank 0 writes these files. If it raised inside megatron-core, the other ranks would wait for it.
     wrap_steps_of_rank_0(_keeps_errors)
 
 
@@ -74,7 +74,7 @@ def _keeps_errors(step: Callable) -> Callable:
         except (OSError, RuntimeError) as error:
             directory = getattr(args[0], "checkpoint_dir", args[-1])
             _kept.append(cause_of(error, Path(directory)))
-            return args[-1]  # the plan, where one is asked for
+            return args[-1]  # the plan, if the caller expects one
 
     return run
 
@@ -86,7 +86,7 @@ def cause_of(error: BaseException, directory: Path) -> Exception:
         if isinstance(behind, OSError):
             return behind
         behind = behind.__cause__ or behind.__context__
-    try:  # the writer of PyTorch does not say
+    try:  # PyTorch's writer does not report it
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(bytes(1 << 20))
             os.fsync(file.fileno())
@@ -96,7 +96,7 @@ def cause_of(error: BaseException, directory: Path) -> Exception:
 
 
 def not_saved(args: Arguments, iteration: int, error: DiskError) -> str:
-    """Remove what a failed save left, on rank 0, and say in one line what failed and what to do."""
+    """Remove the files of a failed save, on rank 0. Returns one line with the error and a remedy."""
     assert args.save is not None
     if dist.get_rank() == 0:
         for partial in Path(args.save).glob("iter_*.incomplete"):

@@ -1,8 +1,7 @@
-"""A directory of checkpoints: which are there, which of them are complete, which one to load, which to delete.
+"""A directory of checkpoints: which exist, which are complete, which one to load, which to delete.
 
 It holds `iter_0000100/` per save and `latest_checkpointed_iteration.txt`, the tracker, which names the last complete
-one.
-Names with a suffix are no checkpoints: `.incomplete` is being written or deleted, `.replaced` is about to be.
+one. Names with a suffix are not checkpoints: `.incomplete` is being written or deleted, `.replaced` will be deleted.
 """
 
 import json
@@ -18,7 +17,7 @@ from .manifest import MANIFEST, content_faults, read_manifest, size_faults
 
 TRACKER = "latest_checkpointed_iteration.txt"
 ARGUMENTS = "args.json"
-_PARTS = ("metadata.json", ".metadata", "common.pt")  # what megatron-core writes beside the shards
+_PARTS = ("metadata.json", ".metadata", "common.pt")  # files of megatron-core beside the shards
 Fault = Callable[[Path], str | None]
 
 
@@ -28,12 +27,12 @@ def iteration_directory(directory: str | Path, iteration: int) -> Path:
 
 
 def replaced(checkpoint: Path) -> Path:
-    """Where a checkpoint is for the moment in which another of its iteration takes its place."""
+    """The path of a checkpoint while another one of the same iteration replaces it."""
     return checkpoint.with_name(checkpoint.name + ".replaced")
 
 
 def existing(directory: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of `iteration` is, also if a run was killed while it replaced it."""
+    """The path of the checkpoint of `iteration`, even if a run was killed while replacing it."""
     final = iteration_directory(directory, iteration)
     return replaced(final) if not final.exists() and replaced(final).is_dir() else final
 
@@ -51,7 +50,7 @@ def latest_iteration(directory: str | Path) -> int | None:
     except OSError as error:
         raise UsageError(f"{TRACKER} cannot be read ({error.strerror})") from None
     if not (text.isascii() and text.isdecimal() and len(text) < 20):
-        raise UsageError(f"{TRACKER} holds {text[:20]!r}, not an iteration such as 100")
+        raise UsageError(f"{TRACKER} contains {text[:20]!r}, not an iteration such as 100")
     return int(text)
 
 
@@ -59,7 +58,7 @@ def iterations(directory: str | Path) -> list[int]:
     """The iterations of all checkpoints in a directory, complete or not, in ascending order.
 
     Raises:
-        UsageError: the directory cannot be read, so nobody knows.
+        UsageError: the directory cannot be read.
     """
     try:
         names = [path.name for path in Path(directory).iterdir() if path.is_dir()]
@@ -75,11 +74,11 @@ def iterations(directory: str | Path) -> list[int]:
 
 
 def quick_fault(checkpoint: Path) -> str | None:
-    """Why a checkpoint is not complete, in words, as far as names, sizes and its `args.json` tell; None if it is."""
+    """Why a checkpoint is not complete, judged by names, sizes and its `args.json`; None if it is complete."""
     name = checkpoint.name
     try:
         if not checkpoint.is_dir():
-            return f"{name} is not there"
+            return f"{name} is missing"
         next(checkpoint.iterdir(), None)
     except OSError as error:  # of another user
         return f"{name} cannot be read ({error.strerror})"
@@ -99,20 +98,20 @@ def quick_fault(checkpoint: Path) -> str | None:
         return f"{name}/{error}"
     if manifest is not None:
         return None
-    if "no_verify_checkpoint" in saved:  # its program knew of manifests
+    if "no_verify_checkpoint" in saved:  # it was saved by a version that writes manifests
         return f"{name}/{MANIFEST} is missing"
     missing = [part for part in _PARTS if not (checkpoint / part).is_file() or (checkpoint / part).stat().st_size == 0]
     return f"{name}/{missing[0]} is missing or empty" if missing else None
 
 
 def faults_of(checkpoint: Path, faults: list[str]) -> str | None:
-    """The first fault of a file, and how many there are more; None without one."""
+    """The first of the faults and the number of further ones; None without a fault."""
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     return f"{checkpoint.name}/{faults[0]}{more}" if faults else None
 
 
 def plain_args(args: Arguments) -> dict[str, object]:
-    """The arguments as JSON can hold them; what it cannot is written as text."""
+    """The arguments as JSON. Values that JSON cannot represent become text."""
     return json.loads(json.dumps(vars(args), default=str))
 
 
@@ -120,7 +119,7 @@ def read_saved_args(checkpoint: Path) -> dict:
     """The arguments a checkpoint was saved with.
 
     Raises:
-        ValueError: they are missing or damaged, in words.
+        ValueError: they are missing or damaged; the message says how.
     """
     try:
         saved = json.loads((checkpoint / ARGUMENTS).read_bytes())
@@ -139,7 +138,7 @@ def read_saved_args(checkpoint: Path) -> dict:
 
 
 def loadable_checkpoints(args: Flags) -> tuple[list[Path], str | None]:
-    """The checkpoints of `--load`, the one to load first and then those to turn to; what is wrong with the tracker."""
+    """The checkpoints of `--load`, the preferred one first, then the fallbacks; and the tracker's fault, or None."""
     assert args.load is not None
     try:
         there = iterations(args.load)
@@ -162,9 +161,9 @@ def loadable_checkpoints(args: Flags) -> tuple[list[Path], str | None]:
 def choose_checkpoint(
     args: Flags, paths: list[Path], fault: str | None, fault_of: Fault, say: Callable[[str], None]
 ) -> Path | None:
-    """The one of `loadable_checkpoints` to load: that of `--ckpt-step`, or what the tracker names. None: there is none.
+    """The one of `loadable_checkpoints` to load: that of `--ckpt-step`, or of the tracker. None if there is none.
 
-    With `--load-fallback` it is the newest complete one instead, if that one is not complete; `say` gets a line of it.
+    If it is not complete, `--load-fallback` selects the newest complete one instead; `say` gets a line about that.
 
     Raises:
         UsageError: it is not complete; the message names a file and the newest complete checkpoint before it.
@@ -180,7 +179,7 @@ def choose_checkpoint(
     if other and args.load_fallback:
         say(f"--load {args.load}: {fault}; loading {other.name} instead")
         return other
-    advice = "nothing else there is complete; give another --load"
+    advice = "no other checkpoint in it is complete; give another --load"
     if other:
         advice = f"give --ckpt-step {iteration_of(other)}, or --load-fallback"
     raise UsageError(f"--load {args.load}: {fault}; {advice}")
@@ -197,8 +196,8 @@ def iteration_of(checkpoint: Path) -> int:
 def superseded(directory: str | Path, keep_last: int, retain_interval: int | None) -> list[Path]:
     """The checkpoints to delete, oldest first.
 
-    Kept are the last `keep_last` up to the one that the tracker names, and multiples of `retain_interval`. Those with a
-    higher iteration than the tracker's are of another run and are kept too. Without a tracker nothing is deleted.
+    The last `keep_last` up to the one that the tracker names are kept, and multiples of `retain_interval`. Iterations
+    above the tracker's belong to another run and are kept too. Without a tracker nothing is deleted.
 
     Raises:
         UsageError: the tracker does not hold a number.
@@ -212,7 +211,7 @@ def superseded(directory: str | Path, keep_last: int, retain_interval: int | Non
 
 
 def delete(checkpoint: Path) -> None:
-    """Delete a checkpoint; if that is interrupted, what is left does not look like one."""
+    """Delete a checkpoint. If that is interrupted, the rest does not look like a checkpoint."""
     doomed = checkpoint.with_name(checkpoint.name.removesuffix(".replaced") + ".incomplete")
     if doomed.exists():
         shutil.rmtree(doomed)
@@ -221,7 +220,7 @@ def delete(checkpoint: Path) -> None:
 
 
 def clear_leftovers(directory: Path) -> None:
-    """Delete what interrupted saves and deletions left; a checkpoint that was being replaced gets its name back."""
+    """Delete the remains of interrupted saves and deletions, and restore a checkpoint that was being replaced."""
     for path in directory.glob("iter_*.incomplete"):
         shutil.rmtree(path)
     for path in directory.glob("iter_*.replaced"):

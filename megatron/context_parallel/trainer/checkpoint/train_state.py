@@ -1,4 +1,4 @@
-"""What is in a checkpoint: weights, optimizer, schedule, random generators, and how far the run has come."""
+"""The contents of a checkpoint: weights, optimizer, schedule, random generators, and the progress of the run."""
 
 import random
 from dataclasses import asdict, dataclass, field
@@ -23,18 +23,18 @@ from .sharded_weights import sharded_weights
 
 @dataclass
 class Progress:
-    """How far a run has come; a checkpoint carries it."""
+    """The progress of a run, saved in its checkpoints."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     planned_train_samples: int = 0  # of the whole run; 0: unknown
-    train_data: Digests = field(default_factory=dict)  # empty: unknown, or made up
+    train_data: Digests = field(default_factory=dict)  # empty: unknown, or mock data
 
 
 @dataclass
 class TrainState:
-    """Everything that a checkpoint saves and restores; of the findings, whether a step is to be computed again."""
+    """Everything that a checkpoint saves and restores. Of the findings it saves whether to repeat a step."""
 
     model: list[DataParallel]
     optimizer: MegatronOptimizer
@@ -44,7 +44,7 @@ class TrainState:
 
 
 def sharded_state(state: TrainState, *, optimizer: bool, generators: bool, loading: bool = False) -> dict:
-    """`state` as megatron-core's dist_checkpointing saves it, or is to load it; every rank calls this."""
+    """The state dict of `state` for megatron-core's dist_checkpointing, to save or to load. Every rank calls this."""
     sharded: dict[str, Any] = {f"model{i}": sharded_weights(chunk, loading) for i, chunk in enumerate(state.model)}
     if optimizer:
         sharded["optimizer"] = sharded_optimizer(state.optimizer, state.model, sharded, loading)

@@ -8,33 +8,35 @@ from megatron.context_parallel.kernels.names import BACKENDS
 from megatron.context_parallel.strategies import AUTO, COMMON, STRATEGIES, Grid, Option
 from megatron.context_parallel.strategies.by_layer import BOTH, COMM_TYPES
 
-_STRATEGY = f"""distributed attention: {", ".join(STRATEGIES)}; NAME:OPTION=VALUE,... gives options, MODULE:NAME and
-FILE.py:NAME a strategy of your own, SPEC+SPEC another one for the backward pass, SPEC*4,SPEC*2 one for 4 layers and one
-for 2; {AUTO}: the fastest as predicted"""
+_STRATEGY = f"""distributed attention: {", ".join(STRATEGIES)}; NAME:OPTION=VALUE,... sets options;
+MODULE:NAME and FILE.py:NAME are strategies of your own; SPEC+SPEC gives forward and backward pass; SPEC*4,SPEC*2 gives
+4 layers and then 2; {AUTO} chooses the strategy with the shortest predicted time"""
 
 
 class _Group(FlagSection):
-    context_parallel_size: int = flag("ranks that share each sequence", 1)
-    cp_strategy: str = flag(_STRATEGY, derived="ring, or what --cp-comm-type names", unit="SPEC", example="ring")
+    context_parallel_size: int = flag("number of ranks that share each sequence", 1)
+    cp_strategy: str = flag(_STRATEGY, derived="ring, or the strategy of --cp-comm-type", unit="SPEC", example="ring")
     cp_comm_type: list[str] | None = flag(
-        f"Megatron's names of {', '.join(COMM_TYPES.values())} and usp, for all layers or each",
+        f"Megatron's names for {', '.join(COMM_TYPES.values())} and usp, for all layers or one for each",
         choices=(*COMM_TYPES, BOTH),
     )
     hierarchical_context_parallel_sizes: list[int] | None = flag(
-        f"of --cp-comm-type {BOTH}: ranks that split the heads, and ranks of a ring", needs="cp_comm_type", example=2
+        f"sizes for --cp-comm-type {BOTH}: ranks that split the heads, and ranks of a ring",
+        needs="cp_comm_type",
+        example=2,
     )
     cp_cluster: str | None = flag(
-        f"description of the cluster that --cp-strategy {AUTO} plans for, a preset or a .yaml file",
+        f"preset or .yaml file of the cluster that --cp-strategy {AUTO} plans for",
         derived="measured at start",
         unit="NAME",
         example="dgx-h100",
         needs=f"cp_strategy={AUTO}",
     )
-    cp_attention_backend: str = flag("what computes a rank's blocks of attention", "auto", choices=BACKENDS)
+    cp_attention_backend: str = flag("library that computes a rank's blocks of attention", "auto", choices=BACKENDS)
 
 
 def _options() -> dict[str, Option]:
-    """The options of all strategies by name. Strategies with the same one share its flag, which has all their help."""
+    """The options of all strategies by name. Strategies with the same option share a flag with all their help texts."""
     found = dict(COMMON)
     for strategy in STRATEGIES.values():
         for name, option in strategy.options.items():
@@ -58,9 +60,9 @@ if TYPE_CHECKING:
         cp_layout: str | None = flag("")
 
 else:
-    # The values are texts, which the strategy reads once it is known; those of switches are True and False.
+    # Values stay text until the strategy is known, which parses them; switches are True and False.
     _types = {f"cp_{name}": (bool if option.kind is bool else str) | None for name, option in STRATEGY_OPTIONS.items()}
     _fields = {f"cp_{name}": _declared(option) for name, option in STRATEGY_OPTIONS.items()}
-    _about = "ranks that share a sequence, and how: strategies and their options"
+    _about = "ranks that share a sequence, strategies and their options"
     _body = {"__annotations__": _types, "__module__": __name__, "__doc__": _about, **_fields}
     ContextParallel = type("ContextParallel", (_Group,), _body, title="context parallel")

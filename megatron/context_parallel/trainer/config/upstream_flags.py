@@ -1,7 +1,7 @@
-"""Megatron-LM's flags that are none of ours: those that mean nothing here, and what to give instead of others.
+"""Megatron-LM's flags that this project does not have: accepted flags without effect, and alternatives to others.
 
-A flag stands with its values: a word in capitals is any value, other words are the only values that mean nothing, and
-dots stand for several. A flag of Megatron-LM that is neither here nor ours is refused as unknown.
+A flag is listed with its values: a word in capitals is any value, other words are the only accepted values, and dots
+mean several values. A flag of Megatron-LM that is not in these lists is rejected as unknown.
 """
 
 from megatron.context_parallel.cli.flag import ForeignFlag
@@ -9,21 +9,21 @@ from megatron.context_parallel.errors import UsageError
 
 from .upstream_names import NAMES
 
-_FUSED = "kernels are fused where this host can, which the loss does not depend on"
-_COLLECTED = "Python collects garbage as usual"
-_OVERLAP = "a matter of speed; tensor-parallel communication is not overlapped here"
-_BUCKETS = "a matter of speed; megatron-core's default buckets are used"
+_FUSED = "kernels are fused if this host supports it, which does not change the loss"
+_COLLECTED = "Python's garbage collection is not changed"
+_OVERLAP = "affects only speed; tensor-parallel communication is not overlapped"
+_BUCKETS = "affects only speed; megatron-core's default buckets are used"
 _STORED = "checkpoints are sharded over all ranks and written in parallel"
-_LOGGED = "logs have losses, rates, gradient norm and memory, whatever it says"
-_PROFILED = "traces have what --use-pytorch-profiler records"
+_LOGGED = "logs always contain losses, rates, gradient norm and memory"
+_PROFILED = "traces contain what --use-pytorch-profiler records"
 
 MEANS_NOTHING = {
-    "--use-mcore-models": "models are megatron-core's",
+    "--use-mcore-models": "models are always megatron-core's",
     "--use-flash-attn": "attention never stores its score matrix",
-    "--attention-backend auto flash fused unfused local": "--cp-attention-backend chooses what computes attention",
+    "--attention-backend auto flash fused unfused local": "--cp-attention-backend selects the library for attention",
     "--attention-softmax-in-fp32": "the softmax is computed in float32",
     "--calculate-per-token-loss": "the loss is a mean over the tokens of all ranks",
-    "--accumulate-allreduce-grads-in-fp32": "gradients are added up in float32",
+    "--accumulate-allreduce-grads-in-fp32": "gradients are accumulated in float32",
     "--no-masked-softmax-fusion": _FUSED,
     "--no-bias-swiglu-fusion": _FUSED,
     "--no-bias-dropout-fusion": _FUSED,
@@ -34,10 +34,10 @@ MEANS_NOTHING = {
     "--no-gradient-accumulation-fusion": _FUSED,
     "--cross-entropy-loss-fusion": _FUSED,
     "--cross-entropy-fusion-impl native te": _FUSED,
-    "--no-create-attention-mask-in-dataloader": "the data loader makes no mask",
-    "--no-mmap-bin-files": "the data files are mapped, which gives the same tokens",
-    "--tiktoken-pattern NAME": "it is for a tokenizer that is not here; --tokenizer-type lists those that are",
-    "--dataloader-type single": "samples are read in the order of one pass",
+    "--no-create-attention-mask-in-dataloader": "the data loader creates no mask",
+    "--no-mmap-bin-files": "the data files are memory-mapped, which gives the same tokens",
+    "--tiktoken-pattern NAME": "its tokenizer is not supported; see --tokenizer-type for those that are",
+    "--dataloader-type single": "samples are read in a single pass",
     "--manual-gc": _COLLECTED,
     "--manual-gc-interval N": _COLLECTED,
     "--no-manual-gc-eval": _COLLECTED,
@@ -49,7 +49,7 @@ MEANS_NOTHING = {
     "--ddp-num-buckets N": _BUCKETS,
     "--ddp-pad-buckets-for-high-nccl-busbw": _BUCKETS,
     "--optimizer adam": "the optimizer is Adam",
-    "--override-opt_param-scheduler": "the schedule is that of the flags, not of the checkpoint",
+    "--override-opt_param-scheduler": "the flags determine the schedule, not the checkpoint",
     "--weight-decay-incr-style constant": "the weight decay is constant",
     "--check-for-nan-in-loss-and-grad": "losses and gradients are checked",
     "--use-dist-ckpt": _STORED,
@@ -61,7 +61,7 @@ MEANS_NOTHING = {
     "--ckpt-assume-constant-structure": _STORED,
     "--use-persistent-ckpt-worker": _STORED,
     "--recompute-modules core_attn...": "--recompute-granularity selective recomputes attention",
-    "--log-throughput": "every log line has TFLOP/s",
+    "--log-throughput": "every log line contains TFLOP/s",
     "--log-params-norm": _LOGGED,
     "--log-num-zeros-in-grad": _LOGGED,
     "--log-progress": _LOGGED,
@@ -89,13 +89,11 @@ MEANS_NOTHING = {
     "--pytorch-profiler-collect-chakra": _PROFILED,
 }
 
-_TOKENIZER = (
-    "give --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER, with the files of the vocabulary in it"
-)
+_TOKENIZER = "give --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER, which contains the vocabulary files"
 _CONSTANT = "the weight decay is constant; give --weight-decay"
 _ROPE = "give --position-embedding-type rope"
-_STATES = "the optimizer has float32 states on the device; leave it out"
-_STAGES = "all pipeline stages have as many layers; leave it out"
+_STATES = "the optimizer keeps float32 states on the device; leave it out"
+_STAGES = "all pipeline stages have the same number of layers; leave it out"
 
 GIVE_INSTEAD = {
     "--vocab-file FILE": _TOKENIZER,
@@ -107,25 +105,25 @@ GIVE_INSTEAD = {
     "--model-parallel-size N": "give --tensor-model-parallel-size N",
     "--warmup X": "give --lr-warmup-fraction X",
     "--step-batch-size-schedule STEPS": "give --rampup-batch-size START INCREMENT SAMPLES",
-    "--decrease-batch-size-if-needed": "give a --global-batch-size that the ranks divide",
+    "--decrease-batch-size-if-needed": "give a --global-batch-size that is divisible by the ranks",
     "--num-virtual-stages-per-pipeline-rank N": "give --num-layers-per-virtual-pipeline-stage",
     "--decoder-first-pipeline-num-layers N": _STAGES,
     "--decoder-last-pipeline-num-layers N": _STAGES,
     "--pipeline-model-parallel-layout STAGES": _STAGES,
     "--use-rotary-position-embeddings": _ROPE,
     "--no-position-embedding": _ROPE,
-    "--rotary-interleaved": "halves of a head rotate, not pairs; leave it out",
+    "--rotary-interleaved": "RoPE rotates halves of a head, not interleaved pairs; leave it out",
     "--rotary-seq-len-interpolation-factor N": "positions are not interpolated; give --use-rope-scaling",
     "--squared-relu": "give --swiglu, or neither for GELU",
     "--openai-gelu": "GELU is megatron-core's; leave it out",
     "--apply-residual-connection-post-layernorm": "residuals are added before the norm; leave it out",
     "--apply-query-key-layer-scaling": "scores are not scaled by layer; leave it out",
-    "--apply-layernorm-1p": "weights of norms start at 1, not at 0 with 1 added; leave it out",
+    "--apply-layernorm-1p": "norm weights start at 1, not at 0 with 1 added; leave it out",
     "--init-method-xavier-uniform": "give --init-method-std",
-    "--use-cpu-initialization": "weights are drawn on the device of the rank; leave it out",
+    "--use-cpu-initialization": "weights are initialized on the device of the rank; leave it out",
     "--data-parallel-random-init": "data-parallel ranks start with the same weights; leave it out",
     "--use-tp-pp-dp-mapping": "ranks are in the order tp-cp-ep-dp-pp; leave it out",
-    "--grad-reduce-in-bf16": "gradients are added up in float32; leave it out",
+    "--grad-reduce-in-bf16": "gradients are reduced in float32; leave it out",
     "--fp16-lm-cross-entropy": "the loss is computed in float32; leave it out",
     "--fp8-param-gather": "weights are gathered in bfloat16; leave it out",
     "--fp8-hybrid": "give --fp8-format hybrid",
@@ -139,17 +137,17 @@ GIVE_INSTEAD = {
     "--start-weight-decay X": _CONSTANT,
     "--end-weight-decay X": _CONSTANT,
     "--lr-warmup-init X": "the warm-up starts from 0; leave it out",
-    "--use-checkpoint-opt_param-scheduler": "the schedule is that of --lr, --min-lr and the others; leave it out",
+    "--use-checkpoint-opt_param-scheduler": "the flags determine the schedule, not the checkpoint; leave it out",
     "--wandb-entity NAME": "set WANDB_ENTITY in the environment",
-    "--expert-tensor-parallel-size N": "tensor-parallel ranks have no experts; leave it out",
-    "--moe-z-loss-coeff X": "there is no z-loss; give --moe-aux-loss-coeff",
-    "--moe-expert-capacity-factor X": "no token is dropped; leave it out",
+    "--expert-tensor-parallel-size N": "experts are not sharded by tensor parallelism; leave it out",
+    "--moe-z-loss-coeff X": "the z-loss is not supported; give --moe-aux-loss-coeff",
+    "--moe-expert-capacity-factor X": "tokens are never dropped; leave it out",
     "--moe-layer-freq N": "all layers have experts; leave it out",
     "--moe-router-enable-expert-bias": "give --moe-aux-loss-coeff",
     "--multi-latent-attention": "attention is multi-head or grouped-query; leave it out",
-    "--mtp-num-layers N": "there is no multi-token prediction; leave it out",
-    "--fim-data": "there is no fill-in-the-middle; leave it out",
-    "--sft": "there is no fine-tuning on chats; leave it out",
+    "--mtp-num-layers N": "multi-token prediction is not supported; leave it out",
+    "--fim-data": "fill-in-the-middle is not supported; leave it out",
+    "--sft": "fine-tuning on chats is not supported; leave it out",
     "--hybrid-context-parallel": "all ranks of a context group share every sequence; give --cp-strategy",
 }
 
@@ -167,14 +165,14 @@ UPSTREAM = {flag.option: flag for flag in _OTHERS + _NOTHING + _REFUSED}
 
 
 def refused(given: dict[str, list[str]]) -> list[UsageError]:
-    """The errors of those of Megatron-LM's flags `given`, by option with their values, that would change the result."""
+    """The errors for the `given` flags of Megatron-LM (values by option) that would change the result."""
     errors = []
     for option, values in given.items():
         flag = UPSTREAM[option]
         other = [value for value in values if flag.values and value not in flag.values]
         if flag.refused:
             written = " ".join([option, *values])
-            errors.append(UsageError(f"{written}: a flag of Megatron-LM, not supported; {flag.says}"))
+            errors.append(UsageError(f"{written}: a flag of Megatron-LM that is not supported; {flag.says}"))
         elif other:
             advice = f"give {option} {flag.values[0]}, or leave it out"
             errors.append(UsageError(f"{option} {other[0]}: not supported; {advice}"))
@@ -182,6 +180,6 @@ def refused(given: dict[str, list[str]]) -> list[UsageError]:
 
 
 def without_effect(given: dict[str, list[str]]) -> list[str]:
-    """Lines about those of Megatron-LM's flags `given` that are accepted, a line for each and one before them."""
+    """A header and a line for each of the `given` flags of Megatron-LM that are accepted without effect."""
     lines = [f"  {option}: {UPSTREAM[option].says}" for option in given if not UPSTREAM[option].refused]
-    return ["flags of Megatron-LM that are accepted but have no effect:", *lines] if lines else []
+    return ["these flags of Megatron-LM are accepted, but have no effect:", *lines] if lines else []

@@ -1,4 +1,4 @@
-"""A run of the trainer in the words of the cost model: its model's sizes, and how it is trained."""
+"""Describes a run of the trainer for the cost model: model sizes and training configuration."""
 
 from megatron.context_parallel.cli.flag import fields_given
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
@@ -26,10 +26,10 @@ def model_from(flags: Flags, padded: int) -> ModelShape:
 
 
 def run_of(args: Arguments, choice: Choice | None = None) -> TrainConfig:
-    """How a run trains its model, with the strategy `choice` of some layers (default: of the first)."""
+    """The training configuration of a run, with the strategy `choice` of some layers (default: of the first)."""
     choices = [choice] if choice else args.cp_layers[:1]
     given = fields_given(args, TrainConfig) | {
-        "cp_strategy": choices[0].spec if choices else "ring:layout=contiguous",  # one that fits, until it is chosen
+        "cp_strategy": choices[0].spec if choices else "ring:layout=contiguous",  # a placeholder until it is chosen
         "data_parallel_sharding_strategy": _sharding(args),
         "recompute_whitelist": bool(args.recompute_whitelist),
         "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",

@@ -1,4 +1,4 @@
-"""From text files of token ids to batches.
+"""From files of token ids to batches.
 
 In: `.bin/.idx` files. Out: micro batches for this data-parallel rank. Start with `batches.py`.
 """

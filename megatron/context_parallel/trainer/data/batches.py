@@ -1,4 +1,4 @@
-"""From `.bin/.idx` files to micro batches, by megatron-core's datasets."""
+"""From `.bin/.idx` files to micro batches, with megatron-core's datasets."""
 
 import errno
 import hashlib
@@ -26,23 +26,23 @@ from .index_cache import drop_damaged, record
 from .worker_end import end_without_room
 
 Splits: TypeAlias = tuple[Dataset | None, Dataset | None, Dataset | None]
-Batch: TypeAlias = dict[str, Any]  # by KEYS tensors [micro batch, sequence], and documents
+Batch: TypeAlias = dict[str, Any]  # a tensor [micro batch, sequence] for each of KEYS, and documents
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def build_datasets(args: Arguments, tokenizer, train_val_test_num_samples: tuple[int, int, int]) -> Splits:
-    """The train, valid and test datasets, each at least as long as asked; None where 0 samples are asked.
+    """The train, valid and test datasets, each with at least the requested samples; None if 0 samples are requested.
 
-    Every rank must call this: rank 0 writes the sample indices to the cache while the others wait, and the
-    others read them, so the cache (`args.data_cache_path`, else `cache/` beside the data) must be on a file
-    system that all nodes share. A sample is a dict of tensors of length `args.seq_length`: `tokens`,
-    `labels` and `position_ids` int64, `loss_mask` float32.
+    Every rank must call this. Rank 0 writes the sample indices to the cache, then the other ranks read them. So the
+    cache (`args.data_cache_path`, by default `cache/` beside the data) must be on a file system that all nodes share.
+    A sample is a dict of tensors of length `args.seq_length`: `tokens`, `labels` and `position_ids` int64,
+    `loss_mask` float32.
 
-    Raises UsageError when a wanted split holds no token, when no data is named, or when the cache cannot be written.
+    Raises UsageError if a requested split contains no token, if no data is named, or if the cache is not writable.
     """
     config = _dataset_config(args, tokenizer)
     for split in Split:
-        # An unwanted split is left out: megatron-core would look for a sample in it for ever if it is empty.
+        # A split without requested samples is left out: if it is empty, megatron-core would search it forever.
         if train_val_test_num_samples[split.value] == 0:
             (config.blend_per_split or config.split_matrix)[split.value] = None
     if args.mock_data:
@@ -62,7 +62,7 @@ def _build(
     first = not dist.is_initialized() or dist.get_rank() == 0
     try:
         for path in drop_damaged(cache) if first else ():
-            print(f"{path} is cut short or damaged; it is made again", flush=True)
+            print(f"{path} is truncated or damaged; rebuilding it", flush=True)
         datasets = tuple(builder.build())
         if first:
             record(cache)
@@ -71,7 +71,7 @@ def _build(
         if not isinstance(reason, OSError):
             raise
         why = f"{reason.filename or cache}: {reason.strerror or reason}"
-        raise UsageError(f"{why}; give --data-cache-path DIR that can be written to, with room in it") from error
+        raise UsageError(f"{why}; give a --data-cache-path DIR that is writable and has free space") from error
     return datasets
 
 
@@ -94,7 +94,7 @@ def _dataset_config(args: Arguments, tokenizer) -> GPTDatasetConfig:
         path_to_cache=_cache_path(args.data_cache_path, prefixes) if prefixes else args.data_cache_path,
         tokenizer=tokenizer,
         reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=False,  # documents reach the attention by their end tokens, not as a square mask
+        reset_attention_mask=False,  # attention gets documents by their end tokens, not as a square mask
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=False,
         **source,
@@ -102,7 +102,7 @@ def _dataset_config(args: Arguments, tokenizer) -> GPTDatasetConfig:
 
 
 def _cache_path(root: str | None, prefixes: list[str]) -> str:
-    """A folder of its own for these document lengths: indices of replaced data are never read again."""
+    """A separate cache folder for these document lengths, so that indices of replaced data are never used."""
     digest = hashlib.sha256()
     for prefix in prefixes:
         with open(get_idx_path(prefix), "rb") as index:
@@ -117,9 +117,9 @@ def _check_splits(args: Arguments, config: GPTDatasetConfig) -> None:
         else:
             blend, share = config.blend, config.split_matrix[split.value]
         if split is Split.train and not args.skip_train and not (blend and share):
-            raise UsageError(f"--split {args.split} leaves nothing to train on; give --split 969,30,1")
+            raise UsageError(f"--split {args.split} leaves no training data; give --split 969,30,1")
         for prefix in blend[0] if blend and share else ():
-            index = IndexedDataset(prefix)  # named, because its arrays die with it
+            index = IndexedDataset(prefix)  # keeps its arrays alive
             begin, end = (round(edge * len(index)) for edge in share)
             if index.sequence_lengths[begin:end].sum() == 0:
                 raise UsageError(_empty_split(args, split.name, prefix, len(index)))
@@ -134,10 +134,10 @@ def _empty_split(args: Arguments, split: str, prefix: str, documents: int) -> st
 
 
 class MicroBatches(Sampler[range]):
-    """Sample numbers of one data-parallel rank's micro batches, from `consumed` samples onwards.
+    """Sample numbers of one data-parallel rank's micro batches, after `consumed` samples.
 
-    Each group of `dp_size * micro` consecutive samples is dealt to the ranks in order, so the samples of a
-    global batch do not depend on how many ranks share it. A group the dataset cannot fill is dropped.
+    Each group of `dp_size * micro` consecutive samples is distributed over the ranks in order, so the samples of a
+    global batch do not depend on the number of ranks. An incomplete last group is dropped.
     """
 
     def __init__(self, samples: int, consumed: int, micro: int, dp_rank: int, dp_size: int) -> None:
@@ -156,7 +156,7 @@ class MicroBatches(Sampler[range]):
 def build_data_iterator(
     dataset: Dataset, args: Arguments, consumed_samples: int, dp_rank: int, dp_size: int, note: Callable[[str], None]
 ) -> Iterator[Batch]:
-    """Micro batches of `dp_rank`, starting `consumed_samples` samples (of all ranks) into the dataset.
+    """Micro batches of `dp_rank`, after `consumed_samples` samples (of all ranks) of the dataset.
 
     Each is a dict of CPU tensors of shape [micro batch, sequence]: `tokens`, `labels`, `position_ids`
     int64, `loss_mask` float32. With `--reset-attention-mask` it also has their `documents`, which the loader's
@@ -164,8 +164,8 @@ def build_data_iterator(
     The iterator ends where the dataset cannot fill a micro batch of every rank. No global random number
     is drawn.
 
-    A token that is not in the vocabulary goes to `note` in a line that names it and its file. The batch then has
-    another in its place and must not be trained on.
+    If a token is not in the vocabulary, `note` gets a line that names the token and its file. The batch then contains
+    another token instead and must not be trained on.
     """
     assert isinstance(dataset, Sized)
     batches = MicroBatches(len(dataset), consumed_samples, args.micro_batch_size, dp_rank, dp_size)
@@ -175,10 +175,10 @@ def build_data_iterator(
         num_workers=args.num_workers,
         collate_fn=partial(collate, end=args.eod_token if args.reset_attention_mask else None),
         pin_memory=torch.cuda.is_available(),
-        generator=torch.Generator(),  # the loader seeds its workers from the global generator otherwise
+        generator=torch.Generator(),  # otherwise the loader seeds its workers from the global generator
         worker_init_fn=end_without_room,
     )
-    # A generator: loader workers start at the first batch asked for, which on some ranks is never.
+    # A generator, so that loader workers start with the first batch. Some ranks never ask for one.
     for samples, batch in zip(batches, _started(loader), strict=True):
         for name in ("tokens", "labels"):
             smallest, largest = torch.aminmax(batch[name])
@@ -192,11 +192,11 @@ def _started(loader: DataLoader) -> Iterator[Batch]:
     try:
         return iter(loader)
     except OSError as error:
-        if error.errno == errno.EMFILE:  # told by the end of the rank
+        if error.errno == errno.EMFILE:  # reported when the rank ends
             raise
         forget_workers()
         why = f"{error.strerror}{' in /dev/shm' if error.errno == errno.ENOSPC else ''}"
-        raise UsageError(f"--num-workers {loader.num_workers}: they cannot start ({why}); give 0") from error
+        raise UsageError(f"--num-workers {loader.num_workers}: the workers cannot start ({why}); give 0") from error
 
 
 def _wrong_token(dataset: Dataset, samples: range, tokens: torch.Tensor, vocabulary: int) -> str:
@@ -209,13 +209,13 @@ def _wrong_token(dataset: Dataset, samples: range, tokens: torch.Tensor, vocabul
         number = dataset.dataset_sample_index[sample]
     prefix = own.dataset.path_prefix
     return (
-        f"{prefix}: sample {number} has token {tokens[row, column]}, and the vocabulary has {vocabulary}; "
-        f"tools/preprocess_data.py --check {prefix} says where"
+        f"{prefix}: sample {number} has token {tokens[row, column]}, but the vocabulary has {vocabulary} tokens; "
+        f"locate it with tools/preprocess_data.py --check {prefix}"
     )
 
 
 def collate(samples: list[dict[str, torch.Tensor]], end: int | None) -> Batch:
-    """A batch of samples; with its documents, if the token that ends one is given."""
+    """A batch of samples; with their documents, if the end-of-document token is given."""
     batch: Batch = {}
     for key in KEYS:
         batch[key] = torch.stack([sample[key] for sample in samples])

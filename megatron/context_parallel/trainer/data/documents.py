@@ -1,4 +1,4 @@
-"""The documents of text files and of JSON-lines files."""
+"""Reads documents from text files and JSON-lines files."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ TEXT_KEY = "text"
 
 @dataclass(frozen=True)
 class Document:
-    """A text still to be read: a whole file, or one line of a JSON-lines file (number from 1)."""
+    """The location of a text: a whole file, or one line of a JSON-lines file (number from 1)."""
 
     path: Path
     line: bytes | None = None
@@ -20,7 +20,7 @@ class Document:
 
 
 def find_files(inputs: list[str]) -> list[Path]:
-    """The files named, and those in the folders named, sorted inside each folder."""
+    """The given files, and the files in the given folders, sorted inside each folder."""
     files = []
     for name in inputs:
         path = Path(name)
@@ -51,10 +51,10 @@ def read_documents(files: list[Path], keys: list[str]) -> Iterator[Document]:
 
 
 def texts_of(document: Document, keys: list[str]) -> dict[str, str] | str:
-    """The text under each key, or why the document has none; that of a whole file is under `TEXT_KEY`.
+    """The text under each key, or why the document has none. The text of a whole file is under `TEXT_KEY`.
 
     Raises:
-        UsageError: a line that is not an object with text under these keys.
+        UsageError: a line is not an object with text under these keys.
     """
     data = document.path.read_bytes() if document.line is None else document.line
     try:
@@ -75,9 +75,9 @@ def _fields(document: Document, line: str, keys: list[str]) -> dict[str, str]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UsageError(f'{place} is not JSON ({error.msg}); write one object a line, {{"text": "..."}}') from None
+        raise UsageError(f'{place} is not JSON ({error.msg}); write one object per line, {{"text": "..."}}') from None
     except RecursionError:
-        raise UsageError(f'{place} has too many brackets; write one object a line, {{"text": "..."}}') from None
+        raise UsageError(f'{place} is nested too deeply; write one object per line, {{"text": "..."}}') from None
     for key in keys:
         if not isinstance(record, dict) or not isinstance(record.get(key), str):
             found = f"it has {', '.join(record)}" if isinstance(record, dict) else "it is not an object"

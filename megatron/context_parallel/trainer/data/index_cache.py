@@ -1,4 +1,4 @@
-"""The cache of sample indices: a file that is not as it was written is removed, and megatron-core makes it again."""
+"""The cache of sample indices. A file that changed since it was written is removed, and megatron-core rebuilds it."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ _DIGESTS = "sha256.json"  # of every file, by name
 
 
 def drop_damaged(cache: Path) -> list[Path]:
-    """Remove the files that are cut short or were changed since `record`, and return them. One rank calls it."""
+    """Remove and return the files that are truncated or have changed since `record`. One rank calls it."""
     digests = _digests(cache)
     damaged = [path for path in sorted(cache.glob("*.npy")) if not _is_intact(path, digests.get(path.name))]
     for path in damaged:
@@ -20,7 +20,7 @@ def drop_damaged(cache: Path) -> list[Path]:
 
 
 def record(cache: Path) -> None:
-    """Write down how the files are now. One rank calls it, when all of them are complete."""
+    """Record the checksums of the files. One rank calls it, when all of them are complete."""
     known = _digests(cache)
     digests = {path.name: known.get(path.name) or _digest(path) for path in sorted(cache.glob("*.npy"))}
     if digests != known:
@@ -37,11 +37,11 @@ def _digests(cache: Path) -> dict[str, str]:
 
 
 def _is_intact(path: Path, digest: str | None) -> bool:
-    try:  # megatron-core would run a pickle
+    try:  # megatron-core would unpickle it, and run its code
         numpy.load(path, mmap_mode="r", allow_pickle=False)
     except Exception:
         return False
-    return not digest or _digest(path) == digest  # the run that was to write it down may have been killed before
+    return not digest or _digest(path) == digest  # a run may have been killed before it recorded the file
 
 
 def _digest(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The `.bin/.idx/.json` files of token ids: what they tell, and whether it can be true."""
+"""Reads and checks the `.bin/.idx/.json` files of token ids."""
 
 import json
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ from typing import Any
 import numpy
 
 _START = 34  # bytes: magic 9, version 8, dtype code 1, sequence count 8, document count 8
-_AT_ONCE = 1 << 20  # sequences or tokens looked at in one go, so that memory stays small
+_AT_ONCE = 1 << 20  # sequences or tokens checked at a time, to limit memory
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A pair of files, mapped into memory: `lengths` int32 of its sequences, and all `tokens` one after the other."""
+    """A memory-mapped pair of files: `lengths` int32 of its sequences, and all `tokens`, concatenated."""
 
     prefix: str
     lengths: numpy.ndarray
     tokens: numpy.ndarray
 
     def wrong_token(self, vocabulary: int, most: int | None = None) -> tuple[int, int] | None:
-        """(place, token) of the first of all tokens, or of the first `most`, that is not one of 0 to vocabulary - 1."""
+        """(index, token) of the first token outside of 0 to vocabulary - 1; with `most`, only so many are checked."""
         end = min(len(self.tokens), most or len(self.tokens))
         for start in range(0, end, _AT_ONCE):
             part = self.tokens[start : min(start + _AT_ONCE, end)]
@@ -30,16 +30,16 @@ class TokenFile:
         return None
 
     def sequence_at(self, place: int) -> int:
-        """The number of the sequence that holds the token at `place`."""
+        """The number of the sequence with the token at index `place`."""
         return int(numpy.searchsorted(numpy.cumsum(self.lengths, dtype=numpy.int64), place, side="right"))
 
 
 def open_tokens(prefix: str) -> TokenFile:
-    """Open `prefix`.bin and .idx, whose whole index is read and checked, but no token.
+    """Open `prefix`.bin and .idx. The whole index is read and checked, but no token.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: the index is none, contradicts itself or is not that of the data; the message names the file.
+        ValueError: the index is invalid, inconsistent, or does not match the data; the message names the file.
     """
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
     dtype, sequences, documents = _head(index)
@@ -49,14 +49,14 @@ def open_tokens(prefix: str) -> TokenFile:
     size = _check_pointers(index.name, lengths, pointers, dtype.itemsize)
     _check_bounds(index.name, bounds, sequences)
     if data.stat().st_size != size:
-        raise ValueError(f"{data.name} has {data.stat().st_size} bytes where {index.name} tells of {size}")
+        raise ValueError(f"{data.name} has {data.stat().st_size} bytes, but {index.name} expects {size}")
     if size == 0:
-        raise ValueError(f"{data.name} holds no tokens")
+        raise ValueError(f"{data.name} contains no tokens")
     return TokenFile(prefix, lengths, numpy.memmap(data, dtype, "r"))
 
 
 def tokenizer_of(prefix: str) -> dict[str, Any]:
-    """What the .json beside the data tells: tokenizer_type, tokenizer_model, vocab_size; nothing without one.
+    """The contents of the .json beside the data: tokenizer_type, tokenizer_model, vocab_size; empty without a .json.
 
     Raises:
         ValueError: it is not the .json that tools/preprocess_data.py writes.
@@ -67,12 +67,12 @@ def tokenizer_of(prefix: str) -> dict[str, Any]:
     try:
         made_by = json.loads(description.read_text())
         return {key: made_by[key] for key in ("tokenizer_type", "tokenizer_model", "vocab_size")}
-    except (ValueError, KeyError, TypeError, RecursionError):  # the last: brackets in brackets
-        raise ValueError(f"{description.name} does not tell of a tokenizer") from None
+    except (ValueError, KeyError, TypeError, RecursionError):  # the last: too deep nesting
+        raise ValueError(f"{description.name} does not describe a tokenizer") from None
 
 
 def _head(index: Path) -> tuple[numpy.dtype, int, int]:
-    """Type of the tokens, number of sequences, number of document bounds."""
+    """The dtype of the tokens, the number of sequences, and the number of document bounds."""
     from megatron.core.datasets.indexed_dataset import DType
 
     from megatron.context_parallel.patches.megatron_index_file import HEADER
@@ -89,31 +89,31 @@ def _head(index: Path) -> tuple[numpy.dtype, int, int]:
     wanted = _START + 12 * sequences + 8 * documents
     if size != wanted:
         raise ValueError(
-            f"{index.name} has {size} bytes where its {sequences} sequences need {wanted}: cut short or damaged"
+            f"{index.name} has {size} bytes, but its {sequences} sequences need {wanted}: truncated or damaged"
         )
     if sequences == 0 or documents == 0:
-        raise ValueError(f"{index.name} holds no sequences")
+        raise ValueError(f"{index.name} contains no sequences")
     dtype = numpy.dtype(DType.dtype_from_code(code))
     if dtype.kind not in "iu":
-        raise ValueError(f"{index.name} tells of {dtype} numbers, which are no token ids")
+        raise ValueError(f"{index.name} declares {dtype} numbers, which are not token ids")
     return dtype, sequences, documents
 
 
 def _check_pointers(name: str, lengths: numpy.ndarray, pointers: numpy.ndarray, itemsize: int) -> int:
-    """Refuse sequences that do not begin where those before them end; the bytes of all of them."""
+    """The bytes of all sequences, after a check that each begins where the one before it ends."""
     size = 0
     for start in range(0, len(lengths), _AT_ONCE):
         part = lengths[start : start + _AT_ONCE]
         if part.min() < 0:
             at = int(numpy.argmin(part))
-            raise ValueError(f"{name} says that sequence {start + at} has {part[at]} tokens: damaged")
+            raise ValueError(f"{name} declares {part[at]} tokens for sequence {start + at}: damaged")
         ends = size + numpy.cumsum(part, dtype=numpy.int64) * itemsize
         begins = numpy.concatenate(([size], ends[:-1]))
         if len(wrong := numpy.flatnonzero(pointers[start : start + _AT_ONCE] != begins)):
             at = int(wrong[0])
             raise ValueError(
-                f"{name} says that sequence {start + at} begins at byte {pointers[start + at]}, "
-                f"and those before it end at {begins[at]}: damaged"
+                f"{name} declares that sequence {start + at} begins at byte {pointers[start + at]}, "
+                f"but the one before it ends at {begins[at]}: damaged"
             )
         size = int(ends[-1])
     return size
@@ -125,7 +125,7 @@ def _check_bounds(name: str, bounds: numpy.ndarray, sequences: int) -> None:
         steps = numpy.diff(bounds[start : start + _AT_ONCE + 1])
         falls = falls or bool((steps < 0).any())
     if bounds[0] != 0 or bounds[-1] != sequences or falls:
-        why = f"from {bounds[0]} to {bounds[-1]}{', and fall between' if falls else ''}"
+        why = f"from {bounds[0]} to {bounds[-1]}{', and decrease in between' if falls else ''}"
         raise ValueError(
-            f"{name}: the bounds of its documents go {why}; they must rise from 0 to its {sequences} sequences"
+            f"{name}: the document bounds go {why}; they must increase from 0 to the {sequences} sequences"
         )

@@ -1,4 +1,4 @@
-"""The tokenizers a run can name, built by megatron-core from files on this machine: nothing is downloaded."""
+"""The tokenizers of `--tokenizer-type`. megatron-core builds them from local files; nothing is downloaded."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ BYTES = 256
 
 
 class NamesTokenizer(Protocol):
-    """Flags that name a tokenizer; those of NullTokenizer also have `vocab_size`."""
+    """Flags that name a tokenizer. NullTokenizer also needs `vocab_size`."""
 
     @property
     def tokenizer_type(self) -> str: ...
@@ -25,18 +25,18 @@ def build_tokenizer(args: NamesTokenizer):
     """The megatron-core tokenizer named by `args.tokenizer_type`.
 
     Reads `tokenizer_type`, `tokenizer_model` (a file for SentencePiece, a folder for HuggingFace) and, for
-    NullTokenizer alone, `vocab_size`. The result has `tokenize(text) -> list[int]`, `detokenize(ids)`,
-    `vocab_size` and `eod` (None when the tokenizer has no end-of-document token). ByteLevelTokenizer maps a
+    NullTokenizer only, `vocab_size`. The result has `tokenize(text) -> list[int]`, `detokenize(ids)`,
+    `vocab_size` and `eod` (None if the tokenizer has no end-of-document token). ByteLevelTokenizer maps a
     text to its UTF-8 bytes, 0 to 255, and has `eod` 256.
 
     Raises UsageError for an unknown type, a missing or unreadable tokenizer file, or a package not installed.
     """
     if args.tokenizer_type not in TOKENIZERS:
-        raise UsageError(f"--tokenizer-type {args.tokenizer_type} is unknown; use one of {', '.join(TOKENIZERS)}")
+        raise UsageError(f"--tokenizer-type {args.tokenizer_type}: unknown; use one of {', '.join(TOKENIZERS)}")
     library, package = TOKENIZERS[args.tokenizer_type]
     options = {}
     if library == "byte-level":
-        # No padding id: the datasets would mask every token equal to it out of the loss.
+        # No padding id: the datasets would exclude every token equal to it from the loss.
         options = {"special_tokens": ["<eod>"], "vocab_size": BYTES, "_eos_id": BYTES, "_pad_id": -1}
     elif library == "null":
         options = {"vocab_size": _null_vocabulary(getattr(args, "vocab_size", None))}
@@ -47,7 +47,7 @@ def build_tokenizer(args: NamesTokenizer):
 
 
 def vocabulary(args: Flags) -> tuple[int, int | None]:
-    """The size of the vocabulary of that tokenizer and its `eod`; its files are read only if it has some.
+    """The vocabulary size of that tokenizer, and its `eod`. If it has files, they are read.
 
     Raises:
         UsageError: as `build_tokenizer` does.
@@ -65,7 +65,7 @@ def vocabulary(args: Flags) -> tuple[int, int | None]:
 def _null_vocabulary(size: int | None) -> int:
     if not size or size < 1:
         raise UsageError(
-            f"--vocab-size {size} does not work with --tokenizer-type NullTokenizer; "
+            f"--vocab-size {size}: does not work with --tokenizer-type NullTokenizer; "
             "give the number of token ids in the data, such as --vocab-size 32000"
         )
     return size
@@ -74,17 +74,18 @@ def _null_vocabulary(size: int | None) -> int:
 def _check_files(args: NamesTokenizer, library: str, package: str | None) -> None:
     model, given = args.tokenizer_model, f"--tokenizer-type {args.tokenizer_type}"
     if library == "huggingface":
-        found, wanted = bool(model and Path(model).is_dir()), "folder with tokenizer.json in it"
+        found, wanted = bool(model and Path(model).is_dir()), "folder that contains tokenizer.json"
     else:
         found, wanted = Path(model or "").is_file(), "file such as path/to/tokenizer.model"
     if not found:
-        raise UsageError(f"--tokenizer-model {model} does not exist here as {given} needs it: give a {wanted}")
+        raise UsageError(f"--tokenizer-model {model}: not found for {given}; give a {wanted}")
     if package and importlib.util.find_spec(package) is None:
-        raise UsageError(f"{given} needs a package: pip install {package}, or use --tokenizer-type ByteLevelTokenizer")
+        why = f"the package {package} is not installed; pip install {package}"
+        raise UsageError(f"{given}: {why}, or give --tokenizer-type ByteLevelTokenizer")
 
 
 def _load(args: NamesTokenizer, library: str, options: dict):
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported, which is below
+    os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when imported, below
     from megatron.core.tokenizers import MegatronTokenizer
 
     try:
@@ -96,6 +97,6 @@ def _load(args: NamesTokenizer, library: str, options: dict):
             raise
         reason = " ".join(str(error).split())[:200]
         raise UsageError(
-            f"--tokenizer-model {args.tokenizer_model} cannot be read as a {args.tokenizer_type} ({reason}); "
+            f"--tokenizer-model {args.tokenizer_model}: cannot be read as a {args.tokenizer_type} ({reason}); "
             "give a tokenizer of that type, or use --tokenizer-type ByteLevelTokenizer"
         ) from error

@@ -1,4 +1,4 @@
-"""How a data worker ends when it cannot hand over a batch."""
+"""How a data worker ends when it cannot deliver a batch."""
 
 import errno
 import os
@@ -10,9 +10,9 @@ NO_ROOM = "unable to allocate shared memory"
 
 
 def end_without_room(worker: int) -> None:
-    """For a data worker: end it when it cannot hand over a batch, for which the rank would wait for ever.
+    """Make a data worker end when it cannot deliver a batch. Otherwise the rank would wait for the batch forever.
 
-    Its status is the number of the system's error.
+    Its exit status is the system's error number.
     """
     when_batch_is_lost(_end_worker)
 
@@ -23,5 +23,5 @@ def _end_worker(error: BaseException, batch: object) -> None:
 
 
 def is_limit_of_files(chain: Sequence[BaseException]) -> bool:
-    """Whether an error in a chain is that of too many open files."""
+    """Whether an error in a chain reports too many open files."""
     return any("too many open files" in str(error).lower() for error in chain)

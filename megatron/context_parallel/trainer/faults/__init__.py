@@ -1,5 +1,5 @@
-"""What a job does when a rank, its data or its numbers go wrong.
+"""Handles failures of ranks, bad data, and values that are not finite.
 
-In: where each rank is, and what it finds. Out: one line that names the cause, and an end of all ranks.
-Start with `watch.py` (a thread of each rank), then `judge.py` (who broke the job).
+In: the position and the findings of each rank. Out: one line that names the cause, and the end of all ranks.
+Start with `watch.py` (a thread of each rank), then `judge.py` (which rank broke the job).
 """

@@ -1,4 +1,4 @@
-"""What lies behind the error of a rank: a data worker that ended, too few open files, no shared memory."""
+"""The cause behind the error of a rank: a data worker that ended, too few open files, no shared memory."""
 
 import errno
 import re
@@ -11,16 +11,16 @@ from .open_files import open_files
 _ENDED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([\w ]+)")
 _LEFT = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) exited unexpectedly(?: with exit code (\d+))?")
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
-_OF_SIGNAL = {  # why the system sends it, and what to do
-    "Killed": ", as the system does when memory runs out; give a smaller --num-workers, or the job more memory",
-    "Bus error": ", as the system does when /dev/shm is full; make room there, or give --num-workers 0",
+_OF_SIGNAL = {  # why the system sends it, and a remedy
+    "Killed": ", which the system sends when memory runs out; give a smaller --num-workers, or more memory",
+    "Bus error": ", which the system sends when /dev/shm is full; free space there, or give --num-workers 0",
 }
 
 
 def describe_error(error: BaseException) -> str:
-    """An error in one line: what is known to be behind it, or else its kind and the first line of its message.
+    """An error in one line: its known cause, or else its type and the first line of its message.
 
-    An error of a data worker may come up anywhere in the main thread, so it is looked for behind other errors too.
+    An error of a data worker may surface anywhere in the main thread, so the chain of other errors is searched too.
     """
     chain = [*_chain(error)]
     text = "\n".join(str(one) for one in chain)
@@ -28,9 +28,9 @@ def describe_error(error: BaseException) -> str:
     left = max(_LEFT.finditer(text), key=lambda found: found[2] or "", default=None)
     status = int(left[2] or 0) if left else 0
     if status == errno.EMFILE or is_limit_of_files(chain):
-        return f"ulimit -n {open_files()} is too low: no more files and connections may be opened; raise it to 65536"
+        return f"ulimit -n {open_files()} is too low to open more files and connections; raise it to 65536"
     if status == errno.ENOSPC or NO_ROOM in text:
-        return "a data worker found no room in /dev/shm; make some there, or give --num-workers 0"
+        return "/dev/shm is too full for a batch of a data worker; free space there, or give --num-workers 0"
     if ended:
         return f"its data worker (process {ended[1]}) was ended by a signal ({ended[2]}){_OF_SIGNAL.get(ended[2], '')}"
     if left:
@@ -39,7 +39,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _line_of(error: BaseException) -> str:
-    """The kind of an error and the first line of its message; of one that a data worker raised, its own."""
+    """The type of an error and the first line of its message; for an error in a data worker, those of the original."""
     message = str(error).strip()
     if _IN_WORKER.match(message):
         return f"in a data worker, {message.splitlines()[-1]}"[:400]

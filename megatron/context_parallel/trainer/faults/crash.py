@@ -1,4 +1,4 @@
-"""How a rank that fails leaves: one line for people, everything else in a log."""
+"""How a failing rank ends: it prints one line and writes everything else to a log."""
 
 import atexit
 import os
@@ -20,10 +20,10 @@ _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken p
 def leave_after(args: Arguments, error: BaseException, watch: Watch | None) -> NoReturn:
     """End this process with status 1 (2 for a UsageError) because of `error`.
 
-    The rank that broke the job says why. One that only lost a peer says nothing. A UsageError is raised again where it
-    is the program that is to print it: on rank 0, or before there is a watch.
+    The rank that broke the job prints why. A rank that only lost a peer prints nothing. A UsageError is raised again if
+    the program should print it: on rank 0, or before the watch has started.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises at the end of each further data worker
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise whenever another data worker ends
     if isinstance(error, UsageError):
         if watch:
             _leave_with(args, error, watch)
@@ -37,13 +37,13 @@ def leave_after(args: Arguments, error: BaseException, watch: Watch | None) -> N
     try:
         details = f"details in {crash_log(args, error)}"
     except OSError as full:
-        details = f"its details could not be written: {full}"
+        details = f"details could not be written: {full}"
     speaks = watch.may_speak() if watch else kind == "failed" and _is_first()
     if speaks:
         print(f"rank {args.rank}: {describe_error(error)}; {details}", file=sys.stderr, flush=True)
     if watch:
         watch.said()
-        watch.leave()  # the judge, when all have heard the verdict
+        watch.leave()  # the judge waits until all ranks have the verdict
     if not speaks:
         linger()
     os._exit(1)
@@ -56,7 +56,7 @@ def _leave_with(args: Arguments, error: UsageError, watch: Watch) -> None:
     watch.fail("usage")
     speaks = watch.may_speak()
     if speaks and not args.rank:
-        atexit.register(watch.leave)  # after the program has printed it: others leave when they hear that this one did
+        atexit.register(watch.leave)  # after the program has printed it: the others end when they hear of it
         return
     if speaks:
         print(f"rank {args.rank}: error: {error}", file=sys.stderr, flush=True)
@@ -68,7 +68,7 @@ def _leave_with(args: Arguments, error: UsageError, watch: Watch) -> None:
 
 
 def _kind(error: BaseException) -> str:
-    """How a rank ends that raises `error`, as `RankStatus.ended` says it."""
+    """The value of `RankStatus.ended` for a rank that raises `error`."""
     text = str(error)
     if isinstance(error, RuntimeError) and any(words in text for words in _LOST_PEER):
         return "lost"
@@ -79,5 +79,5 @@ def _kind(error: BaseException) -> str:
 def _is_first() -> bool:
     try:
         return default_store().add("ranks that told of an error", 1) == 1
-    except (RuntimeError, ValueError):  # the store is gone, or was never there
+    except (RuntimeError, ValueError):  # the store is gone, or never existed
         return True

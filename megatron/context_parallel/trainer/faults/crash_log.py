@@ -1,4 +1,4 @@
-"""What a rank that fails leaves behind: a log of what it was doing."""
+"""The crash log of a failing rank."""
 
 import faulthandler
 import os
@@ -16,17 +16,17 @@ _SECONDS_TO_BE_ENDED = 5
 
 
 def crash_log(args: Arguments, error: BaseException | str, rank: int | None = None) -> Path:
-    """Write what this rank was doing to `--save`/crash/rank-N.log, and return its path.
+    """Write the state of this rank to `--save`/crash/rank-N.log, and return the path.
 
-    Without `--save`, or if it cannot be written to, the log is in a new folder for temporary files.
+    Without `--save`, or if it is not writable, the log is in a new temporary folder.
 
     Args:
-        args: of the run.
-        error: that of this rank, or why it is ended.
+        args: the arguments of the run.
+        error: the error of this rank, or why it is ended.
         rank: another rank, which cannot write; then only `error` is written.
 
     Raises:
-        OSError: it cannot be written there either.
+        OSError: the temporary folder is not writable either.
     """
     if args.save:
         try:
@@ -59,6 +59,6 @@ def _write(directory: Path, me: int, error: BaseException | str, rank: int | Non
 
 
 def linger() -> None:
-    """Let the launcher see first which rank ended first: it reports that one, and ends the others."""
+    """Give the launcher time to see which rank ended first: it reports that one, and ends the others."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signal.sigtimedwait({signal.SIGTERM}, _SECONDS_TO_BE_ENDED)

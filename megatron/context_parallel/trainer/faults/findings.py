@@ -1,7 +1,7 @@
-"""What a rank finds wrong in the numbers and the data of a step, and how all ranks hear of it.
+"""Findings: bad values and bad data in a step, and how all ranks learn of them.
 
-A rank that stopped where it finds something would leave the others waiting. So it keeps what it found and goes on. The
-reduction of the loss counts the findings of all ranks; if there are any, all ranks read them before the weights change.
+A rank that stopped at a finding would leave the other ranks waiting. So it records the finding and continues. The
+reduction of the loss counts the findings of all ranks. If there are any, all ranks read them before the weights change.
 """
 
 import math
@@ -27,7 +27,7 @@ SPIKE = 10  # times the largest loss of the first 100 micro batches, as in Megat
 
 
 class Kind(IntEnum):
-    """What a finding is about; the first is told first."""
+    """The kind of a finding, in the order of reporting."""
 
     DATA = 0
     LOSS = 1
@@ -37,20 +37,20 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """Something found. Findings are told in the order of kind, then of computing."""
+    """A finding. Findings are reported in the order of their kind, then in the order of computation."""
 
     kind: Kind
-    place: int  # of the micro batch, or of the parameter in the backward pass
+    place: int  # index of the micro batch, or of the parameter in the backward pass
     rank: int
     text: str
 
 
 class Findings:
-    """What this rank found in the running step: `found`.
+    """The findings of this rank in the current step: `found`.
 
-    `values` are the numbers of the last pass by name: the mean loss of each micro batch on ranks of the last pipeline
-    stage, then the norm of each parameter's gradient before the ranks add theirs up. FSDP keeps only the sum:
-    its norms are those of this rank's share of the sum.
+    `values` are the values of the last pass by name: the mean loss of each micro batch on ranks of the last pipeline
+    stage, then the norm of each parameter's gradient before the reduction over ranks. FSDP keeps only the reduced
+    gradients, so its norms are those of this rank's shard.
     """
 
     def __init__(self, args: Arguments, model: list[DataParallel], machine: RerunStateMachine) -> None:
@@ -60,7 +60,7 @@ class Findings:
         self.passes = 0  # over the batches of the step
         self._norms: dict[str, Tensor] = {}
         self._sharded: list[DataParallel] = []
-        # A dynamic loss scale is found by gradients that are not finite.
+        # A dynamic loss scale is adjusted by gradients that are not finite.
         if args.check_for_nan_in_loss_and_grad and (args.loss_scale or not args.fp16):
             for chunk in model:
                 if isinstance(chunk, DistributedDataParallel):
@@ -80,11 +80,11 @@ class Findings:
         self._norms.update(zip(names, norms, strict=True))
 
     def note_data(self, line: str) -> None:
-        """Finding what is wrong with the data, in a line for the user."""
+        """Record a finding about the data, in a line for the user."""
         self.found.append(Finding(Kind.DATA, 0, dist.get_rank(), line))
 
     def look(self, losses: list[Tensor]) -> None:
-        """Take over the numbers of a pass: float64 [loss sum, tokens] of each micro batch, and the gradients."""
+        """Record the values of a pass: float64 [loss sum, tokens] of each micro batch, and the gradients."""
         pairs = torch.stack(losses).tolist() if losses else []
         self.values = {
             f"loss of micro batch {number} of {len(pairs)}": total / max(tokens, 1.0)
@@ -98,7 +98,7 @@ class Findings:
             self._norms = {}
 
     def note_numbers(self) -> None:
-        """Finding the values that are not finite, and the losses that are spikes."""
+        """Record findings about values that are not finite, and about loss spikes."""
         args = self.args
         rank = dist.get_rank()
         for place, (name, value) in enumerate(self.values.items()):
@@ -108,17 +108,17 @@ class Findings:
                 self.found.append(Finding(kind, place, rank, f"{name} is {value}"))
             if args.check_for_spiky_loss and is_loss and self._is_spike(value):
                 largest = self.machine.max_values["loss"]
-                text = f"{name} is {value:.6f}, {SPIKE} times the largest of the first 100, {largest:.6f}, or more"
+                text = f"{name} is {value:.6f}, at least {SPIKE} times the largest of the first 100, {largest:.6f}"
                 self.found.append(Finding(Kind.SPIKE, place, rank, text))
 
     def _is_spike(self, loss: float) -> bool:
         return self.machine.is_unexpectedly_large(torch.tensor(loss), SPIKE, "loss")
 
     def settle(self, iteration: int) -> list[str]:
-        """Lines of warning from the findings of all ranks, which are then gone. All ranks call it.
+        """Warnings about the findings of all ranks, which are then cleared. All ranks call it.
 
         Raises:
-            UsageError: one is about the data.
+            UsageError: a finding is about the data.
             FloatingPointError: a loss or a gradient is not finite.
         """
         everywhere: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
@@ -134,7 +134,7 @@ class Findings:
 
 
 def _told(findings: list[Finding]) -> str:
-    """The first finding, which is not finite, and how many more there are."""
+    """The first finding, about a value that is not finite, and the number of further ones."""
     first = findings[0]
     not_finite = [finding for finding in findings if finding.kind is not Kind.SPIKE]
     text = f"{first.text} on rank {first.rank}"
@@ -158,7 +158,7 @@ def _names(chunk: DataParallel) -> dict[torch.nn.Parameter, str]:
     }
     names = {}
     for name, parameter in chunk.module.named_parameters():
-        while name.startswith("module."):  # of Float16Module and Megatron-FSDP
+        while name.startswith("module."):  # prefixes of Float16Module and Megatron-FSDP
             name = name.removeprefix("module.")
         prefix = next((prefix for prefix in numbers if name.startswith(prefix)), "")
         names[parameter] = numbers.get(prefix, "") + name.removeprefix(prefix)

@@ -1,4 +1,4 @@
-"""Who broke a job, by what is known of its ranks: pure data."""
+"""Decides which rank broke a job, from the states of its ranks. Pure data."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -8,33 +8,33 @@ from megatron.context_parallel.runtime.comm.flight_recorder import Position, nam
 from .rank_file import RankProcess
 
 BEAT = 0.5  # seconds between two messages of a rank
-SILENT = 6 * BEAT  # without a message: of a rank whose peers lost it, or whose connections broke
-GRACE = 1.0  # seconds in which the cause of a failure may show itself
-SIGNAL_GRACE = 0.2  # seconds in which a signal that ends all ranks comes to each
-_RECENT = 60  # seconds in which ranks notice that a connection of theirs broke
-_TOLD = 8  # ranks of a line
-_ANY_TIME = ("", "save", "idle")  # phases that may take any time: only the collectives in them have a limit
+SILENT = 6 * BEAT  # without a message, of a rank whose peers lost it or whose connections broke
+GRACE = 1.0  # seconds in which the cause of a failure may become visible
+SIGNAL_GRACE = 0.2  # seconds in which a signal to all ranks reaches each of them
+_RECENT = 60  # seconds in which ranks notice that one of their connections broke
+_TOLD = 8  # ranks named in a line
+_ANY_TIME = ("", "save", "idle")  # phases of unlimited duration: only their collectives have a limit
 
 
 @dataclass
 class RankStatus:
-    """What is known of a rank; times are those of `time.monotonic`.
+    """The known state of a rank. Times are those of `time.monotonic`.
 
     Attributes:
         heard: when it last sent a message.
         moved: when its position last changed.
-        ended: how it ended; "" if it did not. "left" in order; "died" without a word; "cut off" but alive; "gone": one
-            of these two, on another host; "failed" by an error of its own; "usage" by a UsageError, which other ranks
-            may raise too; "lost" a peer; "timeout" of a collective; the name of the signal that ends it.
+        ended: how it ended; "" if it did not. "left": normally; "died": without a message; "cut off": but alive;
+            "gone": died or cut off, on another host; "failed": its own error; "usage": a UsageError, which other ranks
+            may raise too; "lost": a peer; "timeout": of a collective; otherwise the name of the signal that ends it.
         at: when it ended.
-        cut: when its connection to the monitor last broke and was made anew.
-        spoke: whether it had its say after that: a rank that ends without it died.
+        cut: when its connection to the monitor last broke and was replaced.
+        spoke: whether it sent how it ends after that; a rank that ends without doing so died.
     """
 
     process: RankProcess
     heard: float
     moved: float
-    position: Position = field(default_factory=lambda: Position(phase="joining"))  # until it says more
+    position: Position = field(default_factory=lambda: Position(phase="joining"))  # until it sends a position
     ended: str = ""
     at: float = 0.0
     cut: float = float("-inf")
@@ -42,33 +42,33 @@ class RankStatus:
 
     @property
     def disconnected(self) -> bool:
-        """Whether all its connections broke, and nothing else is known of it."""
+        """Whether all its connections broke and nothing else is known about it."""
         return self.ended in ("cut off", "gone")
 
     @property
     def settled(self) -> bool:
-        """Whether it has done an iteration."""
+        """Whether it has completed an iteration."""
         return self.position.done > 0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who broke the job."""
+    """The ranks that broke the job."""
 
     ranks: list[int]
-    line: str  # to print; "": the first of the ranks says it by itself
-    silent: list[int] = field(default_factory=list)  # ranks that can say nothing: dead or stopped
+    line: str  # to print; "": the first of the ranks prints its own error
+    silent: list[int] = field(default_factory=list)  # ranks that cannot print: dead or stopped
     stopped: list[int] = field(default_factory=list)  # those of them that are alive
 
 
 def judge(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, float]) -> Verdict | None:
-    """Who broke the job, or None if nobody did, or if that is not clear yet.
+    """The ranks that broke the job, or None if no rank did or the cause is not clear yet.
 
     Args:
-        ranks: all ranks that were ever heard.
-        now: the time.
-        limits: seconds without a message, or without progress of any rank, before the first iteration is done and
-            after.
+        ranks: all ranks that have ever sent a message.
+        now: the current time.
+        limits: seconds without a message, or without progress of any rank, before and after the end of the first
+            iteration.
     """
     to_connect = _seconds_to_connect(ranks)
     for rank in sorted(ranks, key=lambda rank: ranks[rank].at):
@@ -82,7 +82,7 @@ def judge(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, floa
         if heard.disconnected and now - heard.at > to_connect:
             return _cut_off(ranks, now)
         if heard.ended == "usage":
-            if 0 in ranks and ranks[0].ended == "usage":  # it prints what all of them may raise
+            if 0 in ranks and ranks[0].ended == "usage":  # rank 0 prints an error that all of them may raise
                 return Verdict([0], "")
             if now - heard.at > GRACE:
                 return Verdict([rank], "")
@@ -92,7 +92,7 @@ def judge(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, floa
 def judge_first(
     ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, float], deputy: int = 1
 ) -> Verdict | None:
-    """Whether rank 0, which judges the others, died or stopped, or whether the deputy that asks is cut off itself."""
+    """Whether rank 0, the judge, died or stopped, or whether the deputy that asks is cut off itself."""
     if 0 not in ranks:
         return None
     if ranks[0].ended.startswith("SIG"):
@@ -100,7 +100,7 @@ def judge_first(
     if ranks[0].disconnected:
         if now - ranks[0].at <= _seconds_to_connect(ranks):
             return None
-        itself = deputy in ranks and ranks[deputy].disconnected  # its connection to itself broke too
+        itself = deputy in ranks and ranks[deputy].disconnected  # its connection to its own monitor broke too
         blamed = deputy if itself else 0
         return _cut_off({blamed: ranks[blamed]}, now)
     if ranks[0].ended == "died":
@@ -108,35 +108,35 @@ def judge_first(
     if ranks[0].ended:
         return None
     verdict = _silent(ranks, now, limits, deputy)
-    judged = verdict and (verdict.ranks == [0] or not verdict.silent)  # not silent: the deputy, which is cut off
+    judged = verdict and (verdict.ranks == [0] or not verdict.silent)  # not silent: the deputy is cut off
     return verdict if judged else None
 
 
 def judge_absent(absent: Collection[int], waited: float, limit: float) -> Verdict | None:
-    """Whether the job is to wait no longer for ranks that have not joined; `waited` and `limit` in seconds."""
+    """The verdict if the job must not wait longer for ranks that have not joined; `waited` and `limit` in seconds."""
     return Verdict(sorted(absent), never_came(absent, limit)) if absent and waited > limit else None
 
 
 def never_came(ranks: Collection[int], limit: float) -> str:
-    """In one line, that these ranks did not join within `limit` seconds."""
+    """One line: these ranks did not join within `limit` seconds."""
     return (
-        f"{few(ranks)} never came: no word within --distributed-timeout-minutes {limit / 60:g}; "
-        "not started, ended before, or without a way to rank 0"
+        f"{few(ranks)} did not join within --distributed-timeout-minutes {limit / 60:g}: "
+        "not started, already ended, or unable to reach rank 0"
     )
 
 
 def few(ranks: Collection[int]) -> str:
-    """As `named`, but at most so many that a line holds them."""
+    """As `named`, but with at most as many ranks as fit on a line."""
     return named(sorted(ranks)[:_TOLD]) + " ..." * (len(ranks) > _TOLD)
 
 
 def _seconds_to_connect(ranks: Mapping[int, RankStatus]) -> float:
-    """In which a rank may connect anew: a busy host takes its time, unless other ranks miss a peer as well."""
+    """Seconds for a rank to reconnect: a busy host is slow, unless other ranks miss a peer as well."""
     return GRACE if any(heard.ended in ("lost", "timeout") for heard in ranks.values()) else SILENT
 
 
 def _cut_off(ranks: Mapping[int, RankStatus], now: float) -> Verdict:
-    """The first whose connection broke is to blame: rank 0 loses the connections of all others with its own."""
+    """The first rank whose connection broke is to blame. If rank 0 is cut off, it loses all connections."""
     lost = [rank for rank in sorted(ranks) if ranks[rank].disconnected]
     blamed = min(lost + [rank for rank in ranks if now - ranks[rank].cut < _RECENT])
     heard = ranks[blamed]
@@ -148,7 +148,7 @@ def _cut_off(ranks: Mapping[int, RankStatus], now: float) -> Verdict:
 
 def _silent(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, float], me: int) -> Verdict | None:
     suspicion = any(_for_long(heard, now, "lost", "timeout") for heard in ranks.values())
-    settled = any(heard.settled for heard in ranks.values())  # no rank ends an iteration without the others
+    settled = any(heard.settled for heard in ranks.values())  # no rank completes an iteration without the others
     limit = SILENT if suspicion else limits[settled]
     silent = {
         rank: heard
@@ -158,14 +158,14 @@ def _silent(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, fl
     if not silent:
         return None
     if me in ranks and _is_alone(me, ranks, now):
-        line = f"rank {me} is cut off: it hears nothing from the others at {ranks[me].position}"
+        line = f"rank {me} is cut off: it receives nothing from the other ranks at {ranks[me].position}"
         return Verdict([me], line, [], [*silent])
     rank = min(silent, key=lambda rank: silent[rank].heard)
     return Verdict([rank], f"rank {rank} stopped responding at {ranks[rank].position}", [*silent], [*silent])
 
 
 def _is_alone(me: int, ranks: Mapping[int, RankStatus], now: float) -> bool:
-    """Whether the others fell silent all at once, several of them or this rank too: then its network is to blame."""
+    """Whether the others fell silent at the same time, several of them or this rank too: its network is to blame."""
     silences = {rank: now - heard.heard for rank, heard in ranks.items() if heard.ended in ("", "lost", "timeout")}
     mine = silences.pop(me, 0.0)
     if not silences or (len(silences) == 1 and mine <= SILENT):
@@ -174,7 +174,7 @@ def _is_alone(me: int, ranks: Mapping[int, RankStatus], now: float) -> bool:
 
 
 def _lost(ranks: Mapping[int, RankStatus], now: float) -> Verdict | None:
-    """A connection broke, but both ends live: the rank that noticed it first says so."""
+    """A connection broke, but both ends are alive: the rank that noticed it first reports it."""
     lost = [rank for rank, heard in ranks.items() if _for_long(heard, now, "lost")]
     if not lost or any(heard.ended == "timeout" for heard in ranks.values()):
         return None

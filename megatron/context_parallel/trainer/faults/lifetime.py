@@ -1,4 +1,4 @@
-"""Who ends with whom: a rank with its launcher, the helpers of a rank with the rank, and all of them at Ctrl-C."""
+"""Ends processes together: a rank with its launcher, helpers with their rank, and all of them at Ctrl-C."""
 
 import ctypes
 import os
@@ -12,14 +12,14 @@ from functools import cache
 _PR_SET_PDEATHSIG = 1
 _SECONDS_TO_SPEAK = 1
 _libc = ctypes.CDLL(None)
-_forking = (0, False)  # the process that forks, and whether its main thread does
+_forking = (0, False)  # the process that forks, and whether its main thread is the one that forks
 
 
 def end_with_parent() -> None:
-    """Let Linux kill this rank when its launcher ends, and what the rank forks when the rank ends.
+    """Make Linux kill this rank when its launcher ends, and the rank's forked helpers when the rank ends.
 
-    Only torchrun counts as a launcher: a rank that was started from a shell may outlive it. Ranks of srun are ended by
-    Slurm. Forked helpers also ignore SIGINT. Call it in the main thread.
+    Only torchrun counts as a launcher: a rank started from a shell may outlive the shell. Slurm ends ranks that srun
+    started. Forked helpers also ignore SIGINT. Call it in the main thread.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _die_with(os.getppid())
@@ -41,7 +41,7 @@ def _forked() -> None:
     if signal.getsignal(signal.SIGTERM) is _ignore:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent, by_main_thread = _forking
-    if by_main_thread:  # the kernel counts the end of another thread as the parent's
+    if by_main_thread:  # for the kernel, the parent ends with the thread that forked
         _die_with(parent)
 
 
@@ -49,22 +49,22 @@ def _die_with(parent: int) -> None:
     if sys.platform != "linux":
         return
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # the parent has already ended
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_at_signals(
     rank: int, numbers: set[signal.Signals], tell: Callable[[str], None], last_words: Callable[[], str]
 ) -> None:
-    """At SIGINT or SIGTERM end this process, also while it waits for other ranks.
+    """End this process at SIGINT or SIGTERM, even while it waits for other ranks.
 
     Call it in the main thread.
 
     Args:
-        rank: this one.
-        numbers: which of the two signals.
-        tell: gets the name of the signal, before this process ends.
-        last_words: what rank 0 prints at SIGINT. The status is then 130; at SIGTERM the signal ends the process.
+        rank: this rank.
+        numbers: the signals to handle.
+        tell: called with the name of the signal before this process ends.
+        last_words: printed by rank 0 at SIGINT. The status is then 130; at SIGTERM the signal ends the process.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -76,7 +76,7 @@ def end_at_signals(
 
 
 def _ignore(number: int, frame: object) -> None:
-    """The main thread may be in a collective: the thread of the pipe acts."""
+    """Handles signals in a separate thread, because the main thread may be in a collective."""
 
 
 def _end_at_signals(
@@ -88,11 +88,11 @@ def _end_at_signals(
     try:
         tell(number.name)
         if number == signal.SIGTERM:
-            _libc.signal(number, None)  # its default; Python sets it in the main thread only
+            _libc.signal(number, None)  # the default action; Python can set it only in the main thread
             os.kill(os.getpid(), number)
         if rank == 0:
             print(last_words(), file=sys.stderr, flush=True)
         else:
-            time.sleep(_SECONDS_TO_SPEAK)  # rank 0 would lose a peer
+            time.sleep(_SECONDS_TO_SPEAK)  # so that rank 0 does not lose a peer before it prints
     finally:
         os._exit(128 + number)

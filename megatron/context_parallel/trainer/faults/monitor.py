@@ -1,7 +1,7 @@
-"""The monitor: a thread that hears from every rank and says which one broke the job.
+"""The monitor: a thread that receives messages from every rank and reports which one broke the job.
 
-Rank 0 has one, and so has a deputy, which speaks only if rank 0 is what broke. Each rank sends lines of JSON to both:
-who it is, every half second where it is, and how it ends. The kernel closes the connections of a process that dies.
+Rank 0 runs one. A deputy runs another, which reports only failures of rank 0. Each rank sends lines of JSON to both:
+its identity, its position every half second, and how it ends. The kernel closes the connections of a process that dies.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ _TICK = 0.1  # seconds
 _LONGEST_LINE = 16384
 _SECONDS_TO_BE_HEARD = 3
 _SECONDS_TO_DIE = 0.3
-_SECONDS_TO_SPEAK = 2  # of the rank that is to say why it failed, before the others may leave
-SECONDS_OF_PATIENCE = 30  # with ranks that have not joined, without a word
+_SECONDS_TO_SPEAK = 2  # for the failed rank to print why, before the others may leave
+SECONDS_OF_PATIENCE = 30  # of waiting for ranks that have not joined, before a message
 
 
 class Connection:
-    """Lines of JSON over TCP. Sending may fail: a reader learns that the other end is gone.
+    """Lines of JSON over TCP. Sending never raises: reading reports that the other end is gone.
 
-    Nothing waits: what a stalled network does not take is sent before the next message.
+    Nothing blocks: data that a stalled network does not accept is sent before the next message.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -44,15 +44,15 @@ class Connection:
 
     def send(self, message: dict[str, Any]) -> None:
         with self._sending, contextlib.suppress(OSError):
-            if len(self._unsent) < _LONGEST_LINE:  # or it is one beat of many that did not go
+            if len(self._unsent) < _LONGEST_LINE:  # otherwise many beats are already waiting
                 self._unsent += json.dumps(message).encode() + b"\n"
             self._unsent = self._unsent[self.socket.send(self._unsent) :]
 
     def read(self) -> list[dict[str, Any]] | None:
-        """The messages that came; None when the other end is gone.
+        """The received messages; None if the other end is gone.
 
         Raises:
-            ValueError: something else than messages came.
+            ValueError: the received data is not a message.
         """
         try:
             received = self.socket.recv(_LONGEST_LINE)
@@ -64,7 +64,7 @@ class Connection:
             return None
         *lines, self._rest = (self._rest + received).split(b"\n")
         if len(self._rest) > _LONGEST_LINE:
-            raise ValueError("too long a line")
+            raise ValueError("line too long")
         return [json.loads(line) for line in lines]
 
 
@@ -72,12 +72,12 @@ class Monitor:
     """Judges the ranks and calls `say` with the first verdict.
 
     Args:
-        address: of this host, to listen at.
-        job: its key.
-        rank: that of this process: 0, or the deputy.
-        world: how many ranks there are.
-        limits: those of `judge`, in seconds.
-        say: gets what is to be said.
+        address: the address of this host to listen at.
+        job: the key of the job.
+        rank: the rank of this process: 0, or the deputy.
+        world: the number of ranks.
+        limits: the limits of `judge`, in seconds.
+        say: called with the verdict.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class Monitor:
     ) -> None:
         self.job, self.rank, self.limits, self.say = job, rank, limits, say
         self.world = world
-        self.absent = set(range(world)) if rank == 0 else {0}  # of those that it judges
+        self.absent = set(range(world)) if rank == 0 else {0}  # of the ranks that it judges
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.listener = socket.create_server((address, 0), family=family, backlog=4096)
         self.ranks: dict[int, RankStatus] = {}
         self.connections: list[Connection] = []
         self.verdict: Verdict | None = None
-        self._others_wait_until = 0.0  # until when only the rank that is to speak has heard the verdict
+        self._others_wait_until = 0.0  # until then only the rank that should print has received the verdict
         self.closed = threading.Event()
-        self.silent = False  # whether it has nothing more to say
+        self.silent = False  # whether it has nothing more to report
         self._selector = selectors.DefaultSelector()
         self._selector.register(self.listener, selectors.EVENT_READ)
         self.thread = threading.Thread(target=self._run, name="monitor", daemon=True)
@@ -108,7 +108,7 @@ class Monitor:
         while not self.closed.is_set():
             events = self._selector.select(_TICK)
             now = time.monotonic()
-            if now - before > 20 * _TICK:  # this process did not run either
+            if now - before > 20 * _TICK:  # this process was stopped too
                 self._forgive(now - before)
                 began += now - before
             before = now
@@ -133,14 +133,14 @@ class Monitor:
             self._let_others_leave(now)
 
     def silent_ranks(self) -> list[int]:
-        """Ranks that have sent nothing for some seconds, for any thread. They may yet."""
+        """Ranks that have sent nothing for some seconds but may still send. Any thread may call it."""
         now = time.monotonic()
         return sorted(rank for rank, heard in [*self.ranks.items()] if now - heard.heard > SILENT)
 
     def _decide(self, now: float) -> Verdict | None:
         if not self._judge(now):
             return None
-        for heard in self.ranks.values():  # what they sent may be half a second old
+        for heard in self.ranks.values():  # their last message may be half a second old
             self._look_at_file(heard, now)
         return self._judge(now)
 
@@ -152,7 +152,7 @@ class Monitor:
     def _ask_for_patience(self, waited: float) -> None:
         if waited < self.limits[0]:
             minutes = f"--distributed-timeout-minutes {self.limits[0] / 60:g}"
-            words = f"{few(self.absent)} of {self.world} not there after {waited:.0f} s; waiting for {minutes}"
+            words = f"{few(self.absent)} of {self.world} not joined after {waited:.0f} s; waiting up to {minutes}"
             self.say(Verdict(sorted(self.absent), words))
 
     def _forgive(self, seconds: float) -> None:
@@ -171,7 +171,7 @@ class Monitor:
             messages = connection.read()
             for message in messages or ():
                 self._take(connection, message, now)
-        except (ValueError, SyntaxError, TypeError, KeyError):  # no rank of this job
+        except (ValueError, SyntaxError, TypeError, KeyError):  # not a rank of this job
             messages = None
         if messages is None:
             self._selector.unregister(connection.socket)
@@ -184,7 +184,7 @@ class Monitor:
         if connection.rank < 0:
             process = RankProcess(**message)
             if process.job != self.job:
-                raise ValueError("of another job")
+                raise ValueError("message of another job")
             connection.rank = process.rank
             self._join(process, now)
             self.absent.discard(process.rank)
@@ -208,8 +208,8 @@ class Monitor:
             self.ranks[process.rank] = RankStatus(process, now, now)
             return
         if heard.process != process:
-            raise ValueError("that rank is another process")
-        heard.heard = heard.cut = now  # its connection broke, and it made another
+            raise ValueError("another process has that rank")
+        heard.heard = heard.cut = now  # its connection broke, and it reconnected
         if heard.disconnected:
             heard.ended = ""
 
@@ -232,7 +232,7 @@ class Monitor:
             heard.at = now
 
     def _look_at_file(self, heard: RankStatus, now: float) -> None:
-        """The position of a rank on this host, newer than what it sent."""
+        """The position of a rank on this host, newer than the last one it sent."""
         if heard.ended == "left" or heard.process.host != this_host():
             return
         with contextlib.suppress(OSError, ValueError):
@@ -252,7 +252,7 @@ class Monitor:
                 self._send_verdict(connection, verdict)
 
     def _may_hear(self, connection: Connection) -> bool:
-        """The rank that is to speak hears the verdict first: a launcher ends it when another rank has left."""
+        """Send the verdict first to the rank that should print: a launcher ends it when another rank has left."""
         assert self.verdict
         return not self._others_wait_until or connection.rank == self.verdict.ranks[0]
 
@@ -260,8 +260,8 @@ class Monitor:
         if not self.verdict or not self._others_wait_until:
             return
         speaker = self.ranks[self.verdict.ranks[0]]
-        if speaker.ended == "died" or speaker.disconnected:  # without a word
-            line = f"rank {speaker.process.rank} failed at {speaker.position}, and ended before it said why"
+        if speaker.ended == "died" or speaker.disconnected:  # without a message
+            line = f"rank {speaker.process.rank} failed at {speaker.position}, and ended before it reported why"
             self.verdict = Verdict(self.verdict.ranks, line, self.verdict.ranks)
             self._announce(self.verdict, now)
         elif speaker.spoke or now > self._others_wait_until:
@@ -276,7 +276,7 @@ class Monitor:
         connection.send({"end": verdict.line, "speak": speaks, "kill": pids})
 
     def close(self) -> None:
-        """Leave. After a verdict wait until the ranks have heard it; without one tell them that nobody judges now."""
+        """Leave. After a verdict, wait until the ranks have received it. Otherwise tell them that it left."""
         self.silent = True
         deadline = time.monotonic() + _SECONDS_TO_BE_HEARD
         while self.verdict and time.monotonic() < deadline and any(c.rank != self.rank for c in self.connections):
@@ -287,7 +287,7 @@ class Monitor:
 
 
 def _lives(process: RankProcess) -> bool:
-    """Whether a process of this host lives on. One that dies closes its connections a little before it is dead."""
+    """Whether a process of this host stays alive. A dying process closes its connections shortly before its end."""
     deadline = time.monotonic() + _SECONDS_TO_DIE
     while time.monotonic() < deadline:
         try:

@@ -1,6 +1,6 @@
-"""A small file for each running rank, which tells where it is. Other processes read it, also when the rank is dead.
+"""A small file for each running rank with its position. Other processes read it, even after the rank has died.
 
-The files are in a folder for temporary files that only their user may open. A file is named after its process.
+The files are in a temporary folder that only their user may open. A file is named after its process.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class RankProcess:
 
 
 class RankFile:
-    """The file of this process; the recorder writes each note there."""
+    """The file of this process. The recorder writes each note to it."""
 
     def __init__(self, rank: int, world: int, job: str) -> None:
         self.process = RankProcess(rank, world, os.getpid(), this_host(), job)
@@ -53,7 +53,7 @@ class RankFile:
         recorder.memory = self.memory
 
     def look_up(self, threads: set[int]) -> Position:
-        """The position of this process with what its threads, but for `threads`, wait for outside of plans."""
+        """The position of this process, and what its threads, except for `threads`, wait for outside of plans."""
         position = _looked_up(recorder.position, threads)
         self._write("looked up", repr(tuple(position)))
         return position
@@ -69,19 +69,21 @@ class RankFile:
 
 
 def this_host() -> str:
-    """The name of this host, and of its process numbers: a container has its own."""
+    """The name of this host and of its PID namespace: a container has its own."""
     return f"{socket.gethostname()} {os.stat('/proc/self/ns/pid').st_ino if sys.platform == 'linux' else ''}"
 
 
 def _mapped(path: Path) -> mmap.mmap:
     path.parent.mkdir(mode=0o700, exist_ok=True)
     if path.parent.lstat().st_uid != os.getuid() or path.parent.is_symlink():
-        raise PermissionError(f"{path.parent} belongs to another user; set TMPDIR to a folder of your own")
+        raise PermissionError(f"{path.parent} belongs to another user; set TMPDIR to your own directory")
     for other in path.parent.iterdir():
         if other.name.isdecimal() and not psutil.pid_exists(int(other.name)):
             other.unlink(missing_ok=True)
     with path.open("w+b") as file:
-        os.posix_fallocate(file.fileno(), 0, _PARTS["rank"].stop)  # or a write to memory could end this process
+        os.posix_fallocate(
+            file.fileno(), 0, _PARTS["rank"].stop
+        )  # fails here on a full disk; a later write would be a SIGBUS
         return mmap.mmap(file.fileno(), 0)
 
 
@@ -90,7 +92,7 @@ def _folder() -> Path:
 
 
 def read_rank_file(path: Path) -> tuple[RankProcess, Position]:
-    """The rank of a file, and where it is.
+    """The rank of a file, and its position.
 
     Raises:
         OSError: the file cannot be read.
@@ -125,14 +127,14 @@ def _looked_up(position: Position, threads: set[int]) -> Position:
     frames = {thread: frame for thread, frame in sys._current_frames().items() if thread not in threads}
     code = _place(frames[threading.main_thread().ident or 0])
     for frame in () if position.waits else frames.values():
-        with contextlib.suppress(Exception):  # a frame of a running thread may change while it is read
+        with contextlib.suppress(Exception):  # the frame of a running thread may change meanwhile
             if waits := awaited_by(frame):
                 return position._replace(waits=waits, code=code)
     return position._replace(code=code)
 
 
 def _place(innermost: FrameType) -> str:
-    """The innermost place that is not in a library: "next_batch (data.py:57)"."""
+    """The innermost frame outside of libraries, such as "next_batch (data.py:57)"."""
     chosen = innermost
     for frame, _ in traceback.walk_stack(innermost):
         if "context_parallel" in frame.f_code.co_filename or "megatron" in frame.f_code.co_filename:

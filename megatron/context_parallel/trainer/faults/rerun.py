@@ -1,7 +1,7 @@
-"""Computes a suspicious step again, to tell a fault of the hardware from one of the program.
+"""Repeats a suspicious step, to distinguish hardware faults from errors in the program.
 
-megatron-core's rerun state machine decides what follows; this module gives it the numbers and says what it decided.
-The machine itself is silent, because it counts iterations from the start of the process and writes lines on each rank.
+megatron-core's rerun state machine makes the decisions. This module gives it the values and reports the decisions.
+The machine's own messages are off: they count iterations from the start of the process, and every rank prints them.
 """
 
 import logging
@@ -26,7 +26,7 @@ Batches: TypeAlias = Iterator[Batch] | RerunDataIterator
 
 
 class StepRejectedError(Exception):
-    """A step must not be done: `status` is what the ranks exit with, `save` whether to save the iteration before it."""
+    """A step must not be applied: `status` is the exit status, `save` says whether to save the iteration before it."""
 
     def __init__(self, line: str, status: int, save: bool) -> None:
         super().__init__(line)
@@ -34,7 +34,7 @@ class StepRejectedError(Exception):
 
 
 def start_machine(args: Arguments) -> RerunStateMachine:
-    """megatron-core's state machine of this process, in the mode of `--rerun-mode`."""
+    """megatron-core's state machine in this process, in the mode of `--rerun-mode`."""
     logging.getLogger(rerun_state_machine.__name__).setLevel(logging.CRITICAL)
     tracker = get_cuda_rng_tracker()
     rerun_state_machine.destroy_rerun_state_machine()
@@ -47,16 +47,16 @@ def start_machine(args: Arguments) -> RerunStateMachine:
 
 
 def replayable(args: Arguments, batches: Iterator[Batch]) -> Batches:
-    """`batches`, which can give those of a step again if `--rerun-mode` may ask for it."""
+    """`batches`, wrapped so that `--rerun-mode` can repeat the batches of a step."""
     return batches if args.rerun_mode == RerunMode.DISABLED else RerunDataIterator(batches)
 
 
 def passes(findings: Findings, batches: list[Batches]) -> Iterator[None]:
-    """Yields once for each time that the step is to be computed: once, or again where the first pass has findings."""
+    """Yields once for each pass over the step: a second time if the first pass has findings."""
     machine = findings.machine
     findings.passes = 0
     if machine.state is RerunState.NOT_RUNNING_YET:
-        machine.failed_validation_call = None  # of a spike in an earlier step, which the machine would compare again
+        machine.failed_validation_call = None  # left by a spike in an earlier step; the machine would compare it again
     while machine.should_run_forward_backward(batches):
         yield
         findings.passes += 1
@@ -95,7 +95,7 @@ def _same(before: float, now: float) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """What a rank found suspicious, and what it was when computed again."""
+    """A suspicious value of a rank, and its value in the repeated step."""
 
     rank: int
     name: str
@@ -106,24 +106,24 @@ class Case:
 
     @property
     def text(self) -> str:
-        """Both values, and where they came from."""
+        """Both values, and their devices."""
         again = "the same" if _same(self.before, self.now) else f"{self.now:.6f}"
-        return f"{self.name} was {self.before:.6f} on rank {self.rank} ({self.before_on}), computed again {again}"
+        return f"{self.name} was {self.before:.6f} on rank {self.rank} ({self.before_on}); repeated, it is {again}"
 
 
-_VERDICTS = {  # by the state that the machine leaves a step in
-    RerunState.NOT_RUNNING_YET: "going on",
-    RerunState.RERUNNING_IN_PLACE: "a fault that comes and goes is likely, there or where its numbers came from",
-    RerunState.WILL_RERUN_FROM_CHECKPOINT: "start again with --load on other devices, to compute it there",
-    RerunState.RERUNNING_AGAIN_FROM_CHECKPOINT: "that is the same device; start again with --load on other devices",
+_VERDICTS = {  # by the state of the machine after a step
+    RerunState.NOT_RUNNING_YET: "training continues",
+    RerunState.RERUNNING_IN_PLACE: "likely a transient fault, on that rank or on one that it received data from",
+    RerunState.WILL_RERUN_FROM_CHECKPOINT: "restart with --load on other devices, to repeat the step there",
+    RerunState.RERUNNING_AGAIN_FROM_CHECKPOINT: "that is the same device; restart with --load on other devices",
 }
 
 
 def settle(findings: Findings, iteration: int) -> list[str]:
-    """A line on a step that was computed again and is to be done. All ranks call it after the passes of a step.
+    """A line about a step that was repeated and will be applied. All ranks call it after the passes of a step.
 
     Raises:
-        StepRejectedError: the step is not to be done.
+        StepRejectedError: the step must not be applied.
     """
     machine = findings.machine
     save, leave, status = machine.should_checkpoint_and_exit()
@@ -135,11 +135,11 @@ def settle(findings: Findings, iteration: int) -> list[str]:
     case = cases[0]
     others = ", ".join(str(other.rank) for other in cases[1:])
     verdict = _VERDICTS.get(machine.state)
-    if verdict is None:  # computed on another device, from the checkpoint
+    if verdict is None:  # repeated on another device, from the checkpoint
         same = _same(case.before, case.now)
-        verdict = f"on {case.now_on}: data, settings or the program are at fault, most likely"
+        verdict = f"on {case.now_on}: likely a fault of the data, the settings or the program"
         if not same:
-            verdict = f"on {case.now_on}: {case.before_on} is faulty, most likely"
+            verdict = f"on {case.now_on}: {case.before_on} is likely to be faulty"
     line = f"iteration {iteration}: {case.text}{' (likewise on ranks ' + others + ')' if others else ''}; {verdict}"
     if leave:
         raise StepRejectedError(f"{line} (status {status})", status, save)
@@ -147,7 +147,7 @@ def settle(findings: Findings, iteration: int) -> list[str]:
 
 
 def _case(findings: Findings) -> Case | None:
-    """That of this rank, if it asked for the second pass, in this process or in the one that saved the checkpoint."""
+    """The suspicious value of this rank, if it requested the second pass, in this process or before the checkpoint."""
     machine = findings.machine
     if not machine.rerun_requested:
         return None
@@ -156,6 +156,6 @@ def _case(findings: Findings) -> Case | None:
     name = (_not_finite(before) or sorted(losses, key=lambda name: -losses[name]))[0]
     here = f"host {os.uname()[1]}, device {torch.cuda.current_device()}"
     before_on = here
-    if machine.suspicious_node:  # noted when the step was to be computed on another device
+    if machine.suspicious_node:  # recorded when the step was to be repeated on another device
         before_on = f"host {machine.suspicious_node}, device {machine.suspicious_device}"
     return Case(dist.get_rank(), name, before[name], findings.values[name], before_on, here)

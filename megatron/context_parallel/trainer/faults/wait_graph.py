@@ -1,4 +1,4 @@
-"""Who waits for whom, and who is to blame: pure data."""
+"""Which rank waits for which, and which is to blame. Pure data."""
 
 from collections.abc import Collection, Mapping
 
@@ -6,13 +6,13 @@ import networkx
 
 from megatron.context_parallel.runtime.comm.flight_recorder import Position, named
 
-_TOLD = 4  # ranks of a line
+_TOLD = 4  # ranks named in a line
 
 
 def wait_graph(positions: Mapping[int, Position]) -> networkx.DiGraph:
     """An edge from each rank to each rank that it waits for.
 
-    A rank in a collective waits for those of its ranks that are not in it too.
+    A rank in a collective waits for the members that have not entered it.
     """
     graph = networkx.DiGraph()
     graph.add_nodes_from(positions)
@@ -29,11 +29,11 @@ def wait_graph(positions: Mapping[int, Position]) -> networkx.DiGraph:
 
 
 def culprits(positions: Mapping[int, Position], stopped: Collection[int] = ()) -> list[int]:
-    """The ranks that the others wait for, in order: those that do not wait themselves, or that wait for each other.
+    """The ranks that the others wait for, in order: ranks that do not wait, or that wait for each other.
 
     Args:
         positions: of all ranks.
-        stopped: ranks that do not run; what they wait for does not matter.
+        stopped: ranks that do not run; their waits are ignored.
     """
     graph = wait_graph({rank: Position() if rank in stopped else at for rank, at in positions.items()})
     knots = networkx.condensation(graph)
@@ -42,14 +42,14 @@ def culprits(positions: Mapping[int, Position], stopped: Collection[int] = ()) -
     for ranks in ends:
         if any(graph.pred[rank] for rank in ranks):
             awaited.append(ranks)
-    # Nobody waits for a rank at the end of no chain: if others are waited for, it is only busy.
+    # A rank that no other rank waits for is only busy, if other ranks are waited for.
     return sorted(set().union(*(awaited or ends)))
 
 
 def chains(positions: Mapping[int, Position], stopped: Collection[int] = ()) -> list[list[int]]:
-    """For each rank that waits and that no other waits for, the chain from it to a culprit or around a circle.
+    """For each waiting rank that no other waits for, the chain from it to a culprit or around a cycle.
 
-    Ranks that are only on circles begin chains too, until each rank that waits is in a chain.
+    Ranks that are only on cycles start chains too, until each waiting rank is in a chain.
     """
     graph = wait_graph({rank: Position() if rank in stopped else at for rank, at in positions.items()})
     blamed = set(culprits(positions, stopped))
@@ -67,13 +67,13 @@ def chains(positions: Mapping[int, Position], stopped: Collection[int] = ()) -> 
 
 
 def _next(graph: networkx.DiGraph, rank: int, blamed: set[int]) -> int:
-    """The neighbour of `rank` that is nearest to a culprit."""
+    """The neighbour of `rank` that is closest to a culprit."""
     distances = networkx.multi_source_dijkstra_path_length(graph.reverse(copy=False), blamed, weight=None)
     return min(graph.succ[rank], key=lambda other: (distances.get(other, len(graph)), other))
 
 
 def describe_culprits(ranks: list[int], positions: Mapping[int, Position]) -> str:
-    """What is wrong with the culprits of a hang, in one line."""
+    """One line about the culprits of a hang."""
     each = [f"rank {rank} at {positions[rank]}" for rank in ranks[:_TOLD]]
     each += ["..."] * (len(ranks) > _TOLD)
     if len(ranks) == 1:

@@ -1,4 +1,4 @@
-"""The watch: a thread of each rank that tells the monitors where the rank is, and ends it when the job is broken."""
+"""The watch: a thread of each rank that sends its position to the monitors, and ends the rank if the job is broken."""
 
 import contextlib
 import json
@@ -30,25 +30,25 @@ _SECONDS_TO_ANSWER = 7  # of a monitor, at most
 _SECONDS_TO_SAY = 5
 _SECONDS_TO_CONNECT = 30
 _SHORTEST_PAUSE = 0.02
-_SECONDS_TO_FAIL = 0.2  # of a rank that another broke: its own error tells more in its crash log
+_SECONDS_TO_FAIL = 0.2  # for a rank that another one broke: its own error makes its crash log more useful
 
 
 class Watch:
-    """The watch of this rank. Every rank of the world starts one; a world of one rank has nobody to watch.
+    """The watch of this rank. Every rank starts one. With one rank there is nothing to watch.
 
     Args:
-        args: of the run.
-        store: of the job.
+        args: the arguments of the run.
+        store: the store of the job.
 
     Raises:
-        UsageError: GLOO_SOCKET_IFNAME names no interface.
+        UsageError: GLOO_SOCKET_IFNAME does not name an interface.
     """
 
     def __init__(self, args: Arguments, store: dist.Store) -> None:
         self.args = args
         store = dist.PrefixStore("watch", store)
         drawn = json.dumps([uuid.uuid4().hex, self._choose_deputy()])
-        job, self._deputy = json.loads(store.compare_set("job", "", drawn))  # of the first that comes
+        job, self._deputy = json.loads(store.compare_set("job", "", drawn))  # those of the first rank that joins
         self._limits = _limits(args)
         self.monitor = self._monitor(job) if args.rank in (0, self._deputy) else None
         if self.monitor:
@@ -58,25 +58,25 @@ class Watch:
         self._addresses: dict[int, tuple[str, int]] = {}  # of monitors
         self._monitors: dict[int, Connection] = {}
         self._heard = time.monotonic()  # when a monitor last sent something
-        self._lost = -1, 0.0  # whose monitor was lost last, and when
-        self._met = threading.Event()  # all ranks have come
-        self._left: set[int] = set()  # whose monitors left in order
+        self._lost = -1, 0.0  # the rank whose monitor was lost last, and when
+        self._met = threading.Event()  # all ranks have joined
+        self._left: set[int] = set()  # ranks whose monitors left normally
         self._answered = threading.Event()
         self._speaks = False
-        self._said = threading.Event()  # this rank, which failed, has nothing more to say
-        self._failed: dict[str, str] = {}  # what the monitors are told when the main thread leaves by itself
+        self._said = threading.Event()  # this rank failed and has nothing more to report
+        self._failed: dict[str, str] = {}  # sent to the monitors when the main thread fails by itself
         self.before_end: Callable[[], None] = lambda: None  # called in the watch's thread when the job is broken
         self._closed = threading.Event()
-        self._notes = -1  # of the recorder, when the monitors were last told
+        self._notes = -1  # the recorder's count when the monitors were last told
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
         os.register_at_fork(after_in_child=self._close_in_child)
 
     def meet(self, store: dist.Store) -> None:
-        """Wait until all ranks have come. If one does not come, or dies, the monitors say so and end this process.
+        """Wait until all ranks have joined. If one does not join, or dies, the monitors report it and end this process.
 
         Raises:
-            UsageError: a monitor cannot be reached, or does not come.
+            UsageError: a monitor cannot be reached, or does not start.
         """
         if self.args.world_size == 1:
             return
@@ -128,7 +128,7 @@ class Watch:
                 beat = time.monotonic() + BEAT
                 self._tell({} if self._failed else {"at": self._position()})
             sockets = {connection.socket: rank for rank, connection in list(self._monitors.items())}
-            longest = BEAT if self._met.is_set() else _SHORTEST_PAUSE  # monitors may come
+            longest = BEAT if self._met.is_set() else _SHORTEST_PAUSE  # monitors may still join
             asked = time.monotonic()
             ready = wait([*sockets], max(0.0, min(beat - asked, longest)))
             for connected, rank in sockets.items():
@@ -137,25 +137,25 @@ class Watch:
             self._check(asked)
 
     def _check(self, now: float) -> None:
-        """End this process if no monitor can tell it that the job is broken. All that came before `now` was read."""
+        """End this process if no monitor can report that the job is broken. All messages before `now` were read."""
         if self._closed.is_set() or self._answered.is_set():
             return
         lost, when = self._lost
         me = f"rank {self.args.rank}"
         if not self._met.is_set() and lost >= 0 and now - when > GRACE:
-            line = f"rank {lost} ended before all ranks came, as {me} noticed"
+            line = f"rank {lost} ended before all ranks had joined, as {me} noticed"
             self._end({"end": line, "speak": bool(self.monitor or not self._monitors), "kill": []})
         elif self._met.is_set() and not self._monitors and not self._left:
-            first = self.args.rank == self._deputy + 1  # without those two
+            first = self.args.rank == self._deputy + 1  # the first of the ranks except those two
             self._end({"end": f"{me} lost ranks 0 and {self._deputy}", "speak": first, "kill": []})
         limit = self._limits[recorder.position.done > 0]
         if self._monitors and not self._left and now - self._heard > limit:
-            silence = f"it heard nothing from {named(sorted(self._monitors))} for {limit:g} s"
+            silence = f"it received nothing from {named(sorted(self._monitors))} for {limit:g} s"
             line = f"{me} on {socket.gethostname()} is cut off: {silence}"
             self._end({"end": line, "speak": _speaks_for_host(self.args), "kill": []})
 
     def _position(self) -> str:
-        """What a thread waits for outside of a plan is looked up if it waits for long."""
+        """Find out what a thread waits for outside of a plan, if it waits for long."""
         before, self._notes = self._notes, recorder.now[0]
         still = before == self._notes
         return repr(tuple(self.file.look_up(self._own_threads()) if still else recorder.position))
@@ -168,7 +168,7 @@ class Watch:
             connection.send(message)
 
     def _hear(self, rank: int) -> None:
-        """Read what the monitor of `rank` sent."""
+        """Read the messages of the monitor of `rank`."""
         messages = self._monitors[rank].read()
         self._heard = time.monotonic()
         for message in messages or ():
@@ -182,7 +182,7 @@ class Watch:
             self._lose(rank)
 
     def _lose(self, rank: int) -> None:
-        """The connection to the monitor of `rank` broke. If nothing else did, a new one will do."""
+        """The connection to the monitor of `rank` broke. If nothing else did, it is replaced."""
         (before, when), self._lost = self._lost, (rank, time.monotonic())
         broken = self._monitors[rank]
         again = before == rank and time.monotonic() - when < GRACE
@@ -202,10 +202,10 @@ class Watch:
                     os.kill(pid, signal.SIGKILL)
         self._speaks = message["speak"]
         self._answered.set()
-        with contextlib.suppress(Exception):  # it ends all the same
+        with contextlib.suppress(Exception):  # the rank ends anyway
             self.before_end()
         time.sleep(_SECONDS_TO_FAIL)
-        if self._failed:  # the main thread leaves by itself
+        if self._failed:  # the main thread ends by itself
             return
         if message["speak"]:
             print(message["end"], file=sys.stderr, flush=True)
@@ -216,7 +216,7 @@ class Watch:
         os._exit(1)
 
     def _say(self, verdict: Verdict) -> None:
-        """In the thread of the monitor of this rank: the ranks that broke the job do not say it themselves."""
+        """Called in the thread of this rank's monitor: the ranks that broke the job cannot report it themselves."""
         words = verdict.line
         for rank in verdict.silent:
             with contextlib.suppress(OSError):
@@ -227,35 +227,35 @@ class Watch:
     # -- for the main thread -------------------------------------------------------------------------------------
 
     def fail(self, kind: str) -> None:
-        """Tell the monitors that this rank fails, in one of the ways of `RankStatus.ended`.
+        """Tell the monitors that this rank fails, with a value of `RankStatus.ended`.
 
-        A signal that comes while it fails by an error of its own waits here until it has said why.
+        If a signal arrives while the rank fails with its own error, it waits here until the rank has printed why.
         """
         if kind.startswith("SIG") and self._failed.get("ended") in ("failed", "usage"):
             self._said.wait(_SECONDS_TO_ANSWER + _SECONDS_TO_SAY)
             return
         self._failed = {"ended": kind}
-        if self.monitor and kind.startswith("SIG"):  # it comes to others too
+        if self.monitor and kind.startswith("SIG"):  # other ranks get it too
             self.monitor.silent = True
         at = {} if self._notes == recorder.now[0] else {"at": repr(tuple(recorder.position))}
         self._tell(at | self._failed)
 
     def silent_ranks(self) -> list[int]:
-        """Ranks that have sent nothing for some seconds, by the monitor of this rank."""
+        """Ranks that have sent nothing to this rank's monitor for some seconds."""
         return self.monitor.silent_ranks() if self.monitor else []
 
     def may_speak(self) -> bool:
-        """Whether this rank, which failed, is to say why, because it broke the job."""
+        """Whether this rank, which failed, should print why, because it broke the job."""
         if not self._monitors and not self._answered.is_set():
             return True
         return not self._answered.wait(_SECONDS_TO_ANSWER) or self._speaks
 
     def said(self) -> None:
-        """This rank, which failed, has said why, or leaves that to another: now a signal may end it."""
+        """This rank has printed why it failed, or leaves that to another rank: a signal may end it now."""
         self._said.set()
 
     def leave(self) -> None:
-        """Leave in order. After a verdict the monitor of this rank stays until all have heard it."""
+        """Leave normally. After a verdict the monitor of this rank stays until all ranks have received it."""
         self._tell({"ended": "left"})
         self._closed.set()
         for connection in list(self._monitors.values()):
@@ -266,7 +266,7 @@ class Watch:
         self.file.remove()
 
     def _close_in_child(self) -> None:
-        """What is forked must not hold connections: the monitors know by them that a rank is dead."""
+        """Close the connections in forked processes: the monitors detect a dead rank by its closed connections."""
         recorder.memory = None
         sockets = [connection.socket for connection in self._monitors.values()]
         if self.monitor:
@@ -276,21 +276,21 @@ class Watch:
 
 
 def _limits(args: Arguments) -> tuple[float, float]:
-    """Those of `judge`."""
+    """The limits of `judge`."""
     settled = args.distributed_timeout_seconds_after_init
     return 60.0 * args.distributed_timeout_minutes, settled or 60.0 * args.distributed_timeout_minutes
 
 
 def _speaks_for_host(args: Arguments) -> bool:
-    """One rank for all of its host; on the first host each, because rank 0 may be the one that is not there."""
+    """Whether this rank prints for its host: one per host; on the first host all, because rank 0 may be missing."""
     return os.environ.get("LOCAL_RANK", "0") in ("0", str(args.rank))
 
 
 def wait_for_store(args: Arguments) -> None:
-    """Wait until somebody listens at MASTER_ADDR: torch would print its own stack for each rank and each attempt.
+    """Wait until a process listens at MASTER_ADDR: torch would print a stack for each rank and each attempt.
 
     Raises:
-        UsageError: nobody does so within `--distributed-timeout-minutes`.
+        UsageError: none does so within `--distributed-timeout-minutes`.
     """
     address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     began = time.monotonic()
@@ -308,18 +308,18 @@ def wait_for_store(args: Arguments) -> None:
             raise UsageError(f"{never_came([0], limit)}; {where}")
         if waited > SECONDS_OF_PATIENCE and _speaks_for_host(args) and not told:
             told = True
-            words = f"{where} after {waited:.0f} s; waiting for --distributed-timeout-minutes {limit / 60:g}"
+            words = f"{where} after {waited:.0f} s; waiting up to --distributed-timeout-minutes {limit / 60:g}"
             print(f"rank {args.rank}: {words}", file=sys.stderr, flush=True)
         time.sleep(pause)
         pause = min(2 * pause, BEAT)
 
 
 def _own_address() -> str:
-    """The address of this host at GLOO_SOCKET_IFNAME, or else at the interface from which MASTER_ADDR is reached."""
+    """The address of this host on GLOO_SOCKET_IFNAME, or else on the interface that reaches MASTER_ADDR."""
     if name := os.environ.get("GLOO_SOCKET_IFNAME"):
         found = [a.address for a in psutil.net_if_addrs().get(name, ()) if a.family == socket.AF_INET]
         if not found:
-            raise UsageError(f"GLOO_SOCKET_IFNAME={name}: no such interface with an address; see `ip address`")
+            raise UsageError(f"GLOO_SOCKET_IFNAME={name}: no interface of that name has an address; see `ip address`")
         return found[0]
     family, kind, _, _, target = socket.getaddrinfo(
         os.environ.get("MASTER_ADDR", "127.0.0.1"), 9, type=socket.SOCK_DGRAM

@@ -58,7 +58,7 @@ def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage
         rope_scaling_factor=args.rope_scaling_factor,
         vp_stage=vp_stage,
     )
-    use_layout(model, cp[0] if isinstance(cp, Sequence) else cp)  # all layers have one layout
+    use_layout(model, cp[0] if isinstance(cp, Sequence) else cp)  # all layers have the same layout
     leave_out_padding(model, args.vocabulary)
     if config.perform_initialization and model.post_process and args.untie_embeddings_and_output_weights:
         _draw_vocabulary(args, "output layer", model.output_layer.weight)
@@ -66,7 +66,7 @@ def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage
 
 
 def _draw_embedding(args: Arguments, weight: Tensor) -> None:
-    # megatron-core draws the table of positions by this too, which is whole on every tensor-parallel rank.
+    # megatron-core also uses this to initialize the position table, which every tensor-parallel rank has in full.
     if getattr(weight, "tensor_model_parallel", False):
         _draw_vocabulary(args, "embedding", weight)
     else:
@@ -79,7 +79,7 @@ def _draw_vocabulary(args: Arguments, table: str, weight: Tensor) -> None:
 
 
 def transformer_config(args: Arguments) -> TransformerConfig:
-    """megatron-core's model configuration: every argument that has one of its fields' names, and what follows."""
+    """megatron-core's model configuration: all arguments with the name of one of its fields, and derived values."""
     given = fields_given(args, TransformerConfig)
     interleaved = bool(args.virtual_pipeline_model_parallel_size)
     if args.swiglu:
@@ -87,18 +87,18 @@ def transformer_config(args: Arguments) -> TransformerConfig:
     given.update(
         num_moe_experts=args.num_experts,
         layernorm_epsilon=args.norm_epsilon,
-        cp_comm_type=None,  # each layer has its strategy
+        cp_comm_type=None,  # each layer has its own strategy
         embedding_init_method=partial(_draw_embedding, args),
-        # The loss is exact for any loss mask in any layout only if it is divided by the token count of all ranks.
+        # For an exact loss with any loss mask and layout, it must be divided by the token count of all ranks.
         calculate_per_token_loss=True,
         pipeline_dtype=args.params_dtype,
-        # gloo still reads an output when the next micro batch starts; NCCL's stream order keeps it alive.
+        # gloo may still read an output when the next micro batch starts. NCCL's stream order keeps it alive.
         deallocate_pipeline_outputs=torch.cuda.is_available(),
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
-        # These two are compiled, which needs a GPU or a C++ compiler.
+        # These two fusions are compiled, which needs a GPU or a C++ compiler.
         bias_dropout_fusion=torch.cuda.is_available(),
         bias_activation_fusion=torch.cuda.is_available()
         and (args.swiglu or (args.add_bias_linear and args.bias_gelu_fusion)),
@@ -115,7 +115,7 @@ def _wrap(args: Arguments, config: TransformerConfig, index: int, gpt: GPTModel)
 
 def _synchronise_by(args: Arguments, config: TransformerConfig, model: list[DataParallel]) -> None:
     config.finalize_model_grads_func = finalize_model_grads
-    if model[0].ddp_config.overlap_grad_reduce:  # Megatron-FSDP sets it where gradients are sharded
+    if model[0].ddp_config.overlap_grad_reduce:  # Megatron-FSDP sets it if gradients are sharded
         no_sync = [chunk.no_sync for chunk in model]
         config.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
 
@@ -123,7 +123,7 @@ def _synchronise_by(args: Arguments, config: TransformerConfig, model: list[Data
 def build_optimizer(args: Arguments, model: list[DataParallel]) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer of these chunks, and the schedule of its learning rate and weight decay (in samples)."""
     given = fields_given(args, OptimizerConfig)
-    if args.use_torch_fsdp2:  # its weights are float32 already
+    if args.use_torch_fsdp2:  # its weights are already float32
         given |= {"bf16": False, "params_dtype": torch.float32}
     config = OptimizerConfig(**given)
     optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
@@ -135,7 +135,7 @@ def build_optimizer(args: Arguments, model: list[DataParallel]) -> tuple[Megatro
         max_lr=args.lr,
         min_lr=args.min_lr,
         lr_warmup_steps=warmup_samples(args),
-        lr_decay_steps=decay_samples(args) or 1,  # of --skip-train
+        lr_decay_steps=decay_samples(args) or 1,  # 0 with --skip-train
         lr_decay_style=args.lr_decay_style,
         start_wd=args.weight_decay,
         end_wd=args.weight_decay,

@@ -1,4 +1,4 @@
-"""What data- and context-parallel ranks share out: the wrapper of a model that sums gradients, and gathers weights."""
+"""Data parallelism over data and context ranks: the wrapper of a model that sums gradients and gathers weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +24,8 @@ from megatron.context_parallel.trainer.config.flags import Arguments
 class TorchFSDP2(BaseDataParallel):
     """`--use-torch-fsdp2`: each rank keeps its rows of every weight, gradient and moment in float32.
 
-    Layers are gathered in the model's dtype when they are needed. megatron-core's own wrapper of FSDP2 averages
-    gradients that `calculate_per_token_loss` sums, and cannot be scaled by the token count.
+    Layers are gathered in the model's dtype when they are needed. megatron-core's own FSDP2 wrapper averages gradients,
+    but `calculate_per_token_loss` needs their sum, and the wrapper cannot scale by the token count.
     """
 
     def __init__(self, args: Arguments, config: TransformerConfig, module: torch.nn.Module) -> None:
@@ -44,7 +44,7 @@ class TorchFSDP2(BaseDataParallel):
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
         for name, parameter in module.named_parameters():
-            vars(parameter).update(marks[name])  # megatron-core's, such as that of an embedding
+            vars(parameter).update(marks[name])  # megatron-core's attributes, such as that of an embedding
 
     @torch.no_grad()
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
@@ -54,14 +54,14 @@ class TorchFSDP2(BaseDataParallel):
                 parameter.grad *= scaling_factor
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Nothing: the backward pass has added them up."""
+        """Does nothing: the backward pass has already summed the gradients."""
 
 
 DataParallel: TypeAlias = DistributedDataParallel | FullyShardedDataParallel | TorchFSDP2
 
 
 def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
-    """megatron-core's configuration of what is shared out."""
+    """megatron-core's configuration of data parallelism and sharding."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=args.overlap_grad_reduce,
@@ -70,14 +70,14 @@ def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         use_megatron_fsdp=args.use_megatron_fsdp,
         data_parallel_sharding_strategy=args.data_parallel_sharding_strategy,
-        preserve_fp32_weights=args.params_dtype is not torch.float32,  # else a second copy of the same weights
+        preserve_fp32_weights=args.params_dtype is not torch.float32,  # avoids a second copy of the same weights
     )
 
 
 def wrap(args: Arguments, config: TransformerConfig, module: torch.nn.Module, index: int) -> DataParallel:
     """Model chunk `index` of a rank, ready for the reduction of gradients."""
     if not (args.use_megatron_fsdp or args.use_torch_fsdp2):
-        # Only the first chunk's buckets overlap with what follows them: later chunks reduce in one piece.
+        # Only the first chunk's buckets can overlap with computation: later chunks reduce in one piece.
         return DistributedDataParallel(config, ddp_config(args), module, disable_bucketing=index > 0)
     known = descriptions(module)
     if args.use_torch_fsdp2:
@@ -91,7 +91,7 @@ def wrap(args: Arguments, config: TransformerConfig, module: torch.nn.Module, in
 
 
 def descriptions(module: torch.nn.Module) -> dict[str, tuple[ShardedBase, str]]:
-    """How checkpoints know what is in a model, and the names of its weights, or "". Ask before FSDP wraps it."""
+    """The checkpoint entries of a model, with the names of its weights, or "". Call it before FSDP wraps the model."""
     weights = {id(parameter): name for name, parameter in module.named_parameters()}
     found: dict[str, tuple[ShardedBase, str]] = {}
     for name, entry in module.sharded_state_dict().items():  # type: ignore[operator]
@@ -102,7 +102,7 @@ def descriptions(module: torch.nn.Module) -> dict[str, tuple[ShardedBase, str]]:
 
 @contextmanager
 def weights_gathered(args: Arguments, model: list[DataParallel]) -> Iterator[None]:
-    """All weights up to date on every rank; with `--overlap-param-gather` the last arrive in the next forward pass."""
+    """Update all weights on every rank. With `--overlap-param-gather` the last ones arrive in the next forward pass."""
     late = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel) and args.overlap_param_gather]
     for chunk in late:
         chunk.disable_forward_pre_hook()

@@ -1,4 +1,4 @@
-"""A model without memory for its weights: their names and shapes, and how a checkpoint has them."""
+"""A model without memory for its weights: their names and shapes, and their entries in a checkpoint."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from megatron.context_parallel.trainer.config.flags import Arguments
 
 from .build import build_gpt, transformer_config
 
-Done = Callable[[int], None]  # told of each weight that is written, in bytes
+Done = Callable[[int], None]  # called for each weight that is written, with its bytes
 
 
 def build_meta_model(args: Arguments) -> GPTModel:
@@ -33,7 +33,7 @@ def bytes_of(model: GPTModel) -> int:
 
 
 def shards_of(model: GPTModel) -> dict[str, list[ShardedTensor | ShardedObject]]:
-    """How a checkpoint has each weight of an outline, by its name, and what else is in its modules' states."""
+    """The checkpoint entry of each weight of an outline, by name, and the other entries of its modules' states."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         state: dict[str, Any] = model.sharded_state_dict()
         apply_factories(state)
@@ -41,6 +41,6 @@ def shards_of(model: GPTModel) -> dict[str, list[ShardedTensor | ShardedObject]]
 
 
 def chunk_of(shard: ShardedTensor) -> ChunkStorageMetadata:
-    """Where a part of a weight is in the tensor of a checkpoint, which may have all layers one behind the other."""
+    """The slice of a weight in the tensor of a checkpoint, which may be the concatenation of all layers."""
     sizes = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
     return ChunkStorageMetadata(offsets=torch.Size(shard.global_offset), sizes=torch.Size(sizes))
