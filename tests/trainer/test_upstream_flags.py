@@ -130,7 +130,7 @@ def test_values_of_megatron_that_are_not_here_are_refused(tmp_path):
         ),
         ("--dataloader-type", "--dataloader-type: expected 1 argument"),
         ("--use-mcore-model", "--use-mcore-model: unknown flag (did you mean --use-mcore-models?)"),
-        ("--rl-profile-dir x", "--rl-profile-dir x: a flag of Megatron-LM, not supported; leave it out"),
+        ("--rl-profile-dir x", "--rl-profile-dir x: a flag of Megatron-LM that is not supported; leave it out"),
     ):
         with pytest.raises(UsageError, match=re.escape(refusal)):
             read_flags(flags.split())
