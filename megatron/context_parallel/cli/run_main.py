@@ -1,5 +1,6 @@
 """The common start and end of all programs."""
 
+import logging
 import os
 import sys
 import time
@@ -37,6 +38,7 @@ def ignore_warnings_of_libraries() -> None:
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a CUDA toolkit, and no GPU
 
 
 def run_main(main: Callable[[], int | None], program: str | None = None) -> NoReturn:
