@@ -226,9 +226,13 @@ def test_who_does_not_read_its_stream_is_cut():
 def test_too_many_connections_are_told_so_and_far_too_many_wait(monkeypatch):
     monkeypatch.setattr(connections, "_SPARE", 1)
     with serving(patience=Patience(connections=2, client_seconds=60)) as (_, port, _):
-        before = len(os.listdir("/proc/self/fd"))
+
+        def accepted() -> int:
+            sockets = psutil.Process().net_connections("tcp")
+            return sum(socket.laddr.port == port and socket.status == psutil.CONN_ESTABLISHED for socket in sockets)
+
         clients = [dial(port) for _ in range(8)]
-        wait_until(lambda: len(os.listdir("/proc/self/fd")) == before + 8 + 3)
+        wait_until(lambda: accepted() == 3)
         first = http.client.HTTPConnection("127.0.0.1", port)
         first.sock = clients[0]
 
