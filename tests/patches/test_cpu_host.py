@@ -25,7 +25,7 @@ def test_a_device_context_decides_where_factories_create():
 
 
 def test_factories_still_refuse_a_device_that_is_not_there():
-    with pytest.raises(Exception, match=r"(?i)cuda"):
+    with pytest.raises(Exception, match=r"(?i)cuda|no NVIDIA driver"):
         torch.zeros(2, device="cuda:3")
 
 

@@ -1,10 +1,17 @@
-"""megatron-core's experts without Transformer Engine: they ask whether a name is None that is then not there."""
+"""megatron-core's experts: what differs between its releases, and a name that is not there without Transformer Engine.
+
+It asks whether that name is None. No public name says how a release weighs losses, or tells of the parts of a layer.
+"""
 
 from typing import Any
 
+import megatron.core
 from megatron.core.transformer.moe import moe_utils
 
-CHECKED = {"megatron-core": "0.16"}
+CHECKED = {"megatron-core": "0.16 to 0.19"}
+
+# Until 0.18 a rank's part of the load balancing loss has the weight of its own tokens; from 0.19 on, of all ranks'.
+WEIGHED_BY_OWN_TOKENS = tuple(map(int, megatron.core.__version__.split(".")[:2])) < (0, 19)
 
 
 def say_there_is_no_gemm() -> None:
@@ -12,3 +19,8 @@ def say_there_is_no_gemm() -> None:
     module: Any = moe_utils
     if not hasattr(module, "te_general_gemm"):
         module.te_general_gemm = None
+
+
+def parts_of_experts(mlp: Any) -> Any:
+    """The `MoESubmodules` in the spec of a layer's experts: a ModuleSpec until 0.17, a partial from 0.18 on."""
+    return mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"]
