@@ -246,6 +246,19 @@ def test_checkpoints_from_before_there_was_a_manifest(ranks, run, tmp_path):
         assert f"{LAST}/common.pt is missing or empty; give --ckpt-step 2" in lines[3]
 
 
+def test_a_checkpoint_of_a_later_release_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "HAS_COMMON_FILE", True)
+    write_manifest(tmp_path, make_manifest(tmp_path, {}))
+    args = Flags(load=str(tmp_path))
+    with pytest.raises(
+        UsageError, match=r"saved with megatron-core 0\.19 or later, and this is .*; install megatron-core 0"
+    ):
+        checkpoint._check_release(args, tmp_path)
+    (tmp_path / "common.pt").touch()
+    write_manifest(tmp_path, make_manifest(tmp_path, {}))
+    checkpoint._check_release(args, tmp_path)
+
+
 def test_a_kill_while_an_iteration_is_replaced_loses_nothing(run, tmp_path):
     killed = shutil.copytree(run, tmp_path / "killed")
     last = killed / LAST
