@@ -54,6 +54,24 @@ def _numbers(release: str) -> tuple[int, int]:
 
 
 TORCH = _numbers(torch.__version__)
+CORE = _numbers(metadata.version("megatron-core"))
+
+
+def by_release(known: dict[tuple[int, int], str]) -> str:
+    """Of what a release of megatron-core brought, that of the installed one."""
+    return known[max(release for release in known if release <= CORE)]
+
+
+# Names that some releases of megatron-core have.
+SAVE_COMMON = "TorchCommonSaveStrategy.save_common" if CORE == (0, 16) else "save_common"
+PACKED_BATCHES = {}
+if CORE < (0, 18):
+    PACKED_BATCHES = {
+        "get_thd_batch_on_this_cp_rank": "56da9737cb3d",
+        "get_batch_on_this_hybrid_cp_rank": "6dae5a7597c1",
+    }
+elif CORE == (0, 18):
+    PACKED_BATCHES = {"get_sft_batch_on_this_cp_rank": "dc11548297d8"}
 Table = dict[str, dict[str, dict[str, str]]]  # by our file, the file of a library, and the name there
 
 # What is called, or replaced by something that takes the same: parameters of a function, the value of a name, where a
@@ -65,6 +83,7 @@ SHAPES: Table = {
             "_new_process_group_helper": (
                 "group_size group_rank global_ranks_in_group backend store "
                 "group_name backend_options timeout pg_tag device_id group_desc"
+                + (" enable_reconfigure" if TORCH >= (2, 15) else "")
             ),
             "_World.pg_group_ranks": "self",
             "_world": "_world = _World()",
@@ -78,7 +97,7 @@ SHAPES: Table = {
         _C10D: {
             "all_reduce": "tensor op group async_op",
             "all_gather": "tensor_list tensor group async_op",
-            "all_gather_object": "object_list obj group",
+            "all_gather_object": "object_list obj group" + (" weights_only" if TORCH >= (2, 15) else ""),
             "broadcast": "tensor src group async_op group_src",
             "barrier": "group async_op device_ids" + (" timeout" if TORCH >= (2, 12) else ""),
             "reduce_scatter_tensor": "output input op group async_op",
@@ -123,14 +142,17 @@ SHAPES: Table = {
     },
     "megatron_checkpoint_writer": {
         f"{_DIST_CHECKPOINTING}/strategies/common.py": {
-            "TorchCommonSaveStrategy.save_common": "self common_state_dict checkpoint_dir"
+            SAVE_COMMON: "self " * (CORE == (0, 16)) + "common_state_dict checkpoint_dir"
         },
         _WRITER: {
             "FileSystemWriterAsync.prepare_local_plan": "self plan",
             "FileSystemWriterAsync.finish": "self metadata results",
             "_results_queue": "_results_queue = None",
         },
-        f"{_DIST_CHECKPOINTING}/serialization.py": {"save_config": "from .core"},
+        f"{_DIST_CHECKPOINTING}/serialization.py": {
+            "save_config": "from .core",
+            **({"save_common": "from .strategies.common"} if CORE in ((0, 17), (0, 18)) else {}),
+        },
     },
     "megatron_data_parallel": {f"{_CORE}/distributed/data_parallel_base.py": {"_BaseDataParallel": "class"}},
     "megatron_index_file": {
@@ -194,24 +216,52 @@ BODIES: Table = {
         f"{_CORE}/transformer/moe/moe_utils.py": {"maybe_move_tensor_to_cpu": "47a1092f05ba"},
     },
     "megatron_checkpoint_writer": {
-        _WRITER: {"_get_write_results_queue": "c86164c5bcab"},
-        f"{_DIST_CHECKPOINTING}/strategies/common.py": {"TorchCommonSaveStrategy.save_common": "15b3cb005bff"},
-        f"{_DIST_CHECKPOINTING}/core.py": {"save_config": "e8f89a7c8d83"},
+        _WRITER: (
+            {"_get_write_results_queue": "c86164c5bcab"}
+            if CORE == (0, 16)
+            else {"get_write_results_queue": "5528981e75e7"}
+        ),
+        f"{_DIST_CHECKPOINTING}/strategies/common.py": {
+            SAVE_COMMON: by_release({(0, 16): "15b3cb005bff", (0, 17): "f7f9fa1d0c12", (0, 19): "d59462e91184"})
+        },
+        f"{_DIST_CHECKPOINTING}/core.py": {
+            "save_config": by_release({(0, 16): "e8f89a7c8d83", (0, 19): "4561d81eed4d"})
+        },
     },
     "megatron_data_parallel": {
         _BUFFERS: {
             "_ParamAndGradBucketGroup.check_grads": "65dd15ee6682",
-            "_ParamAndGradBucketGroup.start_grad_sync": "66adbe07814a",
+            "_ParamAndGradBucketGroup.start_grad_sync": by_release(
+                {
+                    (0, 16): "66adbe07814a",
+                    (0, 17): "87877d401684",
+                    (0, 18): "74e0b56fc986",
+                    (0, 19): "eabd0cc28135",
+                }
+            ),
         },
     },
-    "megatron_experts": {f"{_CORE}/transformer/moe/moe_utils.py": {"RouterGatingLinearFunction": "32a20173b5a1"}},
+    "megatron_experts": {
+        f"{_CORE}/transformer/moe/moe_utils.py": {"RouterGatingLinearFunction": "32a20173b5a1"},
+        f"{_CORE}/transformer/moe/router.py": {
+            "TopKRouter.attach_and_log_load_balancing_loss": by_release(
+                {
+                    (0, 16): "73129ad920be",
+                    (0, 17): "4bc5bb7f8aa2",
+                    (0, 18): "00546644321f",
+                    (0, 19): "c0318a46ca69",
+                }
+            )
+        },
+    },
     "megatron_lm": {
         f"{_CORE}/models/backends.py": {"LocalSpecProvider.core_attention": "5da9ce725a3c"},
         f"{_CORE}/extensions/transformer_engine_spec_provider.py": {"TESpecProvider.core_attention": "87fc5dc2cb17"},
         f"{_CORE}/utils.py": {
-            "get_batch_on_this_cp_rank": "b48cfcef6f1c",
-            "get_thd_batch_on_this_cp_rank": "56da9737cb3d",
-            "get_batch_on_this_hybrid_cp_rank": "6dae5a7597c1",
+            "get_batch_on_this_cp_rank": by_release(
+                {(0, 16): "b48cfcef6f1c", (0, 18): "a39ec3fc58b2", (0, 19): "0ad1630a22d0"}
+            ),
+            **PACKED_BATCHES,
         },
         f"{_EMBEDDINGS}/rope_utils.py": {"get_pos_emb_on_this_cp_rank": "51fa1b3c95a6"},
     },
@@ -445,4 +495,4 @@ def test_megatron_lm():
     ours = {"core_attention": 1, "batch": 2, "packed_batch": 3, "embedding": 4}
     places = [*megatron_lm.replaced_by(**ours)]
     assert all(callable(getattr(owner, name)) for owner, name, _ in places)
-    assert [value for *_, value in places] == [1, 1, 2, 3, 3, 4, 4, 4]
+    assert [value for *_, value in places] == [1, 1, 2, *[3] * len(PACKED_BATCHES), 4, 4, 4]

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from megatron.context_parallel.commands import checkpoint as tool
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.integration.huggingface.folder import SafetensorsFolder
+from megatron.context_parallel.patches.megatron_checkpoint_writer import HAS_COMMON_FILE
 from megatron.context_parallel.trainer.checkpoint import save_load as checkpoint
 from megatron.context_parallel.trainer.checkpoint.manifest import (
     MANIFEST,
@@ -91,8 +92,6 @@ DAMAGES = {  # (what happens to the run's directory, what the line says of it)
     "garbled metadata.json": (lambda run: flip_a_bit(run / LAST / "metadata.json"), f"{LAST}/metadata.json is damaged"),
     "no args.json": (lambda run: (run / LAST / "args.json").unlink(), f"{LAST}/args.json is missing"),
     "garbled args.json": (lambda run: flip_a_bit(run / LAST / "args.json"), f"{LAST}/args.json is damaged"),
-    "no common.pt": (lambda run: (run / LAST / "common.pt").unlink(), f"{LAST}/common.pt is missing"),
-    "flipped common.pt": (lambda run: flip_a_bit(run / LAST / "common.pt"), f"{LAST}/common.pt is damaged"),
     "cut manifest": (lambda run: cut(run / LAST / "manifest.json"), f"{LAST}/manifest.json is damaged"),
     "flipped manifest": (lambda run: flip_a_bit(run / LAST / "manifest.json"), f"{LAST}/manifest.json is damaged"),
     "no manifest": (lambda run: (run / LAST / "manifest.json").unlink(), f"{LAST}/manifest.json is missing"),
@@ -102,6 +101,11 @@ DAMAGES = {  # (what happens to the run's directory, what the line says of it)
     "unreadable tracker": (lambda run: make_unreadable(run / TRACKER), f"{TRACKER} cannot be read"),
     "tracker of nothing": (lambda run: (run / TRACKER).write_text("9"), "iter_0000009 is missing"),
 }
+if HAS_COMMON_FILE:
+    DAMAGES |= {
+        "no common.pt": (lambda run: (run / LAST / "common.pt").unlink(), f"{LAST}/common.pt is missing"),
+        "flipped common.pt": (lambda run: flip_a_bit(run / LAST / "common.pt"), f"{LAST}/common.pt is damaged"),
+    }
 
 
 def test_a_directory_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
@@ -126,14 +130,15 @@ class Code:
 def add_code(run: Path, part: str) -> None:
     """Put code into a part of the last checkpoint, as one who can also write its manifest."""
     folder, code = run / LAST, Code(run / "ran")
-    if part == "common.pt":
-        torch.save(torch.load(folder / part) | {"progress": code}, folder / part)
+    if part == "common" and HAS_COMMON_FILE:
+        torch.save(torch.load(folder / "common.pt") | {"progress": code}, folder / "common.pt")
     else:
         metadata = pickle.loads((folder / ".metadata").read_bytes())
         if part == ".metadata":
             metadata.planner_data = code
-        else:  # the random generators of rank 0
-            shard = metadata.storage_data[MetadataIndex("rng/shard_0_2")]
+        else:  # what all ranks share, or the random generators of rank 0
+            name = "common_state/shard_0_1" if part == "common" else "rng/shard_0_2"
+            shard = metadata.storage_data[MetadataIndex(name)]
             with (folder / shard.relative_path).open("ab") as file:
                 shard.offset = file.tell()
                 torch.save([code], file)
@@ -146,7 +151,7 @@ def add_code(run: Path, part: str) -> None:
 @pytest.mark.parametrize("verified", [True, False])
 def test_code_in_a_checkpoint_is_refused_and_not_run(ranks, run, tmp_path, verified):
     copies = []
-    for part in (".metadata", "common.pt", "a shard"):
+    for part in (".metadata", "common", "a shard"):
         copies.append(shutil.copytree(run, tmp_path / part))
         add_code(copies[-1], part)
     for found in ranks(2, load_each, [str(copy) for copy in copies], {"no_verify_checkpoint": not verified}):
@@ -218,7 +223,7 @@ def test_fallback_loads_the_newest_complete_one(ranks, run, damaged):
 
 def test_other_choices_of_what_to_load(ranks, run, damaged, tmp_path):
     both = shutil.copytree(damaged["cut shard"], tmp_path / "both")
-    cut(both / BEFORE / "common.pt")
+    cut(both / BEFORE / ".metadata")
     for found in ranks(1, load_each, [str(both)], {"load_fallback": True}):
         assert "__0_1.distcp has" in found[0] and "no other checkpoint in it is complete; give another" in found[0]
     flipped = str(damaged["flipped shard"])
@@ -227,6 +232,7 @@ def test_other_choices_of_what_to_load(ranks, run, damaged, tmp_path):
     assert "iter_0000003 is missing; give --ckpt-step 2" in ranks(1, load_each, [str(run)], {"ckpt_step": 3})[0][0]
 
 
+@pytest.mark.skipif(not HAS_COMMON_FILE, reason="those have a common.pt")
 def test_checkpoints_from_before_there_was_a_manifest(ranks, run, tmp_path):
     old = shutil.copytree(run, tmp_path / "old")
     forget_manifest(old / LAST)
@@ -241,6 +247,19 @@ def test_checkpoints_from_before_there_was_a_manifest(ranks, run, tmp_path):
         assert fine == 4
         assert all(f"{LAST} cannot be read (" in line and "\n" not in line for line in lines[:3])
         assert f"{LAST}/common.pt is missing or empty; give --ckpt-step 2" in lines[3]
+
+
+def test_a_checkpoint_of_a_later_release_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "HAS_COMMON_FILE", True)
+    write_manifest(tmp_path, make_manifest(tmp_path, {}))
+    args = Flags(load=str(tmp_path))
+    with pytest.raises(
+        UsageError, match=r"saved with megatron-core 0\.19 or later, and this is .*; install megatron-core 0"
+    ):
+        checkpoint._check_release(args, tmp_path)
+    (tmp_path / "common.pt").touch()
+    write_manifest(tmp_path, make_manifest(tmp_path, {}))
+    checkpoint._check_release(args, tmp_path)
 
 
 def test_a_kill_while_an_iteration_is_replaced_loses_nothing(run, tmp_path):

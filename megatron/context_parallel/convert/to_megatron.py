@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
@@ -105,7 +105,7 @@ def _write(folder: Path, planner: "_Planner") -> None:
         dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
     except dcp.api.CheckpointException as error:
         raise error.failures[0][0] from None
-    TorchCommonSaveStrategy("torch", 1).save_common({}, folder)
+    torch.save({}, folder / COMMON_STATE_FNAME)
     save_config(CheckpointingConfig("torch_dist"), str(folder))
 
 

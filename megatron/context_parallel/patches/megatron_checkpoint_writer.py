@@ -5,20 +5,24 @@ The writer does not accept another queue, and none of its steps reports an error
 
 import queue
 from collections.abc import Callable
+from typing import Any
 
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-CHECKED = {"megatron-core": "0.16"}
+CHECKED = {"megatron-core": "0.16 to 0.19"}
 
-_STEPS_OF_RANK_0 = (
-    (TorchCommonSaveStrategy, "save_common"),
+# What all ranks share is in common.pt, which a class writes in 0.16, and a function in 0.17 and 0.18. Since 0.19 it is
+# an object in the shards.
+_COMMON: Any = getattr(common, "TorchCommonSaveStrategy", serialization)
+HAS_COMMON_FILE = hasattr(_COMMON, "save_common")
+_STEPS_OF_RANK_0: list[tuple[Any, str]] = [
     (FileSystemWriterAsync, "prepare_local_plan"),
     (FileSystemWriterAsync, "finish"),
     (serialization, "save_config"),
-)
+    *([(_COMMON, "save_common")] if HAS_COMMON_FILE else []),
+]
 
 
 def wrap_steps_of_rank_0(wrap: Callable[[Callable], Callable]) -> None:

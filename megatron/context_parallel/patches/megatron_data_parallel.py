@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
-CHECKED = {"megatron-core": "0.16"}
+CHECKED = {"megatron-core": "0.16 to 0.19"}
 
 BaseDataParallel = _BaseDataParallel  # schedules and the optimizer call its methods
 

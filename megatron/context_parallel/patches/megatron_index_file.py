@@ -2,6 +2,6 @@
 
 from megatron.core.datasets.indexed_dataset import _INDEX_HEADER
 
-CHECKED = {"megatron-core": "0.16"}
+CHECKED = {"megatron-core": "0.16 to 0.19"}
 
 HEADER = _INDEX_HEADER  # bytes

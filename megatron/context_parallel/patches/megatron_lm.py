@@ -6,7 +6,7 @@ Megatron's scripts call these names directly, and cannot be configured to call o
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-CHECKED = {"megatron-core": "0.16"}
+CHECKED = {"megatron-core": "0.16 to 0.19"}
 
 _PACKED = ("get_thd_batch_on_this_cp_rank", "get_batch_on_this_hybrid_cp_rank", "get_sft_batch_on_this_cp_rank")
 

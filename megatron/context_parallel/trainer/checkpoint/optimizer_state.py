@@ -140,18 +140,18 @@ def _prime_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def _load_buckets(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
-    given = [dict(group) for group in optimizer.param_groups]
+    given = [{name: group[name] for name in _FROM_FLAGS} for group in optimizer.param_groups]
     parts = _parts(optimizer)
-    groups = loaded["optimizer"]["param_groups"]
+    # megatron-core 0.19 also compares the learning rates of groups, so each saved group gets those of now.
+    groups = [group | now for now in given for group in loaded["optimizer"]["param_groups"]]
     # Saved without sharded experts: their optimizer has the parameter groups of the other weights.
     both = [group | {"is_expert_parallel": shared} for shared in (False, True) for group in groups]
     for number, part in enumerate(parts):
         states = loaded["param_state"] if len(parts) == 1 else loaded["param_state"][number]
         copied = [dict(group) for group in both]
         _load_part(part, {**loaded, "optimizer": {**loaded["optimizer"], "param_groups": copied}}, states)
-    for group, before in zip(optimizer.param_groups, given, strict=True):
-        for name in _FROM_FLAGS:  # megatron-core restored the saved values, and the schedule would use them
-            group[name] = before[name]
+    for group, now in zip(optimizer.param_groups, given, strict=True):
+        group.update(now)  # megatron-core until 0.18 restored the saved values, and the schedule would use them
 
 
 def _load_part(part: MegatronOptimizer, loaded: dict[str, Any], per_parameter: dict[int, Any]) -> None:

@@ -5,21 +5,24 @@ import queue
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.patches.megatron_checkpoint_writer import take_results_in_this_process
+from megatron.context_parallel.patches.megatron_checkpoint_writer import HAS_COMMON_FILE, take_results_in_this_process
 from megatron.context_parallel.runtime.comm.first_rank import on_first_rank, raise_alike
 from megatron.context_parallel.trainer.config.flags import Arguments
 
@@ -87,7 +90,7 @@ class Save:
         take_results_in_this_process()
         sharded = sharded_state(state, optimizer=not args.no_save_optim, generators=not args.no_save_rng)
         self.request = dist_checkpointing.save(
-            sharded, str(self.temporary), content_metadata=METADATA, async_sharded_save=True
+            sharded, str(self.temporary), content_metadata=METADATA, async_sharded_save=True, **_writer()
         )
         self.records: Manifest = {}
         self.failure: Exception | None = None
@@ -158,6 +161,13 @@ class Save:
                 delete(old)
 
 
+def _writer() -> dict[str, Any]:
+    """megatron-core's own writer with two files for a rank. 0.16 has no other; 0.17 and later must be asked for it."""
+    if "async_strategy" not in signature(dist_checkpointing.save).parameters:
+        return {}
+    return {"async_strategy": "mcore", "sharded_strategy": TorchDistSaveShardedStrategy(thread_count=2)}
+
+
 def _on_host(request: AsyncRequest, copy: bool) -> list:
     """The tensors of this rank's shards in host memory. With `copy`, training may change the originals."""
     buckets = request.preload_fn()
@@ -187,6 +197,7 @@ def load_checkpoint(args: Arguments, state: TrainState) -> bool:
     checkpoint = choose_checkpoint(args, paths, fault, lambda path: fault_everywhere(args, path), say)
     if checkpoint is None:
         return False
+    on_first_rank(lambda: _check_release(args, checkpoint))
     saved = on_first_rank(lambda: read_saved_args(checkpoint))
     differences = check_resume(args, saved)
     optimizer, generators = _parts_to_load(args, saved)
@@ -217,6 +228,15 @@ def load_checkpoint(args: Arguments, state: TrainState) -> bool:
     return True
 
 
+def _check_release(args: Arguments, checkpoint: Path) -> None:
+    manifest = read_manifest(checkpoint)
+    if HAS_COMMON_FILE and manifest is not None and COMMON_STATE_FNAME not in manifest:
+        raise UsageError(
+            f"--load {args.load}: {checkpoint.name} was saved with megatron-core 0.19 or later, and this is "
+            f"{megatron.core.__version__}; install megatron-core 0.19, or give another --load"
+        )
+
+
 def _take_out_absent(args: Arguments, wanted: dict, models: int, checkpoint: Path) -> list[dict[str, None]]:
     """Removes the FP8 states of Transformer Engine's modules from `wanted`, if the checkpoint lacks them.
 
@@ -224,7 +244,7 @@ def _take_out_absent(args: Arguments, wanted: dict, models: int, checkpoint: Pat
         For each model chunk, the values that its modules get instead: None, with which they start fresh.
     """
     with _reading(args, checkpoint):
-        saved = load_sharded_metadata(str(checkpoint))
+        saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     absent: list[dict[str, None]] = []
     for model in (wanted[f"model{index}"] for index in range(models)):
         states = {name: x for name, x in model.items() if isinstance(x, ShardedObject) and "_extra_state" in name}
@@ -272,12 +292,31 @@ def _is_to_compute_again(args: Arguments, saved: dict, checkpoint: Path) -> bool
 
 
 def read_checkpoint(args: Arguments, wanted: dict | None, checkpoint: Path) -> dict:
-    """The parts `wanted` of a checkpoint, and the values common to all ranks; with None, only these values."""
-    with _reading(args, checkpoint):
-        FileSystemReader(checkpoint).read_metadata()  # if it is damaged, load would print a traceback first
-        if wanted is None:
-            return dist_checkpointing.load_common_state_dict(str(checkpoint))
-        return dist_checkpointing.load(wanted, str(checkpoint))
+    """The parts `wanted` of a checkpoint, and the values common to all ranks; with None, only these values.
+
+    Every rank calls it.
+
+    Raises:
+        UsageError: it is damaged, or holds more than data; every rank raises the same.
+    """
+    loaded: dict = {}
+    failure: UsageError | None = None
+    try:
+        with _reading(args, checkpoint):
+            FileSystemReader(checkpoint).read_metadata()  # if it is damaged, load would print a traceback first
+            if wanted is None:
+                loaded = dist_checkpointing.load_common_state_dict(str(checkpoint))
+            else:
+                loaded = dist_checkpointing.load(wanted, str(checkpoint))
+    except UsageError as error:
+        failure = error
+    # From megatron-core 0.19 on, a rank notices only errors in its own part.
+    failures: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    for found in failures:
+        if found:
+            raise_alike(found)
+    return loaded
 
 
 @contextmanager

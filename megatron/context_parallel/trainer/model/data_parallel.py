@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state
@@ -70,8 +70,17 @@ def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         use_megatron_fsdp=args.use_megatron_fsdp,
         data_parallel_sharding_strategy=args.data_parallel_sharding_strategy,
-        preserve_fp32_weights=args.params_dtype is not torch.float32,  # avoids a second copy of the same weights
+        **_precision_of_megatron_fsdp(args),
     )
+
+
+def _precision_of_megatron_fsdp(args: Arguments) -> dict[str, Any]:
+    """Gradients in float32, and a copy of the weights in float32 where they are not already."""
+    copies = args.params_dtype is not torch.float32
+    if hasattr(DistributedDataParallelConfig, "preserve_fp32_weights"):  # 0.16, whose gradients follow the flag above
+        return {"preserve_fp32_weights": copies}
+    weights = torch.float32 if copies else None
+    return {"megatron_fsdp_main_params_dtype": weights, "megatron_fsdp_main_grads_dtype": torch.float32}
 
 
 def wrap(args: Arguments, config: TransformerConfig, module: torch.nn.Module, index: int) -> DataParallel:
