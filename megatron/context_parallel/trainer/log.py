@@ -188,18 +188,19 @@ def _quiet_about_tensorboard(thread: threading.ExceptHookArgs) -> None:
 
 def line_of(record: Record, train_iters: int, peak: float | None) -> str:
     """The line of a record on the terminal. `peak`: TFLOP/s of a device, if known."""
+    milliseconds = record.step_time * 1e3
     left = round((train_iters - record.iteration) * record.step_time)
     parts = [
         f"iteration {record.iteration:{len(str(train_iters))}d}/{train_iters}",
         f"loss {record.lm_loss:.4f}",
         f"lr {record.lr:.1e}",
         "update skipped" if record.grad_norm is None else f"grad norm {record.grad_norm:.2f}",
-        f"{record.step_time * 1e3:.1f} ms",
+        f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.1f} ms",
         f"{record.tokens_per_second_per_rank:.0f} tokens/s/rank",
     ]
     if peak:
         parts.append(f"{record.tflops_per_rank:.1f} TFLOP/s/rank, MFU {100 * record.tflops_per_rank / peak:.1f}%")
-    return " | ".join([*parts, f"ETA {str(timedelta(seconds=left)).removeprefix('0:')}"])
+    return " | ".join([*parts, f"ETA {str(timedelta(seconds=left)).removeprefix('0:').removeprefix('0')}"])
 
 
 def _explain(args: Arguments, peak: float | None) -> str:
