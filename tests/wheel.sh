@@ -34,7 +34,9 @@ refuses "needs rich: $extra" cp-plan ring --ranks 4
 refuses "needs pyyaml: $extra" cp-pretrain --preset tiny-llama
 refuses "needs megatron-core: $extra" cp-preprocess-data --input none --output-prefix none
 refuses "needs rich: $extra" cp-checkpoint list none
-refuses "needs matplotlib: $extra" cp-plot-loss none
+mkdir run
+echo '{"iteration": 1, "lm_loss": 1.0}' >run/metrics.jsonl
+refuses "needs matplotlib: $extra" cp-plot-loss run
 refuses "needs rich: $extra" cp-plan-search --model llama3-8b
 if ! nvidia-smi -L >/dev/null 2>&1; then
     refuses "needs a CUDA GPU, and this host has none; run it on a host with one" cp-gpu-check
