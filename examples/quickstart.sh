@@ -77,7 +77,7 @@ begin "plot the loss"
 
 begin "generate"
 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore .venv/bin/python tools/torchrun.py --standalone --nproc-per-node "$ranks" \
-    tools/generate.py --load "$run" --prompt "def read" "import" --max-new-tokens 100 --temperature 0.7 --stop $'\n\n'
+    tools/generate.py --load "$run" --prompt "def read" "    def close(self" --max-new-tokens 100 --temperature 0.5 --stop $'\n\n'
 
 cat <<END
 
