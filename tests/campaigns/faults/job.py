@@ -74,7 +74,7 @@ class Outcome:
         since = self.began if self.fired is None else self.fired
         told = re.compile(
             r"iteration +\d+/|memory: |(validation|test) at iteration|saved iteration|no checkpoint in|"
-            r"loaded .*resuming|training: |--cp-attention-backend auto|"
+            r"loaded .*resuming|training: |starting \d+ ranks|--cp-attention-backend auto|"
             r"\[\S+gloo\S+\] ERROR failed to connect, willRetry=1"  # the library's own log
         )
         return [line for line in self.lines if line.time >= since and not told.match(line.text)]

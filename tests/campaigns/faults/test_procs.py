@@ -137,7 +137,8 @@ def test_a_second_job_is_refused_until_the_first_ends(bench):
     first = bench.run(
         "cp2", save, fault=fault, meanwhile=lambda: seconds.append(bench.run("cp2", save, ends_others=True))
     )
-    (line,) = [line.text for line in seconds[0].lines if line.rank == 0]
+    starting, line = [line.text for line in seconds[0].lines if line.rank == 0]
+    assert starting == "starting 2 ranks ..."
     assert seconds[0].statuses[0] == 2
     assert f"--save {save}: in use by another job (process " in line and os.uname().nodename in line
     assert set(first.statuses.values()) == {0}, first.text
