@@ -69,7 +69,7 @@ def go_silent() -> None:
 
 
 def drop_watch() -> None:
-    (watch,) = [found for found in gc.get_objects() if isinstance(found, Watch)]
+    (watch,) = [found for found in gc.get_objects() if type(found) is Watch]
     for connection in list(watch._monitors.values()):
         connection.socket.shutdown(socket.SHUT_RDWR)
 

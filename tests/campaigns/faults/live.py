@@ -286,6 +286,6 @@ def second_job(case: Case) -> None:
     case.expect(LOST, losses(save) == case.reference.losses, "the first job has other losses")
     if second:
         case.expect(DETECTED, second[0].statuses.get(0) == 2, f"the second has exit statuses {second[0].statuses}")
-        lines = [line.text for line in second[0].lines]
+        lines = [line.text for line in second[0].after]
         told = len(lines) == 1 and str(save) in lines[0] and re.search(r"process \d+|pid \d+", lines[0])
         case.expect(NAMED, told, f"{len(lines)} lines, the first: {lines[:1]}")
