@@ -13,6 +13,7 @@ import torch
 
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.cluster.step.memory import memory
+from megatron.context_parallel.commands.plan import read_flags as plan_flags
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.libraries import LIBRARIES
 from megatron.context_parallel.kernels.names import BACKENDS
@@ -130,6 +131,26 @@ def test_unknown_flags_are_told_at_once_and_none_is_taken_for_one_of_another_kin
         "--tensor-parallel-size: unknown flag (did you mean --tensor-model-parallel-size?); "
         "--help all lists the flags, such as --num-layers"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        ("--no-cp-overlap=3", "--cp-overlap: ignored explicit argument '3'; give --cp-overlap"),
+        ("--cp-overlap=3", "--cp-overlap: ignored explicit argument '3'; give --cp-overlap"),
+        ("--bf16=1 --lr", "--bf16: ignored explicit argument '1'; give --bf16\n--lr: expected one argument; give --lr"),
+    ],
+)
+def test_values_that_argparse_refuses_are_told_by_each_name_of_a_flag(words, refusal):
+    with pytest.raises(UsageError) as told:
+        parsed(words)
+    assert str(told.value).startswith(refusal)
+
+
+@pytest.mark.parametrize("words", ["--help=x", "-hx"])
+def test_a_value_of_help_is_refused(words):
+    with pytest.raises(UsageError, match="-h: ignored explicit argument 'x'"):
+        plan_flags(["ring", words])
 
 
 SMALL = "--num-layers 4 --hidden-size 96 --num-attention-heads 6 --seq-length 64"

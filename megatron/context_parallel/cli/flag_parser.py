@@ -93,13 +93,15 @@ class FlagParser(Generic[Section]):
             try:
                 given, rest = self.build().parse_known_args(words)
                 break
-            except (
-                argparse.ArgumentError
-            ) as error:  # argparse stops at the first, so it is removed and parsing repeated
-                option = str(error.argument_name).split("/")[0]
-                works = f"; give {self.by_option[option].works}" if option in self.by_option else ""
-                wrong.append(UsageError(f"{option}: {error.message}{works}"))
-                words = [word for word in words if word.split("=")[0] != option]
+            except argparse.ArgumentError as error:
+                options = str(error.argument_name).split("/")  # all names of the flag: --cp-overlap/--no-cp-overlap
+                works = f"; give {self.by_option[options[0]].works}" if options[0] in self.by_option else ""
+                wrong.append(UsageError(f"{options[0]}: {error.message}{works}"))
+                # argparse stops at the first error, so the flag is removed and parsing repeated.
+                kept = [word for word in words if word.split("=")[0] not in options]
+                if kept == words:  # it stands in another form, such as -hx
+                    raise_all(wrong)
+                words = kept
         if rest:
             text, misspelled = self.explain_unknown(rest, words)
             # Without the intended flag, others would be rejected without reason.
