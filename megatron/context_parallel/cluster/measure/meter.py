@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.context_parallel.runtime.comm.communicators import joined
+from megatron.context_parallel.runtime.comm.first_rank import of_all_ranks
 from megatron.context_parallel.runtime.comm.transport import MessageList, TorchTransport, Work
 
 CHANNEL = "probe"
@@ -45,9 +46,7 @@ class Meter:
 
     def everyone(self, value: object) -> list:
         """`value` of all ranks."""
-        values: list = [None] * self.n
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return of_all_ranks(value, self.group)
 
     def largest(self, values: list[float]) -> list[float]:
         """The maximum of each number over all ranks."""

@@ -1,4 +1,4 @@
-"""Work that one rank of a group does for all of them."""
+"""Work that one rank of a group does for all of them, and outcomes that all of them share."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -30,6 +30,13 @@ def on_first_rank(work: Callable[[], Result], group: dist.ProcessGroup | None = 
     if outcome[1] is not None:
         raise_alike(outcome[1])
     return outcome[0]
+
+
+def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The `value` of each rank of `group` (default: the world), in rank order, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def raise_alike(error: Exception) -> NoReturn:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.patches.megatron_checkpoint_writer import HAS_COMMON_FILE, take_results_in_this_process
-from megatron.context_parallel.runtime.comm.first_rank import on_first_rank, raise_alike
+from megatron.context_parallel.runtime.comm.first_rank import of_all_ranks, on_first_rank, raise_alike
 from megatron.context_parallel.trainer.config.flags import Arguments
 
 from .manifest import MANIFEST, Manifest, content_faults, file_record, read_manifest, share_of
@@ -143,8 +143,7 @@ class Save:
         """
         self.thread.join()
         gc.enable()  # the writers disable it, and two that overlap may leave it disabled
-        outcomes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, (self.failure, self.records))
+        outcomes = of_all_ranks((self.failure, self.records))
         for failure, _ in outcomes:
             if failure:
                 raise_alike(failure)
@@ -264,9 +263,7 @@ def fault_everywhere(args: Arguments, checkpoint: Path) -> str | None:
         say(f"warning: --load {args.load}: {checkpoint.name} was saved without a manifest and is not verified")
         return None
     mine = content_faults(checkpoint, manifest, share_of(manifest, dist.get_rank(), dist.get_world_size()))
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    return faults_of(checkpoint, sorted(fault for faults in everyones for fault in faults))
+    return faults_of(checkpoint, sorted(fault for faults in of_all_ranks(mine) for fault in faults))
 
 
 def _parts_to_load(args: Arguments, saved: dict) -> tuple[bool, bool]:
@@ -311,9 +308,7 @@ def read_checkpoint(args: Arguments, wanted: dict | None, checkpoint: Path) -> d
     except UsageError as error:
         failure = error
     # From megatron-core 0.19 on, a rank notices only errors in its own part.
-    failures: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    for found in failures:
+    for found in of_all_ranks(failure):
         if found:
             raise_alike(found)
     return loaded

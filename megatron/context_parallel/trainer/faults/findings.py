@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.patches.megatron_data_parallel import before_reduction
 from megatron.context_parallel.patches.torch_foreach import norm_of_each
+from megatron.context_parallel.runtime.comm.first_rank import of_all_ranks
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.model.data_parallel import DataParallel
 
@@ -121,9 +122,7 @@ class Findings:
             UsageError: a finding is about the data.
             FloatingPointError: a loss or a gradient is not finite.
         """
-        everywhere: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everywhere, self.found)
-        findings = sorted(finding for of_rank in everywhere for finding in of_rank)
+        findings = sorted(finding for of_rank in of_all_ranks(self.found) for finding in of_rank)
         self.found = []
         for first in findings[:1]:
             if first.kind is Kind.DATA:

@@ -17,6 +17,7 @@ from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, RerunState, RerunStateMachine
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron.context_parallel.runtime.comm.first_rank import of_all_ranks
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.data.batches import Batch
 
@@ -129,9 +130,7 @@ def settle(findings: Findings, iteration: int) -> list[str]:
     save, leave, status = machine.should_checkpoint_and_exit()
     if findings.passes == 1 and not leave:
         return []
-    gathered: list[Case | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, _case(findings))
-    cases = [case for case in gathered if case is not None]
+    cases: list[Case] = [case for case in of_all_ranks(_case(findings)) if case is not None]
     case = cases[0]
     others = ", ".join(str(other.rank) for other in cases[1:])
     verdict = _VERDICTS.get(machine.state)
