@@ -8,7 +8,6 @@ import importlib.util
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from importlib import metadata
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs
 from tests.support.dense import dense_attention, visible
+from tests.support.releases import installed
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -31,13 +31,9 @@ def _process(interpret: str):
         yield lambda function, *args: pool.submit(function, *args).result()
 
 
-def _release(library: str) -> tuple[int, ...]:
-    return tuple(map(int, metadata.version(library).split(".")[:2]))
-
-
 @pytest.fixture(scope="module")
 def interpreted():
-    if _release("triton") < (3, 7) and _release("numpy") >= (2, 4):
+    if installed("triton") < (3, 7) and installed("numpy") >= (2, 4):
         pytest.skip("Triton's interpreter before 3.7 fails with numpy 2.4")
     yield from _process("1")
 
@@ -499,7 +495,7 @@ def test_compiles_without_spills(compiled, architecture, head_dim, dtype, others
     """`tests/campaigns/compile_position_kernel.py` does more. `others`: head_dim of the values, and a softcap."""
     from tests.campaigns.compile_position_kernel import SHARED, compile_block
 
-    spilled = 0 if _release("triton") >= (3, 9) else 16  # bytes: 3.6 spills up to four registers
+    spilled = 0 if installed("triton") >= (3, 9) else 16  # bytes: 3.6 spills up to four registers
     for kernel in compiled(compile_block, architecture, head_dim, dtype, "runs", *others):
         assert kernel.spilled <= spilled, kernel
         assert kernel.shared <= SHARED[architecture], kernel

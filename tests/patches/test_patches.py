@@ -34,6 +34,7 @@ from megatron.context_parallel.patches import (
     torch_write_counter,
     waiting_frames,
 )
+from tests.support.releases import installed, release_of
 
 FOLDER = Path(patches.__file__).parent
 FILES = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
@@ -47,14 +48,8 @@ _EMBEDDINGS = f"{_CORE}/models/common/embeddings"
 _MASKS = "transformers/masking_utils.py"
 _DISPATCH = "diffusers/models/attention_dispatch.py"
 
-
-def _numbers(release: str) -> tuple[int, int]:
-    major, minor = release.split(".")[:2]
-    return int(major), int(minor)
-
-
-TORCH = _numbers(torch.__version__)
-CORE = _numbers(metadata.version("megatron-core"))
+TORCH = release_of(torch.__version__)
+CORE = installed("megatron-core")
 
 
 def by_release(known: dict[tuple[int, int], str]) -> str:
@@ -380,11 +375,11 @@ def test_a_file_was_checked_with_the_installed_releases(file):
     assert checked and len(ast.get_docstring(tree) or "") > 80
     for library, release in checked.items():
         try:
-            installed = metadata.version(library)
+            found = metadata.version(library)
         except metadata.PackageNotFoundError:
             continue
-        first, last = _numbers(release.partition(" to ")[0]), _numbers(release.rpartition(" to ")[2])
-        assert first <= _numbers(installed) <= last, f"{library} {installed}: look at patches/{file}.py"
+        first, last = release_of(release.partition(" to ")[0]), release_of(release.rpartition(" to ")[2])
+        assert first <= release_of(found) <= last, f"{library} {found}: look at patches/{file}.py"
 
 
 def test_each_file_is_compared_with_its_library():

@@ -154,12 +154,12 @@ def ranking(shown: "list[FeasibleRun]", title: str) -> Table:
         run, forecast = one
         sharding = run.data_parallel_sharding_strategy.removeprefix("no_shard").replace("_", " ")
         recomputed = ("all but attention" if run.recompute_whitelist else "all") if run.recompute_granularity else ""
-        tokens = run.global_batch_size * run.seq_length / forecast.seconds / run.world_size
+        rate = run.global_batch_size * run.seq_length / forecast.seconds / run.world_size
         table.add_row(
             f"{number}" if one.trains else f"{number}*",
             f"{forecast.seconds:.4g}",
             *([f"{ring / forecast.seconds:.2f}"] if ring else []),
-            f"{tokens:,.0f}",
+            f"{rate:,.0f}",
             f"{forecast.mfu:.1%}",
             f"{forecast.memory_bytes / 2**30:.1f}",
             f"{forecast.parts[EXPOSED] / forecast.seconds:.1%}",

@@ -13,7 +13,7 @@ from megatron.context_parallel.trainer.data.batches import KEYS, build_datasets
 from megatron.context_parallel.trainer.data.tokenizer import build_tokenizer
 
 from .bench import LAYOUTS, MODEL, TRAINING, Bench, losses
-from .fuzz_flags import bounded, one_line
+from .fuzz_flags import bounded, one_line_each
 from .job import run_job
 
 LAYOUT = "cp2"
@@ -122,7 +122,7 @@ class Files:
         except UsageError as error:
             came = "refused"
             try:
-                one_line(error)
+                one_line_each(error)
             except AssertionError as fault:
                 wrong = str(fault)
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Random command lines: each is refused in one line, or accepted. Some that are accepted are run."""
+"""Random command lines: each is accepted, or refused with one line for each error. Some that are accepted are run."""
 
 import math
 import os
@@ -73,11 +73,13 @@ def bounded(seconds: int = SECONDS) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def one_line(error: UsageError) -> None:
-    """A refusal is one line of reasonable length."""
-    text = str(error)
-    assert text.strip() and len(text.splitlines()) == 1, f"not one line: {text!r}"
-    assert len(text) <= LONGEST, f"{len(text)} characters: {text!r}"
+def one_line_each(error: UsageError) -> None:
+    """Each refusal is one line of reasonable length, and no two are the same."""
+    lines = str(error).splitlines()
+    assert lines and len(lines) == len(error.args), f"not a line for each error: {error.args!r}"
+    assert len({*lines}) == len(lines), f"the same line twice: {error.args!r}"
+    for line in lines:
+        assert line.strip() and len(line) <= LONGEST, f"{len(line)} characters: {line!r}"
 
 
 # ------------------------------------------------------------------------------------------------ what is drawn
@@ -195,7 +197,7 @@ def check_flags(count: int, number: int, data: Path, found: Found) -> None:
             with bounded():
                 found.accepted.append((words, ranks, parse_args(words)))
         except UsageError as error:
-            one_line(error)
+            one_line_each(error)
             found.refused += 1
 
     is_refused_or_accepted()

@@ -1,6 +1,7 @@
 """The optimizer in a checkpoint: whole tensors for each weight, in the same format for every kind of sharding."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -140,12 +141,16 @@ def _prime_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def _load_buckets(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
-    given = [{name: group[name] for name in _FROM_FLAGS} for group in optimizer.param_groups]
+    given = []
+    for group in optimizer.param_groups:
+        given.append({name: group[name] for name in _FROM_FLAGS})
     parts = _parts(optimizer)
-    # megatron-core 0.19 also compares the learning rates of groups, so each saved group gets those of now.
-    groups = [group | now for now in given for group in loaded["optimizer"]["param_groups"]]
+    both = []
     # Saved without sharded experts: their optimizer has the parameter groups of the other weights.
-    both = [group | {"is_expert_parallel": shared} for shared in (False, True) for group in groups]
+    for shared in (False, True):
+        # megatron-core 0.19 also compares the learning rates of groups, so each saved group gets those of now.
+        for now, group in product(given, loaded["optimizer"]["param_groups"]):
+            both.append(group | now | {"is_expert_parallel": shared})
     for number, part in enumerate(parts):
         states = loaded["param_state"] if len(parts) == 1 else loaded["param_state"][number]
         copied = [dict(group) for group in both]
