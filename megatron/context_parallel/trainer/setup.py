@@ -48,8 +48,9 @@ def distributed_job(args: Arguments, progress: Progress | None = None) -> Iterat
         recorder.enter("joining")
         allow_open_files(args.world_size)
         store = open_store(args)
-        watch = Watch(args, store)
-        watch.meet(store)
+        with _store_of_living_rank(args):
+            watch = Watch(args, store)
+            watch.meet(store)
         join_world(args, store)
         initialize_model_parallel(args)
         recorder.enter("start-up")
@@ -112,6 +113,18 @@ def open_store(args: Arguments) -> dist.Store:
         why = str(error).partition("\n")[0]  # rank 0 answered, and ended before this rank was connected
         raise UsageError(f"{never_came([0], timeout.total_seconds())}; {why}") from None
     return store
+
+
+@contextmanager
+def _store_of_living_rank(args: Arguments) -> Iterator[None]:
+    """Raise a UsageError that names the process with the job's store, if the store breaks in the block."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        host = "the launcher of the first host" if by_launcher else "rank 0"
+        why = str(error).partition("\n")[0]
+        raise UsageError(f"{host} ended before all ranks had joined; {why}") from None
 
 
 @contextmanager

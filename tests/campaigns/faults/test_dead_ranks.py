@@ -91,6 +91,18 @@ def test_a_rank_that_dies_while_ranks_join_is_named(bench: Bench, layout, nth, v
     named(bench.run(layout, fault=fault, agent_store=agent_store, **late), words)
 
 
+def test_a_first_rank_that_dies_with_the_store_while_ranks_join_is_named(bench: Bench):
+    def kill_when_others_are_connected():
+        actions.time.sleep(1)
+        actions.kill()
+
+    fault = Fault(Moment("join", 0, 2), 0, kill_when_others_are_connected)
+    outcome = bench.run("cp2", fault=fault, agent_store=False)
+    line = outcome.after[-1].text  # after what torch prints
+    assert line.startswith("rank 1: error: rank 0 ended before all ranks had joined"), outcome.text
+    assert 0 not in outcome.statuses.values() and not outcome.late and not outcome.left
+
+
 def test_a_late_rank_is_waited_for_and_named(bench: Bench, monkeypatch):
     monkeypatch.setattr(monitor, "SECONDS_OF_PATIENCE", 1)
     fault = Fault(Moment("join"), 1, lambda: actions.time.sleep(2))

@@ -14,7 +14,13 @@ from .cause import describe_error
 from .crash_log import crash_log, linger
 from .watch import Watch
 
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "Connection was likely closed",
+)
 
 
 def leave_after(args: Arguments, error: BaseException, watch: Watch | None) -> NoReturn:
