@@ -25,6 +25,8 @@ from megatron.context_parallel.runtime.executor import Problem
 from megatron.context_parallel.strategies import Choice, asked, parse_spec
 from megatron.context_parallel.tokens.handles import HasHandle
 from megatron.context_parallel.tokens.layout import positions, shard, unshard
+from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.placement import Placement
 
 from .plans import Plans
 
@@ -53,11 +55,11 @@ class Ranks(HasHandle, ABC):
         """The number of tokens of the whole sequence, if this process has `x` [s, ...]."""
 
     @abstractmethod
-    def split(self, x: Tensor) -> list[Tensor]:
-        """The parts [length / n, ...] for the ranks of this process."""
+    def split(self, x: Tensor, placement: Placement | None) -> list[Tensor]:
+        """The parts [length / n, ...] for the ranks of this process, in the layout or in a batch's own placement."""
 
     @abstractmethod
-    def join(self, parts: list[Tensor]) -> Tensor:
+    def join(self, parts: list[Tensor], placement: Placement | None) -> Tensor:
         """The inverse of `split`."""
 
     @abstractmethod
@@ -110,21 +112,31 @@ class ContextParallel(Ranks):
         plans = [self.choice.plan(self.n, backward=backward) for backward in (False, True)]
         self._transport.connect({needed for plan in plans for needed in plan.communicators(self.rank)})
 
-    def shard(self, x: Tensor, dim: int = 0) -> Tensor:
-        """This rank's tokens of a full sequence: [..., length, ...] to [..., length / n, ...] along `dim`."""
+    def shard(self, x: Tensor, dim: int = 0, documents: Documents | None = None) -> Tensor:
+        """This rank's tokens of a full sequence: [..., length, ...] to [..., length / n, ...] along `dim`.
+
+        If `documents` have a placement, the sequence is the whole batch, with its samples end to end.
+        """
+        if documents is not None and documents.placement is not None:
+            return documents.placement.shard(x, self.plans.placed_chunks[self.rank], self.n, dim)
         return shard(x, self.layout, self.chunk, self.n, dim)
 
-    def positions(self, length: int) -> Tensor:
-        """Positions of this rank's tokens, int64 [length / n], in local order."""
+    def positions(self, length: int, documents: Documents | None = None) -> Tensor:
+        """Positions of this rank's tokens, int64 [length / n], in local order.
+
+        If `documents` have a placement, these are places in the whole batch, and `length` is that of the batch.
+        """
+        if documents is not None and documents.placement is not None:
+            return documents.placement.of_rank(self.plans.placed_chunks[self.rank], self.n)
         return positions(self.layout, self.chunk, self.n, length)
 
     def length(self, x: Tensor) -> int:
         return len(x) * self.n
 
-    def split(self, x: Tensor) -> list[Tensor]:
+    def split(self, x: Tensor, placement: Placement | None) -> list[Tensor]:
         return [x]
 
-    def join(self, parts: list[Tensor]) -> Tensor:
+    def join(self, parts: list[Tensor], placement: Placement | None) -> Tensor:
         return parts[0]
 
     def add_up(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -155,12 +167,15 @@ class AllRanks(Ranks):
     def length(self, x: Tensor) -> int:
         return len(x)
 
-    def split(self, x: Tensor) -> list[Tensor]:
+    def split(self, x: Tensor, placement: Placement | None) -> list[Tensor]:
+        if placement:
+            return [placement.shard(x, chunk, self.n) for chunk in self.plans.placed_chunks]
         return [shard(x, self.layout, chunk, self.n) for chunk in self.chunks]
 
-    def join(self, parts: list[Tensor]) -> Tensor:
-        by_chunk = dict(zip(self.chunks, parts, strict=True))
-        return unshard([by_chunk[chunk] for chunk in range(self.n)], self.layout)
+    def join(self, parts: list[Tensor], placement: Placement | None) -> Tensor:
+        by_chunk = dict(zip(self.plans.placed_chunks if placement else self.chunks, parts, strict=True))
+        in_order = [by_chunk[chunk] for chunk in range(self.n)]
+        return placement.unshard(in_order) if placement else unshard(in_order, self.layout)
 
     def add_up(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
         return sum(parts[1:], parts[0]).to(dtype)

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from megatron.context_parallel.kernels.interface import Kernel
@@ -10,7 +11,8 @@ from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.strategies import Choice
 from megatron.context_parallel.tokens.layout import Chunks
-from megatron.context_parallel.tokens.mask import Mask
+from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.placement import Placement
 
 ALL_RANKS_UP_TO = 64  # with more ranks, work over the steps of all ranks (verifying, plans by document) is skipped
 KEPT = 32  # plans and blocks in the cache; those of packed documents change with each batch
@@ -24,7 +26,7 @@ class Plans:
     Attributes:
         choice: the strategy and its options; n: the number of context ranks.
         steps_on: the number of ranks that run the steps of a plan together.
-        chunks: the chunk of each rank.
+        chunks: the chunk of each rank, of n in the layout; placed_chunks: of n equal parts of a batch's own placement.
 
     Raises:
         UsageError: the strategy does not work with n ranks, or with an option.
@@ -35,6 +37,7 @@ class Plans:
         plan = choice.plan(n)
         self.steps_on = plan.n
         self.chunks = [plan.chunk_of(rank) for rank in range(n)]
+        self.placed_chunks = [_placed(plan).chunk_of(rank) for rank in range(n)]
         self._recent: OrderedDict[tuple, Any] = OrderedDict()
 
     def of(self, mask: Mask, lengths: Lengths, heads: int, kv_heads: int, *, backward: bool) -> Plan:
@@ -43,9 +46,10 @@ class Plans:
         Raises:
             UsageError: the head-parallel size does not split the heads.
         """
-        if self.steps_on > ALL_RANKS_UP_TO:
+        placed = placement_of(mask) is not None
+        if self.steps_on > ALL_RANKS_UP_TO and not placed:
             mask = Mask(mask.causal, mask.window)  # creating plans for the documents of each batch would take too long
-        visible_pairs = self.cached(("visible pairs", mask, lengths), lambda: mask.pairs(*self._chunks(lengths)))
+        visible_pairs = self.cached(("visible pairs", mask, lengths), lambda: mask.pairs(*self._chunks(mask, lengths)))
 
         def make() -> Plan:
             plan = self.choice.plan(
@@ -53,9 +57,9 @@ class Plans:
             )
             if mask.documents is None and plan.n <= ALL_RANKS_UP_TO:
                 verify(plan)
-            return plan
+            return _placed(plan) if placed else plan
 
-        return self.cached(("plan", visible_pairs, heads, kv_heads, backward), make)
+        return self.cached(("plan", visible_pairs, placed, heads, kv_heads, backward), make)
 
     def full(self, heads: int, kv_heads: int) -> Plan:
         """The plan of a forward pass in which every chunk may see every chunk, for chunks with any rows."""
@@ -64,8 +68,10 @@ class Plans:
     def blocks(self, mask: Mask, lengths: Lengths, kernel: Kernel) -> Blocks:
         """The blocks of `mask`, the same object for each layer of a model."""
         key = "blocks", mask, lengths, kernel
-        undivided = self.blocks(Mask(mask.causal, mask.window), lengths, kernel) if mask.documents else None
-        return self.cached(key, lambda: Blocks(mask, *self._chunks(lengths), kernel, undivided))
+        undivided = None
+        if mask.documents and placement_of(mask) is None:
+            undivided = self.blocks(Mask(mask.causal, mask.window), lengths, kernel)
+        return self.cached(key, lambda: Blocks(mask, *self._chunks(mask, lengths), kernel, undivided))
 
     def cached(self, key: tuple, make: Callable[[], Value]) -> Value:
         """The cached result of `make` for `key`, or a new one. The oldest entry is evicted."""
@@ -76,5 +82,17 @@ class Plans:
             self._recent.popitem(last=False)
         return self._recent[key]
 
-    def _chunks(self, lengths: Lengths) -> tuple[Chunks, Chunks]:
+    def _chunks(self, mask: Mask, lengths: Lengths) -> tuple[Chunks | Placement, Chunks | Placement]:
+        if placement := placement_of(mask):
+            return placement, placement
         return Chunks.pair(self.choice.layout, self.steps_on, *lengths)
+
+
+def _placed(plan: Plan) -> Plan:
+    """The plan for a batch's own placement. A rank owns an equal part of its head group's chunk, as in this layout."""
+    return replace(plan, layout="contiguous")
+
+
+def placement_of(mask: Mask) -> Placement | None:
+    """The placement that a batch brings."""
+    return mask.documents.placement if isinstance(mask.documents, Documents) else None

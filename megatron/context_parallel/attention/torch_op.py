@@ -121,18 +121,19 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kept: int,
     how = OpArgs(*args)
     cp, documents, _ = how.objects()
     lengths = cp.length(q), cp.length(k)
-    _check_documents(documents, q.shape[1], *lengths)
+    _check_documents(documents, cp, q.shape[1], *lengths)
+    placement = documents.placement if documents else None
     sizes = _Sizes(backward=False, lengths=lengths, heads=q.shape[2], kv_heads=k.shape[2])
     call = _call(how, sizes, q, v)
     swaps = call.plan.heads > 1
-    parts = [cp.split(x) for x in (q, k, v)]
+    parts = [cp.split(x, placement) for x in (q, k, v)]
     if kept:
         out, lse, *swapped_lse = held(kept, "kept").value
         swapped = call.run(passes.swap, *parts) if swaps else []
         return out, lse, [*map(_joined, swapped), *swapped_lse]
     outs, lses, *seen = call.run(passes.forward, repeat(sinks, len(parts[0])), *parts)
     swapped = seen if swaps else []
-    return cp.join(outs), cp.join(lses), [*map(_joined, swapped)]
+    return cp.join(outs, placement), cp.join(lses, placement), [*map(_joined, swapped)]
 
 
 @library.register_fake(NAME)
@@ -157,18 +158,20 @@ def _attention_backward(
 ) -> list[Tensor]:
     how = OpArgs(*args)
     q, k, v = seen[:3]
-    cp: ContextParallel | AllRanks = held(how.cp, "cp")
+    cp, documents, _ = how.objects()
+    placement = documents.placement if documents else None
     lengths = cp.length(dout), cp.length(k) // cp.head_parallel_size
     sizes = _Sizes(backward=True, lengths=lengths, heads=out.shape[2], kv_heads=kv_heads)
     call = _call(how, sizes, q, v)
-    parts = [cp.split(x) for x in (dout, out)]
+    parts = [cp.split(x, placement) for x in (dout, out)]
     ranks = len(parts[0])
     if call.plan.heads > 1:
         folded = [[*x.chunk(ranks)] for x in seen]
     else:
-        folded = _by_tensor(map(passes.fold_heads, *map(cp.split, seen)))
+        split = [cp.split(x, placement) for x in seen]
+        folded = _by_tensor(map(passes.fold_heads, *split))
     dsinks, *grads = call.run(passes.backward, repeat(sinks, ranks), *parts, *folded)
-    results = [cp.join(of_ranks) for of_ranks in grads]
+    results = [cp.join(of_ranks, placement) for of_ranks in grads]
     if sinks is not None:
         results.append(cp.add_up(dsinks, sinks.dtype))
     return results
@@ -262,7 +265,9 @@ for _key, _device in ("AutocastCPU", "cpu"), ("AutocastCUDA", "cuda"):
     library.impl(GRADIENTS, _key, func=_without_autocast(_gradients, _device))
 
 
-def _check_documents(documents: Documents | None, batch: int, q_length: int, kv_length: int) -> None:
+def _check_documents(
+    documents: Documents | None, cp: ContextParallel | AllRanks, batch: int, q_length: int, kv_length: int
+) -> None:
     if documents is None:
         return
     if q_length != kv_length:
@@ -273,4 +278,10 @@ def _check_documents(documents: Documents | None, batch: int, q_length: int, kv_
         raise UsageError(
             f"documents of {[samples, length]} samples and tokens: need {[batch, q_length]}, the whole sequence on "
             f"every rank{shared}"
+        )
+    chunks = cp.n // cp.head_parallel_size
+    if documents.placement and documents.placement.n != chunks:
+        raise UsageError(
+            f"documents placed on {documents.placement.n} chunks: the context group has {chunks}, which is "
+            f"{cp.n} ranks / head-parallel size {cp.head_parallel_size}; place them on {chunks}"
         )

@@ -12,8 +12,10 @@ from megatron.context_parallel.kernels.masks import Piece, Runs
 from megatron.context_parallel.plan.ir import T
 from megatron.context_parallel.tokens.layout import Chunks, ListedChunks
 from megatron.context_parallel.tokens.mask import Documents, Mask, Sequences
+from megatron.context_parallel.tokens.placement import Placement
 
 ALL = slice(None)  # in a piece: all rows of the chunk, or of the gathered keys
+AnyChunks = Chunks | ListedChunks | Placement
 PieceRows = tuple[int, slice, slice | Tensor]  # chunk, rows of the chunk, and their indices among the gathered rows
 
 
@@ -29,8 +31,8 @@ class Blocks:
     def __init__(
         self,
         mask: Mask,
-        q: Chunks | ListedChunks,
-        kv: Chunks | ListedChunks,
+        q: AnyChunks,
+        kv: AnyChunks,
         kernel: Kernel,
         undivided: "Blocks | None" = None,
     ) -> None:
@@ -43,7 +45,7 @@ class Blocks:
         self._runs: dict[tuple, Runs] = {}
         self._edges: dict[int, list[np.ndarray]] = {}
 
-    def chunks(self, tensor: T) -> Chunks | ListedChunks:
+    def chunks(self, tensor: T) -> AnyChunks:
         """The chunks in which a tensor is sent."""
         return self.kv if tensor in (T.KV, T.DKV) else self.q
 
@@ -58,7 +60,7 @@ class Blocks:
         return self._order[chunks]
 
     def _interleaved(self, chunks: tuple[int, ...]) -> list[PieceRows]:
-        if isinstance(self.kv, ListedChunks):
+        if not isinstance(self.kv, Chunks):
             before = (self.kv.before(chunks, self.kv.positions(chunk).numpy()) for chunk in chunks)
             return [(c, slice(None), torch.from_numpy(at).long()) for c, at in zip(chunks, before, strict=True)]
         ends = []

@@ -18,6 +18,7 @@ from megatron.context_parallel.errors import UsageError
 from .chunk_pairs import Pairs
 from .handles import HasHandle
 from .layout import Chunks
+from .placement import Placement
 
 
 class Documents(HasHandle):
@@ -29,7 +30,10 @@ class Documents(HasHandle):
         shared: whether all samples of a batch have the same documents.
         edges: for each sample, the starts of documents and of gaps between them, and the length: int64, ascending.
         inside: for each edge except the last, whether a document starts there, not a gap: bool, for each sample.
+        placement: which rank holds which tokens; None: as the layout of the context group says.
     """
+
+    placement: Placement | None = None
 
     def __init__(self, ids: Tensor) -> None:
         """Documents from a number for each token.
@@ -54,6 +58,26 @@ class Documents(HasHandle):
     def _of(cls, edges: list[np.ndarray], inside: list[np.ndarray]) -> "Documents":
         made = cls.__new__(cls)
         made.edges, made.inside, made.shared = edges, inside, False
+        return made
+
+    def end_to_end(self) -> "Documents":
+        """The documents of all samples as those of one sample, which is as long as all of them."""
+        samples, length = self.shape
+        starts = [of[:-1] + sample * length for sample, of in enumerate(self.edges)]
+        edges = np.concatenate((*starts, [samples * length]))
+        return Documents._of([edges], [np.concatenate(self.inside)])
+
+    def placed(self, placement: Placement) -> "Documents":
+        """The documents of all samples end to end, whose tokens are where `placement` says.
+
+        Raises:
+            UsageError: the placement has another number of tokens.
+        """
+        samples, length = self.shape
+        if placement.length != samples * length:
+            raise UsageError(f"placement of {placement.length} tokens: the documents have {samples} x {length}")
+        made = self.end_to_end()
+        made.placement = placement
         return made
 
     @property
@@ -245,11 +269,14 @@ class Mask:
         starts, ends = self.documents.around(positions)
         return torch.maximum(first, starts), torch.minimum(end, ends)
 
-    def pairs(self, q: Chunks, kv: Chunks) -> Pairs:
+    def pairs(self, q: Chunks | Placement, kv: Chunks | Placement) -> Pairs:
         """The pairs of query and key/value chunks that the mask does not empty.
 
         For strided chunks it may contain more pairs; otherwise it is exact.
         """
+        if isinstance(q, Placement) or isinstance(kv, Placement):
+            assert q is kv and isinstance(q, Placement)  # self-attention of a batch
+            return self._pairs_of_placement(q)
         n = q.n
         if not self.causal and self.plain:
             return Pairs.all(n)
@@ -262,4 +289,37 @@ class Mask:
         some = ((nearest < high) & (nearest <= kv_last)).any(0)
         seen = some.view(n, len(q_first) // n, n, len(kv_first) // n).any(3).any(1)  # by chunks: [n, n]
         rows = np.packbits(seen.numpy(), axis=1, bitorder="little")
+        return Pairs(tuple(int.from_bytes(row.tobytes(), "little") for row in rows))
+
+    def spans(self, placement: Placement, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+        """The keys that the queries of a placed chunk see: first tokens and ends (exclusive), ascending, not joined.
+
+        There is one span for each part of a document in the chunk.
+        """
+        assert isinstance(self.documents, Documents)
+        (edges,) = self.documents.edges
+        starts, ends = placement.starts[chunk], placement.ends[chunk]
+        cut = np.unique(np.concatenate((starts, edges[:-1])))  # documents begin inside slices
+        of = np.searchsorted(starts, cut, side="right") - 1
+        cut = cut[(of >= 0) & (cut < ends[of])]
+        of = np.searchsorted(starts, cut, side="right") - 1
+        last = np.minimum(np.append(cut[1:], np.iinfo(np.int64).max), ends[of]) - 1
+        low = self.seen(torch.from_numpy(cut))[0][0].numpy()
+        high = self.seen(torch.from_numpy(last))[1][0].numpy()
+        inside = self.documents.inside[0][np.searchsorted(edges[1:], cut, side="right")]
+        some = (high > low) & inside
+        return low[some], high[some]
+
+    def _pairs_of_placement(self, placement: Placement) -> Pairs:
+        starts, owners = placement.owners()
+        seen = np.zeros((placement.n, placement.n), bool)
+        for chunk in range(placement.n):
+            low, high = self.spans(placement, chunk)
+            first = np.searchsorted(starts, low, side="right") - 1  # the slices that each span begins and ends in
+            last = np.searchsorted(starts, high, side="left")
+            count = last - first
+            behind = np.repeat(np.cumsum(count) - count, count)
+            slices = np.repeat(first, count) + np.arange(count.sum()) - behind
+            seen[chunk, owners[slices]] = True
+        rows = np.packbits(seen, axis=1, bitorder="little")
         return Pairs(tuple(int.from_bytes(row.tobytes(), "little") for row in rows))

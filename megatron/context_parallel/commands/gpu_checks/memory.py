@@ -11,6 +11,7 @@ from megatron.context_parallel.plan.ir import Plan
 from megatron.context_parallel.plan.liveness import peak
 from megatron.context_parallel.runtime.comm.transport import Program, run_here
 from megatron.context_parallel.tokens.mask import Mask
+from megatron.context_parallel.tokens.placement import Placement
 
 from .common import CheckReport, CheckSizes
 
@@ -64,10 +65,10 @@ class OneRank(AllRanks):
     def length(self, x: torch.Tensor) -> int:
         return len(x) * self.n
 
-    def split(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def split(self, x: torch.Tensor, placement: Placement | None) -> list[torch.Tensor]:
         return [x]
 
-    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+    def join(self, parts: list[torch.Tensor], placement: Placement | None) -> torch.Tensor:
         return parts[0]
 
     def run(self, program: Callable[..., Program], plan: Plan, problem, parts: list[tuple]) -> list:

@@ -1,0 +1,130 @@
+"""A batch's own placement: exact for every strategy, and checked."""
+
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.context_parallel import AllRanks, context_parallel_attention
+from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.strategies import STRATEGIES
+from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.placement import Placement
+from tests.support.dense import dense_attention, visible
+
+
+def random_placement(draw: random.Random, n: int, length: int) -> Placement:
+    """Slices at random edges, dealt to chunks of equal size in a random order."""
+    cuts = sorted(draw.sample(range(1, length), draw.randrange(1, min(length, 4 * n))))
+    slices = list(zip([0, *cuts], [*cuts, length], strict=True))
+    draw.shuffle(slices)
+    chunks: list[list[tuple[int, int]]] = [[]]
+    room = length // n
+    for start, end in slices:
+        while start < end:
+            if not room:
+                chunks.append([])
+                room = length // n
+            taken = min(room, end - start)
+            chunks[-1].append((start, start + taken))
+            start += taken
+            room -= taken
+    return Placement([sorted(chunk) for chunk in chunks])
+
+
+def random_documents(draw: random.Random, length: int) -> torch.Tensor:
+    ids = torch.tensor(np.cumsum([draw.random() < 0.15 for _ in range(length)]))
+    if draw.random() < 0.3:
+        ids[draw.randrange(1, length) :] = -1  # padding
+    return ids
+
+
+@pytest.mark.parametrize("head_parallel_size", [1, 2])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_is_exact(name, head_parallel_size):
+    """Random placements, documents and windows on 4 ranks against dense attention, all gradients."""
+    draw = random.Random(name)
+    if STRATEGIES[name].head_parallel == "all":
+        cp = AllRanks(4, name)
+    elif head_parallel_size == 1 and STRATEGIES[name].head_parallel == "required":
+        pytest.skip("needs head parallelism")
+    else:
+        cp = AllRanks(4, name, head_parallel_size=head_parallel_size)
+    for window in ((-1, -1), (5, 0), (3, 2)):
+        length = 4 * draw.choice([4, 8, 15])
+        ids = random_documents(draw, length)
+        placement = random_placement(draw, 4 // cp.head_parallel_size, length)
+        documents = Documents(ids.unsqueeze(0)).placed(placement)
+        causal = window[1] != 2
+        shapes = (4, 8), (2, 8), (2, 6)
+        inputs = [torch.randn(length, 1, *shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+        dout = torch.randn(length, 1, 4, 6, dtype=torch.float64)
+        ours = context_parallel_attention(
+            *inputs, cp, causal=causal, window=window, documents=documents, return_lse=True
+        )
+        positions = torch.arange(length)
+        dense = dense_attention(*inputs, visible(positions, positions, causal, window, ids))
+        torch.testing.assert_close(ours, dense, rtol=0, atol=1e-11)
+        grads = torch.autograd.grad(ours[0], inputs, dout)
+        expected = torch.autograd.grad(dense[0], inputs, dout)
+        torch.testing.assert_close(grads, expected, rtol=0, atol=1e-11)
+
+
+def test_pairs_are_those_of_the_positions():
+    draw = random.Random(1)
+    for _ in range(40):
+        n = draw.choice([1, 2, 3, 8])
+        length = n * draw.choice([2, 5, 16])
+        ids = random_documents(draw, length)
+        placement = random_placement(draw, n, length) if n > 1 else Placement([[(0, length)]])
+        window = draw.choice([(-1, -1), (3, 0), (2, 2)])
+        mask = Mask(draw.random() < 0.7, window, Documents(ids.unsqueeze(0)).placed(placement))
+        pairs = mask.pairs(placement, placement)
+        positions = [placement.positions(chunk) for chunk in range(n)]
+        for q in range(n):
+            for kv in range(n):
+                seen = visible(positions[q], positions[kv], mask.causal, window, ids).any()
+                assert pairs(q, kv) == seen, (q, kv)
+
+
+def test_samples_are_laid_end_to_end():
+    ids = torch.tensor([[0, 0, 0, 1], [0, 0, -1, -1]])
+    placement = Placement([[(0, 1), (5, 8)], [(1, 5)]])
+    documents = Documents(ids).placed(placement)
+    assert documents.shape == (1, 8)
+    starts, ends = documents.around(torch.arange(8))
+    assert starts.tolist() == [[0, 0, 0, 3, 4, 4, 6, 7]] and ends.tolist() == [[3, 3, 3, 4, 6, 6, 6, 7]]
+    batch = torch.arange(8).view(1, 8)
+    assert placement.shard(batch, 0, 2, dim=1).tolist() == [[0, 5, 6, 7]]
+    assert placement.shard(batch, 3, 4, dim=1).tolist() == [[3, 4]]  # the second half of chunk 1
+    copied = pickle.loads(pickle.dumps(documents))
+    assert copied.placement.digest() == placement.digest() != Placement([[(0, 4)], [(4, 8)]]).digest()
+
+
+@pytest.mark.parametrize(
+    ("slices", "words"),
+    [
+        ([[(0, 3)], [(3, 4)]], "chunks of [3, 1] tokens"),
+        ([[(2, 4), (0, 2)], [(4, 8)]], "slices of chunk 0 do not ascend"),
+        ([[(0, 4)], [(3, 7)]], "3 to 3 are in two chunks"),
+        ([[(0, 4)], [(5, 9)]], "4 to 4 are in no chunk"),
+        ([[(1, 4)], [(4, 7)]], "0 to 0 are in no chunk"),
+        ([[], []], "chunks of [0, 0] tokens"),
+    ],
+)
+def test_what_is_no_placement(slices, words):
+    with pytest.raises(UsageError) as error:
+        Placement(slices)
+    assert words in str(error.value)
+
+
+def test_a_placement_for_another_group_or_batch_is_refused():
+    placement = Placement([[(0, 4)], [(4, 8)]])
+    with pytest.raises(UsageError, match="placement of 8 tokens: the documents have 1 x 6"):
+        Documents(torch.zeros(6, dtype=torch.int64)).placed(placement)
+    documents = Documents(torch.zeros(8, dtype=torch.int64)).placed(placement)
+    x = torch.randn(8, 1, 2, 4)
+    with pytest.raises(UsageError, match="placed on 2 chunks: the context group has 4"):
+        context_parallel_attention(x, x, x, AllRanks(4), documents=documents)
