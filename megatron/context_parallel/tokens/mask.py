@@ -19,6 +19,7 @@ from .chunk_pairs import Pairs
 from .handles import HasHandle
 from .layout import Chunks
 from .placement import Placement
+from .slices import Slices
 
 
 class Documents(HasHandle):
@@ -291,24 +292,52 @@ class Mask:
         rows = np.packbits(seen.numpy(), axis=1, bitorder="little")
         return Pairs(tuple(int.from_bytes(row.tobytes(), "little") for row in rows))
 
-    def spans(self, placement: Placement, chunk: int) -> tuple[np.ndarray, np.ndarray]:
-        """The keys that the queries of a placed chunk see: first tokens and ends (exclusive), ascending, not joined.
+    def spans(self, chunks: Slices, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+        """The keys that the queries of a chunk see: first positions and ends (exclusive), in any order.
 
-        There is one span for each part of a document in the chunk.
+        There is a span for each part of a document in each slice. It has all keys that one of the queries sees. It
+        may have more only where the stride of a slice is larger than the window.
         """
-        assert isinstance(self.documents, Documents)
-        (edges,) = self.documents.edges
-        starts, ends = placement.starts[chunk], placement.ends[chunk]
-        cut = np.unique(np.concatenate((starts, edges[:-1])))  # documents begin inside slices
-        of = np.searchsorted(starts, cut, side="right") - 1
-        cut = cut[(of >= 0) & (cut < ends[of])]
-        of = np.searchsorted(starts, cut, side="right") - 1
-        last = np.minimum(np.append(cut[1:], np.iinfo(np.int64).max), ends[of]) - 1
-        low = self.seen(torch.from_numpy(cut))[0][0].numpy()
-        high = self.seen(torch.from_numpy(last))[1][0].numpy()
-        inside = self.documents.inside[0][np.searchsorted(edges[1:], cut, side="right")]
-        some = (high > low) & inside
-        return low[some], high[some]
+        first, last = self._parts(chunks, chunk)
+        low = self.seen(torch.from_numpy(first))[0]
+        high = self.seen(torch.from_numpy(last))[1]
+        return self._in_documents(first, low, high)
+
+    def spans_of_keys(self, chunks: Slices, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+        """The queries that see the keys of a chunk, as `spans`."""
+        first, last = self._parts(chunks, chunk)
+        mirrored = Mask(False, self._mirrored_window(), self.documents)
+        low = mirrored.seen(torch.from_numpy(first))[0]
+        high = mirrored.seen(torch.from_numpy(last))[1]
+        return self._in_documents(first, low, high)
+
+    def _mirrored_window(self) -> tuple[int, int]:
+        """The queries before and after a key that see it."""
+        before, after = self.window
+        return (0 if self.causal else after, before)
+
+    def _parts(self, chunks: Slices, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+        """The first and last position of each part of a document, of any sample, in each slice of a chunk."""
+        start, stride, count = chunks.of_chunks[chunk].T
+        last = start + (count - 1) * stride
+        cut = start
+        if isinstance(self.documents, Documents) and len(start):
+            for edges in self.documents.edges:
+                of = np.searchsorted(start, edges[:-1], side="right") - 1
+                later = start[of] - (start[of] - edges[:-1]) // stride[of] * stride[of]  # not before the edge
+                cut = np.append(cut, later[(of >= 0) & (later <= last[of])])
+            cut = np.unique(cut)
+        of = np.searchsorted(start, cut, side="right") - 1
+        next_cut = np.append(cut[1:], np.iinfo(np.int64).max)
+        return cut, np.where(next_cut <= last[of], next_cut - stride[of], last[of])
+
+    def _in_documents(self, first: np.ndarray, low: Tensor, high: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """The spans low .. high [samples, parts] that are not empty, without those of tokens of no document."""
+        some = (high > low).numpy()
+        if isinstance(self.documents, Documents):
+            for sample, (edges, inside) in enumerate(zip(self.documents.edges, self.documents.inside, strict=True)):
+                some[sample] &= inside[np.searchsorted(edges[1:], first, side="right")]
+        return low.numpy()[some], high.numpy()[some]
 
     def _pairs_of_placement(self, placement: Placement) -> Pairs:
         starts, owners = placement.owners()
