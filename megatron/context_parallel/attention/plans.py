@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from megatron.context_parallel.kernels.interface import Kernel
 from megatron.context_parallel.plan.ir import Plan
+from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.strategies import Choice
@@ -72,6 +73,14 @@ class Plans:
         if mask.documents and placement_of(mask) is None:
             undivided = self.blocks(Mask(mask.causal, mask.window), lengths, kernel)
         return self.cached(key, lambda: Blocks(mask, *self._chunks(mask, lengths), kernel, undivided))
+
+    def row_sets(self, plan: Plan, blocks: Blocks) -> RowSets | None:
+        """The rows that are sent; None: whole chunks."""
+        mask = blocks.mask
+        placement = placement_of(mask)
+        if placement is None:
+            return None
+        return self.cached(("row sets", plan, mask), lambda: RowSets(plan, mask, placement, placement))
 
     def cached(self, key: tuple, make: Callable[[], Value]) -> Value:
         """The cached result of `make` for `key`, or a new one. The oldest entry is evicted."""

@@ -12,10 +12,10 @@ from megatron.context_parallel.kernels.masks import Piece, Runs
 from megatron.context_parallel.plan.ir import T
 from megatron.context_parallel.tokens.layout import Chunks, ListedChunks
 from megatron.context_parallel.tokens.mask import Documents, Mask, Sequences
-from megatron.context_parallel.tokens.placement import Placement
+from megatron.context_parallel.tokens.slices import Slices
 
 ALL = slice(None)  # in a piece: all rows of the chunk, or of the gathered keys
-AnyChunks = Chunks | ListedChunks | Placement
+AnyChunks = Chunks | ListedChunks | Slices
 PieceRows = tuple[int, slice, slice | Tensor]  # chunk, rows of the chunk, and their indices among the gathered rows
 
 
@@ -44,6 +44,10 @@ class Blocks:
         self._order: dict[tuple, list[PieceRows]] = {} if undivided is None else undivided._order
         self._runs: dict[tuple, Runs] = {}
         self._edges: dict[int, list[np.ndarray]] = {}
+
+    def narrowed(self, q: AnyChunks, kv: AnyChunks) -> "Blocks":
+        """The same blocks of chunks without some rows that see, or are seen by, nothing in them."""
+        return Blocks(self.mask, q, kv, self.kernel)
 
     def chunks(self, tensor: T) -> AnyChunks:
         """The chunks in which a tensor is sent."""

@@ -5,7 +5,7 @@ kv_heads. These are views of Megatron's [s, b, heads, d], and rows stay contiguo
 """
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -16,6 +16,7 @@ from megatron.context_parallel.kernels.interface import BlockGrad, Kernel, Score
 from megatron.context_parallel.kernels.masks import Piece
 from megatron.context_parallel.kernels.merge import merge
 from megatron.context_parallel.plan.ir import IN_FLIGHT, PARTIAL, AllGather, Key, Plan, ReduceScatter, T
+from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.schedule import MessageBatch, ScheduledBlock, schedule
 
 from .blocks import ALL, Blocks
@@ -23,18 +24,24 @@ from .buffers import Value, empty
 from .comm.flight_recorder import recorder
 from .comm.transport import Program, Transport, Work
 from .profiler_ranges import marks
+from .rank_rows import Where, rows_of_rank
 
 RowSlice = slice | tuple[slice, slice]  # rows, or rows and heads
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The inputs that are the same on all ranks: blocks, key/value heads of the model, kernel and scores."""
+    """The inputs that are the same on all ranks: blocks, key/value heads of the model, kernel and scores.
+
+    Attributes:
+        row_sets: the rows that are sent; None: whole chunks.
+    """
 
     blocks: Blocks
     kv_heads: int
     kernel: Kernel
     scores: Scores
+    row_sets: RowSets | None = None
 
 
 class Executor:
@@ -48,6 +55,8 @@ class Executor:
         self.keys: Value | None = None  # gathered from several chunks, while successive blocks use the same ones
         self.key_grads: Value | None = None  # their gradients
         self.q = inputs[plan.starts[0]][0]
+        self.rows = rows_of_rank(problem.row_sets, rank, problem.blocks, self.q.device)
+        self.blocks = self.rows.blocks
         self.k, self.v = inputs[T.KV]
         self.wide = torch.promote_types(self.q.dtype, torch.float32)
         self.widen = Tensor.double if self.wide is torch.float64 else Tensor.float  # faster than `to`
@@ -91,13 +100,14 @@ class Executor:
             for key, peer in batch.sends:
                 if key in arriving:
                     yield from self._arrive(key)
-                sends += zip(repeat(peer), self._leaving(key))
+                sends += zip(repeat(peer), self._leaving(key, peer))
             leaving.append(sends)
         for batch, sends in zip(messages, leaving, strict=True):
             values: list[tuple[Key, int, Value]] = []
             receives: list[tuple[int, Tensor]] = []
             for key, peer in batch.receives:
-                values.append((key, peer, value := self._empty(*key)))
+                value = empty(key[0], self.rows.received(*key, peer), self.sizes, self.q)
+                values.append((key, peer, value))
                 receives += zip(repeat(peer), value)
             launched = self.launched[batch.channel]
             if len(launched) >= IN_FLIGHT:
@@ -114,7 +124,7 @@ class Executor:
         own = op.tensor, op.chunks[op.group.index(self.rank)]
         if own in self.arriving:
             yield from self._arrive(own)
-        mine = self._leaving(own)
+        mine = self.held[own]
         yield from self._make_room(op.channel)
         chunks = self.problem.blocks.chunks(op.tensor)
         rows = tuple(chunks.rows(chunk) for chunk in op.chunks)
@@ -150,7 +160,7 @@ class Executor:
 
     def _sum(self, op: ReduceScatter, own: Key, peer: int) -> Program[None]:
         """A reduce-scatter by the transport, without a buffer for each other rank."""
-        parts = [self._leaving((op.tensor, chunk)) for chunk in op.chunks]
+        parts = [self._widened((op.tensor, chunk)) for chunk in op.chunks]
         yield from self._make_room(op.channel)
         mine = self._empty(*own)
         together = [torch.cat(of_chunks) for of_chunks in zip(*parts, strict=True)]
@@ -168,7 +178,7 @@ class Executor:
         for k in range(1, size):
             after = (place + k) % size
             before = op.group[(place - k) % size]
-            sends += zip(repeat(op.group[after]), self._leaving((op.tensor, op.chunks[after])))
+            sends += zip(repeat(op.group[after]), self._widened((op.tensor, op.chunks[after])))
             value = self._empty(*own)
             values.append((before, value))
             receives += zip(repeat(before), value)
@@ -188,9 +198,9 @@ class Executor:
         """Merges the partials of a complete batch. Otherwise they would occupy memory until they are read."""
         for key in [key for key in self.arriving if key[0] in PARTIAL]:
             waiting = self.arriving.pop(key)
-            for work, _, value in waiting:
+            for work, peer, value in waiting:
                 if work is done:
-                    self._put(key, value)
+                    self._put(key, value, peer)
             if rest := [entry for entry in waiting if entry[0] is not done]:
                 self.arriving[key] = rest
 
@@ -199,21 +209,37 @@ class Executor:
         for work, peer, value in self.arriving.pop(key):
             recorder.need(*key, self.transport.world(peer))
             yield work
-            self._put(key, value)
+            self._put(key, value, peer)
 
-    def _put(self, key: Key, value: Value) -> None:
-        if key[0] not in PARTIAL or key not in self.held:
+    def _put(self, key: Key, value: Value, peer: int) -> None:
+        where = self.rows.added(key, peer) if key[0] in PARTIAL else None
+        if key[0] not in PARTIAL or (key not in self.held and where is None):
             self.held[key] = value
         elif key[0] is T.O:
-            merge(*self._partial(key), *value)
+            out, lse = value
+            self._merge(key, where, [(ALL, out, lse)])
         else:
-            for total, x in zip(self.held[key], value, strict=True):
-                total.add_(x)
+            self._add(key, where, value)
 
-    def _leaving(self, key: Key) -> Value:
-        """The value to send. Partials are sent in float32 or wider."""
-        if key[0] not in PARTIAL:
-            return self.held[key]
+    def _merge(self, key: Key, where: Where, results: Iterable[tuple[RowSlice, Tensor, Tensor]]) -> None:
+        """Merges partial outputs, each for some of the rows `where` of the partial of this rank."""
+        partial = self._partial(key)
+        some = partial if where is None else tuple([x[where] for x in partial])
+        for rows, out, lse in results:
+            merge(_part(some[0], rows), _part(some[1], rows), out, lse)
+        if isinstance(where, Tensor):  # `some` are copies
+            for x, merged in zip(partial, some, strict=True):
+                x[where] = merged
+
+    def _leaving(self, key: Key, peer: int) -> Value:
+        """The value to send to a peer."""
+        if key[0] in PARTIAL:
+            return self._widened(key)
+        where = self.rows.sent(key, peer)
+        return self.held[key] if where is None else tuple([x[where] for x in self.held[key]])
+
+    def _widened(self, key: Key) -> Value:
+        """Removes a partial, to send it in float32 or wider."""
         return tuple(map(self.widen, self._take(key)))
 
     def _take(self, key: Key) -> Value:
@@ -228,8 +254,7 @@ class Executor:
     # -- values ------------------------------------------------------------------------------------------------
 
     def _empty(self, tensor: T, chunk: int) -> Value:
-        rows = self.problem.blocks.chunks(tensor).rows(chunk)
-        return empty(tensor, rows, self.sizes, self.q)
+        return empty(tensor, self.rows.held(tensor, chunk), self.sizes, self.q)
 
     def _zero(self, tensor: T, chunk: int) -> Value:
         value = self._empty(tensor, chunk)
@@ -252,7 +277,7 @@ class Executor:
     def _block(self, block: ScheduledBlock) -> None:
         kv_chunks = block.attend.kv_chunks
         for chunk in block.attend.q_chunks:
-            cut = self.problem.blocks.pieces(chunk, kv_chunks)
+            cut = self.blocks.pieces(chunk, kv_chunks)
             if self.plan.backward:
                 self._backward(chunk, kv_chunks, cut)
             else:
@@ -262,19 +287,25 @@ class Executor:
                 self._scatter(kv_chunks, self.key_grads)
             self.keys = self.key_grads = None
 
+    def _operand(self, tensor: T, chunk: int) -> Value:
+        """The rows of an input that blocks compute with."""
+        where = self.rows.computed(tensor, chunk)
+        value = self.held[tensor, chunk]
+        return value if where is None else tuple([x[where] for x in value])
+
     def _keys(self, chunks: tuple[int, ...]) -> Value:
         """Keys and values of the chunks, [rows, B, d] each, in ascending order of position."""
         if len(chunks) == 1:
-            return self.held[T.KV, chunks[0]]
+            return self._operand(T.KV, chunks[0])
         if self.keys is None:
             self.keys = self._gathered(chunks)
         return self.keys
 
     def _gathered(self, chunks: tuple[int, ...]) -> Value:
-        blocks = self.problem.blocks
+        blocks = self.blocks
         parts_k, parts_v = [], []
         for chunk, own, _ in blocks.order(chunks):
-            k, v = self.held[T.KV, chunk]
+            k, v = self._operand(T.KV, chunk)
             parts_k.append(k[own])
             parts_v.append(v[own])
         if blocks.side_by_side(chunks):
@@ -290,7 +321,7 @@ class Executor:
         """The slices of a piece in queries and in keys: rows, and the heads of its sample."""
         if piece.sample is None:
             return piece.q, piece.kv
-        documents = self.problem.blocks.mask.documents
+        documents = self.blocks.mask.documents
         assert documents is not None  # only documents have pieces of a single sample
         per_sample = self.q.shape[1] // documents.shape[0]
         heads = slice(piece.sample * per_sample, (piece.sample + 1) * per_sample)
@@ -298,23 +329,28 @@ class Executor:
 
     def _forward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Piece]) -> None:
         key = (T.O, chunk)
-        q = self.held[T.Q, chunk][0]
+        (q,) = self._operand(T.Q, chunk)
+        where = self.rows.computed(T.O, chunk)
+        results = []
         for piece in cut:
             rows, kv_rows = self._rows(piece)
             k, v = self._keys(kv_chunks)
             k, v = _part(k, kv_rows), _part(v, kv_rows)
             out, lse = self.problem.kernel.forward(_part(q, rows), k, v, piece.mask, self.problem.scores)
-            if key not in self.held and out.shape[:2] == q.shape[:2]:
-                self._put(key, (out.contiguous(), lse))
+            if key not in self.held and where is None and out.shape[:2] == q.shape[:2]:
+                self.held[key] = out.contiguous(), lse
+            elif isinstance(where, Tensor):
+                results.append((rows, out, lse))
             else:
-                into_out, into_lse = self._partial(key)
-                merge(_part(into_out, rows), _part(into_lse, rows), out, lse)
-        if not cut:
-            self._partial(key)
+                self._merge(key, where, [(rows, out, lse)])
+        if results or not cut:
+            self._merge(key, where, results)
 
     def _backward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Piece]) -> None:
-        held = self.held
-        queries = self.held[T.QDO, chunk]
+        queries = self._operand(T.QDO, chunk)
+        dq_total = self._begin((T.DQ, chunk))
+        of_one_chunk = len(kv_chunks) == 1
+        dkv_total = self._begin((T.DKV, kv_chunks[0])) if of_one_chunk else self.key_grads
         for piece in cut:
             rows, kv_rows = self._rows(piece)
             keys = self._keys(kv_chunks)
@@ -322,12 +358,37 @@ class Executor:
             k, v = keys if kv_rows is ALL else [_part(x, kv_rows) for x in keys]
             grad = BlockGrad(dout, q, k, v, lse, delta, piece.mask)
             dq, *dkv = self.problem.kernel.backward(grad, self.problem.scores)
-            held[T.DQ, chunk] = self._plus(held.get((T.DQ, chunk)), queries, rows, (dq,))
-            if len(kv_chunks) == 1:
-                key = T.DKV, kv_chunks[0]
-                held[key] = self._plus(held.get(key), keys, kv_rows, dkv)
+            dq_total = self._plus(dq_total, queries, rows, (dq,))
+            dkv_total = self._plus(dkv_total, keys, kv_rows, dkv)
+        self._end((T.DQ, chunk), dq_total)
+        if of_one_chunk:
+            self._end((T.DKV, kv_chunks[0]), dkv_total)
+        else:
+            self.key_grads = dkv_total
+
+    def _begin(self, key: Key) -> Value | None:
+        """The gradients that a block is added to: the partial itself, unless it has other rows than the block."""
+        return self.held.get(key) if self.rows.computed(*key) is None else None
+
+    def _end(self, key: Key, total: Value | None) -> None:
+        """Puts the gradients of `_begin` back, with those of the block."""
+        where = self.rows.computed(*key)
+        if total is None:
+            return
+        if where is None:
+            self.held[key] = total
+        else:
+            self._add(key, where, total)
+
+    def _add(self, key: Key, where: Where, gradients: Value) -> None:
+        """Adds gradients to the rows `where` of a partial."""
+        if key not in self.held:
+            self.held[key] = self._zero(*key)
+        for total, x in zip(self.held[key], gradients, strict=True):
+            if isinstance(where, Tensor):
+                total.index_add_(0, where, x.to(total.dtype))
             else:
-                self.key_grads = self._plus(self.key_grads, keys, kv_rows, dkv)
+                (total if where is None else total[where]).add_(x)
 
     def _plus(self, total: Value | None, like: Value, rows: RowSlice, parts: Sequence[Tensor]) -> Value:
         """`total`, or zeros with the shapes of `like` if None, with `parts` added to some rows."""
@@ -343,8 +404,13 @@ class Executor:
         """Adds the gradients of gathered keys and values to those of their chunks."""
         new = {chunk for chunk in chunks if (T.DKV, chunk) not in self.held}
         for chunk in new:
-            self.held[T.DKV, chunk] = self._empty(T.DKV, chunk)
-        for chunk, own, where in self.problem.blocks.order(chunks):
+            whole = self.rows.computed(T.DKV, chunk) is None
+            self.held[T.DKV, chunk] = self._empty(T.DKV, chunk) if whole else self._zero(T.DKV, chunk)
+        for chunk, own, where in self.blocks.order(chunks):
+            among = self.rows.computed(T.DKV, chunk)
+            if among is not None:  # all its rows together, because a chunk with row sets has no other order
+                self._add((T.DKV, chunk), among, tuple([x[where] for x in gathered]))
+                continue
             for total, part in zip(self.held[T.DKV, chunk], gathered, strict=True):
                 if chunk in new:
                     total[own].copy_(part[where])

@@ -1,0 +1,101 @@
+"""The rows of chunks that a rank holds, computes with and sends: all of them, or those of `plan/row_sets.py`."""
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.plan.ir import PARTIAL, Key, T
+from megatron.context_parallel.plan.row_sets import RowSets
+
+from .blocks import Blocks
+
+Where = slice | Tensor | None  # of some rows among others; None: they are the same
+
+
+class AllRows:
+    """Whole chunks.
+
+    Attributes:
+        blocks: the blocks of the rows that the rank computes with.
+    """
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks = blocks
+
+    def held(self, tensor: T, chunk: int) -> int:
+        """The number of rows that the rank has of a chunk."""
+        return self.blocks.chunks(tensor).rows(chunk)
+
+    def received(self, tensor: T, chunk: int, peer: int) -> int:
+        """The number of rows in a message from a peer."""
+        return self.held(tensor, chunk)
+
+    def sent(self, key: Key, peer: int) -> Where:
+        """The rows of an input that go to a peer, among those that the rank has."""
+        return None
+
+    def added(self, key: Key, peer: int) -> Where:
+        """The rows of a partial result that a peer sent, among those that the rank has."""
+        return None
+
+    def computed(self, tensor: T, chunk: int) -> Where:
+        """The rows of a chunk in `blocks`, among those that the rank has."""
+        return None
+
+
+class SomeRows(AllRows):
+    """Only the rows that the rank and those behind it need.
+
+    Args:
+        sets: the row sets of the plan.
+        rank: among the ranks that run the steps together.
+        blocks: those of whole chunks.
+        device: of the tensors.
+    """
+
+    def __init__(self, sets: RowSets, rank: int, blocks: Blocks, device: torch.device) -> None:
+        super().__init__(blocks.narrowed(*sets.chunks(rank)))
+        self.sets, self.rank, self.device = sets, rank, device
+        self._where: dict[tuple, Where] = {}
+
+    def held(self, tensor: T, chunk: int) -> int:
+        return _size(self.sets.rows(self.rank, tensor, chunk))
+
+    def received(self, tensor: T, chunk: int, peer: int) -> int:
+        return _size(self.sets.rows(peer if tensor in PARTIAL else self.rank, tensor, chunk))
+
+    def sent(self, key: Key, peer: int) -> Where:
+        return self._at(key, peer)
+
+    def added(self, key: Key, peer: int) -> Where:
+        return self._at(key, peer)
+
+    def computed(self, tensor: T, chunk: int) -> Where:
+        return self._at((tensor, chunk), None)
+
+    def _at(self, key: Key, peer: int | None) -> Where:
+        if (key, peer) not in self._where:
+            sets = self.sets
+            inner = sets.in_blocks(self.rank, *key) if peer is None else sets.rows(peer, *key)
+            places = sets.places(inner, sets.rows(self.rank, *key))
+            if places is None:
+                where: Where = None
+            elif len(places) and places[-1] - places[0] == len(places) - 1:
+                where = slice(int(places[0]), int(places[-1]) + 1)
+            else:
+                where = torch.from_numpy(places).to(self.device)
+            self._where[key, peer] = where
+        return self._where[key, peer]
+
+
+def rows_of_rank(sets: RowSets | None, rank: int, blocks: Blocks, device: torch.device) -> AllRows:
+    """The rows of one rank; made once for all layers."""
+    if sets is None:
+        return AllRows(blocks)
+    key = rank, device
+    if key not in sets.of_ranks:
+        sets.of_ranks[key] = SomeRows(sets, rank, blocks, device)
+    return sets.of_ranks[key]
+
+
+def _size(rows) -> int:
+    return int((rows[:, 1] - rows[:, 0]).sum())
