@@ -2,6 +2,7 @@
 
 import pickle
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,6 +10,9 @@ import torch
 
 from megatron.context_parallel import AllRanks, context_parallel_attention
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.kernels.choose import kernel_for
+from megatron.context_parallel.plan.volume import Shape, received_bytes
+from megatron.context_parallel.runtime.comm.transport import LocalTransport
 from megatron.context_parallel.strategies import STRATEGIES
 from megatron.context_parallel.tokens.mask import Documents, Mask
 from megatron.context_parallel.tokens.placement import Placement
@@ -87,6 +91,49 @@ def test_pairs_are_those_of_the_positions():
             for kv in range(n):
                 seen = visible(positions[q], positions[kv], mask.causal, window, ids).any()
                 assert pairs(q, kv) == seen, (q, kv)
+
+
+@pytest.mark.parametrize("name", ["ring", "lightseq", "mesh", "attention2d", "allgather", "loongtrain"])
+def test_only_rows_that_are_needed_are_sent(name, monkeypatch):
+    """The bytes on the wire are those of the row sets, and for the direct strategy the keys that the ranks see."""
+    sent: Counter = Counter()
+    exchange = LocalTransport.exchange
+
+    def counted(self, channel, sends, receives):
+        for peer, x in sends:
+            sent[peer] += x.numel() * x.element_size()
+        return exchange(self, channel, sends, receives)
+
+    monkeypatch.setattr(LocalTransport, "exchange", counted)
+    n, length, heads, kv_heads, d = 4, 96, 4, 2, 8
+    draw = random.Random(3)
+    ids = random_documents(draw, length)
+    placed = Documents(ids.unsqueeze(0)).placed(random_placement(draw, n, length))
+    for documents, window in ((placed, (-1, -1)), (None, (7, 0))):
+        cp = AllRanks(n, name)
+        inputs = [torch.randn(length, 1, h, d, requires_grad=True) for h in (heads, kv_heads, kv_heads)]
+        mask = Mask(True, window, documents)
+        blocks = cp.plans.blocks(mask, (length, length), kernel_for(inputs[0].device, torch.float32, d))
+        sent.clear()
+        out = context_parallel_attention(*inputs, cp, window=window, documents=documents)
+        for backward in (False, True):
+            if backward:
+                sent.clear()
+                out.sum().backward()
+            plan = cp.plans.of(mask, (length, length), heads, kv_heads, backward=backward)
+            sets = cp.plans.row_sets(plan, blocks)
+            shape = Shape(length // n, heads, kv_heads, d, 4)
+            expected = [received_bytes(plan, rank, shape, sets) for rank in range(n)]
+            assert [sent[rank] for rank in range(n)] == expected
+            if name == "lightseq" and documents:
+                positions = [placed.placement.positions(chunk) for chunk in range(n)]
+                keys = []
+                for rank, own in enumerate(positions):
+                    others = torch.cat([of for chunk, of in enumerate(positions) if chunk != rank])
+                    keys.append(int(visible(own, others, True, window, ids)[0].any(0).sum()))
+                if not backward:
+                    assert expected == [2 * 4 * kv_heads * d * count for count in keys]
+            assert sum(expected) < sum(received_bytes(plan, rank, shape) for rank in range(n)) or name == "allgather"
 
 
 def test_samples_are_laid_end_to_end():

@@ -11,11 +11,13 @@ from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.strategies import Choice
-from megatron.context_parallel.tokens.layout import Chunks
+from megatron.context_parallel.tokens.layout import Chunks, ListedChunks
 from megatron.context_parallel.tokens.mask import Documents, Mask
 from megatron.context_parallel.tokens.placement import Placement
+from megatron.context_parallel.tokens.slices import Slices
 
 ALL_RANKS_UP_TO = 64  # with more ranks, work over the steps of all ranks (verifying, plans by document) is skipped
+ROWS_UP_TO = 16  # with more ranks, the rows for the documents of a static layout would take too long to find
 KEPT = 32  # plans and blocks in the cache; those of packed documents change with each batch
 Value = TypeVar("Value")
 Lengths = tuple[int, int]  # numbers of queries and keys of the whole sequence
@@ -75,12 +77,14 @@ class Plans:
         return self.cached(key, lambda: Blocks(mask, *self._chunks(mask, lengths), kernel, undivided))
 
     def row_sets(self, plan: Plan, blocks: Blocks) -> RowSets | None:
-        """The rows that are sent; None: whole chunks."""
+        """The rows that are sent, if the mask leaves any out; None: whole chunks."""
         mask = blocks.mask
-        placement = placement_of(mask)
-        if placement is None:
+        if mask.plain or isinstance(blocks.q, ListedChunks) or isinstance(blocks.kv, ListedChunks):
             return None
-        return self.cached(("row sets", plan, mask), lambda: RowSets(plan, mask, placement, placement))
+        if mask.documents and plan.n > ROWS_UP_TO and placement_of(mask) is None:
+            return None
+        q, kv = Slices.of(blocks.q), Slices.of(blocks.kv)
+        return self.cached(("row sets", plan, mask, q.counts, kv.counts), lambda: RowSets(plan, mask, q, kv))
 
     def cached(self, key: tuple, make: Callable[[], Value]) -> Value:
         """The cached result of `make` for `key`, or a new one. The oldest entry is evicted."""

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from megatron.context_parallel.tokens.mask import Mask
-from megatron.context_parallel.tokens.slices import RowSet, Slices, joined, members
+from megatron.context_parallel.tokens.slices import RowSet, Slices, joined, members, size_of
 
-from .ir import PARTIAL, Key, Plan, Recv, Send, T
+from .ir import PARTIAL, Key, Plan, Recv, Send, T, Transfer
 
 OF_KEYS = (T.KV, T.DKV)
 _NO_ROWS = np.empty((0, 2), np.int64)
@@ -73,6 +73,12 @@ class RowSets:
             seen = [self._needed(of_keys, chunk, other) for other in self._of_rank(rank)[read, chunk].others]
             self._in_blocks[key] = joined(np.concatenate([_NO_ROWS, *seen]))
         return self._in_blocks[key]
+
+    def share(self, transfer: Transfer) -> float:
+        """The share of a chunk's rows that a transfer between ranks of the steps carries."""
+        has = transfer.sender if transfer.tensor in PARTIAL else transfer.receiver
+        rows = self.rows(has, transfer.tensor, transfer.chunk)
+        return size_of(rows) / size_of(self._all(transfer.tensor, transfer.chunk))
 
     def chunks(self, rank: int) -> tuple[Slices, Slices]:
         """The query and key chunks, with only the rows that the blocks of `rank` compute with."""

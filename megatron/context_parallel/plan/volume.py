@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .ir import PARTIAL, Plan, T, Transfer
+from .row_sets import OF_KEYS, RowSets
 
 
 def units(tensor: T, kv_ratio: float = 1.0) -> float:
@@ -49,15 +50,20 @@ class Shape:
 RowCounts = tuple[Sequence[int], Sequence[int]]  # rows of queries and of keys of each chunk, times batch size
 
 
-def received_bytes(plan: Plan, rank: int, shape: Shape, rows: RowCounts | None = None) -> int:
+def received_bytes(plan: Plan, rank: int, shape: Shape, rows: RowCounts | RowSets | None = None) -> int:
     """Bytes that `rank` (of all ranks) receives, with log-sum-exp and delta, without headers.
 
-    With `rows`, chunks have these sizes instead of `shape.rows`.
+    With `rows`, chunks have these sizes instead of `shape.rows`, or only the rows of these sets are sent.
     """
     total = 0.0
     for t, swap in _incoming(plan, rank):
-        sizes = shape if rows is None else replace(shape, rows=rows[t.tensor in (T.KV, T.DKV)][t.chunk])
-        total += chunk_bytes(plan, t.tensor, sizes, swap) * t.share
+        share = t.share
+        sizes = shape
+        if isinstance(rows, RowSets):
+            share *= 1.0 if swap else rows.share(t)
+        elif rows is not None:
+            sizes = replace(shape, rows=rows[t.tensor in OF_KEYS][t.chunk])
+        total += chunk_bytes(plan, t.tensor, sizes, swap) * share
     return round(total)
 
 

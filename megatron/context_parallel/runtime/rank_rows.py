@@ -5,6 +5,7 @@ from torch import Tensor
 
 from megatron.context_parallel.plan.ir import PARTIAL, Key, T
 from megatron.context_parallel.plan.row_sets import RowSets
+from megatron.context_parallel.tokens.slices import size_of
 
 from .blocks import Blocks
 
@@ -58,10 +59,10 @@ class SomeRows(AllRows):
         self._where: dict[tuple, Where] = {}
 
     def held(self, tensor: T, chunk: int) -> int:
-        return _size(self.sets.rows(self.rank, tensor, chunk))
+        return size_of(self.sets.rows(self.rank, tensor, chunk))
 
     def received(self, tensor: T, chunk: int, peer: int) -> int:
-        return _size(self.sets.rows(peer if tensor in PARTIAL else self.rank, tensor, chunk))
+        return size_of(self.sets.rows(peer if tensor in PARTIAL else self.rank, tensor, chunk))
 
     def sent(self, key: Key, peer: int) -> Where:
         return self._at(key, peer)
@@ -95,7 +96,3 @@ def rows_of_rank(sets: RowSets | None, rank: int, blocks: Blocks, device: torch.
     if key not in sets.of_ranks:
         sets.of_ranks[key] = SomeRows(sets, rank, blocks, device)
     return sets.of_ranks[key]
-
-
-def _size(rows) -> int:
-    return int((rows[:, 1] - rows[:, 0]).sum())

@@ -94,6 +94,11 @@ def joined(ranges: np.ndarray) -> RowSet:
     return np.stack((ranges[begins, 0], furthest[ends]), 1)
 
 
+def size_of(rows: RowSet) -> int:
+    """The number of rows of a set."""
+    return int((rows[:, 1] - rows[:, 0]).sum())
+
+
 def members(rows: RowSet) -> np.ndarray:
     """The rows of a set, int64, ascending."""
     count = rows[:, 1] - rows[:, 0]
