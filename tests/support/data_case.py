@@ -44,6 +44,7 @@ def arguments(tmp_path, **changes) -> CaseArgs:
         "eod_mask_loss": False,
         "reset_position_ids": False,
         "reset_attention_mask": False,
+        "cp_place_documents": False,
         "eod_token": EOD,
         "micro_batch_size": 2,
         "num_workers": 0,

@@ -15,7 +15,7 @@ from megatron.context_parallel.strategies import choose_by_layer
 from megatron.context_parallel.trainer import setup, training
 from megatron.context_parallel.trainer.checkpoint.save_load import save_checkpoint
 from megatron.context_parallel.trainer.checkpoint.train_state import Progress, TrainState
-from megatron.context_parallel.trainer.data.batches import collate
+from megatron.context_parallel.trainer.data.batches import collate, document_options
 from tests.support.case_args import CaseArgs
 
 support_cpu_host()
@@ -69,6 +69,7 @@ def case_args(family: str, **changes) -> CaseArgs:
             "window_size": None,
             "cp_attention_backend": "auto",
             "reset_attention_mask": False,
+            "cp_place_documents": False,
             "recompute_whitelist": [],
             "eod_token": 0,
         },
@@ -106,7 +107,7 @@ def batches(args: CaseArgs, consumed: int) -> Iterator[dict[str, torch.Tensor]]:
     rank, size = parallel_state.get_data_parallel_rank(), args.data_parallel_size
     for start in range(consumed + rank * args.micro_batch_size, 10**6, size * args.micro_batch_size):
         samples = [sample(number) for number in range(start, start + args.micro_batch_size)]
-        yield collate(samples, args.eod_token if args.reset_attention_mask else None)
+        yield collate(samples, **document_options(args))
 
 
 def sample(number: int) -> dict[str, torch.Tensor]:

@@ -50,6 +50,13 @@ class Ranks(HasHandle, ABC):
         self.chunks = self.plans.chunks
         self.head_parallel_size = n // self.plans.steps_on
 
+    def compare(self, placement: Placement) -> None:
+        """Check that all ranks have the same placement of a batch; they call it together.
+
+        Raises:
+            UsageError: a rank has another one.
+        """
+
     @abstractmethod
     def length(self, x: Tensor) -> int:
         """The number of tokens of the whole sequence, if this process has `x` [s, ...]."""
@@ -129,6 +136,17 @@ class ContextParallel(Ranks):
         if documents is not None and documents.placement is not None:
             return documents.placement.of_rank(self.plans.placed_chunks[self.rank], self.n)
         return positions(self.layout, self.chunk, self.n, length)
+
+    def compare(self, placement: Placement) -> None:
+        mine = torch.tensor([placement.digest()], device=torch.cuda.current_device() if self._transport.sums else "cpu")
+        everyone = [torch.empty_like(mine) for _ in range(self.n)]
+        dist.all_gather(everyone, mine, group=self.group)
+        for rank, digest in enumerate(everyone):
+            if digest != everyone[0]:
+                raise UsageError(
+                    f"documents: ranks 0 and {rank} of the context group have other placements; make them from the "
+                    "same batch on every rank"
+                )
 
     def length(self, x: Tensor) -> int:
         return len(x) * self.n

@@ -18,7 +18,7 @@ from megatron.context_parallel.tokens.slices import Slices
 
 ALL_RANKS_UP_TO = 64  # with more ranks, work over the steps of all ranks (verifying, plans by document) is skipped
 ROWS_UP_TO = 16  # with more ranks, the rows for the documents of a static layout would take too long to find
-KEPT = 32  # plans and blocks in the cache; those of packed documents change with each batch
+KEPT = 256  # plans and blocks in the cache: a batch of documents has about 8, and pipelines hold several batches
 Value = TypeVar("Value")
 Lengths = tuple[int, int]  # numbers of queries and keys of the whole sequence
 

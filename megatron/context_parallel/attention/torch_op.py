@@ -98,6 +98,8 @@ def _call(how: OpArgs, sizes: _Sizes, q: Tensor, v: Tensor) -> _Call:
 
     def make() -> tuple[Plan, Problem]:
         mask = Mask(how.causal, window, documents)
+        if documents and documents.placement and not sizes.backward:
+            cp.compare(documents.placement)
         blocks = cp.plans.blocks(mask, lengths, kernel)
         plan = cp.plans.of(mask, lengths, heads, kv_heads, backward=sizes.backward)
         sets = cp.plans.row_sets(plan, blocks)

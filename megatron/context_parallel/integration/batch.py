@@ -3,8 +3,14 @@
 from torch import Tensor
 
 from megatron.context_parallel.attention.context import ContextParallel
+from megatron.context_parallel.tokens.mask import Documents
 
 
-def shard_batch(batch: dict[str, Tensor], cp: ContextParallel) -> dict[str, Tensor]:
-    """This rank's tokens of every tensor [b, length, ...] of a batch: [b, length / n, ...] in local order."""
-    return {name: cp.shard(x, dim=1) for name, x in batch.items()}
+def shard_batch(batch: dict[str, Tensor], cp: ContextParallel, documents: Documents | None = None) -> dict[str, Tensor]:
+    """This rank's tokens of every tensor [b, length, ...] of a batch: [b, length / n, ...] in local order.
+
+    If `documents` have a placement, the samples are laid end to end: [1, b * length / n, ...].
+    """
+    if documents is not None and documents.placement is not None:
+        batch = {name: x.flatten(0, 1).unsqueeze(0) for name, x in batch.items()}
+    return {name: cp.shard(x, dim=1, documents=documents) for name, x in batch.items()}

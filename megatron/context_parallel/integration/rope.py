@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.tokens.mask import Documents
 
-from .packed import accept_thd
+from .packed import PackedDocuments, accept_thd
 from .spec import ContextParallelAttention
 
 _CALL = ("input_ids", "position_ids", "attention_mask", "decoder_input", "labels")  # of GPTModel, in this order
@@ -22,12 +23,14 @@ class LayoutRotaryEmbedding(torch.nn.Module):
 
     Attributes:
         angles: if set, the angles of the rows. Inference sets them, because its positions follow no layout.
+        documents: those of the current batch, if it brings its own placement.
     """
 
     def __init__(self, table: RotaryEmbedding, cp: ContextParallel) -> None:
         super().__init__()
         self.table, self.cp = table, cp
         self.angles: Tensor | None = None
+        self.documents: Documents | None = None
         self._rows, self._tables = cache(self._make_rows), cache(table.get_emb)
 
     def _make_rows(self, length: int) -> Tensor:
@@ -35,7 +38,9 @@ class LayoutRotaryEmbedding(torch.nn.Module):
         return whole.index_select(0, self.cp.positions(length).to(whole.device))
 
     def get_rotary_seq_len(self, context, decoder, decoder_input, config, packed_seq_params) -> int:
-        """The length of the whole sequence, packed or not."""
+        """The length of the whole sequence, packed or not. megatron-core asks for it before each `forward`."""
+        documents = packed_seq_params.documents if isinstance(packed_seq_params, PackedDocuments) else None
+        self.documents = documents if documents is not None and documents.placement is not None else None
         return self.table.get_rotary_seq_len(context, decoder, decoder_input, config, None)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None) -> Tensor:
@@ -48,7 +53,13 @@ class LayoutRotaryEmbedding(torch.nn.Module):
             raise UsageError(
                 "RoPE of the layout: offsets are not supported, and packed sequences need use_layout(model, cp)"
             )
-        return self._rows(max_seq_len) if self.angles is None else self.angles
+        if self.angles is not None:
+            return self.angles
+        if self.documents is None:
+            return self._rows(max_seq_len)
+        assert self.documents.sample_length  # of placed documents
+        places = self.cp.positions(max_seq_len, self.documents) % self.documents.sample_length
+        return self.at(places, self.documents.sample_length)
 
     def at(self, positions: Tensor, length: int) -> Tensor:
         """Angles [rows, 1, 1, d] of positions int64 [rows] below `length`."""
@@ -78,7 +89,10 @@ def _check_call(model: GPTModel, args: tuple, kwargs: dict[str, Any]) -> None:
     if (given.get("inference_context") or given.get("inference_params")) is not None:
         raise UsageError("inference_context: megatron-core's caches do not support layouts; generate with Session")
     tokens = given.get("input_ids")
-    if tokens is not None and model.training and tokens.shape[1] * model.context_parallel.n > model.max_sequence_length:
+    packed = kwargs.get("packed_seq_params")
+    placed = isinstance(packed, PackedDocuments) and packed.documents is not None and packed.documents.sample_length
+    length = placed or (0 if tokens is None else tokens.shape[1] * model.context_parallel.n)
+    if tokens is not None and model.training and length > model.max_sequence_length:
         each = f"tokens {list(tokens.shape)} on each of {model.context_parallel.n} ranks"
         raise UsageError(
             f"{each}: more than max_sequence_length {model.max_sequence_length}; shard them with shard_batch"

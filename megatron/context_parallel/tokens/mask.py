@@ -32,9 +32,11 @@ class Documents(HasHandle):
         edges: for each sample, the starts of documents and of gaps between them, and the length: int64, ascending.
         inside: for each edge except the last, whether a document starts there, not a gap: bool, for each sample.
         placement: which rank holds which tokens; None: as the layout of the context group says.
+        sample_length: with a placement, the tokens of each sample before they were laid end to end.
     """
 
     placement: Placement | None = None
+    sample_length: int | None = None
 
     def __init__(self, ids: Tensor) -> None:
         """Documents from a number for each token.
@@ -78,7 +80,7 @@ class Documents(HasHandle):
         if placement.length != samples * length:
             raise UsageError(f"placement of {placement.length} tokens: the documents have {samples} x {length}")
         made = self.end_to_end()
-        made.placement = placement
+        made.placement, made.sample_length = placement, length
         return made
 
     @property

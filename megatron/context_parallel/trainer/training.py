@@ -208,8 +208,8 @@ def run_micro_batches(
         data_iterator=batches if len(model) > 1 else batches[0],
         model=model,
         num_microbatches=sequences // (args.micro_batch_size * args.data_parallel_size),
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
+        seq_length=args.micro_batch_size * args.seq_length if args.cp_place_documents else args.seq_length,
+        micro_batch_size=1 if args.cp_place_documents else args.micro_batch_size,
         forward_only=forward_only,
     )
 
@@ -221,9 +221,11 @@ def _forward_step(args: Arguments, batches: Batches, model: DataParallel):
     if at_an_end or args.reset_attention_mask:
         recorder.enter("data" if torch.is_grad_enabled() else "evaluation data")
         whole = next(batches)
-        if args.reset_attention_mask:
-            packed = PackedDocuments(documents=whole["documents"])
-        local = shard_batch({name: whole[name] for name in KEYS}, get_attr_wrapped_model(model, "context_parallel"))
+        documents = whole.get("documents")
+        if documents is not None:
+            packed = PackedDocuments(documents=documents)
+        cp = get_attr_wrapped_model(model, "context_parallel")
+        local = shard_batch({name: whole[name] for name in KEYS}, cp, documents)
         device = torch.cuda.current_device()
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in local.items()}
     recorder.enter("forward" if torch.is_grad_enabled() else "evaluation")

@@ -32,6 +32,11 @@ class _Group(FlagSection):
         example="dgx-h100",
         needs=f"cp_strategy={AUTO}",
     )
+    cp_place_documents: bool = flag(
+        "give each batch its own placement: whole documents on one rank where possible, and equal work on all ranks",
+        False,
+        needs="reset_attention_mask",
+    )
     cp_attention_backend: str = flag("library that computes a rank's blocks of attention", "auto", choices=BACKENDS)
 
 

@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.patches.torch_data_workers import forget_workers
 from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.place_documents import Costs, place
+from megatron.context_parallel.tokens.placement import Placement
 from megatron.context_parallel.trainer.config.flags import Arguments
 
 from .index_cache import drop_damaged, record
@@ -173,7 +175,7 @@ def build_data_iterator(
         dataset,
         batch_sampler=batches,  # type: ignore[arg-type]  # ranges serve as lists of numbers do
         num_workers=args.num_workers,
-        collate_fn=partial(collate, end=args.eod_token if args.reset_attention_mask else None),
+        collate_fn=partial(collate, **document_options(args)),
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # otherwise the loader seeds its workers from the global generator
         worker_init_fn=end_without_room,
@@ -214,11 +216,25 @@ def _wrong_token(dataset: Dataset, samples: range, tokens: torch.Tensor, vocabul
     )
 
 
-def collate(samples: list[dict[str, torch.Tensor]], end: int | None) -> Batch:
-    """A batch of samples; with their documents, if the end-of-document token is given."""
+def document_options(args: Arguments) -> dict[str, Any]:
+    """The arguments of `collate` about documents."""
+    if not args.reset_attention_mask:
+        return {"end": None}
+    if not args.cp_place_documents:
+        return {"end": args.eod_token}
+    n = args.cp_layers[0].plan(args.context_parallel_size).n
+    window = args.window_size or (-1, -1)
+    return {"end": args.eod_token, "place": partial(place, n=n, costs=Costs(1.0), window=window)}
+
+
+def collate(
+    samples: list[dict[str, torch.Tensor]], end: int | None, place: Callable[[Documents], Placement] | None = None
+) -> Batch:
+    """A batch of samples; with their documents, if the end-of-document token is given; placed by `place`."""
     batch: Batch = {}
     for key in KEYS:
         batch[key] = torch.stack([sample[key] for sample in samples])
     if end is not None:
-        batch["documents"] = Documents.after(batch["tokens"] == end)
+        documents = Documents.after(batch["tokens"] == end)
+        batch["documents"] = documents.placed(place(documents)) if place else documents
     return batch
