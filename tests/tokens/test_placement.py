@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.context_parallel import AllRanks, context_parallel_attention
+from megatron.context_parallel import AllRanks, ContextParallel, context_parallel_attention
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.plan.volume import Shape, received_bytes
@@ -175,3 +175,41 @@ def test_a_placement_for_another_group_or_batch_is_refused():
     x = torch.randn(8, 1, 2, 4)
     with pytest.raises(UsageError, match="placed on 2 chunks: the context group has 4"):
         context_parallel_attention(x, x, x, AllRanks(4), documents=documents)
+
+
+SLICES = [[(0, 3), (20, 23)], [(3, 9)], [(9, 12), (17, 20)], [(12, 17), (23, 24)]]
+
+
+def _on_rank(strategy: str, options: dict, swapped: bool) -> torch.Tensor:
+    """The output of a rank for its tokens of a batch. `swapped`: rank 1 exchanges two chunks of the placement."""
+    cp = ContextParallel(strategy, **options)
+    slices = [SLICES[0] + SLICES[1], SLICES[2] + SLICES[3]] if options else SLICES
+    if swapped and cp.rank == 1:
+        slices = [slices[1], slices[0], *slices[2:]]
+    ids = torch.arange(24).div(7, rounding_mode="floor")
+    documents = Documents(ids).placed(Placement([sorted(chunk) for chunk in slices]))
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 24, 1, 4, 8)
+    local = [cp.shard(x, documents=documents) for x in (q, k, v)]
+    out = context_parallel_attention(*local, cp, documents=documents)
+    at = cp.positions(24, documents)
+    dense, _ = dense_attention(q, k, v, visible(torch.arange(24), torch.arange(24), documents=ids))
+    return (out - dense[at]).abs().max()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("lightseq", {}), ("mesh", {}), ("usp", {"head_parallel_size": 2}), ("allgather", {})]
+)
+def test_between_processes(ranks, strategy, options):
+    assert max(ranks(4, _on_rank, strategy, options, False)) < 1e-6
+
+
+def _is_refused() -> str:
+    with pytest.raises(UsageError) as error:
+        _on_rank("lightseq", {}, True)
+    return str(error.value)
+
+
+def test_ranks_with_other_placements_stop(ranks):
+    for words in ranks(4, _is_refused):
+        assert words.startswith("documents: ranks 0 and 1 of the context group have other placements")

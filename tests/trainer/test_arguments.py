@@ -192,6 +192,19 @@ def test_virtual_stages(monkeypatch):
     assert parsed(f"{flags} 2", 2, monkeypatch).virtual_pipeline_model_parallel_size is None
 
 
+def test_data_parallel_ranks_share_documents(monkeypatch):
+    flags = "--preset tiny-llama --context-parallel-size 2 --dynamic-context-parallel --reset-attention-mask"
+    flags += " --tokenizer-type HuggingFaceTokenizer --tokenizer-model examples --seq-length 64 --global-batch-size 16"
+    monkeypatch.setattr("megatron.context_parallel.trainer.arguments.complete.vocabulary", lambda flags: (500, 3))
+    for more, sequences in (("", 4), ("--max-seqlen-per-dp-cp-rank 16", 2), ("--max-seqlen-per-dp-cp-rank 64", 8)):
+        args = parsed(f"{flags} {more}", 8, monkeypatch)
+        sizes = args.context_parallel_size, args.data_parallel_size, args.micro_batch_size, args.cp_place_documents
+        assert sizes == (8, 1, sequences, True)
+    with pytest.raises(UsageError) as error:
+        parsed(f"{flags} --max-seqlen-per-dp-cp-rank 4 --save-interval 5", 8, monkeypatch)
+    assert "8 ranks have no whole sequences of --seq-length 64; give --max-seqlen-per-dp-cp-rank 8" in str(error.value)
+
+
 def test_sample_counts_become_iterations():
     samples = "--global-batch-size 8 --train-samples 803 --lr-decay-samples 641 --lr-warmup-samples 81 --lr 1"
     args = parsed(f"{SMALL} {samples}")

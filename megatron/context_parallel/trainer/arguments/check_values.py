@@ -84,12 +84,29 @@ def _check_sequence(args: Arguments) -> Iterator[UsageError]:
             yield from caught(_check_plan, args, choice)
         yield from caught(check_same_tokens, args.cp_layers, n)
         layout = args.cp_layers[0].layout
+        if args.cp_place_documents:
+            yield from _check_placement(args, n * sharers)
+            return
         parts = n * math.lcm(2 if layout == "zigzag" else 1, sharers)
         what = f"the {layout} layout "
     if args.seq_length % parts:
         over = f"{n} context-parallel" + (f" x {sharers} sequence-parallel" if sharers > 1 else "")
         why = f"{what or 'its split '}over {over} ranks needs a multiple of {parts}"
         yield refusal(args, "seq_length", why, seq_length=math.ceil(args.seq_length / parts) * parts)
+
+
+def _check_placement(args: Arguments, parts: int) -> Iterator[UsageError]:
+    """The errors about placed documents; `parts`: how many equal parts each micro batch has."""
+    tokens = args.micro_batch_size * args.seq_length
+    if tokens % parts:
+        why = f"a micro batch of {tokens} tokens does not split over {parts} ranks"
+        yield refusal(args, "seq_length", why, seq_length=math.ceil(args.seq_length / parts) * parts)
+    if len({choice.plan(args.context_parallel_size).n for choice in args.cp_layers}) > 1:
+        why = "the layers have different head-parallel sizes, so a rank would hold different tokens"
+        yield refusal(args, "cp_strategy", why, cp_strategy=args.cp_layers[0].spec)
+    if args.num_experts and args.moe_router_load_balancing_type == "seq_aux_loss" and args.micro_batch_size > 1:
+        why = "--cp-place-documents lays the sequences of a micro batch end to end"
+        yield refusal(args, "moe_router_load_balancing_type", why, moe_router_load_balancing_type="aux_loss")
 
 
 def _check_plan(args: Arguments, choice: Choice) -> None:

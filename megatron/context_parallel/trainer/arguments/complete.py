@@ -57,6 +57,7 @@ def complete(flags: Flags, tokenizer: tuple[int, int | None] | None = None) -> t
         UsageError: anything that would not run as asked.
     """
     raise_all(check_each(flags, ", or a --preset or --config that has it"))
+    flags = _share_documents(flags)
     specs, choices = strategies_given(flags)
     needed = flags.tensor_model_parallel_size * flags.pipeline_model_parallel_size * flags.context_parallel_size
     world_size = ranks_in("WORLD_SIZE", needed if flags.dry_run else 1)
@@ -84,6 +85,32 @@ def complete(flags: Flags, tokenizer: tuple[int, int | None] | None = None) -> t
     raise_all(check_relations(args))
     raise_all(check_together(args))
     return args, tokens
+
+
+def _share_documents(flags: Flags) -> Flags:
+    """With `--dynamic-context-parallel`: the data-parallel ranks join the context group and share its micro batches.
+
+    Raises:
+        UsageError: `--max-seqlen-per-dp-cp-rank` does not give whole sequences.
+    """
+    if not flags.dynamic_context_parallel:
+        return flags
+    model_ranks = flags.tensor_model_parallel_size * flags.pipeline_model_parallel_size
+    data = max(1, ranks_in("WORLD_SIZE", 1) // (model_ranks * flags.context_parallel_size))
+    ranks = data * flags.context_parallel_size
+    sequences = data * flags.micro_batch_size
+    if flags.max_seqlen_per_dp_cp_rank:
+        sequences, rest = divmod(ranks * flags.max_seqlen_per_dp_cp_rank, flags.seq_length)
+        if rest or not sequences:
+            fits = math.ceil(flags.seq_length / ranks)
+            why = f"{ranks} ranks have no whole sequences of --seq-length {flags.seq_length}"
+            refuse(flags, "max_seqlen_per_dp_cp_rank", why, max_seqlen_per_dp_cp_rank=fits)
+    return replace(
+        flags,
+        context_parallel_size=ranks,
+        micro_batch_size=sequences,
+        cp_place_documents=flags.reset_attention_mask,
+    )
 
 
 def padded_vocab_size(flags: Flags, vocabulary: int) -> int:

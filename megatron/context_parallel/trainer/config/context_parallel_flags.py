@@ -37,6 +37,16 @@ class _Group(FlagSection):
         False,
         needs="reset_attention_mask",
     )
+    dynamic_context_parallel: bool = flag(
+        "place the documents of a micro batch on all data- and context-parallel ranks, as --cp-place-documents",
+        False,
+        needs="reset_attention_mask",
+    )
+    max_seqlen_per_dp_cp_rank: int | None = flag(
+        "tokens of a micro batch on each data- and context-parallel rank",
+        derived="--micro-batch-size sequences for each data-parallel rank",
+        needs="dynamic_context_parallel",
+    )
     cp_attention_backend: str = flag("library that computes a rank's blocks of attention", "auto", choices=BACKENDS)
 
 

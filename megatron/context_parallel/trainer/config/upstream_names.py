@@ -80,7 +80,7 @@ logits-load-kd-loss-alpha logits-load-msc-prefetch-depth logits-load-prefetch-fa
 logits-save-top-k logits-save-top-p logits-save-top-p-min-k lr-decay-steps lr-warmup-steps lr-wsd-decay-iters
 lr-wsd-decay-samples lr-wsd-decay-style mamba-head-dim mamba-inference-conv-states-dtype
 mamba-inference-ssm-states-dtype mamba-num-groups mamba-num-heads mamba-state-dim mamba-training-ssm-states-dtype
-mask-factor mask-prob mask-type max-seqlen-per-dp-cp-rank max-tokens-to-oom
+mask-factor mask-prob mask-type max-tokens-to-oom
 megatron-fsdp-enable-fine-grained-param-gather megatron-fsdp-grad-comm-dtype megatron-fsdp-main-grads-dtype
 megatron-fsdp-main-params-dtype megatron-fsdp-max-pool-double-buffer megatron-fsdp-version memory-keys metadata-path
 mhc-init-gating-factor mhc-num-residual-streams mhc-recompute-layer-num mhc-sinkhorn-iterations
