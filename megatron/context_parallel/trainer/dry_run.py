@@ -9,7 +9,7 @@ from megatron.context_parallel.attention.plans import ALL_RANKS_UP_TO
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.search.auto import headline
-from megatron.context_parallel.cluster.step.attention_pass import attention_plan, attention_shape
+from megatron.context_parallel.cluster.step.attention_pass import attention_plan, attention_rows, attention_shape
 from megatron.context_parallel.cluster.step.memory import fullest_stage, memory, total
 from megatron.context_parallel.plan.volume import received_bytes
 from megatron.context_parallel.strategies import AUTO, Choice, distinct, parse_spec
@@ -105,7 +105,8 @@ def attention_bytes(args: Arguments, backward: bool, choice: Choice | None = Non
     model, run, n = model_of(args), run_of(args, choice), args.context_parallel_size
     plan, shape = attention_plan(model, run, backward), attention_shape(model, run)
     ranks = range(n) if n <= ALL_RANKS_UP_TO else (0, n // 2, n - 1)
-    return max(received_bytes(plan, rank, shape) for rank in ranks)
+    rows = attention_rows(model, run, plan)
+    return max(received_bytes(plan, rank, shape, rows) for rank in ranks)
 
 
 # -------------------------------------------------------------------------------------------------- memory

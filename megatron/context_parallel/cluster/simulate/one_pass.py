@@ -10,6 +10,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.flows import Flows, Task
 from megatron.context_parallel.plan.ir import AllGather, Attend, Comm, Plan, ReduceScatter, SwapHeads, T, Transfer
 from megatron.context_parallel.plan.machine import Launch, Merge
+from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.trace import Clock, Span
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes
 from megatron.context_parallel.tokens.mask import Mask
@@ -54,6 +55,7 @@ def simulate(
     others: Sequence[Sequence[int]] = (),
     all_up_to: int = ALL_UP_TO,
     blocks: Callable[[Attend], float] | None = None,
+    rows: RowSets | None = None,
 ) -> PassForecast:
     """Predicts one pass on a cluster.
 
@@ -68,6 +70,7 @@ def simulate(
         others: the devices of other context groups, which run the same pass at the same time (`Links`).
         all_up_to: up to so many ranks each is simulated, and `spans` tell of it.
         blocks: seconds of a block; default: a `BlockTime`.
+        rows: the rows that are sent; default: whole chunks. Every rank is then simulated.
 
     Raises:
         UsageError: another number of devices than ranks.
@@ -78,9 +81,10 @@ def simulate(
         raise UsageError(f"{cluster.name}: {len(devices)} devices for {plan.size} ranks; give {plan.size} devices")
     if blocks is None:
         blocks = BlockTime(cluster.device, plan, shape, mask or Mask(), shape.rows * plan.size // batch, dtype)
-    few = _symmetry(plan, blocks, period_of_links(cluster, devices)) if plan.size > all_up_to else Symmetry.none(plan)
+    folded = plan.size > all_up_to and rows is None
+    few = _symmetry(plan, blocks, period_of_links(cluster, devices)) if folded else Symmetry.none(plan)
     links = Links(cluster, few.like, devices, others)
-    clock = Clock(plan, _Costs(plan, shape, blocks, links, few), few.groups, few.ranks, cluster.buffered_sends)
+    clock = Clock(plan, _Costs(plan, shape, blocks, links, few, rows), few.groups, few.ranks, cluster.buffered_sends)
     clock.run()
     busy = [0.0] * few.ranks
     for span in clock.spans:
@@ -107,10 +111,17 @@ TENSORS = {T.Q: 1, T.KV: 2, T.O: 2, T.QDO: 4, T.DO: 2, T.DQ: 1, T.DKV: 2}  # of 
 
 class _Costs:
     def __init__(
-        self, plan: Plan, shape: Shape, blocks: Callable[[Attend], float], links: Links, few: Symmetry
+        self,
+        plan: Plan,
+        shape: Shape,
+        blocks: Callable[[Attend], float],
+        links: Links,
+        few: Symmetry,
+        rows: RowSets | None,
     ) -> None:
         self.plan, self.shape, self.blocks, self.links, self.symmetry = plan, shape, blocks, links, few
         self.cluster = cluster = links.cluster
+        self.rows = rows
         self.flows = Flows((cluster.compute_slowdown, cluster.message_slowdown))
         self.ranks = [few.grid.along(few.grid.rank(heads=group), "context") for group in range(few.groups)]
         self.route = cache(self._route)
@@ -171,6 +182,8 @@ class _Costs:
         for t in transfers:
             path, uses, ends = self.route(None if swap else group, t.sender, t.receiver)
             size = self.bytes[t.tensor, swap] * t.share * hops
+            if self.rows and not swap:
+                size *= self.rows.share(t)
             delay = path.seconds + wake
             yield Task(None, size, uses, ends), delay * rounds
             if path.processor and self.cluster.shared_cores:  # at both ends, as fast as the links bring the bytes

@@ -9,10 +9,12 @@ from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.simulate.one_pass import ALL_UP_TO, PassForecast, simulate
 from megatron.context_parallel.plan.ir import Plan, SwapHeads, T
 from megatron.context_parallel.plan.liveness import peak_bytes
+from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes
 from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Mask
+from megatron.context_parallel.tokens.slices import Slices
 
 from .model_shape import ModelShape
 from .train_config import ITEMSIZE, TrainConfig
@@ -53,6 +55,15 @@ def _plan(model: ModelShape, run: TrainConfig, backward: bool) -> Plan:
     return choice.plan(n, visible_pairs=visible_pairs, backward=backward, heads=shape.heads, kv_heads=shape.kv_heads)
 
 
+def attention_rows(model: ModelShape, run: TrainConfig, plan: Plan) -> RowSets | None:
+    """The rows that are sent; None: whole chunks."""
+    mask = attention_mask(model)
+    if mask.plain or plan.size > ALL_UP_TO:
+        return None
+    chunks = Slices.of(Chunks.of(plan.layout, plan.n, run.seq_length))
+    return RowSets(plan, mask, chunks, chunks)
+
+
 def attention_forecast(
     model: ModelShape, run: TrainConfig, cluster: Cluster, backward: bool, all_up_to: int = ALL_UP_TO
 ) -> PassForecast:
@@ -69,10 +80,11 @@ def attention_forecast(
         nodes = tuple(rank // each - group[0] // each for rank in group)
         unlike[nodes] = group
     how = (mask, run.micro_batch_size, run.dtype)
+    rows = attention_rows(model, run, plan)
     forecasts = []
     for group in unlike.values():
         others = [other for other in groups if other != group]
-        forecasts.append(simulate(plan, cluster, shape, *how, group, others, all_up_to))
+        forecasts.append(simulate(plan, cluster, shape, *how, group, others, all_up_to, rows=rows))
     return max(forecasts, key=lambda forecast: forecast.seconds)
 
 
