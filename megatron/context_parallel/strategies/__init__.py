@@ -11,6 +11,7 @@ from megatron.context_parallel.options import Grid, Option
 from .allgather import allgather
 from .attention2d import attention2d
 from .by_layer import check_same_tokens, choose_by_layer, distinct, specs_given
+from .direct import direct
 from .double_ring import double_ring
 from .lightseq import lightseq
 from .mesh import mesh
@@ -35,6 +36,7 @@ __all__ = [
     "attention2d",
     "check_same_tokens",
     "choose_by_layer",
+    "direct",
     "distinct",
     "double_ring",
     "head_parallel_sizes",
