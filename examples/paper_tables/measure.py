@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron.context_parallel.cli.run_main import announce
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.progress import tracked
 
 from .cells import ROOT, Cell, Result, read_cells, results_file, text, write_results
 from .commands import LAUNCHER
@@ -154,7 +156,8 @@ def _run(jobs: Sequence[Job]) -> None:
                 f"--mode run: {job.row} needs {job.nodes} nodes of {each} ranks; give --mode slurm, or a smaller case "
                 "after -- (such as -- --nnodes 1 --nproc-per-node 4 --seq-length 8192)"
             )
-    for job in jobs:
+    for job in tracked(jobs, "measuring rows"):
+        announce(f"measuring {job.row}")
         job.prepare()
         words = job.words
         start = [sys.executable, *(["-m", "torch.distributed.run", "--standalone"] if words[0] == LAUNCHER else [])]

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from megatron.context_parallel.cli.run_main import announce
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.errors import UsageError
 
@@ -30,6 +31,7 @@ def simulate_table(args: argparse.Namespace, others: list[str]) -> None:
             f"{'-- ' + ' '.join(others) if others else '--row, --column'}: give it with --mode run or slurm"
         )
     read_cells(args.paper, args.table)  # refuses what is unknown before anything is computed
+    announce(f"predicting {name_of(args.paper, args.table)}")
     results = predicted(args.paper, args.table, args.output)
     publish(results, args.paper, args.table, args.output)
     print_beside(results, args.paper, args.table)
