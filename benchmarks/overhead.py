@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python benchmarks/overhead.py
 
-Microseconds of CPU time for each step and rank, the least of several rounds. The first two columns count all that a
-rank does in a pass but messages: steps, receive buffers, merging, and what comes before and after the steps. The other
-two also count posting each message with torch.distributed, to a group that moves nothing.
+Microseconds of CPU time for each step and rank, the minimum of several rounds. The first two columns count all work of
+a rank in a pass except messages: steps, receive buffers, merging, and the work before and after the steps. The other
+two also count posting each message with torch.distributed, to a group that sends nothing.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How many bytes a plan brings to each rank, to the last float: what the counters of sockets are compared with."""
+"""The exact number of bytes that each rank receives in a plan, for comparison with the counters of sockets."""
 
 from megatron.context_parallel.plan.ir import Plan
 from megatron.context_parallel.plan.volume import Shape, received_bytes

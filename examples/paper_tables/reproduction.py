@@ -1,4 +1,4 @@
-"""docs/reproduction.md: the words are people's, the numbers are those of the output files."""
+"""Writes docs/reproduction.md: the text is a template, and the numbers come from the output files."""
 
 import csv
 import re
@@ -136,6 +136,6 @@ def _picture(paper: str, tables: dict[str, Sequence[Result]]) -> list[str]:
 
 
 def drawn(tables: Mapping[str, Sequence[Result]]) -> dict[str, Sequence[Result]]:
-    """What the picture of a paper shows: its tables that have a cell to compare, by name."""
+    """The tables in the picture of a paper: those with a cell to compare, by name."""
     some = {table: of for table, of in tables.items() if Errors.of(of)}
     return {table_name(table): of for table, of in some.items()}

@@ -1,4 +1,4 @@
-"""The attention of each paper as specs of this project's strategies, and what the planner would take instead."""
+"""The attention of each paper as specs of this project's strategies, and the choice of the planner."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -74,7 +74,7 @@ def best_of(paper: str, workload: Workload, place: GroupDevices, passes: int = 2
 
 
 def best_of_all(workload: Workload, place: GroupDevices, passes: int = 2) -> tuple[str, float]:
-    """What `--cp-strategy auto` would take; of one pass, the fastest there of what it simulates."""
+    """The choice of `--cp-strategy auto`; for one pass, the fastest of the simulated ones."""
     return _first(search(workload, place, most=SEARCHED).ranked, passes)
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks: what they measure is checked, what is wrong is not timed, and mistakes are one line."""
+"""The benchmarks check what they time, skip wrong results, and report mistakes in one line."""
 
 import csv
 import importlib
@@ -127,7 +127,7 @@ class WrongAdapter:
 
 
 def quietly(measure, job: dict) -> list[dict]:
-    """`measure` in a process that goes on to other tests, whose waits and kernels are not to be timed."""
+    """`measure` in a process that runs other tests later, whose waits and kernels must not be timed."""
     broken = types.SimpleNamespace(Adapter=WrongAdapter)
     with (
         mock.patch.object(Work, "wait", Work.wait),
@@ -161,7 +161,7 @@ def test_what_is_not_exact_or_not_there_is_not_timed(ranks):
 
 @pytest.mark.parametrize("kv_heads,causal", [(4, True), (2, True), (1, False)])
 def test_peers_compute_with_an_exact_kernel(kv_heads, causal):
-    """Through the names by which libraries import flash-attn."""
+    """Called by the names that libraries import from flash-attn."""
     with mock.patch.dict(sys.modules):
         cpu_flash.install(watch := Stopwatch())
         interface = importlib.import_module("flash_attn.flash_attn_interface")

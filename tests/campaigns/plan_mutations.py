@@ -16,7 +16,7 @@ from tests.support.verdict import judge, subjects
 
 Steps = list[list[tuple[list, list]]]  # of a rank, then of a step: operations and blocks
 
-# -- changes: each edits the steps in place and says what it did, or returns None where it finds nothing to change ----
+# -- changes: each edits the steps in place and returns its description, or None if it finds nothing to change ---------
 
 
 def _spot(steps: Steps, draw: random.Random, of: int, kinds: type = object) -> tuple[int, int, int] | None:
@@ -181,7 +181,7 @@ def change_message(steps: Steps, draw: random.Random) -> str | None:
 
 
 def change_collective(steps: Steps, draw: random.Random) -> str | None:
-    """Another member or chunk fewer, or others in another order; on one rank or on all."""
+    """Changes, removes or reorders members or chunks of a collective, on one rank or on all."""
     if not (spot := _spot(steps, draw, 0, AllGather | ReduceScatter)):
         return None
     r, s, i = spot
@@ -200,7 +200,7 @@ def change_collective(steps: Steps, draw: random.Random) -> str | None:
 
 
 def change_channel_of_all(steps: Steps, draw: random.Random) -> str | None:
-    """All operations on a tensor, or a channel, on another channel: a plan that may well be right."""
+    """Moves all operations on a tensor or a channel to another channel; the plan may still be right."""
     if not (spot := _spot(steps, draw, 0)):
         return None
     r, s, i = spot
@@ -212,7 +212,7 @@ def change_channel_of_all(steps: Steps, draw: random.Random) -> str | None:
 
 
 def change_block(steps: Steps, draw: random.Random) -> str | None:
-    """A chunk more, fewer or another."""
+    """Adds, removes or replaces a chunk."""
     if not (spot := _spot(steps, draw, 1)):
         return None
     r, s, i = spot
@@ -266,7 +266,7 @@ CHANGES = {
 
 
 def mutate(plan: Plan, draw: random.Random) -> Plan:
-    """`plan` with one to three changes, which its name tells. It declares every channel a change may choose."""
+    """`plan` with one to three changes, which its name lists. It declares every channel that a change may use."""
     steps: Steps = [[(list(step.comm), list(step.attend)) for step in rank] for rank in plan.steps]
     done: list[str] = []
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
@@ -276,7 +276,7 @@ def mutate(plan: Plan, draw: random.Random) -> Plan:
 
 
 def run(count: int, seed: int) -> Counter:
-    """How many of `count` changed plans are refused and right."""
+    """How many of `count` changed plans are refused, and how many are right."""
     draw, cases, verdicts = random.Random(seed), subjects(), Counter()
     for _ in range(count):
         subject = draw.choice(cases)

@@ -1,4 +1,4 @@
-"""The code in the documentation runs as it stands, its commands have flags that exist, and its links lead somewhere."""
+"""The code in the documentation runs unchanged, its commands use existing flags, and its links have targets."""
 
 import re
 import runpy

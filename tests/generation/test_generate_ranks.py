@@ -1,4 +1,4 @@
-"""Generating on several ranks: the texts of transformers, whoever joins, waits, is cancelled or comes back."""
+"""Generation on several ranks gives the texts of transformers while requests join, wait, are cancelled or resume."""
 
 from functools import partial
 
@@ -59,7 +59,7 @@ def generate(folder: str, tensor: int, joining: dict[int, list[Request]], cancel
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A folder of HuggingFace with a tokenizer, and its model in transformers."""
+    """A HuggingFace folder with a tokenizer, and its model in transformers."""
     folder = tmp_path_factory.mktemp("llama")
     model = llama_case.save_llama(folder, "llama3", vocab_size=VOCABULARY)
     llama_case.save_tokenizer(folder, chat=True)
@@ -92,7 +92,7 @@ def test_texts_on_ranks_are_those_of_transformers(ranks, llama):
     ):
         found, reused, variants = ranks(n, partial(generate, **flags), str(folder), tensor, joining, {9: "gone"})[0]
         assert {name: found[name] for name in answers} == answers, (n, flags)
-        if flags["cache_tokens"] == 4096:  # in the small cache others took the room of the first text
+        if flags["cache_tokens"] == 4096:  # in the small cache other texts evicted the first one
             assert reused["again"] == len(greedy[0].tokens) + len(answers["0"]) - 1
         assert len(found["gone"]) < 10 and flags["cp_prefill"] in variants
         draws.append(found["drawn"])

@@ -1,4 +1,4 @@
-"""Page tables: how rows are dealt, shared and freed, and what is refused."""
+"""Page tables: how rows are distributed, shared and freed, and which requests are refused."""
 
 import random
 from contextlib import suppress
@@ -165,7 +165,7 @@ def test_a_fork_for_which_no_page_is_left_is_refused():
 
 
 def test_random_lives():
-    """Anything that may be asked for, on tables that are often full."""
+    """Random valid requests on tables that are often full."""
     for seed in range(30):
         draw = random.Random(seed)
         n = draw.choice((1, 2, 3, 5))
@@ -198,7 +198,7 @@ def test_random_lives():
 
 
 def test_positions_are_not_those_of_the_tables():
-    """What is asked for may be kept: it does not grow with the sequence."""
+    """Returned tables may be kept: they do not grow with the sequence."""
     tables = PageTables(1, 4, 4)
     a = tables.open()
     tables.add({a: 2})

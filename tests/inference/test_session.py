@@ -116,7 +116,7 @@ def _life() -> None:
 
 
 def _neighbours() -> list[torch.Tensor]:
-    """Logits of a sequence in passes of equal shapes, with neighbours that say something else."""
+    """Logits of a sequence in passes of equal shapes, beside sequences with other tokens."""
     found = list[dict[int, torch.Tensor]]()
     for shift in (0, 1):
         of = session(prefill="pass-kv")
@@ -171,7 +171,7 @@ def _refusals() -> None:
 
 
 def _a_model_stays_what_it_was() -> None:
-    """A pass changes nothing for those who train the model: mode, hooks, positions; and it keeps no gradients."""
+    """A pass leaves the training state of the model unchanged (mode, hooks, positions) and keeps no gradients."""
     of = session()
     tokens = torch.arange(8).view(1, 8)[:, of.cp.positions(8)]
     before = of.model(tokens, tokens, None)

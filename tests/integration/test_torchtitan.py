@@ -1,4 +1,4 @@
-"""torchtitan with our attention: by a stand-in for it, and with TORCHTITAN_PATH=FOLDER by its own trainer."""
+"""torchtitan with our attention: a stand-in for torchtitan, and its own trainer if TORCHTITAN_PATH=FOLDER is set."""
 
 import importlib.util
 import os
@@ -90,7 +90,7 @@ def test_attention_stays_within_documents(ranks, strategy):
 
 
 def mistakes() -> list[str]:
-    """What is said of each wrong use."""
+    """The error of each wrong use."""
     with standin.standing_in():
         import torchtitan
         from torchtitan import trainer

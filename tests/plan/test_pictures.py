@@ -41,7 +41,7 @@ SPECS = [
 
 
 def test_a_ring_of_two():
-    """Each rank computes its own pair while its keys travel, then the other one."""
+    """Each rank computes its own pair while its keys are sent, then the other one."""
     shown = picture(parse_spec("ring").plan(2))
     assert shown.lanes == ("blocks", "ring") and shown.finish == 2 and shown.tensors == [T.KV]
     assert shown.title == "ring, 2 ranks, zigzag layout, forward"

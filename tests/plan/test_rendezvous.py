@@ -78,6 +78,6 @@ if __name__ == "__main__":  # all sizes: minutes
             plans += 1
             if lines := stuck(plan, one_queue=True):
                 failed.append((what, lines))
-        print(f"{name}: {plans} plans, {len(failed)} wait for ever", flush=True)
+        print(f"{name}: {plans} plans, {len(failed)} wait forever", flush=True)
         for what, lines in failed[:3]:
             print("  ", what, *lines, sep="\n    ")

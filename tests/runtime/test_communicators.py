@@ -1,4 +1,4 @@
-"""Communicators come up whatever groups each rank has already; if a rank is missing or differs, one line names it."""
+"""Communicators start whatever groups each rank already has. If a rank is missing or differs, one line names it."""
 
 import inspect
 import os

@@ -114,7 +114,7 @@ def test_on_one_channel_the_transfers_would_queue():
 
 
 def test_backward_hides_the_outer_ring_too():
-    """Four rounds of two blocks, an outer message at most a block: gradients only add the way home of the last."""
+    """Four rounds of two blocks, an outer message at most a block: gradients only add the last return to the owner."""
     plan = STRATEGIES["loongtrain"].plan(8, inner_ring_size=2, backward=True)
     finish = trace(plan, transfer_time=lambda t: 0.4 if t.sender // 2 == t.receiver // 2 else 0.9).finish
     assert 8 < finish <= 8 + 0.4 + 0.9 + 1e-9

@@ -1,4 +1,4 @@
-"""How chunks travel: between ranks in one process, through torch.distributed, and what is said when they do not."""
+"""Sending chunks between ranks in one process and through torch.distributed, and the errors if that fails."""
 
 from collections import defaultdict
 from unittest.mock import MagicMock, patch

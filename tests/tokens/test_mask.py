@@ -1,4 +1,4 @@
-"""Sliding windows and packed documents: exact in every strategy and layout, and nothing sent that nobody sees."""
+"""Sliding windows and packed documents: exact in every strategy and layout, and no chunk is sent that no query sees."""
 
 import random
 
@@ -276,7 +276,7 @@ def test_runs_are_those_of_the_positions(layout):
 
 
 def test_documents_of_each_batch_share_what_they_do_not_decide():
-    """Where gathered keys are, and what the mask without documents lets see, is found once."""
+    """The positions of gathered keys, and the mask without documents, are computed once."""
     cp, kernel = AllRanks(4, "attention2d"), Reference()
     first, second = (
         cp.plans.blocks(Mask(documents=documents(lengths)), (LENGTH,) * 2, kernel) for lengths in (ODD, TINY)

@@ -1,4 +1,4 @@
-"""What a resumed run takes from its checkpoint and from its flags; saves in the background; kills during a save."""
+"""Values that a resumed run takes from its checkpoint and its flags; background saves; kills during a save."""
 
 import itertools
 import shutil

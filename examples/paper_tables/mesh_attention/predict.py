@@ -1,6 +1,6 @@
-"""Mesh-Attention's tables: rings and tiles of this project's plans, on a testbed of which the paper names nothing.
+"""Mesh-Attention's tables: rings and tiles of this project's plans, on a testbed that the paper does not describe.
 
-The tile of a case is the one that is predicted to be fastest, as the paper's tuner chooses it. Partial results travel
+The tile of a case is the one that is predicted to be fastest, as the paper's tuner chooses it. Partial results are sent
 in the model's dtype, as the paper counts them.
 """
 
@@ -83,7 +83,7 @@ def time(cluster: Cluster, system: str, ranks: int, length: int, causal: bool = 
 
 
 def computing(cluster: Cluster, system: str, ranks: int, length: int) -> float:
-    """Seconds of a rank's blocks, if it sends and receives nothing meanwhile."""
+    """Seconds of a rank's blocks without communication."""
     total, mask = 0.0, Mask(True)
     for backward in (False, True):
         plan = plan_of(strategy_of(cluster, system, ranks, length, True), ranks, length, True, backward)

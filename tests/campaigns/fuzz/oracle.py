@@ -1,6 +1,6 @@
-"""Attention by its definition, whole and dense in float64: what a fuzzed call must give, and how near it must come.
+"""Attention by its definition, dense in float64: the expected results of a fuzzed call, and the allowed errors.
 
-Nothing here uses the package: positions, documents, masks, softmax and gradients are worked out again.
+Nothing here uses the package: positions, documents, masks, softmax and gradients are computed independently.
 """
 
 from typing import NamedTuple
@@ -90,7 +90,7 @@ def seen(call: Call) -> Tensor:
 
 
 class _Dense(NamedTuple):
-    """An attention worked out, heads first; keys and values repeated for the query heads that share them."""
+    """A computed attention, heads first; keys and values are repeated for the query heads that share them."""
 
     q: Tensor  # [b, heads, s, d]
     k: Tensor  # [b, heads, t, d]
