@@ -153,15 +153,12 @@ def read_results(path: Path) -> list[Result]:
     def number(value: str) -> float | None:
         return float(value) if value else None
 
-    return [
-        Result(
-            **{name: value for name, value in line.items() if name in known - {"predicted", "measured", "fitted"}},
-            predicted=number(line["predicted"]),
-            measured=number(line["measured"]),
-            fitted=line["fitted"] == "true",
-        )
-        for line in lines
-    ]
+    results = []
+    for line in lines:
+        texts = {name: value for name, value in line.items() if name in known - {"predicted", "measured", "fitted"}}
+        numbers = {name: number(line[name]) for name in ("predicted", "measured")}
+        results.append(Result(**texts, **numbers, fitted=line["fitted"] == "true"))
+    return results
 
 
 def write_results(results: Sequence[Result], path: Path) -> None:

@@ -37,7 +37,10 @@ def write_page(results: dict[tuple[str, str], Sequence[Result]], beyond: dict[st
         "|---|---|---|---|---|---|---|---|",
         *(_line(paper, table, of) for (paper, table), of in results.items()),
     ]
-    sections = [_section(paper, {t: r for (p, t), r in results.items() if p == paper}, beyond) for paper in PAPERS]
+    sections = []
+    for paper in PAPERS:
+        own = {table: of for (name, table), of in results.items() if name == paper}
+        sections.append(_section(paper, own, beyond))
     page = page.replace(OPENING, opening([result for of in results.values() for result in of]) + "\n")
     page = page.replace(SUMMARY, "\n".join(summary) + "\n").replace(EACH, "\n".join(filter(None, sections)))
     PAGE.write_text(re.sub(r"\n{3,}", "\n\n", page).rstrip() + "\n")

@@ -79,5 +79,7 @@ def best_of_all(workload: Workload, place: GroupDevices, passes: int = 2) -> tup
 
 
 def _first(ranked: Mapping[str, Prediction], passes: int) -> tuple[str, float]:
-    seconds = {spec: sum(of.seconds for of in found.passes[:passes]) for spec, found in ranked.items()}
+    seconds = {}
+    for spec, found in ranked.items():
+        seconds[spec] = sum(of.seconds for of in found.passes[:passes])
     return min(seconds.items(), key=lambda item: item[1])

@@ -47,7 +47,8 @@ def check(got: list[Tensor], tensors: list[Tensor | None], seen: Tensor, softcap
     expected = results(lambda q, k, v, sinks=None: dense_attention(q, k, v, seen, softcap=softcap, sinks=sinks), *wide)
     for a, b in zip((got[1], expected[1]), (expected[1], got[1]), strict=True):
         assert torch.equal(a.isneginf(), b.isneginf())
-    got, expected = ([x.nan_to_num(neginf=0.0) for x in of] for of in (got, expected))
+    got = [x.nan_to_num(neginf=0.0) for x in got]
+    expected = [x.nan_to_num(neginf=0.0) for x in expected]
     for what, error in zip(WHAT, errors(got, expected), strict=False):
         assert error < 2e-6, f"{what}: {error:.1e}"
 

@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import itertools
 import json
 import math
 import os
@@ -68,7 +69,7 @@ def check_rows(rows: list[dict]) -> None:
     """Every case, round and rank once, interleaved; the parts of each add up; the bytes are the plan's."""
     assert list(rows[0]) == list(COLUMNS)
     places = [(row["case"], row["round"], row["rank"]) for row in rows]
-    assert sorted(places) == sorted((case, r, k) for case in STRATEGIES for r in "01" for k in "012")
+    assert sorted(places) == sorted(itertools.product(STRATEGIES, "01", "012"))
     for row in rows:
         seconds, *parts = (float(row[name]) for name in ("seconds", "kernel", "wait", "other"))
         assert seconds == pytest.approx(sum(parts)) and min(parts) >= 0 and parts[0] > 0

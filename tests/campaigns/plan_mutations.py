@@ -21,13 +21,10 @@ Steps = list[list[tuple[list, list]]]  # of a rank, then of a step: operations a
 
 def _spot(steps: Steps, draw: random.Random, of: int, kinds: type = object) -> tuple[int, int, int] | None:
     """(rank, step, place) of a random operation (`of` 0) or block (1) of some kinds."""
-    spots = [
-        (r, s, i)
-        for r, rank in enumerate(steps)
-        for s, step in enumerate(rank)
-        for i, op in enumerate(step[of])
-        if isinstance(op, kinds)
-    ]
+    spots = []
+    for r, rank in enumerate(steps):
+        for s, step in enumerate(rank):
+            spots += [(r, s, i) for i, op in enumerate(step[of]) if isinstance(op, kinds)]
     return draw.choice(spots) if spots else None
 
 
@@ -239,7 +236,10 @@ def split_block(steps: Steps, draw: random.Random) -> str | None:
 
 
 def _channels(steps: Steps) -> list[str]:
-    return [*sorted({op.channel for rank in steps for comm, _ in rank for op in comm}), "another"]
+    found = set()
+    for rank in steps:
+        found |= {op.channel for comm, _ in rank for op in comm}
+    return [*sorted(found), "another"]
 
 
 CHANGES = {
@@ -267,12 +267,16 @@ CHANGES = {
 
 def mutate(plan: Plan, draw: random.Random) -> Plan:
     """`plan` with one to three changes, which its name lists. It declares every channel that a change may use."""
-    steps: Steps = [[(list(step.comm), list(step.attend)) for step in rank] for rank in plan.steps]
+    steps: Steps = []
+    for rank in plan.steps:
+        steps.append([(list(step.comm), list(step.attend)) for step in rank])
     done: list[str] = []
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         done += filter(None, [draw.choice(list(CHANGES.values()))(steps, draw)])
-    new = tuple(tuple(Step(tuple(comm), tuple(attend)) for comm, attend in rank) for rank in steps)
-    return replace(plan, name="; ".join((plan.name, *done)), steps=new, channels=(*plan.channels, "another"))
+    new = []
+    for edited in steps:
+        new.append(tuple(Step(tuple(comm), tuple(attend)) for comm, attend in edited))
+    return replace(plan, name="; ".join((plan.name, *done)), steps=tuple(new), channels=(*plan.channels, "another"))
 
 
 def run(count: int, seed: int) -> Counter:

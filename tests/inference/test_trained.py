@@ -19,8 +19,9 @@ def trained(ranks, tmp_path_factory):
 
 def test_conversations(trained):
     """Answers have 24 tokens per turn, consist of letters, and vary."""
-    turns = [sum(1 for lengths in TURNS if lengths[i]) for i in range(len(TURNS[0]))]
-    said = [sum(lengths[i] for lengths in TURNS) for i in range(len(TURNS[0]))]
+    by_text = [*zip(*TURNS, strict=True)]
+    turns = [sum(map(bool, lengths)) for lengths in by_text]
+    said = [sum(lengths) for lengths in by_text]
     assert [len(text) for text in trained[1]] == [new * NEW + old for new, old in zip(turns, said, strict=True)]
     assert len({token for text in trained[1] for token in text}) > 20
 

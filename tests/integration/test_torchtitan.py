@@ -34,7 +34,8 @@ def parallelized(config, parallel_dims) -> torch.nn.Module:
 
 def positions() -> torch.Tensor:
     """Three documents in the first sample and two in the second, int64 [BATCH, LENGTH]."""
-    return torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ((5, 1, 26), (19, 13))])
+    samples = (5, 1, 26), (19, 13)
+    return torch.stack([torch.cat([*map(torch.arange, lengths)]) for lengths in samples])
 
 
 def parts(strategy: str) -> list[torch.Tensor]:

@@ -218,7 +218,8 @@ def test_a_strategy_need_not_ask_the_mask_what_to_send(name):
     for backward in (False, True):
         plan = ranks.plans.of(window, (72, 72), 4, 4, backward=backward)
         full = ranks.plans.of(Mask(), (72, 72), 4, 4, backward=backward)
-        sent, all_sent = ([step.comm for step in p.steps[3] if step.comm] for p in (plan, full))
+        sent = [step.comm for step in plan.steps[3] if step.comm]
+        all_sent = [step.comm for step in full.steps[3] if step.comm]
         assert sent == all_sent
 
 

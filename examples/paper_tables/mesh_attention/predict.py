@@ -4,6 +4,7 @@ The tile of a case is the one that is predicted to be fastest, as the paper's tu
 in the model's dtype, as the paper counts them.
 """
 
+import itertools
 from functools import cache
 from math import sqrt
 from statistics import fmean
@@ -128,16 +129,17 @@ def _table_2() -> list[float | None]:
 
 
 def _figure_8(cluster: Cluster) -> list[float | None]:
-    ring, mesh = ({n: time(cluster, system, n, 2**20) for n in GPUS} for system in (RING, MESH))
+    ring = {n: time(cluster, RING, n, 2**20) for n in GPUS}
+    mesh = {n: time(cluster, MESH, n, 2**20) for n in GPUS}
     weak = [time(cluster, system, 256, WEAK[256]) / time(cluster, system, 32, WEAK[32]) for system in (RING, MESH)]
     return [min(ring.values()), min(ring.values()) / min(mesh.values()), min(mesh.values()), *weak]
 
 
 def _figure_9(cluster: Cluster) -> list[float | None]:
-    total, busy, moved = (
-        {(system, n): of(cluster, system, n, 2**20) for system in (RING, MESH) for n in GPUS}
-        for of in (time, computing, volume)
-    )
+    cases = [*itertools.product((RING, MESH), GPUS)]
+    total = {case: time(cluster, *case, 2**20) for case in cases}
+    busy = {case: computing(cluster, *case, 2**20) for case in cases}
+    moved = {case: volume(cluster, *case, 2**20) for case in cases}
     waits = [1 - (total[MESH, n] - busy[MESH, n]) / (total[RING, n] - busy[RING, n]) for n in GPUS]
     saved = [1 - moved[MESH, n] / moved[RING, n] for n in GPUS]
     shares = [max(waits), fmean(waits), 1 - busy[MESH, 256] / total[MESH, 256]]

@@ -62,7 +62,7 @@ def checkpoint_file(case: Case) -> None:
     save = _checkpoints(case)
     latest = save / f"iter_{LATEST:07d}"
     names = sorted(path.name for path in latest.iterdir())
-    kind = case.random.choice([kind for kind in FILES if any(re.search(kind, name) for name in names)])
+    kind = case.random.choice([kind for kind in FILES if any(map(re.compile(kind).search, names))])
     name = case.random.choice([name for name in names if re.search(kind, name)])
     damage = case.random.choice((flip, flip, *DAMAGES))
     _damaged(case, save, f"{name} {damage(latest / name, case.random)}", re.escape(name))

@@ -80,12 +80,12 @@ def seen(call: Call) -> Tensor:
         allowed = allowed & (j - i <= after)
     if call.documents is None:
         return allowed
-    of_token = torch.tensor(
-        [
-            [run if name >= 0 else -1 for run, (name, count) in enumerate(sample) for _ in range(count)]
-            for sample in call.documents
-        ]
-    )
+    runs_of_tokens = []
+    for sample in call.documents:
+        runs = [run if name >= 0 else -1 for run, (name, _) in enumerate(sample)]
+        counts = torch.tensor([count for _, count in sample])
+        runs_of_tokens.append(torch.tensor(runs).repeat_interleave(counts))
+    of_token = torch.stack(runs_of_tokens)
     return allowed & (of_token[:, :, None] == of_token[:, None, :]) & (of_token >= 0)[:, :, None]
 
 
@@ -137,7 +137,10 @@ def answers(call: Call) -> list[Answer]:
     with torch.no_grad():
         terms, rounded = _errors(call, dense, dout.permute(1, 2, 0, 3), sinks)
         rounded = [value.abs() + more for value, more in zip(values, rounded, strict=True)]
-    return [Answer(*(x.detach() for x in of_one)) for of_one in zip(values, terms, rounded, strict=True)]
+    return [
+        Answer(value.detach(), term.detach(), more.detach())
+        for value, term, more in zip(values, terms, rounded, strict=True)
+    ]
 
 
 def _errors(call: Call, dense: _Dense, dout: Tensor, sinks: Tensor | None) -> tuple[list[Tensor], list]:

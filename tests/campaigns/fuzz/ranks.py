@@ -125,7 +125,10 @@ def _view(x: Tensor) -> Tensor:
 def _documents(call: Call) -> Documents:
     shared = len(call.documents) == 1
     samples = call.documents * call.batch if shared and call.documents_as != "ids" else call.documents
-    names, counts = ([[run[i] for run in sample] for sample in samples] for i in (0, 1))
+    names, counts = [], []
+    for sample in samples:
+        names.append([name for name, _ in sample])
+        counts.append([count for _, count in sample])
     if call.documents_as == "packed":
         return _packed(samples, call.length)
     of_tokens = [torch.tensor(x).repeat_interleave(torch.tensor(c)) for x, c in zip(names, counts, strict=True)]
