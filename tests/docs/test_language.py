@@ -77,9 +77,9 @@ PAGES = {path: prose(path.read_text()) for path in (ROOT / "README.md", *ROOT.gl
 PAGES |= {path: prose(path.read_text()) for path in ROOT.glob("examples/**/*.md")}
 for _path in (ROOT / "megatron" / "context_parallel").rglob("*.py"):
     PAGES[_path] = "\n".join(map(prose, strings(_path.read_text())))
-for _folder in ("tests", "examples", "benchmarks", "tools"):
+for _folder, _read in (("tests", remarks), ("examples", strings), ("benchmarks", strings), ("tools", strings)):
     for _path in (ROOT / _folder).rglob("*.py"):
-        PAGES[_path] = "\n".join(map(prose, remarks(_path.read_text())))
+        PAGES[_path] = "\n".join(map(prose, _read(_path.read_text())))
 
 
 @pytest.mark.parametrize("pattern", BANNED)
