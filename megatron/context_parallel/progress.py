@@ -8,7 +8,7 @@ from typing import TypeVar
 
 logger = logging.getLogger(__name__)
 
-FIRST, EVERY = 2.0, 5.0  # seconds before the first line, and between lines
+FIRST, EVERY = 2.0, 10.0  # seconds before the first line, and between lines
 
 Item = TypeVar("Item")
 
@@ -26,7 +26,7 @@ def gigabytes(count: int) -> str:
 class Progress:
     """Logs on the first rank how much of a task is done, and about how long the rest takes.
 
-    The first line comes after 2 seconds, then one every 5 seconds. A program shows them if it shows the log at INFO.
+    The first line comes after 2 seconds, then one every 10 seconds. A program shows them if it shows the log at INFO.
 
     Args:
         task: what is done, such as "simulating plans".

@@ -13,7 +13,7 @@ def lines(caplog):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def test_lines_come_after_two_seconds_and_then_every_five(lines):
+def test_lines_come_after_two_seconds_and_then_every_ten(lines):
     now = 0.0
     task = progress.Progress("loading weights", 10, clock=lambda: now)
     for _ in range(10):
@@ -21,7 +21,7 @@ def test_lines_come_after_two_seconds_and_then_every_five(lines):
         task.advance()
     assert lines() == [
         "loading weights: 2 of 10, about 12 s left",
-        "loading weights: 6 of 10, about 6 s left",
+        "loading weights: 9 of 10, about 2 s left",
     ]
 
 

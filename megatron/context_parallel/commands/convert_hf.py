@@ -73,12 +73,13 @@ def main(argv: list[str] | None = None) -> None:
     ignore_warnings_of_libraries()
     from megatron.context_parallel.generation.flags import Source
     from megatron.context_parallel.generation.model_source import model_arguments
-    from megatron.context_parallel.trainer.setup import distributed_job
 
     source = Source(
         load=str(args.load), ckpt_step=args.ckpt_step, load_fallback=False, tensor_model_parallel_size=1, bf16=False
     )
     ours = model_arguments(source)
+    from megatron.context_parallel.trainer.setup import distributed_job  # takes seconds, after the first line
+
     with distributed_job(ours):
         count = write_checkpoint(ours, args.save) if to_megatron else write_folder(ours, args)
     print(f"{count:,} weights of {args.load} are in {args.save}", flush=True)
