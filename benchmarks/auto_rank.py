@@ -1,4 +1,4 @@
-"""What each rank of auto.py runs first: measures the cluster and plans."""
+"""The first job of each rank of auto.py: measures the cluster and plans."""
 
 import sys
 import time
@@ -41,7 +41,7 @@ def measure(job: dict) -> list[dict]:
 
 
 def sweep(workload: candidates.Workload, cluster: Cluster, fixed: dict, count: int) -> dict[str, float | None]:
-    """The choice and what to compare it with, each with its predicted seconds.
+    """The choice and the cases to compare it with, each with its predicted seconds.
 
     After the choice come the best of every strategy (without a prediction, where a bound says that it is slower), the
     best with each head-parallel size, and others in order, up to `NEAR` times the best; then slower ones up to `LEAST`.

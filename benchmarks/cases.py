@@ -37,7 +37,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy as chosen, or a peer with its options; `text` is how it was written, and its name in every output."""
+    """A chosen strategy, or a peer with its options; `text` is the given text, and its name in every output."""
 
     text: str
     name: str

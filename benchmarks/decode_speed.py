@@ -32,7 +32,7 @@ BARS = {"one request / transformers": 1.0, f"{TOGETHER} requests / one": 2.5}
 
 
 class Endless(ByteTokenizer):
-    """Bytes, of which none ends a text."""
+    """A byte tokenizer without an end token."""
 
     def __init__(self) -> None:
         self.ends = frozenset()
@@ -60,7 +60,7 @@ def prompt(seed: int) -> list[int]:
 
 
 def generated(engine: Engine, count: int, names: list[str]) -> list[int]:
-    """The tokens of the first of some requests that start together; nothing is found in the cache."""
+    """The tokens of the first of some requests that start together. The cache has none of their tokens."""
     texts: dict[str, list[int]] = {}
     for i in range(count):
         names.append(str(len(names)))

@@ -103,13 +103,13 @@ def rows_of(entries: list[dict], ranks: int, layers: int, sizes: LayerShape) -> 
     """
     rows = []
     for entry in entries:
-        times = [max(rank["seconds"] for rank in of_ranks) for of_ranks in entry["rounds"]]
+        times = [max(report.column(of_ranks, "seconds")) for of_ranks in entry["rounds"]]
         median = statistics.median_low(times)
         received = max(rank["received"] for of_ranks in entry["rounds"] for rank in of_ranks)
         tokens = [entry["batch"] * entry[name] for name in ("new", "cached")]
         variant = "pass-kv" if entry["variant"] == "pass-kv" else "pass-q"  # decode sends what pass-Q does
         formula = round(layers * ranks * sent_bytes(variant, *tokens, ranks, sizes))
-        nic = [sum(rank["link_received"] or 0 for rank in of_ranks) for of_ranks in entry["rounds"]]
+        nic = [sum(filter(None, report.column(of_ranks, "link_received"))) for of_ranks in entry["rounds"]]
         over = statistics.median(nic) / formula - 1 if formula and min(nic) else None
         measured = {"milliseconds": 1000 * median, "spread": (max(times) - min(times)) / median, "received": received}
         measured |= {"ranks": ranks, "formula": formula, "nic_over_formula": over}

@@ -1,4 +1,4 @@
-"""What each rank of inference.py runs: a model over a cache that holds cached tokens already, timed pass by pass."""
+"""The code of each rank of inference.py: a model over a cache that already holds tokens, timed pass by pass."""
 
 from functools import partial
 from itertools import product
@@ -79,7 +79,7 @@ def measure(job: dict) -> list[dict]:
 
 
 def turn(session: Session, entry: dict, before: list[int]) -> None:
-    """A turn of each conversation, which is then freed."""
+    """Runs one turn of each conversation, and frees it."""
     turns = [session.fork(sequence, entry["cached"]) for sequence in before]
     choice = None if entry["choice"] == "decode" else entry["choice"]
     session.forward({sequence: [7] * entry["new"] for sequence in turns}, choice)

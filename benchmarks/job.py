@@ -1,4 +1,4 @@
-"""The job of a benchmark: how it is started, what each rank does with it, and what is written beside results."""
+"""The job of a benchmark: its start, the work of each rank, and the description of the machine beside results."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def results_of(script: Path, job: dict, cluster: Cluster) -> list[dict]:
     Raises:
         subprocess.CalledProcessError: a rank failed; its error is on stderr.
     """
-    os.environ["PYTHONWARNINGS"] = "ignore"  # what libraries warn of, every rank would say again
+    os.environ["PYTHONWARNINGS"] = "ignore"  # every rank would repeat the warnings of libraries
     with tempfile.TemporaryDirectory() as folder, cluster:
         job_file, results = Path(folder) / "job.json", Path(folder) / "results.json"
         job_file.write_text(json.dumps(job))
@@ -47,7 +47,7 @@ def run_job(measure: Callable[[dict], list[dict]]) -> None:
 
 
 def surroundings(cluster: Cluster) -> dict[str, object]:
-    """What results depend on besides the arguments, as plain data."""
+    """The environment that results depend on besides the arguments, as plain data."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

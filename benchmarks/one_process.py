@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python benchmarks/one_process.py
 
-Both do the same attention, forward and backward, on one core; rounds are interleaved, and the ratio is the median of
-the rounds' ratios. Beside it the same for block kernels alone, and their share of the total.
+Both do the same attention, forward and backward, on one core. Rounds are interleaved, and the ratio is the median of
+the rounds' ratios. The other columns have the same for block kernels alone, and their share of the total.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python benchmarks/overhead.py
 
-Microseconds of CPU time for each step and rank, the least of several rounds. The first two columns count all that a
-rank does in a pass but messages: steps, receive buffers, merging, and what comes before and after the steps. The other
-two also count posting each message with torch.distributed, to a group that moves nothing.
+Microseconds of CPU time for each step and rank, the minimum of several rounds. The first two columns count all work of
+a rank in a pass except messages: steps, receive buffers, merging, and the work before and after the steps. The other
+two also count posting each message with torch.distributed, to a group that sends nothing.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from megatron.context_parallel.cli.run_main import run_main
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.kernels.interface import Scores
 from megatron.context_parallel.kernels.masks import Piece
+from megatron.context_parallel.patches.torch_dispatcher import below_autograd
 from megatron.context_parallel.runtime import passes
 from megatron.context_parallel.runtime.comm.transport import TorchTransport, Transport, run_here
 from megatron.context_parallel.runtime.executor import Problem
@@ -113,7 +114,7 @@ def main() -> None:
         for text in args.strategies:
             cp = AllRanks(n, text)
             ways = turns(lambda rank: Silent()), turns(Posting)
-            with torch._C._AutoDispatchBelowAutograd():  # as inside the operator of a layer
+            with below_autograd():  # as inside the operator of a layer
                 found = [x for run in ways for x in microseconds(cp, run, args.rounds)]
             table.add_row(text, str(n), *(f"{x:.1f}" for x in found))
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Predicts runs of attention.py and training_step.py on a described cluster: beside what was measured, or before.
+"""Predicts runs of attention.py and training_step.py on a described cluster, beside measured times or before measuring.
 
     PYTHONPATH=. python benchmarks/predicted.py cluster.yaml runs/4x4 runs/4x4-more
     PYTHONPATH=. python benchmarks/predicted.py cluster.yaml -- --nodes 4 --strategies ring mesh --output runs/4x1

@@ -31,6 +31,11 @@ COLUMNS = (
 COLORS = ("#4477aa", "#ee6677", "#ccbb44", "#dddddd")
 
 
+def column(ranks: list[dict], name: str) -> list:
+    """One number of each rank in a round."""
+    return [rank[name] for rank in ranks]
+
+
 def summarize(entry: dict) -> dict | None:
     """The figures of an entry of `publish`; None if it was not timed.
 
@@ -40,12 +45,13 @@ def summarize(entry: dict) -> dict | None:
     """
     if not entry["rounds"]:
         return None
-    times = [max(rank["seconds"] for rank in ranks) for ranks in entry["rounds"]]
+    times = [max(column(ranks, "seconds")) for ranks in entry["rounds"]]
     median = statistics.median_low(times)
     chosen = entry["rounds"][times.index(median)]
-    parts = {part: statistics.mean(rank[part] for rank in chosen) for part in PARTS[:-1]}
-    parts["idle"] = median - statistics.mean(rank["seconds"] for rank in chosen)
-    received = [max(ranks[i]["received"] for ranks in entry["rounds"]) for i in range(len(chosen))]
+    parts = {part: statistics.mean(column(chosen, part)) for part in PARTS[:-1]}
+    parts["idle"] = median - statistics.mean(column(chosen, "seconds"))
+    by_rank = zip(*(column(ranks, "received") for ranks in entry["rounds"]), strict=True)
+    received = [max(of_rounds) for of_rounds in by_rank]
     links = [rank["link_received"] for ranks in entry["rounds"] for rank in ranks]
     return {
         "times": times,

@@ -1,4 +1,4 @@
-"""How a rank times its cases: interleaved rounds, each begun at one instant on all ranks."""
+"""Times the cases of a rank in interleaved rounds, each of which starts at one instant on all ranks."""
 
 import sys
 import time
@@ -60,9 +60,9 @@ def timed(action: Callable[[], object], watch: Stopwatch) -> dict[str, float | i
 
 
 def common_start() -> float:
-    """An instant soon, in seconds of `time.perf_counter`, which on Linux is one clock for all processes of a machine.
+    """An instant in the near future, in seconds of `time.perf_counter`. On Linux it is one clock for all processes.
 
-    A barrier would not do: on slow links its last message reaches some ranks long after others.
+    A barrier is not enough: on slow links its last message reaches some ranks long after others.
     """
     dist.barrier()
     instant = torch.tensor([time.perf_counter() + LEAD], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Where a rank's time goes and what its sockets receive, seen from outside the code that is measured."""
+"""The time that a rank spends by kind, and the bytes that its sockets receive, measured from outside the code."""
 
 import os
 import socket

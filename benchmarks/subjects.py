@@ -1,4 +1,4 @@
-"""What is measured, behind one interface: a strategy of this project, or a peer's adapter (see `peers`)."""
+"""The subjects of measurements behind one interface: a strategy of this project, or a peer's adapter (see `peers`)."""
 
 import importlib
 import math

@@ -56,8 +56,8 @@ def measured(paths: list[Path], like: Lanes) -> Lanes:
                 found[rank, event["tid"]].append(_span(event, since))
     first = {lane: sorted(found[lane], key=lambda span: span.begin)[: len(spans)] for lane, spans in like.items()}
     for lane, spans in like.items():
-        names = [sorted(span.name for span in of) for of in (first[lane], spans)]
-        if names[0] != names[1]:
+        names = sorted(span.name for span in spans)
+        if sorted(span.name for span in first[lane]) != names:
             raise UsageError(
                 f"rank {lane[0]}, {lane[1]}: other blocks or messages than predicted; give the same strategy"
             )
@@ -77,7 +77,10 @@ def _span(event: dict, since: float) -> Span:
 
 def _from_zero(lanes: Lanes) -> Lanes:
     zero = min(span.begin for spans in lanes.values() for span in spans)
-    return {lane: [Span(s.name, s.begin - zero, s.end - zero) for s in spans] for lane, spans in lanes.items()}
+    moved = {}
+    for lane, spans in lanes.items():
+        moved[lane] = [Span(s.name, s.begin - zero, s.end - zero) for s in spans]
+    return moved
 
 
 def draw(passes: dict[str, Lanes], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What each rank of training_step.py runs: a model and optimizer per strategy, one step of each in turn."""
+"""The code of each rank of training_step.py: a model and optimizer per strategy, one step of each in turn."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -22,7 +22,7 @@ from megatron.context_parallel.trainer.config.flags import Arguments
 from tools.netlab import add_flags, cluster_of, exits_as_ranks_did
 
 RANK = Path(__file__).with_name("training_rank.py")
-# The preset's two layers with the heads of attention.py, few enough weights for their reduction not to drown all else.
+# The preset's two layers with the heads of attention.py, and so few weights that their reduction does not dominate.
 # A dry run needs no data; it only means that the trainer's flags are checked without.
 LLAMA = "--preset tiny-llama --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 8 --num-query-groups 8 "
 LLAMA += "--kv-channels 64 --seq-length 4096 --micro-batch-size 1 --lr 1e-3 --train-iters 1000 --dry-run"

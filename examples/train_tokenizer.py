@@ -1,7 +1,7 @@
 """Train a small SentencePiece tokenizer (byte pairs) on text: python examples/train_tokenizer.py OUT.model INPUT...
 
-INPUT is files and folders, as tools/preprocess_data.py reads them. Text comes back from its tokens as it was: spaces
-and line ends are kept, and characters that were never seen are bytes.
+INPUT is files and folders, as tools/preprocess_data.py reads them. Tokens decode to the original text: spaces
+and line ends are kept, and characters that were never seen become bytes.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Ranks for the tests: processes that start once per run; each call joins a gloo world of the size it asks for."""
+"""Ranks for the tests: processes that start once per run. Each call forms a gloo world of the requested size."""
 
 import gc
 import multiprocessing
@@ -51,7 +51,7 @@ def _serve(rank: int, pipe, directory: str) -> None:
 
 
 def _empty_models() -> None:
-    """What is left of Megatron's models: autograd's graphs keep some of them, with their groups and these's threads."""
+    """Garbage of Megatron's models: autograd's graphs keep some alive, with their groups and the groups' threads."""
     left = [model for model in gc.get_objects() if type(model) is DistributedDataParallel]
     for module in [module for model in left for module in model.modules()]:
         vars(module).clear()
@@ -98,7 +98,7 @@ class Ranks:
         return [result for _, result in replies]
 
     def _restart(self) -> str:
-        """Starts other ranks, so that the death of one fails a single test. Returns who died, how, and where."""
+        """Starts other ranks, so that a dead one fails a single test. Returns which ranks died, how, and where."""
         wait([process.sentinel for process in self.processes], timeout=30)
         died = {rank: process.exitcode for rank, process in enumerate(self.processes) if process.exitcode is not None}
         text = f"ranks that died, with their exit codes: {died}"
@@ -135,7 +135,7 @@ def ranks():
 
 
 def pytest_collection_finish() -> None:
-    """What the tests import stays: no collection of garbage looks at it."""
+    """Imported modules stay alive, so garbage collections skip them."""
     gc.collect()
     gc.freeze()
 

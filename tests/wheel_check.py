@@ -1,4 +1,4 @@
-"""Each rank of tests/wheel.sh: every strategy is exact, in an environment with torch, numpy and this package alone."""
+"""Each rank of tests/wheel.sh: every strategy is exact, in an environment with only torch, numpy and this package."""
 
 from importlib.util import find_spec
 from pathlib import Path

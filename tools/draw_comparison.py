@@ -129,7 +129,10 @@ def _panels(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure,
     grid = figure.add_gridspec(
         rows, columns, left=0.1, right=0.96, top=1 - 0.95 / size[1], bottom=0.85 / size[1], hspace=0.32, wspace=0.12
     )
-    return figure, [[figure.add_subplot(grid[row, column]) for column in range(columns)] for row in range(rows)]
+    axes = []
+    for row in range(rows):
+        axes.append([figure.add_subplot(grid[row, column]) for column in range(columns)])
+    return figure, axes
 
 
 def _titled(figure: Figure, title: str, more: str = "") -> Figure:

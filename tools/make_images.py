@@ -81,14 +81,17 @@ def cache() -> list[list[tuple[tuple[int, ...], list[int]]]]:
         tables.add({first: 1})
     second, _ = tables.fork(first, 20)
     tables.add({second: 13})
-    return [[_page(tables, rank, page) for page in range(5)] for rank in range(4)]
+    pages = []
+    for rank in range(4):
+        pages.append([_page(tables, rank, page) for page in range(5)])
+    return pages
 
 
 def _page(tables: PageTables, rank: int, page: int) -> tuple[tuple[int, ...], list[int]]:
-    rows = {
-        s: [at for slot, at in zip(tables.slots(s, rank), tables.positions(s, rank), strict=True) if slot // 4 == page]
-        for s in (1, 2)
-    }
+    rows = {}
+    for s in (1, 2):
+        places = zip(tables.slots(s, rank), tables.positions(s, rank), strict=True)
+        rows[s] = [at for slot, at in places if slot // 4 == page]
     return tuple(s for s, places in rows.items() if places), [int(x) for x in max(rows.values(), key=len)]
 
 

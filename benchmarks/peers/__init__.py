@@ -2,8 +2,8 @@
 
 An adapter is a class `Adapter(problem, group, watch, **options)`. It has `order`, the order of dimensions in which the
 library takes tensors ("bshd" or "sbhd"), `positions(length)`, the tokens of this rank (int64 [length / ranks]), and
-`attend(q, k, v)`, the differentiable attention. What it cannot do is an exception with the reason, when it is made
-or when it is checked. The kernel of all of them is `cpu_flash`, so that what differs is what they do around it.
+`attend(q, k, v)`, the differentiable attention. For unsupported cases it raises an exception with the reason, in its
+constructor or when it is checked. All of them use the kernel `cpu_flash`, so that only the code around it differs.
 """
 
 PEERS = {  # name on the command line: (module here, what it is)

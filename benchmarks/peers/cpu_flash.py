@@ -108,7 +108,7 @@ def install(watch: Stopwatch) -> None:
 
 
 def copy_gradient_buffers(module: types.ModuleType) -> None:
-    """Mends a ring of the ring-flash-attn family for float32.
+    """Fixes a ring of the ring-flash-attn family for float32.
 
     It takes the first block's gradients out of a buffer with `.to(torch.float32)`, a copy of 16-bit gradients but of
     float32 ones the buffer itself, which the next block overwrites. Here it copies those too.

@@ -1,6 +1,6 @@
 """PyTorch's own ring attention (torch.distributed.tensor.experimental), with its head-tail (zigzag) load balancing.
 
-`context_parallel` itself knows only CUDA's kernels, so this calls the ring under it with the CPU kernel.
+`context_parallel` itself supports only CUDA's kernels, so this calls the ring below it with the CPU kernel.
 """
 
 import math

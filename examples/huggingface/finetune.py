@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/huggingface/finetune.py
 
-Without --model it makes a small one of random weights; without --text it reads the Python standard library.
+Without --model it creates a small one with random weights. Without --text it reads the Python standard library.
 """
 
 import argparse

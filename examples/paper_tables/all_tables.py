@@ -2,9 +2,10 @@
 
 import argparse
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 
-from megatron.context_parallel.cli.run_main import run_main
+from megatron.context_parallel.cli.run_main import announce, run_main
+from megatron.context_parallel.progress import Progress
 
 from . import one_cluster
 from .beyond import beyond
@@ -42,6 +43,10 @@ def _write_tables(pool: ProcessPoolExecutor) -> None:
     papers = written()
     times = {paper: pool.submit(write_paper, paper) for paper in reversed(papers)}  # the longest first
     more = {paper: pool.submit(beyond, paper) for paper in papers}
+    announce(f"predicting the tables of {len(papers)} papers in {PROCESSES} processes")
+    progress = Progress("predicting papers, and what this project would choose", len(times) + len(more))
+    for _ in as_completed([*times.values(), *more.values()]):
+        progress.advance()
     for paper, seconds in times.items():
         print(f"{PAPERS[paper]}: {seconds.result():.0f} s", flush=True)
     keys = [(paper, table) for paper in papers for table in tables_of(paper)]

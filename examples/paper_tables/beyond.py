@@ -1,4 +1,4 @@
-"""What this project would choose on each testbed, beside the best of the paper's own system: predictions, both."""
+"""The predicted choice of this project on each testbed, beside the predicted best of the paper's own system."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -42,7 +42,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """A line of an output file: a cell, and what was found for it. None: nothing was."""
+    """A line of an output file: a cell, with its predicted and measured value or None."""
 
     table: str
     row: str
@@ -79,12 +79,12 @@ COLUMNS = ("table", "row", "column", "unit", "paper", "predicted", "measured", "
 
 
 def words(path: Path) -> str:
-    """A page's words, as a part of a page in docs/: links lead from there."""
+    """The text of a template, as part of a page in docs/: links are relative to that folder."""
     return re.sub(r"\]\((?:\.\./)+docs/", "](", path.read_text()).strip() + "\n"
 
 
 def text(value: float | None) -> str:
-    """Five digits are more than any of these numbers has, and are the same on every machine."""
+    """Five digits: more than the precision of any of these numbers, and equal on every machine."""
     return "" if value is None else f"{value:.5g}"
 
 
@@ -153,15 +153,12 @@ def read_results(path: Path) -> list[Result]:
     def number(value: str) -> float | None:
         return float(value) if value else None
 
-    return [
-        Result(
-            **{name: value for name, value in line.items() if name in known - {"predicted", "measured", "fitted"}},
-            predicted=number(line["predicted"]),
-            measured=number(line["measured"]),
-            fitted=line["fitted"] == "true",
-        )
-        for line in lines
-    ]
+    results = []
+    for line in lines:
+        texts = {name: value for name, value in line.items() if name in known - {"predicted", "measured", "fitted"}}
+        numbers = {name: number(line[name]) for name in ("predicted", "measured")}
+        results.append(Result(**texts, **numbers, fitted=line["fitted"] == "true"))
+    return results
 
 
 def write_results(results: Sequence[Result], path: Path) -> None:

@@ -89,7 +89,10 @@ def digest(tables: Mapping[str, Sequence[Result]]) -> str:
 
 
 def by_unit(results: Sequence[Result]) -> dict[str, list[Result]]:
-    return {unit: [r for r in results if r.unit == unit] for unit in dict.fromkeys(r.unit for r in results)}
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        found.setdefault(result.unit, []).append(result)
+    return found
 
 
 def _scatter(axes: pyplot.Axes, results: Sequence[Result]) -> None:

@@ -42,7 +42,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Regret:
-    """What it costs to choose by prediction among the configurations of a column or a row.
+    """The cost of choosing by prediction among the configurations of a column or a row.
 
     Attributes:
         choices: how many there are.

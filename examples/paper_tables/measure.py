@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron.context_parallel.cli.run_main import announce
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.progress import tracked
 
 from .cells import ROOT, Cell, Result, read_cells, results_file, text, write_results
 from .commands import LAUNCHER
@@ -55,7 +57,7 @@ class Job:
         return int(self.flag("--nnodes")) if self.command[0] == LAUNCHER else 1
 
     def prepare(self) -> None:
-        """Makes the folder anew: no result of an earlier run stays."""
+        """Creates the folder again, without the results of an earlier run."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self.known.write_text(shlex.join(self.command) + "\n")
@@ -65,7 +67,7 @@ class Job:
 
 
 def measure_table(args: argparse.Namespace, others: Sequence[str]) -> None:
-    """Shows the commands, runs them, submits them, or collects what they wrote.
+    """Shows the commands, runs them, submits them, or collects their results.
 
     Raises:
         UsageError: an unknown row or column, cells that no command measures, or a machine that cannot run them.
@@ -154,7 +156,8 @@ def _run(jobs: Sequence[Job]) -> None:
                 f"--mode run: {job.row} needs {job.nodes} nodes of {each} ranks; give --mode slurm, or a smaller case "
                 "after -- (such as -- --nnodes 1 --nproc-per-node 4 --seq-length 8192)"
             )
-    for job in jobs:
+    for job in tracked(jobs, "measuring rows"):
+        announce(f"measuring {job.row}")
         job.prepare()
         words = job.words
         start = [sys.executable, *(["-m", "torch.distributed.run", "--standalone"] if words[0] == LAUNCHER else [])]
@@ -190,7 +193,7 @@ def collect(args: argparse.Namespace, others: Sequence[str], jobs: Sequence[Job]
 
 
 def _write_scaled(args: argparse.Namespace, others: Sequence[str], found: dict[tuple[str, str], float]) -> None:
-    """Only what was measured: neither the paper nor the prediction is of this case."""
+    """Writes only measured numbers: neither the paper nor the prediction has this case."""
     label = f"{args.table} with {shlex.join(others)}"
     cells = [c for c in read_cells(args.paper, args.table) if (c.row, c.column) in found]
     results = [Result(label, c.row, c.column, c.unit, "", None, found[c.row, c.column], False) for c in cells]

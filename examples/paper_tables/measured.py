@@ -1,4 +1,4 @@
-"""The number of a cell out of what a command wrote."""
+"""Reads the number of a cell from the output of a command."""
 
 import csv
 import json

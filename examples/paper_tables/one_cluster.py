@@ -5,12 +5,14 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import cache
 
+from megatron.context_parallel.cli.run_main import announce
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.cluster.search.planner import GroupDevices
 from megatron.context_parallel.cluster.search.step_search import workload_of
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.step_time import forecast_step
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
+from megatron.context_parallel.progress import tracked
 from megatron.context_parallel.trainer.arguments.preset_model import preset_model
 
 from .cells import HERE, PAPERS, ROOT, words
@@ -98,5 +100,6 @@ def _marked(text: str, row: Row) -> str:
 
 def write_page(pool: Executor) -> None:
     """Fills the words of `five_papers.md` with the tables."""
-    of = dict(zip(LENGTHS, pool.map(rows_of, LENGTHS), strict=True))
+    announce(f"predicting {len(LENGTHS)} lengths on {PRESET}")
+    of = dict(zip(tracked(LENGTHS, "predicting lengths"), pool.map(rows_of, LENGTHS), strict=True))
     PAGE.write_text(words(HERE / "five_papers.md").replace(TABLES, "\n".join(_tables(of))))

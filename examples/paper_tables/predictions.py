@@ -1,4 +1,4 @@
-"""What this project predicts for the cells of a table: each paper's folder has a `predict.py` that says how."""
+"""The predictions of this project for the cells of a table, from the `predict.py` in each paper's folder."""
 
 import importlib
 from collections.abc import Callable, Mapping

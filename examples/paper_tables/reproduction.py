@@ -1,4 +1,4 @@
-"""docs/reproduction.md: the words are people's, the numbers are those of the output files."""
+"""Writes docs/reproduction.md: the text is a template, and the numbers come from the output files."""
 
 import csv
 import re
@@ -37,7 +37,10 @@ def write_page(results: dict[tuple[str, str], Sequence[Result]], beyond: dict[st
         "|---|---|---|---|---|---|---|---|",
         *(_line(paper, table, of) for (paper, table), of in results.items()),
     ]
-    sections = [_section(paper, {t: r for (p, t), r in results.items() if p == paper}, beyond) for paper in PAPERS]
+    sections = []
+    for paper in PAPERS:
+        own = {table: of for (name, table), of in results.items() if name == paper}
+        sections.append(_section(paper, own, beyond))
     page = page.replace(OPENING, opening([result for of in results.values() for result in of]) + "\n")
     page = page.replace(SUMMARY, "\n".join(summary) + "\n").replace(EACH, "\n".join(filter(None, sections)))
     PAGE.write_text(re.sub(r"\n{3,}", "\n\n", page).rstrip() + "\n")
@@ -136,6 +139,6 @@ def _picture(paper: str, tables: dict[str, Sequence[Result]]) -> list[str]:
 
 
 def drawn(tables: Mapping[str, Sequence[Result]]) -> dict[str, Sequence[Result]]:
-    """What the picture of a paper shows: its tables that have a cell to compare, by name."""
+    """The tables in the picture of a paper: those with a cell to compare, by name."""
     some = {table: of for table, of in tables.items() if Errors.of(of)}
     return {table_name(table): of for table, of in some.items()}

@@ -1,8 +1,9 @@
-"""Writes what is predicted for a table: a CSV file, a picture, and the table beside the paper's."""
+"""Writes the predictions for a table: a CSV file, a picture, and the table beside the paper's."""
 
 import argparse
 from pathlib import Path
 
+from megatron.context_parallel.cli.run_main import announce
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.errors import UsageError
 
@@ -29,7 +30,8 @@ def simulate_table(args: argparse.Namespace, others: list[str]) -> None:
         raise UsageError(
             f"{'-- ' + ' '.join(others) if others else '--row, --column'}: give it with --mode run or slurm"
         )
-    read_cells(args.paper, args.table)  # refuses what is unknown before anything is computed
+    read_cells(args.paper, args.table)  # refuses an unknown paper or table before anything is computed
+    announce(f"predicting {name_of(args.paper, args.table)}")
     results = predicted(args.paper, args.table, args.output)
     publish(results, args.paper, args.table, args.output)
     print_beside(results, args.paper, args.table)

@@ -1,4 +1,4 @@
-"""The attention of each paper as specs of this project's strategies, and what the planner would take instead."""
+"""The attention of each paper as specs of this project's strategies, and the choice of the planner."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -74,10 +74,12 @@ def best_of(paper: str, workload: Workload, place: GroupDevices, passes: int = 2
 
 
 def best_of_all(workload: Workload, place: GroupDevices, passes: int = 2) -> tuple[str, float]:
-    """What `--cp-strategy auto` would take; of one pass, the fastest there of what it simulates."""
+    """The choice of `--cp-strategy auto`; for one pass, the fastest of the simulated ones."""
     return _first(search(workload, place, most=SEARCHED).ranked, passes)
 
 
 def _first(ranked: Mapping[str, Prediction], passes: int) -> tuple[str, float]:
-    seconds = {spec: sum(of.seconds for of in found.passes[:passes]) for spec, found in ranked.items()}
+    seconds = {}
+    for spec, found in ranked.items():
+        seconds[spec] = sum(of.seconds for of in found.passes[:passes])
     return min(seconds.items(), key=lambda item: item[1])

@@ -30,4 +30,7 @@ def _volume(spec: str, n: int) -> str:
         plans = [parse_spec(spec).plan(n, backward=backward, heads=HEADS, kv_heads=HEADS) for backward in (False, True)]
     except UsageError:
         return "-"
-    return f"{max(sum(sum(received(plan, rank).values()) for plan in plans) for rank in range(n)) / n:.3g}"
+    totals = []
+    for rank in range(n):
+        totals.append(sum(sum(received(plan, rank).values()) for plan in plans))
+    return f"{max(totals) / n:.3g}"

@@ -1,4 +1,4 @@
-"""Attention beyond the plain: sinks, softcap, value heads of another size, queries and keys of different lengths."""
+"""Sinks, softcap, value heads of another size, and queries and keys of different lengths."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def inputs(q_length: int, kv_length: int, heads: int, kv_heads: int, dim: int = 
 
 
 def bottom_right(s: int, t: int, causal: bool, window: int = -1) -> Tensor:
-    """Which keys are seen, the last query standing at the last key: bool [1, s, t]."""
+    """Visible keys, with the last query at the position of the last key: bool [1, s, t]."""
     return visible(torch.arange(t - s, t), torch.arange(t), causal, (window, -1))
 
 
@@ -47,7 +47,8 @@ def check(got: list[Tensor], tensors: list[Tensor | None], seen: Tensor, softcap
     expected = results(lambda q, k, v, sinks=None: dense_attention(q, k, v, seen, softcap=softcap, sinks=sinks), *wide)
     for a, b in zip((got[1], expected[1]), (expected[1], got[1]), strict=True):
         assert torch.equal(a.isneginf(), b.isneginf())
-    got, expected = ([x.nan_to_num(neginf=0.0) for x in of] for of in (got, expected))
+    got = [x.nan_to_num(neginf=0.0) for x in got]
+    expected = [x.nan_to_num(neginf=0.0) for x in expected]
     for what, error in zip(WHAT, errors(got, expected), strict=False):
         assert error < 2e-6, f"{what}: {error:.1e}"
 
@@ -137,7 +138,7 @@ def _sinks_on_rank(name: str) -> Tensor:
 
 
 def test_gradients_of_sinks_are_rounded_once(ranks):
-    """Those of a rank are added up in float32, on all ranks of one process and between processes."""
+    """The gradients of a rank's sinks are summed in float32, in one process and between processes."""
     expected = results(run(AllRanks(1), True), *(x.double() for x in narrow_sinks()))[-1]
     found = [
         results(run(AllRanks(n, name, **OPTIONS.get(name, {})), True), *narrow_sinks())[-1]
@@ -150,7 +151,7 @@ def test_gradients_of_sinks_are_rounded_once(ranks):
 
 
 def between_processes(ranks, name: str, *args) -> list[Tensor]:
-    """`_on_rank` on 4 ranks in the strategy's last layout, put together."""
+    """The results of `_on_rank` on 4 ranks in the strategy's last layout, as whole tensors."""
     layout = STRATEGIES[name].layouts[-1]
     by_chunk = sorted(ranks(4, _on_rank, name, layout, *args), key=lambda r: r[0])
     *rows, dsinks = zip(*(got for _, got in by_chunk), strict=True)
@@ -172,7 +173,7 @@ def test_value_heads_and_softcap_between_processes(ranks, softcap, value_dim):
         check(got, tensors, bottom_right(48, 48, True), softcap)
 
 
-# -- what cannot be computed says so --------------------------------------------------------------------------
+# -- unsupported inputs raise errors --------------------------------------------------------------------------
 
 
 def attend(cp=None, *, q=(8, 1, 2, 4), k=None, v=None, dtype=torch.float32, **how):

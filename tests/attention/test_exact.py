@@ -53,7 +53,7 @@ def test_other_strategies_on_many_ranks(n, name, options):
 @pytest.mark.parametrize("name,layout", CASES)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_float64_leaves_no_room_for_error(name, layout, causal):
-    """With exact blocks only a wrong plan or executor could be off by more than rounding in float64."""
+    """If blocks are exact, only a wrong plan or executor gives an error above float64 rounding."""
     got = distributed(name, layout, 4, 8, 2, torch.float64, causal, Reference())
     assert max(errors(got, exact(4, 8, 2, torch.float64, causal))) < 1e-14
 

@@ -1,4 +1,4 @@
-"""The fuzzer finds nothing in the package as it is, and finds what is broken on purpose."""
+"""The fuzzer finds no fault in the package, and finds faults that are injected."""
 
 import math
 import os
@@ -63,10 +63,10 @@ def test_every_strategy_layout_and_option_is_drawn():
 
 
 def test_the_oracle_by_hand():
-    """Two documents and padding, a window of one token: which keys are seen, and a row's output, worked out here."""
+    """Two documents, padding and a window of one token: the visible keys and one output row, computed by hand."""
     call = Call(1, 6, 1, 1, 2, window=(1, -1), documents=[[[0, 3], [-1, 1], [0, 2]]], dtype="float64", scale=0.5)
     rows = ["100000", "110000", "011000", "000000", "000010", "000011"]
-    assert fuzz_oracle.seen(call).int().tolist() == [[[int(x) for x in row] for row in rows]]
+    assert fuzz_oracle.seen(call).int().tolist() == [[list(map(int, row)) for row in rows]]
     q, k, v = (x[:, 0, 0] for x in fuzz_oracle.inputs(call)[:3])
     a, b = (math.exp(0.5 * sum(q[2] * k[j])) for j in (1, 2))
     out, lse = (answer.value[:, 0, 0] for answer in fuzz_oracle.answers(call)[:2])

@@ -1,4 +1,4 @@
-"""The strategies between real processes: gloo moves the chunks, the result is that of exact attention."""
+"""Every strategy between real processes over gloo, against exact attention."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def _whole(heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
 def _on_rank(
     name: str, layout: str | None, heads: int, kv_heads: int, dtype: torch.dtype, options: dict
 ) -> list[list[torch.Tensor]]:
-    """For both masks: out, lse, dq, dk, dv of this rank's chunk, and which chunk that is."""
+    """For both masks: out, lse, dq, dk and dv of this rank's chunk, and the number of the chunk."""
     cp = ContextParallel(name, layout, **options)
     results = []
     for causal in (True, False):

@@ -1,4 +1,4 @@
-"""What keeps memory bounded and sent tensors whole."""
+"""Memory stays bounded, and tensors that are being sent are not overwritten."""
 
 from collections import defaultdict
 

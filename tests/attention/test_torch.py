@@ -111,7 +111,7 @@ def test_a_selective_checkpoint_computes_no_block_again(spec, monkeypatch):
 
 
 def test_objects_of_the_operator():
-    """A copy of documents is another object; one that is gone is told, and not taken for another one."""
+    """A copy of documents is another object. Deleted documents raise an error and are never confused with others."""
     documents = Documents(torch.tensor([0, 0, 1, 1]))
     copied = pickle.loads(pickle.dumps(documents))
     assert copied.shape == documents.shape and copied.handle != documents.handle
@@ -122,7 +122,7 @@ def test_objects_of_the_operator():
         held(handle, "documents")
 
 
-# -- what goes in ---------------------------------------------------------------------------------------------
+# -- inputs ---------------------------------------------------------------------------------------------
 
 
 def test_orders_of_dimensions():

@@ -1,7 +1,8 @@
-"""The benchmarks: what they measure is checked, what is wrong is not timed, and mistakes are one line."""
+"""The benchmarks check what they time, skip wrong results, and report mistakes in one line."""
 
 import csv
 import importlib
+import itertools
 import json
 import math
 import os
@@ -68,7 +69,7 @@ def check_rows(rows: list[dict]) -> None:
     """Every case, round and rank once, interleaved; the parts of each add up; the bytes are the plan's."""
     assert list(rows[0]) == list(COLUMNS)
     places = [(row["case"], row["round"], row["rank"]) for row in rows]
-    assert sorted(places) == sorted((case, r, k) for case in STRATEGIES for r in "01" for k in "012")
+    assert sorted(places) == sorted(itertools.product(STRATEGIES, "01", "012"))
     for row in rows:
         seconds, *parts = (float(row[name]) for name in ("seconds", "kernel", "wait", "other"))
         assert seconds == pytest.approx(sum(parts)) and min(parts) >= 0 and parts[0] > 0
@@ -127,7 +128,7 @@ class WrongAdapter:
 
 
 def quietly(measure, job: dict) -> list[dict]:
-    """`measure` in a process that goes on to other tests, whose waits and kernels are not to be timed."""
+    """`measure` in a process that runs other tests later, whose waits and kernels must not be timed."""
     broken = types.SimpleNamespace(Adapter=WrongAdapter)
     with (
         mock.patch.object(Work, "wait", Work.wait),
@@ -161,7 +162,7 @@ def test_what_is_not_exact_or_not_there_is_not_timed(ranks):
 
 @pytest.mark.parametrize("kv_heads,causal", [(4, True), (2, True), (1, False)])
 def test_peers_compute_with_an_exact_kernel(kv_heads, causal):
-    """Through the names by which libraries import flash-attn."""
+    """Called by the names that libraries import from flash-attn."""
     with mock.patch.dict(sys.modules):
         cpu_flash.install(watch := Stopwatch())
         interface = importlib.import_module("flash_attn.flash_attn_interface")

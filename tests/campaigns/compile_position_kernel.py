@@ -1,4 +1,4 @@
-"""Compiles the position kernel ahead of time for a GPU that need not be there, by the very calls that launch it."""
+"""Compiles the position kernel ahead of time, without a GPU, through the same calls that launch it."""
 
 import subprocess
 import tempfile
@@ -26,7 +26,7 @@ class Compiled(NamedTuple):
 
 
 class _Driver:
-    """As much of a driver as compiling needs."""
+    """The part of a driver that compilation needs."""
 
     def __init__(self, architecture: int) -> None:
         self.target = GPUTarget("cuda", architecture, 32)

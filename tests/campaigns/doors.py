@@ -1,4 +1,4 @@
-"""Five steps of training on 4 context-parallel ranks through each door, against one rank; a table of differences.
+"""Five steps of training on 4 context-parallel ranks through each framework, against one rank; a table of differences.
 
 python -m tests.campaigns.doors [--door DOOR]
 prints for each door and strategy the largest absolute difference of the mean losses, over all steps and ranks. It
@@ -20,7 +20,7 @@ SPECS = ("ring", "mesh", "lightseq", "ulysses")
 
 
 def trainer(spec: str | None) -> list[float]:
-    """Without a strategy: on one rank, as through each door."""
+    """Without a strategy: on one rank, which is the reference for each framework."""
     how: dict = {"context_parallel_size": RANKS, "cp_strategy": spec} if spec else {}
     layout = STRATEGIES[spec or "ring"].layouts[0]
     return training_case.train("llama", train_iters=STEPS, cp_layout=layout, **how).losses

@@ -1,9 +1,9 @@
-"""Inference in every combination: attention of all stages, plans to 64 ranks, and tokens of long conversations.
+"""Inference in every combination: attention of all stages, plans for up to 64 ranks, and tokens of long conversations.
 
     python -m tests.campaigns.inference
     python -m tests.campaigns.inference --only "tokens of 3 ranks"
 
-Prints the largest error, and what failed. Exit status 1 if anything did.
+Prints the largest error and all failures. The exit status is 1 if there is a failure.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def tokens_of(stage: str, n: int, batch: int, draw: Random) -> list[tuple[int, i
 
 
 def dealt(tokens: list[tuple[int, int]], n: int, window: int) -> Batch:
-    """A batch whose rows page tables have dealt, the cached ones before the new ones."""
+    """A batch whose rows are distributed by page tables, with cached rows before new ones."""
     tables, rank_of = PageTables(n, 4000, 4), []
     numbers = [tables.open() for _ in tokens]
     for which in (1, 0):
@@ -89,7 +89,7 @@ HOW = [
 
 
 def check_tokens(n: int) -> list[str]:
-    """Conversations of three turns of 64 tokens with a trained model, in each way, and among others."""
+    """Conversations of three turns of 64 tokens with a trained model, in each way, alone and beside others."""
     ranks = Ranks(n)
     with tempfile.TemporaryDirectory() as folder:
         ranks(1, trained_case.train, folder)

@@ -1,4 +1,4 @@
-"""Whether the sources of a megatron-core that cannot run here have what this project replaces and calls.
+"""Checks that a megatron-core, which need not run here, has the functions that this project replaces and calls.
 
     python -m tests.campaigns.megatron_signatures FOLDER
 

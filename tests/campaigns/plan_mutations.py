@@ -16,18 +16,15 @@ from tests.support.verdict import judge, subjects
 
 Steps = list[list[tuple[list, list]]]  # of a rank, then of a step: operations and blocks
 
-# -- changes: each edits the steps in place and says what it did, or returns None where it finds nothing to change ----
+# -- changes: each edits the steps in place and returns its description, or None if it finds nothing to change ---------
 
 
 def _spot(steps: Steps, draw: random.Random, of: int, kinds: type = object) -> tuple[int, int, int] | None:
     """(rank, step, place) of a random operation (`of` 0) or block (1) of some kinds."""
-    spots = [
-        (r, s, i)
-        for r, rank in enumerate(steps)
-        for s, step in enumerate(rank)
-        for i, op in enumerate(step[of])
-        if isinstance(op, kinds)
-    ]
+    spots = []
+    for r, rank in enumerate(steps):
+        for s, step in enumerate(rank):
+            spots += [(r, s, i) for i, op in enumerate(step[of]) if isinstance(op, kinds)]
     return draw.choice(spots) if spots else None
 
 
@@ -181,7 +178,7 @@ def change_message(steps: Steps, draw: random.Random) -> str | None:
 
 
 def change_collective(steps: Steps, draw: random.Random) -> str | None:
-    """Another member or chunk fewer, or others in another order; on one rank or on all."""
+    """Changes, removes or reorders members or chunks of a collective, on one rank or on all."""
     if not (spot := _spot(steps, draw, 0, AllGather | ReduceScatter)):
         return None
     r, s, i = spot
@@ -200,7 +197,7 @@ def change_collective(steps: Steps, draw: random.Random) -> str | None:
 
 
 def change_channel_of_all(steps: Steps, draw: random.Random) -> str | None:
-    """All operations on a tensor, or a channel, on another channel: a plan that may well be right."""
+    """Moves all operations on a tensor or a channel to another channel; the plan may still be right."""
     if not (spot := _spot(steps, draw, 0)):
         return None
     r, s, i = spot
@@ -212,7 +209,7 @@ def change_channel_of_all(steps: Steps, draw: random.Random) -> str | None:
 
 
 def change_block(steps: Steps, draw: random.Random) -> str | None:
-    """A chunk more, fewer or another."""
+    """Adds, removes or replaces a chunk."""
     if not (spot := _spot(steps, draw, 1)):
         return None
     r, s, i = spot
@@ -239,7 +236,10 @@ def split_block(steps: Steps, draw: random.Random) -> str | None:
 
 
 def _channels(steps: Steps) -> list[str]:
-    return [*sorted({op.channel for rank in steps for comm, _ in rank for op in comm}), "another"]
+    found = set()
+    for rank in steps:
+        found |= {op.channel for comm, _ in rank for op in comm}
+    return [*sorted(found), "another"]
 
 
 CHANGES = {
@@ -266,17 +266,21 @@ CHANGES = {
 
 
 def mutate(plan: Plan, draw: random.Random) -> Plan:
-    """`plan` with one to three changes, which its name tells. It declares every channel a change may choose."""
-    steps: Steps = [[(list(step.comm), list(step.attend)) for step in rank] for rank in plan.steps]
+    """`plan` with one to three changes, which its name lists. It declares every channel that a change may use."""
+    steps: Steps = []
+    for rank in plan.steps:
+        steps.append([(list(step.comm), list(step.attend)) for step in rank])
     done: list[str] = []
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         done += filter(None, [draw.choice(list(CHANGES.values()))(steps, draw)])
-    new = tuple(tuple(Step(tuple(comm), tuple(attend)) for comm, attend in rank) for rank in steps)
-    return replace(plan, name="; ".join((plan.name, *done)), steps=new, channels=(*plan.channels, "another"))
+    new = []
+    for edited in steps:
+        new.append(tuple(Step(tuple(comm), tuple(attend)) for comm, attend in edited))
+    return replace(plan, name="; ".join((plan.name, *done)), steps=tuple(new), channels=(*plan.channels, "another"))
 
 
 def run(count: int, seed: int) -> Counter:
-    """How many of `count` changed plans are refused and right."""
+    """How many of `count` changed plans are refused, and how many are right."""
     draw, cases, verdicts = random.Random(seed), subjects(), Counter()
     for _ in range(count):
         subject = draw.choice(cases)

@@ -1,4 +1,4 @@
-"""The server under load: 200 clients, of whom one in a hundred means it no good, and 1,000 connections.
+"""The server under load: 200 clients, of whom one in a hundred is hostile, and 1,000 connections.
 
 python -m tests.campaigns.server [--tiny-temperatures]
 """
@@ -26,13 +26,13 @@ PATIENCE = Patience(connections=400, idle_seconds=5, client_seconds=5)
 
 
 def good(number: int) -> dict:
-    """What a good client asks; its text depends on the number alone."""
+    """The request of a good client; its text depends only on the number."""
     draw = random.Random(number)
     return GOOD | {"prompt": f"{number} " * draw.randint(1, 30), "max_tokens": draw.randint(1, 40), "seed": number}
 
 
 def answer(port: int, number: int) -> tuple[str, str]:
-    """One good client: how it asked, and its text; while the server has no room it asks again."""
+    """One good client: its request and its text. It retries while the server is full."""
     kind, body = random.Random(-number - 1).choice(["whole", "stream", "chat"]), good(number)
     path = "/v1/completions"
     if kind == "chat":
@@ -53,7 +53,7 @@ def answer(port: int, number: int) -> tuple[str, str]:
     return kind, "".join(event["choices"][0]["text"] for event in events)
 
 
-# -- clients that mean it no good --------------------------------------------------------------------------------
+# -- hostile clients --------------------------------------------------------------------------------
 
 
 def completion(port: int, body: object, headers: dict | None = None) -> str:
@@ -70,7 +70,7 @@ def say(port: int, content: str) -> str:
 
 
 def hold(port: int, *parts: bytes, small: bool = False, half: bool = False) -> str:
-    """Send parts a quarter of a second apart, read nothing, and wait until the server has had enough."""
+    """Send parts a quarter of a second apart, read nothing, and wait until the server closes the connection."""
     with socket.socket() as client:
         if small:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -140,7 +140,7 @@ TINY_TEMPERATURE = {
 
 
 def attack(port: int, stop: threading.Event, seen: Counter, kinds: list[str], first: int) -> None:
-    """One hostile client: one kind after the other, until the good ones are done."""
+    """One hostile client: it tries one kind of attack after the other until the good clients are done."""
     at = first
     while not stop.is_set():
         kind = kinds[at % len(kinds)]
@@ -184,7 +184,7 @@ def beside_hostile_ones(port: int, kinds: list[str]) -> None:
 
 
 def thousand_connections(port: int) -> None:
-    """Some are told that there are too many, the others wait; once they have left, all is well."""
+    """Some connections get status 503, the others wait. After they have left, the server works as before."""
     clients = []
     for _ in range(1000):
         clients.append(socket.create_connection(("127.0.0.1", port), timeout=20))

@@ -1,4 +1,4 @@
-"""A real server of 3 ranks of which one is stopped: who notices, and what clients get.
+"""A real server of 3 ranks of which one is stopped: which ranks notice, and what clients receive.
 
 python -m tests.campaigns.stopped_server
 """
@@ -59,7 +59,7 @@ def free_port() -> int:
 
 
 def ready(port: int) -> int:
-    """The status of /ready; 0 where nobody answers."""
+    """The status of /ready; 0 without an answer."""
     try:
         return call(port, "/ready")[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""Fitting a cluster: a fit finds what made the numbers, stays within bounds and says how well it predicts others."""
+"""Fitting a cluster: a fit finds the true fields, stays within bounds and reports how well it predicts other cells."""
 
 import csv
 from dataclasses import replace
@@ -16,7 +16,7 @@ FIELDS = {"nics.GB_s": Field(10, 2, 25), "iteration_ms": Field(100, 1, 1000)}
 
 
 def predict(table, cluster, wanted):
-    """The seconds of an iteration that only sends: a made-up table of two columns."""
+    """The seconds of an iteration that only sends: a mock table of two columns."""
     for size in SIZES:
         for share in (1.0, 0.5):
             yield share * size / cluster.nics.GB_s + cluster.iteration_ms / 1e3

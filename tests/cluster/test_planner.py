@@ -1,4 +1,4 @@
-"""The planner: what it tries and rejects, its bounds against the simulator, what ranks agree on, and the tools."""
+"""The planner: candidates and rejections, its bounds against the simulator, the choice of all ranks, the tools."""
 
 import json
 import re
@@ -125,7 +125,7 @@ def test_other_groups_take_their_part_of_a_nic():
 
 
 def test_passes_may_have_different_strategies():
-    """The best forward and the best backward pass of the same places, if that is worth it; and it is exact."""
+    """The best forward and the best backward pass with one placement are combined if that pays; results are exact."""
     found = search(WORKLOAD, GroupDevices(SLOW), {"head_parallel_size": 1}, most=10**6)
     for spec, mixed in found.ranked.items():
         if "+" in spec:

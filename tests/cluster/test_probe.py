@@ -1,4 +1,4 @@
-"""Measuring a cluster: what ranks of this machine write, and that it is a description that predicts."""
+"""Measuring a cluster: the ranks of this machine write a description, and predictions with it work."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What is installed: commands that end in one line, a core that needs torch and numpy alone, one home for versions."""
+"""The installed package: errors are one line, the core needs only torch and numpy, versions are declared once."""
 
 import os
 import re

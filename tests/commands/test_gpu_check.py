@@ -1,4 +1,4 @@
-"""tools/gpu_check.py without a GPU: the whole of it at tiny sizes, with CPU kernels; its times mean nothing here."""
+"""All of tools/gpu_check.py without a GPU, at tiny sizes with CPU kernels. The times have no meaning."""
 
 import json
 import os
@@ -247,7 +247,7 @@ def test_waits_are_counted():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_one_line_says_so(tmp_path):
-    """From a checkout that is not installed, on a host with little more than torch."""
+    """From a checkout that is not installed, on a host with few packages besides torch."""
     for package in ("rich", "matplotlib", "yaml"):
         (tmp_path / f"{package}.py").write_text("raise ImportError")
     tool = Path(__file__).parents[2] / "tools" / "gpu_check.py"

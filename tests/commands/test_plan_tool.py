@@ -15,7 +15,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "plan.py"
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """The program in this process: `run(*argv)` returns its exit status, what it prints, and its errors."""
+    """The program in this process: `run(*argv)` returns its exit status, output and errors."""
     for name in {"RANK", "TERM", "NO_COLOR", "FORCE_COLOR"} & {*os.environ}:
         monkeypatch.delenv(name)
 

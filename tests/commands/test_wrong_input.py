@@ -1,4 +1,4 @@
-"""Every mistake is one clear line that names the flag, what was given and what works; the advice is then followed."""
+"""Every mistake prints one clear line with the flag, its value and a value that works. Tests then use it."""
 
 import json
 import os
@@ -172,7 +172,7 @@ MISTAKES = [
      "--transformer-impl transformer_engine"),
     pytest.param("--transformer-impl transformer_engine", 1, ["--transformer-impl transformer_engine", "not installed"],
                  "--transformer-impl local", marks=without_te),
-    # what ranks share out
+    # sharding over ranks
     ("--use-distributed-optimizer --num-distributed-optimizer-instances 3", 4,
      ["--num-distributed-optimizer-instances 3", "4 data x context ranks"], "--num-distributed-optimizer-instances 1"),
     ("--num-distributed-optimizer-instances 2", 4,

@@ -1,4 +1,4 @@
-"""From HuggingFace to a checkpoint of the trainer and back: bit-equal, with flat memory, and what is refused."""
+"""From HuggingFace to a checkpoint of the trainer and back: bit-equal, in constant memory, and refused inputs."""
 
 import resource
 import threading
@@ -27,7 +27,7 @@ PP, CP = "pipeline_model_parallel_size", "context_parallel_size"
 
 
 def convert(action: str, load: Path, save: Path, *flags: str) -> None:
-    """What the command does, in the world of one rank that is there."""
+    """Runs the command in the existing world of one rank."""
     args = model_arguments(Source(load=str(load)))
     initialize_model_parallel(args)
     try:
@@ -118,7 +118,7 @@ def test_finetuning_from_them_on_any_ranks_and_what_is_trained_goes_back(ranks, 
 
 @contextmanager
 def anonymous_memory(most: list[int]):
-    """Appends to `most` the largest growth of memory that is no page of a file, in bytes."""
+    """Appends to `most` the largest growth of memory in bytes, without pages of files."""
 
     def now() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The scripts a person runs: sound shell, and flags that the trainer accepts."""
+"""The scripts that a person runs: valid shell, and flags that the trainer accepts."""
 
 import json
 import os

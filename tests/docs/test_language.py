@@ -1,7 +1,9 @@
 """Documentation, help, messages and docstrings use the field's words: phrases translated word by word stay away."""
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +41,8 @@ BANNED = {  # a pattern of prose, and what to write
     r"\bwhat travels\b": "which tensors are sent",
     r"\b(most|many|few) likely, (is|are) at fault\b": "a likely fault of",
     r"\bin the way\b": "takes the space",
+    r"\b[Ww]hat (came|became) of\b": "the outcome of",
+    r"\bmeans? it no good\b": "hostile",
 }
 
 
@@ -59,10 +63,23 @@ def strings(source: str) -> Iterator[str]:
             yield node.value
 
 
+def remarks(source: str) -> Iterator[str]:
+    """The docstrings and comments of a module."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            yield ast.get_docstring(node) or ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
 PAGES = {path: prose(path.read_text()) for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))}
 PAGES |= {path: prose(path.read_text()) for path in ROOT.glob("examples/**/*.md")}
 for _path in (ROOT / "megatron" / "context_parallel").rglob("*.py"):
     PAGES[_path] = "\n".join(map(prose, strings(_path.read_text())))
+for _folder, _read in (("tests", remarks), ("examples", strings), ("benchmarks", strings), ("tools", strings)):
+    for _path in (ROOT / _folder).rglob("*.py"):
+        PAGES[_path] = "\n".join(map(prose, _read(_path.read_text())))
 
 
 @pytest.mark.parametrize("pattern", BANNED)
@@ -75,6 +92,11 @@ def test_phrases_that_do_not_come_back(pattern):
 def test_the_patterns_find_the_phrases():
     said = "Ranks share out weights and go on from a checkpoint. Saved are outputs. A flag does not go with another."
     assert sum(bool(re.search(pattern, said)) for pattern in BANNED) == 4
+
+
+def test_the_docstrings_and_comments_of_a_module_are_found():
+    source = '"""A page."""\nwait = "for ever"\ndef f():\n    """It waits."""\n    return 1  # the last\n'
+    assert [*remarks(source)] == ["A page.", "It waits.", "# the last"]
 
 
 def test_the_strings_of_a_module_are_found():

@@ -1,4 +1,4 @@
-"""Generating on several ranks: the texts of transformers, whoever joins, waits, is cancelled or comes back."""
+"""Generation on several ranks gives the texts of transformers while requests join, wait, are cancelled or resume."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ from megatron.context_parallel.inference.pages import PageTables
 from megatron.context_parallel.inference.rank_loop import RankLoop
 from megatron.context_parallel.inference.session import Session
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from megatron.context_parallel.trainer.checkpoint.save_load import save_checkpoint
+from megatron.context_parallel.trainer.checkpoint.save_load import Save
 from megatron.context_parallel.trainer.setup import initialize_model_parallel
 from tests.support import llama_case, session_case, training_case
 from tests.support.plain_session import PlainSession
@@ -59,7 +59,7 @@ def generate(folder: str, tensor: int, joining: dict[int, list[Request]], cancel
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A folder of HuggingFace with a tokenizer, and its model in transformers."""
+    """A HuggingFace folder with a tokenizer, and its model in transformers."""
     folder = tmp_path_factory.mktemp("llama")
     model = llama_case.save_llama(folder, "llama3", vocab_size=VOCABULARY)
     llama_case.save_tokenizer(folder, chat=True)
@@ -92,7 +92,7 @@ def test_texts_on_ranks_are_those_of_transformers(ranks, llama):
     ):
         found, reused, variants = ranks(n, partial(generate, **flags), str(folder), tensor, joining, {9: "gone"})[0]
         assert {name: found[name] for name in answers} == answers, (n, flags)
-        if flags["cache_tokens"] == 4096:  # in the small cache others took the room of the first text
+        if flags["cache_tokens"] == 4096:  # in the small cache other texts evicted the first one
             assert reused["again"] == len(greedy[0].tokens) + len(answers["0"]) - 1
         assert len(found["gone"]) < 10 and flags["cp_prefill"] in variants
         draws.append(found["drawn"])
@@ -214,6 +214,14 @@ def test_the_size_of_a_cache(llama, capsys, monkeypatch):
     assert f"tokens that fit: {(1_000_000 - weights) // 256};" in capsys.readouterr().out
 
 
+def tokens_of(engine: Engine, steps: int) -> list[int]:
+    """The tokens of all requests in some steps of an engine."""
+    found = []
+    for _ in range(steps):
+        found += [token.id for output in engine.step() for token in output.tokens]
+    return found
+
+
 def save_and_generate(family: str, folder: str, tokens: list[int]) -> list[int]:
     """Save fresh weights as training does; the text of megatron-core's forward pass over the whole sequence."""
     args = training_case.case_args(
@@ -226,11 +234,11 @@ def save_and_generate(family: str, folder: str, tokens: list[int]) -> list[int]:
     )
     with training_case.groups(args):
         state = training_case.build(args)
-        save_checkpoint(args, state)
+        Save(args, state).finish()
         session = PlainSession(state.model[0].module, 100, training_case.VOCABULARY)
         engine = Engine(session, ByteTokenizer(256))
         engine.add(request("0", tokens, 12))
-        return [token.id for _ in range(12) for output in engine.step() for token in output.tokens]
+        return tokens_of(engine, 12)
 
 
 def load_and_generate(folder: str, tensor: int, tokens: list[int]) -> list[int]:
@@ -239,7 +247,7 @@ def load_and_generate(folder: str, tensor: int, tokens: list[int]) -> list[int]:
     cp = ContextParallel(args.cp_layers[0], group=parallel_state.get_context_parallel_group())
     engine = Engine(Session(load_model(args, cp), cp, cache_tokens=256), ByteTokenizer(256), step_tokens=7)
     engine.add(request("0", tokens, 12))
-    found = [token.id for _ in range(16) for output in engine.step() for token in output.tokens]
+    found = tokens_of(engine, 16)
     parallel_state.destroy_model_parallel()
     with pytest.raises(UsageError, match="NullTokenizer, which has no text"):
         text_tokenizer(args)

@@ -1,4 +1,4 @@
-"""pass-KV or pass-Q: the paper's formulas against its tables, and ours against what was measured."""
+"""pass-KV or pass-Q: the paper's formulas against its tables, and ours against measured times."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Page tables: how rows are dealt, shared and freed, and what is refused."""
+"""Page tables: how rows are distributed, shared and freed, and which requests are refused."""
 
 import random
 from contextlib import suppress
@@ -53,8 +53,9 @@ def test_sequences_share_no_row_with_a_page_of_others():
     for _ in range(5):
         tables.add({a: 1, b: 1})
     check(tables, {a: 5, b: 5})
-    pages = [{int(slot) // 4 for slot in tables.slots(x, 0)} for x in (a, b)]
-    assert not pages[0] & pages[1]
+    pages_of_a = {int(slot) // 4 for slot in tables.slots(a, 0)}
+    pages_of_b = {int(slot) // 4 for slot in tables.slots(b, 0)}
+    assert not pages_of_a & pages_of_b
     assert tables.span(a, 0, 5) is None and tables.span(a, 0) == slice(0, 3)
     assert a in tables and b + 1 not in tables
     tables.add({a: 4, b: 4})
@@ -134,7 +135,9 @@ def test_forks_share_full_pages():
     room = tables.room()
     b, copies = tables.fork(a, 20)  # 10 rows of each rank, of which 8 are in full pages
     assert all(copy is not None and copy[0] != copy[1] for copy in copies)
-    assert tables.room() == room - 8 and places(tables, b) == [[x for x in of if x < 20] for of in places(tables, a)]
+    assert tables.room() == room - 8
+    for of_a, of_b in zip(places(tables, a), places(tables, b), strict=True):
+        assert of_b == [x for x in of_a if x < 20]
     for rank, copy in enumerate(copies):
         assert tables.slots(b, rank)[:8].tolist() == tables.slots(a, rank)[:8].tolist()
         assert {slot // 4 for slot in tables.slots(b, rank)[8:].tolist()} == {copy[1]}
@@ -165,7 +168,7 @@ def test_a_fork_for_which_no_page_is_left_is_refused():
 
 
 def test_random_lives():
-    """Anything that may be asked for, on tables that are often full."""
+    """Random valid requests on tables that are often full."""
     for seed in range(30):
         draw = random.Random(seed)
         n = draw.choice((1, 2, 3, 5))
@@ -198,7 +201,7 @@ def test_random_lives():
 
 
 def test_positions_are_not_those_of_the_tables():
-    """What is asked for may be kept: it does not grow with the sequence."""
+    """Returned tables may be kept: they do not grow with the sequence."""
     tables = PageTables(1, 4, 4)
     a = tables.open()
     tables.add({a: 2})

@@ -89,9 +89,8 @@ def _life() -> None:
         for sequence, tokens in new.items():
             texts[sequence] = texts.get(sequence, []) + tokens
         owners = of.share({sequence: [of.cp.rank + 1.0] for sequence in logits})
-        assert [int(x) - 1 for (x,) in owners.values()] == [
-            next(r for r in range(of.cp.n) if len(texts[s]) - 1 in of.tables.positions(s, r)) for s in owners
-        ]
+        for s, (owner,) in owners.items():
+            assert len(texts[s]) - 1 in of.tables.positions(s, int(owner) - 1)
         for sequence, row in logits.items():
             token, expected = next_token(whole, texts[sequence])
             assert row.shape == (VOCABULARY,) and row.dtype == torch.float32
@@ -116,7 +115,7 @@ def _life() -> None:
 
 
 def _neighbours() -> list[torch.Tensor]:
-    """Logits of a sequence in passes of equal shapes, with neighbours that say something else."""
+    """Logits of a sequence in passes of equal shapes, beside sequences with other tokens."""
     found = list[dict[int, torch.Tensor]]()
     for shift in (0, 1):
         of = session(prefill="pass-kv")
@@ -171,7 +170,7 @@ def _refusals() -> None:
 
 
 def _a_model_stays_what_it_was() -> None:
-    """A pass changes nothing for those who train the model: mode, hooks, positions; and it keeps no gradients."""
+    """A pass leaves the training state of the model unchanged (mode, hooks, positions) and keeps no gradients."""
     of = session()
     tokens = torch.arange(8).view(1, 8)[:, of.cp.positions(8)]
     before = of.model(tokens, tokens, None)

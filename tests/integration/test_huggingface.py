@@ -1,4 +1,4 @@
-"""Models of HuggingFace: the same logits as transformers, every weight once, and folders that are refused."""
+"""HuggingFace models: the same logits as transformers, every weight once, and refused folders."""
 
 import json
 import re

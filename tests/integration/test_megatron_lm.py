@@ -1,4 +1,4 @@
-"""What a checkout of Megatron-LM uses of megatron-core, with our replacements: losses of one rank without them.
+"""megatron-core as a checkout of Megatron-LM uses it: our replacements against one rank without them.
 
 With MEGATRON_LM_PATH=CHECKOUT the same holds for its own training loop.
 """
@@ -33,7 +33,7 @@ PACKED = "get_thd_batch_on_this_cp_rank"  # until megatron-core 0.17; 0.19 has o
 
 
 class PlainAttention(torch.nn.Module):
-    """PyTorch's attention as core attention: megatron-core's own takes no multi-latent one."""
+    """PyTorch's attention as core attention, because megatron-core's own does not support multi-latent attention."""
 
     def __init__(self, softmax_scale: float, **others: object) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def test_flags_are_told_apart_and_completed():
 
 
 def losses_of_a_checkout(ranks: int, *flags: str) -> list[float]:
-    """What a checkout's own training loop prints, by its unmodified pretrain_gpt.py."""
+    """The output of a checkout's own training loop, from its unmodified pretrain_gpt.py."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     program = [str(Path(__file__).with_name("megatron_lm_checkout.py")), os.environ["MEGATRON_LM_PATH"], *flags]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}

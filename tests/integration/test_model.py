@@ -150,7 +150,7 @@ def test_what_the_attention_cannot_do_is_refused(ranks):
 
 
 def wrong_calls() -> list[str]:
-    """What is said of a layout, group, cache or batch that would give wrong numbers."""
+    """The errors for a layout, group, cache or batch that would give wrong numbers."""
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     model_parallel_cuda_manual_seed(3)
     whole, settings = batch(), config()

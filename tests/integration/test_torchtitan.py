@@ -1,4 +1,4 @@
-"""torchtitan with our attention: by a stand-in for it, and with TORCHTITAN_PATH=FOLDER by its own trainer."""
+"""torchtitan with our attention: a stand-in for torchtitan, and its own trainer if TORCHTITAN_PATH=FOLDER is set."""
 
 import importlib.util
 import os
@@ -34,7 +34,8 @@ def parallelized(config, parallel_dims) -> torch.nn.Module:
 
 def positions() -> torch.Tensor:
     """Three documents in the first sample and two in the second, int64 [BATCH, LENGTH]."""
-    return torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ((5, 1, 26), (19, 13))])
+    samples = (5, 1, 26), (19, 13)
+    return torch.stack([torch.cat([*map(torch.arange, lengths)]) for lengths in samples])
 
 
 def parts(strategy: str) -> list[torch.Tensor]:
@@ -90,7 +91,7 @@ def test_attention_stays_within_documents(ranks, strategy):
 
 
 def mistakes() -> list[str]:
-    """What is said of each wrong use."""
+    """The error of each wrong use."""
     with standin.standing_in():
         import torchtitan
         from torchtitan import trainer

@@ -253,7 +253,7 @@ def test_a_model_that_shares_more_than_attention_is_refused(kind, changes, why):
 
 
 def made_up(model, tokens: torch.Tensor) -> None:
-    """Positions forgotten where chunks are contiguous: they look like a document for each rank."""
+    """Missing positions with contiguous chunks: they look like one document for each rank."""
     from megatron.context_parallel.integration.transformers import register
 
     ring = ContextParallel("ring")
@@ -265,7 +265,7 @@ def made_up(model, tokens: torch.Tensor) -> None:
 
 
 def mistakes() -> list[str]:
-    """What is said of each wrong use."""
+    """The error of each wrong use."""
     from megatron.context_parallel.integration.transformers import register, shard_batch
 
     cp, model, data = ContextParallel("ring"), model_of("llama"), batch()

@@ -1,4 +1,4 @@
-"""Attention libraries for CUDA behind fakes with their signatures and layouts; which one is chosen, and why."""
+"""Attention libraries for CUDA, replaced by fakes with their signatures and layouts, and which one is chosen."""
 
 import importlib.metadata
 import logging
@@ -601,7 +601,7 @@ def test_few_plain_pieces_go_to_the_library_and_the_others_in_one_launch():
 
 
 def test_cudnn_gets_whole_and_half_chunks_of_multiples_of_128():
-    """Documents would give it a new shape, and so a new graph, in every batch; other lengths meet its faults."""
+    """Documents would give it a new shape, and so a new graph, in every batch. Other lengths trigger its bugs."""
     library = LIBRARIES["cudnn"]()
     kernel = LibraryAndPosition(library, Position())
     n = 512

@@ -218,7 +218,7 @@ def through_a_plan() -> list[float]:
     q, k, v, dout = (torch.randn(64, 1, *x) for x in ((2, 80), (1, 80), (1, 64), (2, 64)))
     ids = torch.tensor([0] * 30 + [-1] * 7 + [1] * 20 + [-1] * 7)
     documents, seen = Documents(ids), visible(torch.arange(64), torch.arange(64), documents=ids)
-    k, v = (x.masked_fill((ids < 0).view(-1, 1, 1, 1), float("nan")) for x in (k, v))  # nobody sees padding
+    k, v = (x.masked_fill((ids < 0).view(-1, 1, 1, 1), float("nan")) for x in (k, v))  # no query sees padding
     cp, kernel = AllRanks(4, "attention2d", "zigzag"), PositionKernel(torch.device("cpu"))
     found = []
     for function, tensors in (
@@ -248,7 +248,7 @@ def test_exact_through_a_plan(interpreted):
 
 
 def unseen_are_not_read() -> list[bool]:
-    """Query and key tiles of 32, causal: NaN where nobody looks leaves all else exact."""
+    """Query and key tiles of 32, causal: NaN in rows that no query sees changes nothing else."""
     from megatron.context_parallel.kernels.position import PositionKernel
 
     q, k, v, dout = inputs(torch.float32, s=96, t=96)
@@ -301,7 +301,7 @@ def test_rows_that_nobody_sees_do_not_matter(interpreted):
 
 
 def full_tiles_ignore_runs() -> float:
-    """A row inside a query tile claims to see little: where first and last row see a tile, nobody asks the others."""
+    """A row inside a query tile claims to see few keys: only the first and the last row of a tile are checked."""
     from megatron.context_parallel.kernels.position import PositionKernel
 
     q, k, v, _ = inputs(torch.float32, s=32, t=64)

@@ -1,4 +1,4 @@
-"""Precision beside a key that takes almost all weight, and what tokens that nobody sees may hold."""
+"""Precision beside a key that takes almost all weight, and invisible tokens with any contents."""
 
 import pytest
 import torch

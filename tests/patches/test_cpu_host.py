@@ -1,4 +1,4 @@
-"""What megatron-core needs from a host without a GPU, one test per thing that is replaced."""
+"""The replacements that let megatron-core run on a host without a GPU, with one test each."""
 
 import logging
 

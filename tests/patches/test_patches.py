@@ -1,8 +1,8 @@
-"""Whether the libraries still are as the files of `patches/` take them to be.
+"""Checks that the libraries still are as the files of `patches/` assume.
 
-A failure names a file of `patches/` and a place in a library that has changed. Read both and mend the file. Then write
-down here what the library has now, and in `CHECKED` its release. Places are looked up in sources: what others have put
-there is not seen, and a library that is slow to import is not imported.
+A failure names a file of `patches/` and a place in a library that has changed. Read both and correct the file. Then
+record here what the library has now, and in `CHECKED` its release. Places are looked up in sources. So replacements at
+run time are not seen, and no library is imported that is slow to import.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""The symbolic machine: when everything of a small plan happens, and what it says of plans that cannot be right."""
+"""The symbolic machine: the times of everything in a small plan, and the errors of plans that cannot be right."""
 
 import pytest
 

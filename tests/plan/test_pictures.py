@@ -41,7 +41,7 @@ SPECS = [
 
 
 def test_a_ring_of_two():
-    """Each rank computes its own pair while its keys travel, then the other one."""
+    """Each rank computes its own pair while its keys are sent, then the other one."""
     shown = picture(parse_spec("ring").plan(2))
     assert shown.lanes == ("blocks", "ring") and shown.finish == 2 and shown.tensors == [T.KV]
     assert shown.title == "ring, 2 ranks, zigzag layout, forward"
@@ -79,9 +79,8 @@ def test_every_message_once_and_no_bar_over_another(spec, n, backward):
     sent = Counter(t for bar in shown.bars for t in bar.sent)
     planned = Counter()
     for rank in range(plan.n):
-        planned.update(
-            t for step in plan.steps[rank] for op in step.comm for t in op.transfers(rank) if t.sender == rank
-        )
+        for step in plan.steps[rank]:
+            planned.update(t for op in step.comm for t in op.transfers(rank) if t.sender == rank)
         one = plan.grid.rank(context=rank)
         planned.update(t for op in (*plan.before, *plan.after) for t in plan.swapped(op, one) if t.sender == one)
     assert sent == planned
@@ -193,7 +192,10 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 
 def page_of(path: Path, specs: list[str], n: int, shape: Shape | None = None) -> Path:
     passes = (False, True)
-    write_page({s: [parse_spec(s).plan(n, backward=b) for b in passes] for s in specs}, path, heads=(8, 2), shape=shape)
+    plans = {}
+    for spec in specs:
+        plans[spec] = [parse_spec(spec).plan(n, backward=backward) for backward in passes]
+    write_page(plans, path, heads=(8, 2), shape=shape)
     return path
 
 

@@ -1,4 +1,4 @@
-"""Plans: what the verifier proves of the strategies' own, what it refuses, and what they cost."""
+"""Plans: what the verifier proves about those of our strategies, which plans it refuses, and their costs."""
 
 from collections import Counter
 from dataclasses import replace
@@ -257,7 +257,7 @@ def test_partials_under_way_on_two_channels_are_both_merged():
 
 
 class Counting(Pairs):
-    """Pairs that count what they are asked."""
+    """Pairs that count the queries about them."""
 
     asked = 0
 
@@ -304,7 +304,7 @@ def test_causal_contiguous_blocks_are_not_computed_for_nothing():
 
 
 def test_timeline_overlaps_communication_with_blocks():
-    """A ring hides transfers shorter than a block, and pays what longer ones take beyond it."""
+    """A ring hides transfers that are shorter than a block, and waits for the rest of longer ones."""
     plan = STRATEGIES["ring"].plan(4)
     assert trace(plan).finish == 4
     assert trace(plan, transfer_time=lambda op: 0.9).finish == pytest.approx(4)

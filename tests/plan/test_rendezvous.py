@@ -39,7 +39,9 @@ def masks(layout: str, n: int) -> set[Pairs]:
     for size in (3, 8, 20):
         ids = torch.arange(length) // size
         kinds += [Mask(documents=Documents(ids)), Mask(False, documents=Documents(ids.masked_fill(ids == 1, -1)))]
-    chance = [Pairs(tuple(draw.randrange(1 << n) for _ in range(n))) for _ in range(2)]
+    chance = []
+    for _ in range(2):
+        chance.append(Pairs(tuple(draw.randrange(1 << n) for _ in range(n))))
     return {*(mask.pairs(*Chunks.pair(layout, n, length)) for mask in kinds), *chance}
 
 
@@ -78,6 +80,6 @@ if __name__ == "__main__":  # all sizes: minutes
             plans += 1
             if lines := stuck(plan, one_queue=True):
                 failed.append((what, lines))
-        print(f"{name}: {plans} plans, {len(failed)} wait for ever", flush=True)
+        print(f"{name}: {plans} plans, {len(failed)} wait forever", flush=True)
         for what, lines in failed[:3]:
             print("  ", what, *lines, sep="\n    ")

@@ -71,8 +71,10 @@ REDUCE = ReduceScatter(T.O, (0, 1, 2), (0, 1, 2))
 
 def test_what_a_rank_of_a_collective_sends_and_receives():
     """(chunk, sender, receiver) of rank 1 of three: it gives what the others do not have."""
-    moved = [[(t.chunk, t.sender, t.receiver) for t in op.transfers(1)] for op in (GATHER, REDUCE)]
-    assert moved == [[(1, 1, 0), (1, 1, 2), (0, 0, 1), (2, 2, 1)], [(0, 1, 0), (2, 1, 2), (1, 0, 1), (1, 2, 1)]]
+    gathered = [(t.chunk, t.sender, t.receiver) for t in GATHER.transfers(1)]
+    reduced = [(t.chunk, t.sender, t.receiver) for t in REDUCE.transfers(1)]
+    assert gathered == [(1, 1, 0), (1, 1, 2), (0, 0, 1), (2, 2, 1)]
+    assert reduced == [(0, 1, 0), (2, 1, 2), (1, 0, 1), (1, 2, 1)]
 
 
 def test_what_a_rank_reads_last():

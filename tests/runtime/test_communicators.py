@@ -1,4 +1,4 @@
-"""Communicators come up whatever groups each rank has already; if a rank is missing or differs, one line names it."""
+"""Communicators start whatever groups each rank already has. If a rank is missing or differs, one line names it."""
 
 import inspect
 import os
@@ -216,7 +216,9 @@ def test_no_mask_needs_other_communicators_than_causal_and_full_ones(n):
         for layout in strategy.layouts:
             how = {"layout": layout, **options}
             plans = [strategy.plan(n, causal=c, backward=b, **how) for c in (True, False) for b in (True, False)]
-            made = {(r, needed) for plan in plans for r in range(n) for needed in plan.communicators(r)}
+            made = set()
+            for plan in plans:
+                made |= {(r, needed) for r in range(n) for needed in plan.communicators(r)}
             for look_back in (True, False):
                 rows = [draw.getrandbits(m) & (2 << q) - 1 if look_back else draw.getrandbits(m) for q in range(m)]
                 visible_pairs = Pairs(tuple(row | 1 << q for q, row in enumerate(rows)))

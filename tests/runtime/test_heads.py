@@ -77,7 +77,9 @@ def test_double_ring_goes_round_as_in_algorithm_2():
     """Figure 9: 8 ranks, inner rings of 4. Rank 5 (ring 1, place 1) sees its own ring's chunks, then ring 0's."""
     steps = STRATEGIES["loongtrain"].plan(8, inner_ring_size=4, causal=False).steps[5]
     assert [step.attend[0].kv_chunks[0] for step in steps] == [5, 4, 7, 6, 1, 0, 3, 2]
-    channels = [sorted({op.channel for op in step.comm}) for step in steps]
+    channels = []
+    for step in steps:
+        channels.append(sorted({op.channel for op in step.comm}))
     assert channels == [["inner", "outer"], ["inner"], ["inner"], [], ["inner"], ["inner"], ["inner"], []]
 
 
@@ -108,13 +110,13 @@ def test_on_one_channel_the_transfers_would_queue():
     def time(transfer) -> float:
         return 4.0 if transfer.sender // 4 != transfer.receiver // 4 else 0.9
 
-    queued = replace(plan, steps=tuple(tuple(one_channel(s) for s in steps) for steps in plan.steps))
+    queued = replace(plan, steps=tuple(tuple(map(one_channel, steps)) for steps in plan.steps))
     assert trace(plan, transfer_time=time).finish == pytest.approx(8)
     assert trace(queued, transfer_time=time).finish > 8 + 2
 
 
 def test_backward_hides_the_outer_ring_too():
-    """Four rounds of two blocks, an outer message at most a block: gradients only add the way home of the last."""
+    """Four rounds of two blocks, an outer message at most a block: gradients only add the last return to the owner."""
     plan = STRATEGIES["loongtrain"].plan(8, inner_ring_size=2, backward=True)
     finish = trace(plan, transfer_time=lambda t: 0.4 if t.sender // 2 == t.receiver // 2 else 0.9).finish
     assert 8 < finish <= 8 + 0.4 + 0.9 + 1e-9
@@ -247,7 +249,8 @@ def test_turns_of_a_swap_meet():
 
     class Noted(LocalTransport):
         def trade(self, channel, sends, receives):
-            turns[self.rank] = [[{peer for peer, _ in turn} for turn in of] for of in (sends, receives)]
+            to = [dict(turn).keys() for turn in sends]
+            turns[self.rank] = to, [dict(turn).keys() for turn in receives]
             return super().trade(channel, sends, receives)
 
     post = defaultdict(MessageQueue)
@@ -380,7 +383,8 @@ def test_exact_between_processes(ranks, name, options):
             replies = sorted(ranks(4, _on_rank, name, layout, heads, kv_heads, options), key=lambda reply: reply[0])
             assert [chunk for chunk, _ in replies] == [0, 1, 2, 3]
             for mask, causal in enumerate((True, False)):
-                got = [unshard([r[mask][i] for _, r in replies], layout) for i in range(len(WHAT))]
+                of_ranks = [reply[mask] for _, reply in replies]
+                got = [unshard(parts, layout) for parts in zip(*of_ranks, strict=True)]
                 error = errors(got, exact(4, heads, kv_heads, torch.float32, causal))
                 assert max(error) < 2e-6, (layout, heads, kv_heads, causal, error)
 

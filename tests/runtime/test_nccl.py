@@ -1,4 +1,4 @@
-"""What is asked of NCCL: gloo carries the same calls here, so their numbers count, and each call is noted."""
+"""The calls of NCCL, made over gloo: their results are checked, and each call is recorded."""
 
 from collections import Counter
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,4 @@
-"""The recorder tells what a rank did and where it is."""
+"""The recorder has the operations of a rank and its position."""
 
 import mmap
 

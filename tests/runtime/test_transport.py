@@ -1,4 +1,4 @@
-"""How chunks travel: between ranks in one process, through torch.distributed, and what is said when they do not."""
+"""Sending chunks between ranks in one process and through torch.distributed, and the errors if that fails."""
 
 from collections import defaultdict
 from unittest.mock import MagicMock, patch
@@ -83,7 +83,9 @@ def swapped(transport, me: int, group: tuple[int, ...]):
 def test_gathering_and_trading():
     plan, post = STRATEGIES["ring"].plan(3), defaultdict(MessageQueue)
     got = run_all([swapped(LocalTransport(r, post), r, (0, 1, 2)) for r in range(3)], plan)
-    assert got == [([0, 1, 2], {peer: 10 * peer + r for peer in range(3) if peer != r}) for r in range(3)]
+    for r, (gathered, traded) in enumerate(got):
+        assert gathered == [0, 1, 2]
+        assert traded == {peer: 10 * peer + r for peer in range(3) if peer != r}
 
 
 def test_a_subgroup_numbers_its_ranks():
@@ -192,7 +194,7 @@ def _torch_transport() -> list:
     gathering.wait()
     with patch("megatron.context_parallel.runtime.comm.transport.post", return_value=[]) as posted:
         transport.trade("heads", [[(other, numbered(1))], [(other, numbered(2))]], [[(other, into[0])], []])
-    started = [[len(of) for of in call.args[1:]] for call in posted.call_args_list]
+    started = [[*map(len, call.args[1:])] for call in posted.call_args_list]
     assert all(call.args[0] is groups["heads", (0, 1)] for call in posted.call_args_list)
     return [got, [x[1, 2].item() for x in into], started]
 

@@ -1,4 +1,4 @@
-"""The server and clients that mean it no good: what they send, how slowly, how many, and by which names."""
+"""The server and hostile clients: what they send, how slowly, how many they are, and under which host names."""
 
 import http.client
 import json

@@ -1,4 +1,4 @@
-"""The server with OpenAI's own client: texts, streams, keys, limits, and what happens to those who leave."""
+"""The server with OpenAI's own client: texts, streams, keys, limits, and clients that disconnect."""
 
 import http.client
 import json

@@ -1,5 +1,6 @@
 """Attention2D: every grid proved and counted, its transposition and balance, what overlaps, exactness, refusals."""
 
+import itertools
 import math
 from collections import Counter
 
@@ -113,11 +114,9 @@ def test_causal_work_is_balanced_in_tokens():
     for n in (4, 6, 9, 12, 24, 36, 64):
         for rows, cols in grids(n):
             length = 6 * n
-            work = [
-                sum((q - col) // cols + 1 for q in range(row, length, rows) if q >= col)
-                for row in range(rows)
-                for col in range(cols)
-            ]
+            work = []
+            for row, col in itertools.product(range(rows), range(cols)):
+                work.append(sum((q - col) // cols + 1 for q in range(row, length, rows) if q >= col))
             assert sum(work) == length * (length + 1) // 2
             assert max(work) - min(work) <= 2 * (rows + cols - 1) / length * length**2 / (2 * n)
 
@@ -236,7 +235,7 @@ def test_exact_between_processes(ranks, grid, overlap):
     wide = [x.double() for x in _whole()]
     expected = gradients(lambda *x: attention(*x, causal=True, scale=DIM**-0.5), *wide)
     per_rank = ranks(math.prod(grid), _on_rank, {"grid": grid, "overlap": overlap})
-    got = [unshard([r[i] for r in per_rank], "zigzag") for i in range(len(WHAT))]
+    got = [unshard(parts, "zigzag") for parts in zip(*per_rank, strict=True)]
     assert max(errors(got, expected)) < 2e-6
 
 

@@ -22,7 +22,7 @@ from tests.support.sizes import SIZES
 MESH, RING = STRATEGIES["mesh"], STRATEGIES["ring"]
 # A block hides one unit; the backward query side counted with O, as in the paper.
 BY_SIZE = {False: {T.Q: 1, T.KV: 2, T.O: 1}, True: {T.QDO: 3, T.KV: 2, T.DQ: 1, T.DKV: 2}}
-LONG = {way: {t: 3 * c for t, c in costs.items()} for way, costs in BY_SIZE.items()}
+LONG = {False: {T.Q: 3, T.KV: 6, T.O: 3}, True: {T.QDO: 9, T.KV: 6, T.DQ: 3, T.DKV: 6}}
 UNEVEN = {False: {T.Q: 5, T.KV: 0.3, T.O: 1.5}, True: {T.QDO: 0.2, T.KV: 4, T.DQ: 2.5, T.DKV: 0.1}}
 EVERY_COST = (1, 4, 0.3, 2.5)  # of queries
 
@@ -41,7 +41,10 @@ def expected_volume(a: int, b: int, backward: bool, kv_ratio=1) -> Counter:
 
 
 def pairs(plan) -> list[set[tuple[int, int]]]:
-    return [{(x.q_chunks[0], x.kv_chunks[0]) for step in steps for x in step.attend} for steps in plan.steps]
+    computed = []
+    for steps in plan.steps:
+        computed.append({(x.q_chunks[0], x.kv_chunks[0]) for step in steps for x in step.attend})
+    return computed
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------

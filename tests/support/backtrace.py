@@ -1,4 +1,4 @@
-"""What a process that a signal ended was doing: its Python frames, and the native ones if there are a core and gdb."""
+"""The frames of a process that a signal ended: of Python, and native ones if there are a core dump and gdb."""
 
 import faulthandler
 import resource
@@ -18,7 +18,7 @@ def record_crash(path: Path) -> None:
 
 
 def backtrace(path: Path, since: float) -> str:
-    """What a process that called `record_crash(path)` left; the newest core after `since` (time.time()) is removed."""
+    """The frames of a process that called `record_crash(path)`. The newest core dump after `since` is removed."""
     python = path.read_text() if path.exists() else ""
     cores = [core for core in _cores() if core.stat().st_mtime >= since]
     if not cores:

@@ -1,4 +1,4 @@
-"""Arguments of a run, but for those that a test does not need."""
+"""Arguments of a run; a test gives only those that it needs."""
 
 from argparse import Namespace
 
@@ -6,6 +6,6 @@ from megatron.context_parallel.trainer.config.flags import FLAGS
 
 
 class CaseArgs(Namespace):
-    """What a test gives of them; a refusal names their flags."""
+    """The arguments that a test gives; errors name their flags."""
 
     declared = FLAGS

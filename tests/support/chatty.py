@@ -10,7 +10,7 @@ class Panic(BaseException):
 
 
 class Chatty(ByteTokenizer):
-    """The template of the chat has faults: what is said decides whether it takes forever, or all memory."""
+    """The chat template has faults: some messages make it take forever, others all memory."""
 
     has_chat = True
 

@@ -56,7 +56,7 @@ def dense_attention(
         k, v: [t, b, kv_heads, d] and [t, b, kv_heads, dv].
         seen: bool [b or 1, s, t].
         scale: of the scores; default: d^-1/2.
-        softcap: what scores come near to and do not reach; 0: none.
+        softcap: the limit that scores approach and do not reach; 0: none.
         sinks: a score of each head that takes weight and gives no value, [heads].
     """
     kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]

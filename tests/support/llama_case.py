@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, saved as folders of HuggingFace, and the same models as our GPTModel."""
+"""Tiny random models of transformers, saved as HuggingFace folders, and the same models as our GPTModel."""
 
 from pathlib import Path
 

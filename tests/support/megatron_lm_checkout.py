@@ -91,7 +91,7 @@ def stand_in_for_cuda() -> None:
 
 
 def prepare_training() -> None:
-    """Patches what of megatron.training asks for a GPU or a compiler."""
+    """Patches the parts of megatron.training that need a GPU or a compiler."""
     from megatron.training import initialize, training
 
     initialize._compile_dependencies = lambda: None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class PlainSession:
-    """Slow and plainly right: what an engine over a real session must generate too."""
+    """A slow and simple session. An engine over a real session must generate the same."""
 
     def __init__(self, model: GPTModel, cache_tokens: int, vocabulary: int) -> None:
         self.model, self.cache_tokens, self.vocabulary = model, cache_tokens, vocabulary

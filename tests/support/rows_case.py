@@ -1,4 +1,4 @@
-"""Attention of sequences whose rows are dealt to ranks at will, and its definition in float64."""
+"""Attention of sequences whose rows are distributed arbitrarily over ranks, and its definition in float64."""
 
 from dataclasses import dataclass
 

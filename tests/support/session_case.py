@@ -80,7 +80,7 @@ def poison(of: Session) -> None:
 
 
 def prompts(turn: int, lengths: list[int]) -> list[list[int]]:
-    """What a user says in a turn, one text for each sequence."""
+    """The user's text of a turn, one for each sequence."""
     generator = torch.Generator().manual_seed(turn)
     return [torch.randint(VOCABULARY, (count,), generator=generator).tolist() for count in lengths]
 

@@ -19,7 +19,7 @@ LENGTH, BATCH, VOCABULARY, STEPS = 64, 2, 256, 5
 
 @cache
 def on_cpu() -> None:
-    """Imports torchtitan, and says for it what it asks of a GPU."""
+    """Imports torchtitan, with answers to its questions about a GPU."""
     sys.path.append(os.environ.get("TORCHTITAN_PATH", ""))
     torch._utils._get_available_device_type, kept = lambda: "cpu", torch._utils._get_available_device_type
     torch.cpu.get_device_name = lambda device=None: "cpu"

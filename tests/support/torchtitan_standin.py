@@ -118,7 +118,7 @@ def debugmodel(model=Decoder) -> Trainer.Config:
 
 @contextlib.contextmanager
 def standing_in(version: str = "0.3.0"):
-    """Within it, `torchtitan` and `spmd_types` are these. The adapter is imported anew, and forgotten behind."""
+    """Within it, `torchtitan` and `spmd_types` are these. The adapter is imported again, and removed afterwards."""
     cut = {"prepare_context_parallel_input": prepare_context_parallel_input}
     contents = {
         "spmd_types": {"no_typecheck": contextlib.nullcontext},

@@ -16,7 +16,7 @@ from megatron.context_parallel.generation.load_model import load_model
 from megatron.context_parallel.generation.model_source import model_arguments
 from megatron.context_parallel.inference.session import Session
 from megatron.context_parallel.trainer import training
-from megatron.context_parallel.trainer.checkpoint.save_load import save_checkpoint
+from megatron.context_parallel.trainer.checkpoint.save_load import Save
 from megatron.context_parallel.trainer.data.batches import collate
 from megatron.context_parallel.trainer.model.build import transformer_config
 from megatron.context_parallel.trainer.setup import initialize_model_parallel
@@ -64,7 +64,7 @@ def train(folder: str) -> list[float]:
     with training_case.groups(args):
         state, recorder = training_case.build(args), training_case.Recorder()
         training.train_loop(args, state, recorder, [batches(args)], None, time.monotonic())
-        save_checkpoint(args, state)
+        Save(args, state).finish()
     return recorder.losses
 
 
@@ -111,6 +111,12 @@ def over_the_cache(folder: str, how: list[dict], new: int = NEW) -> list[list[li
     return found
 
 
+def _logits_of(session: Session, sequence: int, given: dict[int, list[int]]) -> torch.Tensor:
+    """The logits of one of the sequences of a pass, on every rank."""
+    rows = {other: row.tolist() for other, row in session.forward(given).items()}
+    return torch.tensor(session.share(rows, LETTERS)[sequence])
+
+
 def among_others(folder: str, steps: int = NEW) -> float:
     """The largest relative difference of a conversation's logits among others that come and go, from those alone."""
     cp, model = load(folder)
@@ -124,10 +130,8 @@ def among_others(folder: str, steps: int = NEW) -> float:
             among.free(others.pop(0))
             session_case.poison(among)
         new = {other: [step % LETTERS] * (1 if among.length(other) else 17) for other in others}
-        expected, found = (
-            torch.tensor(of.share({s: row.tolist() for s, row in of.forward(given).items()}, LETTERS)[own])
-            for of, own, given in ((alone, one, {one: tokens}), (among, two, {two: tokens, **new}))
-        )
+        expected = _logits_of(alone, one, {one: tokens})
+        found = _logits_of(among, two, {two: tokens, **new})
         worst = max(worst, float((found - expected).norm() / expected.norm()))
         assert int(found.argmax()) == int(expected.argmax()), step
         tokens = [int(expected.argmax())]

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.context_parallel.patches.cpu_host import support_cpu_host
 from megatron.context_parallel.strategies import choose_by_layer
 from megatron.context_parallel.trainer import setup, training
-from megatron.context_parallel.trainer.checkpoint.save_load import save_checkpoint
+from megatron.context_parallel.trainer.checkpoint.save_load import Save
 from megatron.context_parallel.trainer.checkpoint.train_state import Progress, TrainState
 from megatron.context_parallel.trainer.data.batches import collate, document_options
 from tests.support.case_args import CaseArgs
@@ -167,7 +167,7 @@ def save_initial(family: str, directory: str, changes: dict) -> None:
     """Save freshly initialised weights, from which runs in any parallel layout can start alike."""
     args = case_args(family, save=directory, **changes)
     with groups(args):
-        save_checkpoint(args, build(args))
+        Save(args, build(args)).finish()
 
 
 @contextmanager

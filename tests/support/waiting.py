@@ -49,7 +49,7 @@ class Network:
 
 
 def stuck(plan: Plan, one_queue: bool) -> list[str]:
-    """Whom the plan leaves waiting for ever, as lines to read; none if it ends.
+    """The ranks that wait forever, as lines to read; none if the plan ends.
 
     A rank waits as the executor does; with `one_queue` it waits for each batch as soon as it has launched it, as
     kernels of NCCL do where CUDA_DEVICE_MAX_CONNECTIONS is 1. Sums are then collectives.

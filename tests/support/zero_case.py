@@ -1,4 +1,4 @@
-"""Ways to share out optimizer, gradients and weights among data and context ranks, and runs that use them."""
+"""Kinds of sharding of optimizer, gradients and weights over data and context ranks, and runs that use them."""
 
 from tests.support import training_case
 

@@ -1,4 +1,4 @@
-"""Layouts: which tokens a chunk holds, and that nothing is lost on the way there and back."""
+"""Layouts: which tokens a chunk holds, and that sharding and gathering lose nothing."""
 
 import pytest
 import torch

@@ -38,7 +38,9 @@ def _between_processes() -> list[float]:
     batches.append(Batch([30], [6], torch.full((30,), 1), n=3))
     with mock.patch.object(transport, "post", wraps=transport.post) as posted:
         errors = [error(batch, cp) for cp in groups for batch in batches]
-    messages = [x for call in posted.call_args_list for of in call.args[1:] for _, x in of]
+    messages = []
+    for call in posted.call_args_list:
+        messages += [x for of in call.args[1:] for _, x in of]
     assert messages and all(x.numel() for x in messages), "no rows, no message"
     return errors
 

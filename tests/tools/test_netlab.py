@@ -104,8 +104,10 @@ def pids(out: Path, ranks: int) -> list[int]:
 
 def network() -> tuple[set[str], ...]:
     """Links of this host; namespaces and state files of these tests."""
-    links, *ours = ({path.name for path in Path(f).glob("*")} for f in ("/sys/class/net", NAMESPACES, LABS))
-    return links, *({name for name in names if NAME in name} for names in ours)
+    found = [{path.name for path in Path("/sys/class/net").glob("*")}]
+    for folder in (NAMESPACES, LABS):
+        found.append({path.name for path in Path(folder).glob(f"*{NAME}*")})
+    return tuple(found)
 
 
 def shapes(lab: Lab) -> list[tuple[int, int]]:

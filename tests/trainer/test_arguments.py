@@ -1,4 +1,4 @@
-"""Flags, files of flags, presets, derived values, the parameter count and what --dry-run says."""
+"""Flags, files of flags, presets, derived values, the parameter count and the output of --dry-run."""
 
 import math
 import os

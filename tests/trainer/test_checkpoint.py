@@ -1,4 +1,4 @@
-"""A run that was stopped goes on as if it had not been, and an interrupted save harms nothing."""
+"""A stopped run resumes as if it had not been stopped, and an interrupted save damages nothing."""
 
 import json
 from functools import partial
@@ -45,7 +45,7 @@ def test_resume_is_bit_for_bit_on_the_same_layout(ranks, tmp_path, family, world
 
 @pytest.fixture(scope="module")
 def stopped(ranks, tmp_path_factory) -> tuple[str, list[list[float]]]:
-    """The checkpoint of a run on four context ranks, and the losses it goes on with there."""
+    """The checkpoint of a run on four context ranks, and its later losses there."""
     directory = str(tmp_path_factory.mktemp("stopped"))
     return directory, ranks(4, train_and_stop, directory, "llama", {CP: 4})
 

@@ -1,4 +1,4 @@
-"""Damage to checkpoints is one line that names the file and what to do, never another weight and never a traceback."""
+"""Damage to a checkpoint prints one line with the file and the remedy, never a traceback or a wrong weight."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def make_unreadable(path: Path) -> None:
 
 
 def forget_manifest(directory: Path) -> None:
-    """As if a version without manifests had saved it."""
+    """Makes it look as if a version without manifests had saved it."""
     (directory / "manifest.json").unlink()
     saved = json.loads((directory / "args.json").read_text())
     del saved["no_verify_checkpoint"]
@@ -166,7 +166,7 @@ def save_twice(directory: str, async_save: bool = False) -> None:
 
 
 def load_each(directories: list[str], changes: dict) -> list[str | int]:
-    """What loading each of them ends with: the message, or the iteration that was loaded."""
+    """The outcome of loading each of them: the message, or the loaded iteration."""
     args = training_case.case_args("llama", **changes)
     with training_case.groups(args):
         state = training_case.build(args)
@@ -360,7 +360,8 @@ def test_ranks_share_the_check(tmp_path):
     manifest = {f"{n:03}": File(n * n, "") for n in range(40)} | {"empty": File(0, "")}
     shares = [share_of(manifest, rank, 6) for rank in range(6)]
     assert sorted(name for share in shares for name in share) == sorted(manifest)
-    loads = [sum(manifest[name].bytes for name in share) for share in shares]
+    sizes = {name: record.bytes for name, record in manifest.items()}
+    loads = [sum(map(sizes.get, share)) for share in shares]
     assert max(loads) - min(loads) < 40 * 40
 
 
@@ -394,7 +395,7 @@ def keep_some(directory: str) -> list[int]:
     with training_case.groups(args):
         state = training_case.build(args)
         for state.progress.iteration in range(1, 7):
-            checkpoint.save_checkpoint(args, state)
+            checkpoint.Save(args, state).finish()
     return iterations(directory)
 
 

@@ -1,4 +1,4 @@
-"""Numbers that go wrong on one rank are named on all, and computing a step again tells whose fault they are."""
+"""Wrong numbers on one rank are reported on all, and a repeated step shows which device is at fault."""
 
 import math
 import os

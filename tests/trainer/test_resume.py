@@ -1,4 +1,4 @@
-"""What a resumed run takes from its checkpoint and from its flags; saves in the background; kills during a save."""
+"""Values that a resumed run takes from its checkpoint and its flags; background saves; kills during a save."""
 
 import itertools
 import shutil
@@ -38,7 +38,9 @@ def resume_with(directory: str, **changes) -> tuple[list[dict], str]:
     args = training_case.case_args("llama", load=directory, **changes)
     with training_case.groups(args), mock.patch("builtins.print") as printed:
         state = training_case.training.build_state(args, Progress())
-        groups = [{name: group[name] for name in group if name != "params"} for group in state.optimizer.param_groups]
+        groups = []
+        for group in state.optimizer.param_groups:
+            groups.append({name: value for name, value in group.items() if name != "params"})
         return groups, "\n".join(str(call.args[0]) for call in printed.call_args_list)
 
 
@@ -256,7 +258,7 @@ def kill_everywhere(directory: str) -> int:
     with training_case.groups(args):
         state = training_case.build(args)
         for state.progress.iteration in (1, 2):
-            checkpoint.save_checkpoint(args, state)
+            checkpoint.Save(args, state).finish()
         args.keep_last = 1
         for point in itertools.count():
             args.save = args.load = shutil.copytree(f"{directory}/whole", f"{directory}/killed{point}")
@@ -277,7 +279,7 @@ def kill_everywhere(directory: str) -> int:
                 ):  # fmt: skip
                     patch.setattr(part, name, killed_at(getattr(part, name)))
                 try:
-                    checkpoint.save_checkpoint(args, state)
+                    checkpoint.Save(args, state).finish()
                 except Killed:
                     pass
                 else:

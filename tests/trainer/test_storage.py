@@ -1,4 +1,4 @@
-"""A directory has one job at a time, a disk that fails is told alike on all ranks, and nothing outlives a launcher."""
+"""A directory has one job at a time, all ranks raise the same disk error, and nothing outlives a launcher."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM: of its launch scripts, without a meaning here, refused, and those that work as there."""
+"""Flags of Megatron-LM: of its launch scripts, without effect, refused, and those that work as there."""
 
 import importlib.util
 import re

@@ -242,7 +242,7 @@ def test_the_deputy_judges_only_rank_0():
 
 
 class Link:
-    """A proxy in front of a monitor: what passes it is late, and now and then it passes nothing for a while."""
+    """A proxy in front of a monitor that delays messages, and sometimes drops all of them for a while."""
 
     def __init__(self, port: int, delay: float = 0.0, losses: float = 0.0, pause: float = 0.0) -> None:
         self.port, self.delay, self.losses, self.pause = port, delay, losses, pause
@@ -292,7 +292,7 @@ class Far:
 
 @pytest.fixture
 def monitor(monkeypatch):
-    """That of rank 0 of three, in a hurry: a second of silence is too long, and it grants half of one."""
+    """The monitor of rank 0 of three, with short limits: a silence of one second, and half a second of grace."""
     monkeypatch.setattr(monitors, "BEAT", 0.05)
     monkeypatch.setattr(judges, "GRACE", 0.5)
     monkeypatch.setattr(judges, "SILENT", 0.5)
@@ -341,7 +341,7 @@ def test_a_link_that_passes_nothing_is_a_fault(monitor):
 
 
 def has_come(what) -> bool:
-    """Whether it comes within some seconds."""
+    """Whether the condition becomes true within some seconds."""
     deadline = time.monotonic() + 10
     while not (come := what()) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -602,7 +602,7 @@ def test_rank_0_that_ends_while_a_rank_connects_is_named(monkeypatch, capfd):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> dict:
-    """What became of a job whose rank 1 was killed, and of one whose rank 0 was stopped."""
+    """The outcomes of a job whose rank 1 was killed, and of one whose rank 0 was stopped."""
     case = Path(__file__).parents[1] / "support" / "watch_case.py"
     command = [sys.executable, case, tmp_path_factory.mktemp("watch")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""Ways to share out optimizer, gradients and weights: none changes the run, and each goes on where another stopped."""
+"""Kinds of sharding (optimizer, gradients, weights): none changes the run, and each resumes from any other."""
 
 import pytest
 

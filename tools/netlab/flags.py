@@ -21,7 +21,7 @@ def add_lab_flags(parser: ArgumentParser | _ArgumentGroup, required: bool = Fals
 
 
 def lab_of(args: Namespace, name: str) -> Lab:
-    """The lab that the flags describe, not yet there. Raises UsageError for values that cannot be."""
+    """The lab that the flags describe, not yet created. Raises UsageError for invalid values."""
     ranks_per_node = 1 if args.ranks_per_node is None else args.ranks_per_node
     return Lab(args.nodes, ranks_per_node, args.node_rate, args.nic or "node", name)
 
@@ -34,10 +34,10 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def cluster_of(args: Namespace) -> Cluster:
-    """The cluster that the flags of `add_flags` describe, not yet there.
+    """The cluster that the flags of `add_flags` describe, not yet created.
 
     Raises:
-        UsageError: flags that do not go together, or sizes that cannot be.
+        UsageError: flags that cannot be combined, or invalid sizes.
     """
     if (args.ranks is None) == (args.nodes is None):
         raise UsageError("cluster: give either --ranks 4 (loopback) or --nodes 4 (emulated, root)")

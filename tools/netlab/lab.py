@@ -38,7 +38,7 @@ def check_root(command: str) -> None:
 
 
 def iproute(program: str, lines: Iterable[str], namespace: str | None = None) -> None:
-    """Runs lines of `ip` or `tc` in a namespace; raises UsageError with their words when one fails."""
+    """Runs lines of `ip` or `tc` in a namespace. Raises UsageError with their output if one fails."""
     command = [program, *(["-n", namespace] if namespace else []), "-batch", "-"]
     lines = list(lines)
     done = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True)

@@ -60,7 +60,7 @@ def launch(ranks: list[dict], command: Sequence[str | Path]) -> None:
 
 
 def exits_as_ranks_did(main: Callable[..., int | None]) -> Callable[..., int | None]:
-    """`main(argv)` that returns the status of the rank that failed, which has said why; 128 + n for signal n."""
+    """`main(argv)` that returns the status of the rank that failed, which printed its error; 128 + n for signal n."""
 
     @functools.wraps(main)
     def run(argv: list[str] | None = None) -> int | None:

@@ -25,7 +25,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def stop(number: int, frame: object) -> None:
-    for again in SIGNALS:  # what cleans up is not to be interrupted
+    for again in SIGNALS:  # cleaning up must not be interrupted
         signal.signal(again, signal.SIG_IGN)
     sys.exit(128 + number)
 
@@ -45,7 +45,7 @@ def enter(namespace: str) -> None:
 
 
 def describe(error: BaseException, script: str) -> str:
-    """What Python itself would print, without the frames of this launcher."""
+    """The traceback that Python would print, without the frames of this launcher."""
     trace = error.__traceback__
     while trace and trace.tb_frame.f_code.co_filename != script:
         trace = trace.tb_next
@@ -70,7 +70,7 @@ def run_script(place: dict, command: list[str]) -> tuple[int, str]:
 
 
 def be_rank(place: dict, command: list[str], launcher: int, report: IO[str]) -> NoReturn:
-    """What a forked process does. A failure goes into the report and ends it at once.
+    """The code of a forked process. A failure is written to the report and ends the process at once.
 
     Its peers see its connections close only after that, so their errors are always later.
     """
@@ -110,7 +110,7 @@ def start(job: dict, ranks: dict[int, tuple[int, IO[str]]]) -> None:
 
 
 def reap(process: int) -> int:
-    """Exit status of a rank that has ended (minus the number of the signal that killed it), its children killed."""
+    """Kills the children of an ended rank. Returns its exit status (minus the signal that killed it)."""
     os.killpg(process, signal.SIGKILL)  # before the wait: until then no one else can get this number
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 

@@ -1,4 +1,4 @@
-"""What a rank's network interfaces carried."""
+"""The traffic of a rank's network interfaces."""
 
 from pathlib import Path
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The paper's rules for pass-KV or pass-Q, and ours, against its Table 4.
+"""The rules of the paper, and ours, for pass-KV or pass-Q, against Table 4 of the paper.
 
     python -m examples.paper_tables.cp_inference.prefill_choices
 
@@ -50,7 +50,7 @@ def fitted() -> tuple[float, float, float]:
 
 
 def choices(how: str) -> dict[int, str]:
-    """What a rule takes in each row; "printed" and "fitted" are constants of `empirical`."""
+    """The choice of a rule in each row; "printed" and "fitted" are constants of `empirical`."""
     if how in ("printed", "fitted"):
         constants = EMPIRICAL if how == "printed" else fitted()
         return {new: empirical(new, CONTEXT - new, constants) for new in TABLE_4}
@@ -58,7 +58,7 @@ def choices(how: str) -> dict[int, str]:
 
 
 def lost(how: str) -> dict[int, float]:
-    """The rows in which a rule takes the slower one, and how much longer that takes."""
+    """The rows in which a rule chooses the slower variant, and how much longer that takes."""
     taken = choices(how)
     faster = {new: PASS_KV if kv < q else PASS_Q for new, (kv, q) in TABLE_4.items()}
     return {new: max(of) / min(of) - 1 for new, of in TABLE_4.items() if taken[new] != faster[new]}

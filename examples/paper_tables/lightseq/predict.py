@@ -45,7 +45,7 @@ SMALL_GIB = 40.0  # of a GPU of Table 2
 
 
 class Case(NamedTuple):
-    """What an iteration of one sequence was measured with.
+    """The configuration with which an iteration of one sequence was measured.
 
     Attributes:
         system: one of `SYSTEMS`.
@@ -147,7 +147,7 @@ def longest(system: str, preset: str, cluster: Cluster) -> int:
 
 
 def figure_5(row: str, column: str, cluster: Cluster) -> float:
-    """The schedule alone, the forward pass of a long sequence, and what communication adds to both passes."""
+    """The schedule alone, the forward pass of a long sequence, and the time that communication adds to both passes."""
     if "GPUs" in row:
         spec = "lightseq:balance=no" if row.startswith("unbalanced") else "lightseq"
         if column.startswith("most"):
@@ -172,7 +172,7 @@ def predict(table: str, cluster: Cluster, wanted: Wanted = everything) -> list[f
 
 
 def command(table: str, row: str, column: str) -> str:
-    """What measures the time of a cell; nothing for ratios, sizes and the figure, which follow from others."""
+    """The command that measures the time of a cell; none for ratios, sizes and the figure, which follow from others."""
     if table in ("table_2", "figure_5") or row == "Speedup" or column.endswith("speedup"):
         return ""
     case, run = case_of(table, row, column), case_of(table, row, column).run

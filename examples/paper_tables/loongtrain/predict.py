@@ -46,7 +46,7 @@ KEEPS = {"recompute_granularity": "full", "recompute_method": "uniform", "recomp
 
 
 class Case(NamedTuple):
-    """What one number was measured with.
+    """The configuration with which one number was measured.
 
     Attributes:
         heads: "MHA" or "GQA".
@@ -54,7 +54,7 @@ class Case(NamedTuple):
         strategy: spec of the attention.
         ranks: all of them, one context group.
         kept: whether attention's output is kept (Selective Checkpoint++).
-        overlap: whether gradients and weights travel while products are computed.
+        overlap: whether gradients and weights are sent while matrix products are computed.
     """
 
     heads: str
@@ -212,7 +212,7 @@ FIGURES = {"figure_4": figure_4, "figure_5": figure_5, "figure_13": figure_13, "
 
 
 def command(table: str, row: str, column: str) -> str:
-    """What measures a cell; nothing for figures, which follow from tables."""
+    """The command that measures a cell; none for figures, which follow from tables."""
     if table.startswith("figure"):
         return ""
     case = case_of(table, row, column)

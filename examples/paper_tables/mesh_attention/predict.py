@@ -1,9 +1,10 @@
-"""Mesh-Attention's tables: rings and tiles of this project's plans, on a testbed of which the paper names nothing.
+"""Mesh-Attention's tables: rings and tiles of this project's plans, on a testbed that the paper does not describe.
 
-The tile of a case is the one that is predicted to be fastest, as the paper's tuner chooses it. Partial results travel
+The tile of a case is the one that is predicted to be fastest, as the paper's tuner chooses it. Partial results are sent
 in the model's dtype, as the paper counts them.
 """
 
+import itertools
 from functools import cache
 from math import sqrt
 from statistics import fmean
@@ -83,7 +84,7 @@ def time(cluster: Cluster, system: str, ranks: int, length: int, causal: bool = 
 
 
 def computing(cluster: Cluster, system: str, ranks: int, length: int) -> float:
-    """Seconds of a rank's blocks, if it sends and receives nothing meanwhile."""
+    """Seconds of a rank's blocks without communication."""
     total, mask = 0.0, Mask(True)
     for backward in (False, True):
         plan = plan_of(strategy_of(cluster, system, ranks, length, True), ranks, length, True, backward)
@@ -128,16 +129,17 @@ def _table_2() -> list[float | None]:
 
 
 def _figure_8(cluster: Cluster) -> list[float | None]:
-    ring, mesh = ({n: time(cluster, system, n, 2**20) for n in GPUS} for system in (RING, MESH))
+    ring = {n: time(cluster, RING, n, 2**20) for n in GPUS}
+    mesh = {n: time(cluster, MESH, n, 2**20) for n in GPUS}
     weak = [time(cluster, system, 256, WEAK[256]) / time(cluster, system, 32, WEAK[32]) for system in (RING, MESH)]
     return [min(ring.values()), min(ring.values()) / min(mesh.values()), min(mesh.values()), *weak]
 
 
 def _figure_9(cluster: Cluster) -> list[float | None]:
-    total, busy, moved = (
-        {(system, n): of(cluster, system, n, 2**20) for system in (RING, MESH) for n in GPUS}
-        for of in (time, computing, volume)
-    )
+    cases = [*itertools.product((RING, MESH), GPUS)]
+    total = {case: time(cluster, *case, 2**20) for case in cases}
+    busy = {case: computing(cluster, *case, 2**20) for case in cases}
+    moved = {case: volume(cluster, *case, 2**20) for case in cases}
     waits = [1 - (total[MESH, n] - busy[MESH, n]) / (total[RING, n] - busy[RING, n]) for n in GPUS]
     saved = [1 - moved[MESH, n] / moved[RING, n] for n in GPUS]
     shares = [max(waits), fmean(waits), 1 - busy[MESH, 256] / total[MESH, 256]]

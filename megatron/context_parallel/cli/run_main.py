@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
+from megatron.context_parallel import progress
 from megatron.context_parallel.errors import RankError, UsageError
 
 NEEDS = {  # module: (its package, the extra that installs it)
@@ -47,6 +48,7 @@ def run_main(main: Callable[[], int | None], program: str | None = None) -> NoRe
     Each line of a UsageError is printed after the name of the program (default: of its file), and the status is 2. The
     same holds for a package that is not installed. Ctrl-C prints one line, and the status is 130.
     """
+    _show_progress()
     patience = 30  # seconds
     try:
         sys.exit(main())
@@ -56,7 +58,7 @@ def run_main(main: Callable[[], int | None], program: str | None = None) -> NoRe
     except ModuleNotFoundError as error:
         message = _how_to_install(error)
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
+        if progress.is_first_rank():
             print("interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
     rank = os.environ.get("RANK", "0")
@@ -71,8 +73,14 @@ def run_main(main: Callable[[], int | None], program: str | None = None) -> NoRe
 
 def announce(doing: str) -> None:
     """Prints on the first rank's standard error what will take some seconds."""
-    if os.environ.get("RANK", "0") == "0":
+    if progress.is_first_rank():
         print(f"{doing} ...", file=sys.stderr, flush=True)
+
+
+def _show_progress() -> None:
+    progress.logger.handlers = [logging.StreamHandler()]
+    progress.logger.setLevel(logging.INFO)
+    progress.logger.propagate = False
 
 
 def _how_to_install(error: ModuleNotFoundError) -> str:

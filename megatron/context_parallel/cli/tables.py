@@ -1,13 +1,9 @@
-"""Prints tables and progress."""
+"""Prints tables."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import IO
 
 from rich.console import Console
 from rich.table import Table
-
-from .run_main import announce
 
 _NO_END = 1000  # columns, to avoid wrapping
 
@@ -32,15 +28,3 @@ def show(*tables: Table, file: IO[str] | None = None, width: int = _NO_END) -> N
             console.print(text, markup=False)
         if table is not tables[-1]:
             console.print()
-
-
-@contextmanager
-def busy(doing: str) -> Iterator[None]:
-    """Shows progress on standard error: a temporary spinner on a terminal, otherwise a line."""
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        announce(doing)
-        yield
-        return
-    with console.status(f"{doing} ..."):
-        yield

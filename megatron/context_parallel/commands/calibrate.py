@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cli.flag_parser import FlagParser
+from megatron.context_parallel.cli.run_main import announce
 from megatron.context_parallel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     paper = _module(args.folder)
     if args.cluster not in paper.FIELDS:
         raise UsageError(f"--cluster {args.cluster}: not in its FIELDS; give one of {', '.join(paper.FIELDS)}")
+    announce(f"fitting {args.cluster} to the cells of {args.folder}")
 
     from megatron.context_parallel.cluster.description import load_cluster, save_cluster
     from megatron.context_parallel.cluster.search.calibrate import Calibration, Field

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cli.flag_parser import FlagParser
+from megatron.context_parallel.cli.run_main import announce
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.checkpoint.manifest import MANIFEST, content_faults, read_manifest
@@ -99,6 +100,7 @@ def verify(run: Path) -> int:
     """Read every file of every checkpoint, and print the faults. Returns 1 if there are any."""
     bad = 0
     for checkpoint in checkpoints(run):
+        announce(f"verifying {checkpoint.name}, {decimal(size_of(checkpoint))}")
         faults = _faults(checkpoint)
         bad += bool(faults)
         verdict = "is complete" if (checkpoint / MANIFEST).exists() else "has no manifest and cannot be verified"

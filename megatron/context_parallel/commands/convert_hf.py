@@ -5,8 +5,6 @@ Supports Llama 2 and 3, Mistral and Qwen3, in safetensors. One weight, or one fi
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +12,10 @@ from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.progress import Progress, gigabytes
 
 if TYPE_CHECKING:
     from megatron.context_parallel.trainer.config.flags import Arguments
-    from megatron.context_parallel.trainer.model.meta_model import Done
 
 TO_HF = "action=to-hf"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -75,12 +73,13 @@ def main(argv: list[str] | None = None) -> None:
     ignore_warnings_of_libraries()
     from megatron.context_parallel.generation.flags import Source
     from megatron.context_parallel.generation.model_source import model_arguments
-    from megatron.context_parallel.trainer.setup import distributed_job
 
     source = Source(
         load=str(args.load), ckpt_step=args.ckpt_step, load_fallback=False, tensor_model_parallel_size=1, bf16=False
     )
     ours = model_arguments(source)
+    from megatron.context_parallel.trainer.setup import distributed_job  # takes seconds, after the first line
+
     with distributed_job(ours):
         count = write_checkpoint(ours, args.save) if to_megatron else write_folder(ours, args)
     print(f"{count:,} weights of {args.load} are in {args.save}", flush=True)
@@ -92,8 +91,7 @@ def write_checkpoint(args: "Arguments", save: Path) -> int:
     from megatron.context_parallel.trainer.model.meta_model import build_meta_model, bytes_of
 
     model = build_meta_model(args)
-    with _progress(bytes_of(model)) as done:
-        to_megatron(args, model, str(save), done)
+    to_megatron(args, model, str(save), Progress("converting weights", bytes_of(model), gigabytes).advance)
     return sum(weight.numel() for weight in model.parameters())
 
 
@@ -107,8 +105,8 @@ def write_folder(args: "Arguments", asked: ConvertFlags) -> int:
     checkpoint = choose_checkpoint(args, *loadable_checkpoints(args), lambda path: fault_everywhere(args, path), print)
     assert checkpoint is not None  # its arguments were read
     model = build_meta_model(args)
-    with _progress(bytes_of(model)) as done:
-        to_folder(args, model, checkpoint, asked.save, asked.max_shard_size or _size("2GB"), done)
+    done = Progress("converting weights", bytes_of(model), gigabytes).advance
+    to_folder(args, model, checkpoint, asked.save, asked.max_shard_size or _size("2GB"), done)
     return sum(weight.numel() for weight in model.parameters())
 
 
@@ -118,14 +116,3 @@ def _check_source(folder: Path, foreign: bool) -> None:
         raise UsageError(f"--load {folder}: contains no config.json; give a HuggingFace folder")
     if is_foreign and not foreign:
         raise UsageError(f"--load {folder}: already a HuggingFace folder; give the --save of a training run")
-
-
-@contextmanager
-def _progress(total: int) -> "Iterator[Done]":
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda size: bar.advance(task, size)

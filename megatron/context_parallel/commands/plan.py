@@ -10,7 +10,8 @@ from megatron.context_parallel import LAYOUTS, STRATEGIES, UsageError
 from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cli.flag_checks import check_relations
 from megatron.context_parallel.cli.flag_parser import FlagParser
-from megatron.context_parallel.cli.tables import busy, show
+from megatron.context_parallel.cli.run_main import announce
+from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.errors import raise_all
 from megatron.context_parallel.plan.ir import Plan, PlanError
@@ -103,8 +104,8 @@ def resolve_auto(args: PlanFlags, cluster: Cluster | None) -> list[str]:
 
     sizes = args.seq_length, args.num_attention_heads, args.num_query_groups, args.kv_channels
     workload = Workload(*sizes, mask=Mask(not args.full_mask))
-    with busy(f"predicting the strategies for {args.ranks} x {cluster.device.name}"):
-        found = search(workload, GroupDevices(cluster), {"layout": args.layout} if args.layout else {})
+    announce(f"predicting the strategies for {args.ranks} x {cluster.device.name}")
+    found = search(workload, GroupDevices(cluster), {"layout": args.layout} if args.layout else {})
     print(headline(found))
     return [found.best if spec == AUTO else spec for spec in args.strategy]
 

@@ -11,7 +11,8 @@ from rich.table import Table
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cli.flag_parser import FlagParser
-from megatron.context_parallel.cli.tables import busy, show
+from megatron.context_parallel.cli.run_main import announce
+from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.cluster.step.train_config import ITEMSIZE, SHARDING, TrainConfig
 from megatron.context_parallel.strategies import STRATEGIES, parse_spec
@@ -89,8 +90,8 @@ def found_by(args: SearchFlags) -> "tuple[StepSearch, ModelShape, Cluster, str]"
     model = preset_model(args.model, args.seq_length, tensor)
     devices = f"{cluster.ranks} x {cluster.device.name}"
     title = f"{args.model}, {args.seq_length} tokens, global batch {base.global_batch_size}, {devices}"
-    with busy(f"predicting the strategies for {devices}"):
-        return search_steps(model, cluster, base, args.all), model, cluster, title
+    announce(f"predicting the strategies for {devices}")
+    return search_steps(model, cluster, base, args.all), model, cluster, title
 
 
 # ------------------------------------------------------------------------------------------------------ tables

@@ -17,7 +17,7 @@ import numpy
 
 from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cli.flag_parser import FlagParser
-from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries
+from megatron.context_parallel.cli.run_main import announce, ignore_warnings_of_libraries
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.data.documents import TEXT_KEY, Document, find_files, read_documents, texts_of
 from megatron.context_parallel.trainer.data.index_file import open_tokens, tokenizer_of
@@ -148,11 +148,13 @@ def encode_all(args: PreprocessFlags, encoder: Encoder, documents: Iterator[Docu
         yield from pool.imap(_encode, documents, chunksize=16)
 
 
-def write(args: PreprocessFlags, encoder: Encoder, outputs: dict[str, IndexedOutput]) -> dict[str, int]:
+def write(
+    args: PreprocessFlags, files: list[Path], encoder: Encoder, outputs: dict[str, IndexedOutput]
+) -> dict[str, int]:
     """Add every document to its output. Returns the number of skipped documents, by reason."""
     skipped: dict[str, int] = {}
     started = time.monotonic()
-    documents = read_documents(find_files(args.input), args.json_keys)
+    documents = read_documents(files, args.json_keys)
     for count, (ids, reason) in enumerate(encode_all(args, encoder, documents), 1):
         if reason:
             skipped[reason] = skipped.get(reason, 0) + 1
@@ -168,12 +170,14 @@ def write(args: PreprocessFlags, encoder: Encoder, outputs: dict[str, IndexedOut
 
 
 def run(args: PreprocessFlags) -> None:
+    files = find_files(args.input)
+    announce(f"encoding {' '.join(args.input)}")  # tokenizers take seconds to import
     encoder = Encoder(args)
     assert args.output_prefix  # --input needs it
     Path(args.output_prefix).parent.mkdir(parents=True, exist_ok=True)
     outputs = {key: IndexedOutput(f"{args.output_prefix}_{key}_document", encoder.dtype) for key in args.json_keys}
     try:
-        skipped = write(args, encoder, outputs)
+        skipped = write(args, files, encoder, outputs)
         source = {
             "tokenizer_type": args.tokenizer_type,
             "tokenizer_model": args.tokenizer_model,

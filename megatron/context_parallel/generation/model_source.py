@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from megatron.context_parallel.cli.run_main import announce
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.integration.huggingface.config import is_huggingface, model_flags
 from megatron.context_parallel.trainer.arguments.check_values import ranks_in
@@ -35,4 +36,5 @@ def model_arguments(source: Source) -> Arguments:
     # A session shards its tokens itself: the training sequence length is only set to the minimum.
     training = {"micro_batch_size": 1, "seq_length": context, "train_iters": 1, "lr": 1.0, "transformer_impl": "local"}
     given |= {**parallel, **training, **wanted}
+    announce(f"reading {source.load}")  # tokenizers take seconds to import
     return complete(Flags(**given), (given["vocab_size"], None) if foreign else None)[0]

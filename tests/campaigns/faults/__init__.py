@@ -1,5 +1,5 @@
-"""A campaign of injected faults: training jobs whose ranks are forked from one warmed process, and what became of them.
+"""A campaign of injected faults in training jobs, whose ranks are forked from one process that has imported everything.
 
-`job` starts a job and tells what happened, `moments` says when a fault strikes, `actions` what it does, and `bench`
-has the tiny runs it strikes.
+`job` starts a job and reports what happened. `moments` says when a fault happens, and `actions` what it does. `bench`
+has the tiny runs.
 """

@@ -32,7 +32,7 @@ def kill() -> None:
 
 
 def stop() -> None:
-    """As a frozen host: the process is there and does nothing."""
+    """As on a frozen host: the process exists but does nothing."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -51,7 +51,7 @@ def kill_launcher() -> None:
 
 
 def cut_off() -> None:
-    """As a broken network: every TCP connection of the rank is closed, and the rank goes on."""
+    """As with a broken network: every TCP connection of the rank is closed, and the rank continues."""
     for connection in _tcp_sockets():
         with suppress(OSError):  # one that listens has no peer
             connection.getpeername()
@@ -112,7 +112,7 @@ def bad_token(token: int) -> None:
 
 
 def fill_disk(directory: Path) -> None:
-    """No byte is left on the file system of `directory`."""
+    """Fills the file system of `directory`."""
     with suppress(OSError), open(directory / BALLAST, "wb", buffering=0) as ballast:
         while True:
             ballast.write(bytes(1 << 12))
@@ -123,7 +123,7 @@ def move_away(directory: Path) -> None:
 
 
 def make_read_only(directory: Path) -> None:
-    """By a mount on top: permissions do not stop root, and files that are open stay writable."""
+    """Mounts over the directory, because permissions do not stop root. Open files stay writable."""
     subprocess.run(["mount", "--bind", str(directory), str(directory)], check=True)
     remount = ["mount", "-o", "remount,bind,ro", str(directory)]
     for _ in range(500):  # it is busy while another rank writes a file that it opened since
@@ -134,7 +134,7 @@ def make_read_only(directory: Path) -> None:
 
 
 def kill_helpers() -> None:
-    """As the killer of a system without memory does: what reads data for the rank dies."""
+    """Kills the data loader's workers of the rank, as the out-of-memory killer does."""
     for helper in psutil.Process().children():
         helper.kill()
 

@@ -1,4 +1,4 @@
-"""The tiny runs that faults strike: data, layouts, flags, and the losses of the run that nothing disturbed."""
+"""The tiny runs into which faults are injected: data, layouts, flags, and the losses of the undisturbed run."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ class Bench:
             write_data(self.data)
 
     def fresh(self, name: str) -> Path:
-        """A directory of this name that no run had before."""
+        """A new directory with this name."""
         self._runs += 1
         path = self.directory / f"{self._runs:04d}-{name.replace(' ', '-')}"
         path.mkdir()
@@ -71,13 +71,13 @@ class Bench:
         return argv + (f"--save {save} --load {save} --save-interval 2".split() if save else []) + more.split()
 
     def run(self, layout: str, save: Path | None = None, *, more: str = "", **how) -> Outcome:
-        """Run a layout as `run_job` does. What it printed is kept in a file."""
+        """Run a layout with `run_job`. Its output is kept in a file."""
         outcome = run_job(self.flags(layout, save, more), LAYOUTS[layout][0], **how)
         (self.fresh("output") / "lines.txt").write_text(outcome.text)
         return outcome
 
     def reference(self, layout: str) -> Reference:
-        """The undisturbed run, made at the first call."""
+        """The undisturbed run; the first call runs it."""
         if layout not in self._references:
             save, counts = self.fresh(f"{layout} undisturbed"), self.fresh("counts")
             outcome = self.run(layout, save, counts=counts)
@@ -90,13 +90,13 @@ class Bench:
         return self._references[layout]
 
     def forget(self) -> None:
-        """Delete what runs left, but not the undisturbed ones."""
+        """Delete the files of all runs except the undisturbed ones."""
         kept = {reference.save for reference in self._references.values()} | {self.data.parent}
         for path in set(self.directory.iterdir()) - kept:
             shutil.rmtree(path)
 
     def copy(self, layout: str) -> Path:
-        """The checkpoints and files of the undisturbed run, for a run of its own to go on from."""
+        """A copy of the checkpoints and files of the undisturbed run, from which another run can resume."""
         path = self.fresh(layout)
         shutil.copytree(self.reference(layout).save, path, dirs_exist_ok=True)
         return path
@@ -115,6 +115,9 @@ def write_data(prefix: Path, documents: int = 120, seed: int = 0, largest: int =
 
 
 def losses(save: Path) -> list[dict]:
-    """What metrics.jsonl holds, without what clocks say."""
+    """The records of metrics.jsonl without times."""
     records = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in record.items() if key not in CLOCKS} for record in records]
+    for record in records:
+        for clock in CLOCKS:
+            record.pop(clock, None)
+    return records

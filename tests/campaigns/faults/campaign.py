@@ -1,4 +1,4 @@
-"""The campaign: which faults are injected, how many, and the table of what came of them."""
+"""The campaign: which faults are injected, how often, and the table of their outcomes."""
 
 import argparse
 import json
@@ -66,7 +66,7 @@ COLUMNS = (DETECTED, NAMED, WITHIN, LOST)
 
 @dataclass
 class Result:
-    """What came of one injection."""
+    """The outcome of one injection."""
 
     seed: int
     number: int
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _done(file: Path, seed: int, wanted: dict[int, Injection]) -> dict[int, Result]:
-    """Those of the wanted injections that are in the file, by number."""
+    """The results that the file already has, by the number of the injection."""
     results = [Result(**json.loads(line)) for line in file.read_text().splitlines()]
     return {
         result.number: result
@@ -157,7 +157,7 @@ def _work(reader: int, args: argparse.Namespace, file: Path, directory: Path) ->
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.faults", description=__doc__, allow_abbrev=False)
     parser.add_argument("--count", type=int, default=60, help="injections; default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="random seed; default: %(default)s")
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="these of the seed's injections alone")
     parser.add_argument("--results", type=Path, help="gets a line for each injection; those in it are not made again")
     parser.add_argument("--processes", type=int, default=1, help="so many injections at once; default: %(default)s")

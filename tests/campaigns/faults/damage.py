@@ -1,4 +1,4 @@
-"""Faults that strike files between two runs, and command lines that do not fit a checkpoint."""
+"""Faults in files between two runs, and command lines that do not match a checkpoint."""
 
 import re
 import shutil
@@ -48,7 +48,7 @@ DAMAGES: tuple[Callable[[Path, Random], str], ...] = (flip, cut, empty, remove, 
 
 
 def _checkpoints(case: Case) -> Path:
-    """What a run that ended after iteration LATEST left."""
+    """The files of a run that ended after iteration LATEST."""
     save = case.bench.copy(case.layout)
     for path in save.glob("iter_*"):
         if int(path.name[5:]) > LATEST:
@@ -58,18 +58,18 @@ def _checkpoints(case: Case) -> Path:
 
 
 def checkpoint_file(case: Case) -> None:
-    """One file of the latest checkpoint is damaged: it is named, and the checkpoint before it loads when asked."""
+    """One file of the latest checkpoint is damaged: the error names it, and the previous one loads on request."""
     save = _checkpoints(case)
     latest = save / f"iter_{LATEST:07d}"
     names = sorted(path.name for path in latest.iterdir())
-    kind = case.random.choice([kind for kind in FILES if any(re.search(kind, name) for name in names)])
+    kind = case.random.choice([kind for kind in FILES if any(map(re.compile(kind).search, names))])
     name = case.random.choice([name for name in names if re.search(kind, name)])
     damage = case.random.choice((flip, flip, *DAMAGES))
     _damaged(case, save, f"{name} {damage(latest / name, case.random)}", re.escape(name))
 
 
 def tracker(case: Case) -> None:
-    """The tracker is damaged: it is named, or the newest complete checkpoint is found."""
+    """The tracker is damaged: the error names it, or the newest complete checkpoint is loaded."""
     save = _checkpoints(case)
     content = case.random.choice(("", "garbage\n", "5", "\x00\x00", "-4", "4 4", "99999999999999999999"))
     (save / TRACKER).write_text(content)
@@ -85,7 +85,7 @@ def _damaged(case: Case, save: Path, what: str, *wanted: str) -> None:
 
 
 def leftovers(case: Case) -> None:
-    """A kill left an unfinished directory; or came between the two renames of a checkpoint that replaces one."""
+    """A kill left an unfinished directory, or happened between the two renames that replace a checkpoint."""
     save = _checkpoints(case)
     latest = save / f"iter_{LATEST:07d}"
     if case.random.random() < 0.5:
@@ -103,7 +103,7 @@ def leftovers(case: Case) -> None:
 
 
 def data_file(case: Case) -> None:
-    """A file of tokens or of sample indices is damaged: it is named, or rebuilt and the same."""
+    """A file of tokens or of sample indices is damaged: the error names it, or it is rebuilt identically."""
     folder = case.bench.fresh("data")
     shutil.copytree(case.bench.data.parent, folder, dirs_exist_ok=True)
     name = case.random.choice(("corpus.idx", "corpus.idx", "corpus.bin", "corpus.json", "cache", "cache"))
@@ -137,7 +137,7 @@ def token_in_file(case: Case) -> None:
     case.expect(LOST, refused_or_right(case, outcome, save, rf"\b{token}\b", str(folder / "corpus")), "accepted")
 
 
-REFUSED = (  # what would make another run of it, by a flag that must be named
+REFUSED = (  # changes to the run, by the flag that the error must name
     "--seed 7",
     "--seq-length 128",
     "--window-size 16,0",
@@ -172,7 +172,7 @@ def other_flags(case: Case) -> None:
 
 
 def other_layout(case: Case) -> None:
-    """A checkpoint goes on with other parallel sizes, and has the losses of the undisturbed run but for rounding."""
+    """A run resumes with other parallel sizes and has the losses of the undisturbed run, up to rounding."""
     save = _checkpoints(case)
     halves = ("--context-parallel-size 2", "--tensor-model-parallel-size 2")
     if "tp2" in case.layout:  # its --sequence-parallel needs them
@@ -187,7 +187,7 @@ def other_layout(case: Case) -> None:
 
 
 def other_rate(case: Case) -> None:
-    """A resume with another learning rate is accepted, and said in one line."""
+    """A resume with another learning rate is accepted and reported in one line."""
     save = _checkpoints(case)
     outcome = case.bench.run(case.layout, save, more="--lr 5e-3", ends_others=True)
     case.injected, case.what = True, f"{case.layout}: resumed with --lr 5e-3"

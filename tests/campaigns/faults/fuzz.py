@@ -2,8 +2,8 @@
 
     python -m tests.campaigns.faults.fuzz --flags 10000 --files 2000 --runs 50 --seed 0
 
-Each is accepted, or refused with one line for each error: no traceback, no hang. Some command lines that were accepted
-are run and compared with one rank. Exit status 1 if anything else happens.
+Each is accepted, or refused with one line for each error, without a traceback or a hang. Some of the accepted command
+lines are run and compared with one rank. The exit status is 1 if anything else happens.
 """
 
 import argparse

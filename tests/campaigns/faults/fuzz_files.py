@@ -58,7 +58,7 @@ TOKENS = b'0 1 -1 4 1e999 9999999999 null true false [] {} "" : , - --- !!python
 
 
 def mutate(content: bytes, random: Random) -> bytes:
-    """Bits flipped, bytes cut out, doubled, overwritten, or put in."""
+    """Flips bits, or removes, repeats, overwrites or inserts bytes."""
     data = bytearray(content)
     for _ in range(random.choice((1, 1, 1, 2, 5))):
         at = random.randrange(len(data) + 1)
@@ -105,7 +105,7 @@ class Files:
             self.kinds[kind](Random(0))  # the originals are accepted
 
     def try_one(self, number: int, seed: int) -> str:
-        """Damage file `number` of a seed; what is wrong with what came of it, or nothing."""
+        """Damages file `number` of a seed. Returns a description of a wrong outcome, or nothing."""
         random = Random(f"{seed} {number}")
         # A checkpoint takes a job of its own, so these are fewer.
         kind = (
@@ -135,7 +135,7 @@ class Files:
         return wrong and f"{number} {kind}: {wrong}"
 
     def _data(self, random: Random) -> None:
-        """Checked, and what is accepted is read to the end."""
+        """Checks the data, and reads accepted data to the end."""
         os.environ["WORLD_SIZE"] = "1"
         args = parse_args([*f"{MODEL} {TRAINING}".split(), "--data-path", str(self.folder / "corpus")])
         datasets = build_datasets(args, build_tokenizer(args), (12, 2, 2))
@@ -163,7 +163,7 @@ class Files:
             STRATEGIES.pop("mine", None)
 
     def _checkpoint(self, random: Random) -> None:
-        """One file of a checkpoint, and a run that goes on from it."""
+        """Damages one file of a checkpoint, and resumes from it."""
         save = self.bench.copy(LAYOUT)
         shutil.rmtree(save / "iter_0000006")
         tracker = save / "latest_checkpointed_iteration.txt"

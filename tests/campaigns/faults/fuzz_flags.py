@@ -26,7 +26,7 @@ LONGEST = 600  # characters of a refusal
 WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=8)
 SMALL = (1, 2, 2, 4, 4, 8, 16)
 NUMBERS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 48, 64, 100, 128, 256, 512, 1024, 4096)
-# More often than others: what decides the parallel layout.
+# Flags of the parallel layout are drawn more often than others.
 OFTEN = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -47,7 +47,7 @@ SKIPPED = {"dry_run", "config"}  # drawn apart
 
 @dataclass
 class Found:
-    """What came of the command lines."""
+    """The outcomes of the command lines."""
 
     refused: int = 0
     accepted: list[tuple[list[str], int, Arguments]] = field(default_factory=list)  # words, ranks
@@ -59,7 +59,7 @@ class Hang(BaseException):
 
 @contextmanager
 def bounded(seconds: int = SECONDS) -> Iterator[None]:
-    """Raises Hang after some seconds."""
+    """Raises Hang if the block takes longer than some seconds."""
 
     def ring(number, frame):
         raise Hang(f"still at it after {seconds} s")
@@ -82,7 +82,7 @@ def one_line_each(error: UsageError) -> None:
         assert line.strip() and len(line) <= LONGEST, f"{len(line)} characters: {line!r}"
 
 
-# ------------------------------------------------------------------------------------------------ what is drawn
+# ------------------------------------------------------------------------------------------------ random draws
 
 
 def _paths(data: Path) -> st.SearchStrategy[str]:
@@ -158,7 +158,7 @@ def _parallel(sizes: tuple[int, int, int, int]) -> tuple[list[str], int]:
 
 
 def command_lines(data: Path) -> st.SearchStrategy[tuple[list[str], int]]:
-    """A tiny run with parallel sizes and some flags more, and the number of ranks."""
+    """A tiny run with parallel sizes and some more flags, and its number of ranks."""
     base = [*f"{MODEL} {TRAINING} --data-path {data}".split()]
     extra = st.lists(_flag(data), max_size=5).map(lambda flags: [word for flag in flags for word in flag])
     dry = st.integers(0, 9).map(lambda i: ["--dry-run"] if i == 0 else [])
@@ -174,9 +174,9 @@ def command_lines(data: Path) -> st.SearchStrategy[tuple[list[str], int]]:
 
 
 def check_flags(count: int, number: int, data: Path, found: Found) -> None:
-    """`count` command lines through the argument checks; `found` counts what came of them.
+    """Checks the arguments of `count` command lines; `found` counts the outcomes.
 
-    Raises what hypothesis raises: the smallest command line it found that fails.
+    Raises the error of hypothesis, which has the smallest failing command line.
     """
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

@@ -12,7 +12,7 @@ from .fuzz_flags import Found
 from .job import run_job
 
 LINE = tuple[list[str], int, Arguments]
-MOST = {  # what is larger takes too long here
+MOST = {  # larger runs take too long
     "num_layers": 8,
     "hidden_size": 128,
     "ffn_hidden_size": 512,
@@ -26,7 +26,7 @@ MOST = {  # what is larger takes too long here
 ITERATIONS = 3
 CLOSE = 1e-5
 CLOSE_16_BIT = 2e-2
-ONE_RANK = {  # what only several ranks can have
+ONE_RANK = {  # flags that need several ranks
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
@@ -51,10 +51,10 @@ def pick(found: Found, count: int, seed: int, data: Path) -> list[LINE]:
 
 
 def compare(bench: Bench, line: LINE) -> str:
-    """What is wrong with a run: nothing, or why its losses are not those of one rank.
+    """The fault of a run: why its losses differ from those of one rank, or nothing.
 
-    One rank makes the initial weights, because each parallel layout draws its own, and does all iterations; the ranks
-    go on after its first.
+    One rank makes the initial weights, because each parallel layout draws its own, and does all iterations. The ranks
+    resume after its first iteration.
     """
     words, ranks, args = line
     alone, together = bench.fresh("one rank"), bench.fresh("ranks")
@@ -82,7 +82,7 @@ def _ends(save: Path) -> list[str]:
 
 
 def _on_one_rank(argv: list[str], args: Arguments) -> list[str]:
-    """The same for one rank: no sizes, and a strategy that any number of ranks has."""
+    """The same command line for one rank: without parallel sizes, and with a strategy that supports one rank."""
     kept, skip = [], False
     dropped = {FLAGS[name].option for name in ONE_RANK}
     for word in argv:

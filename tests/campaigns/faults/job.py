@@ -1,7 +1,7 @@
-"""A training job whose ranks are forked from this process, and everything that it leaves behind.
+"""A training job whose ranks are forked from this process, and a record of all its output, files and processes.
 
-This process imports what a trainer needs once (`warm`), so that a rank starts in no time. The ranks have a launcher, as
-torchrun is one: their parent, in a session of its own.
+This process imports once what a trainer needs (`warm`), so that a rank starts at once. The ranks have a launcher, as
+with torchrun: their parent, in a session of its own.
 """
 
 import atexit
@@ -44,7 +44,7 @@ _IMPORTED_LATE = (  # by a rank, which would take seconds
 
 @dataclass(frozen=True)
 class Line:
-    """One line of output, when it came (time.monotonic()), and of which rank."""
+    """One line of output, its time (time.monotonic()), and its rank."""
 
     time: float
     rank: int
@@ -53,7 +53,7 @@ class Line:
 
 @dataclass
 class Outcome:
-    """What became of a job. Times are those of time.monotonic()."""
+    """The outcome of a job. Times are those of time.monotonic()."""
 
     began: float
     statuses: dict[int, int] = field(default_factory=dict)  # exit status by rank; -9: killed; missing: never ended
@@ -70,7 +70,7 @@ class Outcome:
 
     @property
     def after(self) -> list[Line]:
-        """The lines after the fault, without those of the progress that was made before it."""
+        """The lines after the fault, without those about progress made before it."""
         since = self.began if self.fired is None else self.fired
         told = re.compile(
             r"iteration +\d+/|memory: |(validation|test) at iteration|saved iteration|no checkpoint in|"
@@ -88,7 +88,7 @@ class Outcome:
 
 
 def warm() -> None:
-    """Import all that a rank imports, and get ready to fork it."""
+    """Import everything that a rank imports, and prepare for forking."""
     ignore_warnings_of_libraries()
     for module in _IMPORTED_LATE:
         import_module(module)
@@ -135,7 +135,7 @@ def run_job(
 
 @dataclass
 class _Start:
-    """What the launcher and the ranks do, each in its own process."""
+    """The code of the launcher and of the ranks, each in its own process."""
 
     argv: list[str]
     ranks: int
@@ -300,7 +300,7 @@ class _Job:
         self.outcome.ends.setdefault(rank, when)
 
     def _session(self) -> dict[int, str]:
-        """The processes of the job that run: of all that it started, none leaves its session."""
+        """The running processes of the job. No process of a job leaves its session."""
         found = {}
         for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
             with suppress(OSError, IndexError):
@@ -357,7 +357,7 @@ def wait_for_go() -> None:
 
 
 def _enter(namespace: str) -> None:
-    """Let this process be on a host of its own."""
+    """Make this process appear to be on a host of its own."""
     libc = ctypes.CDLL(None, use_errno=True)
     with (NAMESPACES / namespace).open() as file:
         if libc.setns(file.fileno(), _CLONE_NEWNET) or libc.unshare(_CLONE_NEWUTS):
@@ -366,7 +366,7 @@ def _enter(namespace: str) -> None:
 
 
 def _free_port() -> int:
-    """One that no system hands out by itself: another campaign may start a job now."""
+    """A port that no system assigns by itself, because another campaign may be starting a job."""
     while True:
         port = SystemRandom().randrange(20000, 32000)
         with suppress(OSError), socket.socket() as probe:
@@ -375,7 +375,7 @@ def _free_port() -> int:
 
 
 def _leave(action: Callable[[], None]) -> None:
-    """Run `action` in this forked process and end as a Python program does."""
+    """Run `action` in this forked process and exit as a Python program does."""
     status: object = 0
     try:
         action()

@@ -1,4 +1,4 @@
-"""Faults that strike a running job."""
+"""Faults in a running job."""
 
 import re
 import subprocess
@@ -79,7 +79,7 @@ def stop(case: Case) -> None:
 
 
 def go_silent(case: Case) -> None:
-    """Packets of a rank are lost, on a host of its own: it ends by itself, since nobody can tell it."""
+    """All packets of a rank on a host of its own are lost: it ends by itself, because no other rank can reach it."""
     save, outcome, victim = _strike(case, actions.go_silent, *ANY, timeout=PATIENCE, apart=True)
     ended_in_time(case, outcome, PATIENCE + SECONDS)
     all_failed(case, outcome)
@@ -88,7 +88,7 @@ def go_silent(case: Case) -> None:
 
 
 def end_while_joining(case: Case) -> None:
-    """A rank dies or stops before the job, while it looks for the others, or while groups are made."""
+    """A rank dies or stops before the job, during the rendezvous, or while groups are made."""
     name, action = case.random.choice(
         (("killed", actions.kill), ("stopped", actions.stop), ("ended", actions.terminate))
     )
@@ -134,7 +134,7 @@ def kill_launcher(case: Case) -> None:
 
 
 def kill_beside_save(case: Case) -> None:
-    """With --async-save, between a save and the next: its files may be written or not."""
+    """A fault with --async-save between two saves, when the files of the first may be written or not."""
     _death(case, actions.kill, *COMPUTING, "save", more="--async-save", first=3)
 
 
@@ -159,7 +159,7 @@ def fail(case: Case) -> None:
 
 
 def interrupt(case: Case) -> None:
-    """Ctrl-C reaches all ranks. It is one line, or none before there is anything to tell."""
+    """Ctrl-C reaches all ranks. The job prints one line, or none if nothing has started."""
     save, outcome, _ = _strike(case, actions.interrupt_all, *ANY)
     ended_in_time(case, outcome)
     all_failed(case, outcome)
@@ -168,7 +168,7 @@ def interrupt(case: Case) -> None:
 
 
 def leave_at_sigterm(case: Case) -> None:
-    """With --exit-signal-handler the job saves and leaves with status 0; nothing done is done again."""
+    """With --exit-signal-handler the job saves and exits with status 0. A resumed run repeats no iteration."""
     flag = "--exit-signal-handler"
     save, outcome, _ = _strike(case, actions.terminate, *(phase for phase in ANY if phase != "start-up"), more=flag)
     all_well(case, outcome)
@@ -183,7 +183,7 @@ def nan_gradient(case: Case) -> None:
     save, outcome, victim = _strike(case, actions.nan_gradient, "forward")
     ended_in_time(case, outcome)
     all_failed(case, outcome)
-    # Every rank knows it and stops; any of them may be the one that says it.
+    # Every rank knows it and stops; any of them may print the line.
     first_line(case, outcome, rf"{_of_any_stage(actions.SPOILT)} is nan on rank {victim}\b", "iteration")
     resumes(case, save, outcome)
 
@@ -270,7 +270,7 @@ def _tells_of(case: Case, outcome: Outcome, cause: str, path: Path) -> None:
 
 
 def second_job(case: Case) -> None:
-    """Another job on the same --save is refused before it touches anything; the first goes on."""
+    """Another job with the same --save is refused before it changes a file; the first continues."""
     moment, victim = case.draw_moment("forward", "optimizer", "save")
     save = case.bench.fresh(case.layout)
     second: list[Outcome] = []

@@ -1,4 +1,4 @@
-"""When a fault strikes: hooks in a rank count what it does, and no clock decides.
+"""When a fault happens: hooks in a rank count its events, so that no clock decides.
 
 A rank is in one phase at a time, and each phase has countable events:
 
@@ -132,7 +132,7 @@ def install(watch: Watch, save: str | None, timeout: float | None, apart: bool) 
     """Hooks for all phases in this process, which never leave it.
 
     `save` is the directory of checkpoints, `timeout` (seconds) takes the place of --distributed-timeout-minutes.
-    `apart`: this rank is alone on its host, for all that it knows.
+    `apart`: this rank appears to be alone on its host.
     """
     global current
     current = watch

@@ -30,7 +30,7 @@ MOMENTS = (  # layout, moment, victim, where the line says that it was
 
 
 def named(outcome: Outcome, words: str) -> None:
-    """The job broke, said so in one line, and left nothing."""
+    """The job failed with one line and left no process behind."""
     assert [line.text.startswith(words) for line in outcome.after] == [True], outcome.text
     assert 0 not in outcome.statuses.values() and not outcome.late and not outcome.left
 
@@ -121,7 +121,7 @@ def test_a_first_rank_whose_packets_are_lost_is_named_and_ends(bench: Bench):
 
 
 def test_a_host_that_is_cut_off_ends_too(bench: Bench):
-    """Hosts in namespaces of their own: the switch loses the port of one, and nobody is told."""
+    """Hosts in namespaces of their own. The switch drops the port of one host without a notice to anyone."""
     if os.geteuid() or subprocess.run(["unshare", "--net", "--uts", "true"], capture_output=True).returncode:
         pytest.skip("needs root and the right to make namespaces")
     more = "--context-parallel-size 3 --seq-length 96 --distributed-timeout-seconds-after-init 4"

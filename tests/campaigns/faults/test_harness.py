@@ -1,4 +1,4 @@
-"""The harness itself: faults strike when and where they are told to, and what happens is told."""
+"""The harness itself: faults happen at the given moment and rank, and the outcome is recorded."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Nothing of a job outlives its launcher, two jobs never save into one directory, and a failed save is one line."""
+"""No process outlives its launcher, two jobs never save into one directory, and a failed save prints one line."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ def disk_error(number: int):
 
 
 def said(outcome: Outcome) -> list[str]:
-    """What was printed after the fault, but for warnings of the run that was to be expected."""
+    """The lines after the fault, without warnings that the run always prints."""
     return [line.text for line in outcome.after]
 
 
@@ -240,7 +240,7 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("room", range(10, 120, 10))
 def test_a_full_disk(bench, small_disk, room):
-    """`room` is what is left for the second checkpoint, in percent of it; metrics need some too."""
+    """`room` is the free space for the second checkpoint, in percent of its size; metrics need space too."""
     size = sum(path.stat().st_size for path in (bench.reference("cp2").save / "iter_0000002").iterdir())
     save = small_disk(size * (100 + room) // 100 // 1000 + 40)
     outcome = bench.run("cp2", save, ends_others=True)

@@ -1,4 +1,4 @@
-"""What is expected of an injected fault, and what came of it."""
+"""The expected and the actual outcome of an injected fault."""
 
 import re
 from collections.abc import Callable
@@ -17,7 +17,7 @@ DETECTED, NAMED, WITHIN, LOST = "not detected", "not named", "too late", "lost"
 
 @dataclass
 class Case:
-    """One injection: its number and all that is drawn for it."""
+    """One injection: its number and its random choices."""
 
     number: int
     bench: Bench
@@ -40,7 +40,7 @@ class Case:
             self.wrong.append((what, instead))
 
     def draw_moment(self, *phases: str, first: int = 1) -> tuple[Moment, int]:
-        """An event of one of these phases, alike likely for each phase, and a rank that has it."""
+        """A random event of one of these phases, with equal probability for each phase, and a rank that has it."""
         while True:
             rank = self.random.randrange(self.ranks)
             phase = self.random.choice(phases)
@@ -67,7 +67,7 @@ def ended_in_time(case: Case, outcome: Outcome, bound: float = SECONDS) -> None:
 
 
 def all_failed(case: Case, outcome: Outcome, but: int | None = None) -> None:
-    """No rank ended as if all were well."""
+    """No rank ended with status 0."""
     statuses = {rank: status for rank, status in outcome.statuses.items() if rank != but}
     case.expect(DETECTED, all(statuses.values()), f"exit statuses {outcome.statuses}")
 
@@ -89,19 +89,19 @@ def first_line(case: Case, outcome: Outcome, *wanted: str) -> None:
 
 
 def few_lines(case: Case, outcome: Outcome, most: int = MOST_LINES) -> None:
-    """One event, one line for each cause."""
+    """One event prints one line for each cause."""
     lines = outcome.after
     traces = any("Traceback" in line.text for line in lines)
     case.expect(NAMED, len(lines) <= most, f"{len(lines)} lines" + (", with a traceback" if traces else ""))
 
 
 def names_rank(victim: int) -> str:
-    """The first rank that a line speaks of is this one."""
+    """A pattern of lines whose first rank is this one."""
     return rf"^(?:(?!rank \d).)*rank {victim}\b"
 
 
 def resumes(case: Case, save: Path, before: Outcome | None = None, more: str = "") -> None:
-    """The same command goes on from the newest complete checkpoint and has the numbers of the undisturbed run."""
+    """The same command resumes from the newest complete checkpoint and has the numbers of the undisturbed run."""
     announced = (
         [int(n) for line in before.lines for n in re.findall(r"saved iteration (\d+)", line.text)] if before else []
     )
@@ -114,7 +114,7 @@ def resumes(case: Case, save: Path, before: Outcome | None = None, more: str = "
 
 
 def refused_or_right(case: Case, outcome: Outcome, save: Path, *wanted: str, near: float = 0.0) -> bool:
-    """What is damaged is refused in one line that has `wanted`, or makes no difference. Whether it was refused."""
+    """The damage is refused in one line that has `wanted`, or has no effect. Returns whether it was refused."""
     statuses = set(outcome.statuses.values())
     if statuses == {0}:
         same = losses(save) == case.reference.losses if not near else near_losses(case, save, near)

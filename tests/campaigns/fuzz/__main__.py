@@ -1,4 +1,4 @@
-"""Random cases against attention by its definition, until the time is up.
+"""Random cases against attention by its definition, for a given time.
 
     python -m tests.campaigns.fuzz --seconds 60 --seed 1
     python -m tests.campaigns.fuzz --case '<what a failure printed>'
@@ -20,11 +20,11 @@ from tests.campaigns.fuzz.oracle import WHAT, answers, excess
 from tests.campaigns.fuzz.ranks import Failure, Pool, run
 
 IN_PROCESS_RANKS = 12
-MOST_REFUSED = 0.1  # of all cases; more is a generator that draws what nobody can run
+MOST_REFUSED = 0.1  # of all cases; with more, the generator draws too many invalid cases
 
 
 class Fuzz:
-    """Runs cases and remembers what came of them."""
+    """Runs cases and records their outcomes."""
 
     def __init__(self, ranks: int) -> None:
         self.pool, self.ranks = Pool(ranks), ranks
@@ -41,7 +41,7 @@ class Fuzz:
         return draw(random, MUTATION if i % 6 == 4 else IN_PROCESS, IN_PROCESS_RANKS)
 
     def check(self, case: Case) -> str | None:
-        """What is wrong with a case, or None."""
+        """The error of a case, or None."""
         try:
             wrong = self._compare(case)
         except UsageError as error:
@@ -68,12 +68,12 @@ class Fuzz:
         return "; ".join(wrong) or None
 
     def show(self, case: Case) -> None:
-        """Checks a case; what fails is printed as one line that runs it again."""
+        """Checks a case. A failing case is printed as one line that runs it again."""
         if wrong := self.check(case):
             print(f"python -m tests.campaigns.fuzz --case '{to_json(case)}'  # {wrong}", flush=True)
 
     def report(self) -> int:
-        """Prints what came of all cases; returns the exit status."""
+        """Prints the outcomes of all cases; returns the exit status."""
         print(self.table())
         print(", ".join(f"{self.came[what]} {what}" for what in ("passed", "failed", "refused")))
         too_many = self.came["refused"] > MOST_REFUSED * max(10, sum(self.came.values()))

@@ -1,4 +1,4 @@
-"""What a fuzzed case is, how it is drawn at random, and how it is written in one line."""
+"""A fuzzed case: its fields, its random generation, and its form as one line."""
 
 import json
 from dataclasses import dataclass, fields
@@ -20,10 +20,10 @@ class Call:
         seed: of the inputs.
         kernel: "default", or "reference" for the package's exact one.
         documents: for each sample (or one for all) runs (id, tokens), of which neighbours differ; id -1 is padding.
-        documents_as: how the package is told of them: by "ids", where they end ("after"), or by cu_seqlens ("packed").
-        inputs: "ordinary", "large" scores, or a "sink": a first token that all see most, and that says next to nothing.
+        documents_as: how documents are given: by "ids", by their end tokens ("after"), or by cu_seqlens ("packed").
+        inputs: "ordinary", "large" scores, or a "sink": a first token that takes most weight and has a tiny value.
         strided: inputs and output gradient are views that are not contiguous.
-        recompute: the forward pass runs once before, without gradients, and the second takes what it kept.
+        recompute: the forward pass runs once without gradients, and the second one uses the kept results.
         value_dim, kv_length: default: `head_dim`, `length`.
     """
 
@@ -84,7 +84,7 @@ def from_json(text: str) -> Case:
 
 
 def draw(random: Random, kind: str, ranks: int) -> Case:
-    """A case of up to `ranks` ranks, of any registered strategy. One in 30 has sizes that may not go together."""
+    """A case of up to `ranks` ranks, of any registered strategy. One in 30 has sizes that may be incompatible."""
     strategy = STRATEGIES[random.choice(sorted(STRATEGIES))]
     layout, n = random.choice(strategy.layouts), random.randint(1, ranks)
     careless = random.random() < 1 / 30

@@ -1,6 +1,6 @@
-"""Attention by its definition, whole and dense in float64: what a fuzzed call must give, and how near it must come.
+"""Attention by its definition, dense in float64: the expected results of a fuzzed call, and the allowed errors.
 
-Nothing here uses the package: positions, documents, masks, softmax and gradients are worked out again.
+Nothing here uses the package: positions, documents, masks, softmax and gradients are computed independently.
 """
 
 from typing import NamedTuple
@@ -80,17 +80,17 @@ def seen(call: Call) -> Tensor:
         allowed = allowed & (j - i <= after)
     if call.documents is None:
         return allowed
-    of_token = torch.tensor(
-        [
-            [run if name >= 0 else -1 for run, (name, count) in enumerate(sample) for _ in range(count)]
-            for sample in call.documents
-        ]
-    )
+    runs_of_tokens = []
+    for sample in call.documents:
+        runs = [run if name >= 0 else -1 for run, (name, _) in enumerate(sample)]
+        counts = torch.tensor([count for _, count in sample])
+        runs_of_tokens.append(torch.tensor(runs).repeat_interleave(counts))
+    of_token = torch.stack(runs_of_tokens)
     return allowed & (of_token[:, :, None] == of_token[:, None, :]) & (of_token >= 0)[:, :, None]
 
 
 class _Dense(NamedTuple):
-    """An attention worked out, heads first; keys and values repeated for the query heads that share them."""
+    """A computed attention, heads first; keys and values are repeated for the query heads that share them."""
 
     q: Tensor  # [b, heads, s, d]
     k: Tensor  # [b, heads, t, d]
@@ -137,7 +137,10 @@ def answers(call: Call) -> list[Answer]:
     with torch.no_grad():
         terms, rounded = _errors(call, dense, dout.permute(1, 2, 0, 3), sinks)
         rounded = [value.abs() + more for value, more in zip(values, rounded, strict=True)]
-    return [Answer(*(x.detach() for x in of_one)) for of_one in zip(values, terms, rounded, strict=True)]
+    return [
+        Answer(value.detach(), term.detach(), more.detach())
+        for value, term, more in zip(values, terms, rounded, strict=True)
+    ]
 
 
 def _errors(call: Call, dense: _Dense, dout: Tensor, sinks: Tensor | None) -> tuple[list[Tensor], list]:

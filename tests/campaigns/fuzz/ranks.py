@@ -33,7 +33,7 @@ PATIENCE = 60.0  # seconds a case on ranks may take: some hundred times what it 
 
 
 class Failure(Exception):
-    """The package did what it must not; the text says what, in one line."""
+    """The package violated a requirement; the text is one line."""
 
 
 def run(case: Case, pool: "Pool") -> list[Results]:
@@ -64,7 +64,7 @@ class _Found(Exception):
 
 
 class _MutatedPlans(Plans):
-    """Plans changed at random, if the verifier lets them pass: then they must be right."""
+    """Random changes of plans. A changed plan that the verifier accepts must be right."""
 
     def __init__(self, seed: int, choice: Choice, n: int) -> None:
         super().__init__(choice, n)
@@ -125,7 +125,10 @@ def _view(x: Tensor) -> Tensor:
 def _documents(call: Call) -> Documents:
     shared = len(call.documents) == 1
     samples = call.documents * call.batch if shared and call.documents_as != "ids" else call.documents
-    names, counts = ([[run[i] for run in sample] for sample in samples] for i in (0, 1))
+    names, counts = [], []
+    for sample in samples:
+        names.append([name for name, _ in sample])
+        counts.append([count for _, count in sample])
     if call.documents_as == "packed":
         return _packed(samples, call.length)
     of_tokens = [torch.tensor(x).repeat_interleave(torch.tensor(c)) for x, c in zip(names, counts, strict=True)]
@@ -173,7 +176,7 @@ def _whole(layout: str, chunks: list[int], parts: tuple[Tensor, ...]) -> Tensor:
 
 
 class Pool:
-    """Processes that start once. Called with a case, as many of them as it has ranks make a gloo world and run it."""
+    """Processes that start once. A call with a case forms a gloo world of its ranks and runs the case."""
 
     def __init__(self, size: int) -> None:
         self.size, self.cases = size, 0
@@ -231,7 +234,7 @@ class Pool:
                 except (EOFError, ConnectionError):
                     replies[rank] = "died", ""
                 if replies[rank][0] != "done":
-                    until = min(until, time.monotonic() + 5)  # the others may wait for it for ever
+                    until = min(until, time.monotonic() + 5)  # the others may wait for it forever
         return replies
 
 

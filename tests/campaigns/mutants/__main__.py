@@ -1,11 +1,11 @@
-"""Mutants of the core and of inference: would the tests notice one changed place? Not a part of the test run.
+"""Mutants of the core and of inference: do the tests detect one changed place? This is not part of the test run.
 
     python -m tests.campaigns.mutants --count 300 --seed 0 --processes 1 --results mutants.txt
 
 Each mutant changes one place of one module: a comparison, operator, constant or condition, or a statement left out.
-First, every test of these modules runs once, to see which lines it runs and how long it takes. Then each mutant meets
-the tests of its module that run its line, the quickest first, in a fork of a process that has collected all tests. It
-is killed if one fails or they do not end.
+First, every test of these modules runs once, to record its lines and its time. Then the tests of a module that run the
+changed line run on each mutant, the quickest first, in a fork of a process that has collected all tests. A mutant is
+killed if a test fails or does not end.
 """
 
 import argparse
@@ -123,7 +123,7 @@ class Lines:
         sys.settrace(self._call)
 
     def end(self) -> dict[str, list[int]]:
-        """Those of each module since the last time."""
+        """The lines of each module that ran since the last call."""
         sys.settrace(None)
         noted = {module: sorted(lines) for module, lines in self.seen.items()}
         self.seen.clear()
@@ -161,7 +161,7 @@ class Campaign:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session) -> bool | None:
-        """In this process True; in its forks nothing, and they go on to run the tests that they are given."""
+        """Returns True in this process. Its forks do not return; they run the tests that they are given."""
         self.imported, items = self.lines.end(), session.items
         self.note = Path(tempfile.mkstemp()[1])
         if not (child := _fork()):
@@ -207,7 +207,7 @@ class Campaign:
         return [test for test, seconds in zip(chosen, times, strict=True) if seconds < LONG_ENOUGH]
 
     def wait(self, most: int) -> None:
-        """Until at most so many processes run."""
+        """Waits until at most this many processes run."""
         while len(self.running) > most:
             time.sleep(0.02)
             for child, (mutation, said) in list(self.running.items()):

@@ -45,7 +45,7 @@ def places(tree: ast.Module) -> Iterator[Place]:
 
 
 def _walk(node: ast.AST, lines: range, name: str, inside: bool) -> Iterator[tuple[ast.AST, range, str]]:
-    """The nodes that make a difference: not those of types and of the texts of raised errors."""
+    """The nodes that can change behaviour: all except types and the texts of raised errors."""
     if isinstance(node, ast.stmt):
         body = getattr(node, "body", None)
         lines = range(node.lineno, max(node.lineno + 1, body[0].lineno if body else node.end_lineno + 1))
@@ -116,7 +116,7 @@ def mutate(module: str, number: int) -> Mutant:
 
 
 def put(mutant: Mutant, module: ModuleType) -> None:
-    """Gives the loaded function the code of the mutant."""
+    """Replaces the code of the loaded function with that of the mutant."""
     *classes, name = mutant.function.split(".")
     found: object = vars(reduce(getattr, classes, module))[name]
     for inner in ("fget", "func", "__func__", "__wrapped__"):  # properties, cached ones, class methods, caches

@@ -1,4 +1,4 @@
-"""A Slurm of two nodes and a spare on this machine, and what a person does with it."""
+"""A Slurm cluster of two nodes and a spare on this machine, and the commands of its user."""
 
 import json
 import os
@@ -41,7 +41,7 @@ class Slurm:
         self.box.wait(30)
 
     def run(self, *command: str, **environment: str) -> str:
-        """What `command`, run from the repository on the machine that controls the cluster, says."""
+        """The output of `command`, run from the repository on the controlling machine of the cluster."""
         base = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
         base |= {"SLURM_CONF": str(self.directory / "slurm.conf"), "PYTHONPATH": str(ROOT)}
         done = subprocess.run([*self.enter, *command], env=base | environment, capture_output=True, text=True)
@@ -49,7 +49,7 @@ class Slurm:
         return done.stdout
 
     def on_node(self, node: str, *command: str) -> str:
-        """What `command` says in the network of `node`."""
+        """The output of `command` in the network of `node`."""
         return self.run("ip", "netns", "exec", node, *command)
 
     def fail(self, node: str) -> None:
@@ -90,7 +90,7 @@ class Job:
         self.slurm.run("scontrol", "update", f"JobId={self.number}", change)
 
     def wait(self, met: Callable[[], object]) -> None:
-        """Until `met()` is true; fails once the job has left the queue."""
+        """Waits until `met()` is true; fails if the job has left the queue."""
         deadline = time.monotonic() + PATIENCE
         while not met():
             queued = self.queued()  # the state of a job that is being requeued may look like an end for a moment
@@ -102,11 +102,11 @@ class Job:
         return bool(self.slurm.run("squeue", "--noheader", "--jobs", self.number))
 
     def wait_for(self, state: str) -> None:
-        """Until Slurm gives the job this state."""
+        """Waits until the job has this state."""
         self.wait(lambda: self.show("JobState") == state)
 
     def wait_for_launchers(self) -> None:
-        """Until both launchers run. For seconds they import torch, and no rank has started."""
+        """Waits until both launchers run. They import torch for seconds, before any rank starts."""
         self.wait(lambda: {*re.findall(r" --node-rank=(\d) ", self.slurm.run("ps", "-eo", "args"))} == {"0", "1"})
 
     def cancel(self) -> None:
@@ -138,7 +138,7 @@ class Job:
 
 
 def missing() -> str | None:
-    """Why there can be no Slurm here."""
+    """Why Slurm is not available."""
     programs = [name for name in ("slurmctld", "slurmd", "munged", "ip", "unshare") if shutil.which(name) is None]
     if programs:
         return f"no {', '.join(programs)} here: apt-get install --no-install-recommends slurm-wlm munge iproute2"

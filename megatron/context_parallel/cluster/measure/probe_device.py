@@ -12,6 +12,7 @@ from megatron.context_parallel.cluster.description import BACKWARD, AttentionRat
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL
+from megatron.context_parallel.progress import tracked
 
 from .meter import Meter
 
@@ -69,7 +70,7 @@ class BlockTimer:
         """Of growing blocks. Where they take long, of fewer heads, and at last of none."""
         found = list[AttentionRate]()
         turns = self.meter.n / self.meter.processors if self.meter.shared else 1
-        for mask, long in ((FULL, 1), (FULL, LONG), (CAUSAL, 1)):
+        for mask, long in tracked(((FULL, 1), (FULL, LONG), (CAUSAL, 1)), "measuring kinds of attention blocks"):
             rows = FEWEST
             kv_heads = self.kv_heads
             while rows * long <= MOST:

@@ -12,6 +12,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.options import divisors
 from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
 from megatron.context_parallel.plan.volume import Shape
+from megatron.context_parallel.progress import tracked
 from megatron.context_parallel.strategies import STRATEGIES, Choice, Strategy
 from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Mask
@@ -87,7 +88,7 @@ def candidates(
     """
     visible_pairs = cache(lambda layout, steps: workload.mask.pairs(*Chunks.pair(layout, steps, workload.length)))
     known = set()
-    for size, choice in _choices(n, q_transfer_blocks, fixed):
+    for size, choice in tracked([*_choices(n, q_transfer_blocks, fixed)], "making plans"):
         try:
             Chunks.of(choice.layout, n, workload.length)
             where = visible_pairs(choice.layout, n // size)

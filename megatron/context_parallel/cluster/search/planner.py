@@ -15,6 +15,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.ir import Attend, Plan, T
 from megatron.context_parallel.plan.liveness import peak_bytes
 from megatron.context_parallel.plan.volume import chunk_bytes
+from megatron.context_parallel.progress import Progress, tracked
 from megatron.context_parallel.strategies import AUTO, parse_spec
 
 from .candidates import Rejected, Workload, candidates
@@ -100,10 +101,12 @@ def fastest(
         leaders.setdefault(choices[name][0].name, name)
     found = dict[Name, Prediction]()
     best = math.inf
+    progress = Progress("simulating strategies", min(most, len(choices)))
     for name in dict.fromkeys([*leaders.values(), *by_likely]):
         if len(found) < most and looks[name].least < best:
             found[name] = _predict(choices[name], place, workload)
             best = min(best, found[name].seconds)
+            progress.advance()
     ranked = sorted(found, key=lambda name: found[name].seconds)
     slower = {name: looks[name].least for name in by_likely if name not in found}
     return {name: found[name] for name in ranked}, slower
@@ -131,7 +134,7 @@ def _looks(choices: Mapping[Name, Sequence[Plan]], place: GroupDevices, workload
         return lower_bound(plan, links, shape, blocks[alike])
 
     looks = dict[Name, PassBound]()
-    for name, plans in choices.items():
+    for name, plans in tracked(choices.items(), "estimating strategies"):
         passes = list(map(look, plans))
         looks[name] = PassBound(sum(of.least for of in passes), sum(of.likely for of in passes))
     return looks

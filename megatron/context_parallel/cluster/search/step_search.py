@@ -12,6 +12,7 @@ from megatron.context_parallel.cluster.step.step_time import StepForecast, check
 from megatron.context_parallel.cluster.step.train_config import SHARDING, TrainConfig
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.options import divisors
+from megatron.context_parallel.progress import tracked
 from megatron.context_parallel.strategies import parse_spec
 
 from .candidates import Rejected, Workload
@@ -65,7 +66,7 @@ def search_steps(model: ModelShape, cluster: Cluster, base: TrainConfig, every_s
     ranked = list[FeasibleRun]()
     rejected = list[Rejected]()
     slower = 0
-    for split in splits:
+    for split in tracked(splits, "trying parallel sizes"):
         group, *others = split.groups("context")
         place = GroupDevices(cluster, group, others)
         most = SIMULATED if len(splits) == 1 else SIMULATED_OF_MANY
@@ -73,7 +74,7 @@ def search_steps(model: ModelShape, cluster: Cluster, base: TrainConfig, every_s
         rejected += found.rejected
         specs = _taken([*found.ranked], [*found.slower])
         slower += len(found.ranked) + len(found.slower) - len(specs)
-        for spec in specs:
+        for spec in tracked(specs, "predicting whole iterations"):
             for run in _variants(replace(split, cp_strategy=spec)):
                 _forecast(model, run, cluster, ranked, rejected)
     return StepSearch(sorted(ranked, key=lambda found: found.forecast.seconds), rejected, slower)

@@ -12,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.progress import tracked
 
 from .folder import SafetensorsFolder
 
@@ -100,7 +101,7 @@ def load_weights(model: GPTModel, folder: Path, vocabulary: int) -> None:
     """
     source = SafetensorsFolder(folder)
     check_names(model, source)
-    for name, parameter in model.named_parameters():
+    for name, parameter in tracked([*model.named_parameters()], "loading weights"):
         fill(name, parameter, source, model.config, vocabulary)
 
 

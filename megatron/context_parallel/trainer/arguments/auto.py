@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from megatron.context_parallel.cli.run_main import announce
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.cluster.search.auto import choose_on_group, measured
 from megatron.context_parallel.cluster.search.planner import GroupDevices, Search, search
@@ -29,7 +30,12 @@ def choose_strategy(args: Arguments) -> Arguments:
     world = dist.group.WORLD
     assert world is not None  # the job has begun
     workload = workload_of(model_of(args), run_of(args))
-    cluster = load_cluster(args.cp_cluster, "--cp-cluster") if args.cp_cluster else measured(workload, world)
+    if args.cp_cluster:
+        cluster = load_cluster(args.cp_cluster, "--cp-cluster")
+    else:
+        announce(f"--cp-strategy {AUTO}: measuring devices and links, which takes some seconds")
+        cluster = measured(workload, world)
+    announce(f"--cp-strategy {AUTO}: predicting the strategies for {args.world_size} x {cluster.device.name}")
     return with_strategy(args, choose_on_group(world, lambda: planned(args, cluster)))
 
 

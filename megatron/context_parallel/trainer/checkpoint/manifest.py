@@ -5,12 +5,14 @@ The checksum is XXH3, 64 bits. It detects accidents; it does not protect against
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from xxhash import xxh3_64
+
+from megatron.context_parallel.progress import Progress, gigabytes
 
 MANIFEST = "manifest.json"
 _THREADS = 4  # files that one process reads at a time
@@ -105,11 +107,16 @@ def _size_fault(path: Path, name: str, record: File) -> str | None:
     return None
 
 
-def content_faults(directory: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+def content_faults(directory: Path, manifest: Manifest, names: Collection[str]) -> list[str]:
     """A line for each of the files `names` that cannot be read, or whose contents have changed."""
+    progress = Progress(f"verifying {directory.name}", sum(manifest[name].bytes for name in names), gigabytes)
+    found = []
     with ThreadPoolExecutor(_THREADS) as pool:
         faults = pool.map(lambda name: _content_fault(directory / name, name, manifest[name]), names)
-        return [fault for fault in faults if fault]
+        for name, fault in zip(names, faults, strict=True):
+            found += [fault] if fault else []
+            progress.advance(manifest[name].bytes)
+    return found
 
 
 def _content_fault(path: Path, name: str, record: File) -> str | None:

@@ -67,13 +67,8 @@ def say(line: str) -> None:
 # ---------------------------------------------------------------------------------------------------- saving
 
 
-def save_checkpoint(args: Arguments, state: TrainState) -> None:
-    """Write `--save`/iter_NNNNNNN and make it the latest. Every rank calls it; all return when it is complete."""
-    Save(args, state).finish()
-
-
 class Save:
-    """A checkpoint that is being written. Every rank makes one, and calls the same methods in the same order.
+    """The checkpoint `--save`/iter_NNNNNNN that is being written. Every rank calls the same methods in the same order.
 
     Threads of each rank write its shards under a temporary name. `finish` then adds the manifest, flushes everything to
     disk, renames the folder, and only then updates the tracker. With `--async-save` the state is copied first, and
