@@ -16,8 +16,9 @@ from benchmarks.peers import PEERS
 from benchmarks.volume import planned_bytes
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.cli.run_main import run_main
+from megatron.context_parallel.cluster.description import save_cluster
 from megatron.context_parallel.errors import UsageError
-from tools.netlab import add_flags, cluster_of, exits_as_ranks_did
+from tools.netlab import add_device_flags, add_flags, exits_as_ranks_did, with_devices
 
 RANK = Path(__file__).with_name("attention_rank.py")
 
@@ -31,6 +32,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     sets = "; ".join(f"{name}: {text}" for name, text in PRESETS.items())
     what.add_argument("--preset", metavar="NAME", help=f"a ready-made comparison: {sets}")
     add_flags(parser)
+    add_device_flags(parser)
     add_workload(parser)
     return parser.parse_args(argv)
 
@@ -92,13 +94,17 @@ def cases_of(args: argparse.Namespace, problem: Workload) -> tuple[list[Case], l
 @exits_as_ranks_did
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    place = cluster_of(args)
+    place, described = with_devices(args, args.seq_length)
     problem = problem_of(args, place.ranks)
     cases, planned = cases_of(args, problem)
     report.make_folder(args.output)
+    cluster_file = args.output / "cluster.yaml"
+    if described:
+        save_cluster(described, cluster_file)
     run = {"title": "attention, forward and backward", "problem": asdict(problem)}
     run["surroundings"] = job.surroundings(place)
     task = {"problem": run["problem"], "cases": [case.text for case in cases]}
+    task["cluster"] = str(cluster_file.absolute()) if described else None
     entries = job.results_of(RANK, task | {"rounds": args.rounds, "warm_up": args.warm_up}, place)
     run["entries"] = [entry | {"planned": plan} for entry, plan in zip(entries, planned, strict=True)]
     report.publish(run, args.output)

@@ -1,9 +1,9 @@
 """Other projects' context parallelism behind one interface. None is a dependency: an adapter imports its library.
 
-An adapter is a class `Adapter(problem, group, watch, **options)`. It has `order`, the order of dimensions in which the
+An adapter is a class `Adapter(problem, group, flash, **options)`. It has `order`, the order of dimensions in which the
 library takes tensors ("bshd" or "sbhd"), `positions(length)`, the tokens of this rank (int64 [length / ranks]), and
 `attend(q, k, v)`, the differentiable attention. What it cannot do is an exception with the reason, when it is made
-or when it is checked. The kernel of all of them is `cpu_flash`, so that what differs is what they do around it.
+or when it is checked. The kernel of all of them is `flash`, a `cpu_flash.CpuFlash`, so that what differs is what they do around it.
 """
 
 PEERS = {  # name on the command line: (module here, what it is)

@@ -116,14 +116,16 @@ class WrongAdapter:
 
     order = "bshd"
 
-    def __init__(self, problem, group, watch):
+    def __init__(self, problem, group, flash):
         self.rank, self.ranks = group.rank(), problem.ranks
 
     def positions(self, length):
         return positions("contiguous", self.rank, self.ranks, length)
 
     def attend(self, q, k, v):
-        return cpu_flash.FlashAttention.apply(q, k, v, 1 / math.sqrt(q.shape[-1]), True, Stopwatch())
+        return cpu_flash.FlashAttention.apply(
+            q, k, v, 1 / math.sqrt(q.shape[-1]), True, cpu_flash.CpuFlash(Stopwatch())
+        )
 
 
 def quietly(measure, job: dict) -> list[dict]:
@@ -142,7 +144,7 @@ def quietly(measure, job: dict) -> list[dict]:
 def test_what_is_not_exact_or_not_there_is_not_timed(ranks):
     cases = ["ring", "peer:wrong", "peer:absent", "peer:torch", "peer:torch:rotate=allgather"]
     problem = Workload(2, 128, 2, 2, 2, 16, "fp32", True)
-    job = {"problem": asdict(problem), "cases": cases, "rounds": 2, "warm_up": 0}
+    job = {"problem": asdict(problem), "cases": cases, "rounds": 2, "warm_up": 0, "cluster": None}
     both = ranks(2, quietly, attention_rank.measure, job)
     assert both[0] == both[1]
     by_case = {entry["case"]: entry for entry in both[0]}
@@ -163,7 +165,7 @@ def test_what_is_not_exact_or_not_there_is_not_timed(ranks):
 def test_peers_compute_with_an_exact_kernel(kv_heads, causal):
     """Through the names by which libraries import flash-attn."""
     with mock.patch.dict(sys.modules):
-        cpu_flash.install(watch := Stopwatch())
+        cpu_flash.install(cpu_flash.CpuFlash(watch := Stopwatch()))
         interface = importlib.import_module("flash_attn.flash_attn_interface")
     torch.manual_seed(kv_heads)
     q, k, v, dout = (torch.randn(2, 24, heads, 8) for heads in (4, kv_heads, kv_heads, 4))
