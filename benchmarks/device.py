@@ -35,7 +35,14 @@ class EmulatedDevice:
     def call(
         self, heads: int, queries: int, keys: int, mask: PieceMask, backward: bool
     ) -> AbstractContextManager[None]:
-        """The time of a call, in which its results are made. `heads`: query heads times batch; `queries`, `keys`: rows."""
+        """The time of a call, in which its results are made.
+
+        Args:
+            heads: query heads times batch.
+            queries, keys: rows.
+            mask: of these rows.
+            backward: whether the call computes gradients.
+        """
         operations = 4 * self.head_dim * heads * seen_pairs(queries, keys, mask) * (BACKWARD if backward else 1)
         seconds = self.call_time(mask == CAUSAL, queries, keys, operations, backward)
         self.seconds += seconds

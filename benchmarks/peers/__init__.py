@@ -3,7 +3,8 @@
 An adapter is a class `Adapter(problem, group, flash, **options)`. It has `order`, the order of dimensions in which the
 library takes tensors ("bshd" or "sbhd"), `positions(length)`, the tokens of this rank (int64 [length / ranks]), and
 `attend(q, k, v)`, the differentiable attention. What it cannot do is an exception with the reason, when it is made
-or when it is checked. The kernel of all of them is `flash`, a `cpu_flash.CpuFlash`, so that what differs is what they do around it.
+or when it is checked. The kernel of all of them is `flash`, a `cpu_flash.CpuFlash`, so that what differs is what they
+do around it.
 """
 
 PEERS = {  # name on the command line: (module here, what it is)
