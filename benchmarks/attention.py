@@ -16,7 +16,6 @@ from benchmarks.peers import PEERS
 from benchmarks.volume import planned_bytes
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.cli.run_main import run_main
-from megatron.context_parallel.cluster.description import save_cluster
 from megatron.context_parallel.errors import UsageError
 from tools.netlab import add_device_flags, add_flags, exits_as_ranks_did, with_devices
 
@@ -98,13 +97,10 @@ def main(argv: list[str] | None = None) -> int:
     problem = problem_of(args, place.ranks)
     cases, planned = cases_of(args, problem)
     report.make_folder(args.output)
-    cluster_file = args.output / "cluster.yaml"
-    if described:
-        save_cluster(described, cluster_file)
     run = {"title": "attention, forward and backward", "problem": asdict(problem)}
     run["surroundings"] = job.surroundings(place)
     task = {"problem": run["problem"], "cases": [case.text for case in cases]}
-    task["cluster"] = str(cluster_file.absolute()) if described else None
+    task["cluster"] = job.write_cluster(described, args.output)
     entries = job.results_of(RANK, task | {"rounds": args.rounds, "warm_up": args.warm_up}, place)
     run["entries"] = [entry | {"planned": plan} for entry, plan in zip(entries, planned, strict=True)]
     report.publish(run, args.output)

@@ -1,23 +1,15 @@
 """What each rank of attention.py runs: builds the cases, checks each against exact attention, times them in turn."""
 
-import time
-from collections.abc import Callable
 from functools import partial
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.cases import Case, Workload, parse_case
-from benchmarks.device import EmulatedDevice
+from benchmarks.device import device_of, python_share
 from benchmarks.job import run_job
 from benchmarks.rounds import interleave
 from benchmarks.stopwatch import Stopwatch
 from benchmarks.subjects import ExactAttention, Kernels, build, kernels_of, local_tensors, step, whole_tensors
-from megatron.context_parallel.cluster.description import load_cluster
-from tools.netlab import Busy
-
-PYTHON = 0.03  # of the time of a block: the most that a step may take in Python
-Run = Callable[[], object]
 
 
 def measure(job: dict) -> list[dict]:
@@ -31,10 +23,7 @@ def measure(job: dict) -> list[dict]:
     problem, watch = Workload(**job["problem"]), Stopwatch()
     watch.watch_waits()
     exact = ExactAttention(problem)
-    device = None
-    if job["cluster"]:
-        described = load_cluster(job["cluster"]).device
-        device = EmulatedDevice(described, problem.dtype, problem.head_dim, Busy())
+    device = device_of(job["cluster"], problem)
     kernels = kernels_of(problem, watch, device)
     entries, runs = [], []
     for text in job["cases"]:
@@ -71,37 +60,6 @@ def prepare(case: Case, problem: Workload, kernels: Kernels, exact: ExactAttenti
     dist.all_gather_object(outcomes, (error, failure))
     failures = [text for _, text in outcomes if text]
     return (None, None, failures[0]) if failures else (subject, max(error for error, _ in outcomes), None)
-
-
-def python_share(short: Run, run: Run, device: EmulatedDevice) -> dict[str, object]:
-    """Python's own time of a pass, and its share of the time of the blocks; `failure` if it is more than PYTHON.
-
-    Python's time is the processor time of a pass over the short sequence, in which the device does nothing. Both are
-    means over ranks.
-    """
-    device.computes = False
-    short()  # makes the plans
-    begun = time.thread_time()
-    short()
-    python = time.thread_time() - begun
-    device.seconds = 0.0
-    run()
-    device.computes = True
-    sums = torch.tensor([python, device.seconds], dtype=torch.float64)
-    dist.all_reduce(sums)
-    python, blocks = (sums / dist.get_world_size()).tolist()
-    return {"python": {"seconds": python, "blocks": blocks}, "failure": refusal(python, blocks)}
-
-
-def refusal(python: float, blocks: float) -> str | None:
-    """Why devices are too fast for Python: its seconds of a pass are too many for the seconds of the blocks."""
-    share = python / blocks
-    if share <= PYTHON:
-        return None
-    return (
-        f"Python's own time of a pass is {python * 1e3:.1f} ms, {share:.1%} of the {blocks * 1e3:.0f} ms of its blocks "
-        f"(at most {PYTHON:.0%}): give devices {share / PYTHON:.1f} times as slow, by a smaller --scale or a longer --stands-for"
-    )
 
 
 if __name__ == "__main__":

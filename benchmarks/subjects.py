@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.context_parallel import ContextParallel, context_parallel_attention
 from megatron.context_parallel.kernels.choose import kernel_for
+from megatron.context_parallel.kernels.interface import Kernel
 from megatron.context_parallel.kernels.reference import attention
 
 from .cases import DTYPES, Case, Workload
@@ -31,7 +32,12 @@ class Kernels(NamedTuple):
 def kernels_of(problem: Workload, watch: Stopwatch, device: EmulatedDevice | None) -> Kernels:
     """On an emulated cluster with devices, both can take the time of the device."""
     kernel = kernel_for(torch.device("cpu"), DTYPES[problem.dtype], problem.head_dim)
-    return Kernels(TimedKernel(DeviceKernel(kernel, device) if device else kernel, watch), CpuFlash(watch, device))
+    return Kernels(block_kernel(kernel, watch, device), CpuFlash(watch, device))
+
+
+def block_kernel(kernel: Kernel, watch: Stopwatch, device: EmulatedDevice | None) -> TimedKernel:
+    """The kernel, timed; on a device, it can take the device's time."""
+    return TimedKernel(DeviceKernel(kernel, device) if device else kernel, watch)
 
 
 class Ours:

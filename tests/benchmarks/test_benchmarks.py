@@ -189,7 +189,15 @@ def test_training_steps_train_alike(ranks):
     flags += ["--num-query-groups", "2", "--kv-channels", "16", "--context-parallel-size", "2"]
     problem = Workload(2, 64, 1, 4, 2, 16, "fp32", True)
     cases = ["ring", "mesh:grid=2x1"]
-    job = {"problem": asdict(problem), "cases": cases, "flags": flags, "recompute": True, "rounds": 2, "warm_up": 1}
+    job = {
+        "problem": asdict(problem),
+        "cases": cases,
+        "flags": flags,
+        "recompute": True,
+        "rounds": 2,
+        "warm_up": 1,
+        "cluster": None,
+    }
     entries = ranks(2, quietly, training_rank.measure, job)[0]
     assert [entry["case"] for entry in entries] == [case + how for case in cases for how in training_rank.RECOMPUTATION]
     for entry in entries:
