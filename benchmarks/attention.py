@@ -7,7 +7,8 @@ Each is first compared with exact attention; cases that are not exact are not ti
 """
 
 import argparse
-from dataclasses import asdict
+import statistics
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks import job, report
@@ -16,6 +17,7 @@ from benchmarks.peers import PEERS
 from benchmarks.volume import planned_bytes
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.cli.run_main import run_main
+from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.errors import UsageError
 from tools.netlab import add_device_flags, add_flags, exits_as_ranks_did, with_devices
 
@@ -90,6 +92,17 @@ def cases_of(args: argparse.Namespace, problem: Workload) -> tuple[list[Case], l
     return cases, [None if case.peer else planned_bytes(case.plans(problem), problem) for case in cases]
 
 
+def with_python(described: Cluster, cases: list[Case], problem: Workload, entries: list[dict]) -> Cluster:
+    """The description of an emulated cluster, with Python's own time of a step: the median over the strategies."""
+    times = []
+    for case, entry in zip(cases, entries, strict=True):
+        if not case.peer and "python" in entry:
+            steps = sum(len(plan.steps[0]) for plan in case.plans(problem))
+            times.append(entry["python"]["seconds"] / steps)
+    step_us = round(statistics.median(times) * 1e6) if times else 0
+    return replace(described, device=replace(described.device, step_us=float(step_us)))
+
+
 @exits_as_ranks_did
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
@@ -103,6 +116,8 @@ def main(argv: list[str] | None = None) -> int:
     task["cluster"] = job.write_cluster(described, args.output)
     entries = job.results_of(RANK, task | {"rounds": args.rounds, "warm_up": args.warm_up}, place)
     run["entries"] = [entry | {"planned": plan} for entry, plan in zip(entries, planned, strict=True)]
+    if described:
+        job.write_cluster(with_python(described, cases, problem, entries), args.output)
     report.publish(run, args.output)
     return int(any(entry["failure"] and not case.peer for entry, case in zip(entries, cases, strict=True)))
 
