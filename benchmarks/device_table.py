@@ -9,6 +9,7 @@ can be interrupted. With --against it also compares the times with those of an e
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -18,7 +19,7 @@ from benchmarks.cases import Workload
 from megatron.context_parallel.cli.run_main import run_main
 from megatron.context_parallel.cluster.description import load_cluster
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "devices.md"
+DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- made by benchmarks/device_table.py -->\n", "<!-- end -->\n"
 PROBLEM = "--seq-length 1024 --num-attention-heads 16 --kv-channels 32"
 DEVICES = "--devices dgx-h100 --scale 1.25e-4 --stands-for 262144"
@@ -83,13 +84,19 @@ def tables(results: dict[Setting, Result]) -> str:
     """The Markdown of all tables, and what they show in numbers."""
     parts = []
     for cluster in CLUSTERS:
-        of_cluster = {setting: result for setting, result in results.items() if setting.cluster == cluster}
-        parts.append(f"### {cluster}: seconds, and speed-up over `ring`\n\n{_table(of_cluster, _time)}")
-        parts.append(f"### {cluster}: spread, and error of the prediction\n\n{_table(of_cluster, _agreement)}")
+        parts.append(f"### {cluster}: seconds, and speed-up over ring\n\n{times(results, cluster)}")
+        agreement = _table(results, cluster, _agreement)
+        parts.append(f"### {cluster}: spread, and error of the prediction\n\n{agreement}")
     return "\n".join([*parts, _summary(results), _untimed(results)])
 
 
-def _table(results: dict[Setting, Result], cell) -> str:
+def times(results: dict[Setting, Result], cluster: str) -> str:
+    """The Markdown of a table of seconds and speed-ups on one cluster."""
+    return _table(results, cluster, _time)
+
+
+def _table(results: dict[Setting, Result], cluster: str, cell: Callable[[Result, str], str]) -> str:
+    results = {setting: result for setting, result in results.items() if setting.cluster == cluster}
     names = [f"{setting.heads}, {setting.dtype}" for setting in results]
     lines = [f"| case | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
     cases = dict.fromkeys(case for result in results.values() for case in result.measured)
@@ -146,11 +153,11 @@ def differences(results: dict[Setting, Result], earlier: dict[Setting, Result]) 
     return [line for _, line in found]
 
 
-def write_page(text: str) -> None:
-    page = PAGE.read_text()
-    before, rest = page.split(BEGIN)
+def write_page(page: Path, text: str) -> None:
+    """Replaces what is between the marks of a page."""
+    before, rest = page.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -166,7 +173,8 @@ def main(argv: list[str] | None = None) -> None:
     results = {setting: Result.of(args.output / setting.folder) for setting in settings()}
     text = tables(results)
     print(text)
-    write_page(text)
+    write_page(DOCS / "benchmarks" / "devices.md", text)
+    write_page(DOCS / "choose.md", times(results, "16 x 1"))
     numbers = {setting.folder: vars(result) for setting, result in results.items()}
     (args.output / "tables.json").write_text(json.dumps(numbers, indent=1) + "\n")
     if args.against:

@@ -21,12 +21,14 @@ from torch.distributed import Work
 from benchmarks import attention_rank, predicted, training_rank, training_step
 from benchmarks.attention import main
 from benchmarks.cases import PRESETS, Case, Workload, parse_case, preset
+from benchmarks.device import PYTHON
 from benchmarks.peers import PEERS, cpu_flash
 from benchmarks.report import COLUMNS, speed_up, summarize
 from benchmarks.stopwatch import Stopwatch
 from benchmarks.volume import planned_bytes
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.attention import torch_op as attention_module
+from megatron.context_parallel.cluster.description import load_cluster, save_cluster
 from megatron.context_parallel.kernels.reference import attention
 from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.layout import positions
@@ -159,6 +161,18 @@ def test_what_is_not_exact_or_not_there_is_not_timed(ranks):
         for rank in (rank for of_ranks in entry["rounds"] for rank in of_ranks):
             assert rank["kernel"] > 0 and rank["wait"] > 0
             assert rank["seconds"] == pytest.approx(rank["kernel"] + rank["wait"] + rank["other"])
+
+
+def test_devices_that_are_too_fast_for_python_are_refused(ranks, tmp_path):
+    """After the results were checked; strategies and peers alike."""
+    save_cluster(load_cluster("dgx-h100").part(2), tmp_path / "cluster.yaml")
+    problem = Workload(2, 64, 1, 2, 2, 16, "fp32", True)
+    job = {"problem": asdict(problem), "cases": ["ring", "peer:torch"], "rounds": 1, "warm_up": 1}
+    job["cluster"] = str(tmp_path / "cluster.yaml")
+    for entry in ranks(2, quietly, attention_rank.measure, job)[0]:
+        assert entry["error"] < 1e-5 and entry["rounds"] == [], entry["failure"]
+        assert entry["failure"].startswith("Python's own time of a pass is ")
+        assert entry["python"]["seconds"] > PYTHON * entry["python"]["device_seconds"] > 0
 
 
 @pytest.mark.parametrize("kv_heads,causal", [(4, True), (2, True), (1, False)])
