@@ -43,7 +43,8 @@ def products_take_time(device: EmulatedDevice, times: LayerTime) -> None:
 def optimizer_takes_time(state: TrainState, device: EmulatedDevice, times: LayerTime) -> None:
     """From now on, its optimizer takes the device's time and changes nothing while the device does not compute."""
     computed = state.optimizer.step
-    seconds = times.optimizer(sum(weight.numel() for chunk in state.model for weight in chunk.parameters()))
+    parameters = sum(weight.numel() for chunk in state.model for weight in chunk.parameters())
+    seconds = times.optimizer(parameters // times.run.shards("optim"))
 
     def step() -> tuple[bool, float, None]:
         if device.computes:

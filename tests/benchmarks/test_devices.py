@@ -15,7 +15,7 @@ from benchmarks import attention, device_table
 from benchmarks.cases import Workload, parse_case
 from benchmarks.device import PYTHON, DeviceKernel, EmulatedDevice, refusal
 from benchmarks.device_table import Result, Setting
-from benchmarks.device_training import products_take_time
+from benchmarks.device_training import optimizer_takes_time, products_take_time
 from benchmarks.peers import cpu_flash
 from benchmarks.stopwatch import Stopwatch
 from megatron.context_parallel import context_parallel_attention
@@ -125,6 +125,17 @@ def test_linear_layers_take_the_time():
         assert not any(y.any() for y in (out, *grads)) and device.seconds == 3 * 3004
         device.computes = True
         assert torch.equal(product(x, weight, None, **rest), x @ weight.t())
+
+
+def test_the_optimizer_takes_the_time_of_its_share():
+    device = resting()
+    times = mock.Mock(optimizer=lambda parameters: parameters * 10, run=mock.Mock(shards={"optim": 4}.get))
+    state = mock.Mock(model=[torch.nn.Linear(3, 4), torch.nn.Linear(2, 8)])
+    state.optimizer.step = lambda: (False, 2.5, None)
+    optimizer_takes_time(state, device, times)
+    assert state.optimizer.step() == (True, 0.0, None) and device.seconds == (4 * 4 + 3 * 8) // 4 * 10
+    device.computes = True
+    assert state.optimizer.step() == (False, 2.5, None)
 
 
 def test_too_fast_devices_are_refused():
