@@ -96,7 +96,7 @@ def with_devices(args: Namespace, length: int) -> tuple[Cluster, description.Clu
     """The cluster of the flags, not yet there, and its description if it has devices.
 
     The description is that of the emulated cluster: with the slowed devices, the rates of the shaped links, and gloo's
-    way of sending. Copies and merges are real, so `memory_GB_s` and `step_us` are this machine's: `measure_host`.
+    way of sending. Copies and merges are real; for the predictor they keep the rate of the slowed memory.
 
     Args:
         args: the flags of `add_flags` and `add_device_flags`.
