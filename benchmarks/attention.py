@@ -7,7 +7,8 @@ Each is first compared with exact attention; cases that are not exact are not ti
 """
 
 import argparse
-from dataclasses import asdict
+import statistics
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks import job, report
@@ -16,8 +17,9 @@ from benchmarks.peers import PEERS
 from benchmarks.volume import planned_bytes
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.cli.run_main import run_main
+from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.errors import UsageError
-from tools.netlab import add_flags, cluster_of, exits_as_ranks_did
+from tools.netlab import add_device_flags, add_flags, exits_as_ranks_did, with_devices
 
 RANK = Path(__file__).with_name("attention_rank.py")
 
@@ -31,6 +33,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     sets = "; ".join(f"{name}: {text}" for name, text in PRESETS.items())
     what.add_argument("--preset", metavar="NAME", help=f"a ready-made comparison: {sets}")
     add_flags(parser)
+    add_device_flags(parser)
     add_workload(parser)
     return parser.parse_args(argv)
 
@@ -89,18 +92,32 @@ def cases_of(args: argparse.Namespace, problem: Workload) -> tuple[list[Case], l
     return cases, [None if case.peer else planned_bytes(case.plans(problem), problem) for case in cases]
 
 
+def with_python(described: Cluster, cases: list[Case], problem: Workload, entries: list[dict]) -> Cluster:
+    """The description of an emulated cluster, with Python's own time of a step: the median over the strategies."""
+    times = []
+    for case, entry in zip(cases, entries, strict=True):
+        if not case.peer and "python" in entry:
+            steps = sum(len(plan.steps[0]) for plan in case.plans(problem))
+            times.append(entry["python"]["seconds"] / steps)
+    step_us = round(statistics.median(times) * 1e6) if times else 0
+    return replace(described, device=replace(described.device, step_us=float(step_us)))
+
+
 @exits_as_ranks_did
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    place = cluster_of(args)
+    place, described = with_devices(args, args.seq_length)
     problem = problem_of(args, place.ranks)
     cases, planned = cases_of(args, problem)
     report.make_folder(args.output)
     run = {"title": "attention, forward and backward", "problem": asdict(problem)}
     run["surroundings"] = job.surroundings(place)
     task = {"problem": run["problem"], "cases": [case.text for case in cases]}
+    task["cluster"] = job.write_cluster(described, args.output)
     entries = job.results_of(RANK, task | {"rounds": args.rounds, "warm_up": args.warm_up}, place)
     run["entries"] = [entry | {"planned": plan} for entry, plan in zip(entries, planned, strict=True)]
+    if described:
+        job.write_cluster(with_python(described, cases, problem, entries), args.output)
     report.publish(run, args.output)
     return int(any(entry["failure"] and not case.peer for entry, case in zip(entries, cases, strict=True)))
 

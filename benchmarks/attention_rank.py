@@ -1,43 +1,58 @@
 """What each rank of attention.py runs: builds the cases, checks each against exact attention, times them in turn."""
 
+from functools import partial
+
 import torch.distributed as dist
 
 from benchmarks.cases import Case, Workload, parse_case
+from benchmarks.device import device_of, python_share
 from benchmarks.job import run_job
 from benchmarks.rounds import interleave
 from benchmarks.stopwatch import Stopwatch
-from benchmarks.subjects import ExactAttention, build, local_tensors, step, whole_tensors
+from benchmarks.subjects import ExactAttention, Kernels, build, kernels_of, local_tensors, step, whole_tensors
 
 
 def measure(job: dict) -> list[dict]:
     """Rounds of every case that is exact; collective over the world.
 
-    `job` has `problem`, `cases` (as written on the command line), `rounds` and `warm_up`. Returns an entry per case:
-    `case`, `error` (relative, on the worst rank) or null, `failure` (why it was not timed) or null, and `rounds`, each
-    a list over ranks of what `rounds.timed` returns.
+    `job` has `problem`, `cases` (as written on the command line), `rounds`, `warm_up`, and `cluster`, the file of a
+    cluster whose devices are emulated, or null. Returns an entry per case: `case`, `error` (relative, on the worst
+    rank) or null, `failure` (why it was not timed) or null, `rounds`, each a list over ranks of what `rounds.timed`
+    returns, and with devices `python` (see `python_share`).
     """
     problem, watch = Workload(**job["problem"]), Stopwatch()
     watch.watch_waits()
     exact = ExactAttention(problem)
+    device = device_of(job["cluster"], problem)
+    kernels = kernels_of(problem, watch, device)
     entries, runs = [], []
     for text in job["cases"]:
-        subject, error, failure = prepare(parse_case(text), problem, watch, exact)
+        subject, error, failure = prepare(parse_case(text), problem, kernels, exact)
         entries.append({"case": text, "error": error, "failure": failure, "rounds": []})
         if failure is None:
             tensors = local_tensors(subject, whole_tensors(problem, problem.length))
-            runs.append((entries[-1], lambda subject=subject, tensors=tensors: step(subject, *tensors)))
-    interleave(runs, job["rounds"], job["warm_up"], watch)
+            run = partial(step, subject, *tensors)
+            if device:
+                short = partial(step, subject, *local_tensors(subject, exact.whole))
+                entries[-1] |= python_share(short, run, device)
+            if entries[-1]["failure"] is None:
+                runs.append((entries[-1], run))
+    warm_up = job["warm_up"]
+    if device:
+        device.computes = False
+        warm_up = max(0, warm_up - 1)  # `python_share` was one
+    interleave(runs, job["rounds"], warm_up, watch)
     return entries
 
 
-def prepare(case: Case, problem: Workload, watch: Stopwatch, exact: ExactAttention) -> tuple:
+def prepare(case: Case, problem: Workload, kernels: Kernels, exact: ExactAttention) -> tuple:
     """(subject, error, None) of a case that is exact on all ranks, or (None, None, why it is not timed)."""
     group = dist.new_group(
         list(range(problem.ranks))
     )  # a separate group, so that a failing case does not affect others
     subject, error, failure = None, 0.0, None
     try:
-        subject = build(case, problem, group, watch)
+        subject = build(case, problem, group, kernels)
         error = exact.error_of(subject)
     except Exception as found:  # any error is this case's result
         failure = f"{type(found).__name__}: {found}".splitlines()[0]

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron.context_parallel.cluster.description import Cluster as Description
+from megatron.context_parallel.cluster.description import save_cluster
 from tools.netlab import Cluster
 
 PACKAGES = ("torch", "megatron-core", "numpy", "yunchang", "ring-flash-attn", "deepspeed")
@@ -31,6 +33,15 @@ def results_of(script: Path, job: dict, cluster: Cluster) -> list[dict]:
         job_file.write_text(json.dumps(job))
         cluster.run([script, job_file, results])
         return json.loads(results.read_text())
+
+
+def write_cluster(described: Description | None, folder: Path) -> str | None:
+    """Writes the cluster whose devices are emulated to `cluster.yaml`, for the ranks and for predicted.py."""
+    if described is None:
+        return None
+    path = folder.absolute() / "cluster.yaml"
+    save_cluster(described, path)
+    return str(path)
 
 
 def run_job(measure: Callable[[dict], list[dict]]) -> None:

@@ -64,13 +64,13 @@ def step_seconds(text: str, flags: list[str], ranks: int, cluster: Cluster) -> f
     return forecast_step(model_of(args), run_of(args, parse_case(name).choice), cluster).seconds
 
 
-def wrong_order(predicted: dict[str, float], measured: dict[str, dict]) -> list[str]:
-    """Pairs of cases predicted in the wrong order, among those that differ by more than 5 % and their spreads."""
+def wrong_order(predicted: dict[str, float], measured: dict[str, dict], apart: float = APART) -> list[str]:
+    """Pairs of cases predicted in the wrong order, among those that differ by more than `apart` and their spreads."""
     lines = []
     for a, b in combinations(measured, 2):
         fast, slow = sorted((a, b), key=lambda case: measured[case]["median"])
-        apart = measured[slow]["median"] / measured[fast]["median"] > 1 + APART
-        if apart and max(measured[fast]["times"]) < min(measured[slow]["times"]) and predicted[slow] < predicted[fast]:
+        differ = measured[slow]["median"] / measured[fast]["median"] > 1 + apart
+        if differ and max(measured[fast]["times"]) < min(measured[slow]["times"]) and predicted[slow] < predicted[fast]:
             lines.append(f"wrong order: {slow} was slower than {fast}")
     return lines
 

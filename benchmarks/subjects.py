@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -9,13 +10,34 @@ from torch import Tensor
 
 from megatron.context_parallel import ContextParallel, context_parallel_attention
 from megatron.context_parallel.kernels.choose import kernel_for
+from megatron.context_parallel.kernels.interface import Kernel
 from megatron.context_parallel.kernels.reference import attention
 
 from .cases import DTYPES, Case, Workload
+from .device import DeviceKernel, EmulatedDevice
 from .peers import PEERS
+from .peers.cpu_flash import CpuFlash
 from .stopwatch import Stopwatch, TimedKernel
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}  # relative error (Frobenius) of output and gradients
+
+
+class Kernels(NamedTuple):
+    """The kernels of a rank, whose calls count as "kernel"."""
+
+    ours: TimedKernel
+    peers: CpuFlash
+
+
+def kernels_of(problem: Workload, watch: Stopwatch, device: EmulatedDevice | None) -> Kernels:
+    """On an emulated cluster with devices, both can take the time of the device."""
+    kernel = kernel_for(torch.device("cpu"), DTYPES[problem.dtype], problem.head_dim)
+    return Kernels(block_kernel(kernel, watch, device), CpuFlash(watch, device))
+
+
+def block_kernel(kernel: Kernel, watch: Stopwatch, device: EmulatedDevice | None) -> TimedKernel:
+    """The kernel, timed; on a device, it can take the device's time."""
+    return TimedKernel(DeviceKernel(kernel, device) if device else kernel, watch)
 
 
 class Ours:
@@ -23,21 +45,20 @@ class Ours:
 
     order = "sbhd"
 
-    def __init__(self, case: Case, problem: Workload, group: dist.ProcessGroup, watch: Stopwatch) -> None:
-        self.cp = ContextParallel(case.choice, group=group)
-        self.kernel = TimedKernel(kernel_for(torch.device("cpu"), DTYPES[problem.dtype], problem.head_dim), watch)
+    def __init__(self, case: Case, problem: Workload, group: dist.ProcessGroup, kernel: TimedKernel) -> None:
+        self.cp, self.kernel = ContextParallel(case.choice, group=group), kernel
         self.positions, self.causal = self.cp.positions, problem.causal
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return context_parallel_attention(q, k, v, self.cp, causal=self.causal, kernel=self.kernel)
 
 
-def build(case: Case, problem: Workload, group: dist.ProcessGroup, watch: Stopwatch) -> object:
+def build(case: Case, problem: Workload, group: dist.ProcessGroup, kernels: Kernels) -> object:
     """The strategy or peer on the ranks of `group`. An exception says why it cannot run."""
     if not case.peer:
-        return Ours(case, problem, group, watch)
+        return Ours(case, problem, group, kernels.ours)
     adapter = importlib.import_module(f"{__package__}.peers.{PEERS[case.name][0]}")
-    return adapter.Adapter(problem, group, watch, **case.options)
+    return adapter.Adapter(problem, group, kernels.peers, **case.options)
 
 
 def step(subject: object, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:

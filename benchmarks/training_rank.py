@@ -7,18 +7,24 @@ from functools import cache
 from itertools import product
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
-from benchmarks.cases import RECOMPUTATION, Case, parse_case
+from benchmarks.cases import RECOMPUTATION, Case, Workload, parse_case
+from benchmarks.device import EmulatedDevice, device_of, python_share
+from benchmarks.device_training import optimizer_takes_time, products_take_time
 from benchmarks.job import run_job
 from benchmarks.rounds import interleave
-from benchmarks.stopwatch import Stopwatch, TimedKernel
+from benchmarks.stopwatch import Stopwatch
+from benchmarks.subjects import block_kernel
+from megatron.context_parallel.cluster.step.layer_time import LayerTime
 from megatron.context_parallel.integration import spec
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.trainer import setup, training
 from megatron.context_parallel.trainer.arguments.complete import parse_args
 from megatron.context_parallel.trainer.checkpoint.train_state import Progress
 from megatron.context_parallel.trainer.config.flags import Arguments
+from megatron.context_parallel.trainer.config.workload import model_of, run_of
 
 TOLERANCE = 1e-4  # relative difference of a loss from the first case's
 
@@ -26,35 +32,60 @@ TOLERANCE = 1e-4  # relative difference of a loss from the first case's
 def measure(job: dict) -> list[dict]:
     """Timed training steps of every case; collective over the world.
 
-    `job` has `flags` of the trainer, `problem`, `cases`, `recompute`, `rounds` and `warm_up`. Returns what
+    `job` has `flags` of the trainer, `problem`, `cases`, `recompute`, `rounds`, `warm_up` and `cluster`. Returns what
     `attention_rank.measure` does, with the largest relative difference of a loss from the first case's as `error`.
+    With devices, the losses of the first step are compared, which is computed and not timed.
     """
     watch = Stopwatch()
     watch.watch_waits()
-    spec.kernel_for = cache(lambda *args, **how: TimedKernel(kernel_for(*args, **how), watch))  # one for all layers
     args = parse_args(job["flags"])
+    device = device_of(job["cluster"], Workload(**job["problem"]))
+    spec.kernel_for = cache(lambda *args, **how: block_kernel(kernel_for(*args, **how), watch, device))
+    if device:
+        products_take_time(device, LayerTime(model_of(args), run_of(args), device.device))
     setup.initialize_model_parallel(args)
     entries, runs, losses = [], [], []
     for text, (how, changes) in product(job["cases"], RECOMPUTATION.items() if job["recompute"] else [("", {})]):
         entries.append({"case": text + how, "error": None, "failure": None, "rounds": []})
         losses.append([])
         own = replace(args, **changes)
-        runs.append((entries[-1], training_step(own, parse_case(text), losses[-1])))
-    interleave(runs, job["rounds"], job["warm_up"], watch)
+        runs.append((entries[-1], training_step(own, parse_case(text), losses[-1], device)))
+    if device is None:
+        interleave(runs, job["rounds"], job["warm_up"], watch)
+        check_losses(entries, losses)
+    else:
+        for _, step in runs:
+            step()
+        check_losses(entries, losses)
+        if dist.get_rank() == 0:
+            print("Devices take time and compute nothing from here on: losses are not those of a model.", flush=True)
+        for entry, step in runs:
+            if entry["failure"] is None:
+                entry.update(python_share(step, step, device))
+        device.computes = False
+        interleave([run for run in runs if run[0]["failure"] is None], job["rounds"], 0, watch)
+    parallel_state.destroy_model_parallel()
+    return entries
+
+
+def check_losses(entries: list[dict], losses: list[list[float]]) -> None:
+    """Fills in the errors; entries with other losses than the first fail, and lose their rounds."""
     for entry, own in zip(entries, losses, strict=True):
         entry["error"] = max(abs(loss / first - 1) for loss, first in zip(own, losses[0], strict=True))
         if not entry["error"] <= TOLERANCE:
             entry["failure"] = f"losses differ from those of {entries[0]['case']} by {entry['error']:.1e}"
             entry["rounds"] = []
-    parallel_state.destroy_model_parallel()
-    return entries
 
 
-def training_step(args: Arguments, case: Case, losses: list[float]) -> Callable[[], None]:
+def training_step(
+    args: Arguments, case: Case, losses: list[float], device: EmulatedDevice | None
+) -> Callable[[], None]:
     """One step of the trainer with this strategy, from the same weights and data as any other; appends the loss."""
     own = replace(args, cp_layers=(case.choice,) * args.num_layers, cp_layout=case.choice.layout)
     setup.seed_all(args.seed)
     state, data = training.build_state(own, Progress()), [random_batches(own)]
+    if device:
+        optimizer_takes_time(state, device, LayerTime(model_of(own), run_of(own, case.choice), device.device))
 
     def step() -> None:
         losses.append(training.train_step(own, state, data, time.monotonic())[0])

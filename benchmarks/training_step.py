@@ -19,7 +19,7 @@ from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries, run_main
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.config.flags import Arguments
-from tools.netlab import add_flags, cluster_of, exits_as_ranks_did
+from tools.netlab import add_device_flags, add_flags, cluster_of, exits_as_ranks_did, with_devices
 
 RANK = Path(__file__).with_name("training_rank.py")
 # The preset's two layers with the heads of attention.py, and so few weights that their reduction does not dominate.
@@ -37,6 +37,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[
     names = ", ".join(STRATEGIES)
     parser.add_argument("--strategies", nargs="+", required=True, metavar="NAME[:OPTION=VALUE,...]", help=f"of {names}")
     add_flags(parser)
+    add_device_flags(parser)
     text = "each strategy also with all layers recomputed, and with attention kept (Selective Checkpoint++)"
     parser.add_argument("--recompute", action="store_true", help=text)
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each; default: %(default)s")
@@ -81,10 +82,10 @@ def cases_of(texts: list[str], problem: Workload) -> list[Case]:
 @exits_as_ranks_did
 def main(argv: list[str] | None = None) -> int:
     args, given = parse_args(argv)
-    place = cluster_of(args)
-    ranks = place.ranks
+    ranks = cluster_of(args).ranks
     flags = trainer_flags(given, ranks)
     problem = problem_of(trainer_args(flags, ranks))
+    place, described = with_devices(args, problem.length)
     if args.rounds < 1:
         raise UsageError(f"--rounds {args.rounds}: need at least 1")
     cases = cases_of(args.strategies, problem)
@@ -93,6 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     run["surroundings"] = job.surroundings(place)
     task = {"problem": run["problem"], "cases": [case.text for case in cases], "flags": flags}
     task["recompute"] = args.recompute
+    task["cluster"] = job.write_cluster(described, args.output)
     entries = job.results_of(RANK, task | {"rounds": args.rounds, "warm_up": 1}, place)
     run["entries"] = [entry | {"planned": None} for entry in entries]
     report.publish(run, args.output)

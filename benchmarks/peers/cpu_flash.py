@@ -1,17 +1,22 @@
 """flash-attn's functions on a CPU: ATen's CPU flash attention, the kernel that this project uses there too.
 
 Libraries written for flash-attn import it by name; `install` puts this in its place. It adds nothing but one copy of
-the gradients: flash-attn writes them into tensors it is given, ATen returns new ones.
+the gradients: flash-attn writes them into tensors it is given, ATen returns new ones. On an emulated cluster with
+devices the functions take a device's time instead.
 """
 
 import importlib.machinery
 import inspect
 import sys
 import types
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL
+
+from ..device import EmulatedDevice
 from ..stopwatch import Stopwatch
 
 _ops = torch.ops.aten
@@ -56,43 +61,70 @@ def _unfolded(x: Tensor, batch: int, kv_heads: int) -> Tensor:
     return x.unflatten(0, (batch, -1)).flatten(1, 2).transpose(1, 2)
 
 
+class CpuFlash:
+    """`forward` and `backward`, timed as "kernel". A device that does not compute takes its time and gives zeros."""
+
+    def __init__(self, watch: Stopwatch, device: EmulatedDevice | None = None) -> None:
+        self.device = device
+        self.forward = watch.timed("kernel", self._forward)
+        self.backward = watch.timed("kernel", self._backward)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        if self.device is None or self.device.computes:
+            return forward(q, k, v, scale, causal)
+        batch, rows, heads, _ = q.shape
+        with self._call(q, k, causal, backward=False):
+            return q.new_zeros(q.shape), q.new_zeros(batch, heads, rows, dtype=torch.float32)
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+    ) -> tuple[Tensor, ...]:
+        if self.device is None or self.device.computes:
+            return backward(dout, q, k, v, out, lse, scale, causal)
+        with self._call(q, k, causal, backward=True):
+            return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+
+    def _call(self, q: Tensor, k: Tensor, causal: bool, backward: bool) -> AbstractContextManager[None]:
+        heads = q.shape[0] * q.shape[2]
+        return self.device.call(heads, q.shape[1], k.shape[1], CAUSAL if causal else FULL, backward)
+
+
 class FlashAttention(torch.autograd.Function):
     """Attention of whole sequences, [b, s, heads, d], for libraries that take any attention function."""
 
     @staticmethod
-    def forward(ctx, q, k, v, scale, causal, watch):
-        out, lse = watch.timed("kernel", forward)(q, k, v, scale, causal)
+    def forward(ctx, q, k, v, scale, causal, flash):
+        out, lse = flash.forward(q, k, v, scale, causal)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.rest = scale, causal, watch
+        ctx.rest = scale, causal, flash
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        scale, causal, watch = ctx.rest
-        return *watch.timed("kernel", backward)(dout, *ctx.saved_tensors, scale, causal), None, None, None
+        scale, causal, flash = ctx.rest
+        return *flash.backward(dout, *ctx.saved_tensors, scale, causal), None, None, None
 
 
-def install(watch: Stopwatch) -> None:
-    """Makes `import flash_attn` give these functions, timed as "kernel", with flash-attn 2.8's names and arguments."""
-    timed_forward, timed_backward = watch.timed("kernel", forward), watch.timed("kernel", backward)
+def install(flash: CpuFlash) -> None:
+    """Makes `import flash_attn` give the functions of `flash`, with flash-attn 2.8's names and arguments."""
 
     # The libraries read the names and defaults of these arguments.
     def flash_forward(
         q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
         return_softmax,
     ):  # fmt: skip
-        return *timed_forward(q, k, v, softmax_scale, causal), None, None
+        return *flash.forward(q, k, v, softmax_scale, causal), None, None
 
     def flash_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
         window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     ):  # fmt: skip
-        grads = timed_backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal)
+        grads = flash.backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal)
         for into, grad in zip((dq, dk, dv), grads, strict=True):
             into.copy_(grad)
 
     def flash_function(q, k, v, softmax_scale=None, causal=False, **others):
-        return FlashAttention.apply(q, k, v, softmax_scale, causal, watch)
+        return FlashAttention.apply(q, k, v, softmax_scale, causal, flash)
 
     def missing(*args, **kwargs):
         raise NotImplementedError("this function of flash-attn has no stand-in on a CPU")

@@ -12,7 +12,7 @@ from .cpu_flash import FlashAttention
 class Adapter:
     order = "sbhd"
 
-    def __init__(self, problem, group, watch):
+    def __init__(self, problem, group, flash):
         os.environ["DS_ACCELERATOR"] = "cpu"  # or it warns that it looked for others
         operators = importlib.import_module("deepspeed.ops")
         # Compiled when communication starts (40 s), for reductions inside a machine, which are not used here.
@@ -25,7 +25,7 @@ class Adapter:
 
         def local(q, k, v):
             rows = (x.transpose(0, 1) for x in (q, k, v))
-            return FlashAttention.apply(*rows, scale, problem.causal, watch).transpose(0, 1)
+            return FlashAttention.apply(*rows, scale, problem.causal, flash).transpose(0, 1)
 
         self.problem, self.group = problem, group
         self.attention = layer.DistributedAttention(local, group)

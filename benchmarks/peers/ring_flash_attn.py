@@ -15,10 +15,10 @@ LAYOUTS = {"zigzag": "zigzag", "stripe": "cyclic", "basic": "contiguous"}
 class Adapter:
     order = "bshd"
 
-    def __init__(self, problem, group, watch, variant="zigzag"):
+    def __init__(self, problem, group, flash, variant="zigzag"):
         if variant not in LAYOUTS:
             raise ValueError(f"variant={variant}: choose one of {', '.join(LAYOUTS)}")
-        cpu_flash.install(watch)
+        cpu_flash.install(flash)
         # Its patches for Hugging Face models are of no use here, and importing transformers takes seconds.
         hugging_face = types.ModuleType("ring_flash_attn.adapters")
         hugging_face.substitute_hf_flash_attn = hugging_face.update_ring_flash_attn_params = None

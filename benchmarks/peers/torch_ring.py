@@ -10,19 +10,14 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 from megatron.context_parallel.tokens.layout import positions
 
-_ops = torch.ops.aten
-
 
 class Adapter:
     order = "bshd"
 
-    def __init__(self, problem, group, watch, rotate="alltoall"):
+    def __init__(self, problem, group, flash, rotate="alltoall"):
         if problem.kv_heads != problem.heads:
             raise ValueError("PyTorch's ring takes as many key/value heads as query heads")
-        self.problem, self.group, self.rotate = problem, group, rotate
-        self.forward_op = watch.timed("kernel", _ops._scaled_dot_product_flash_attention_for_cpu)
-        backward_op = _ops._scaled_dot_product_flash_attention_for_cpu_backward
-        self.backward_op = watch.timed("kernel", backward_op)
+        self.problem, self.group, self.rotate, self.flash = problem, group, rotate, flash
 
     def positions(self, length):
         layout = "zigzag" if self.problem.causal else "contiguous"
@@ -32,6 +27,16 @@ class Adapter:
         experimental.set_rotate_method(self.rotate)
         experimental._cp_options.enable_load_balance = self.problem.causal
         return _Ring.apply(*(x.transpose(1, 2) for x in (q, k, v)), self).transpose(1, 2)
+
+    def forward_op(self, q, k, v, is_causal, scale):
+        """The kernel as the ring calls it, [b, heads, s, d]."""
+        out, lse = self.flash.forward(*(x.transpose(1, 2) for x in (q, k, v)), scale, is_causal)
+        return out.transpose(1, 2), lse
+
+    def backward_op(self, grad_out, query, key, value, out, logsumexp, is_causal, scale, dropout_p):
+        rows_first = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+        grads = self.flash.backward(*rows_first, logsumexp, scale, is_causal)
+        return tuple(x.transpose(1, 2) for x in grads)
 
 
 class _Ring(torch.autograd.Function):

@@ -11,11 +11,11 @@ from . import cpu_flash
 class Adapter:
     order = "bshd"
 
-    def __init__(self, problem, group, watch, ulysses=None):
+    def __init__(self, problem, group, flash, ulysses=None):
         ulysses = ulysses or math.gcd(problem.ranks, problem.kv_heads)
         if problem.ranks % ulysses:
             raise ValueError(f"ulysses={ulysses}: does not divide {problem.ranks} ranks")
-        cpu_flash.install(watch)
+        cpu_flash.install(flash)
         self.rank = group.rank()
         library = importlib.import_module("yunchang")
         self.ulysses, self.ring, self.causal = ulysses, problem.ranks // ulysses, problem.causal

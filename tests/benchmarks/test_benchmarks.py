@@ -17,22 +17,27 @@ import matplotlib.image
 import pytest
 import torch
 import torch.distributed._functional_collectives as functional
+from megatron.core.tensor_parallel import layers
 from torch.distributed import Work
 
 from benchmarks import attention_rank, predicted, training_rank, training_step
 from benchmarks.attention import main
 from benchmarks.cases import PRESETS, Case, Workload, parse_case, preset
+from benchmarks.device import PYTHON
 from benchmarks.peers import PEERS, cpu_flash
 from benchmarks.report import COLUMNS, speed_up, summarize
 from benchmarks.stopwatch import Stopwatch
 from benchmarks.volume import planned_bytes
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.attention import torch_op as attention_module
+from megatron.context_parallel.cluster.description import load_cluster, save_cluster
+from megatron.context_parallel.integration import spec
 from megatron.context_parallel.kernels.reference import attention
 from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.layout import positions
 
 ROOT = Path(__file__).parents[2]
+LINEAR = "linear_with_grad_accumulation_and_async_allreduce"
 PROBLEM = Workload(ranks=3, length=384, batch=1, heads=6, kv_heads=6, head_dim=32, dtype="fp32", causal=True)
 STRATEGIES = ["ring", "attention2d:grid=3x1", "lightseq", "mesh:grid=3x1", "ulysses", "allgather"]
 
@@ -117,14 +122,16 @@ class WrongAdapter:
 
     order = "bshd"
 
-    def __init__(self, problem, group, watch):
+    def __init__(self, problem, group, flash):
         self.rank, self.ranks = group.rank(), problem.ranks
 
     def positions(self, length):
         return positions("contiguous", self.rank, self.ranks, length)
 
     def attend(self, q, k, v):
-        return cpu_flash.FlashAttention.apply(q, k, v, 1 / math.sqrt(q.shape[-1]), True, Stopwatch())
+        return cpu_flash.FlashAttention.apply(
+            q, k, v, 1 / math.sqrt(q.shape[-1]), True, cpu_flash.CpuFlash(Stopwatch())
+        )
 
 
 def quietly(measure, job: dict) -> list[dict]:
@@ -134,6 +141,8 @@ def quietly(measure, job: dict) -> list[dict]:
         mock.patch.object(Work, "wait", Work.wait),
         mock.patch.object(functional, "wait_tensor", functional.wait_tensor),
         mock.patch.object(attention_module, "kernel_for", attention_module.kernel_for),
+        mock.patch.object(spec, "kernel_for", spec.kernel_for),
+        mock.patch.object(layers, LINEAR, getattr(layers, LINEAR)),
         mock.patch.dict(PEERS, wrong=("wrong", ""), absent=("absent", "")),
         mock.patch.dict(sys.modules, {"benchmarks.peers.wrong": broken}),
     ):
@@ -143,7 +152,7 @@ def quietly(measure, job: dict) -> list[dict]:
 def test_what_is_not_exact_or_not_there_is_not_timed(ranks):
     cases = ["ring", "peer:wrong", "peer:absent", "peer:torch", "peer:torch:rotate=allgather"]
     problem = Workload(2, 128, 2, 2, 2, 16, "fp32", True)
-    job = {"problem": asdict(problem), "cases": cases, "rounds": 2, "warm_up": 0}
+    job = {"problem": asdict(problem), "cases": cases, "rounds": 2, "warm_up": 0, "cluster": None}
     both = ranks(2, quietly, attention_rank.measure, job)
     assert both[0] == both[1]
     by_case = {entry["case"]: entry for entry in both[0]}
@@ -160,11 +169,23 @@ def test_what_is_not_exact_or_not_there_is_not_timed(ranks):
             assert rank["seconds"] == pytest.approx(rank["kernel"] + rank["wait"] + rank["other"])
 
 
+def test_devices_that_are_too_fast_for_python_are_refused(ranks, tmp_path):
+    """After the results were checked; strategies and peers alike."""
+    save_cluster(load_cluster("dgx-h100").part(2), tmp_path / "cluster.yaml")
+    problem = Workload(2, 64, 1, 2, 2, 16, "fp32", True)
+    job = {"problem": asdict(problem), "cases": ["ring", "peer:torch"], "rounds": 1, "warm_up": 1}
+    job["cluster"] = str(tmp_path / "cluster.yaml")
+    for entry in ranks(2, quietly, attention_rank.measure, job)[0]:
+        assert entry["error"] < 1e-5 and entry["rounds"] == [], entry["failure"]
+        assert entry["failure"].startswith("Python's own time of a pass is ")
+        assert entry["python"]["seconds"] > PYTHON * entry["python"]["device_seconds"] > 0
+
+
 @pytest.mark.parametrize("kv_heads,causal", [(4, True), (2, True), (1, False)])
 def test_peers_compute_with_an_exact_kernel(kv_heads, causal):
     """Called by the names that libraries import from flash-attn."""
     with mock.patch.dict(sys.modules):
-        cpu_flash.install(watch := Stopwatch())
+        cpu_flash.install(cpu_flash.CpuFlash(watch := Stopwatch()))
         interface = importlib.import_module("flash_attn.flash_attn_interface")
     torch.manual_seed(kv_heads)
     q, k, v, dout = (torch.randn(2, 24, heads, 8) for heads in (4, kv_heads, kv_heads, 4))
@@ -183,17 +204,28 @@ def test_peers_compute_with_an_exact_kernel(kv_heads, causal):
 # ------------------------------------------------------------------------------------------- training step
 
 
+TINY = [*training_step.LLAMA.split(), "--seq-length", "64", "--hidden-size", "32", "--num-attention-heads", "4"]
+TINY += ["--num-query-groups", "2", "--kv-channels", "16", "--context-parallel-size", "2"]
+TINY_JOB = {"problem": asdict(Workload(2, 64, 1, 4, 2, 16, "fp32", True)), "flags": TINY, "rounds": 2, "warm_up": 1}
+
+
 def test_training_steps_train_alike(ranks):
-    flags = [*training_step.LLAMA.split(), "--seq-length", "64", "--hidden-size", "32", "--num-attention-heads", "4"]
-    flags += ["--num-query-groups", "2", "--kv-channels", "16", "--context-parallel-size", "2"]
-    problem = Workload(2, 64, 1, 4, 2, 16, "fp32", True)
     cases = ["ring", "mesh:grid=2x1"]
-    job = {"problem": asdict(problem), "cases": cases, "flags": flags, "recompute": True, "rounds": 2, "warm_up": 1}
+    job = TINY_JOB | {"cases": cases, "recompute": True, "cluster": None}
     entries = ranks(2, quietly, training_rank.measure, job)[0]
     assert [entry["case"] for entry in entries] == [case + how for case in cases for how in training_rank.RECOMPUTATION]
     for entry in entries:
         assert entry["failure"] is None and entry["error"] < 1e-5 and len(entry["rounds"]) == 2
         assert all(rank["kernel"] > 0 and rank["received"] > 0 for of_ranks in entry["rounds"] for rank in of_ranks)
+
+
+def test_training_steps_on_devices_are_computed_before(ranks, tmp_path):
+    """The losses of the first step are compared; then the devices, which are too fast here, take their time."""
+    save_cluster(load_cluster("dgx-h100").part(2), tmp_path / "cluster.yaml")
+    job = TINY_JOB | {"cases": ["ring", "allgather"], "recompute": False, "cluster": str(tmp_path / "cluster.yaml")}
+    for entry in ranks(2, quietly, training_rank.measure, job)[0]:
+        assert entry["error"] < 1e-5 and entry["failure"].startswith("Python's own time of a pass is ")
+        assert entry["python"]["seconds"] > PYTHON * entry["python"]["device_seconds"] > 0
 
 
 # --------------------------------------------------------------------------------------------- predictions

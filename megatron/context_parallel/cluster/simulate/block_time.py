@@ -35,6 +35,18 @@ class PieceShare(NamedTuple):
         return tuple([round(number, 9) for number in self])
 
 
+class CallTime:
+    """Seconds of a call of the attention kernel on a device, for a dtype such as "bf16"."""
+
+    def __init__(self, device: Device, dtype: str, head_dim: int) -> None:
+        self.launch = device.block_us * 1e-6
+        self.rates = {causal: _nearest(device.attention, dtype, head_dim, causal) for causal in (False, True)}
+
+    def __call__(self, causal: bool, queries: float, keys: float, operations: float, backward: bool) -> float:
+        """`operations`: of all heads, in this direction, for the pairs of rows that are seen."""
+        return self.launch + operations / _between(self.rates[causal], queries, keys, backward)
+
+
 class BlockTime:
     """Seconds of the blocks of one pass.
 
@@ -52,7 +64,7 @@ class BlockTime:
     def __init__(self, device: Device, plan: Plan, shape: Shape, mask: Mask, length: int, dtype: str) -> None:
         self.device = device
         self.backward = plan.backward
-        self.rates = {causal: _nearest(device.attention, dtype, shape.head_dim, causal) for causal in (False, True)}
+        self.call = CallTime(device, dtype, shape.head_dim)
         self.mask = mask
         self.length = length
         self.chunks = Chunks.of(plan.layout, plan.n, length)
@@ -103,14 +115,12 @@ class BlockTime:
     def _computed(self, part: PieceShare) -> float:
         """Seconds of a call of the kernel."""
         operations = self.operations * part.pairs * self.rows**2 * (BACKWARD if self.backward else 1)
-        return self.device.block_us * 1e-6 + operations / self._rate(part)
+        rows, keys = self.rows * part.queries, self.rows * part.keys
+        return self.call(part.causal, rows, keys, operations, self.backward)
 
     def _added(self, part: PieceShare) -> float:
         """Bytes: a result is added to the partial, two reads and a write of float32."""
         return 12 * (part.queries * self.query_numbers + part.keys * self.key_numbers * self.backward)
-
-    def _rate(self, part: PieceShare) -> float:
-        return _between(self.rates[part.causal], self.rows * part.queries, self.rows * part.keys, self.backward)
 
     def parts(self, q: int, kv_chunks: tuple[int, ...]) -> list[PieceShare]:
         """The pieces of a query chunk against gathered key chunks, in ascending order."""
