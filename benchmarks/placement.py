@@ -12,6 +12,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -48,6 +49,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=[*LENGTHS])
     parser.add_argument("--batches", type=int, default=3, help="batches that are drawn; default: %(default)s")
     parser.add_argument("--cluster", default="dgx-h100", help="description or preset; default: %(default)s")
+    parser.add_argument("--ranks-per-node", type=int, help="default: devices of a node of the cluster")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -144,6 +146,13 @@ def pair_counts(mask: Mask, chunks: Slices) -> np.ndarray:
     return counts
 
 
+def _nodes(cluster: Cluster, ranks_per_node: int | None) -> Cluster:
+    """The cluster with fewer devices on a node, each with its NIC."""
+    if not ranks_per_node:
+        return cluster
+    return replace(cluster, devices_per_node=ranks_per_node, nics=replace(cluster.nics, per_node=ranks_per_node))
+
+
 def static_cases(n: int, kv_heads: int) -> Iterator[tuple[str, int, str]]:
     """Strategies, head-parallel sizes and layouts."""
     for name, strategy in STRATEGIES.items():
@@ -163,7 +172,7 @@ def _table(args: argparse.Namespace, kind: str) -> Table:
     columns = ("ranks", "static, no heads split", "static", "placed, no heads split", "placed", "gain", "gain, heads")
     table = Table(*columns, title=f"{kind}: ms of both passes of one layer on {args.cluster}, predicted")
     for n in args.ranks:
-        cluster = load_cluster(args.cluster).part(n)
+        cluster = _nodes(load_cluster(args.cluster), args.ranks_per_node).part(n)
         results = []
         for number in range(args.batches):
             generator = np.random.default_rng([args.seed, number, n])
