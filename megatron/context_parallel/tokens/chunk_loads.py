@@ -1,0 +1,159 @@
+"""What a distribution of tokens costs each rank: the pairs of rows that it computes, and the keys that it needs."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from .layout import Chunks
+from .mask import Documents, Mask
+from .placement import Placement
+
+
+@dataclass(frozen=True)
+class ChunkLoads:
+    """The work of each of n chunks, and the keys of other chunks that its queries see.
+
+    Attributes:
+        pairs: visible pairs of a query of the chunk and any key, int64 [n].
+        rows: rows of keys of the second chunk that a query of the first sees, int64 [n, n]; 0 for the chunk itself.
+    """
+
+    pairs: np.ndarray
+    rows: np.ndarray
+
+    def inside(self, ranks_per_node: int | None) -> np.ndarray:
+        """Those of `rows` whose two ranks are on one node; None: all are."""
+        nodes = np.arange(len(self.pairs)) // (ranks_per_node or len(self.pairs))
+        return np.where(nodes[:, None] == nodes, self.rows, 0)
+
+
+class _Parts(NamedTuple):
+    """Parts of documents in chunks, chunk after chunk and ascending in each: int64 [parts].
+
+    `rows` rows at first, first + stride, ... of a document from `start` to `end` (exclusive).
+    """
+
+    chunk: np.ndarray
+    first: np.ndarray
+    stride: np.ndarray
+    rows: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+
+    @property
+    def last(self) -> np.ndarray:
+        return self.first + (self.rows - 1) * self.stride
+
+    def at(self, which: np.ndarray) -> "_Parts":
+        return _Parts(*(of_parts[which] for of_parts in self))
+
+
+def chunk_loads(mask: Mask, chunks: Chunks | Placement) -> ChunkLoads:
+    """The pairs and rows of each chunk, added up over the samples.
+
+    For documents with a placement of their own, give the documents end to end and the placement.
+    """
+    length = sum(chunks.counts)
+    samples = [(np.array([0, length]), np.array([True]))]
+    if mask.documents is not None:
+        assert isinstance(mask.documents, Documents)
+        samples = [*zip(mask.documents.edges, mask.documents.inside, strict=True)]
+    total = ChunkLoads(np.zeros(chunks.n, np.int64), np.zeros((chunks.n, chunks.n), np.int64))
+    for edges, inside in samples:
+        assert edges[-1] == length
+        of_sample = _loads_of_sample(mask, chunks, edges, inside)
+        total = ChunkLoads(total.pairs + of_sample.pairs, total.rows + of_sample.rows)
+    return total
+
+
+def _loads_of_sample(mask: Mask, chunks: Chunks | Placement, edges: np.ndarray, inside: np.ndarray) -> ChunkLoads:
+    parts = _documents_in(chunks, edges, inside)
+    before, after = reach(mask, int(edges[-1]))
+    pairs = np.bincount(parts.chunk, _visible(parts, before, after), chunks.n)
+    gaps = parts.stride > before + after + 1  # keys between two rows of such a part are seen by neither
+    parts = _single_rows(parts, gaps)
+    low, high = np.maximum(parts.first - before, parts.start), np.minimum(parts.last + after + 1, parts.end)
+    others = (low < parts.first) | (high > parts.last + 1) | (parts.stride > 1)  # else a part sees only itself
+    rows = _rows_between(chunks, parts.chunk[others], low[others], high[others])
+    return ChunkLoads(pairs.astype(np.int64), rows)
+
+
+def reach(mask: Mask, length: int) -> tuple[int, int]:
+    """How many positions before and after its own a token of a sequence of `length` tokens sees at most."""
+    before, after = mask.window
+    before = length if before < 0 else before
+    after = length if after < 0 else after
+    return before, 0 if mask.causal else after
+
+
+def _documents_in(chunks: Chunks | Placement, edges: np.ndarray, inside: np.ndarray) -> _Parts:
+    """The parts of documents in all chunks."""
+    whole = _progressions(chunks)
+    first_document = np.searchsorted(edges, whole.first, side="right") - 1
+    documents = np.searchsorted(edges, whole.last, side="right") - first_document  # that each progression meets
+    parts = whole.at(np.repeat(np.arange(len(documents)), documents))
+    number = np.arange(len(parts.chunk)) - np.repeat(np.cumsum(documents) - documents, documents)
+    document = np.repeat(first_document, documents) + number
+    start, end = edges[document], edges[document + 1]
+    before = _rows_below(start, parts)
+    rows = _rows_below(end, parts) - before
+    parts = parts._replace(first=parts.first + before * parts.stride, rows=rows, start=start, end=end)
+    return parts.at((rows > 0) & inside[document])
+
+
+def _progressions(chunks: Chunks | Placement) -> _Parts:
+    """The progressions of all chunks, as if each were a document."""
+    if isinstance(chunks, Placement):
+        owner = np.repeat(np.arange(chunks.n), [len(of_chunk) for of_chunk in chunks.starts])
+        first, end = np.concatenate(chunks.starts), np.concatenate(chunks.ends)
+        return _Parts(owner, first, np.ones_like(first), end - first, first, end)
+    listed = []
+    for chunk, progressions in enumerate(chunks.progressions):
+        listed += [(chunk, p.start, p.stride, p.length, p.start, p.last + 1) for p in progressions]
+    return _Parts(*np.array(listed, np.int64).T)
+
+
+def _rows_below(bound: np.ndarray, parts: _Parts) -> np.ndarray:
+    """How many rows of each part have a position below its bound."""
+    return (-((parts.first - bound) // parts.stride)).clip(0, parts.rows)
+
+
+def _visible(parts: _Parts, before: int, after: int) -> np.ndarray:
+    """The keys that all rows of each part see together: int64 [parts]."""
+    free = _rows_below(parts.end - after, parts)  # rows after which the document does not end too early
+    ends = _sum(parts, free) + free * (after + 1) + (parts.rows - free) * parts.end
+    held = _rows_below(parts.start + before, parts)  # rows before which it begins too late
+    firsts = held * parts.start + _sum(parts, parts.rows) - _sum(parts, held) - (parts.rows - held) * before
+    return ends - firsts
+
+
+def _sum(parts: _Parts, count: np.ndarray) -> np.ndarray:
+    """The sum of the first `count` positions of each part."""
+    return count * parts.first + parts.stride * (count * (count - 1) // 2)
+
+
+def _single_rows(parts: _Parts, which: np.ndarray) -> _Parts:
+    """The parts, some of them as parts of one row each."""
+    if not which.any():
+        return parts
+    copies = np.where(which, parts.rows, 1)
+    number = np.arange(copies.sum()) - np.repeat(np.cumsum(copies) - copies, copies)
+    rows = parts.at(np.repeat(np.arange(len(copies)), copies))
+    single = np.repeat(which, copies)
+    return rows._replace(first=rows.first + number * rows.stride, rows=np.where(single, 1, rows.rows))
+
+
+def _rows_between(chunks: Chunks | Placement, chunk: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """The rows of each chunk in the spans of keys of each other chunk, int64 [n, n].
+
+    Spans are given chunk after chunk, ascending in each; those of one chunk may overlap.
+    """
+    begins = np.diff(chunk, prepend=-1) > 0  # the first span of a chunk
+    low = np.maximum(low, np.where(begins, 0, np.roll(high, 1)))  # what the span before it has not
+    rows = np.zeros((chunks.n, chunks.n), np.int64)
+    for owner in range(chunks.n):
+        seen = chunks.before((owner,), high) - chunks.before((owner,), low)
+        rows[:, owner] = np.bincount(chunk, seen, chunks.n)
+    np.fill_diagonal(rows, 0)
+    return rows

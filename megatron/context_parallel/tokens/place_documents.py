@@ -1,0 +1,256 @@
+"""Decides which rank holds which tokens of a batch of documents, so that the slowest rank is as fast as possible.
+
+The ranks are filled one after the other. Each gets its part of the rows and its part of the work exactly: long
+documents bring the work, and the shortest ones fill up the rows. A document that is too long for what is left of a rank
+goes on on the next one. So few documents are cut, over few and neighbouring ranks, and a rank has the middle of at
+most one of them.
+
+A rank's part of a cut document is a pair of slices, as far from its beginning as from its end. So its work is
+proportional to its rows. One document over all ranks is the zigzag layout.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.context_parallel.errors import UsageError
+
+from .chunk_loads import ChunkLoads, chunk_loads, reach
+from .mask import Documents, Mask
+from .placement import Placement
+
+_TOLERANCE = 0.01  # of the work of a rank: no document is cut for less
+_LIMITS = (1.0, 1.25)  # of the mean work: how much a rank may get before a document is cut
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of both passes of the attention of one layer.
+
+    Attributes:
+        pair: of a visible pair of rows.
+        row_inside: of a row of keys and values from a rank of the same node. Its gradients take as long on their way
+            back: they are sent once, in float32, while keys and values are sent in both passes.
+        row_between: the same from a rank of another node.
+        ranks_per_node: neighbouring context ranks on a node; None: all.
+    """
+
+    pair: float
+    row_inside: float = 0.0
+    row_between: float = 0.0
+    ranks_per_node: int | None = None
+
+    def of_links(self, loads: ChunkLoads) -> np.ndarray:
+        """Seconds in which each rank receives keys and values, and gradients of its own: float64 [n]."""
+        inside = loads.inside(self.ranks_per_node)
+        rows = self.row_inside * inside + self.row_between * (loads.rows - inside)
+        return rows.sum(1) + rows.sum(0)
+
+    def seconds(self, loads: ChunkLoads) -> np.ndarray:
+        """Seconds of each rank, float64 [n]: it receives while it computes."""
+        return np.maximum(self.pair * loads.pairs, self.of_links(loads))
+
+
+def place(
+    documents: Documents, n: int, costs: Costs, causal: bool = True, window: tuple[int, int] = (-1, -1)
+) -> Placement:
+    """A placement of the samples of `documents`, end to end, over n context ranks: equally many rows on each.
+
+    Equal arguments give equal placements. `causal` and `window` are those of the mask.
+
+    Raises:
+        UsageError: n does not divide the tokens, or the mask is invalid.
+    """
+    together = documents.end_to_end()
+    mask = Mask(causal, window, together)
+    tokens = together.shape[1]
+    if n < 1 or tokens % n:
+        fewer = max(ranks for ranks in range(1, max(n, 1) + 1) if tokens % ranks == 0)
+        raise UsageError(f"placement of {tokens} tokens over {n} ranks: equally many on each; give {fewer} ranks")
+    pool = _Pool(mask)
+    found: list[tuple[float, Placement]] = []
+    for limit in _LIMITS:
+        placement = Placement(_slices(pool, _deal(pool, n, limit), n))
+        loads = chunk_loads(mask, placement)
+        found.append((costs.seconds(loads).max(), placement))
+        if costs.of_links(loads).max() <= costs.pair * loads.pairs.max():
+            break  # fewer cuts would not make it faster
+    return min(found, key=lambda one: one[0])[1]
+
+
+class _Pool:
+    """The documents that are not placed yet, the least dense first: those with the fewest visible pairs for a row.
+
+    Tokens of no document are the first entries.
+
+    Attributes:
+        starts: first token, int64 [documents].
+        lengths: tokens, int64 [documents].
+        density: visible pairs for a row, float64 [documents].
+        paired: whether a cut document is cut into pairs of slices. Otherwise a window is so short that consecutive
+            slices have equal work, and need fewer keys.
+    """
+
+    def __init__(self, mask: Mask) -> None:
+        assert isinstance(mask.documents, Documents)
+        (edges,), (inside,) = mask.documents.edges, mask.documents.inside
+        lengths = np.diff(edges)
+        before, after = reach(mask, int(edges[-1]))
+        density = np.where(inside, (lengths + _ramp(lengths, before) + _ramp(lengths, after)) / lengths, 0)
+        order = np.argsort(density, kind="stable")
+        self.starts, self.lengths, self.density = edges[:-1][order], lengths[order], density[order]
+        self.paired = 4 * before > self.lengths
+
+
+def _ramp(lengths: np.ndarray, reach: int) -> np.ndarray:
+    """The keys before them that all tokens of each document see, or those after them."""
+    most = np.minimum(lengths, reach)
+    return most * (most - 1) // 2 + (lengths - most) * most
+
+
+Share = tuple[int, int, int]  # a document of the pool, a rank, and how many of its rows the rank gets
+
+
+def _deal(pool: _Pool, n: int, limit: float) -> list[Share]:
+    """Deals all rows to n ranks: equally many to each, and equal work.
+
+    A rank gets up to `limit` times the mean work if this saves a cut.
+    """
+    left = pool.lengths.copy()
+    most = limit * float(left @ pool.density) / n
+    shares: list[Share] = []
+    cut = np.array([], np.int64)  # documents that a rank could not take whole
+    for rank in range(n):
+        documents = np.flatnonzero(left)
+        filling = _Filling(pool.density[documents], left[documents], n - rank, most)
+        met = filling.fill(np.searchsorted(documents, cut).tolist())
+        taken = left[documents] - filling.left
+        left[documents] = filling.left
+        cut = np.unique(documents[met])
+        cut = cut[left[cut] > 0]
+        some = np.flatnonzero(taken)
+        shares += zip(documents[some].tolist(), [rank] * len(some), taken[some].tolist(), strict=True)
+    return shares
+
+
+class _Filling:
+    """A rank while it is filled. What it takes leaves it able to reach its rows and its part of the work.
+
+    Args:
+        density: of the documents of which rows are left, ascending.
+        left: these rows; what the rank takes is subtracted.
+        ranks: how many ranks share them.
+        most: work that the rank may get if this saves a cut.
+
+    Attributes:
+        room: rows that the rank lacks.
+        work: visible pairs of what it has.
+        target: those that it should get.
+    """
+
+    def __init__(self, density: np.ndarray, left: np.ndarray, ranks: int, most: float) -> None:
+        self.density, self.left = density, left
+        self.room = int(left.sum()) // ranks
+        self.work = 0.0
+        self.target = float(left @ density) / ranks
+        self.most = max(most, (1 + _TOLERANCE) * self.target)
+        self._count()
+
+    def fill(self, cut: list[int]) -> list[int]:
+        """Takes all rows of the rank, first of the documents `cut` before. Returns these and those that it cuts."""
+        densest = len(self.left) - 1
+        if not cut and not self._may_take_whole(densest):
+            cut = [densest]
+        for document in cut:
+            self._take_most(document)
+        self._take_whole()
+        if self._lacks_work():
+            cut = [*cut, self._shortest_that_closes()]
+            self._take_most(cut[-1])
+        self._fill_up()
+        return cut
+
+    def _may_take_whole(self, document: int) -> bool:
+        """Whether the rank can have what is left of a document."""
+        rows = self.left[document]
+        return bool(self._may_take(rows, rows * self.density[document], self.most))
+
+    def _take_most(self, document: int) -> None:
+        """Takes what is left of a document, or as many rows as the rank's work allows."""
+        rows, density = int(self.left[document]), self.density[document]
+        if not self._may_take_whole(document):
+            fewer = range(1, min(rows, self.room) + 1)
+            rows = bisect_left(fewer, True, key=lambda some: not self._may_take(some, some * density, self.target))
+        self._take(np.array([document]), np.array([rows]))
+
+    def _take_whole(self) -> None:
+        """Takes whole documents that bring work that the rank lacks, always the densest that it can take."""
+        while self._lacks_work():
+            rows = self.left[::-1]
+            work = rows * self.density[::-1]
+            can = self._may_take(rows, work, self.most) & (rows > 0)
+            first = int(can.argmax())
+            if not can[first] or work[first] <= self._least(self.room) - self._least(self.room - rows[first]):
+                return
+            together = self._may_take(rows[first:].cumsum(), work[first:].cumsum(), self.target)
+            count = max(1, int(np.append(together, False).argmin()))  # of those from `first` on, that fit together
+            run = len(self.left) - 1 - np.arange(first, first + count)
+            self._take(run, self.left[run])
+
+    def _shortest_that_closes(self) -> int:
+        """The shortest document of which a part brings the work that the rank lacks."""
+        rows = np.minimum(self.left, self.room)
+        brought = rows * self.density + self._least(self.room - rows)
+        return int(np.argmax(brought >= min(brought.max(), self.target - self.work)))
+
+    def _fill_up(self) -> None:
+        """Takes the least dense documents, the last of them in part."""
+        self.left -= np.clip(self.room - self._rows[:-1], 0, self.left)
+
+    def _take(self, documents: np.ndarray, rows: np.ndarray) -> None:
+        self.left[documents] -= rows
+        self.room -= int(rows.sum())
+        self.work += float(rows @ self.density[documents])
+        self._count()
+
+    def _count(self) -> None:
+        """The rows and the work of all documents before each, and of all."""
+        self._rows = np.append(0, self.left.cumsum())
+        self._work = np.append(0, (self.left * self.density).cumsum())
+
+    def _least(self, rows: Any) -> Any:
+        """The work of so many rows of the least dense documents."""
+        return np.interp(rows, self._rows, self._work)
+
+    def _greatest(self, rows: Any) -> Any:
+        """The work of so many rows of the densest documents."""
+        return self._work[-1] - self._least(self._rows[-1] - rows)
+
+    def _lacks_work(self) -> bool:
+        """Whether the rank would have too little work if the least dense documents filled it up."""
+        return bool(self.work + self._least(self.room) < (1 - _TOLERANCE) * self.target)
+
+    def _may_take(self, rows: Any, work: Any, most: float) -> Any:
+        """Whether the rank, with so many rows and their work, can still reach its target and does not exceed `most`."""
+        room = self.room - rows
+        least = self.work + work + self._least(room) <= most
+        enough = self.work + work + self._greatest(room) >= (1 - _TOLERANCE) * self.target
+        return (room >= 0) & least & enough
+
+
+def _slices(pool: _Pool, shares: Sequence[Share], n: int) -> list[list[tuple[int, int]]]:
+    """The slices of the batch that each rank has."""
+    chunks: list[list[tuple[int, int]]] = [[] for _ in range(n)]
+    begun = pool.starts.tolist()  # the first token of each document that no rank has yet
+    ended = (pool.starts + pool.lengths).tolist()  # the end of those
+    paired = pool.paired.tolist()
+    for document, rank, rows in shares:
+        begin, end = begun[document], ended[document]
+        half = rows // 2 if paired[document] and rows < end - begin else rows
+        begun[document] += half
+        ended[document] -= rows - half
+        chunks[rank] += [(begin, begun[document]), (ended[document], end)]
+    return [sorted(part for part in chunk if part[0] < part[1]) for chunk in chunks]
