@@ -7,7 +7,6 @@ import numpy as np
 
 from .layout import Chunks
 from .mask import Documents, Mask
-from .placement import Placement
 from .slices import Slices
 
 
@@ -32,46 +31,50 @@ class ChunkLoads:
 class _Parts(NamedTuple):
     """Parts of documents in chunks, chunk after chunk and ascending in each: int64 [parts].
 
-    `count` rows at first, first + stride, ... of a document from `start` to `end` (exclusive).
+    `rows` rows at first, first + stride, ... of a document from `start` to `end` (exclusive).
     """
 
     chunk: np.ndarray
     first: np.ndarray
     stride: np.ndarray
-    count: np.ndarray
+    rows: np.ndarray
     start: np.ndarray
     end: np.ndarray
+
+    @property
+    def last(self) -> np.ndarray:
+        return self.first + (self.rows - 1) * self.stride
 
     def at(self, which: np.ndarray) -> "_Parts":
         return _Parts(*(of_parts[which] for of_parts in self))
 
 
-def chunk_loads(mask: Mask, chunks: Chunks | Placement) -> ChunkLoads:
+def chunk_loads(mask: Mask, chunks: Chunks | Slices) -> ChunkLoads:
     """The pairs and rows of each chunk, added up over the samples.
 
     For documents with a placement of their own, give the documents end to end and the placement.
     """
     length = sum(chunks.counts)
-    loads = []
-    if mask.documents is None:
-        loads.append(_loads_of_sample(mask, chunks, np.array([0, length]), np.array([True])))
-    else:
+    samples = [(np.array([0, length]), np.array([True]))]
+    if mask.documents is not None:
         assert isinstance(mask.documents, Documents)
-        for edges, inside in zip(mask.documents.edges, mask.documents.inside, strict=True):
-            assert edges[-1] == length
-            loads.append(_loads_of_sample(mask, chunks, edges, inside))
-    return ChunkLoads(sum(of.pairs for of in loads), sum(of.rows for of in loads))
+        samples = [*zip(mask.documents.edges, mask.documents.inside, strict=True)]
+    total = ChunkLoads(np.zeros(chunks.n, np.int64), np.zeros((chunks.n, chunks.n), np.int64))
+    for edges, inside in samples:
+        assert edges[-1] == length
+        of_sample = _loads_of_sample(mask, chunks, edges, inside)
+        total = ChunkLoads(total.pairs + of_sample.pairs, total.rows + of_sample.rows)
+    return total
 
 
-def _loads_of_sample(mask: Mask, chunks: Chunks | Placement, edges: np.ndarray, inside: np.ndarray) -> ChunkLoads:
-    parts = _cut(*_progressions(chunks), edges, inside)
+def _loads_of_sample(mask: Mask, chunks: Chunks | Slices, edges: np.ndarray, inside: np.ndarray) -> ChunkLoads:
+    parts = _documents_in(chunks, edges, inside)
     before, after = reach(mask, int(edges[-1]))
     pairs = np.bincount(parts.chunk, _visible(parts, before, after), chunks.n)
     gaps = parts.stride > before + after + 1  # keys between two rows of such a part are seen by neither
     parts = _single_rows(parts, gaps)
-    last = parts.first + (parts.count - 1) * parts.stride
-    low, high = np.maximum(parts.first - before, parts.start), np.minimum(last + after + 1, parts.end)
-    others = (low < parts.first) | (high > last + 1) | (parts.stride > 1)  # else a part sees nothing but itself
+    low, high = np.maximum(parts.first - before, parts.start), np.minimum(parts.last + after + 1, parts.end)
+    others = (low < parts.first) | (high > parts.last + 1) | (parts.stride > 1)  # else a part sees only itself
     rows = _rows_between(chunks, parts.chunk[others], low[others], high[others])
     return ChunkLoads(pairs.astype(np.int64), rows)
 
@@ -84,62 +87,60 @@ def reach(mask: Mask, length: int) -> tuple[int, int]:
     return before, 0 if mask.causal else after
 
 
-def _progressions(chunks: Chunks | Placement) -> tuple[np.ndarray, ...]:
-    """The chunk, first position, stride and number of rows of each progression: four int64."""
+def _documents_in(chunks: Chunks | Slices, edges: np.ndarray, inside: np.ndarray) -> _Parts:
+    """The parts of documents in all chunks."""
+    whole = _progressions(chunks)
+    first_document = np.searchsorted(edges, whole.first, side="right") - 1
+    documents = np.searchsorted(edges, whole.last, side="right") - first_document  # that each progression meets
+    parts = whole.at(np.repeat(np.arange(len(documents)), documents))
+    number = np.arange(len(parts.chunk)) - np.repeat(np.cumsum(documents) - documents, documents)
+    document = np.repeat(first_document, documents) + number
+    start, end = edges[document], edges[document + 1]
+    before = _rows_below(start, parts)
+    rows = _rows_below(end, parts) - before
+    parts = parts._replace(first=parts.first + before * parts.stride, rows=rows, start=start, end=end)
+    return parts.at((rows > 0) & inside[document])
+
+
+def _progressions(chunks: Chunks | Slices) -> _Parts:
+    """The progressions of all chunks, as if each were a document."""
     slices = Slices.of(chunks)
-    owners = np.repeat(np.arange(slices.n), [len(of_chunk) for of_chunk in slices.of_chunks])
-    return owners, *np.concatenate(slices.of_chunks).T
+    owner = np.repeat(np.arange(slices.n), [len(of_chunk) for of_chunk in slices.of_chunks])
+    first, stride, rows = np.concatenate(slices.of_chunks).T
+    return _Parts(owner, first, stride, rows, first, first + (rows - 1) * stride + 1)
 
 
-def _cut(
-    chunk: np.ndarray, first: np.ndarray, stride: np.ndarray, count: np.ndarray, edges: np.ndarray, inside: np.ndarray
-) -> _Parts:
-    """Progressions cut where documents begin and end. Rows of no document are left out."""
-    last = first + (count - 1) * stride
-    first_document = np.searchsorted(edges, first, side="right") - 1
-    documents = np.searchsorted(edges, last, side="right") - first_document  # that each progression meets
-    of = np.repeat(np.arange(len(first)), documents)
-    document = first_document[of] + np.arange(len(of)) - np.repeat(np.cumsum(documents) - documents, documents)
-    begin = _rows_below(edges[document], first[of], stride[of], count[of])
-    end = _rows_below(edges[document + 1], first[of], stride[of], count[of])
-    parts = _Parts(
-        chunk[of], first[of] + begin * stride[of], stride[of], end - begin, edges[document], edges[document + 1]
-    )
-    return parts.at((end > begin) & inside[document])
-
-
-def _rows_below(bound: np.ndarray, first: np.ndarray, stride: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """How many rows of each progression have a position below its bound."""
-    return (-((first - bound) // stride)).clip(0, count)
+def _rows_below(bound: np.ndarray, parts: _Parts) -> np.ndarray:
+    """How many rows of each part have a position below its bound."""
+    return (-((parts.first - bound) // parts.stride)).clip(0, parts.rows)
 
 
 def _visible(parts: _Parts, before: int, after: int) -> np.ndarray:
     """The keys that all rows of each part see together: int64 [parts]."""
-    _, first, stride, count, start, end = parts
-    free = _rows_below(end - after, first, stride, count)  # rows that see all positions that they may after their own
-    ends = _sum(first, stride, free) + free * (after + 1) + (count - free) * end
-    held = _rows_below(start + before, first, stride, count)  # rows that see the document from its start
-    firsts = held * start + _sum(first, stride, count) - _sum(first, stride, held) - (count - held) * before
+    free = _rows_below(parts.end - after, parts)  # rows after which the document does not end too early
+    ends = _sum(parts, free) + free * (after + 1) + (parts.rows - free) * parts.end
+    held = _rows_below(parts.start + before, parts)  # rows before which it begins too late
+    firsts = held * parts.start + _sum(parts, parts.rows) - _sum(parts, held) - (parts.rows - held) * before
     return ends - firsts
 
 
-def _sum(first: np.ndarray, stride: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """The sum of the first `count` positions of each progression."""
-    return count * first + stride * (count * (count - 1) // 2)
+def _sum(parts: _Parts, count: np.ndarray) -> np.ndarray:
+    """The sum of the first `count` positions of each part."""
+    return count * parts.first + parts.stride * (count * (count - 1) // 2)
 
 
 def _single_rows(parts: _Parts, which: np.ndarray) -> _Parts:
     """The parts, some of them as parts of one row each."""
     if not which.any():
         return parts
-    copies = np.where(which, parts.count, 1)
-    of = np.repeat(np.arange(len(copies)), copies)
-    row = np.arange(len(of)) - np.repeat(np.cumsum(copies) - copies, copies)
-    rows = parts.at(of)
-    return rows._replace(first=rows.first + row * rows.stride, count=np.where(which[of], 1, rows.count))
+    copies = np.where(which, parts.rows, 1)
+    number = np.arange(copies.sum()) - np.repeat(np.cumsum(copies) - copies, copies)
+    rows = parts.at(np.repeat(np.arange(len(copies)), copies))
+    single = np.repeat(which, copies)
+    return rows._replace(first=rows.first + number * rows.stride, rows=np.where(single, 1, rows.rows))
 
 
-def _rows_between(chunks: Chunks | Placement, chunk: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+def _rows_between(chunks: Chunks | Slices, chunk: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """The rows of each chunk in the spans of keys of each other chunk, int64 [n, n].
 
     Spans are given chunk after chunk, ascending in each; those of one chunk may overlap.

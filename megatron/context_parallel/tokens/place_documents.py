@@ -22,8 +22,8 @@ from .chunk_loads import ChunkLoads, chunk_loads, reach
 from .mask import Documents, Mask
 from .placement import Placement
 
-_TOLERANCE = 0.03  # of the work of a rank: no document is cut for less
-_LIMITS = (1.0, 1.25, 1.5, 2.0, 3.0)  # of the mean work: how much a rank gets before a document is cut
+_TOLERANCE = 0.01  # of the work of a rank: no document is cut for less
+_LIMITS = (1.0, 1.25)  # of the mean work: how much a rank may get before a document is cut
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,14 @@ def place(
         fewer = max(ranks for ranks in range(1, max(n, 1) + 1) if tokens % ranks == 0)
         raise UsageError(f"placement of {tokens} tokens over {n} ranks: equally many on each; give {fewer} ranks")
     pool = _Pool(mask)
-    best, fastest = None, np.inf
+    found: list[tuple[float, Placement]] = []
     for limit in _LIMITS:
         placement = Placement(_slices(pool, _deal(pool, n, limit), n))
         loads = chunk_loads(mask, placement)
-        seconds = costs.seconds(loads).max()
-        if seconds < fastest:
-            best, fastest = placement, seconds
+        found.append((costs.seconds(loads).max(), placement))
         if costs.of_links(loads).max() <= costs.pair * loads.pairs.max():
             break  # fewer cuts would not make it faster
-    assert best is not None
-    return best
+    return min(found, key=lambda one: one[0])[1]
 
 
 class _Pool:
@@ -125,17 +122,17 @@ def _deal(pool: _Pool, n: int, limit: float) -> list[Share]:
     left = pool.lengths.copy()
     most = limit * float(left @ pool.density) / n
     shares: list[Share] = []
-    cut = None
+    cut = np.array([], np.int64)  # documents that a rank could not take whole
     for rank in range(n):
-        filling = _Filling(pool.density, left, n - rank, most)
-        cut = filling.begin(cut)
-        if cut is None:
-            filling.take_whole()
-            cut = filling.close_gap()
-        filling.fill_up()
-        if cut is not None and not left[cut]:
-            cut = None
-        shares += [(document, rank, rows) for document, rows in filling.taken]
+        documents = np.flatnonzero(left)
+        filling = _Filling(pool.density[documents], left[documents], n - rank, most)
+        met = filling.fill(np.searchsorted(documents, cut).tolist())
+        taken = left[documents] - filling.left
+        left[documents] = filling.left
+        cut = np.unique(documents[met])
+        cut = cut[left[cut] > 0]
+        some = np.flatnonzero(taken)
+        shares += zip(documents[some].tolist(), [rank] * len(some), taken[some].tolist(), strict=True)
     return shares
 
 
@@ -143,16 +140,15 @@ class _Filling:
     """A rank while it is filled. What it takes leaves it able to reach its rows and its part of the work.
 
     Args:
-        density: of all documents, ascending.
-        left: their rows that no rank has yet; they become fewer.
-        ranks: how many share them.
+        density: of the documents of which rows are left, ascending.
+        left: these rows; what the rank takes is subtracted.
+        ranks: how many ranks share them.
         most: work that the rank may get if this saves a cut.
 
     Attributes:
-        room: rows that it lacks.
+        room: rows that the rank lacks.
         work: visible pairs of what it has.
         target: those that it should get.
-        taken: documents and rows.
     """
 
     def __init__(self, density: np.ndarray, left: np.ndarray, ranks: int, most: float) -> None:
@@ -161,68 +157,60 @@ class _Filling:
         self.work = 0.0
         self.target = float(left @ density) / ranks
         self.most = max(most, (1 + _TOLERANCE) * self.target)
-        self.taken: list[tuple[int, int]] = []
         self._count()
 
-    def begin(self, cut: int | None) -> int | None:
-        """Takes what it can of the document that is cut, or else of the densest if no rank can have it as a whole.
+    def fill(self, cut: list[int]) -> list[int]:
+        """Takes all rows of the rank, first of the documents `cut` before. Returns these and those that it cuts."""
+        densest = len(self.left) - 1
+        if not cut and not self._may_take_whole(densest):
+            cut = [densest]
+        for document in cut:
+            self._take_most(document)
+        self._take_whole()
+        if self._lacks_work():
+            cut = [*cut, self._shortest_that_closes()]
+            self._take_most(cut[-1])
+        self._fill_up()
+        return cut
 
-        Returns:
-            the document if the rank is complete without the rest of it.
-        """
-        first = int(np.flatnonzero(self.left)[-1]) if cut is None else cut
-        if not self._may_take(self.left[first], self.left[first] * self.density[first], self.most):
-            self._take_part(first)
-            return first
-        if cut is not None:
-            self._take(np.array([cut]), self.left[[cut]])
-        return None
+    def _may_take_whole(self, document: int) -> bool:
+        """Whether the rank can have what is left of a document."""
+        rows = self.left[document]
+        return bool(self._may_take(rows, rows * self.density[document], self.most))
 
-    def take_whole(self) -> None:
-        """Takes whole documents that bring work that the rank lacks, always the densest that it can take."""
-        while self._gap() > _TOLERANCE * self.target:
-            documents = np.flatnonzero(self.left)[::-1]
-            rows = self.left[documents]
-            work = rows * self.density[documents]
-            can = np.flatnonzero(self._may_take(rows, work, self.most))
-            if not len(can) or work[can[0]] <= self._least(self.room) - self._least(self.room - rows[can[0]]):
-                return
-            following = slice(can[0], None)
-            together = self._may_take(rows[following].cumsum(), work[following].cumsum(), self.target)
-            count = max(1, int(together.argmin()))  # of the documents after the densest, as many as it can take
-            run = documents[following][:count]
-            self._take(run, self.left[run])
-
-    def close_gap(self) -> int | None:
-        """If the rank lacks work: takes a part of the shortest document that brings it. Returns this document."""
-        if self._gap() <= _TOLERANCE * self.target:
-            return None
-        rows = np.minimum(self.left, self.room)
-        enough = self.work + rows * self.density + self._least(self.room - rows) > self.target
-        if not enough.any():
-            return None
-        document = int(enough.argmax())
-        self._take_part(document)
-        return document
-
-    def fill_up(self) -> None:
-        """Takes the least dense documents, the last of them in part."""
-        documents = np.flatnonzero(self.left)
-        before = self._rows[documents]
-        filling = documents[before < self.room]
-        self._take(filling, np.minimum(self.left[filling], self.room - self._rows[filling]))
-
-    def _take_part(self, document: int) -> None:
-        """Takes as many rows of a document as the rank's work allows."""
-        density = self.density[document]
-        most = int(min(self.left[document], self.room))
-        rows = bisect_left(
-            range(1, most + 1), True, key=lambda rows: not self._may_take(rows, rows * density, self.target)
-        )
+    def _take_most(self, document: int) -> None:
+        """Takes what is left of a document, or as many rows as the rank's work allows."""
+        rows, density = int(self.left[document]), self.density[document]
+        if not self._may_take_whole(document):
+            fewer = range(1, min(rows, self.room) + 1)
+            rows = bisect_left(fewer, True, key=lambda some: not self._may_take(some, some * density, self.target))
         self._take(np.array([document]), np.array([rows]))
 
+    def _take_whole(self) -> None:
+        """Takes whole documents that bring work that the rank lacks, always the densest that it can take."""
+        while self._lacks_work():
+            rows = self.left[::-1]
+            work = rows * self.density[::-1]
+            can = self._may_take(rows, work, self.most) & (rows > 0)
+            first = int(can.argmax())
+            if not can[first] or work[first] <= self._least(self.room) - self._least(self.room - rows[first]):
+                return
+            together = self._may_take(rows[first:].cumsum(), work[first:].cumsum(), self.target)
+            count = max(1, int(np.append(together, False).argmin()))  # of those from `first` on, that fit together
+            run = len(self.left) - 1 - np.arange(first, first + count)
+            self._take(run, self.left[run])
+
+    def _shortest_that_closes(self) -> int:
+        """The shortest document of which a part brings the work that the rank lacks."""
+        rows = np.minimum(self.left, self.room)
+        brought = rows * self.density + self._least(self.room - rows)
+        return int(np.argmax(brought >= min(brought.max(), self.target - self.work)))
+
+    def _fill_up(self) -> None:
+        """Takes the least dense documents, the last of them in part."""
+        self.left -= np.clip(self.room - self._rows[:-1], 0, self.left)
+
     def _take(self, documents: np.ndarray, rows: np.ndarray) -> None:
-        self.taken += zip(documents.tolist(), rows.tolist(), strict=True)
         self.left[documents] -= rows
         self.room -= int(rows.sum())
         self.work += float(rows @ self.density[documents])
@@ -241,12 +229,12 @@ class _Filling:
         """The work of so many rows of the densest documents."""
         return self._work[-1] - self._least(self._rows[-1] - rows)
 
-    def _gap(self) -> float:
-        """The work that is missing if the least dense documents fill the rank up."""
-        return self.target - self.work - self._least(self.room)
+    def _lacks_work(self) -> bool:
+        """Whether the rank would have too little work if the least dense documents filled it up."""
+        return bool(self.work + self._least(self.room) < (1 - _TOLERANCE) * self.target)
 
     def _may_take(self, rows: Any, work: Any, most: float) -> Any:
-        """Whether the rank can take so many rows with so much work, and still reach its target but not exceed `most`."""
+        """Whether the rank, with so many rows and their work, can still reach its target and does not exceed `most`."""
         room = self.room - rows
         least = self.work + work + self._least(room) <= most
         enough = self.work + work + self._greatest(room) >= (1 - _TOLERANCE) * self.target
