@@ -1,61 +1,70 @@
 """Direct attention: a rank fetches the keys and values that it needs from their owners. For placed documents.
 
-If a batch brings its own placement, a rank sees keys of few others, and only some of their rows. All fetches start at
-once, so no rank waits for what another one computes: with documents, blocks of one step take different times on
-different ranks. Ranks of the same part of `near` neighbours are near each other, the others are far.
+If a batch brings its own placement, a rank sees keys of few others, and only some of their rows. Those it fetches, its
+neighbours' first. With documents, blocks of one step take different times on different ranks. So the fetches are in few
+groups, and a group begins two steps before it is needed: a rank seldom waits for what another one computes. The groups
+grow from one distance between ranks to a quarter of all, and shrink again: little is sent before the first block and
+after the last one.
 
-The forward pass computes its own pair while the fetches run, then the near pairs, then the far ones. The backward pass
-begins with the near pairs, while far keys arrive. Gradients of near keys return while far pairs are computed, and those
-of far keys while the own pair is. So the near fetch is not hidden, which is the shortest message.
-
-Units received with all pairs visible: forward 2(n-1), backward 4(n-1). All fetched chunks are alive at once.
+The forward pass computes its own pair while the first group arrives. The backward pass computes it last, while the last
+gradients return to the owners of the keys. Units received with all pairs visible: forward 2(n-1), backward 4(n-1).
 """
 
 from collections.abc import Iterator
-from typing import Annotated
 
-from megatron.context_parallel.options import Option
 from megatron.context_parallel.plan.ir import Attend, Comm, Recv, Send, Step, T
 
 from .registry import Pass, register
 
-NEAR, FAR = "near", "far"
 
-
-@register("direct", layouts=("zigzag", "cyclic", "contiguous"), channels=(NEAR, FAR, "results"))
-def direct(
-    at: Pass,
-    *,
-    near: Annotated[int, Option("neighbouring ranks that are near each other, such as those of a node")] = 8,
-) -> Iterator[Step]:
-    rank = at.rank
-    size = near if near < at.n else max(1, at.n // 2)
-    others = [(rank + distance) % at.n for distance in range(1, at.n)]  # not all ranks ask the same one first
-
-    def among(channel: str) -> list[int]:
-        return [other for other in others if (other // size == rank // size) == (channel == NEAR)]
-
-    def fetch(channel: str) -> tuple[Comm, ...]:
-        sends = [Send(T.KV, rank, other, channel) for other in among(channel) if at.visible_pairs(other, rank)]
-        receives = [Recv(T.KV, other, other, channel) for other in among(channel) if at.visible_pairs(rank, other)]
-        return (*sends, *receives)
-
-    def give_back(channel: str) -> tuple[Comm, ...]:
-        sends = [Send(T.DKV, other, other, "results") for other in among(channel) if at.visible_pairs(rank, other)]
-        receives = [Recv(T.DKV, rank, other, "results") for other in among(channel) if at.visible_pairs(other, rank)]
-        return (*sends, *receives)
-
-    def blocks(channel: str) -> tuple[Attend, ...]:
-        return tuple(Attend((rank,), (other,)) for other in among(channel))
-
+@register("direct", layouts=("zigzag", "cyclic", "contiguous"), channels=("fetch", "results"))
+def direct(at: Pass) -> Iterator[Step]:
+    rank, n = at.rank, at.n
+    groups = groups_of_distances(n)
     own = (Attend((rank,), (rank,)),)
-    fetches = fetch(NEAR) + fetch(FAR)
+
+    def fetch(distances: list[int]) -> tuple[Comm, ...]:
+        """The owner of a chunk sends it to the rank that is so far ahead of it, modulo n."""
+        sends = [Send(T.KV, rank, (rank + d) % n, "fetch") for d in distances if at.visible_pairs((rank + d) % n, rank)]
+        owners = [(rank - d) % n for d in distances]
+        return (*sends, *[Recv(T.KV, owner, owner, "fetch") for owner in owners if at.visible_pairs(rank, owner)])
+
+    def give_back(distances: list[int]) -> tuple[Comm, ...]:
+        """The gradients of fetched keys and values return to their owners."""
+        owners = [(rank - d) % n for d in distances]
+        sends = [Send(T.DKV, owner, owner, "results") for owner in owners if at.visible_pairs(rank, owner)]
+        clients = [(rank + d) % n for d in distances]
+        return (*sends, *[Recv(T.DKV, rank, client, "results") for client in clients if at.visible_pairs(client, rank)])
+
+    def blocks(distances: list[int]) -> tuple[Attend, ...]:
+        return tuple(Attend((rank,), ((rank - d) % n,)) for d in distances)
+
+    if not groups:
+        yield Step(attend=own)
+        return
+    yield Step(fetch(groups[0]))
+    if not at.backward:
+        yield Step(fetch(groups[1]) if len(groups) > 1 else (), own)
+    before = list[int]()
+    for g, group in enumerate(groups):
+        ahead = g + 1 if at.backward else g + 2
+        comm = fetch(groups[ahead]) if ahead < len(groups) else ()
+        if at.backward and before:
+            comm += give_back(before)
+        yield Step(comm, blocks(group))
+        before = group
     if at.backward:
-        yield Step(fetches)
-        yield Step(attend=blocks(NEAR))
-        yield Step(give_back(NEAR), blocks(FAR))
-        yield Step(give_back(FAR), own)
-    else:
-        yield Step(fetches, own)
-        yield Step(attend=blocks(NEAR))
-        yield Step(attend=blocks(FAR))
+        yield Step(give_back(before), own)
+
+
+def groups_of_distances(n: int) -> list[list[int]]:
+    """The distances 1 .. n - 1 between ranks, modulo n, the shortest first, in groups that grow and shrink again."""
+    distances = sorted(range(1, n), key=lambda d: (min(d, n - d), d))
+    groups = list[list[int]]()
+    size = 1
+    while distances:
+        left = len(distances)
+        size = min(2 * size, max(1, n // 4), (left + 1) // 2) if groups else 1
+        groups.append(distances[:size])
+        distances = distances[size:]
+    return groups
