@@ -70,6 +70,7 @@ def case_args(family: str, **changes) -> CaseArgs:
             "cp_attention_backend": "auto",
             "reset_attention_mask": False,
             "recompute_whitelist": [],
+            "cross_entropy_chunk_size": BATCH * SEQUENCE,
             "eod_token": 0,
         },
         **{"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1},

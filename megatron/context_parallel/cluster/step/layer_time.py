@@ -84,6 +84,9 @@ class LayerTime:
         logits = self.model.padded_vocab_size // self.run.tensor_model_parallel_size
         passes = 4 * LOSS_READS[backward] + self.run.itemsize
         moving = self._moving(2 * self.model.hidden_size) + self._seconds(passes * logits * self.run.tokens)
+        chunks = math.ceil(self.run.tokens / self.run.tokens_of_loss)
+        if backward:  # each chunk but the first adds its gradient of the output layer: two reads and a write
+            moving += self._seconds(3 * 4 * (chunks - 1) * logits * self.model.hidden_size)
         product = self.product(self.model.hidden_size, logits)
         return KernelTime(product * (2 if backward else 1), moving, 8 if backward else 12)
 

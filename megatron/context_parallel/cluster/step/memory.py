@@ -21,16 +21,13 @@ LOGITS, BUFFERS = "logits and loss", "attention buffers"
 
 def memory(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[MemoryItem]:
     """The peak memory of a rank of pipeline stage `stage` (0 first), by kind; `total` sums it."""
-    stages, tensor, dtype = run.pipeline_model_parallel_size, run.tensor_model_parallel_size, run.itemsize
+    stages, tensor = run.pipeline_model_parallel_size, run.tensor_model_parallel_size
     count = model.parameters_on_stage(stage, stages, tensor, model.expert_model_parallel_size)
     # The optimizer of all experts is sharded over data x context ranks, whether experts are sharded or not.
     parts = list(_states(model, run, count, model.parameters_on_stage(stage, stages, tensor)))
     parts.append(_activations(model, run, stage))
     if stage == stages - 1:
-        logits = run.tokens * model.padded_vocab_size // tensor
-        parts.append(
-            MemoryItem(LOGITS, logits * (dtype + 4), f"tokens x vocabulary / tensor ranks x ({dtype} + 4) bytes")
-        )
+        parts.append(_logits(model, run))
     parts.append(MemoryItem(BUFFERS, attention_buffers(model, run), "peak chunks and partials alive in a pass"))
     return parts
 
@@ -68,6 +65,16 @@ def _states(model: ModelShape, run: TrainConfig, count: int, shared: int) -> Ite
 
 
 # ------------------------------------------------------------------------------------------------- activations
+
+
+def _logits(model: ModelShape, run: TrainConfig) -> MemoryItem:
+    columns, dtype = model.padded_vocab_size // run.tensor_model_parallel_size, run.itemsize
+    size = run.tokens_of_loss * columns * (dtype + 4)
+    formula = f"tokens x vocabulary / tensor ranks x ({dtype} + 4) bytes"
+    if run.tokens_of_loss < run.tokens:  # gradients of output layer and hidden states wait for the backward pass
+        size += columns * model.hidden_size * (4 + dtype) + run.tokens * model.hidden_size * dtype
+        formula = f"{run.tokens_of_loss} {formula} + gradients of the output layer and its input"
+    return MemoryItem(LOGITS, size, formula)
 
 
 def _activations(model: ModelShape, run: TrainConfig, stage: int) -> MemoryItem:

@@ -161,6 +161,9 @@ class Training(FlagSection, title="training"):
         needs=FULL,
     )
     recompute_activations: bool = flag("the same as --recompute-granularity selective", False, excludes=FULL)
+    cross_entropy_chunk_size: int = flag(
+        "tokens whose logits exist at once", derived="64 MiB of logits on a rank, or 512 tokens", example=1024
+    )
 
 
 class LearningRate(FlagSection, title="learning rate"):
