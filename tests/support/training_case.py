@@ -70,6 +70,7 @@ def case_args(family: str, **changes) -> CaseArgs:
             "cp_attention_backend": "auto",
             "reset_attention_mask": False,
             "recompute_whitelist": [],
+            "mlp_chunks_for_training": 1,
             "cross_entropy_chunk_size": BATCH * SEQUENCE,
             "eod_token": 0,
         },

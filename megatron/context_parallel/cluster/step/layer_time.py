@@ -52,6 +52,11 @@ class LayerTime:
         numbers = 2 * 3 * whole + 2 * 3 * whole + rotated + (5 if model.swiglu else 3) * mlp
         return KernelTime(2 * dense, self._moving(numbers), 8 + 7)
 
+    def mlp(self) -> KernelTime:
+        """The forward pass of a layer's MLP."""
+        moving = (3 if self.model.swiglu else 2) * self.model.ffn_hidden_size / self.run.tensor_model_parallel_size
+        return KernelTime(self.products["up"] + self.products["down"], self._moving(moving), 3)
+
     @property
     def products(self) -> dict[str, float]:
         """Seconds of the products of a layer's forward pass."""

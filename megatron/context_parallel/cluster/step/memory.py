@@ -81,9 +81,11 @@ def _activations(model: ModelShape, run: TrainConfig, stage: int) -> MemoryItem:
     tensor, h, each = run.tensor_model_parallel_size, model.hidden_size, run.recompute_num_layers
     whole = h / (tensor if run.sequence_parallel else 1)
     mlp = model.mlp_width * (3 if model.swiglu else 2)
-    layer = 4 * whole + (2 * model.queries + 2 * model.keys + mlp) / tensor
+    cut = run.mlp_chunks_for_training > 1
+    layer = 4 * whole + (2 * model.queries + 2 * model.keys + (0 if cut else mlp)) / tensor
     layers = model.num_layers / run.pipeline_model_parallel_size
-    formula = f"4h + (2q + 2kv + {3 if model.swiglu else 2} ffn) / tensor ranks values per token and layer"
+    inner = f" + {3 if model.swiglu else 2} ffn"
+    formula = f"4h + (2q + 2kv{inner}) / tensor ranks values per token and layer"
     if run.sequence_parallel:
         formula = formula.replace("4h + (", "(4h + ")
     values = layers * layer
@@ -97,8 +99,13 @@ def _activations(model: ModelShape, run: TrainConfig, stage: int) -> MemoryItem:
             formula = f"h for {each} recomputed layers, others and one at work: {formula}"
         formula += " + q / tensor ranks a recomputed layer" if kept else ""
     in_flight = _in_flight(run, stage)
-    size = round(values * in_flight * run.tokens * run.itemsize)
-    return MemoryItem("activations", size, f"{formula}, x {in_flight:g} micro batches in flight")
+    values *= in_flight
+    formula += f", x {in_flight:g} micro batches in flight"
+    if cut:
+        values += mlp / tensor / run.mlp_chunks_for_training
+        formula = formula.replace(inner, "") + f", and {inner[3:]} of 1 / {run.mlp_chunks_for_training} of the tokens"
+    size = round(values * run.tokens * run.itemsize)
+    return MemoryItem("activations", size, formula)
 
 
 def _in_flight(run: TrainConfig, stage: int) -> float:

@@ -24,6 +24,7 @@ class TrainConfig:
         num_distributed_optimizer_instances: copies of the sharded state.
         use_torch_fsdp2: sharded weights are float32, and the optimizer has no copy of them.
         recompute_whitelist: whether the output of attention is kept (`--recompute-whitelist core_attention`).
+        mlp_chunks_for_training: parts of the tokens that an MLP computes in turn, and again in the backward pass.
         cross_entropy_chunk_size: tokens whose logits exist at once; None: those of a micro batch.
         dtype: of weights and activations: "bf16", "fp16" or "fp32".
         partial_dtype: of partial outputs and gradients between context ranks. The trainer sends float32.
@@ -51,6 +52,7 @@ class TrainConfig:
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
     recompute_whitelist: bool = False
+    mlp_chunks_for_training: int = 1
     cross_entropy_chunk_size: int | None = None
     dtype: str = "bf16"
     partial_dtype: str = "fp32"

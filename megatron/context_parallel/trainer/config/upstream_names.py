@@ -85,7 +85,7 @@ megatron-fsdp-enable-fine-grained-param-gather megatron-fsdp-grad-comm-dtype meg
 megatron-fsdp-main-params-dtype megatron-fsdp-max-pool-double-buffer megatron-fsdp-version memory-keys metadata-path
 mhc-init-gating-factor mhc-num-residual-streams mhc-recompute-layer-num mhc-sinkhorn-iterations
 microbatch-group-size-per-vp-stage mid-level-dataset-surplus min-offloaded-tensor-size mla-down-proj-fusion
-mlp-chunks-for-prefill mlp-chunks-for-training modules-to-filter moe-apply-probs-on-input moe-combine-bwd-dtype
+mlp-chunks-for-prefill modules-to-filter moe-apply-probs-on-input moe-combine-bwd-dtype
 moe-deepep-num-sms moe-dispatch-fwd-dtype moe-enable-deepep moe-enable-routing-replay moe-expert-rank-capacity-factor
 moe-flex-dispatcher-backend moe-flex-dispatcher-num-sms moe-hybridep-num-blocks-permute
 moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms moe-hybridep-num-sms-preprocessing

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron.context_parallel.cli.flag import fields_given
 from megatron.context_parallel.integration.groups import contexts_by_layer
 from megatron.context_parallel.integration.loss import ModelWithLoss
+from megatron.context_parallel.integration.mlp import use_chunks
 from megatron.context_parallel.integration.rope import use_layout
 from megatron.context_parallel.integration.spec import Contexts, block_spec
 from megatron.context_parallel.integration.vocabulary import draw_rows, leave_out_padding
@@ -61,6 +62,7 @@ def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage
     )
     model.chunk_size = args.cross_entropy_chunk_size
     use_layout(model, cp[0] if isinstance(cp, Sequence) else cp)  # all layers have the same layout
+    use_chunks(model, args.mlp_chunks_for_training)
     leave_out_padding(model, args.vocabulary)
     if config.perform_initialization and model.post_process and args.untie_embeddings_and_output_weights:
         _draw_vocabulary(args, "output layer", model.output_layer.weight)
@@ -105,6 +107,7 @@ def transformer_config(args: Arguments) -> TransformerConfig:
         bias_activation_fusion=torch.cuda.is_available()
         and (args.swiglu or (args.add_bias_linear and args.bias_gelu_fusion)),
     )
+    given.pop("mlp_chunks_for_training", None)  # from 0.18 on megatron-core cuts too, but keeps every part
     return TransformerConfig(**given)
 
 
