@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches.megatron_rope import share_cos_and_sin
 
 from .packed import accept_thd
 from .spec import ContextParallelAttention
@@ -70,6 +71,7 @@ def use_layout(model: GPTModel, cp: ContextParallel) -> None:
         if isinstance(module, ContextParallelAttention):
             module.follows_layout = True
     if model.position_embedding_type == "rope":
+        share_cos_and_sin()
         model.rotary_pos_emb = LayoutRotaryEmbedding(model.rotary_pos_emb, cp)
 
 
