@@ -324,3 +324,17 @@ def test_gradients_may_travel_in_the_dtype_of_the_model():
     assert attention_shape(MODEL, replace(RUN, partial_dtype="bf16")).partial_itemsize == 2
     with pytest.raises(UsageError, match="partial_dtype fp8: unknown; give one of fp32, bf16, fp16"):
         replace(RUN, partial_dtype="fp8")
+
+
+def test_chunks_of_loss_and_mlp_need_less_memory_and_more_time():
+    run = replace(RUN, dtype="fp32")
+    whole, loss, mlp = (
+        {part.what: part.bytes for part in memory(MODEL, replace(run, **chunks))}
+        for chunks in ({}, {"cross_entropy_chunk_size": 64}, {"mlp_chunks_for_training": 4})
+    )
+    gradients = 4 * MODEL.hidden_size * (2 * MODEL.padded_vocab_size + run.tokens)
+    assert loss["logits and loss"] == whole["logits and loss"] * 64 // run.tokens + gradients
+    inner = 4 * run.tokens * MODEL.mlp_width * 3
+    assert whole["activations"] - mlp["activations"] == inner * MODEL.num_layers - inner // 4
+    for chunks in ({"cross_entropy_chunk_size": 64}, {"mlp_chunks_for_training": 4}):
+        assert seconds(replace(run, **chunks)) > seconds(run)

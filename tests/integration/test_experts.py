@@ -16,7 +16,7 @@ EXPERTS = {**MODEL, "moe_aux_loss_coeff": 0.5}
 SPREADS = {
     "cp4 mesh": {CP: 4, "cp_strategy": "mesh", "cp_layout": "cyclic"},
     "cp2 ep2 alltoall, recomputed": {
-        **{CP: 2, EP: 2, "moe_token_dispatcher_type": "alltoall"},
+        **{CP: 2, EP: 2, "moe_token_dispatcher_type": "alltoall", "cross_entropy_chunk_size": 6},
         **{"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     },
 }

@@ -197,6 +197,11 @@ SHAPES: Table = {
 }
 # What is replaced or relied on as a whole: the first digits of the SHA-256 of its source.
 BODIES: Table = {
+    "megatron_rope": {
+        f"{_EMBEDDINGS}/rope_utils.py": {
+            "_apply_rotary_pos_emb_bshd": by_release({(0, 16): "0ef4824d5242", (0, 19): "7bd1c84e0953"})
+        }
+    },
     "torch_data_workers": {
         "torch/utils/data/dataloader.py": {"_MultiProcessingDataLoaderIter.__del__": "d2dca4e3c727"}
     },

@@ -71,6 +71,8 @@ def case_args(family: str, **changes) -> CaseArgs:
             "reset_attention_mask": False,
             "cp_place_documents": False,
             "recompute_whitelist": [],
+            "mlp_chunks_for_training": 1,
+            "cross_entropy_chunk_size": BATCH * SEQUENCE,
             "eod_token": 0,
         },
         **{"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1},

@@ -5,6 +5,7 @@ from tests.support import training_case
 PLAIN = {"use_distributed_optimizer": False}
 INSTANCES = {"num_distributed_optimizer_instances": 2}
 MESH = {"cp_strategy": "mesh", "cp_layout": "cyclic"}
+IN_CHUNKS = {"cross_entropy_chunk_size": 6, "mlp_chunks_for_training": 3}
 
 
 def fsdp(sharding: str, **changes) -> dict:

@@ -19,10 +19,12 @@ STEPS, EVALUATED = 5, 3  # of the layouts: training continues after an evaluatio
 INTERLEAVED = {CP: 2, PP: 2, "num_layers": 4, "virtual_pipeline_model_parallel_size": 2}
 RECOMPUTED = {CP: 2, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 KEPT = {"recompute_whitelist": ["core_attention"]}
+LOSS_IN_CHUNKS = {"cross_entropy_chunk_size": 6}  # divides no number of tokens here
+MLP_IN_CHUNKS = {"mlp_chunks_for_training": 3}
 
 SPREADS = {  # name: families, ranks, arguments
     "cp2": ("llama", 2, {CP: 2}),
-    "cp4": ("llama gpt3", 4, {CP: 4}),
+    "cp4": ("llama gpt3", 4, {CP: 4} | LOSS_IN_CHUNKS),
     "cp4 cyclic": ("llama", 4, {CP: 4, "cp_layout": "cyclic"}),
     "cp4 contiguous": ("llama", 4, {CP: 4, "cp_layout": "contiguous"}),
     "cp4 allgather": ("llama", 4, {CP: 4, "cp_strategy": "allgather"}),
@@ -37,14 +39,22 @@ SPREADS = {  # name: families, ranks, arguments
             ("usp", "zigzag", {"head_parallel_size": 2}),
         )
     },
-    "cp2 tp2": ("llama gpt3 sinks", 4, {CP: 2, TP: 2}),
-    "cp2 tp2 sequence parallel": ("llama gpt3", 4, {CP: 2, TP: 2, "sequence_parallel": True}),
-    "cp2 pp2": ("llama gpt3", 4, {CP: 2, PP: 2}),
+    "cp2 tp2": ("llama gpt3 sinks", 4, {CP: 2, TP: 2} | LOSS_IN_CHUNKS),
+    "cp2 tp2 sequence parallel": (
+        "llama gpt3",
+        4,
+        LOSS_IN_CHUNKS | MLP_IN_CHUNKS | {CP: 2, TP: 2, "sequence_parallel": True},
+    ),
+    "cp2 pp2": ("llama gpt3", 4, {CP: 2, PP: 2} | LOSS_IN_CHUNKS),
     "cp2 pp2 interleaved": ("llama", 4, INTERLEAVED),
     "cp2 dp2": ("llama gpt3", 4, {CP: 2}),
     "cp2 dp2 replicated optimizer": ("llama", 4, {CP: 2, "use_distributed_optimizer": False}),
-    "cp2 dp2 overlapped": ("llama", 4, {CP: 2, "overlap_grad_reduce": True, "overlap_param_gather": True}),
-    "cp2 recomputed": ("llama", 2, RECOMPUTED),
+    "cp2 dp2 overlapped": (
+        "llama gpt3",
+        4,
+        {CP: 2, "overlap_grad_reduce": True, "overlap_param_gather": True} | LOSS_IN_CHUNKS | MLP_IN_CHUNKS,
+    ),
+    "cp2 recomputed": ("llama", 2, RECOMPUTED | MLP_IN_CHUNKS),
     "cp2 attention kept": ("llama gpt3", 2, RECOMPUTED | KEPT),
     "cp2 pp2 attention kept": ("llama", 4, RECOMPUTED | KEPT | {PP: 2}),
     "cp4 heads, attention kept": (

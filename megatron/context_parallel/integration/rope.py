@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches.megatron_rope import share_cos_and_sin
 from megatron.context_parallel.tokens.mask import Documents
 
 from .packed import PackedDocuments, accept_thd
@@ -81,6 +82,7 @@ def use_layout(model: GPTModel, cp: ContextParallel) -> None:
         if isinstance(module, ContextParallelAttention):
             module.follows_layout = True
     if model.position_embedding_type == "rope":
+        share_cos_and_sin()
         model.rotary_pos_emb = LayoutRotaryEmbedding(model.rotary_pos_emb, cp)
 
 

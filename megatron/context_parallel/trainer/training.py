@@ -229,15 +229,15 @@ def _forward_step(args: Arguments, batches: Batches, model: DataParallel):
         device = torch.cuda.current_device()
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in local.items()}
     recorder.enter("forward" if torch.is_grad_enabled() else "evaluation")
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=packed)
-    if losses.requires_grad:
-        losses.register_hook(lambda gradient: recorder.enter("backward"))
-    return losses, partial(_loss, batch["loss_mask"])
+    losses = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
+    out = model(batch["tokens"], batch["position_ids"], None, **losses, packed_seq_params=packed)
+    if out.requires_grad:
+        out.register_hook(lambda gradient: recorder.enter("backward"))
+    return out, partial(_loss, batch["loss_mask"])
 
 
-def _loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _loss(loss_mask: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     # megatron-core divides the summed gradients by the token count of all ranks and micro batches.
-    total = (losses.float() * loss_mask).sum()
     tokens = loss_mask.sum()
     return total, tokens.int(), torch.stack([total.detach(), tokens]).double()
 

@@ -9,7 +9,7 @@ from megatron.context_parallel.cluster.step.attention_pass import attention_mask
 from megatron.context_parallel.cluster.step.memory import fullest_stage, memory, total
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.step_time import StepForecast, check_sizes, forecast_step
-from megatron.context_parallel.cluster.step.train_config import SHARDING, TrainConfig
+from megatron.context_parallel.cluster.step.train_config import SHARDING, TrainConfig, loss_chunk
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.options import divisors
 from megatron.context_parallel.progress import tracked
@@ -72,10 +72,11 @@ def search_steps(model: ModelShape, cluster: Cluster, base: TrainConfig, every_s
         most = SIMULATED if len(splits) == 1 else SIMULATED_OF_MANY
         found = search(workload_of(model, split), place, most=most)
         rejected += found.rejected
+        chunk = loss_chunk(model.padded_vocab_size // split.tensor_model_parallel_size)
         specs = _taken([*found.ranked], [*found.slower])
         slower += len(found.ranked) + len(found.slower) - len(specs)
         for spec in tracked(specs, "predicting whole iterations"):
-            for run in _variants(replace(split, cp_strategy=spec)):
+            for run in _variants(replace(split, cp_strategy=spec, cross_entropy_chunk_size=chunk)):
                 _forecast(model, run, cluster, ranked, rejected)
     return StepSearch(sorted(ranked, key=lambda found: found.forecast.seconds), rejected, slower)
 

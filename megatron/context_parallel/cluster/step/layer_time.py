@@ -52,6 +52,11 @@ class LayerTime:
         numbers = 2 * 3 * whole + 2 * 3 * whole + rotated + (5 if model.swiglu else 3) * mlp
         return KernelTime(2 * dense, self._moving(numbers), 8 + 7)
 
+    def mlp(self) -> KernelTime:
+        """The forward pass of a layer's MLP."""
+        moving = (3 if self.model.swiglu else 2) * self.model.ffn_hidden_size / self.run.tensor_model_parallel_size
+        return KernelTime(self.products["up"] + self.products["down"], self._moving(moving), 3)
+
     @property
     def products(self) -> dict[str, float]:
         """Seconds of the products of a layer's forward pass."""
@@ -84,6 +89,9 @@ class LayerTime:
         logits = self.model.padded_vocab_size // self.run.tensor_model_parallel_size
         passes = 4 * LOSS_READS[backward] + self.run.itemsize
         moving = self._moving(2 * self.model.hidden_size) + self._seconds(passes * logits * self.run.tokens)
+        chunks = math.ceil(self.run.tokens / self.run.tokens_of_loss)
+        if backward:  # each chunk but the first adds its gradient of the output layer: two reads and a write
+            moving += self._seconds(3 * 4 * (chunks - 1) * logits * self.model.hidden_size)
         product = self.product(self.model.hidden_size, logits)
         return KernelTime(product * (2 if backward else 1), moving, 8 if backward else 12)
 

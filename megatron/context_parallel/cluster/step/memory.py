@@ -21,16 +21,13 @@ LOGITS, BUFFERS = "logits and loss", "attention buffers"
 
 def memory(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[MemoryItem]:
     """The peak memory of a rank of pipeline stage `stage` (0 first), by kind; `total` sums it."""
-    stages, tensor, dtype = run.pipeline_model_parallel_size, run.tensor_model_parallel_size, run.itemsize
+    stages, tensor = run.pipeline_model_parallel_size, run.tensor_model_parallel_size
     count = model.parameters_on_stage(stage, stages, tensor, model.expert_model_parallel_size)
     # The optimizer of all experts is sharded over data x context ranks, whether experts are sharded or not.
     parts = list(_states(model, run, count, model.parameters_on_stage(stage, stages, tensor)))
     parts.append(_activations(model, run, stage))
     if stage == stages - 1:
-        logits = run.tokens * model.padded_vocab_size // tensor
-        parts.append(
-            MemoryItem(LOGITS, logits * (dtype + 4), f"tokens x vocabulary / tensor ranks x ({dtype} + 4) bytes")
-        )
+        parts.append(_logits(model, run))
     parts.append(MemoryItem(BUFFERS, attention_buffers(model, run), "peak chunks and partials alive in a pass"))
     return parts
 
@@ -70,13 +67,25 @@ def _states(model: ModelShape, run: TrainConfig, count: int, shared: int) -> Ite
 # ------------------------------------------------------------------------------------------------- activations
 
 
+def _logits(model: ModelShape, run: TrainConfig) -> MemoryItem:
+    columns, dtype = model.padded_vocab_size // run.tensor_model_parallel_size, run.itemsize
+    size = run.tokens_of_loss * columns * (dtype + 4)
+    formula = f"tokens x vocabulary / tensor ranks x ({dtype} + 4) bytes"
+    if run.tokens_of_loss < run.tokens:  # gradients of output layer and hidden states wait for the backward pass
+        size += columns * model.hidden_size * (4 + dtype) + run.tokens * model.hidden_size * dtype
+        formula = f"{run.tokens_of_loss} {formula} + gradients of the output layer and its input"
+    return MemoryItem(LOGITS, size, formula)
+
+
 def _activations(model: ModelShape, run: TrainConfig, stage: int) -> MemoryItem:
     tensor, h, each = run.tensor_model_parallel_size, model.hidden_size, run.recompute_num_layers
     whole = h / (tensor if run.sequence_parallel else 1)
     mlp = model.mlp_width * (3 if model.swiglu else 2)
-    layer = 4 * whole + (2 * model.queries + 2 * model.keys + mlp) / tensor
+    cut = run.mlp_chunks_for_training > 1
+    layer = 4 * whole + (2 * model.queries + 2 * model.keys + (0 if cut else mlp)) / tensor
     layers = model.num_layers / run.pipeline_model_parallel_size
-    formula = f"4h + (2q + 2kv + {3 if model.swiglu else 2} ffn) / tensor ranks values per token and layer"
+    inner = f" + {3 if model.swiglu else 2} ffn"
+    formula = f"4h + (2q + 2kv{inner}) / tensor ranks values per token and layer"
     if run.sequence_parallel:
         formula = formula.replace("4h + (", "(4h + ")
     values = layers * layer
@@ -90,8 +99,13 @@ def _activations(model: ModelShape, run: TrainConfig, stage: int) -> MemoryItem:
             formula = f"h for {each} recomputed layers, others and one at work: {formula}"
         formula += " + q / tensor ranks a recomputed layer" if kept else ""
     in_flight = _in_flight(run, stage)
-    size = round(values * in_flight * run.tokens * run.itemsize)
-    return MemoryItem("activations", size, f"{formula}, x {in_flight:g} micro batches in flight")
+    values *= in_flight
+    formula += f", x {in_flight:g} micro batches in flight"
+    if cut:
+        values += mlp / tensor / run.mlp_chunks_for_training
+        formula = formula.replace(inner, "") + f", and {inner[3:]} of 1 / {run.mlp_chunks_for_training} of the tokens"
+    size = round(values * run.tokens * run.itemsize)
+    return MemoryItem("activations", size, formula)
 
 
 def _in_flight(run: TrainConfig, stage: int) -> float:

@@ -63,6 +63,8 @@ class StageTime:
         several = [self._layers(self.layers, backward), self._attention(self.layers, backward)]
         if backward:
             several += self._recomputed()
+            if self.run.mlp_chunks_for_training > 1:  # each part once more
+                several += self.layers * [self._work(self.time.mlp())]
         if self.first:
             several.append(self._work(self.time.embedding(backward)))
         if self.last:

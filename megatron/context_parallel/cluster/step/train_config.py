@@ -8,6 +8,8 @@ from megatron.context_parallel.tokens.rank_grid import ProcessMesh
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 SHARDING = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+LOGITS_AT_ONCE = 2**26  # bytes of float32
+LEAST_LOSS_CHUNK = 512  # tokens; every chunk adds to the gradient of the whole output layer
 ORDER = ("tensor", "context", "data", "pipeline")  # of ranks, innermost first
 
 
@@ -22,6 +24,8 @@ class TrainConfig:
         num_distributed_optimizer_instances: copies of the sharded state.
         use_torch_fsdp2: sharded weights are float32, and the optimizer has no copy of them.
         recompute_whitelist: whether the output of attention is kept (`--recompute-whitelist core_attention`).
+        mlp_chunks_for_training: parts of the tokens that an MLP computes in turn, and again in the backward pass.
+        cross_entropy_chunk_size: tokens whose logits exist at once; None: those of a micro batch.
         dtype: of weights and activations: "bf16", "fp16" or "fp32".
         partial_dtype: of partial outputs and gradients between context ranks. The trainer sends float32.
 
@@ -48,6 +52,8 @@ class TrainConfig:
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
     recompute_whitelist: bool = False
+    mlp_chunks_for_training: int = 1
+    cross_entropy_chunk_size: int | None = None
     dtype: str = "bf16"
     partial_dtype: str = "fp32"
 
@@ -106,6 +112,11 @@ class TrainConfig:
         return self.micro_batch_size * self.seq_length // self.context_parallel_size
 
     @property
+    def tokens_of_loss(self) -> int:
+        """Tokens of a rank whose logits exist at once."""
+        return min(self.tokens, self.cross_entropy_chunk_size or self.tokens)
+
+    @property
     def micro_batches(self) -> int:
         """Micro batches of a rank in an iteration."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
@@ -128,6 +139,11 @@ class TrainConfig:
     def groups(self, *names: str) -> list[tuple[int, ...]]:
         """The groups of ranks that differ only in the dimensions `names` of `ORDER`."""
         return [*_groups(self.mesh, names)]
+
+
+def loss_chunk(columns: int) -> int:
+    """The default of `--cross-entropy-chunk-size`, where a rank has `columns` logits of a token."""
+    return max(LEAST_LOSS_CHUNK, LOGITS_AT_ONCE // (4 * columns))
 
 
 @cache

@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 
 from megatron.context_parallel.cli.flag_checks import check_each, check_multiple, check_relations, refuse
+from megatron.context_parallel.cluster.step.train_config import loss_chunk
 from megatron.context_parallel.errors import UsageError, raise_all
 from megatron.context_parallel.trainer.config.flags import SPLIT, Arguments, Flags
 from megatron.context_parallel.trainer.config.samples import iterations
@@ -68,6 +69,9 @@ def complete(flags: Flags, tokenizer: tuple[int, int | None] | None = None) -> t
     flags = replace(flags, cp_strategy=specs, cp_layout=choices[0].layout if choices else flags.cp_layout)
     tokens, eod = tokenizer or vocabulary(flags)
     flags, size = _fill_in_vocabulary(flags, tokens)
+    padded = padded_vocab_size(flags, size)
+    chunk = flags.cross_entropy_chunk_size or loss_chunk(padded // flags.tensor_model_parallel_size)
+    flags = replace(flags, cross_entropy_chunk_size=chunk)
     layers = flags.num_layers // flags.pipeline_model_parallel_size
     each = flags.num_layers_per_virtual_pipeline_stage
     args = Arguments(
@@ -80,7 +84,7 @@ def complete(flags: Flags, tokenizer: tuple[int, int | None] | None = None) -> t
         cp_layers=choices,
         eod_token=eod,
         vocabulary=size,
-        padded_vocab_size=padded_vocab_size(flags, size),
+        padded_vocab_size=padded,
     )
     raise_all(check_relations(args))
     raise_all(check_together(args))

@@ -161,6 +161,15 @@ class Training(FlagSection, title="training"):
         needs=FULL,
     )
     recompute_activations: bool = flag("the same as --recompute-granularity selective", False, excludes=FULL)
+    mlp_chunks_for_training: int = flag(
+        "parts of the tokens that an MLP computes in turn, and again in the backward pass",
+        1,
+        example=8,
+        excludes="num_experts fp8",
+    )
+    cross_entropy_chunk_size: int = flag(
+        "tokens whose logits exist at once", derived="64 MiB of logits on a rank, or 512 tokens", example=1024
+    )
 
 
 class LearningRate(FlagSection, title="learning rate"):

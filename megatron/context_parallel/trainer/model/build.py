@@ -17,6 +17,8 @@ from torch import Tensor
 
 from megatron.context_parallel.cli.flag import fields_given
 from megatron.context_parallel.integration.groups import contexts_by_layer
+from megatron.context_parallel.integration.loss import ModelWithLoss
+from megatron.context_parallel.integration.mlp import use_chunks
 from megatron.context_parallel.integration.rope import use_layout
 from megatron.context_parallel.integration.spec import Contexts, block_spec
 from megatron.context_parallel.integration.vocabulary import draw_rows, leave_out_padding
@@ -38,12 +40,12 @@ def build_model(args: Arguments) -> list[DataParallel]:
     return model
 
 
-def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage: int | None = None) -> GPTModel:
-    """The plain GPTModel of this pipeline rank's (virtual) stage, with our attention and its layout's RoPE."""
+def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage: int | None = None) -> ModelWithLoss:
+    """The plain GPT model of this pipeline rank's (virtual) stage, with our attention and its layout's RoPE."""
     keep_output = "core_attention" in (args.recompute_whitelist or ())
     layers = get_num_layers_to_build(config, vp_stage)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
-    model = GPTModel(
+    model = ModelWithLoss(
         config,
         block_spec(config, cp, layers, args.cp_attention_backend, keep_output),
         vocab_size=args.padded_vocab_size,
@@ -58,7 +60,9 @@ def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage
         rope_scaling_factor=args.rope_scaling_factor,
         vp_stage=vp_stage,
     )
+    model.chunk_size = args.cross_entropy_chunk_size
     use_layout(model, cp[0] if isinstance(cp, Sequence) else cp)  # all layers have the same layout
+    use_chunks(model, args.mlp_chunks_for_training)
     leave_out_padding(model, args.vocabulary)
     if config.perform_initialization and model.post_process and args.untie_embeddings_and_output_weights:
         _draw_vocabulary(args, "output layer", model.output_layer.weight)
@@ -103,6 +107,7 @@ def transformer_config(args: Arguments) -> TransformerConfig:
         bias_activation_fusion=torch.cuda.is_available()
         and (args.swiglu or (args.add_bias_linear and args.bias_gelu_fusion)),
     )
+    given.pop("mlp_chunks_for_training", None)  # from 0.18 on megatron-core cuts too, but keeps every part
     return TransformerConfig(**given)
 
 

@@ -1,0 +1,50 @@
+"""Shared cos and sin: results and gradients are megatron-core's to the bit, and autograd keeps one copy."""
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings import rope_utils
+
+from megatron.context_parallel.patches import megatron_rope
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotations_are_those_of_megatron_core(dtype, interleaved):
+    megatron_rope.share_cos_and_sin()
+    angles = torch.randn(6, 1, 1, 8)
+    results = []
+    for rotate in (megatron_rope._rotate, rope_utils._apply_rotary_pos_emb_bshd):
+        torch.manual_seed(1)
+        t = torch.randn(6, 2, 3, 12, dtype=dtype, requires_grad=True)
+        out = rotate(t, angles, rotary_interleaved=interleaved, mscale=1.0)
+        out.backward(torch.randn_like(out))
+        results.append((out, t.grad))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_other_rotations_are_left_to_megatron_core():
+    megatron_rope.share_cos_and_sin()
+    t, angles = torch.randn(6, 2, 3, 8), torch.randn(6, 1, 1, 8)
+    for others in ((False, False, 0.5), (False, True, 1.0)):  # scaled; of latent attention
+        rotated = rope_utils._apply_rotary_pos_emb_bshd(t, angles, *others)
+        assert torch.equal(rotated, megatron_rope._rotate(t, angles, *others))
+
+
+def test_one_copy_is_kept_as_long_as_the_angles():
+    megatron_rope.share_cos_and_sin()
+    angles = torch.randn(6, 1, 1, 8)
+    kept = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    before = len(megatron_rope._tables)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        rotate = rope_utils._apply_rotary_pos_emb_bshd
+        outs = [rotate(torch.randn(6, 2, 3, 8, requires_grad=True), angles) for _ in range(4)]
+    assert len(kept) == 2
+    assert len(megatron_rope._tables) == before + 1
+    del outs, angles
+    assert len(megatron_rope._tables) == before
