@@ -188,6 +188,8 @@ def test_flags_are_told_apart_and_completed():
         (["--attention-dropout", "0.1"], "--attention-dropout 0.1: context-parallel attention has no dropout; give"),
         (["--mtp-num-layers=1"], "--mtp-num-layers: not supported, it shards sequences itself"),
         (["--sft"], "--sft: not supported"),
+        (["--spec", "module", "spec"], "--spec: not supported, its layers keep their own attention"),
+        (["--hybrid-layer-pattern=*-"], "--hybrid-layer-pattern: not supported, its layers keep their own attention"),
         (["--moe-aux-loss-coeff=0.01"], "--moe-aux-loss-coeff: not supported, over n context ranks .* 1/n of its"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -93,6 +93,11 @@ _TOKENIZER = "give --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDE
 _CONSTANT = "the weight decay is constant; give --weight-decay"
 _ROPE = "give --position-embedding-type rope"
 _STATES = "the optimizer keeps float32 states on the device; leave it out"
+_SHARED = "all ranks of a context group share every sequence; give --cp-strategy"
+_HEADS = "attention is multi-head or grouped-query; leave it out"
+_SOFTMAX = "attention is a softmax over all tokens that the mask shows; leave it out"
+_YARN = "positions are not extended by YaRN; give --use-rope-scaling"
+_FSDP_DTYPES = "FSDP keeps weights and gradients in float32; leave it out"
 _STAGES = "all pipeline stages have the same number of layers; leave it out"
 
 GIVE_INSTEAD = {
@@ -144,11 +149,25 @@ GIVE_INSTEAD = {
     "--moe-expert-capacity-factor X": "tokens are never dropped; leave it out",
     "--moe-layer-freq N": "all layers have experts; leave it out",
     "--moe-router-enable-expert-bias": "give --moe-aux-loss-coeff",
-    "--multi-latent-attention": "attention is multi-head or grouped-query; leave it out",
+    "--multi-latent-attention": _HEADS,
+    "--mla-down-proj-fusion": _HEADS,
+    "--experimental-attention-variant NAME": _SOFTMAX,
+    "--hybrid-layer-pattern PATTERN": _SOFTMAX,
+    "--yarn-original-max-position-embeddings N": _YARN,
+    "--yarn-beta-fast X": _YARN,
+    "--yarn-beta-slow X": _YARN,
+    "--no-yarn-correction-range-round-to-int": _YARN,
+    "--flash-attention-version N": "give --cp-attention-backend flash2, flash3 or flash4",
+    "--batch-invariant-mode": "it does not support context parallelism; leave it out",
     "--mtp-num-layers N": "multi-token prediction is not supported; leave it out",
     "--fim-data": "fill-in-the-middle is not supported; leave it out",
     "--sft": "fine-tuning on chats is not supported; leave it out",
-    "--hybrid-context-parallel": "all ranks of a context group share every sequence; give --cp-strategy",
+    "--dataloader-inter-document-masking": "give --reset-attention-mask, which separates the documents of a sample",
+    "--hybrid-context-parallel": _SHARED,
+    "--max-seqlen-per-dp-cp-rank N": _SHARED,
+    "--megatron-fsdp-main-params-dtype NAME": _FSDP_DTYPES,
+    "--megatron-fsdp-main-grads-dtype NAME": _FSDP_DTYPES,
+    "--megatron-fsdp-grad-comm-dtype NAME": _FSDP_DTYPES,
 }
 
 
