@@ -78,7 +78,7 @@ SHAPES: Table = {
             "_new_process_group_helper": (
                 "group_size group_rank global_ranks_in_group backend store "
                 "group_name backend_options timeout pg_tag device_id group_desc"
-                + (" enable_reconfigure" if TORCH >= (2, 15) else "")
+                + (" enable_reconfigure" if TORCH >= (2, 14) else "")
             ),
             "_World.pg_group_ranks": "self",
             "_world": "_world = _World()",
@@ -92,7 +92,7 @@ SHAPES: Table = {
         _C10D: {
             "all_reduce": "tensor op group async_op",
             "all_gather": "tensor_list tensor group async_op",
-            "all_gather_object": "object_list obj group" + (" weights_only" if TORCH >= (2, 15) else ""),
+            "all_gather_object": "object_list obj group" + (" weights_only" if TORCH >= (2, 14) else ""),
             "broadcast": "tensor src group async_op group_src",
             "barrier": "group async_op device_ids" + (" timeout" if TORCH >= (2, 12) else ""),
             "reduce_scatter_tensor": "output input op group async_op",
