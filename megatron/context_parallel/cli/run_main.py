@@ -6,6 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from importlib import metadata
 from typing import NoReturn
 
 from megatron.context_parallel.errors import RankError, UsageError
@@ -29,6 +30,7 @@ NEEDS = {  # module: (its package, the extra that installs it)
     "wandb": ("wandb", "wandb"),
     "scipy": ("scipy", "calibrate"),
 }
+TESTED = {"torch": "2.11 to 2.15", "megatron-core": "0.16 to 0.19"}  # docs/versions.md
 
 
 def ignore_warnings_of_libraries() -> None:
@@ -45,7 +47,8 @@ def run_main(main: Callable[[], int | None], program: str | None = None) -> NoRe
     """Exits with the status that `main` returns (None: 0).
 
     Each line of a UsageError is printed after the name of the program (default: of its file), and the status is 2. The
-    same holds for a package that is not installed. Ctrl-C prints one line, and the status is 130.
+    same holds for a package that is not installed, or whose release lacks a name. Ctrl-C prints one line, and the
+    status is 130.
     """
     patience = 30  # seconds
     try:
@@ -55,6 +58,8 @@ def run_main(main: Callable[[], int | None], program: str | None = None) -> NoRe
         patience = 0 if isinstance(error, RankError) else patience
     except ModuleNotFoundError as error:
         message = _how_to_install(error)
+    except ImportError as error:
+        message = _which_release(error)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("interrupted", file=sys.stderr, flush=True)
@@ -82,3 +87,19 @@ def _how_to_install(error: ModuleNotFoundError) -> str:
         if missing == module or missing.startswith(f"{module}."):
             return f"needs {package}: pip install 'megatron-context-parallel[{extra}]'"
     raise error
+
+
+def _which_release(error: ImportError) -> str:
+    """Raises the error again if the library's release was tested: then this project is broken."""
+    package = "megatron-core" if (error.name or "").startswith("megatron.core") else (error.name or "").split(".")[0]
+    if package in TESTED:
+        installed = metadata.version(package)
+        first, last = map(_release, TESTED[package].split(" to "))
+        if not first <= _release(installed) <= last:
+            return f"{package} {installed}: not supported; install {package} {TESTED[package]}"
+    raise error
+
+
+def _release(version: str) -> list[int]:
+    """The first two numbers of a version."""
+    return [int(number) for number in version.split(".")[:2]]
