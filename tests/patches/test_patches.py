@@ -24,6 +24,7 @@ from torch.utils.data import dataloader
 from megatron.context_parallel import patches
 from megatron.context_parallel.patches import (
     megatron_lm,
+    release_of,
     torch_coalescing,
     torch_cpu_attention,
     torch_data_workers,
@@ -34,7 +35,7 @@ from megatron.context_parallel.patches import (
     torch_write_counter,
     waiting_frames,
 )
-from tests.support.releases import installed, release_of
+from tests.support.releases import installed
 
 FOLDER = Path(patches.__file__).parent
 FILES = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))

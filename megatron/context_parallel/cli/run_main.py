@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from megatron.context_parallel.errors import RankError, UsageError
+from megatron.context_parallel.patches import release_of
 
 NEEDS = {  # module: (its package, the extra that installs it)
     "megatron.core": ("megatron-core", "train"),
@@ -94,12 +95,7 @@ def _which_release(error: ImportError) -> str:
     package = "megatron-core" if (error.name or "").startswith("megatron.core") else (error.name or "").split(".")[0]
     if package in TESTED:
         installed = metadata.version(package)
-        first, last = map(_release, TESTED[package].split(" to "))
-        if not first <= _release(installed) <= last:
+        first, last = map(release_of, TESTED[package].split(" to "))
+        if not first <= release_of(installed) <= last:
             return f"{package} {installed}: not supported; install {package} {TESTED[package]}"
     raise error
-
-
-def _release(version: str) -> list[int]:
-    """The first two numbers of a version."""
-    return [int(number) for number in version.split(".")[:2]]
