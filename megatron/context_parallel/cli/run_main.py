@@ -31,6 +31,14 @@ NEEDS = {  # module: (its package, the extra that installs it)
     "wandb": ("wandb", "wandb"),
     "scipy": ("scipy", "calibrate"),
 }
+# Modules whose only warnings tell users nothing.
+QUIET = (
+    "torch.utils.cpp_extension",  # a CUDA toolkit, and no GPU
+    # megatron-core 0.19: how it would rather be called
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.distributed.distributed_data_parallel",
+    "megatron.core.dist_checkpointing.strategies.torch",
+)
 TESTED = {"torch": "2.11 to 2.15", "megatron-core": "0.16 to 0.19"}  # docs/versions.md
 
 
@@ -41,7 +49,8 @@ def ignore_warnings_of_libraries() -> None:
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a CUDA toolkit, and no GPU
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def run_main(main: Callable[[], int | None], program: str | None = None) -> NoReturn:
