@@ -72,7 +72,7 @@ def _null_vocabulary(size: int | None) -> int:
     return size
 
 
-def _null(size: int) -> tuple[str, dict[str, int]]:
+def _null(size: int) -> tuple[str, dict[str, object]]:
     """megatron-core's name and options for a tokenizer of `size` ids and an end-of-document token after them."""
     import megatron.core
 
