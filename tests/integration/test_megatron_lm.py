@@ -203,8 +203,9 @@ def test_flags_are_told_apart_and_completed():
 def losses_of_a_checkout(ranks: int, *flags: str) -> list[float]:
     """What a checkout's own training loop prints, by its unmodified pretrain_gpt.py."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    program = [str(Path(__file__).parents[1] / "support/megatron_lm_checkout.py"), os.environ["MEGATRON_LM_PATH"], *flags]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    root = Path(__file__).parents[2]
+    program = [str(root / "tests/support/megatron_lm_checkout.py"), os.environ["MEGATRON_LM_PATH"], *flags]
+    environment = os.environ | {"PYTHONPATH": str(root), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     command = [sys.executable, *launch, *program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
