@@ -3,6 +3,7 @@
 #   bash tests/wheel.sh         beside torch and numpy alone
 #   bash tests/wheel.sh PYTHON  in the environment of PYTHON, which has torch and megatron-core: pip changes none of its packages
 set -euo pipefail
+programs=$(cd "$(dirname "${1:-.}")" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 repository=$PWD
 folder=$(mktemp -d)
@@ -19,7 +20,7 @@ cd "$folder"
 wheel=$(echo "$folder"/*.whl)
 
 if (($#)); then
-    export PATH=${1%/*}:$PATH
+    export PATH=$programs:$PATH
     trap 'python -m pip uninstall --quiet --yes megatron-context-parallel; rm -rf "$folder"' EXIT
     python -m pip list --format freeze | grep -v '^megatron-context-parallel' >before
     python -m pip install --quiet "${wheel}[train]"
