@@ -67,7 +67,7 @@ def difference(metrics: Path) -> str:
         return "not compared"
     losses, expected = losses_of(metrics), losses_of(pinned)
     assert losses.keys() == expected.keys()
-    return f"{max(abs(losses[iteration] - expected[iteration]) for iteration in expected):.1e}"
+    return f"{max(abs(losses[iteration] - expected[iteration]) for iteration in expected):.1g}"
 
 
 def losses_of(metrics: Path) -> dict[int, float]:
