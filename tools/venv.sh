@@ -11,13 +11,13 @@ if [[ -f $stamp ]] && cat requirements*.txt pyproject.toml | cmp --silent - "$st
 fi
 
 for python in python3.11 python3.12 python3.13 python3; do
-    if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    if "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
         break
     fi
     python=
 done
 if [[ -z $python ]]; then
-    echo "venv.sh: no Python 3.11 or newer found; install python3.11" >&2
+    echo "venv.sh: no Python 3.11 to 3.13 found; install python3.11" >&2
     exit 1
 fi
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from unittest import mock
 
@@ -60,7 +61,8 @@ def test_a_run_from_the_command_line(tmp_path):
     run = json.loads((tmp_path / "run.json").read_text())
     assert run["problem"] == asdict(PROBLEM)
     surroundings = run["surroundings"]
-    assert surroundings["versions"]["torch"] == torch.__version__ and surroundings["cluster"]["ranks_per_node"] == 3
+    assert surroundings["versions"]["torch"] == metadata.version("torch")
+    assert surroundings["cluster"]["ranks_per_node"] == 3
     assert "benchmarks/attention.py" in surroundings["command"] and "lightseq" in surroundings["command"]
     for entry in run["entries"]:
         summary = run["summaries"][entry["case"]]

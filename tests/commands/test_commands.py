@@ -14,6 +14,7 @@ import pytest
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.cli import run_main as run
 from megatron.context_parallel.commands import programs
+from megatron.context_parallel.patches import megatron_experts, torch_process_groups
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -63,6 +64,17 @@ def test_what_no_extra_brings_is_a_fault_of_ours(name):
         run.run_main(failing(ModuleNotFoundError(name=name)))
 
 
+def test_a_release_that_lacks_a_name_is_told_in_one_line(monkeypatch, capsys):
+    lacking = failing(ImportError("cannot import name 'is_checkpointing'", name="megatron.core.tensor_parallel.random"))
+    for old in ("0.15.3", "0.9.0", "0.20.0rc1"):
+        monkeypatch.setattr(run.metadata, "version", {"megatron-core": old}.get)
+        told = f"cp-try: error: megatron-core {old}: not supported; install megatron-core 0.16 to 0.19\n"
+        assert ending(monkeypatch, capsys, lacking) == (2, told)
+    monkeypatch.setattr(run.metadata, "version", {"megatron-core": "0.19.2"}.get)
+    with pytest.raises(ImportError, match="is_checkpointing"):
+        run.run_main(lacking)
+
+
 def test_every_console_script_is_a_command_whose_examples_work():
     for script, target in PROJECT["scripts"].items():
         module, name = target.split(":")
@@ -89,7 +101,9 @@ def test_extras_bring_what_commands_import_and_pins_are_complete():
     pinned = names((ROOT / "requirements.txt").read_text().split())
     tokenizer = {"sentencepiece"}  # of the quickstart
     assert pinned == names(PROJECT["dependencies"]) | extras["train"] - {PROJECT["name"]} | tokenizer
-    assert "megatron-core>=0.16.0,<0.17" in PROJECT["optional-dependencies"]["megatron"]
+    assert "megatron-core>=0.16.0,<0.20" in PROJECT["optional-dependencies"]["megatron"]
+    assert run.TESTED["megatron-core"] == megatron_experts.CHECKED["megatron-core"]
+    assert run.TESTED["torch"] == torch_process_groups.CHECKED["torch"]
 
 
 LIGHT = """

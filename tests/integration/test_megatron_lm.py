@@ -188,6 +188,8 @@ def test_flags_are_told_apart_and_completed():
         (["--attention-dropout", "0.1"], "--attention-dropout 0.1: context-parallel attention has no dropout; give"),
         (["--mtp-num-layers=1"], "--mtp-num-layers: not supported, it shards sequences itself"),
         (["--sft"], "--sft: not supported"),
+        (["--spec", "module", "spec"], "--spec: not supported, its layers keep their own attention"),
+        (["--hybrid-layer-pattern=*-"], "--hybrid-layer-pattern: not supported, its layers keep their own attention"),
         (["--moe-aux-loss-coeff=0.01"], "--moe-aux-loss-coeff: not supported, over n context ranks .* 1/n of its"),
     ):
         with pytest.raises(UsageError, match=message):
@@ -201,8 +203,9 @@ def test_flags_are_told_apart_and_completed():
 def losses_of_a_checkout(ranks: int, *flags: str) -> list[float]:
     """The output of a checkout's own training loop, from its unmodified pretrain_gpt.py."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    program = [str(Path(__file__).with_name("megatron_lm_checkout.py")), os.environ["MEGATRON_LM_PATH"], *flags]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    root = Path(__file__).parents[2]
+    program = [str(root / "tests/support/megatron_lm_checkout.py"), os.environ["MEGATRON_LM_PATH"], *flags]
+    environment = os.environ | {"PYTHONPATH": str(root), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     command = [sys.executable, *launch, *program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -24,6 +24,7 @@ from torch.utils.data import dataloader
 from megatron.context_parallel import patches
 from megatron.context_parallel.patches import (
     megatron_lm,
+    release_of,
     torch_coalescing,
     torch_cpu_attention,
     torch_data_workers,
@@ -34,7 +35,7 @@ from megatron.context_parallel.patches import (
     torch_write_counter,
     waiting_frames,
 )
-from tests.support.releases import installed, release_of
+from tests.support.releases import installed
 
 FOLDER = Path(patches.__file__).parent
 FILES = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
@@ -78,7 +79,7 @@ SHAPES: Table = {
             "_new_process_group_helper": (
                 "group_size group_rank global_ranks_in_group backend store "
                 "group_name backend_options timeout pg_tag device_id group_desc"
-                + (" enable_reconfigure" if TORCH >= (2, 15) else "")
+                + (" enable_reconfigure" if TORCH >= (2, 14) else "")
             ),
             "_World.pg_group_ranks": "self",
             "_world": "_world = _World()",
@@ -92,7 +93,7 @@ SHAPES: Table = {
         _C10D: {
             "all_reduce": "tensor op group async_op",
             "all_gather": "tensor_list tensor group async_op",
-            "all_gather_object": "object_list obj group" + (" weights_only" if TORCH >= (2, 15) else ""),
+            "all_gather_object": "object_list obj group" + (" weights_only" if TORCH >= (2, 14) else ""),
             "broadcast": "tensor src group async_op group_src",
             "barrier": "group async_op device_ids" + (" timeout" if TORCH >= (2, 12) else ""),
             "reduce_scatter_tensor": "output input op group async_op",

@@ -95,7 +95,7 @@ def prepare_training() -> None:
     from megatron.training import initialize, training
 
     initialize._compile_dependencies = lambda: None
-    training.set_jit_fusion_options = initialize.set_jit_fusion_options = lambda: None
+    training.set_jit_fusion_options = initialize.set_jit_fusion_options = lambda **options: None
     training.initialize_megatron = partial(initialize.initialize_megatron, allow_no_cuda=True)
 
 

@@ -2,11 +2,7 @@
 
 from importlib import metadata
 
-
-def release_of(version: str) -> tuple[int, int]:
-    """The first two numbers of a version: (2, 13) for "2.13.0+cpu"."""
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+from megatron.context_parallel.patches import release_of
 
 
 def installed(library: str) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron.context_parallel.integration import spec
 from megatron.context_parallel.integration.norm import Norm
+from megatron.context_parallel.patches.megatron_experts import parts_of_mlp
 
 
 class _KeepsState:
@@ -59,7 +60,7 @@ def _layer(qk_layernorm: bool):
     layer = get_gpt_layer_local_spec(qk_layernorm=qk_layernorm)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
-    parts.self_attention.submodules.linear_qkv = parts.mlp.submodules.linear_fc1 = NormLinear
+    parts.self_attention.submodules.linear_qkv = parts_of_mlp(parts.mlp).linear_fc1 = NormLinear
     parts.sharded_state_dict_keys_map = {}
     return layer
 

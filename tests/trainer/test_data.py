@@ -205,7 +205,8 @@ def test_sentencepiece_file(tmp_path):
 
 def test_null_tokenizer_needs_a_vocabulary_size(tmp_path):
     args = arguments(tmp_path, tokenizer_type="NullTokenizer", vocab_size=100)
-    assert build_tokenizer(args).vocab_size == 101
+    tokenizer = build_tokenizer(args)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
     with pytest.raises(UsageError, match="--vocab-size None"):
         build_tokenizer(arguments(tmp_path, tokenizer_type="NullTokenizer"))
 

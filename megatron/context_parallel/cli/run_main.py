@@ -6,10 +6,12 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from importlib import metadata
 from typing import NoReturn
 
 from megatron.context_parallel import progress
 from megatron.context_parallel.errors import RankError, UsageError
+from megatron.context_parallel.patches import release_of
 
 NEEDS = {  # module: (its package, the extra that installs it)
     "megatron.core": ("megatron-core", "train"),
@@ -30,6 +32,15 @@ NEEDS = {  # module: (its package, the extra that installs it)
     "wandb": ("wandb", "wandb"),
     "scipy": ("scipy", "calibrate"),
 }
+# Modules whose only warnings tell users nothing.
+QUIET = (
+    "torch.utils.cpp_extension",  # a CUDA toolkit, and no GPU
+    # megatron-core 0.19: how it would rather be called
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.distributed.distributed_data_parallel",
+    "megatron.core.dist_checkpointing.strategies.torch",
+)
+TESTED = {"torch": "2.11 to 2.15", "megatron-core": "0.16 to 0.19"}  # docs/versions.md
 
 
 def ignore_warnings_of_libraries() -> None:
@@ -39,14 +50,16 @@ def ignore_warnings_of_libraries() -> None:
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a CUDA toolkit, and no GPU
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def run_main(main: Callable[[], int | None], program: str | None = None) -> NoReturn:
     """Exits with the status that `main` returns (None: 0).
 
     Each line of a UsageError is printed after the name of the program (default: of its file), and the status is 2. The
-    same holds for a package that is not installed. Ctrl-C prints one line, and the status is 130.
+    same holds for a package that is not installed, or whose release lacks a name. Ctrl-C prints one line, and the
+    status is 130.
     """
     _show_progress()
     patience = 30  # seconds
@@ -57,6 +70,8 @@ def run_main(main: Callable[[], int | None], program: str | None = None) -> NoRe
         patience = 0 if isinstance(error, RankError) else patience
     except ModuleNotFoundError as error:
         message = _how_to_install(error)
+    except ImportError as error:
+        message = _which_release(error)
     except KeyboardInterrupt:
         if progress.is_first_rank():
             print("interrupted", file=sys.stderr, flush=True)
@@ -89,4 +104,15 @@ def _how_to_install(error: ModuleNotFoundError) -> str:
     for module, (package, extra) in NEEDS.items():
         if missing == module or missing.startswith(f"{module}."):
             return f"needs {package}: pip install 'megatron-context-parallel[{extra}]'"
+    raise error
+
+
+def _which_release(error: ImportError) -> str:
+    """Raises the error again if the library's release was tested: then this project is broken."""
+    package = "megatron-core" if (error.name or "").startswith("megatron.core") else (error.name or "").split(".")[0]
+    if package in TESTED:
+        installed = metadata.version(package)
+        first, last = map(release_of, TESTED[package].split(" to "))
+        if not first <= release_of(installed) <= last:
+            return f"{package} {installed}: not supported; install {package} {TESTED[package]}"
     raise error

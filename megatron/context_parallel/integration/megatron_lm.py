@@ -34,13 +34,24 @@ NEEDED = {
     "--attention-dropout 0.0": "context-parallel attention has no dropout",
 }
 _WEIGHED = "over n context ranks megatron-core gives it 1/n of its weight; use this project's trainer"
+_OURS = "the strategy computes attention; give --cp-attention-backend"
+_OWN_ATTENTION = "its layers keep their own attention"
 _REFUSED = {
     "--moe-aux-loss-coeff": _WEIGHED,
     "--moe-z-loss-coeff": _WEIGHED,
     "--mtp-num-layers": "it shards sequences itself",
     "--hybrid-context-parallel": "it shards sequences itself",
+    "--max-seqlen-per-dp-cp-rank": "it shards sequences itself",
+    "--experimental-attention-variant": _OWN_ATTENTION,
+    "--spec": _OWN_ATTENTION,
+    "--hybrid-layer-pattern": _OWN_ATTENTION,
+    "--hybrid-override-pattern": _OWN_ATTENTION,
+    "--heterogeneous-layers-config-path": _OWN_ATTENTION,
+    "--heterogeneous-layers-config-encoded-json": _OWN_ATTENTION,
+    "--dataloader-inter-document-masking": "Transformer Engine computes its packed sequences (thd)",
     "--sft": "Transformer Engine shards its packed sequences (thd)",
-    "--attention-backend": "the strategy computes attention; give --cp-attention-backend",
+    "--attention-backend": _OURS,
+    "--flash-attention-version": _OURS,
 }
 
 

@@ -25,7 +25,7 @@ from megatron.context_parallel.attention.api import context_parallel_attention
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.choose import kernel_for
-from megatron.context_parallel.patches.megatron_experts import parts_of_experts
+from megatron.context_parallel.patches.megatron_experts import parts_of_mlp
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
 from .experts import Router
@@ -223,7 +223,7 @@ def _local_layer(config: TransformerConfig) -> ModuleSpec:
         config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
     if config.num_moe_experts:
-        parts_of_experts(layer.submodules.mlp).router = Router
+        parts_of_mlp(layer.submodules.mlp).router = Router
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     if config.qk_layernorm:
         attention = layer.submodules.self_attention.submodules

@@ -5,3 +5,9 @@ Each file covers one subject. It says what it accesses, why no public name is en
 releases. For a new release of a library, check the files whose `CHECKED` names it; `tests/patches` fails for changes.
 `kernels/libraries` has separate files for kernel libraries. Start with `torch_process_groups.py`.
 """
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """The first two numbers of a version: (2, 13) for "2.13.0+cpu"."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from accelerate import Accelerator
 from torch import nn
 
-CHECKED = {"accelerate": "1.15", "torch": "2.11 to 2.13"}
+CHECKED = {"accelerate": "1.15", "torch": "2.11 to 2.15"}
 
 
 def cut_with(accelerator: Accelerator, cut: Callable[..., AbstractContextManager[None]]) -> None:

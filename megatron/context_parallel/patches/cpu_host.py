@@ -16,7 +16,7 @@ import torch
 from torch.distributed import DeviceMesh
 from torch.utils._device import _device_constructors
 
-CHECKED = {"torch": "2.11 to 2.13", "megatron-core": "0.16 to 0.19"}
+CHECKED = {"torch": "2.11 to 2.15", "megatron-core": "0.16 to 0.19"}
 
 _FACTORIES = ("tensor", "zeros", "ones")
 _CUDA_TYPE = {

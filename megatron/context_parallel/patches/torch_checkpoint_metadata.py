@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-CHECKED = {"torch": "2.11 to 2.13"}
+CHECKED = {"torch": "2.11 to 2.15"}
 
 
 @contextmanager

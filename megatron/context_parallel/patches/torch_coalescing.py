@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-CHECKED = {"torch": "2.11 to 2.13"}
+CHECKED = {"torch": "2.11 to 2.15"}
 
 as_one = dist._coalescing_manager  # a context manager; with async_ops=True its value has `wait`
 

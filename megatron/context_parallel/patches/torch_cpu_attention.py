@@ -2,7 +2,7 @@
 
 import torch
 
-CHECKED = {"torch": "2.11 to 2.13"}
+CHECKED = {"torch": "2.11 to 2.15"}
 
 # [b, heads, s, d] in and out, with the log-sum-exp [b, heads, s].
 cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -8,7 +8,7 @@ from multiprocessing.queues import Queue
 
 from torch.utils.data import dataloader
 
-CHECKED = {"torch": "2.11 to 2.13"}
+CHECKED = {"torch": "2.11 to 2.15"}
 
 
 def when_batch_is_lost(act: Callable[[BaseException, object], None]) -> None:

@@ -2,4 +2,4 @@
 
 from torch._subclasses import FakeTensorMode as FakeTensorMode
 
-CHECKED = {"torch": "2.11 to 2.13"}
+CHECKED = {"torch": "2.11 to 2.15"}

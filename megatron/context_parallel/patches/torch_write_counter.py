@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-CHECKED = {"torch": "2.11 to 2.13"}
+CHECKED = {"torch": "2.11 to 2.15"}
 
 
 def writes_to(x: Tensor) -> int:

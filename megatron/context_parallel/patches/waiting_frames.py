@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-CHECKED = {"torch": "2.11 to 2.13", "megatron-core": "0.16 to 0.19"}
+CHECKED = {"torch": "2.11 to 2.15", "megatron-core": "0.16 to 0.19"}
 
 
 def awaited_by(innermost: FrameType) -> tuple[str, str, tuple[int, ...]] | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches import release_of
 from megatron.context_parallel.trainer.config.flags import TOKENIZERS, Flags
 
 BYTES = 256
@@ -39,7 +40,7 @@ def build_tokenizer(args: NamesTokenizer):
         # No padding id: the datasets would exclude every token equal to it from the loss.
         options = {"special_tokens": ["<eod>"], "vocab_size": BYTES, "_eos_id": BYTES, "_pad_id": -1}
     elif library == "null":
-        options = {"vocab_size": _null_vocabulary(getattr(args, "vocab_size", None))}
+        library, options = _null(_null_vocabulary(getattr(args, "vocab_size", None)))
     else:
         _check_files(args, library, package)
         options = {"use_fast": True} if library == "huggingface" else {}
@@ -71,6 +72,17 @@ def _null_vocabulary(size: int | None) -> int:
     return size
 
 
+def _null(size: int) -> tuple[str, dict[str, object]]:
+    """megatron-core's name and options for a tokenizer of `size` ids and an end-of-document token after them."""
+    import megatron.core
+
+    release = release_of(megatron.core.__version__)
+    if release < (0, 17):
+        return "null", {"vocab_size": size}
+    # Since 0.18 the end-of-document token is one of `vocab_size` ids, the last one.
+    return "null-text", {"vocab_size": size + (release >= (0, 18))}
+
+
 def _check_files(args: NamesTokenizer, library: str, package: str | None) -> None:
     model, given = args.tokenizer_model, f"--tokenizer-type {args.tokenizer_type}"
     if library == "huggingface":
@@ -93,7 +105,7 @@ def _load(args: NamesTokenizer, library: str, options: dict):
             tokenizer_path=args.tokenizer_model, metadata_path={"library": library}, **options
         )
     except Exception as error:
-        if library in ("byte-level", "null"):
+        if library in ("byte-level", "null", "null-text"):
             raise
         reason = " ".join(str(error).split())[:200]
         raise UsageError(

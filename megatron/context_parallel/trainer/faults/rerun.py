@@ -118,6 +118,8 @@ _VERDICTS = {  # by the state of the machine after a step
     RerunState.WILL_RERUN_FROM_CHECKPOINT: "restart with --load on other devices, to repeat the step there",
     RerunState.RERUNNING_AGAIN_FROM_CHECKPOINT: "that is the same device; restart with --load on other devices",
 }
+# megatron-core saves after a transient fault only until 0.18. The weights did not change, so we always do.
+_SAVED_BEFORE_LEAVING = (RerunState.RERUNNING_IN_PLACE, RerunState.WILL_RERUN_FROM_CHECKPOINT)
 
 
 def settle(findings: Findings, iteration: int) -> list[str]:
@@ -127,7 +129,7 @@ def settle(findings: Findings, iteration: int) -> list[str]:
         StepRejectedError: the step must not be applied.
     """
     machine = findings.machine
-    save, leave, status = machine.should_checkpoint_and_exit()
+    _, leave, status = machine.should_checkpoint_and_exit()
     if findings.passes == 1 and not leave:
         return []
     cases: list[Case] = [case for case in of_all_ranks(_case(findings)) if case is not None]
@@ -141,7 +143,7 @@ def settle(findings: Findings, iteration: int) -> list[str]:
             verdict = f"on {case.now_on}: {case.before_on} is likely to be faulty"
     line = f"iteration {iteration}: {case.text}{' (likewise on ranks ' + others + ')' if others else ''}; {verdict}"
     if leave:
-        raise StepRejectedError(f"{line} (status {status})", status, save)
+        raise StepRejectedError(f"{line} (status {status})", status, machine.state in _SAVED_BEFORE_LEAVING)
     return [line]
 
 
