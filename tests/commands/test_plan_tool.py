@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.context_parallel.commands import programs
 
@@ -83,6 +85,55 @@ def test_bytes_of_a_sequence(tmp_path, run):
     assert '"measure":"bytes"' in (tmp_path / "p.html").read_text()
 
 
+def documents(*argv: str) -> list[str]:
+    return ["ring", "--ranks", "2", "--seq-length", "64", "--documents", *argv]
+
+
+def test_documents_by_layout(tmp_path, run):
+    # A document of 32 tokens has 528 visible pairs, 16 of 2 have 48: 288 are the mean of two ranks.
+    status, output, _ = run(*documents("32,2x16"), "--draw", str(tmp_path / "p.svg"))
+    assert status is None
+    table = rows(output)
+    start = table.index(["17", "documents", "of", "2", "to", "32", "tokens"])
+    assert table[start + 1 : start + 6] == [
+        ["tokens", "work", "received", "mean"],
+        ["contiguous", "1.83", "0.000", "0.000"],
+        ["zigzag", "1.44", "0.250", "0.125"],
+        ["cyclic", "1.06", "0.500", "0.367"],
+        ["placement", "1.00", "0.250", "0.188"],
+    ]
+    assert "placement: 1.00 of the mean work" in comments(tmp_path / "p-documents-2-ranks.svg")
+
+
+def comments(svg: Path) -> list[str]:
+    """The texts of a picture; matplotlib writes each beside its glyphs."""
+    return re.findall(r"<!-- (.*) -->", svg.read_text())
+
+
+def test_documents_of_files_and_drawn(tmp_path, run):
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("32 16\n16\n70")
+    assert "3 documents of 16 to 32 tokens" in run(*documents(str(lengths)))[1]
+    builder = IndexedDatasetBuilder(str(tmp_path / "data.bin"))
+    for length in (40, 0, 30):
+        builder.add_document(torch.zeros(length, dtype=torch.int64), [length])
+    builder.finalize(str(tmp_path / "data.idx"))
+    assert "2 documents of 24 to 40 tokens" in run(*documents(str(tmp_path / "data")))[1]
+    drawn = [run(*documents("lognormal:9,1"))[1] for _ in range(2)]
+    assert drawn[0] == drawn[1] and "documents of" in drawn[0]
+
+
+def test_documents_on_a_cluster(run):
+    flags = ["--ranks", "16", "--seq-length", "131072", "--cluster", "dgx-h100", "--num-attention-heads", "32"]
+    status, output, _ = run("ring", *flags, "--documents", "131072", "--full-mask")
+    assert status is None
+    *_, placement = [row for row in rows(output) if row[:1] in (["cyclic"], ["placement"])]
+    # 2 * 2 * 128 * 32 operations a pair at 640 * 10^12, then 2.5 times as many at 540: 131072 x 8192 pairs of a rank,
+    # halfway between 4096 and 16384 rows, where the rates are 610 and 495. Links take less.
+    seconds = 131072 * 8192 * 4 * 128 * 32 * (1 / 610e12 + 2.5 / 495e12)
+    assert placement == ["placement", "1.00", "0.938", "0.938", "0.500", f"{seconds * 1e3:.4g}"]
+
+
 @pytest.mark.parametrize(
     "argv,words",
     [
@@ -91,6 +142,15 @@ def test_bytes_of_a_sequence(tmp_path, run):
         (["--ranks", "4"], ["SPEC: missing; give ring"]),
         (["ring", "--ranks", "4", "--seq-length", "6"], ["--seq-length 6", "--ranks 4"]),
         (["ulysses", "--ranks", "4", "--num-attention-heads", "6"], ["--cp-head-parallel-size 4", "1, 2, 3, 6"]),
+        (["ring", "--ranks", "4", "--documents", "5"], ["--documents 5", "needs --seq-length"]),
+        (documents("60,5"), ["--documents 60,5: 65 tokens", "give --seq-length 65 or more"]),
+        (documents("1x99999999999"), ["99999999999 tokens"]),
+        (documents("0,5"), ["--documents 0,5: a document has 1 token or more", "such as 8192,1024x20"]),
+        (documents("lognormal:1.1.1,2"), ["median from 1", "such as lognormal:1100,1.5"]),
+        (documents("lognormal:0,1"), ["median from 1"]),
+        (documents("lognormal:5,11"), ["sigma to 10"]),
+        (documents("no/where"), ["--documents no/where: No such file", "prefix of an .idx"]),
+        (documents(__file__), ["invalid literal", "text file of lengths"]),
         (["ring", "--ranks", "4", "--draw", "p.gif"], ["--draw p.gif", ".png or .svg"]),
         (["ring", "--ranks", "4", "--html", "p.htm"], ["--html p.htm", ".html"]),
         (["ring", "--ranks", "4", "--draw", "no/where.png"], ["--draw no/where.png", "create it first"]),

@@ -40,6 +40,12 @@ class PlanFlags(FlagSection):
     cluster: str | None = flag(
         "predict times on this cluster, a preset or a .yaml file", unit="NAME", example="dgx-h100", needs="seq_length"
     )
+    documents: str | None = flag(
+        "packed documents: also show their work and keys by layout, and placed by length",
+        unit="LENGTHS|FILE",
+        example="8192,1024x20,300x50",
+        needs="seq_length",
+    )
     timeline: Path | None = flag(
         "write a trace of the predicted times of one strategy (.json)", endings=(".json",), needs="cluster"
     )
@@ -53,6 +59,7 @@ PARSER = FlagParser(
     "SPEC [SPEC ...] --ranks N [flags]",
     [
         "ring mesh attention2d --ranks 9 --draw plan.png",
+        "ring --ranks 8 --seq-length 131072 --documents lognormal:1100,1.5",
         "auto --ranks 16 --seq-length 131072 --cluster dgx-h100 --html plan.html",
     ],
 )
@@ -110,6 +117,29 @@ def resolve_auto(args: PlanFlags, cluster: Cluster | None) -> list[str]:
     return [found.best if spec == AUTO else spec for spec in args.strategy]
 
 
+def show_documents(args: PlanFlags, cluster: Cluster | None) -> Table:
+    """The table of `--documents`; writes their picture, if there is to be one."""
+    from megatron.context_parallel.commands.plan_documents import documents_table, loads_by_layout, read_documents
+    from megatron.context_parallel.tokens.place_documents import Costs
+
+    shape = shape_of(args)
+    assert args.documents and args.seq_length and shape
+    documents, lengths = read_documents(args.documents, args.seq_length)
+    costs = Costs(1.0)
+    if cluster:
+        from megatron.context_parallel.cluster.step.placement_costs import placement_costs
+
+        costs = placement_costs(shape, cluster)
+    loads = loads_by_layout(documents, args.ranks, costs, not args.full_mask)
+    if args.draw:
+        from megatron.context_parallel.plan.pictures.loads import draw_loads
+
+        path = args.draw.with_stem(f"{args.draw.stem}-documents-{args.ranks}-ranks")
+        draw_loads(loads, args.seq_length, path)
+        print(f"wrote {path}")
+    return documents_table(loads, lengths, args.seq_length, costs, cluster is not None)
+
+
 def way(plan: Plan) -> str:
     return "backward" if plan.backward else "forward"
 
@@ -143,6 +173,7 @@ def main(argv: list[str] | None = None) -> None:
     table.add_column("pass")
     shape, pages, volumes, forecasts = shape_of(args), dict[str, list[Plan]](), list[str](), dict[str, "PassForecast"]()
     cluster = load_cluster(args.cluster).part(args.ranks) if args.cluster else None
+    documents_table = show_documents(args, cluster) if args.documents else None
     times = ["ms", "exposed"] if cluster else []
     for heading in ("received", *(["MiB"] if shape else []), "steps", "idle", "peak", *times):
         table.add_column(heading, justify="right")
@@ -180,3 +211,6 @@ def main(argv: list[str] | None = None) -> None:
         print(f"wrote {args.html}")
     show(table)
     print("units received, by tensor:", *volumes, sep="\n")
+    if documents_table:
+        print()
+        show(documents_table)

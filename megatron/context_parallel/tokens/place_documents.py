@@ -10,7 +10,6 @@ proportional to its rows. One document over all ranks is the zigzag layout.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,17 +110,17 @@ def _ramp(lengths: np.ndarray, reach: int) -> np.ndarray:
     return most * (most - 1) // 2 + (lengths - most) * most
 
 
-Share = tuple[int, int, int]  # a document of the pool, a rank, and how many of its rows the rank gets
-
-
-def _deal(pool: _Pool, n: int, limit: float) -> list[Share]:
+def _deal(pool: _Pool, n: int, limit: float) -> np.ndarray:
     """Deals all rows to n ranks: equally many to each, and equal work.
 
     A rank gets up to `limit` times the mean work if this saves a cut.
+
+    Returns:
+        for each share of a document: the document, the rank and the number of rows. Ranks ascend. int64 [3, shares].
     """
     left = pool.lengths.copy()
     most = limit * float(left @ pool.density) / n
-    shares: list[Share] = []
+    shares: list[np.ndarray] = []
     cut = np.array([], np.int64)  # documents that a rank could not take whole
     for rank in range(n):
         documents = np.flatnonzero(left)
@@ -131,9 +130,9 @@ def _deal(pool: _Pool, n: int, limit: float) -> list[Share]:
         left[documents] = filling.left
         cut = np.unique(documents[met])
         cut = cut[left[cut] > 0]
-        some = np.flatnonzero(taken)
-        shares += zip(documents[some].tolist(), [rank] * len(some), taken[some].tolist(), strict=True)
-    return shares
+        some = taken > 0
+        shares.append(np.stack((documents[some], np.full(some.sum(), rank), taken[some])))
+    return np.concatenate(shares, axis=1)
 
 
 class _Filling:
@@ -157,6 +156,8 @@ class _Filling:
         self.work = 0.0
         self.target = float(left @ density) / ranks
         self.most = max(most, (1 + _TOLERANCE) * self.target)
+        self._rows = np.zeros(len(left) + 1)
+        self._work = np.zeros(len(left) + 1)
         self._count()
 
     def fill(self, cut: list[int]) -> list[int]:
@@ -208,7 +209,7 @@ class _Filling:
 
     def _fill_up(self) -> None:
         """Takes the least dense documents, the last of them in part."""
-        self.left -= np.clip(self.room - self._rows[:-1], 0, self.left)
+        self.left -= np.clip(self.room - self._rows[:-1], 0, self.left).astype(np.int64)
 
     def _take(self, documents: np.ndarray, rows: np.ndarray) -> None:
         self.left[documents] -= rows
@@ -218,8 +219,8 @@ class _Filling:
 
     def _count(self) -> None:
         """The rows and the work of all documents before each, and of all."""
-        self._rows = np.append(0, self.left.cumsum())
-        self._work = np.append(0, (self.left * self.density).cumsum())
+        self._rows[1:] = self.left.cumsum()
+        self._work[1:] = (self.left * self.density).cumsum()
 
     def _least(self, rows: Any) -> Any:
         """The work of so many rows of the least dense documents."""
@@ -241,16 +242,22 @@ class _Filling:
         return (room >= 0) & least & enough
 
 
-def _slices(pool: _Pool, shares: Sequence[Share], n: int) -> list[list[tuple[int, int]]]:
-    """The slices of the batch that each rank has."""
-    chunks: list[list[tuple[int, int]]] = [[] for _ in range(n)]
-    begun = pool.starts.tolist()  # the first token of each document that no rank has yet
-    ended = (pool.starts + pool.lengths).tolist()  # the end of those
-    paired = pool.paired.tolist()
-    for document, rank, rows in shares:
-        begin, end = begun[document], ended[document]
-        half = rows // 2 if paired[document] and rows < end - begin else rows
-        begun[document] += half
-        ended[document] -= rows - half
-        chunks[rank] += [(begin, begun[document]), (ended[document], end)]
-    return [sorted(part for part in chunk if part[0] < part[1]) for chunk in chunks]
+def _slices(pool: _Pool, shares: np.ndarray, n: int) -> list[list[tuple[int, int]]]:
+    """The slices of the batch that each rank has: of a document that is cut, one from each side of what is left."""
+    document, rank, rows = shares[:, np.argsort(shares[0], kind="stable")]
+    first = np.diff(document, prepend=-1) > 0  # shares of documents
+    last = np.append(first[1:], True)
+    front = np.where(pool.paired[document] & ~last, rows // 2, rows)
+    begin = pool.starts[document] + _before(front, first)
+    end = pool.starts[document] + pool.lengths[document] - _before(rows - front, first)
+    owner = np.concatenate((rank, rank))
+    slices = np.stack((np.append(begin, end - rows + front), np.append(begin + front, end)), axis=1)
+    order = np.lexsort((slices[:, 0], owner))
+    order = order[slices[order, 0] < slices[order, 1]]
+    return [of_rank.tolist() for of_rank in np.split(slices[order], np.searchsorted(owner[order], np.arange(1, n)))]
+
+
+def _before(numbers: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """The sum of the numbers before each one in its group. Groups begin where `first` is true."""
+    before = numbers.cumsum() - numbers
+    return before - before[first][first.cumsum() - 1]
