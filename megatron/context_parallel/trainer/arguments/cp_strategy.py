@@ -20,13 +20,16 @@ def strategies_given(args: Flags) -> tuple[str, tuple[Choice, ...]]:
     given = {name: getattr(args, f"cp_{name}") for name in STRATEGY_OPTIONS}
     types, sizes = args.cp_comm_type, args.hierarchical_context_parallel_sizes
     specs = specs_given(args.cp_strategy, types, sizes, args.context_parallel_size, args.num_layers)
+    if args.cp_cluster:
+        if specs != AUTO and not args.cp_place_documents:
+            needs = f"--cp-strategy {AUTO} or --cp-place-documents"
+            raise UsageError(f"--cp-cluster {args.cp_cluster}: needs {needs}; add one or leave this out")
+        load_cluster(args.cp_cluster, "--cp-cluster")
     if specs != AUTO:
         return specs, choose_by_layer(specs, args.num_layers, args.context_parallel_size, **given)
     fixed_options(args)
     if own := next((name for name in STRATEGY_OPTIONS if name not in COMMON and given[name] is not None), None):
         raise UsageError(f"{STRATEGY_OPTIONS[own].given(given[own])}: --cp-strategy {AUTO} chooses it; leave it out")
-    if args.cp_cluster:
-        load_cluster(args.cp_cluster, "--cp-cluster")
     return AUTO, ()
 
 

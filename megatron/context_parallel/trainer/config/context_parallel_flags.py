@@ -26,11 +26,10 @@ class _Group(FlagSection):
         example=2,
     )
     cp_cluster: str | None = flag(
-        f"preset or .yaml file of the cluster that --cp-strategy {AUTO} plans for",
-        derived="measured at start",
+        f"preset or .yaml file of the cluster that --cp-strategy {AUTO} plans for and documents are placed for",
+        derived="measured at start, or nodes of 8 H100 for documents",
         unit="NAME",
         example="dgx-h100",
-        needs=f"cp_strategy={AUTO}",
     )
     cp_place_documents: bool = flag(
         "give each batch its own placement: whole documents on one rank where possible, and equal work on all ranks",

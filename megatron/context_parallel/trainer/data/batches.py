@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.patches.torch_data_workers import forget_workers
 from megatron.context_parallel.tokens.mask import Documents
-from megatron.context_parallel.tokens.place_documents import Costs, place
+from megatron.context_parallel.tokens.place_documents import place
 from megatron.context_parallel.tokens.placement import Placement
 from megatron.context_parallel.trainer.config.flags import Arguments
+from megatron.context_parallel.trainer.config.workload import costs_of
 
 from .index_cache import drop_damaged, record
 from .worker_end import end_without_room
@@ -224,7 +225,7 @@ def document_options(args: Arguments) -> dict[str, Any]:
         return {"end": args.eod_token}
     n = args.cp_layers[0].plan(args.context_parallel_size).n
     window = args.window_size or (-1, -1)
-    return {"end": args.eod_token, "place": partial(place, n=n, costs=Costs(1.0), window=window)}
+    return {"end": args.eod_token, "place": partial(place, n=n, costs=costs_of(args), window=window)}
 
 
 def collate(
