@@ -23,6 +23,7 @@ from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.cluster.simulate.block_time import rate_at
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
+from megatron.context_parallel.cluster.step.placement_costs import placement_costs
 from megatron.context_parallel.plan.ir import Attend
 from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.volume import Shape
@@ -121,18 +122,12 @@ class Case:
         return seconds
 
     def costs(self, head_parallel_size: int) -> Costs:
-        """Seconds of a pair and of a row, of both passes."""
-        args, device = self.args, self.cluster.device
-        each = 4 * args.head_dim * args.heads / head_parallel_size
-        pair = 0.0
-        for backward in (False, True):
-            rate = rate_at(device, "bf16", args.head_dim, True, ROWS_OF_RATE, backward)
-            pair += each * (BACKWARD if backward else 1.0) / rate
-        # Keys and values of a row twice in 16 bits, and their gradients once in 32 bits, of a part of the heads.
-        sent = 2 * args.head_dim * max(args.kv_heads / head_parallel_size, 1) * (2 + 2 + 4)
-        inside = sent / (self.cluster.inside.GB_s * 1e9) if self.cluster.inside else 0.0
-        between = sent / (self.cluster.nics.GB_s * 1e9) if self.cluster.nics else 0.0
-        return Costs(pair, inside, between, max(1, self.cluster.devices_per_node // head_parallel_size))
+        """The costs of a placement, with a part of the heads."""
+        heads, kv_heads = self.args.heads // head_parallel_size, max(1, self.args.kv_heads // head_parallel_size)
+        shape = replace(self.shape, heads=heads, kv_heads=kv_heads, rows=ROWS_OF_RATE)
+        return placement_costs(
+            shape, self.cluster, ranks_per_node=max(1, self.cluster.devices_per_node // head_parallel_size)
+        )
 
 
 def pair_counts(mask: Mask, chunks: Slices) -> np.ndarray:

@@ -254,8 +254,9 @@ def test_plan_search(capsys, tmp_path):
     names = [row[7].split(":")[0] for row in rows]
     times = [float(row[1]) for row in rows]
     assert {*names} == {*STRATEGIES} and len({*names[: len(STRATEGIES)]}) == len(STRATEGIES)
-    assert times[:8] == sorted(times[:8]) and {*names[8:]} == {names[0]}
-    memory = [float(row[5]) for row in rows[8:]]
+    best = len(STRATEGIES)
+    assert times[:best] == sorted(times[:best]) and {*names[best:]} == {names[0]}
+    memory = [float(row[5]) for row in rows[best:]]
     assert memory == sorted(memory, reverse=True) and memory[0] < float(rows[0][5])
     ring = times[names.index("ring")]
     for row, seconds in zip(rows, times, strict=True):

@@ -127,7 +127,7 @@ def test_specs_of_modules_and_files(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "spec,message",
     [
-        ("circle", "--cp-strategy circle: unknown; choose one of allgather, attention2d, ring"),
+        ("circle", "--cp-strategy circle: unknown; choose one of allgather, attention2d, direct, ring"),
         ("", "--cp-strategy : give NAME, MODULE:NAME or FILE.py:NAME, then :OPTION=VALUE,..."),
         ("a:b:c:d=1", "--cp-strategy a:b:c:d=1: give NAME, MODULE:NAME or FILE.py:NAME"),
         ("mesh:grid", "--cp-strategy mesh:grid: grid has no value; give mesh:OPTION=VALUE,..."),

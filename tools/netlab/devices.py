@@ -103,7 +103,7 @@ def with_devices(args: Namespace, length: int) -> tuple[Cluster, description.Clu
         length: tokens of the sequence.
 
     Raises:
-        UsageError: as `cluster_of`; or flags that need --devices, or do not go with it.
+        UsageError: as `cluster_of`; or flags that need --devices, or cannot be combined with it.
     """
     if args.devices is None:
         for flag in ("scale", "stands_for"):

@@ -42,6 +42,7 @@ class T(StrEnum):
 
 
 PLACEMENTS = ("head-first", "context-first")  # whether ranks that share tokens or ranks that share heads are neighbours
+OF_KEYS = (T.KV, T.DKV)
 PARTIAL = frozenset({T.O, T.DQ, T.DKV})  # accumulated by Attend, merged when received, moved (not copied) when sent
 IN_FLIGHT = 2  # batches of one channel in flight before a rank waits for the oldest; limits memory
 

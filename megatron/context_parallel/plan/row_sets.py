@@ -2,7 +2,7 @@
 
 A rank needs a row of queries if the row sees a key of a block that the rank computes, and a row of keys if such a query
 sees it. It also needs the rows that it passes on. Of a partial result it has the rows that its blocks compute, and
-those of the partials that it received. A plan knows no sizes; the row sets follow from the plan and the mask, and every
+those of the partials that it received. A plan has no sizes: the row sets follow from the plan and the mask, and every
 rank finds the same ones.
 """
 
@@ -16,9 +16,8 @@ import numpy as np
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.slices import RowSet, Slices, joined, members, size_of
 
-from .ir import PARTIAL, Key, Plan, Recv, Send, T, Transfer
+from .ir import OF_KEYS, PARTIAL, Key, Plan, Recv, Send, T, Transfer
 
-OF_KEYS = (T.KV, T.DKV)
 _NO_ROWS = np.empty((0, 2), np.int64)
 
 

@@ -3,9 +3,12 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from .ir import PARTIAL, Plan, T, Transfer
-from .row_sets import OF_KEYS, RowSets
+from .ir import OF_KEYS, PARTIAL, Plan, T, Transfer
+
+if TYPE_CHECKING:  # commands read the volume before they import torch
+    from .row_sets import RowSets
 
 
 def units(tensor: T, kv_ratio: float = 1.0) -> float:
@@ -50,7 +53,7 @@ class Shape:
 RowCounts = tuple[Sequence[int], Sequence[int]]  # rows of queries and of keys of each chunk, times batch size
 
 
-def received_bytes(plan: Plan, rank: int, shape: Shape, rows: RowCounts | RowSets | None = None) -> int:
+def received_bytes(plan: Plan, rank: int, shape: Shape, rows: "RowCounts | RowSets | None" = None) -> int:
     """Bytes that `rank` (of all ranks) receives, with log-sum-exp and delta, without headers.
 
     With `rows`, chunks have these sizes instead of `shape.rows`, or only the rows of these sets are sent.
@@ -59,10 +62,10 @@ def received_bytes(plan: Plan, rank: int, shape: Shape, rows: RowCounts | RowSet
     for t, swap in _incoming(plan, rank):
         share = t.share
         sizes = shape
-        if isinstance(rows, RowSets):
-            share *= 1.0 if swap else rows.share(t)
-        elif rows is not None:
+        if isinstance(rows, tuple):
             sizes = replace(shape, rows=rows[t.tensor in OF_KEYS][t.chunk])
+        elif rows is not None and not swap:
+            share *= rows.share(t)
         total += chunk_bytes(plan, t.tensor, sizes, swap) * share
     return round(total)
 

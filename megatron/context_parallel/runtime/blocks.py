@@ -128,7 +128,7 @@ class Blocks:
                 self._pieces[key] = self._of_sequences(q_chunk, kv_chunks)
             else:
                 rows, keys = self.q.rows(q_chunk), self.keys(kv_chunks)
-                cut = self._cut(self.runs(*key), keys)
+                cut = self._cut(self.runs(*key), keys) if rows and keys else []
                 self._pieces[key] = [p._replace(q=_all_or(p.q, rows), kv=_all_or(p.kv, keys)) for p in cut]
         return self._pieces[key]
 

@@ -1,17 +1,11 @@
 """Describes a run of the trainer for the cost model: model sizes and training configuration."""
 
 from megatron.context_parallel.cli.flag import fields_given
-from megatron.context_parallel.cluster.description import load_cluster
-from megatron.context_parallel.cluster.step.attention_pass import attention_shape
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
-from megatron.context_parallel.cluster.step.placement_costs import placement_costs
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.strategies import Choice
-from megatron.context_parallel.tokens.place_documents import Costs
 
 from .flags import Arguments, Flags
-
-PLACED_FOR = "dgx-h100"  # the cluster for which documents are placed, if no other is named
 
 
 def model_of(args: Arguments) -> ModelShape:
@@ -41,14 +35,6 @@ def run_of(args: Arguments, choice: Choice | None = None) -> TrainConfig:
         "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
     }
     return TrainConfig(**given)
-
-
-def costs_of(args: Arguments) -> Costs:
-    """What a placement of documents costs, on `--cp-cluster` or on nodes of 8 H100."""
-    cluster = load_cluster(args.cp_cluster or PLACED_FOR)
-    run = run_of(args)
-    context_ranks = max(1, cluster.devices_per_node // args.tensor_model_parallel_size)
-    return placement_costs(attention_shape(model_of(args), run), cluster, run.dtype, context_ranks)
 
 
 def _sharding(args: Arguments) -> str:

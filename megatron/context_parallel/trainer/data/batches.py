@@ -17,13 +17,16 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, get_idx_path
 from megatron.core.datasets.utils import Split, get_blend_from_list
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from megatron.context_parallel.cluster.description import load_cluster
+from megatron.context_parallel.cluster.step.attention_pass import attention_shape
+from megatron.context_parallel.cluster.step.placement_costs import placement_costs
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.patches.torch_data_workers import forget_workers
 from megatron.context_parallel.tokens.mask import Documents
-from megatron.context_parallel.tokens.place_documents import place
+from megatron.context_parallel.tokens.place_documents import Costs, place
 from megatron.context_parallel.tokens.placement import Placement
 from megatron.context_parallel.trainer.config.flags import Arguments
-from megatron.context_parallel.trainer.config.workload import costs_of
+from megatron.context_parallel.trainer.config.workload import model_of, run_of
 
 from .index_cache import drop_damaged, record
 from .worker_end import end_without_room
@@ -31,6 +34,7 @@ from .worker_end import end_without_room
 Splits: TypeAlias = tuple[Dataset | None, Dataset | None, Dataset | None]
 Batch: TypeAlias = dict[str, Any]  # a tensor [micro batch, sequence] for each of KEYS, and documents
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+PLACED_FOR = "dgx-h100"  # the cluster for which documents are placed, if no other is named
 
 
 def build_datasets(args: Arguments, tokenizer, train_val_test_num_samples: tuple[int, int, int]) -> Splits:
@@ -225,7 +229,15 @@ def document_options(args: Arguments) -> dict[str, Any]:
         return {"end": args.eod_token}
     n = args.cp_layers[0].plan(args.context_parallel_size).n
     window = args.window_size or (-1, -1)
-    return {"end": args.eod_token, "place": partial(place, n=n, costs=costs_of(args), window=window)}
+    return {"end": args.eod_token, "place": partial(place, n=n, costs=_costs_of(args), window=window)}
+
+
+def _costs_of(args: Arguments) -> Costs:
+    """What a placement of documents costs, on `--cp-cluster` or on nodes of 8 H100."""
+    cluster = load_cluster(args.cp_cluster or PLACED_FOR)
+    run = run_of(args)
+    context_ranks = max(1, cluster.devices_per_node // args.tensor_model_parallel_size)
+    return placement_costs(attention_shape(model_of(args), run), cluster, run.dtype, context_ranks)
 
 
 def collate(
