@@ -85,24 +85,24 @@ def test_bytes_of_a_sequence(tmp_path, run):
     assert '"measure":"bytes"' in (tmp_path / "p.html").read_text()
 
 
-def documents(*argv: str) -> list[str]:
-    return ["ring", "--ranks", "2", "--seq-length", "64", "--documents", *argv]
+def documents(text: str, ranks: int = 2, tokens: int = 64) -> list[str]:
+    return ["ring", "--ranks", str(ranks), "--seq-length", str(tokens), "--documents", text]
 
 
 def test_documents_by_layout(tmp_path, run):
-    # A document of 32 tokens has 528 visible pairs, 16 of 2 have 48: 288 are the mean of two ranks.
-    status, output, _ = run(*documents("32,2x16"), "--draw", str(tmp_path / "p.svg"))
+    # Documents of 12 and 36 tokens have 78 and 666 visible pairs: 248 are the mean of three ranks.
+    status, output, _ = run(*documents("12,36", 3, 48), "--draw", str(tmp_path / "p.svg"))
     assert status is None
     table = rows(output)
-    start = table.index(["17", "documents", "of", "2", "to", "32", "tokens"])
-    assert table[start + 1 : start + 6] == [
+    start = table.index(["2", "documents", "of", "12", "to", "36", "tokens"])
+    assert table[start + 1 : start + 6] == [  # as counted in a dense mask
         ["tokens", "work", "received", "mean"],
-        ["contiguous", "1.83", "0.000", "0.000"],
-        ["zigzag", "1.44", "0.250", "0.125"],
-        ["cyclic", "1.06", "0.500", "0.367"],
-        ["placement", "1.00", "0.250", "0.188"],
+        ["contiguous", "1.84", "0.417", "0.167"],
+        ["zigzag", "1.19", "0.583", "0.389"],
+        ["cyclic", "1.06", "0.667", "0.625"],
+        ["placement", "1.00", "0.667", "0.500"],
     ]
-    assert "placement: 1.00 of the mean work" in comments(tmp_path / "p-documents-2-ranks.svg")
+    assert "placement: 1.00 of the mean work" in comments(tmp_path / "p-documents-3-ranks.svg")
 
 
 def comments(svg: Path) -> list[str]:
@@ -145,11 +145,12 @@ def test_documents_on_a_cluster(run):
         (["ring", "--ranks", "4", "--documents", "5"], ["--documents 5", "needs --seq-length"]),
         (documents("60,5"), ["--documents 60,5: 65 tokens", "give --seq-length 65 or more"]),
         (documents("1x99999999999"), ["99999999999 tokens"]),
-        (documents("0,5"), ["--documents 0,5: a document has 1 token or more", "such as 8192,1024x20"]),
+        (documents("0x99999999999"), ["--documents 0x99999999999: No such file", "give lengths, such as 8192,1024x20"]),
         (documents("lognormal:1.1.1,2"), ["median from 1", "such as lognormal:1100,1.5"]),
         (documents("lognormal:0,1"), ["median from 1"]),
         (documents("lognormal:5,11"), ["sigma to 10"]),
         (documents("no/where"), ["--documents no/where: No such file", "prefix of an .idx"]),
+        (documents(os.devnull), ["a document has 1 token or more"]),
         (documents(__file__), ["invalid literal", "text file of lengths"]),
         (["ring", "--ranks", "4", "--draw", "p.gif"], ["--draw p.gif", ".png or .svg"]),
         (["ring", "--ranks", "4", "--html", "p.htm"], ["--html p.htm", ".html"]),

@@ -83,6 +83,24 @@ def test_drawn_documents(median, sigma, received, ranks):
         assert again.digest() == placement.digest()
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+def test_small_batches_are_balanced(ranks):
+    tokens = 256 * ranks
+    for seed in range(10):
+        draw = np.random.default_rng([ranks, seed])
+        cuts = np.sort(draw.choice(np.arange(1, tokens), draw.integers(1, 40), replace=False))
+        documents = packed([*np.diff([0, *cuts]).tolist()], tokens)  # what is after the last cut is padding
+        loads = loads_of(documents, place(documents, ranks, FREE))
+        assert loads.pairs.max() <= 1.05 * loads.pairs.mean()
+
+
+def test_cut_documents_go_on_on_the_next_rank():
+    documents = drawn(1100, 1.5, 32, 0)
+    loads = loads_of(documents, place(documents, 32, FREE))
+    # A rank sees 2.9 others. It would be 6 if cut documents waited for any rank, 4 if the longest were not cut first.
+    assert (loads.rows > 0).sum() <= 3.5 * 32
+
+
 @pytest.mark.parametrize(("causal", "window"), [(False, (-1, -1)), (True, (512, 0)), (False, (300, 300))])
 def test_other_masks_are_balanced(causal, window):
     documents = drawn(1100, 1.5, 8, 0)

@@ -15,6 +15,7 @@ from megatron.context_parallel.tokens.place_documents import Costs, place
 
 PLACED = "placement"
 SEED = 0
+LENGTH = r"[1-9]\d{0,17}(x[1-9]\d{0,17})?"
 GOOD = "give lengths, such as 8192,1024x20, or lognormal:1100,1.5, a text file of lengths, or the prefix of an .idx"
 
 
@@ -28,7 +29,7 @@ def read_documents(text: str, tokens: int) -> tuple[Documents, np.ndarray]:
     """
     if found := re.fullmatch(r"lognormal:([\d.]+),([\d.]+)", text):
         lengths = _drawn(text, found[1], found[2], tokens)
-    elif re.fullmatch(r"\d+(x\d+)?(,\d+(x\d+)?)*", text):
+    elif re.fullmatch(f"{LENGTH}(,{LENGTH})*", text):
         lengths = _listed(text, tokens)
     else:
         lengths = _of_file(text)
@@ -46,7 +47,7 @@ def _listed(text: str, tokens: int) -> np.ndarray:
         lengths.append(int(length))
         counts.append(int(count or 1))
     total = sum(length * count for length, count in zip(lengths, counts, strict=True))
-    if total > tokens or max(counts) > tokens:
+    if total > tokens:
         raise UsageError(f"--documents {text}: {total} tokens; give --seq-length {total} or more")
     return np.repeat(np.array(lengths, np.int64), counts)
 

@@ -1,9 +1,9 @@
 """Decides which rank holds which tokens of a batch of documents, so that the slowest rank is as fast as possible.
 
-The ranks are filled one after the other. Each gets its part of the rows and its part of the work exactly: long
-documents bring the work, and the shortest ones fill up the rows. A document that is too long for what is left of a rank
-goes on on the next one. So few documents are cut, over few and neighbouring ranks, and a rank has the middle of at
-most one of them.
+The ranks are filled one after the other. Each gets its part of the rows and, within a small tolerance, its part of the
+work: long documents bring the work, and the shortest ones fill up the rows. A document that is too long for the rest of
+a rank goes on on the next one. So few documents are cut, over as few ranks as their work needs, and these are
+neighbours. Where links take longer than the work, documents may also stay whole for some more work of a rank.
 
 A rank's part of a cut document is a pair of slices, as far from its beginning as from its end. So its work is
 proportional to its rows. One document over all ranks is the zigzag layout.
@@ -136,7 +136,7 @@ def _deal(pool: _Pool, n: int, limit: float) -> np.ndarray:
 
 
 class _Filling:
-    """A rank while it is filled. What it takes leaves it able to reach its rows and its part of the work.
+    """A rank while it is filled. Whatever it takes, it can still reach its rows and its part of the work.
 
     Args:
         density: of the documents of which rows are left, ascending.
