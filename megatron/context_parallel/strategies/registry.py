@@ -53,6 +53,7 @@ class Strategy:
         options: its options by name.
         channels: the channels of its messages and reduce-scatters. An all-gather may use others.
         head_parallel: "optional": any size; "required": 2 or more; "all": the heads are split over all ranks.
+        planned: whether the planner considers it. Its times are for masks without documents.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Strategy:
     options: dict[str, Option]
     channels: tuple[str, ...]
     head_parallel: Literal["optional", "required", "all"] = "optional"
+    planned: bool = True
 
     def renamed(self, options: dict[str, Any]) -> dict[str, Any]:
         """`options` by their current names. Raises UsageError if an option is given under both names."""
@@ -183,6 +185,7 @@ def register(
     layouts: tuple[str, ...],
     channels: tuple[str, ...] = ("ring",),
     head_parallel: Literal["optional", "required", "all"] = "optional",
+    planned: bool = True,
 ) -> Callable[[Callable[..., Iterable[Step]]], Strategy]:
     """Decorator: registers a function that yields the steps of one rank as `--cp-strategy name`.
 
@@ -190,7 +193,7 @@ def register(
         name: the value of `--cp-strategy`.
         layouts: the layouts that it supports; the first is its default.
         channels: the channels of its messages and reduce-scatters.
-        head_parallel: as in `Strategy`.
+        head_parallel, planned: as in `Strategy`.
 
     Raises:
         UsageError: the name is taken, a layout is unknown, or the signature is not that of a strategy.
@@ -202,7 +205,7 @@ def register(
         if not layouts or (unknown := [layout for layout in layouts if layout not in LAYOUTS]):
             given = ", ".join(unknown) if layouts else "missing"
             raise UsageError(f"strategy {name}: layouts {given}; choose among {', '.join(LAYOUTS)}")
-        STRATEGIES[name] = Strategy(name, tuple(layouts), write, options_of(write), channels, head_parallel)
+        STRATEGIES[name] = Strategy(name, tuple(layouts), write, options_of(write), channels, head_parallel, planned)
         return STRATEGIES[name]
 
     return add

@@ -117,7 +117,8 @@ def _choices(
 ) -> Iterator[tuple[int, Choice]]:
     """Choices, each with its head-parallel size."""
     # Where several have the same plans, the name that tells most comes first.
-    for strategy in sorted(STRATEGIES.values(), key=lambda s: ("all", "required", "optional").index(s.head_parallel)):
+    planned = [strategy for strategy in STRATEGIES.values() if strategy.planned]
+    for strategy in sorted(planned, key=lambda s: ("all", "required", "optional").index(s.head_parallel)):
         for size in _head_parallel_sizes(strategy, n):
             tried = {
                 name: option.tried(n // size, q_transfer_blocks(size)) for name, option in strategy.options.items()
