@@ -11,9 +11,12 @@ import statistics
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks import job, report
 from benchmarks.cases import DTYPES, PRESETS, Case, Workload, parse_case, preset
 from benchmarks.peers import PEERS
+from benchmarks.placement import LENGTHS, draw
 from benchmarks.volume import planned_bytes
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.cli.run_main import run_main
@@ -48,6 +51,9 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-length", type=int, default=4096, help="number of tokens; default: %(default)s")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="number of sequences; default: %(default)s")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: %(default)s")
+    parser.add_argument(
+        "--documents", choices=LENGTHS, help="pack documents of such lengths; a case placed:SPEC places them"
+    )
     parser.add_argument("--full-mask", action="store_true", help="every token sees every token; default: causal")
     parser.add_argument("--rounds", type=int, default=5, help="number of timed rounds; default: %(default)s")
     parser.add_argument("--warm-up", type=int, default=1, help="warm-up passes of each case; default: %(default)s")
@@ -76,7 +82,16 @@ def problem_of(args: argparse.Namespace, ranks: int) -> Workload:
             f"--seq-length {args.seq_length}: {ranks} ranks need a multiple of {2 * ranks}, such as {near}"
         )
     sizes = (args.seq_length, args.micro_batch_size, heads, kv_heads, args.kv_channels)
-    return Workload(ranks, *sizes, args.dtype, not args.full_mask)
+    token = (args.stands_for or args.seq_length) / args.seq_length
+    documents = lengths(args.documents, args.seq_length, token) if args.documents else None
+    return Workload(ranks, *sizes, args.dtype, not args.full_mask, documents)
+
+
+def lengths(kind: str, tokens: int, token: float) -> tuple[int, ...]:
+    """Drawn lengths of documents that fill a sequence, whose tokens stand for `token` each."""
+    documents = draw(kind, round(tokens * token), np.random.default_rng(0))
+    ends = np.unique(np.append((documents.edges[0][1:-1] / token).round().astype(int).clip(1, tokens), tokens))
+    return tuple(np.diff(ends, prepend=0).tolist())
 
 
 def cases_of(args: argparse.Namespace, problem: Workload) -> tuple[list[Case], list[list[int] | None]]:
@@ -89,7 +104,9 @@ def cases_of(args: argparse.Namespace, problem: Workload) -> tuple[list[Case], l
     if twice := next((text for text in texts if texts.count(text) > 1), None):
         raise UsageError(f"--strategies {twice}: is given twice; give it once")
     cases = [parse_case(text) for text in texts]
-    return cases, [None if case.peer else planned_bytes(case.plans(problem), problem) for case in cases]
+    return cases, [
+        None if case.peer or problem.documents else planned_bytes(case.plans(problem), problem) for case in cases
+    ]
 
 
 def with_python(described: Cluster, cases: list[Case], problem: Workload, entries: list[dict]) -> Cluster:

@@ -23,7 +23,10 @@ RECOMPUTATION = {  # suffix of a case's name, and what it changes in the trainer
 
 @dataclass(frozen=True)
 class Workload:
-    """One attention, forward and backward, shared by `ranks` ranks. `dtype` is a key of DTYPES."""
+    """One attention, forward and backward, shared by `ranks` ranks. `dtype` is a key of DTYPES.
+
+    `documents` are the lengths of packed documents, `length` tokens in all; None: one document.
+    """
 
     ranks: int
     length: int
@@ -33,16 +36,21 @@ class Workload:
     head_dim: int
     dtype: str
     causal: bool
+    documents: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Case:
-    """A chosen strategy, or a peer with its options; `text` is the given text, and its name in every output."""
+    """A chosen strategy, or a peer with its options; `text` is the given text, and its name in every output.
+
+    `placed`: the documents are placed, instead of the layout of the strategy.
+    """
 
     text: str
     name: str
     choice: Choice | None = None  # None: a peer
     options: dict[str, object] = field(default_factory=dict)
+    placed: bool = False
 
     @property
     def peer(self) -> bool:
@@ -61,14 +69,14 @@ class Case:
 
 
 def parse_case(text: str) -> Case:
-    """`peer:NAME:option=value,...`, values 8, 4x4, yes, no or a word; or the spec of a strategy.
+    """`peer:NAME:option=value,...`, values 8, 4x4, yes, no or a word; or the spec of a strategy, or `placed:SPEC`.
 
     Raises:
         UsageError: no such strategy or peer, or an option it does not have.
     """
     if not text.startswith("peer:"):
-        choice = parse_spec(text)
-        return Case(text, choice.strategy.name, choice)
+        choice = parse_spec(text.removeprefix("placed:"))
+        return Case(text, choice.strategy.name, choice, placed=text.startswith("placed:"))
     name, _, rest = text.removeprefix("peer:").partition(":")
     if name not in PEERS:
         raise UsageError(f"--strategies {text}: no peer {name!r}; choose one of {', '.join(PEERS)}")

@@ -12,6 +12,8 @@ from megatron.context_parallel import ContextParallel, context_parallel_attentio
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.interface import Kernel
 from megatron.context_parallel.kernels.reference import attention
+from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.place_documents import Costs, place
 
 from .cases import DTYPES, Case, Workload
 from .device import DeviceKernel, EmulatedDevice
@@ -45,18 +47,49 @@ class Ours:
 
     order = "sbhd"
 
-    def __init__(self, case: Case, problem: Workload, group: dist.ProcessGroup, kernel: TimedKernel) -> None:
+    def __init__(
+        self, case: Case, problem: Workload, group: dist.ProcessGroup, kernel: TimedKernel, costs: Costs
+    ) -> None:
         self.cp, self.kernel = ContextParallel(case.choice, group=group), kernel
-        self.positions, self.causal = self.cp.positions, problem.causal
+        self.case, self.problem, self.costs = case, problem, costs
+        self.documents: dict[int, Documents | None] = {}  # by the length of the sequence
+
+    def documents_of(self, length: int) -> Documents | None:
+        """The documents of the sequence or of its beginning, placed if the case says so."""
+        if length not in self.documents:
+            found = documents_of(self.problem, length)
+            if found and self.case.placed:
+                found = found.placed(place(found, self.cp.n // self.cp.head_parallel_size, self.costs))
+            self.documents[length] = found
+        return self.documents[length]
+
+    def positions(self, length: int) -> Tensor:
+        return self.cp.positions(length, self.documents_of(length))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return context_parallel_attention(q, k, v, self.cp, causal=self.causal, kernel=self.kernel)
+        documents = self.documents_of(len(q) * self.cp.n)
+        return context_parallel_attention(
+            q, k, v, self.cp, causal=self.problem.causal, documents=documents, kernel=self.kernel
+        )
 
 
-def build(case: Case, problem: Workload, group: dist.ProcessGroup, kernels: Kernels) -> object:
-    """The strategy or peer on the ranks of `group`. An exception says why it cannot run."""
+def documents_of(problem: Workload, length: int) -> Documents | None:
+    """The documents of the first `length` tokens; None if the sequence is one document."""
+    if problem.documents is None:
+        return None
+    bounds = torch.tensor([0, *problem.documents]).cumsum(0).clamp(max=length).unique()
+    return Documents.packed(bounds, length)
+
+
+def build(case: Case, problem: Workload, group: dist.ProcessGroup, kernels: Kernels, costs: Costs) -> object:
+    """The strategy or peer on the ranks of `group`. An exception says why it cannot run.
+
+    Documents are placed for `costs`.
+    """
     if not case.peer:
-        return Ours(case, problem, group, kernels.ours)
+        return Ours(case, problem, group, kernels.ours, costs)
+    if problem.documents:
+        raise ValueError("it has no packed documents")
     adapter = importlib.import_module(f"{__package__}.peers.{PEERS[case.name][0]}")
     return adapter.Adapter(problem, group, kernels.peers, **case.options)
 
@@ -94,7 +127,13 @@ class ExactAttention:
         self.whole = whole_tensors(problem, min(problem.length, 16 * problem.ranks))
         *leaves, dout = (x.double() for x in self.whole)
         leaves = [x.requires_grad_() for x in leaves]
-        out, _ = attention(*leaves, causal=problem.causal, scale=1 / math.sqrt(problem.head_dim))
+        length = len(self.whole[0])
+        documents = documents_of(problem, length)
+        seen = None
+        if documents:
+            starts, _ = documents.around(torch.arange(length))
+            seen = starts.unsqueeze(2) == starts.unsqueeze(1)
+        out, _ = attention(*leaves, causal=problem.causal, scale=1 / math.sqrt(problem.head_dim), seen=seen)
         self.expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     def error_of(self, subject: object) -> float:
