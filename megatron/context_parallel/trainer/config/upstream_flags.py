@@ -147,7 +147,7 @@ GIVE_INSTEAD = {
     "--multi-latent-attention": "attention is multi-head or grouped-query; leave it out",
     "--mtp-num-layers N": "multi-token prediction is not supported; leave it out",
     "--fim-data": "fill-in-the-middle is not supported; leave it out",
-    "--sft": "fine-tuning on chats is not supported; leave it out",
+    "--sft-tokenizer-prompt-format NAME": "--sft uses the chat template of --tokenizer-model; leave it out",
     "--hybrid-context-parallel": "all ranks of a context group share every sequence; give --cp-strategy",
 }
 
