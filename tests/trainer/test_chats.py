@@ -130,13 +130,13 @@ def test_best_fit_is_that_of_its_definition(capacity):
     assert sorted(numpy.bincount(found, rows)) == sorted(capacity - numpy.array(rooms))
 
 
-def test_a_million_documents_are_packed_in_seconds():
-    rows = numpy.random.default_rng(0).lognormal(numpy.log(1100), 1.5, 10**6).astype(int).clip(1, 32768)
+def test_packing_takes_seconds_for_a_million_documents():
+    rows = numpy.random.default_rng(0).lognormal(numpy.log(1100), 1.5, 2 * 10**5).astype(int).clip(1, 32768)
     start = time.process_time()
     samples = best_fit(rows, 32768)
-    assert time.process_time() - start < 10
+    assert time.process_time() - start < 2  # CPU seconds, for a fifth of a million
     filled = numpy.bincount(samples, rows)
-    assert filled.max() <= 32768 and filled.mean() > 0.999 * 32768
+    assert filled.max() <= 32768 and filled.mean() > 0.998 * 32768
 
 
 def chat_arguments(tmp_path, lines: list[dict], **changes):
@@ -195,6 +195,11 @@ def test_each_epoch_has_every_sample_in_another_order_and_goes_on_where_it_stopp
     assert all((longer[number]["tokens"] == train[number]["tokens"]).all() for number in range(100))
     assert (len(train), len(longer)) == (100, 1000)
     batches = [*build_data_iterator(train, args, 0, 0, 1, print)]
+    for number, batch in enumerate(batches):
+        starts, ends = batch["documents"].around(torch.arange(128))
+        for at, seen in enumerate(ends - starts):
+            ids = train[2 * number + at]["document_ids"]
+            assert seen.tolist() == [int((ids == own).sum()) if own >= 0 else 0 for own in ids]
     for resumed, batch in zip(build_data_iterator(train, args, 2 * each, 0, 1, print), batches[each:], strict=True):
         assert all((resumed[name] == batch[name]).all() for name in ("tokens", "labels", "loss_mask"))
         assert (resumed["documents"].edges[0] == batch["documents"].edges[0]).all()
@@ -219,10 +224,12 @@ def test_documents_of_a_corpus_are_packed_and_long_ones_cut(tmp_path, capsys):
 
 def test_other_chats_or_another_template_are_other_data(tmp_path):
     args = chat_arguments(tmp_path, [chat("Q", "A")], load="run", override_data_order=False)
+    before = datasets(args, 1, 0, 0)[0][0]["labels"]
     progress = Progress(consumed_train_samples=10, train_data=same_data(args, Progress()))
     assert same_data(args, progress) == progress.train_data
     template = Path(args.tokenizer_model) / "chat_template.jinja"
-    template.write_text(MARKED)
+    template.write_text(CHATML.replace("{{ message.role }}", "{{ message.role }}:").replace("assistant", "assistant:"))
+    assert (datasets(args, 1, 0, 0)[0][0]["labels"] != before).any()  # tokenized anew
     with pytest.raises(UsageError, match="other tokens, by another tokenizer or chat template, than the run in"):
         same_data(args, progress)
     template.write_text(CHATML)
