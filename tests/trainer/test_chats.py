@@ -83,6 +83,7 @@ LINES = {
     '{"messages": [1]}': "message 1: not an object",
     '{"messages": [{"role": "bot", "content": "Hi"}]}': 'message 1: role "bot" is unknown; give system, user',
     '{"messages": [{"role": "user", "content": null}]}': "message 1: no text under the key content",
+    json.dumps(chat("\ud800")): "message 1: half of a surrogate pair",
     json.dumps(chat("Hi", "")): "message 2: the assistant's answer is empty",
     json.dumps(chat("Hi")): "no answer of the assistant",
     json.dumps({"messages": DIALOG[2:]}): "begins with an answer",

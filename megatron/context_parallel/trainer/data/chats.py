@@ -72,6 +72,8 @@ def _check_message(message: object, place: str) -> None:
         raise UsageError(f"{place}: role {json.dumps(role)} is unknown; give {', '.join(ROLES)}")
     if not isinstance(content, str):
         _refuse(place, "no text under the key content")
+    if not content.isascii() and any("\ud800" <= letter <= "\udfff" for letter in content):
+        raise UsageError(f"{place}: half of a surrogate pair is not text; correct the content")
     if role == "assistant" and not content:
         raise UsageError(f"{place}: the assistant's answer is empty; give it text, or leave the message out")
 
