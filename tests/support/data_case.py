@@ -49,6 +49,8 @@ def arguments(tmp_path, **changes) -> CaseArgs:
         "micro_batch_size": 2,
         "num_workers": 0,
         "mock_data": False,
+        "sft": False,
+        "pack_documents": False,
         "skip_train": False,
     }
     return CaseArgs(**(values | changes))

@@ -1,7 +1,7 @@
 """Checks the files that the arguments name: data, checkpoints and the directory to save in. Nothing is written."""
 
 import tempfile
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ from megatron.context_parallel.trainer.checkpoint.store import (
     read_saved_args,
 )
 from megatron.context_parallel.trainer.config.flags import FLAGS, Arguments
+from megatron.context_parallel.trainer.data.chats import read_chats
 from megatron.context_parallel.trainer.data.index_file import open_tokens, tokenizer_of
 
 _DATA_FLAGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _MAKE_DATA = "make it with: python tools/preprocess_data.py --input FILES --output-prefix PREFIX --append-eod"
 _OF_NCCL = ("cga_cluster_size", "is_high_priority_stream", "max_ctas", "min_ctas", "net_name")
 _TOKENS_CHECKED = 1 << 20  # here; each batch is checked when it is made
+_CHATS_CHECKED = 100  # here; all chats are checked when they are tokenized, before training
 
 
 def check_files(args: Arguments, vocabulary: int) -> None:
@@ -37,7 +39,10 @@ def check_files(args: Arguments, vocabulary: int) -> None:
         raise UsageError(f"--data-path: missing; give the prefix of .bin/.idx files, or {_MAKE_DATA}")
     for name in given:
         for prefix in _prefixes(args, name):
-            _check_data(args, FLAGS[name].given(prefix), prefix, vocabulary)
+            if args.sft:
+                _check_chats(args, prefix)
+            else:
+                _check_data(args, FLAGS[name].given(prefix), prefix, vocabulary)
     if args.nccl_communicator_config_path:
         _check_communicators(args, Path(args.nccl_communicator_config_path))
     if args.save:
@@ -70,7 +75,11 @@ def _check_data(args: Arguments, given: str, prefix: str, vocabulary: int) -> No
     except ValueError as error:
         raise UsageError(f"{given}: {error}; {_MAKE_DATA}") from None
     _check_tokenizer(args, given, made_by, vocabulary)
-    if args.reset_attention_mask and not (data.tokens[:_TOKENS_CHECKED] == args.eod_token).any():
+    if (
+        args.reset_attention_mask
+        and not args.pack_documents
+        and not (data.tokens[:_TOKENS_CHECKED] == args.eod_token).any()
+    ):
         why = f"{given} has no end-of-document token {args.eod_token}, so documents cannot be separated"
         refuse(args, "reset_attention_mask", f"{why}; {_MAKE_DATA}")
     if wrong := data.wrong_token(vocabulary, most=_TOKENS_CHECKED):
@@ -78,6 +87,16 @@ def _check_data(args: Arguments, given: str, prefix: str, vocabulary: int) -> No
         if args.tokenizer_type == "NullTokenizer" and wrong[1] >= 0:
             refuse(args, "vocab_size", why, vocab_size=int(data.tokens[:_TOKENS_CHECKED].max()) + 1)
         refuse(args, "tokenizer_type", f"{why}; give the tokenizer that the data was made with")
+
+
+def _check_chats(args: Arguments, path: str) -> None:
+    """Reject a tokenizer without a chat template, and chats that it does not fit."""
+    from megatron.context_parallel.trainer.data.chat_template import ChatTemplate
+
+    assert args.tokenizer_model  # which its tokenizer needs
+    checked = None if args.dry_run else _CHATS_CHECKED
+    for _ in ChatTemplate(args.tokenizer_model).tokens_of(islice(read_chats(path), checked)):
+        pass
 
 
 def _check_tokenizer(args: Arguments, data: str, made_by: dict[str, Any], vocabulary: int) -> None:

@@ -227,6 +227,8 @@ def _check_profile(args: Arguments) -> Iterator[UsageError]:
 
 
 def _check_data(args: Arguments) -> Iterator[UsageError]:
+    if args.sft or args.pack_documents:
+        return  # the data tells where documents end
     for name in ("eod_mask_loss", "reset_attention_mask", "reset_position_ids", "mock_data"):
         if args.eod_token is None and getattr(args, name):
             why = f"the tokenizer {args.tokenizer_model or args.tokenizer_type} has no end-of-document token"

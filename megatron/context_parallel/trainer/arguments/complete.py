@@ -57,6 +57,8 @@ def complete(flags: Flags, tokenizer: tuple[int, int | None] | None = None) -> t
     Raises:
         UsageError: anything that would not run as asked.
     """
+    if flags.sft or flags.pack_documents:
+        flags = replace(flags, reset_attention_mask=True, reset_position_ids=True)
     raise_all(check_each(flags, ", or a --preset or --config that has it"))
     flags = _share_documents(flags)
     specs, choices = strategies_given(flags)

@@ -9,10 +9,12 @@ from typing import TypeAlias
 from xxhash import xxh3_64
 
 from megatron.context_parallel.trainer.config.flags import Arguments
+from megatron.context_parallel.trainer.data.tokenizer import tokenizer_files
 
 from .manifest import file_record
 
-Digests: TypeAlias = dict[str, tuple[str, str]]  # by prefix: of the index, and of parts of the tokens
+# By prefix: of the index, and of parts of the tokens. By file of chats: of the file, and of the tokenizer's files.
+Digests: TypeAlias = dict[str, tuple[str, str]]
 
 _PARTS = 256
 _PART = 4096  # bytes; a file of _PARTS * _PART bytes is read whole
@@ -30,6 +32,12 @@ def data_digests(args: Arguments) -> Digests:
     if args.mock_data or not given:
         return {}
     prefixes, _ = get_blend_from_list(given)
+    if args.sft:
+        assert args.tokenizer_model  # which its tokenizer needs
+        tokenizer = xxh3_64()
+        for path in tokenizer_files(args.tokenizer_model):
+            tokenizer.update(path.read_bytes())
+        return {path: (file_record(Path(path)).checksum, tokenizer.hexdigest()) for path in prefixes}
     return {prefix: (file_record(Path(prefix + ".idx")).checksum, _of_parts(prefix)) for prefix in prefixes}
 
 
@@ -45,12 +53,15 @@ def _of_parts(prefix: str) -> str:
     return digest.hexdigest()
 
 
-def changed(saved: Digests, now: Digests) -> str | None:
+def changed(args: Arguments, saved: Digests, now: Digests) -> str | None:
     """The difference of the first prefix that has changed, in words; None if none has changed."""
+    index_of, tokens_of = ("{} has other chats", "{} has other tokens, by another tokenizer or chat template,")
+    if not args.sft:
+        index_of, tokens_of = ("{}.idx has other documents", "{}.bin has other tokens")
     for prefix, (index, tokens) in now.items():
         before = saved.get(prefix, (index, tokens))
         if before[0] != index:
-            return f"{prefix}.idx has other documents"
+            return index_of.format(prefix)
         if before[1] != tokens:
-            return f"{prefix}.bin has other tokens"
+            return tokens_of.format(prefix)
     return None

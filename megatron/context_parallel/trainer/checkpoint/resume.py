@@ -107,7 +107,7 @@ def same_data(args: Arguments, progress: "Progress") -> Digests:
         OSError: a file cannot be read.
     """
     digests = data_digests(args)
-    difference = changed(progress.train_data, digests)
+    difference = changed(args, progress.train_data, digests)
     if difference and progress.consumed_train_samples and not args.override_data_order:
         name = "train_data_path" if args.train_data_path else "data_path"
         why = f"{difference} than the run in --load {args.load} was trained on"

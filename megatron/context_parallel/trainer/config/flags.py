@@ -282,7 +282,8 @@ class Data(FlagSection, title="data"):
     """files, tokenizer and order of the tokens"""
 
     data_path: list[str] | None = data_order(
-        "prefixes of .bin/.idx files from tools/preprocess_data.py, optionally each after a weight", unit="PREFIX"
+        "prefixes of .bin/.idx files from tools/preprocess_data.py, or chats of --sft, optionally each after a weight",
+        unit="PREFIX",
     )
     mock_data: bool = data_order("train on generated documents of tokens 1, 2, 3, ...", False, excludes="data_path")
     split: str | None = data_order(
@@ -306,6 +307,17 @@ class Data(FlagSection, title="data"):
     tokenizer_model: str | None = flag("SentencePiece file or HuggingFace folder", unit="PATH")
     vocab_size: int = weights("size of the vocabulary, before padding", derived="the tokenizer's", example=32000)
     num_workers: int = flag("number of processes per rank that read data; 0: the rank reads itself", 2, at_least=0)
+    sft: bool = data_order(
+        "fine-tune on chats: JSON lines with messages in the files of --data-path; only the answers are learned",
+        False,
+        needs="tokenizer_type=HuggingFaceTokenizer",
+        excludes="mock_data eod_mask_loss pack_documents",
+    )
+    pack_documents: bool = data_order(
+        "pack whole documents into sequences by best fit; each is trained on as if it were alone",
+        False,
+        excludes="mock_data eod_mask_loss",
+    )
     eod_mask_loss: bool = model("exclude end-of-document tokens from the loss", False)
     reset_attention_mask: bool = model("restrict attention to documents, which end-of-document tokens separate", False)
     reset_position_ids: bool = model("restart the positions of the position table in each document", False)

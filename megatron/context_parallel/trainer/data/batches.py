@@ -1,9 +1,10 @@
-"""From `.bin/.idx` files to micro batches, with megatron-core's datasets."""
+"""From `.bin/.idx` files or chats to micro batches, with megatron-core's datasets or packed ones."""
 
 import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.indexed_dataset import IndexedDataset, get_idx_path
+from megatron.core.datasets.indexed_dataset import get_idx_path
 from megatron.core.datasets.utils import Split, get_blend_from_list
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -22,13 +23,18 @@ from megatron.context_parallel.cluster.step.attention_pass import attention_shap
 from megatron.context_parallel.cluster.step.placement_costs import placement_costs
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.patches.torch_data_workers import forget_workers
+from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
 from megatron.context_parallel.tokens.mask import Documents
 from megatron.context_parallel.tokens.place_documents import Costs, place
 from megatron.context_parallel.tokens.placement import Placement
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.config.workload import model_of, run_of
 
+from .chat_template import ChatTemplate
+from .chat_tokens import write_chat_tokens
 from .index_cache import drop_damaged, record
+from .packed import PackedChats, PackedDocuments
+from .tokenizer import tokenizer_files
 from .worker_end import end_without_room
 
 Splits: TypeAlias = tuple[Dataset | None, Dataset | None, Dataset | None]
@@ -43,9 +49,10 @@ def build_datasets(args: Arguments, tokenizer, train_val_test_num_samples: tuple
     Every rank must call this. Rank 0 writes the sample indices to the cache, then the other ranks read them. So the
     cache (`args.data_cache_path`, by default `cache/` beside the data) must be on a file system that all nodes share.
     A sample is a dict of tensors of length `args.seq_length`: `tokens`, `labels` and `position_ids` int64,
-    `loss_mask` float32.
+    `loss_mask` float32. With `--sft` or `--pack-documents` it also has `document_ids` (`PackedDocuments`).
 
-    Raises UsageError if a requested split contains no token, if no data is named, or if the cache is not writable.
+    Raises UsageError if a requested split contains no token, if no data is named, if the cache is not writable, or if
+    chats are wrong.
     """
     config = _dataset_config(args, tokenizer)
     for split in Split:
@@ -54,51 +61,67 @@ def build_datasets(args: Arguments, tokenizer, train_val_test_num_samples: tuple
             (config.blend_per_split or config.split_matrix)[split.value] = None
     if args.mock_data:
         return tuple(BlendedMegatronDatasetBuilder(MockGPTDataset, train_val_test_num_samples, _always, config).build())
-    _check_splits(args, config)
-    builder = BlendedMegatronDatasetBuilder(GPTDataset, train_val_test_num_samples, _always, config)
-    return _build(builder, Path(config.path_to_cache))
+    kind = PackedChats if args.sft else PackedDocuments if args.pack_documents else GPTDataset
+    cache = Path(config.path_to_cache)
+    with _writable(cache):
+        _on_first_rank(partial(_prepare, args, config, cache))
+        _check_splits(args, config, kind)
+        builder = BlendedMegatronDatasetBuilder(kind, train_val_test_num_samples, _always, config)
+        datasets = tuple(builder.build())
+        _on_first_rank(partial(record, cache))
+    return datasets
 
 
 def _always() -> bool:
     return True
 
 
-def _build(
-    builder: BlendedMegatronDatasetBuilder, cache: Path
-) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
-    first = not dist.is_initialized() or dist.get_rank() == 0
+def _on_first_rank(work: Callable[[], None]) -> None:
+    """Run `work` on the first rank if there are several; its error is raised on every rank."""
+    if dist.is_initialized():
+        on_first_rank(work)
+    else:
+        work()
+
+
+@contextmanager
+def _writable(cache: Path) -> Iterator[None]:
+    """Turns an OSError into a UsageError about the cache."""
     try:
-        for path in drop_damaged(cache) if first else ():
-            print(f"{path} is truncated or damaged; rebuilding it", flush=True)
-        datasets = tuple(builder.build())
-        if first:
-            record(cache)
+        yield
     except Exception as error:
         reason = error if isinstance(error, OSError) else error.__cause__
         if not isinstance(reason, OSError):
             raise
         why = f"{reason.filename or cache}: {reason.strerror or reason}"
         raise UsageError(f"{why}; give a --data-cache-path DIR that is writable and has free space") from error
-    return datasets
+
+
+def _prepare(args: Arguments, config: GPTDatasetConfig, cache: Path) -> None:
+    """Remove damaged files from the cache, and write the tokens of chats to it."""
+    for damaged in drop_damaged(cache):
+        print(f"{damaged} is truncated or damaged; rebuilding it", flush=True)
+    if args.sft:
+        assert args.tokenizer_model  # which its tokenizer needs
+        template = ChatTemplate(args.tokenizer_model)
+        for path in sorted(set(_prefixes(config))):
+            write_chat_tokens(path, cache, template)
 
 
 def _dataset_config(args: Arguments, tokenizer) -> GPTDatasetConfig:
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
     if any(per_split):
         source: dict[str, Any] = {"blend_per_split": [get_blend_from_list(paths) for paths in per_split]}
-        prefixes = [prefix for blend in source["blend_per_split"] if blend for prefix in blend[0]]
     elif args.mock_data:
         source = {"split": args.split}
-        prefixes = []
     elif args.data_path:
         source = {"blend": get_blend_from_list(args.data_path), "split": args.split}
-        prefixes = source["blend"][0]
     else:
         raise UsageError("--data-path is missing; give a prefix written by tools/preprocess_data.py")
-    return GPTDatasetConfig(
+    config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
-        path_to_cache=_cache_path(args.data_cache_path, prefixes) if prefixes else args.data_cache_path,
+        path_to_cache=args.data_cache_path,
         tokenizer=tokenizer,
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=False,  # attention gets documents by their end tokens, not as a square mask
@@ -106,18 +129,34 @@ def _dataset_config(args: Arguments, tokenizer) -> GPTDatasetConfig:
         create_attention_mask=False,
         **source,
     )
+    if prefixes := _prefixes(config):
+        config.path_to_cache = _cache_path(args, prefixes)
+    return config
 
 
-def _cache_path(root: str | None, prefixes: list[str]) -> str:
-    """A separate cache folder for these document lengths, so that indices of replaced data are never used."""
+def _prefixes(config: GPTDatasetConfig) -> list[str]:
+    """The prefixes of all splits, or their files of chats."""
+    blends = config.blend_per_split or [config.blend]
+    return [prefix for blend in blends if blend for prefix in blend[0]]
+
+
+def _cache_path(args: Arguments, prefixes: list[str]) -> str:
+    """A separate cache folder for these document lengths or chats, so that what is made of other data is never used."""
+    if args.sft:
+        assert args.tokenizer_model
+        files = [*map(Path, prefixes), *tokenizer_files(args.tokenizer_model)]
+    else:
+        files = [Path(get_idx_path(prefix)) for prefix in prefixes]
     digest = hashlib.sha256()
-    for prefix in prefixes:
-        with open(get_idx_path(prefix), "rb") as index:
-            digest.update(hashlib.file_digest(index, "sha256").digest())
-    return os.path.join(root or os.path.join(os.path.dirname(prefixes[0]), "cache"), digest.hexdigest()[:16])
+    for path in files:
+        with open(path, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    root = args.data_cache_path or os.path.join(os.path.dirname(prefixes[0]), "cache")
+    return os.path.join(root, digest.hexdigest()[:16])
 
 
-def _check_splits(args: Arguments, config: GPTDatasetConfig) -> None:
+def _check_splits(args: Arguments, config: GPTDatasetConfig, kind: type[GPTDataset | PackedDocuments]) -> None:
+    fewest = 1 if kind is GPTDataset else 2  # the first token of a packed document is never a label
     for split in Split:
         if config.blend_per_split:
             blend, share = config.blend_per_split[split.value], (0.0, 1.0)
@@ -126,10 +165,11 @@ def _check_splits(args: Arguments, config: GPTDatasetConfig) -> None:
         if split is Split.train and not args.skip_train and not (blend and share):
             raise UsageError(f"--split {args.split} leaves no training data; give --split 969,30,1")
         for prefix in blend[0] if blend and share else ():
-            index = IndexedDataset(prefix)  # keeps its arrays alive
-            begin, end = (round(edge * len(index)) for edge in share)
-            if index.sequence_lengths[begin:end].sum() == 0:
-                raise UsageError(_empty_split(args, split.name, prefix, len(index)))
+            data = kind.build_low_level_dataset(prefix, config)  # keeps its arrays alive
+            lengths = data.sequence_lengths
+            begin, end = (round(edge * len(lengths)) for edge in share)
+            if (lengths[begin:end] < fewest).all():
+                raise UsageError(_empty_split(args, split.name, prefix, len(lengths)))
 
 
 def _empty_split(args: Arguments, split: str, prefix: str, documents: int) -> str:
@@ -166,8 +206,8 @@ def build_data_iterator(
     """Micro batches of `dp_rank`, after `consumed_samples` samples (of all ranks) of the dataset.
 
     Each is a dict of CPU tensors of shape [micro batch, sequence]: `tokens`, `labels`, `position_ids`
-    int64, `loss_mask` float32. With `--reset-attention-mask` it also has their `documents`, which the loader's
-    workers make. Tensor, pipeline and context-parallel ranks of one `dp_rank` get the same.
+    int64, `loss_mask` float32. With `--reset-attention-mask` or packed documents it also has their `documents`, which
+    the loader's workers make. Tensor, pipeline and context-parallel ranks of one `dp_rank` get the same.
     The iterator ends where the dataset cannot fill a micro batch of every rank. No global random number
     is drawn.
 
@@ -243,11 +283,15 @@ def _costs_of(args: Arguments) -> Costs:
 def collate(
     samples: list[dict[str, torch.Tensor]], end: int | None, place: Callable[[Documents], Placement] | None = None
 ) -> Batch:
-    """A batch of samples; with their documents, if the end-of-document token is given; placed by `place`."""
+    """A batch of samples, with the documents that they tell, or else those that token `end` ends; placed by `place`."""
     batch: Batch = {}
     for key in KEYS:
         batch[key] = torch.stack([sample[key] for sample in samples])
-    if end is not None:
+    if "document_ids" in samples[0]:
+        documents = Documents(torch.stack([sample["document_ids"] for sample in samples]))
+    elif end is not None:
         documents = Documents.after(batch["tokens"] == end)
-        batch["documents"] = documents.placed(place(documents)) if place else documents
+    else:
+        return batch
+    batch["documents"] = documents.placed(place(documents)) if place else documents
     return batch

@@ -63,6 +63,11 @@ def vocabulary(args: Flags) -> tuple[int, int | None]:
     return tokenizer.vocab_size, tokenizer.eod
 
 
+def tokenizer_files(folder: str) -> list[Path]:
+    """The files of a HuggingFace folder that a tokenizer and its chat template may be made of, sorted."""
+    return [path for path in sorted(Path(folder).iterdir()) if path.suffix in (".json", ".jinja", ".model", ".txt")]
+
+
 def _null_vocabulary(size: int | None) -> int:
     if not size or size < 1:
         raise UsageError(
