@@ -106,15 +106,7 @@ def _symmetry(plan: Plan, blocks: Callable[[Attend], float], links: int) -> Symm
     return of_plan[key]
 
 
-TENSORS = {
-    T.Q: 1,
-    T.KV: 2,
-    T.O: 2,
-    T.QDO: 4,
-    T.DO: 2,
-    T.DQ: 1,
-    T.DKV: 2,
-}  # of torch, each a message except in swaps
+TENSORS = {T.Q: 1, T.KV: 2, T.O: 2, T.QDO: 4, T.DQ: 1, T.DKV: 2}  # of torch, each a message; a swap packs its own
 
 
 class _Costs:
