@@ -311,10 +311,12 @@ def test_a_message_waits_for_processors_that_compute():
     assert waits[0] < 1 and waits[1] >= 4
 
 
-def test_swaps_over_gloo_go_to_one_rank_after_the_other():
+def test_a_swap_has_one_message_and_one_latency_for_each_other_rank():
     slow = replace(BOX, device=NO_WORK, inside=replace(BOX.inside, latency_us=1e6))
-    one, turns = (seconds("ulysses", replace(slow, buffered_sends=b)) for b in (False, True))
-    assert turns == pytest.approx(7 * one, rel=0.01)
+    for buffered in (False, True):
+        assert seconds("ulysses", replace(slow, buffered_sends=buffered)) == pytest.approx(2, rel=0.01)
+    dear = replace(slow, message_us=1e6)  # at both ends, of seven messages to heads and seven back
+    assert seconds("ulysses", dear) - seconds("ulysses", slow) == pytest.approx(2 * 2 * 7, rel=0.01)
 
 
 def test_steps_and_merges_take_time():

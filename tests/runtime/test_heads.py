@@ -1,7 +1,7 @@
 """Head parallelism around any strategy, and the double ring: ulysses, usp, loongtrain."""
 
 import math
-from collections import defaultdict
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -21,8 +21,8 @@ from megatron.context_parallel.plan.pictures.lanes import picture
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.plan.volume import units
-from megatron.context_parallel.runtime.comm.transport import LocalTransport, MessageQueue
-from megatron.context_parallel.runtime.head_swap import HeadGroup
+from megatron.context_parallel.runtime import head_swap
+from megatron.context_parallel.runtime.comm.transport import LocalTransport
 from megatron.context_parallel.strategies import head_parallel_sizes
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import positions, rows_in, unshard
@@ -243,26 +243,6 @@ def test_examples_of_placement():
     assert [second.chunk_of(r) for r in range(8)] == [0, 2, 4, 6, 1, 3, 5, 7]
 
 
-def test_turns_of_a_swap_meet():
-    """Over gloo a rank waits for each turn, so it must be a turn of both."""
-    plan, turns = STRATEGIES["ulysses"].plan(4), {}
-
-    class Noted(LocalTransport):
-        def trade(self, channel, sends, receives):
-            to = [dict(turn).keys() for turn in sends]
-            turns[self.rank] = to, [dict(turn).keys() for turn in receives]
-            return super().trade(channel, sends, receives)
-
-    post = defaultdict(MessageQueue)
-    for swap in (HeadGroup.to_heads, HeadGroup.to_chunks):
-        for rank in range(4):
-            next(swap(HeadGroup(plan, rank, Noted(rank, post)), torch.zeros(16, 1, 8, 2)))
-        for rank, (sends, _) in turns.items():
-            assert sorted(map(min, sends)) == [peer for peer in range(4) if peer != rank]
-            for k, (peer,) in enumerate(sends):
-                assert turns[peer][1][k] == {rank}
-
-
 def test_communicators_of_a_rank():
     """Rank 1 of 4 computes the second half of the heads with rank 3; a plan names the ranks of its steps 0 and 1."""
     plan = STRATEGIES["allgather"].plan(4, head_parallel_size=2)
@@ -333,14 +313,26 @@ def test_gradients_of_replicas_are_summed_in_float32():
 
 @pytest.mark.parametrize("heads,kv_heads", [(6, 6), (6, 3), (12, 1)])
 def test_the_volume_counted_is_the_volume_moved(monkeypatch, heads, kv_heads):
-    moved = {}
-    original = LocalTransport.exchange
+    moved = Counter()
+    buffers = []  # of messages, and their tensors
+    exchange, trade, messages = LocalTransport.exchange, LocalTransport.trade, head_swap._messages
 
-    def exchange(self, channel, sends, receives):
-        moved[self.rank] = moved.get(self.rank, 0) + sum(x.numel() for _, x in receives if x.shape[-1] == DIM)
-        return original(self, channel, sends, receives)
+    def noted_messages(chunks):
+        buffers.append(messages(chunks))
+        return buffers[-1]
 
-    monkeypatch.setattr(LocalTransport, "exchange", exchange)
+    def noted_exchange(self, channel, sends, receives):
+        moved[self.rank] += sum(x.numel() for _, x in receives if x.shape[-1] == DIM and x.is_floating_point())
+        return exchange(self, channel, sends, receives)
+
+    def noted_trade(self, channel, group, sent, received):
+        assert buffers[-1][0] is received
+        moved[self.rank] += sum(x.numel() for x in buffers[-1][1] if x.shape[-1] == DIM)
+        return trade(self, channel, group, sent, received)
+
+    monkeypatch.setattr(head_swap, "_messages", noted_messages)
+    monkeypatch.setattr(LocalTransport, "exchange", noted_exchange)
+    monkeypatch.setattr(LocalTransport, "trade", noted_trade)
     n, causal = 6, True
     ranks = AllRanks(n, "loongtrain", "cyclic", head_parallel_size=3, inner_ring_size=2)
     tensors = problem(n, heads, kv_heads, torch.float32)

@@ -100,9 +100,9 @@ def test_collectives_are_few_and_give_the_same(ranks):
 
         assert [name for name, *_ in ulysses[1]] == ["all to all"] * 4  # to heads and back, in each pass
         assert Counter(name for name, *_ in usp[1])["all to all"] == 4
-        to_heads = ulysses[1][0]  # q, k and v for three ranks; each message takes a multiple of 16 bytes
-        size = 3 * sum(-(-rows * heads * width * 4 // 16) * 16 for heads in (1, 1, 1))
-        assert to_heads == ("all to all", (size,), (size,))
+        to_heads = ulysses[1][0]  # q, k and v for three ranks; each tensor takes a multiple of 16 bytes
+        size = sum(-(-rows * heads * width * 4 // 16) * 16 for heads in (1, 1, 1))
+        assert to_heads == ("all to all", (3, size), (3, size))
 
 
 class NcclOptions:

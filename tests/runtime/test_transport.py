@@ -1,6 +1,7 @@
 """Sending chunks between ranks in one process and through torch.distributed, and the errors if that fails."""
 
 from collections import defaultdict
+from functools import partial
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.plan.ir import PlanError
-from megatron.context_parallel.runtime.comm.torch_works import Rounds, WorkBatch, post
+from megatron.context_parallel.runtime.comm.torch_works import WorkBatch, post
 from megatron.context_parallel.runtime.comm.transport import (
     LocalTransport,
     MessageQueue,
@@ -71,13 +72,11 @@ def swapped(transport, me: int, group: tuple[int, ...]):
     """A program: gathers from the group, then trades with each other rank of it, and returns what it got."""
     everyone = torch.zeros(len(group), 2, 3)
     yield transport.all_gather("gather", group, (2,) * len(group), [(numbered(me), everyone.flatten(0, 1))])
-    place, size = group.index(me), len(group)
-    after = [group[(place + k) % size] for k in range(1, size)]
-    before = [group[(place - k) % size] for k in range(1, size)]
-    into = [torch.zeros(2, 3) for _ in before]
-    sends = [[(peer, numbered(10 * me + peer))] for peer in after]
-    yield transport.trade("heads", sends, [[(peer, x)] for peer, x in zip(before, into, strict=True)])
-    return everyone[:, 0, 0].tolist(), {peer: x[1, 2].item() for peer, x in zip(before, into, strict=True)}
+    others = [peer for peer in group if peer != me]
+    sent = torch.tensor([[10 * me + peer] * 3 for peer in others], dtype=torch.uint8)
+    received = torch.zeros_like(sent)
+    yield transport.trade("heads", group, sent, received)
+    return everyone[:, 0, 0].tolist(), {peer: row[2].item() for peer, row in zip(others, received, strict=True)}
 
 
 def test_gathering_and_trading():
@@ -128,22 +127,36 @@ def test_programs_run_to_their_end_or_say_what_they_wait_for():
     )
 
 
-def test_rounds_begin_one_after_the_other():
-    log: list[str] = []
+def test_a_trade_over_gloo_posts_all_receives_and_sends_to_one_rank_after_the_other():
+    """Rank 5 is the third of its group. It sends to the ranks after it first."""
+    log = []
 
-    class Round:
-        def __init__(self, sends, receives) -> None:
-            self.name = f"{sends[0][0]}{receives[0][0]}"
-            log.append(f"start {self.name}")
+    class Work:
+        def __init__(self, kind: str, tensors: list[torch.Tensor], peer: int, _tag: int) -> None:
+            self.name = f"{kind} {peer}: {tensors[0][0].item()}"
+            log.append(self.name)
 
         def wait(self) -> None:
-            log.append(f"wait {self.name}")
+            log.append(f"wait for {self.name}")
 
-    x = numbered(0)
-    rounds = Rounds(Round, [([(1, x)], [(3, x)]), ([(2, x)], [(2, x)]), ([(3, x)], [(1, x)])])
-    assert log == ["start 13"]
-    rounds.wait()
-    assert log == ["start 13", "wait 13", "start 22", "wait 22", "start 31", "wait 31"]
+    group = MagicMock(recv=partial(Work, "recv"), send=partial(Work, "send"))
+    group._get_backend.return_value.supports_coalescing = False
+    with (
+        patch.multiple(dist, get_process_group_ranks=lambda _: [*range(10, 18)], get_rank=lambda _: 5),
+        patch.object(dist, "get_backend_config", return_value="cpu:gloo"),
+        patch("megatron.context_parallel.runtime.comm.transport.meet"),
+    ):
+        transport = TorchTransport(group, "")
+    transport._groups["heads", tuple(range(8))] = group
+    sent, received = (first + torch.arange(3, dtype=torch.uint8).view(3, 1) for first in (0, 100))
+    work = transport.trade("heads", (1, 3, 5, 7), sent, received)
+    assert log == ["recv 1: 100", "recv 3: 101", "recv 7: 102"]
+    assert work.ends == [*(("send", rank) for rank in (17, 11, 13)), *(("receive", rank) for rank in (11, 13, 17))]
+    log.clear()
+    work.wait()
+    sends = ["send 7: 2", "send 1: 0", "send 3: 1"]
+    posted = [line for send in sends for line in (send, f"wait for {send}")]
+    assert log == [*posted, "wait for recv 1: 100", "wait for recv 3: 101", "wait for recv 7: 102"]
 
 
 def test_what_fails_while_it_is_under_way_is_named():
@@ -192,19 +205,11 @@ def _torch_transport() -> list:
     assert (gathering.channel, gathering.ends) == ("gather", [("gather", other)])
     exchange.wait()
     gathering.wait()
-    with patch("megatron.context_parallel.runtime.comm.transport.post", return_value=[]) as posted:
-        transport.trade("heads", [[(other, numbered(1))], [(other, numbered(2))]], [[(other, into[0])], []])
-    started = [[*map(len, call.args[1:])] for call in posted.call_args_list]
-    assert all(call.args[0] is groups["heads", (0, 1)] for call in posted.call_args_list)
-    return [got, [x[1, 2].item() for x in into], started]
+    return [got, [x[1, 2].item() for x in into]]
 
 
 def test_torch_transport(ranks):
-    started = [[1, 1]]  # of two rounds the first, which sends and receives
-    assert ranks(2, _torch_transport) == [
-        [([0, 1], {1: 10}), [1, 5], started],
-        [([0, 1], {0: 1}), [0, 5], started],
-    ]
+    assert ranks(2, _torch_transport) == [[([0, 1], {1: 10}), [1, 5]], [([0, 1], {0: 1}), [0, 5]]]
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -221,20 +226,3 @@ def test_messages_are_posted_receives_first_and_by_nccl_together(together):
     works[0].wait()
     calls.clear()
     assert post(group, [], []) == [] == calls
-
-
-def test_a_swap_over_gloo_takes_strided_tensors():
-    """Messages are contiguous; what arrives for a strided tensor is copied there at the end."""
-    sent, into = torch.arange(12.0).view(3, 4)[:, :2], torch.zeros(4, 3).T
-
-    class Echo:
-        def __init__(self, sends, receives) -> None:
-            ((_, x),), ((_, y),) = sends, receives
-            assert x.is_contiguous() and y.is_contiguous()
-            self.x, self.y = x, y
-
-        def wait(self) -> None:
-            self.y.copy_(self.x)
-
-    Rounds(Echo, [([(1, sent)], [(1, into[:, 2:])]), ([(2, sent + 1)], [(2, into[:, :2])])]).wait()
-    assert torch.equal(into, torch.cat((sent + 1, sent), 1))

@@ -4,16 +4,23 @@ The ranks of a head group swap (own chunk, all heads) for (the group's chunks, a
 steps with the ranks that have the same part of the heads, and swap back.
 """
 
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
-from megatron.context_parallel.plan.ir import Plan, SwapHeads
+from megatron.context_parallel.patches.torch_foreach import copy_each
+from megatron.context_parallel.plan.ir import Plan
 from megatron.context_parallel.tokens.layout import rows_in
 
-from .comm.transport import MessageList, Program, Subgroup, Transport
+from .comm.transport import Program, Subgroup, Transport
 from .profiler_ranges import marks
+
+Pair = tuple[Tensor, Tensor]  # of one shape
+ALIGNED = 16  # bytes; tensors in a message start at a multiple, so that they can be viewed in their dtype
 
 
 class RankPlace(NamedTuple):
@@ -45,23 +52,6 @@ def place_of(plan: Plan, rank: int) -> RankPlace:
     return by_rank[rank]
 
 
-class _Pieces(NamedTuple):
-    """The tensors of a head swap.
-
-    Attributes:
-        wholes: the tensors that it fills.
-        sent: the tensors to send to each member; landing: the parts of `wholes` that receive from each member.
-    """
-
-    wholes: list[Tensor]
-    sent: list[list[Tensor]]
-    landing: list[list[Tensor]]
-
-    @classmethod
-    def among(cls, size: int) -> "_Pieces":
-        return cls([], [[] for _ in range(size)], [[] for _ in range(size)])
-
-
 class HeadGroup:
     """The head group of one rank, its part of the heads, and the ranks with the same part."""
 
@@ -72,12 +62,9 @@ class HeadGroup:
 
     def slice_of(self, heads: int) -> slice:
         """The heads, out of `heads`, that this rank computes."""
-        return _heads(self.part, len(self.members), heads)
-
-    def _rows(self, length: int) -> list[tuple[tuple[slice, slice], ...]]:
-        """The rows of each member's tokens: (rows of its own chunk, rows of the group's chunk)."""
-        plan = self.plan
-        return [rows_in(plan.layout, c, self.context_rank, plan.n, plan.heads, length) for c in self.chunks]
+        size = len(self.members)
+        first = self.part * heads // size
+        return slice(first, first + max(1, heads // size))
 
     def to_heads(self, *tensors: Tensor) -> Program[list[Tensor]]:
         """Swaps [s, b, h, ...] of this rank's chunk for [s * size, b, h / size, ...] of the group's chunk.
@@ -87,47 +74,84 @@ class HeadGroup:
         size = len(self.members)
         if size == 1:
             return list(tensors)
-        pieces = _Pieces.among(size)
+        chunks = []
+        wholes = []
         for x in tensors:
-            rows = self._rows(len(x) * self.plan.size)
-            ours = self.slice_of(x.shape[2])
-            whole = x.new_empty(len(x) * size, x.shape[1], ours.stop - ours.start, *x.shape[3:])
-            for p in range(size):
-                theirs = _heads(p, size, x.shape[2])
-                pieces.sent[p] += [x[own, :, theirs] for own, _ in rows[self.part]]
-                pieces.landing[p] += [whole[where] for _, where in rows[p]]
-            pieces.wholes.append(whole)
-        return (yield from self._swap(self.plan.before[0], pieces))
+            replicas = x if x.shape[2] >= size else x.repeat_interleave(size // x.shape[2], 2)
+            chunk = replicas.unflatten(2, (size, -1)).movedim(2, 0)
+            chunks.append(chunk)
+            wholes.append(x.new_empty(len(x) * size, *chunk.shape[2:]))
+        packed, sent = _messages(chunks)
+        received, landed = _messages(chunks)
+        _copy(self._by_heads(sent, chunks))
+        work = self.transport.trade("heads", self.members, packed, received)
+        _copy(self._own(wholes, chunks))
+        yield marks.batch("heads", (self.plan.before[0],), work)
+        _copy(self._by_rows(wholes, landed))
+        return wholes
 
     def to_chunks(self, *tensors: Tensor) -> Program[list[Tensor]]:
         """The inverse of `to_heads`. Replicated heads return as all their replicas, side by side."""
         size = len(self.members)
         if size == 1:
             return list(tensors)
-        pieces = _Pieces.among(size)
-        for x in tensors:
-            rows = self._rows(len(x) * self.plan.n)
-            whole = x.new_empty(len(x) // size, x.shape[1], x.shape[2] * size, *x.shape[3:])
-            for p, theirs in enumerate(whole.chunk(size, 2)):  # their heads of our chunk
-                pieces.sent[p] += [x[where] for _, where in rows[p]]
-                pieces.landing[p] += [theirs[own] for own, _ in rows[self.part]]
-            pieces.wholes.append(whole)
-        return (yield from self._swap(self.plan.after[0], pieces))
+        swapped = [x.new_empty(len(x) // size, x.shape[1], x.shape[2] * size, *x.shape[3:]) for x in tensors]
+        chunks = [x.unflatten(2, (size, -1)).movedim(2, 0) for x in swapped]
+        packed, sent = _messages(chunks)
+        received, landed = _messages(chunks)
+        _copy(_reversed(self._by_rows(tensors, sent)))
+        work = self.transport.trade("heads", self.members, packed, received)
+        _copy(_reversed(self._own(tensors, chunks)))
+        yield marks.batch("heads", (self.plan.after[0],), work)
+        _copy(_reversed(self._by_heads(landed, chunks)))
+        return swapped
 
-    def _swap(self, op: SwapHeads, pieces: _Pieces) -> Program[list[Tensor]]:
-        """Completes the tensors."""
-        wholes, sent, landing = pieces
-        for there, x in zip(landing[self.part], sent[self.part], strict=True):
-            there.copy_(x)
-        sends, receives = list[MessageList](), list[MessageList]()
-        for k in range(1, len(self.members)):
-            after, before = (self.part + k) % len(self.members), (self.part - k) % len(self.members)
-            sends.append([(self.members[after], x) for x in sent[after]])
-            receives.append([(self.members[before], x) for x in landing[before]])
-        yield marks.batch("heads", (op,), self.transport.trade("heads", sends, receives))
-        return wholes
+    def _rows(self, whole: Tensor) -> list[tuple[tuple[slice, slice], ...]]:
+        """The rows of each member's tokens: (rows of its own chunk, rows of the group's chunk)."""
+        plan = self.plan
+        context_ranks = plan.n
+        length = len(whole) * context_ranks
+        return [rows_in(plan.layout, c, self.context_rank, context_ranks, plan.heads, length) for c in self.chunks]
+
+    def _by_heads(self, parts: Sequence[Tensor], chunks: Sequence[Tensor]) -> Iterator[Pair]:
+        """Each other member's part of the messages, and its heads of this rank's chunk."""
+        for part, chunk in zip(parts, chunks, strict=True):
+            yield part[: self.part], chunk[: self.part]
+            yield part[self.part :], chunk[self.part + 1 :]
+
+    def _by_rows(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Iterator[Pair]:
+        """Each other member's rows of the group's chunk, and its part of the messages."""
+        for whole, part in zip(wholes, parts, strict=True):
+            rows = self._rows(whole)
+            del rows[self.part]
+            for theirs, pieces in zip(part.unbind(), rows, strict=True):
+                yield from [(whole[where], theirs[own]) for own, where in pieces]
+
+    def _own(self, wholes: Sequence[Tensor], chunks: Sequence[Tensor]) -> Iterator[Pair]:
+        """This rank's rows of the group's chunk, and its heads of its own chunk."""
+        for whole, chunk in zip(wholes, chunks, strict=True):
+            ours = chunk[self.part]
+            yield from [(whole[where], ours[own]) for own, where in self._rows(whole)[self.part]]
 
 
-def _heads(part: int, size: int, heads: int) -> slice:
-    first = part * heads // size
-    return slice(first, max(first + 1, (part + 1) * heads // size))
+def _messages(chunks: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """A buffer [ranks - 1, bytes] for tensors [ranks, rows, b, heads, ...], without one rank, and its view as each."""
+    widths = [chunk[0].numel() * chunk.element_size() for chunk in chunks]
+    starts = [0, *accumulate([-(-width // ALIGNED) * ALIGNED for width in widths])]
+    others = len(chunks[0]) - 1
+    buffer = torch.empty(others, starts[-1], dtype=torch.uint8, device=chunks[0].device)
+    views = []
+    for chunk, start, width in zip(chunks, starts, widths, strict=False):
+        view = buffer[:, start : start + width].view(chunk.dtype)
+        views.append(view.view(others, *chunk.shape[1:]))
+    return buffer, views
+
+
+def _reversed(pairs: Iterable[Pair]) -> Iterator[Pair]:
+    return ((of, into) for into, of in pairs)
+
+
+def _copy(pairs: Iterable[Pair]) -> None:
+    """Copies the second of each pair into the first."""
+    into, of = zip(*pairs, strict=True)
+    copy_each(into, of)

@@ -106,7 +106,7 @@ def _symmetry(plan: Plan, blocks: Callable[[Attend], float], links: int) -> Symm
     return of_plan[key]
 
 
-TENSORS = {T.Q: 1, T.KV: 2, T.O: 2, T.QDO: 4, T.DO: 2, T.DQ: 1, T.DKV: 2}  # of torch, each a message of its own
+TENSORS = {T.Q: 1, T.KV: 2, T.O: 2, T.QDO: 4, T.DQ: 1, T.DKV: 2}  # of torch, each a message; a swap packs its own
 
 
 class _Costs:
@@ -170,11 +170,8 @@ class _Costs:
     def messages(self, group: int, op: Comm | SwapHeads, transfers: Sequence[Transfer]) -> Iterator[tuple[Task, float]]:
         swap = isinstance(op, SwapHeads)
         hops = 1
-        rounds = 1
-        if isinstance(op, SwapHeads) and self.cluster.buffered_sends:  # with one rank after the other
-            rounds = op.size - 1
         if isinstance(op, AllGather):  # libraries pass the chunks on along a ring
-            hops = rounds = len(op.group) - 1
+            hops = len(op.group) - 1
             transfers = [
                 t for t in transfers if op.group.index(t.receiver) == (op.group.index(t.sender) + 1) % (hops + 1)
             ]
@@ -185,7 +182,7 @@ class _Costs:
             if self.rows and not swap:
                 size *= self.rows.share(t)
             delay = path.seconds + wake
-            yield Task(None, size, uses, ends), delay * rounds
+            yield Task(None, size, uses, ends), delay * hops
             if path.processor and self.cluster.shared_cores:  # at both ends, as fast as the links bring the bytes
                 for end, (link, rate) in zip(ends, (path.links[0], path.links[:2][-1]), strict=True):
                     pace = self.flows.resource(("work", end, link), rate * path.processor)
@@ -222,6 +219,6 @@ def _messages(op: Comm | SwapHeads) -> int:
         case ReduceScatter():
             return 2 * (len(op.group) - 1) * TENSORS[op.tensor]
         case SwapHeads():
-            return 2 * (op.size - 1) * sum(TENSORS[t] for t in op.tensors)
+            return 2 * (op.size - 1)  # all tensors in one message for each rank
         case _:
             return TENSORS[op.tensor]

@@ -1,19 +1,16 @@
 """Operations of torch.distributed in flight: messages, and collectives that are faster with NCCL than messages."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.context_parallel.patches.torch_coalescing import as_one, can_coalesce
-from megatron.context_parallel.patches.torch_foreach import copy_each
 
 from .flight_recorder import Ends, recorder
 
 MessageList = list[tuple[int, Tensor]]  # to or from a peer; tensors without rows are not sent
-ALIGNED = 16  # bytes; messages in a packed buffer start at a multiple, so that they can be viewed in their dtype
 
 # Releases before 2.13 have only the older names.
 gather_one = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -51,38 +48,16 @@ class WorkBatch:
         self.works = []
 
 
-class Rounds:
-    """Consecutive batches. The first starts at once, the others during `wait`."""
+class SendInTurn:
+    """A message that starts when it is waited for: when the works before it are complete."""
 
-    def __init__(
-        self, start: Callable[[MessageList, MessageList], Work], rounds: list[tuple[MessageList, MessageList]]
-    ) -> None:
-        self.start = start
-        self.staged: list[tuple[Tensor, Tensor]] = []  # strided tensors and their receive buffers
-        self.rounds: list[tuple[MessageList, MessageList]] = []
-        for sends, receives in rounds:
-            dense = [(to, x.contiguous()) for to, x in sends]
-            self.rounds.append((dense, self._dense(receives)))
-        self.work = start(*self.rounds.pop(0))
+    __slots__ = ("content", "group", "peer")
 
-    def _dense(self, receives: MessageList) -> MessageList:
-        """The same messages, with buffers instead of strided tensors."""
-        found = []
-        for peer, x in receives:
-            buffer = x
-            if not x.is_contiguous():
-                buffer = x.new_empty(x.shape)
-                self.staged.append((x, buffer))
-            found.append((peer, buffer))
-        return found
+    def __init__(self, group: dist.ProcessGroup, peer: int, content: Tensor) -> None:
+        self.group, self.peer, self.content = group, peer, content
 
     def wait(self) -> None:
-        self.work.wait()
-        while self.rounds:
-            self.work = self.start(*self.rounds.pop(0))
-            self.work.wait()
-        for x, buffer in self.staged:
-            x.copy_(buffer)
+        self.group.send([self.content], self.peer, 0).wait()
 
 
 def post(group: dist.ProcessGroup, sends: MessageList, receives: MessageList) -> list[dist.Work]:
@@ -120,46 +95,3 @@ def add_up(group: dist.ProcessGroup, tensors: Iterable[tuple[Tensor, Tensor]]) -
         for mine, everyone in tensors:
             sum_one(mine, everyone, group=group)
     return together
-
-
-class AllToAll:
-    """Messages to and from each rank of a group, packed into one buffer each way.
-
-    Args:
-        sends, receives: (rank in the group, tensor), in the same order on both ends of a line. Tensors may be strided.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, sends: MessageList, receives: MessageList) -> None:
-        size = dist.get_world_size(group)
-        parts, packed, sent = _packed(sends, size)
-        self.parts, self.landed, received = _packed(receives, size)
-        self.into = [x for _, x in sorted(receives, key=_peer)]
-        copy_each(parts, [x for _, x in sorted(sends, key=_peer)])
-        work = dist.all_to_all_single(self.landed, packed, received, sent, group=group, async_op=True)
-        assert work is not None  # this rank is in the group
-        self.work = work
-
-    def wait(self) -> None:
-        self.work.wait()
-        copy_each(self.into, self.parts)
-
-
-def _peer(message: tuple[int, Tensor]) -> int:
-    return message[0]
-
-
-def _packed(messages: MessageList, size: int) -> tuple[list[Tensor], Tensor, list[int]]:
-    """A buffer for messages, rank after rank: the view of each message, the buffer, and its bytes for each rank."""
-    ordered = sorted(messages, key=_peer)
-    counts = [0] * size
-    sizes = [-(-x.numel() * x.element_size() // ALIGNED) * ALIGNED for _, x in ordered]
-    for (peer, _), count in zip(ordered, sizes, strict=True):
-        counts[peer] += count
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=ordered[0][1].device)
-    parts = []
-    start = 0
-    for (_, x), size_of in zip(ordered, sizes, strict=True):
-        used = buffer[start : start + x.numel() * x.element_size()]
-        parts.append(used.view(x.dtype).view(x.shape))
-        start += size_of
-    return parts, buffer, counts
