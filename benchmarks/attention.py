@@ -38,6 +38,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_flags(parser)
     add_device_flags(parser)
     add_workload(parser)
+    text = "pack documents of such lengths; a case placed:SPEC places them"
+    parser.add_argument("--documents", choices=LENGTHS, help=text)
     return parser.parse_args(argv)
 
 
@@ -51,9 +53,6 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-length", type=int, default=4096, help="number of tokens; default: %(default)s")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="number of sequences; default: %(default)s")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: %(default)s")
-    parser.add_argument(
-        "--documents", choices=LENGTHS, help="pack documents of such lengths; a case placed:SPEC places them"
-    )
     parser.add_argument("--full-mask", action="store_true", help="every token sees every token; default: causal")
     parser.add_argument("--rounds", type=int, default=5, help="number of timed rounds; default: %(default)s")
     parser.add_argument("--warm-up", type=int, default=1, help="warm-up passes of each case; default: %(default)s")
@@ -82,9 +81,7 @@ def problem_of(args: argparse.Namespace, ranks: int) -> Workload:
             f"--seq-length {args.seq_length}: {ranks} ranks need a multiple of {2 * ranks}, such as {near}"
         )
     sizes = (args.seq_length, args.micro_batch_size, heads, kv_heads, args.kv_channels)
-    token = (args.stands_for or args.seq_length) / args.seq_length
-    documents = lengths(args.documents, args.seq_length, token) if args.documents else None
-    return Workload(ranks, *sizes, args.dtype, not args.full_mask, documents)
+    return Workload(ranks, *sizes, args.dtype, not args.full_mask)
 
 
 def lengths(kind: str, tokens: int, token: float) -> tuple[int, ...]:
@@ -125,6 +122,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     place, described = with_devices(args, args.seq_length)
     problem = problem_of(args, place.ranks)
+    if args.documents:
+        token = (args.stands_for or args.seq_length) / args.seq_length
+        problem = replace(problem, documents=lengths(args.documents, args.seq_length, token))
     cases, planned = cases_of(args, problem)
     report.make_folder(args.output)
     run = {"title": "attention, forward and backward", "problem": asdict(problem)}

@@ -81,7 +81,7 @@ def title(run: dict) -> str:
     problem, cluster = run["problem"], run["surroundings"]["cluster"]
     heads = f"{problem['heads']} heads ({problem['kv_heads']} kv) x {problem['head_dim']}"
     mask = "causal" if problem["causal"] else "full mask"
-    if problem["documents"]:
+    if problem.get("documents"):  # runs of earlier versions have none
         mask += f", {len(problem['documents'])} documents"
     place = f"{cluster['nodes']} nodes x {cluster['ranks_per_node']} ranks, {_rate(cluster)}"
     size = f"sequence {problem['length']}, batch {problem['batch']}, {heads}, {problem['dtype']}, {mask}"
