@@ -31,6 +31,14 @@ def test_other_rotations_are_left_to_megatron_core():
         assert torch.equal(rotated, megatron_rope._rotate(t, angles, *others))
 
 
+def test_angles_that_are_overwritten_are_read_again():
+    megatron_rope.share_cos_and_sin()
+    t, angles = torch.randn(6, 2, 3, 8, requires_grad=True), torch.randn(6, 1, 1, 8)
+    rope_utils._apply_rotary_pos_emb_bshd(t, angles)
+    angles.add_(1)
+    assert torch.equal(rope_utils._apply_rotary_pos_emb_bshd(t, angles), megatron_rope._rotate(t, angles))
+
+
 def test_one_copy_is_kept_as_long_as_the_angles():
     megatron_rope.share_cos_and_sin()
     angles = torch.randn(6, 1, 1, 8)

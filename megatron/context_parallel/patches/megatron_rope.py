@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 CHECKED = {"megatron-core": "0.16 to 0.19"}
 
 _rotate = rope_utils._apply_rotary_pos_emb_bshd
-_tables = WeakTensorKeyDictionary()  # by angles: cos and sin by dtype
+_tables = WeakTensorKeyDictionary()  # by angles: cos and sin by dtype and version
 
 
 def share_cos_and_sin() -> None:
@@ -25,12 +25,14 @@ def share_cos_and_sin() -> None:
 def _rotate_by_shared(t: Tensor, freqs: Tensor, rotary_interleaved: bool = False, *others: Any, **named: Any) -> Tensor:
     # `others` and `named` are those of latent attention, whose releases differ; they are off or 1 elsewhere.
     latent = any(value is True or value not in (False, None, 1.0) for value in (*others, *named.values()))
-    if latent or not torch.is_grad_enabled():  # without gradients nothing is kept, and a pass may be recorded
+    # Without gradients nothing is kept, and a pass may be recorded.
+    if latent or not torch.is_grad_enabled() or freqs.is_inference():
         return _rotate(t, freqs, rotary_interleaved, *others, **named)
     kept = _tables.setdefault(freqs, {})
-    if t.dtype not in kept:
-        kept[t.dtype] = torch.cos(freqs).to(t.dtype), torch.sin(freqs).to(t.dtype)
-    cos, sin = kept[t.dtype]
+    key = t.dtype, freqs._version  # angles may be overwritten in place
+    if key not in kept:
+        kept[key] = torch.cos(freqs).to(t.dtype), torch.sin(freqs).to(t.dtype)
+    cos, sin = kept[key]
     rotated, rest = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
     rotated = rotated * cos + rope_utils._rotate_half(rotated, rotary_interleaved) * sin
     return torch.cat((rotated, rest), dim=-1)
