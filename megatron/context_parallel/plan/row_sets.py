@@ -54,9 +54,8 @@ class RowSets:
         key = rank, tensor, chunk
         if key not in self._sets:
             uses = self._of_rank(rank)[tensor, chunk]
-            if rank == chunk or uses.whole:
-                self._sets[key] = self._all(tensor, chunk)
-            else:
+            self._sets[key] = self._all(tensor, chunk)  # also if a chunk goes round and comes back
+            if rank != chunk and not uses.whole:
                 passed = [self.rows(peer, tensor, chunk) for peer in uses.peers]
                 self._sets[key] = joined(np.concatenate([self.in_blocks(rank, tensor, chunk), *passed]))
         return self._sets[key]
