@@ -63,7 +63,7 @@ refuses() {
 extra="pip install 'megatron-context-parallel[train]'"
 refuses "needs rich: $extra" cp-plan ring --ranks 4
 refuses "needs pyyaml: $extra" cp-pretrain --preset tiny-llama
-refuses "needs megatron-core: $extra" cp-preprocess-data --input none --output-prefix none
+refuses "needs megatron-core: $extra" cp-preprocess-data --input "$repository/README.md" --output-prefix none
 refuses "needs rich: $extra" cp-checkpoint list none
 mkdir run
 echo '{"iteration": 1, "lm_loss": 1.0}' >run/metrics.jsonl
