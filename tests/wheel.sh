@@ -55,7 +55,7 @@ refuses() {
     local expected=$1 status=0 said
     shift
     said=$("$@" 2>&1) || status=$?
-    if [[ $status != 2 || $said != "$1: error: $expected" ]]; then
+    if [[ $status != 2 || ${said##*$'\n'} != "$1: error: $expected" ]]; then
         echo "wheel.sh: $* ended with status $status and said: $said" >&2
         exit 1
     fi
