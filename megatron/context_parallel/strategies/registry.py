@@ -193,7 +193,8 @@ def register(
         name: the value of `--cp-strategy`.
         layouts: the layouts that it supports; the first is its default.
         channels: the channels of its messages and reduce-scatters.
-        head_parallel, planned: as in `Strategy`.
+        head_parallel: as in `Strategy`.
+        planned: as in `Strategy`.
 
     Raises:
         UsageError: the name is taken, a layout is unknown, or the signature is not that of a strategy.
