@@ -187,7 +187,8 @@ def excess(call: Call, what: str, answer: Answer, got: Tensor) -> float:
     if got.shape != answer.value.shape or not torch.equal(got.isneginf(), blind):
         return torch.inf
     narrow = 0.0 if what == "lse" else NARROW[call.dtype]  # lse stays as wide as partials
-    allowed = UNITS * UNIT[call.dtype] * answer.terms + narrow * answer.rounded
+    unit = UNIT[call.dtype] + UNIT["float64"]  # the expected value is rounded too
+    allowed = UNITS * unit * answer.terms + narrow * answer.rounded
     error, allowed = (x.double().masked_fill(blind, 0.0) for x in (got.double() - answer.value, allowed))
     by_row = [x.norm(dim=3) if x.dim() == 4 else x.abs() for x in (error, allowed)]
     largest = (by_row[0] / (by_row[1] + TINY)).max()
