@@ -26,7 +26,8 @@ DEVICES = "--devices dgx-h100 --scale 1.25e-4 --stands-for 262144"
 CLUSTERS = {"16 x 1": "--nodes 16", "4 x 4": "--nodes 4 --ranks-per-node 4"}
 KV_HEADS = {"MHA": 16, "GQA": 4}
 DTYPES = {"float32": "fp32", "bf16": "bf16"}
-STRATEGIES = "ring allgather attention2d mesh lightseq direct loongtrain:head_parallel_size=4 usp:head_parallel_size=4 ulysses"
+STRATEGIES = "ring allgather attention2d mesh lightseq direct ulysses"
+STRATEGIES += " loongtrain:head_parallel_size=4 usp:head_parallel_size=4"
 UNEVEN = "ring:layout=contiguous lightseq:balance=no"  # ranks wait for each other; one setting of a cluster shows it
 PEERS = {
     "MHA": "peer:torch peer:ring-flash-attn peer:yunchang peer:deepspeed",
