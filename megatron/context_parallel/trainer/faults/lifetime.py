@@ -71,7 +71,8 @@ def end_at_signals(
     for number in numbers:
         signal.signal(number, _ignore)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    arguments = reader, rank, numbers, tell, last_words
+    errors = os.dup(2)  # standard error may be redirected for a while (`open_store`)
+    arguments = reader, errors, rank, numbers, tell, last_words
     threading.Thread(target=_end_at_signals, args=arguments, name="signals", daemon=True).start()
 
 
@@ -80,7 +81,12 @@ def _ignore(number: int, frame: object) -> None:
 
 
 def _end_at_signals(
-    pipe: int, rank: int, numbers: set[signal.Signals], tell: Callable[[str], None], last_words: Callable[[], str]
+    pipe: int,
+    errors: int,
+    rank: int,
+    numbers: set[signal.Signals],
+    tell: Callable[[str], None],
+    last_words: Callable[[], str],
 ) -> None:
     while not (came := numbers.intersection(os.read(pipe, 64))):
         pass
@@ -91,7 +97,7 @@ def _end_at_signals(
             _libc.signal(number, None)  # the default action; Python can set it only in the main thread
             os.kill(os.getpid(), number)
         if rank == 0:
-            print(last_words(), file=sys.stderr, flush=True)
+            os.write(errors, f"{last_words()}\n".encode())
         else:
             time.sleep(_SECONDS_TO_SPEAK)  # so that rank 0 does not lose a peer before it prints
     finally:
