@@ -214,6 +214,8 @@ def test_a_deputy_whose_connections_break_does_not_blame_rank_0():
     ranks = [heard(rank, ended="cut off", ago=SILENT + 1) for rank in range(4)]
     assert verdict(*ranks, by=judge_first).line.startswith("rank 1 lost its connections at ")
     assert verdict(ranks[0], heard(1), *ranks[2:], by=judge_first).line.startswith("rank 0 lost its connections at ")
+    replaced = replace(heard(1), cut=NOW - 1)
+    assert verdict(ranks[0], replaced, *ranks[2:], by=judge_first).line.startswith("rank 1 lost its connections at ")
 
 
 def test_a_hang_has_a_culprit():

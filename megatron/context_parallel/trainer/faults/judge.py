@@ -100,7 +100,9 @@ def judge_first(
     if ranks[0].disconnected:
         if now - ranks[0].at <= _seconds_to_connect(ranks):
             return None
-        itself = deputy in ranks and ranks[deputy].disconnected  # its connection to its own monitor broke too
+        own = ranks.get(deputy)
+        # Its connection to its own monitor broke too, and may already be replaced.
+        itself = own and (own.disconnected or now - own.cut < _RECENT)
         blamed = deputy if itself else 0
         return _cut_off({blamed: ranks[blamed]}, now)
     if ranks[0].ended == "died":
