@@ -16,11 +16,13 @@ from dataclasses import replace
 from itertools import product
 
 import numpy as np
+import torch
 from rich.table import Table
 
+from megatron.context_parallel.attention.plans import ROWS_UP_TO
 from megatron.context_parallel.cli.run_main import run_main
 from megatron.context_parallel.cli.tables import show
-from megatron.context_parallel.cluster.description import Cluster, load_cluster
+from megatron.context_parallel.cluster.description import BACKWARD, Cluster, load_cluster
 from megatron.context_parallel.cluster.simulate.block_time import rate_at
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.cluster.step.placement_costs import placement_costs
@@ -35,7 +37,6 @@ from megatron.context_parallel.tokens.slices import Slices
 
 LENGTHS = {"log-normal": (1100, 1.5), "long mixed": (8000, 1.4), "one document": None}
 ROWS_OF_RATE = 8192
-BACKWARD = 2.5  # operations of a backward block per forward operation
 
 
 def main() -> None:
@@ -65,18 +66,11 @@ def draw(kind: str, tokens: int, generator: np.random.Generator) -> Documents:
         median, sigma = LENGTHS[kind]
         lengths = generator.lognormal(np.log(median), sigma, 1 + 100 * tokens // median).astype(int).clip(16)
         ends = [*np.cumsum(lengths)[np.cumsum(lengths) < tokens], tokens]
-    import torch
-
     return Documents.packed(torch.tensor([0, *ends]), tokens)
 
 
 class Case:
-    """The attention of one batch on a cluster.
-
-    Args:
-        chunks: makes the chunks of the steps from their number, or gives a placement.
-        sparse: whether only rows that are needed are sent.
-    """
+    """The attention of one batch of documents on a cluster."""
 
     def __init__(self, args: argparse.Namespace, cluster: Cluster, n: int, documents: Documents) -> None:
         self.args, self.cluster, self.n, self.documents = args, cluster, n, documents
@@ -107,7 +101,7 @@ class Case:
                 heads=self.args.heads,
                 kv_heads=self.args.kv_heads,
             )
-            rows = RowSets(plan, mask, chunks, chunks) if placed or steps_on <= 16 else None
+            rows = RowSets(plan, mask, chunks, chunks) if placed or steps_on <= ROWS_UP_TO else None
             block = self._block(pairs, head_parallel_size, backward)
             total += simulate(plan, self.cluster, self.shape, mask, blocks=block, rows=rows).seconds
         return total

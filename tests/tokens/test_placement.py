@@ -2,7 +2,6 @@
 
 import pickle
 import random
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,11 +11,11 @@ from megatron.context_parallel import AllRanks, ContextParallel, context_paralle
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.plan.volume import Shape, received_bytes
-from megatron.context_parallel.runtime.comm.transport import LocalTransport
 from megatron.context_parallel.strategies import STRATEGIES
 from megatron.context_parallel.tokens.mask import Documents, Mask
 from megatron.context_parallel.tokens.placement import Placement
 from tests.support.dense import dense_attention, visible
+from tests.support.wire import count_received
 
 
 def random_placement(draw: random.Random, n: int, length: int) -> Placement:
@@ -96,15 +95,7 @@ def test_pairs_are_those_of_the_positions():
 @pytest.mark.parametrize("name", ["ring", "lightseq", "mesh", "attention2d", "allgather", "loongtrain"])
 def test_only_rows_that_are_needed_are_sent(name, monkeypatch):
     """The bytes on the wire are those of the row sets, and for the direct strategy the keys that the ranks see."""
-    sent: Counter = Counter()
-    exchange = LocalTransport.exchange
-
-    def counted(self, channel, sends, receives):
-        for peer, x in sends:
-            sent[peer] += x.numel() * x.element_size()
-        return exchange(self, channel, sends, receives)
-
-    monkeypatch.setattr(LocalTransport, "exchange", counted)
+    sent = count_received(monkeypatch)
     n, length, heads, kv_heads, d = 4, 96, 4, 2, 8
     draw = random.Random(3)
     ids = random_documents(draw, length)

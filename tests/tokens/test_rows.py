@@ -1,6 +1,5 @@
 """Chunks of any rows: each rank has any number of queries and of keys, also none."""
 
-from collections import Counter
 from unittest import mock
 
 import pytest
@@ -10,9 +9,9 @@ from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, Usa
 from megatron.context_parallel.attention.api import attention_of_rows
 from megatron.context_parallel.plan.volume import Shape, received_bytes
 from megatron.context_parallel.runtime.comm import transport
-from megatron.context_parallel.runtime.comm.transport import LocalTransport
 from megatron.context_parallel.tokens.mask import Documents, Mask, Sequences
 from tests.support.rows_case import VARIANTS, Batch, error
+from tests.support.wire import count_received
 
 EXACT = 2e-6
 UNEVEN = [(5, 0), (1, 37), (1, 1), (23, 60), (2, 3)]  # new and cached tokens
@@ -51,15 +50,7 @@ def test_between_processes(ranks):
 
 def test_bytes_on_the_wire(monkeypatch):
     """What is sent is what the volume says, and the formulas of docs/inference.md."""
-    sent: Counter = Counter()
-    exchange = LocalTransport.exchange
-
-    def counted(self, channel, sends, receives):
-        for peer, x in sends:
-            sent[peer] += x.numel() * x.element_size()
-        return exchange(self, channel, sends, receives)
-
-    monkeypatch.setattr(LocalTransport, "exchange", counted)
+    sent = count_received(monkeypatch)
     n, heads, kv_heads, d = 4, 4, 2, 8
     batch = Batch.draw(n, UNEVEN, seed=3)
     blocks = batch.blocks()

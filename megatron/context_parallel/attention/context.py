@@ -25,7 +25,7 @@ from megatron.context_parallel.runtime.executor import Problem
 from megatron.context_parallel.strategies import Choice, asked, parse_spec
 from megatron.context_parallel.tokens.handles import HasHandle
 from megatron.context_parallel.tokens.layout import positions, shard, unshard
-from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.mask import Documents, placement_of
 from megatron.context_parallel.tokens.placement import Placement
 
 from .plans import Plans
@@ -124,8 +124,8 @@ class ContextParallel(Ranks):
 
         If `documents` have a placement, the sequence is the whole batch, with its samples end to end.
         """
-        if documents is not None and documents.placement is not None:
-            return documents.placement.shard(x, self.plans.placed_chunks[self.rank], self.n, dim)
+        if placement := placement_of(documents):
+            return placement.shard(x, self.plans.placed_chunks[self.rank], self.n, dim)
         return shard(x, self.layout, self.chunk, self.n, dim)
 
     def positions(self, length: int, documents: Documents | None = None) -> Tensor:
@@ -133,8 +133,8 @@ class ContextParallel(Ranks):
 
         If `documents` have a placement, these are places in the whole batch, and `length` is that of the batch.
         """
-        if documents is not None and documents.placement is not None:
-            return documents.placement.of_rank(self.plans.placed_chunks[self.rank], self.n)
+        if placement := placement_of(documents):
+            return placement.of_rank(self.plans.placed_chunks[self.rank], self.n)
         return positions(self.layout, self.chunk, self.n, length)
 
     def compare(self, placement: Placement) -> None:

@@ -12,7 +12,7 @@ from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.strategies import Choice
 from megatron.context_parallel.tokens.layout import Chunks, ListedChunks
-from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.mask import Mask, placement_of
 from megatron.context_parallel.tokens.placement import Placement
 from megatron.context_parallel.tokens.slices import Slices
 
@@ -49,7 +49,7 @@ class Plans:
         Raises:
             UsageError: the head-parallel size does not split the heads.
         """
-        placed = placement_of(mask) is not None
+        placed = placement_of(mask.documents) is not None
         if self.steps_on > ALL_RANKS_UP_TO and not placed:
             mask = Mask(mask.causal, mask.window)  # creating plans for the documents of each batch would take too long
         visible_pairs = self.cached(("visible pairs", mask, lengths), lambda: mask.pairs(*self._chunks(mask, lengths)))
@@ -72,7 +72,7 @@ class Plans:
         """The blocks of `mask`, the same object for each layer of a model."""
         key = "blocks", mask, lengths, kernel
         undivided = None
-        if mask.documents and placement_of(mask) is None:
+        if mask.documents and placement_of(mask.documents) is None:
             undivided = self.blocks(Mask(mask.causal, mask.window), lengths, kernel)
         return self.cached(key, lambda: Blocks(mask, *self._chunks(mask, lengths), kernel, undivided))
 
@@ -81,7 +81,7 @@ class Plans:
         mask = blocks.mask
         if mask.plain or isinstance(blocks.q, ListedChunks) or isinstance(blocks.kv, ListedChunks):
             return None
-        if mask.documents and plan.n > ROWS_UP_TO and placement_of(mask) is None:
+        if mask.documents and plan.n > ROWS_UP_TO and placement_of(mask.documents) is None:
             return None
         q, kv = Slices.of(blocks.q), Slices.of(blocks.kv)
         return self.cached(("row sets", plan, mask, q.counts, kv.counts), lambda: RowSets(plan, mask, q, kv))
@@ -96,7 +96,7 @@ class Plans:
         return self._recent[key]
 
     def _chunks(self, mask: Mask, lengths: Lengths) -> tuple[Chunks | Placement, Chunks | Placement]:
-        if placement := placement_of(mask):
+        if placement := placement_of(mask.documents):
             return placement, placement
         return Chunks.pair(self.choice.layout, self.steps_on, *lengths)
 
@@ -104,8 +104,3 @@ class Plans:
 def _placed(plan: Plan) -> Plan:
     """The plan for a batch's own placement. A rank owns an equal part of its head group's chunk, as in this layout."""
     return replace(plan, layout="contiguous")
-
-
-def placement_of(mask: Mask) -> Placement | None:
-    """The placement that a batch brings."""
-    return mask.documents.placement if isinstance(mask.documents, Documents) else None

@@ -24,7 +24,7 @@ from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from megatron.context_parallel.runtime.comm.transport import Program
 from megatron.context_parallel.runtime.executor import Problem
 from megatron.context_parallel.tokens.handles import HandleOf, held
-from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.mask import Documents, Mask, placement_of
 
 from .context import AllRanks, ContextParallel
 from .inputs import refuse_transforms
@@ -125,7 +125,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kept: int,
     cp, documents, _ = how.objects()
     lengths = cp.length(q), cp.length(k)
     _check_documents(documents, cp, q.shape[1], *lengths)
-    placement = documents.placement if documents else None
+    placement = placement_of(documents)
     sizes = _Sizes(backward=False, lengths=lengths, heads=q.shape[2], kv_heads=k.shape[2])
     call = _call(how, sizes, q, v)
     swaps = call.plan.heads > 1
@@ -162,7 +162,7 @@ def _attention_backward(
     how = OpArgs(*args)
     q, k, v = seen[:3]
     cp, documents, _ = how.objects()
-    placement = documents.placement if documents else None
+    placement = placement_of(documents)
     lengths = cp.length(dout), cp.length(k) // cp.head_parallel_size
     sizes = _Sizes(backward=True, lengths=lengths, heads=out.shape[2], kv_heads=kv_heads)
     call = _call(how, sizes, q, v)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from megatron.context_parallel.attention.context import ContextParallel
-from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.mask import Documents, placement_of
 
 
 def shard_batch(batch: dict[str, Tensor], cp: ContextParallel, documents: Documents | None = None) -> dict[str, Tensor]:
@@ -11,6 +11,6 @@ def shard_batch(batch: dict[str, Tensor], cp: ContextParallel, documents: Docume
 
     If `documents` have a placement, the samples are laid end to end: [1, b * length / n, ...].
     """
-    if documents is not None and documents.placement is not None:
+    if placement_of(documents):
         batch = {name: x.flatten(0, 1).unsqueeze(0) for name, x in batch.items()}
     return {name: cp.shard(x, dim=1, documents=documents) for name, x in batch.items()}

@@ -72,11 +72,14 @@ class RowSets:
             self._in_blocks[key] = joined(np.concatenate([_NO_ROWS, *seen]))
         return self._in_blocks[key]
 
+    def carried(self, tensor: T, chunk: int, sender: int, receiver: int) -> int:
+        """The number of rows in a message: those that the receiver needs, or the sender's of a partial result."""
+        return size_of(self.rows(sender if tensor in PARTIAL else receiver, tensor, chunk))
+
     def share(self, transfer: Transfer) -> float:
         """The share of a chunk's rows that a transfer between ranks of the steps carries."""
-        has = transfer.sender if transfer.tensor in PARTIAL else transfer.receiver
-        rows = self.rows(has, transfer.tensor, transfer.chunk)
-        return size_of(rows) / size_of(self._all(transfer.tensor, transfer.chunk))
+        tensor, chunk, sender, receiver, _ = transfer
+        return self.carried(tensor, chunk, sender, receiver) / size_of(self._all(tensor, chunk))
 
     def chunks(self, rank: int) -> tuple[Slices, Slices]:
         """The query and key chunks, with only the rows that the blocks of `rank` compute with."""

@@ -212,7 +212,7 @@ class Executor:
             self._put(key, value, peer)
 
     def _put(self, key: Key, value: Value, peer: int) -> None:
-        where = self.rows.added(key, peer) if key[0] in PARTIAL else None
+        where = self.rows.of_peer(key, peer) if key[0] in PARTIAL else None
         if key[0] not in PARTIAL or (key not in self.held and where is None):
             self.held[key] = value
         elif key[0] is T.O:
@@ -235,7 +235,7 @@ class Executor:
         """The value to send to a peer."""
         if key[0] in PARTIAL:
             return self._widened(key)
-        where = self.rows.sent(key, peer)
+        where = self.rows.of_peer(key, peer)
         return self.held[key] if where is None else tuple([x[where] for x in self.held[key]])
 
     def _widened(self, key: Key) -> Value:

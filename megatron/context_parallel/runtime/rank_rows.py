@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.plan.ir import PARTIAL, Key, T
+from megatron.context_parallel.plan.ir import Key, T
 from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.tokens.slices import size_of
 
@@ -30,12 +30,8 @@ class AllRows:
         """The number of rows in a message from a peer."""
         return self.held(tensor, chunk)
 
-    def sent(self, key: Key, peer: int) -> Where:
-        """The rows of an input that go to a peer, among those that the rank has."""
-        return None
-
-    def added(self, key: Key, peer: int) -> Where:
-        """The rows of a partial result that a peer sent, among those that the rank has."""
+    def of_peer(self, key: Key, peer: int) -> Where:
+        """The rows of an input that go to a peer, or of a partial that it sent, among those that the rank has."""
         return None
 
     def computed(self, tensor: T, chunk: int) -> Where:
@@ -62,12 +58,9 @@ class SomeRows(AllRows):
         return size_of(self.sets.rows(self.rank, tensor, chunk))
 
     def received(self, tensor: T, chunk: int, peer: int) -> int:
-        return size_of(self.sets.rows(peer if tensor in PARTIAL else self.rank, tensor, chunk))
+        return self.sets.carried(tensor, chunk, peer, self.rank)
 
-    def sent(self, key: Key, peer: int) -> Where:
-        return self._at(key, peer)
-
-    def added(self, key: Key, peer: int) -> Where:
+    def of_peer(self, key: Key, peer: int) -> Where:
         return self._at(key, peer)
 
     def computed(self, tensor: T, chunk: int) -> Where:

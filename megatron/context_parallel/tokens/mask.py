@@ -226,6 +226,11 @@ class Sequences:
         return self.bounds[of], self.bounds[of + 1]
 
 
+def placement_of(documents: Documents | Sequences | None) -> Placement | None:
+    """The placement that a batch brings."""
+    return documents.placement if isinstance(documents, Documents) else None
+
+
 @dataclass(frozen=True)
 class Mask:
     """The keys that a query sees.

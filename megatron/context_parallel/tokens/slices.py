@@ -32,7 +32,10 @@ class Slices:
         """The same chunks."""
         if isinstance(chunks, Slices):
             return chunks
-        return cls([np.array([(p.start, p.stride, p.length) for p in of], np.int64) for of in chunks.progressions])
+        of_chunks = []
+        for progressions in chunks.progressions:
+            of_chunks.append(np.array(progressions, np.int64))  # start, stride and length of each
+        return cls(of_chunks)
 
     @property
     def n(self) -> int:
