@@ -141,8 +141,9 @@ class ContextParallel(Ranks):
         mine = torch.tensor([placement.digest()], device=torch.cuda.current_device() if self._transport.sums else "cpu")
         everyone = [torch.empty_like(mine) for _ in range(self.n)]
         dist.all_gather(everyone, mine, group=self.group)
-        for rank, digest in enumerate(everyone):
-            if digest != everyone[0]:
+        digests = torch.cat(everyone).tolist()  # a GPU is waited for once
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:
                 raise UsageError(
                     f"documents: ranks 0 and {rank} of the context group have other placements; make them from the "
                     "same batch on every rank"

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.patches.megatron_rope import share_cos_and_sin
-from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.mask import Documents, placement_of
 
 from .packed import PackedDocuments, accept_thd
 from .spec import ContextParallelAttention
@@ -41,7 +41,7 @@ class LayoutRotaryEmbedding(torch.nn.Module):
     def get_rotary_seq_len(self, context, decoder, decoder_input, config, packed_seq_params) -> int:
         """The length of the whole sequence, packed or not. megatron-core asks for it before each `forward`."""
         documents = packed_seq_params.documents if isinstance(packed_seq_params, PackedDocuments) else None
-        self.documents = documents if documents is not None and documents.placement is not None else None
+        self.documents = documents if placement_of(documents) else None
         return self.table.get_rotary_seq_len(context, decoder, decoder_input, config, None)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None) -> Tensor:
