@@ -67,6 +67,14 @@ for size, pairs in phases:
 json.dump(results, open(f"{sys.argv[1]}/{rank}", "w"))
 """
 
+# In a single write: where Python does not buffer, print writes word by word, and the lines of the ranks mix.
+REPORT = """
+import os, sys
+keys = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME"]
+words = [os.environ[key] for key in keys] + [str(sys.argv[1:])]
+os.write(1, f"{' '.join(words)}\\n".encode())
+"""
+
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
@@ -197,9 +205,7 @@ def test_links_bind_and_inner_traffic_stays_inside(nic, script):
 
 @needs_lab
 def test_a_job_in_a_lab(script, capfd):
-    keys = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME"]
-    source = f"import os, sys\nprint(*[os.environ[k] for k in {keys}], sys.argv[1:])"
-    path, _ = script(source)
+    path, _ = script(REPORT)
     with Lab(2, 2, name=NAME) as lab:
         main(["run", "--name", NAME, "--", path, "--flag", "-1"])
         with lab.state.open() as lock:
