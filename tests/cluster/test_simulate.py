@@ -134,7 +134,6 @@ def test_gathered_keys_have_rates_of_their_own():
 FOLDS = {  # ranks of a group, and groups, that are simulated of 64 ranks
     "ring": (8, 1),
     "mesh": (8, 1),
-    "loongtrain:inner_ring_size=8": (8, 1),
     "allgather": (8, 1),
     "attention2d": (64, 1),  # its keys first move to where no turn of the ranks leads
     "ulysses": (1, 8),

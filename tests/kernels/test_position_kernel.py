@@ -163,9 +163,10 @@ def test_exact_for_every_shape(interpreted, name, shape):
 @pytest.mark.parametrize(
     ("name", "d", "dv", "softcap"),
     [
-        *[("full", 192, 128, 0.0), ("causal", 64, 128, 0.0), ("two_samples", 128, 64, 0.0)],
-        *[("full", 64, 128, 5.0), ("causal", 128, 64, 30.0), ("two_samples", 192, 128, 30.0)],
-        *[("full", 64, 64, 30.0), ("causal", 64, 64, 5.0), ("documents", 64, 64, 5.0)],
+        ("full", 192, 128, 0.0),
+        ("causal", 64, 128, 30.0),
+        ("two_samples", 128, 64, 5.0),
+        ("documents", 64, 64, 5.0),
     ],
 )
 def test_exact_for_value_heads_of_another_size_and_softcap(interpreted, name, d, dv, softcap):

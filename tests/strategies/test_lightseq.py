@@ -102,8 +102,8 @@ def test_grouped_query_attention_shrinks_fetches_but_not_help():
 
 def test_idle_slots_are_the_papers():
     """Section 3.2. The paper divides idle slots by n² always, `Report.idle` by the slots the schedule has."""
-    for n in range(1, 65):
-        for backward in (False, True) if n < 20 else (n % 3 == 0,):
+    for n in [*range(1, 20), 33, 48, 64]:
+        for backward in (False, True) if n < 20 else (n == 48,):
             for balance, slots in ((True, n // 2 + 1), (False, n)):
                 plan = lightseq.plan(n, backward=backward, balance=balance)
                 work = blocks(plan)

@@ -65,14 +65,14 @@ def prove(n, grid, layout, causal, backward, **options):
 @pytest.mark.parametrize("layout", MESH.layouts)
 @pytest.mark.parametrize("causal", [True, False])
 def test_every_grid_is_proved(layout, causal):
-    for n in range(1, 17):
+    for n in [*range(1, 13), 16]:
         for i, grid in enumerate(grids(n)):
             for backward in (False, True):
                 for q_transfer_blocks in EVERY_COST[i % 2 :: 2] if n < 9 else EVERY_COST[(i + causal) % 4 :: 4]:
                     prove(n, grid, layout, causal, backward, q_transfer_blocks=q_transfer_blocks)
 
 
-@pytest.mark.parametrize("n", [24, 33, 36, 48, 64])
+@pytest.mark.parametrize("n", [33, 64])
 def test_large_grids_are_proved(n):
     for i, grid in enumerate(grids(n)):
         prove(n, grid, MESH.layouts[i % 2], i % 3 > 0, i // 2 % 2 > 0, q_transfer_blocks=EVERY_COST[i % 4])
@@ -282,7 +282,7 @@ def test_float32(n, causal):
             assert error < 2e-6, f"{grid} {layout} {heads}/{kv_heads} {what}: {error:.1e}"
 
 
-@pytest.mark.parametrize("n,layout", [(15, "zigzag"), (24, "cyclic"), (36, "zigzag"), (48, "cyclic"), (64, "zigzag")])
+@pytest.mark.parametrize("n,layout", [(15, "zigzag"), (36, "zigzag"), (48, "cyclic")])
 def test_float32_on_many_ranks(n, layout):
     got = attend(n, 4, 4, True, layout)
     assert max(errors(got, exact(n, 4, 4, torch.float32, True))) < 2e-6
