@@ -28,7 +28,8 @@ KV_HEADS = {"MHA": 16, "GQA": 4}
 DTYPES = {"float32": "fp32", "bf16": "bf16"}
 STRATEGIES = "ring allgather attention2d mesh lightseq direct ulysses"
 STRATEGIES += " loongtrain:head_parallel_size=4 usp:head_parallel_size=4"
-UNEVEN = "ring:layout=contiguous lightseq:balance=no"  # ranks wait for each other; one setting of a cluster shows it
+BALANCED, UNBALANCED = "lightseq", "lightseq:balance=no"
+UNEVEN = f"ring:layout=contiguous {UNBALANCED}"  # ranks wait for each other; one setting of a cluster shows it
 PEERS = {
     "MHA": "peer:torch peer:ring-flash-attn peer:yunchang peer:deepspeed",
     "GQA": "peer:ring-flash-attn peer:yunchang",
@@ -88,7 +89,9 @@ def tables(results: dict[Setting, Result]) -> str:
         parts.append(f"### {cluster}: seconds, and speed-up over ring\n\n{times(results, cluster)}")
         agreement = _table(results, cluster, _agreement)
         parts.append(f"### {cluster}: spread, and error of the prediction\n\n{agreement}")
-    return "\n".join([*parts, _summary(results), _untimed(results)])
+    parts.append(f"### Beside the papers\n\n{_beside_papers(results)}")
+    parts.append(f"### In numbers\n\n{_summary(results)}")
+    return "\n".join([*parts, _untimed(results)])
 
 
 def times(results: dict[Setting, Result], cluster: str) -> str:
@@ -116,6 +119,18 @@ def _time(result: Result, case: str) -> str:
 def _agreement(result: Result, case: str) -> str:
     spread = f"{result.measured[case]['spread']:.1%}"
     return f"{spread}, {result.error(case):+.1%}" if case in result.predicted else spread
+
+
+def _beside_papers(results: dict[Setting, Result]) -> str:
+    """Where a paper's ratio does not depend on its testbed."""
+    lines = ["| ratio | paper | measured here |", "|---|---|---|"]
+    measured = []
+    for setting, result in results.items():
+        if UNBALANCED in result.measured:
+            ratio = result.measured[UNBALANCED]["median"] / result.measured[BALANCED]["median"]
+            measured.append(f"{ratio:.2f} ({setting.cluster})")
+    lines.append(f"| `{UNBALANCED}` / `{BALANCED}` | 7.5 / 4.5 = 1.67 | {', '.join(measured)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _summary(results: dict[Setting, Result]) -> str:

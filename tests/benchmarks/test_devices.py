@@ -161,6 +161,7 @@ def test_tables_are_written_between_the_marks(tmp_path):
         return {"times": times, "median": times[0], "spread": 0.02}
 
     measured = {"ring": summary(2.0, 2.1), "mesh": summary(1.0, 1.1), "peer:yunchang": summary(4.0)}
+    measured |= {"lightseq": summary(1.5), "lightseq:balance=no": summary(2.4)}
     result = Result(measured, {"peer:torch": "too slow"}, {"ring": 1.0, "mesh": 1.2})
     results = dict.fromkeys([Setting("16 x 1", "MHA", "bf16"), Setting("4 x 4", "GQA", "bf16")], result)
     page = tmp_path / "page.md"
@@ -171,6 +172,7 @@ def test_tables_are_written_between_the_marks(tmp_path):
     assert "old" not in text and "| `mesh` | 1.000, 2.00x |" in text and "| `ring` | 2.0%, -50.0% |" in text
     assert "| `peer:yunchang` | 4.000, 0.50x |" in text and "4x4-gqa-bf16: `peer:torch` was not timed" in text
     assert "median 35.0%, worst 50.0%" in text and "4x4-gqa-bf16: wrong order: ring was slower than mesh" in text
+    assert "| 7.5 / 4.5 = 1.67 | 1.60 (16 x 1), 1.60 (4 x 4) |" in text
     slower = Result({"ring": summary(2.2)}, {}, {})
     assert device_table.differences(results, dict.fromkeys(results, slower))[0] == "-9.1% 16x1-mha-bf16 ring"
 
