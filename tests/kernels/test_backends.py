@@ -544,6 +544,10 @@ def test_the_deterministic_mode_of_each_call_counts(gpu):
     try:
         torch.use_deterministic_algorithms(True)
         assert kernel_for(CUDA, BF16, 128).name == "aten+position"
+        torch.use_deterministic_algorithms(True, warn_only=True)  # in which ATen only warns
+        assert kernel_for(CUDA, BF16, 128).name == "position"
+        with pytest.raises(UsageError, match="aten: PyTorch's flash attention is not deterministic"):
+            kernel_for(CUDA, BF16, 128, "aten")
     finally:
         torch.use_deterministic_algorithms(False)
     assert kernel_for(CUDA, BF16, 128).name == "cudnn+position"

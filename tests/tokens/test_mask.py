@@ -8,11 +8,13 @@ import torch
 from megatron.context_parallel import LAYOUTS, STRATEGIES, AllRanks, ContextParallel, UsageError
 from megatron.context_parallel.attention.api import context_parallel_attention
 from megatron.context_parallel.kernels.reference import Reference
+from megatron.context_parallel.kernels.to_device import to_device
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import Chunks, positions, unshard
 from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.placement import Placement
 from tests.support.dense import dense_attention, visible
 from tests.support.exact import WHAT, gradients
 
@@ -283,7 +285,27 @@ def test_documents_of_each_batch_share_what_they_do_not_decide():
     )
     assert first is not second and first.undivided is second.undivided
     assert first.undivided.runs(1, (0, 1)) is second.undivided.runs(1, (0, 1))
-    assert first.order((0, 1)) is second.order((0, 1))
+    cpu = torch.device("cpu")
+    assert first.order((0, 1), cpu) is second.order((0, 1), cpu)
+
+
+def test_indices_of_gathered_rows_are_copied_to_the_device_once():
+    placement = Placement([[(0, 3), (5, 6)], [(3, 5), (6, 8)]])
+    blocks = Blocks(Mask(), placement, placement, Reference())
+    meta = torch.device("meta")
+    order = blocks.order((0, 1), meta)
+    assert [where.device for *_, where in order] == [meta] * 2
+    assert blocks.order((0, 1), meta) is order
+    assert [where.tolist() for *_, where in blocks.order((0, 1), torch.device("cpu"))] == [[0, 1, 2, 5], [3, 4, 6, 7]]
+
+
+def test_copies_to_a_gpu_start_from_pinned_memory(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: calls.append("pin") or x)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, device, non_blocking: calls.append((device.type, non_blocking)))
+    to_device(torch.ones(2), torch.device("cuda"))
+    to_device(torch.ones(2), torch.device("cpu"))
+    assert calls == ["pin", ("cuda", True), ("cpu", True)]
 
 
 @pytest.mark.parametrize(

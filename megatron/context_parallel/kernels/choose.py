@@ -77,10 +77,13 @@ class Need(NamedTuple):
     value_dim: int
     softcap: float
     deterministic: bool
+    only_warn: bool = False  # PyTorch's deterministic mode has warn_only=True
 
 
 def _need(dtype: torch.dtype, head_dim: int, value_dim: int | None, softcap: float) -> Need:
-    return Need(dtype, head_dim, value_dim or head_dim, softcap, torch.are_deterministic_algorithms_enabled())
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    only_warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    return Need(dtype, head_dim, value_dim or head_dim, softcap, deterministic, only_warn)
 
 
 def kernel_for(
@@ -242,6 +245,8 @@ def _refusal(name: str, need: Need, capability: Capability | None) -> str | None
         return f"{library.title} needs head_dim to be a multiple of 8, not {head_dim}"
     if why := library.lacks(head_dim, need.value_dim, need.softcap):
         return why
+    if library.strict_only and need.deterministic and need.only_warn:
+        return f"{library.title} is not deterministic with torch.use_deterministic_algorithms(warn_only=True)"
     if capability is None:
         return None if head_dim <= 256 else f"{library.title} does not support head_dim {head_dim}"
     if head_dim not in library.head_dims(capability, deterministic=need.deterministic):

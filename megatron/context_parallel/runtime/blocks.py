@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron.context_parallel.kernels.interface import Kernel
 from megatron.context_parallel.kernels.masks import Piece, Runs
+from megatron.context_parallel.kernels.to_device import to_device
 from megatron.context_parallel.plan.ir import T
 from megatron.context_parallel.tokens.layout import Chunks, ListedChunks
 from megatron.context_parallel.tokens.mask import Documents, Mask, Sequences
@@ -57,16 +58,23 @@ class Blocks:
         """The total number of rows of the key chunks."""
         return sum(self.kv.rows(chunk) for chunk in chunks)
 
-    def order(self, chunks: tuple[int, ...]) -> list[PieceRows]:
-        """The indices of each key chunk's rows among the rows of all of them, in ascending order of position."""
-        if chunks not in self._order:
-            self._order[chunks] = self._interleaved(chunks)
-        return self._order[chunks]
+    def order(self, chunks: tuple[int, ...], device: torch.device) -> list[PieceRows]:
+        """The indices of each key chunk's rows among the rows of all of them, in ascending order of position.
 
-    def _interleaved(self, chunks: tuple[int, ...]) -> list[PieceRows]:
+        Tensors among them are on `device`. They are copied once, for all layers.
+        """
+        key = chunks, device
+        if key not in self._order:
+            self._order[key] = self._interleaved(chunks, device)
+        return self._order[key]
+
+    def _interleaved(self, chunks: tuple[int, ...], device: torch.device) -> list[PieceRows]:
         if not isinstance(self.kv, Chunks):
-            before = (self.kv.before(chunks, self.kv.positions(chunk).numpy()) for chunk in chunks)
-            return [(c, slice(None), torch.from_numpy(at).long()) for c, at in zip(chunks, before, strict=True)]
+            listed: list[PieceRows] = []
+            for chunk in chunks:
+                places = self.kv.before(chunks, self.kv.positions(chunk).numpy())
+                listed.append((chunk, slice(None), to_device(torch.from_numpy(places).long(), device)))
+            return listed
         ends = []
         for p in chain.from_iterable(self.kv.progressions[chunk] for chunk in chunks):
             ends.append((p.start, p.start + (p.length > 1) * p.stride, p.last))
@@ -80,10 +88,6 @@ class Blocks:
                 rows.append((first, (chunk, own, slice(first, last + 1, max(1, second - first)))))
                 start += p.length
         return [row for _, row in sorted(rows, key=itemgetter(0))]
-
-    def side_by_side(self, chunks: tuple[int, ...]) -> bool:
-        """Whether the concatenated parts of `order` are all rows in order."""
-        return all(isinstance(where, slice) and where.step == 1 for _, _, where in self.order(chunks))
 
     def runs(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> Runs:
         """The rows of the gathered key chunks that each query of a chunk sees."""

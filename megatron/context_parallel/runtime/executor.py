@@ -304,15 +304,16 @@ class Executor:
     def _gathered(self, chunks: tuple[int, ...]) -> Value:
         blocks = self.blocks
         parts_k, parts_v = [], []
-        for chunk, own, _ in blocks.order(chunks):
+        order = blocks.order(chunks, self.q.device)
+        for chunk, own, _ in order:
             k, v = self._operand(T.KV, chunk)
             parts_k.append(k[own])
             parts_v.append(v[own])
-        if blocks.side_by_side(chunks):
+        if all(isinstance(where, slice) and where.step == 1 for _, _, where in order):  # side by side
             return torch.cat(parts_k), torch.cat(parts_v)
         rows = blocks.keys(chunks)
         gathered_k, gathered_v = (x.new_empty(rows, *x.shape[1:]) for x in (self.k, self.v))
-        for (_, _, where), k, v in zip(blocks.order(chunks), parts_k, parts_v, strict=True):
+        for (_, _, where), k, v in zip(order, parts_k, parts_v, strict=True):
             gathered_k[where] = k
             gathered_v[where] = v
         return gathered_k, gathered_v
@@ -406,7 +407,7 @@ class Executor:
         for chunk in new:
             whole = self.rows.computed(T.DKV, chunk) is None
             self.held[T.DKV, chunk] = self._empty(T.DKV, chunk) if whole else self._zero(T.DKV, chunk)
-        for chunk, own, where in self.blocks.order(chunks):
+        for chunk, own, where in self.blocks.order(chunks, self.q.device):
             among = self.rows.computed(T.DKV, chunk)
             if among is not None:  # all its rows together, because a chunk with row sets has no other order
                 self._add((T.DKV, chunk), among, tuple([x[where] for x in gathered]))

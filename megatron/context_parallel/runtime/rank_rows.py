@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from megatron.context_parallel.kernels.to_device import to_device
 from megatron.context_parallel.plan.ir import Key, T
 from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.tokens.slices import size_of
@@ -76,7 +77,7 @@ class SomeRows(AllRows):
             elif len(places) and places[-1] - places[0] == len(places) - 1:
                 where = slice(int(places[0]), int(places[-1]) + 1)
             else:
-                where = torch.from_numpy(places).to(self.device)
+                where = to_device(torch.from_numpy(places), self.device)
             self._where[key, peer] = where
         return self._where[key, peer]
 

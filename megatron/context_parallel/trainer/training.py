@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.integration.batch import shard_batch
 from megatron.context_parallel.integration.packed import PackedDocuments
+from megatron.context_parallel.kernels.to_device import to_device
 from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
@@ -226,8 +227,8 @@ def _forward_step(args: Arguments, batches: Batches, model: DataParallel):
             packed = PackedDocuments(documents=documents)
         cp = get_attr_wrapped_model(model, "context_parallel")
         local = shard_batch({name: whole[name] for name in KEYS}, cp, documents)
-        device = torch.cuda.current_device()
-        batch = {name: tensor.to(device, non_blocking=True) for name, tensor in local.items()}
+        device = torch.device(torch.cuda.current_device())
+        batch = {name: to_device(tensor, device) for name, tensor in local.items()}
     recorder.enter("forward" if torch.is_grad_enabled() else "evaluation")
     losses = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
     out = model(batch["tokens"], batch["position_ids"], None, **losses, packed_seq_params=packed)

@@ -165,7 +165,7 @@ def check_repeats(report: CheckReport, sizes: CheckSizes, device: torch.device) 
     """Checks for bitwise equal results of five runs in deterministic mode, and no waits of the host after the first."""
     n, dim, (heads, kv_heads) = 4, sizes.speed_head_dims[-1], sizes.overhead_heads
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     try:
         kernel = kernel_for(device, torch.bfloat16, dim)
         for strategy in ("ring", "attention2d", "mesh"):

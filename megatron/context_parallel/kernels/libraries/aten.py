@@ -12,10 +12,11 @@ _aten = torch.ops.aten
 class AtenFlashCuda(Library):
     """ATen's copy of flash-attn 2, present in every CUDA build of PyTorch.
 
-    It checks PyTorch's deterministic mode itself.
+    It checks PyTorch's deterministic mode itself: with `warn_only=True` it warns and is not deterministic.
     """
 
     name, title = "aten", "PyTorch's flash attention"
+    strict_only = True
 
     @classmethod
     def missing(cls, head_dim: int) -> str | None:

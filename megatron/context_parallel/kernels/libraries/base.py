@@ -38,6 +38,7 @@ class Library(ABC):
         module: the module that is called.
         distribution, oldest: the package whose version is checked, and its first one with the signatures called here.
         blocks: the blocks it computes, in words; `takes` decides.
+        strict_only: it is deterministic only if PyTorch's deterministic mode raises errors (`warn_only=False`).
     """
 
     name: str
@@ -46,6 +47,7 @@ class Library(ABC):
     distribution: str = ""
     oldest: str = ""
     blocks: str = "full and causal blocks"
+    strict_only: bool = False
 
     def __init__(self, *, deterministic: bool = False) -> None:
         self.calls = importlib.import_module(self.module)

@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
 from megatron.context_parallel.kernels.masks import CAUSAL, Piece, PieceMask, Runs
+from megatron.context_parallel.kernels.to_device import to_device
 
 from .tiles import FLOAT32, TILES, Tiles
 
@@ -47,10 +48,7 @@ class PositionKernel:
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
         """The whole block in one piece, with its runs copied to the device without waiting."""
         rows = slice(0, block.first.shape[1])
-        both = torch.stack(block)
-        if self.device.type == "cuda":
-            both = both.pin_memory()
-        return [Piece(rows, slice(0, keys), Runs(*both.to(self.device, non_blocking=True)))]
+        return [Piece(rows, slice(0, keys), Runs(*to_device(torch.stack(block), self.device)))]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
         """Returns the output [s, B, G, dv] in q's dtype and its log-sum-exp [s, B, G] in float32.

@@ -221,7 +221,6 @@ def build_data_iterator(
         batch_sampler=batches,  # type: ignore[arg-type]  # ranges serve as lists of numbers do
         num_workers=args.num_workers,
         collate_fn=partial(collate, **document_options(args)),
-        pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # otherwise the loader seeds its workers from the global generator
         worker_init_fn=end_without_room,
     )
