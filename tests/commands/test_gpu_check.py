@@ -29,7 +29,9 @@ TINY = common.CheckSizes(
     block_rows=15,
     head_dims=(8,),
     ranks=(4,),
-    rows_per_rank=12,
+    rows_per_rank=(12,),
+    value_dims=(8, 4),
+    far_rows=40,
     lengths=(64,),
     speed_head_dims=(8,),
     repeats=1,
@@ -86,8 +88,8 @@ def kernels(monkeypatch):
     real = common.kernel_for
 
     def use(triton):
-        def kernel_for(device, dtype, dim, name="auto"):
-            return triton if name == "triton" else real(device, dtype, dim, name)
+        def kernel_for(device, dtype, dim, name="auto", **options):
+            return triton if name == "triton" else real(device, dtype, dim, name, **options)
 
         monkeypatch.setattr(common, "kernel_for", kernel_for)
 
@@ -110,13 +112,18 @@ def test_everything_runs_and_agrees_with_float64(kernels, capsys):
     assert share == pytest.approx(max(1e-9 / r["formula_GB"] for r in report.numbers["memory"]))
     assert row["formula_GB"] * 1e9 == pytest.approx((memory_units() + 4) * 16 * 4 * 8 * 4)
     assert "left_out" in report.numbers["te"][0]
+    calls = [(row["call"], row["bound"], row["verdict"]) for row in report.numbers["calls of one rank"]]
+    assert calls == [(call, False, "PASS") for call in ("all_gather", "trade")]
     assert report.numbers["nccl"] == [
         {"left_out": "communication between GPUs: needs two or more GPUs, and this host has one"}
     ]
     blocks = report.numbers["blocks against float64"]
+    common_masks = ["full", "full, whole tiles", "causal", "causal, odd rows", "causal, softcap"]
+    common_masks += ["causal, deterministic", "causal, values of 4", "far queries"]
+    irregular = ["step", "window", "documents", "2 samples", "blind rows", "window, deterministic", "far keys"]
     assert {(r["backend"], r["mask"]) for r in blocks} == {
-        *((name, mask) for name in ("aten", "triton") for mask in ("full", "causal", "causal, odd rows")),
-        *(("triton", mask) for mask in ("step", "window", "documents", "2 samples", "blind rows")),
+        *(("aten", mask) for mask in common_masks),
+        *(("triton", mask) for mask in common_masks + irregular),
     }
     strategies = report.numbers["strategies against float64"]
     assert {r["strategy"] for r in strategies} == set(STRATEGIES)

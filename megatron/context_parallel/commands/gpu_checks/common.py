@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ class CheckSizes:
     block_rows: int = 384
     head_dims: tuple[int, ...] = (64, 80, 96, 128, 192, 256)
     ranks: tuple[int, ...] = (2, 4, 6, 8)
-    rows_per_rank: int = 96
+    rows_per_rank: tuple[int, ...] = (96, 256)  # the position kernel computes the first, libraries the second
+    value_dims: tuple[int, int] = (192, 128)  # of queries and keys, and of values
+    far_rows: int = 2**17 + 256  # of 128 heads of 128: more than 2^31 elements
     lengths: tuple[int, ...] = (4096, 16384, 65536)
     speed_head_dims: tuple[int, ...] = (64, 128)
     heads: tuple[tuple[int, int], ...] = ((16, 1), (2, 8))  # key/value heads, query heads of each: MHA, 8:1 GQA
@@ -80,7 +82,7 @@ def _cell(value: object) -> str:
 
 
 class RandomBlock(NamedTuple):
-    """q, dout [s, B, G, d]; k, v [t, B, d]."""
+    """q [s, B, G, d], dout [s, B, G, dv], k [t, B, d], v [t, B, dv]."""
 
     q: Tensor
     k: Tensor
@@ -89,17 +91,44 @@ class RandomBlock(NamedTuple):
 
     @classmethod
     def random(
-        cls, rows: int, keys: int, heads: int, group: int, dim: int, dtype: torch.dtype, device
+        cls,
+        rows: int,
+        keys: int,
+        heads: int,
+        group: int,
+        dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        value_dim: int | None = None,
     ) -> "RandomBlock":
         torch.manual_seed(rows + dim)
-        shapes = ((rows, heads, group, dim), (keys, heads, dim), (keys, heads, dim), (rows, heads, group, dim))
+        of_values = value_dim or dim
+        shapes = (
+            (rows, heads, group, dim),
+            (keys, heads, dim),
+            (keys, heads, of_values),
+            (rows, heads, group, of_values),
+        )
         return cls(*(torch.randn(shape, device=device).to(dtype) for shape in shapes))
 
 
-def kernels(names: list[str], device: torch.device, dtype: torch.dtype, dim: int) -> Iterator[tuple[str, Kernel]]:
-    """The backends that support this on this host."""
+def kernels(
+    names: list[str], device: torch.device, dtype: torch.dtype, dim: int, **options: Any
+) -> Iterator[tuple[str, Kernel]]:
+    """The backends that support this on this host; `options` are those of `kernel_for`."""
     for name in names:
         try:
-            yield name, kernel_for(device, dtype, dim, name)
+            yield name, kernel_for(device, dtype, dim, name, **options)
         except UsageError:
             continue
+
+
+@contextmanager
+def deterministic_mode() -> Iterator[None]:
+    """PyTorch's deterministic mode, in which an operation that is not deterministic raises an error."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

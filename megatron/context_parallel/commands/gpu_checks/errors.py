@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -10,15 +11,17 @@ from torch import Tensor
 from megatron.context_parallel import STRATEGIES, AllRanks, UsageError, context_parallel_attention
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.interface import BlockGrad, Kernel, Scores
-from megatron.context_parallel.kernels.masks import CAUSAL, FULL, PieceMask, Runs
+from megatron.context_parallel.kernels.libraries.base import Library
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Piece, PieceMask, Runs
 from megatron.context_parallel.kernels.reference import Reference, attention
 from megatron.context_parallel.tokens.mask import Documents, Mask
 
-from .common import STEP, CheckReport, CheckSizes, RandomBlock, kernels
+from .common import STEP, CheckReport, CheckSizes, RandomBlock, deterministic_mode, kernels
 
 WHAT = ("out", "lse", "dq", "dk", "dv")
 BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}  # relative error of a whole tensor
 LSE_BOUND = 1e-4
+SOFTCAP = 5.0
 
 
 def run_masks(rows: int, device: torch.device) -> dict[str, tuple[Runs, int]]:
@@ -63,6 +66,7 @@ def check_blocks(report: CheckReport, names: list[str], sizes: CheckSizes, devic
     """Compares every backend and supported mask with attention by definition in float64."""
     masks: dict[str, tuple[PieceMask, int]] = {
         "full": (FULL, sizes.block_rows + 40),
+        "full, whole tiles": (FULL, 2 * sizes.block_rows),
         "causal": (CAUSAL, sizes.block_rows),
     }
     irregular = run_masks(sizes.block_rows, device)
@@ -73,18 +77,78 @@ def check_blocks(report: CheckReport, names: list[str], sizes: CheckSizes, devic
                 for what, (mask, keys) in (masks | (irregular if name == "triton" else {})).items():
                     for heads, group in ((4, 1), (2, 8)):
                         block = RandomBlock.random(sizes.block_rows, keys, heads, group, dim, dtype, device)
-                        errors = block_errors(kernel, block, mask)
-                        row = {"backend": name, "mask": what, "head_dim": dim, "heads": f"{heads * group}:{heads}"}
-                        add_errors(report, "blocks against float64", errors, dtype, **row)
+                        _add_block(report, name, kernel, what, block, mask)
                 if dtype is torch.bfloat16 and dim in sizes.speed_head_dims:
                     block = RandomBlock.random(sizes.odd_rows, sizes.odd_rows, 2, 8, dim, dtype, device)
-                    row = {"backend": name, "mask": "causal, odd rows", "head_dim": dim, "heads": "16:2"}
-                    add_errors(report, "blocks against float64", block_errors(kernel, block, CAUSAL), dtype, **row)
+                    _add_block(report, name, kernel, "causal, odd rows", block, CAUSAL)
 
 
-def block_errors(kernel: Kernel, block: RandomBlock, mask: PieceMask) -> list[float]:
+def check_other_blocks(report: CheckReport, names: list[str], sizes: CheckSizes, device: torch.device) -> None:
+    """A softcap, values of another head_dim, and deterministic gradients."""
+    dtype = torch.bfloat16
+    rows = sizes.block_rows
+    window = run_masks(rows, device)["window"][0]
+    for dim in sizes.head_dims[:2]:
+        block = RandomBlock.random(rows, rows, 2, 8, dim, dtype, device)
+        for name, kernel in kernels(names, device, dtype, dim, softcap=SOFTCAP):
+            _add_block(report, name, kernel, "causal, softcap", block, CAUSAL, SOFTCAP)
+        with deterministic_mode():
+            for name, kernel in kernels(names, device, dtype, dim):
+                _add_block(report, name, kernel, "causal, deterministic", block, CAUSAL)
+                if name == "triton":
+                    _add_block(report, name, kernel, "window, deterministic", block, window)
+    dim, value_dim = sizes.value_dims
+    block = RandomBlock.random(rows, rows, 2, 8, dim, dtype, device, value_dim)
+    for name, kernel in kernels(names, device, dtype, dim, value_dim=value_dim):
+        _add_block(report, name, kernel, f"causal, values of {value_dim}", block, CAUSAL)
+
+
+def check_far_rows(report: CheckReport, names: list[str], sizes: CheckSizes, device: torch.device) -> None:
+    """The last rows of tensors with more than 2^31 elements: their offsets need 64 bits."""
+    dim = sizes.speed_head_dims[-1]
+    last = sizes.far_rows // 2 if sizes.far_rows < 256 else 128
+    needed = 24 * 128 * dim * sizes.far_rows  # bytes of 16-bit inputs, float32 ones before them, and results
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < needed:
+        return
+    few = slice(sizes.far_rows - last, sizes.far_rows)
+    far_queries = RandomBlock.random(sizes.far_rows, last, 8, 16, dim, torch.bfloat16, device)
+    far_queries.dout[: few.start] = 0  # so that gradients of keys come from the last rows
+    for name, kernel in kernels(names, device, torch.bfloat16, dim):
+        if _takes(kernel, FULL, sizes.far_rows, last):
+            _add_far(report, name, kernel, "far queries", far_queries, (few, slice(None)), FULL)
+    del far_queries
+    far_keys = RandomBlock.random(last, sizes.far_rows, 128, 1, dim, torch.bfloat16, device)
+    first = torch.full((1, last), few.start, dtype=torch.int32, device=device)
+    for name, kernel in kernels(["triton"] if "triton" in names else [], device, torch.bfloat16, dim):
+        _add_far(report, name, kernel, "far keys", far_keys, (slice(None), few), Runs(first, first + last))
+
+
+def _takes(kernel: Kernel, mask: PieceMask, rows: int, keys: int) -> bool:
+    """Whether a kernel computes a block in one piece."""
+    return not isinstance(kernel, Library) or kernel.takes(Piece(slice(0, rows), slice(0, keys), mask), rows, keys)
+
+
+def _add_block(
+    report: CheckReport,
+    name: str,
+    kernel: Kernel,
+    what: str,
+    block: RandomBlock,
+    mask: PieceMask,
+    softcap: float = 0.0,
+) -> None:
+    """Adds the errors of a block, unless the kernel computes no such block."""
+    rows, heads, group, dim = block.q.shape
+    if not _takes(kernel, mask, rows, len(block.k)):
+        return
+    errors = block_errors(kernel, block, mask, softcap)
+    row = {"backend": name, "mask": what, "head_dim": dim, "heads": f"{heads * group}:{heads}"}
+    add_errors(report, "blocks against float64", errors, block.q.dtype, **row)
+
+
+def block_errors(kernel: Kernel, block: RandomBlock, mask: PieceMask, softcap: float = 0.0) -> list[float]:
     q, k, v, dout = block
-    scores, reference = Scores(q.shape[-1] ** -0.5), Reference()
+    scores, reference = Scores(q.shape[-1] ** -0.5, softcap), Reference()
     out, lse = reference.forward(q, k, v, mask, scores)
     delta = (dout.double() * out).sum(-1)
     expected = out, lse, *reference.backward(BlockGrad(dout, q, k, v, lse, delta, mask), scores)
@@ -92,12 +156,39 @@ def block_errors(kernel: Kernel, block: RandomBlock, mask: PieceMask) -> list[fl
     return compare((*kernel.forward(q, k, v, mask, scores), *kernel.backward(grad, scores)), expected)
 
 
+def _add_far(
+    report: CheckReport,
+    name: str,
+    kernel: Kernel,
+    what: str,
+    block: RandomBlock,
+    compared: tuple[slice, slice],
+    mask: PieceMask,
+) -> None:
+    """Adds the errors in the compared rows of queries and keys, which alone see each other and have gradients."""
+    rows, keys = compared
+    q, k, v, dout = block
+    scores, reference = Scores(q.shape[-1] ** -0.5), Reference()
+    near = q[rows], k[keys], v[keys]
+    out, lse = reference.forward(*near, FULL, scores)
+    delta = (dout[rows].double() * out).sum(-1)
+    expected = out, lse, *reference.backward(BlockGrad(dout[rows], *near, lse, delta, FULL), scores)
+    whole_lse, whole_delta = (torch.zeros(q.shape[:3], device=q.device) for _ in range(2))
+    got_out, got_lse = kernel.forward(q, k, v, mask, scores)
+    whole_lse.copy_(got_lse)
+    whole_delta[rows] = delta.float()
+    dq, dk, dv = kernel.backward(BlockGrad(dout, q, k, v, whole_lse, whole_delta, mask), scores)
+    errors = compare((got_out[rows], got_lse[rows], dq[rows], dk[keys], dv[keys]), expected)
+    row = {"backend": name, "mask": what, "head_dim": q.shape[-1], "heads": f"{q.shape[1] * q.shape[2]}:{q.shape[1]}"}
+    add_errors(report, "blocks against float64", errors, q.dtype, **row)
+
+
 def check_strategies(report: CheckReport, names: list[str], sizes: CheckSizes, device: torch.device) -> None:
     """Every strategy, with all ranks in this process and the default backend; attention2d's step masks with each."""
     dim, dtype = 64, torch.bfloat16
     auto = kernel_for(device, dtype, dim)
-    for n in sizes.ranks:
-        length = n * sizes.rows_per_rank
+    for n, rows in product(sizes.ranks, sizes.rows_per_rank):
+        length = n * rows
         torch.manual_seed(n)
         q, k, v, dout = (torch.randn(length, 2, h, dim, device=device).to(dtype) for h in (8, 4, 4, 8))
         ids = torch.bucketize(torch.arange(length), torch.tensor([1, length // 3, length // 2 + 1]), right=True)
@@ -117,7 +208,8 @@ def check_strategies(report: CheckReport, names: list[str], sizes: CheckSizes, d
                         got = distributed(cp, kernel, q, k, v, dout, **mask)
                     except UsageError:
                         continue  # the strategy does not support the rank count, or the backend the mask
-                    row = {"strategy": strategy, "layout": cp.layout, "ranks": n, "mask": what, "backend": name}
+                    row = {"strategy": strategy, "layout": cp.layout, "ranks": n, "rows": rows, "mask": what}
+                    row["backend"] = name
                     add_errors(report, "strategies against float64", compare(got, expected), dtype, **row)
 
 

@@ -2,18 +2,23 @@
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from torch import Tensor
 
 from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError, context_parallel_attention
+from megatron.context_parallel.runtime.comm.communicators import joined
+from megatron.context_parallel.runtime.comm.torch_works import Work
+from megatron.context_parallel.runtime.comm.transport import TorchTransport
 
 from .common import CheckReport, CheckSizes
 from .errors import WHAT, compare, with_gradients
 
+CHANNELS = ("first", "second")
 BOUND = 1e-4  # for float32: the order of sums differs
 
 
@@ -21,6 +26,7 @@ def check_nccl(report: CheckReport, sizes: CheckSizes, ranks: int, backend: str 
     """Errors of each strategy, on the worst rank; with fewer than two GPUs, reports that it was skipped."""
     if ranks < 2:
         report.add("nccl", left_out="communication between GPUs: needs two or more GPUs, and this host has one")
+        check_calls(report, backend)
         return
     context, pipes = multiprocessing.get_context("spawn"), []
     with tempfile.TemporaryDirectory() as folder:
@@ -40,6 +46,60 @@ def check_nccl(report: CheckReport, sizes: CheckSizes, ranks: int, backend: str 
         errors = list(map(max, by_tensor))
         named = dict(zip(WHAT, errors, strict=True))
         report.add("nccl", **rows[0][0], **named, verdict="PASS" if max(errors) <= BOUND else "FAIL")
+
+
+def check_calls(report: CheckReport, backend: str = "nccl") -> None:
+    """Makes each call of the transport in a world of one rank, which is bound to its GPU or not."""
+    on_gpu = backend == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    for bound in (True, False) if on_gpu else (False,):
+        with tempfile.TemporaryDirectory() as folder:
+            store = f"file://{os.path.join(folder, 'store')}"
+            dist.init_process_group(
+                backend, init_method=store, rank=0, world_size=1, device_id=device if bound else None
+            )
+            try:
+                transport = TorchTransport(joined(None), "GPU check")
+                transport.connect({(channel, (0,)) for channel in CHANNELS})
+                for call, wrong in _calls(transport, device):
+                    verdict = "FAIL" if wrong else "PASS"
+                    report.add("calls of one rank", call=call, bound=bound, wrong=wrong, verdict=verdict)
+            finally:
+                dist.destroy_process_group()
+
+
+def _calls(transport: TorchTransport, device: torch.device) -> Iterator[tuple[str, str]]:
+    """Each call on two communicators, and its error or the difference of its result."""
+    nothing = torch.empty(0, 16, dtype=torch.uint8, device=device)
+
+    def all_gather(channel: str, mine: Tensor, got: Tensor) -> Work:
+        return transport.all_gather(channel, (0,), (len(mine),), [(mine, got)])
+
+    def reduce_scatter(channel: str, mine: Tensor, got: Tensor) -> Work:
+        return transport.reduce_scatter(channel, (0,), [(got, mine)])
+
+    def messages_to_itself(channel: str, mine: Tensor, got: Tensor) -> Work:
+        return transport.exchange(channel, [(0, mine)], [(0, got)])
+
+    def trade(channel: str, mine: Tensor, got: Tensor) -> Work:
+        got.copy_(mine)  # there is nobody to trade with
+        return transport.trade(channel, (0,), nothing, nothing)
+
+    calls = [all_gather, trade]
+    if transport.sums:  # gloo sends nothing to its own rank
+        calls += [reduce_scatter, messages_to_itself]
+    for call in calls:
+        wrong = ""
+        for channel in CHANNELS:
+            mine = torch.arange(6.0, device=device).view(3, 2)
+            got = torch.zeros_like(mine)
+            try:
+                call(channel, mine, got).wait()
+                difference = float((got - mine).abs().max())
+                wrong = wrong or (f"differs by {difference}" if difference else "")
+            except RuntimeError as error:
+                wrong = wrong or str(error)
+        yield call.__name__, wrong
 
 
 def _rank(rank: int, ranks: int, backend: str, store: str, sizes: CheckSizes, pipe: Connection) -> None:
@@ -62,7 +122,7 @@ def _attention(cp: ContextParallel | AllRanks) -> Callable:
 def _errors(ranks: int, sizes: CheckSizes, device: torch.device) -> list[tuple[dict, list[float]]]:
     torch.manual_seed(0)
     dim, found = sizes.speed_head_dims[0], []
-    whole = [torch.randn(sizes.rows_per_rank * ranks, 1, h, dim, device=device) for h in (8, 4, 4, 8)]
+    whole = [torch.randn(sizes.rows_per_rank[-1] * ranks, 1, h, dim, device=device) for h in (8, 4, 4, 8)]
     for name, strategy in STRATEGIES.items():
         for options in ({}, {"head_parallel_size": 2}, {"overlap": "no"}):
             if not options.keys() <= {"head_parallel_size", *strategy.options}:

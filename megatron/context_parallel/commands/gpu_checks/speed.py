@@ -15,7 +15,7 @@ from megatron.context_parallel.kernels.masks import Piece, PieceMask, Runs, cut
 from megatron.context_parallel.kernels.merge import merge
 from megatron.context_parallel.tokens.mask import Mask
 
-from .common import STEP, CheckReport, CheckSizes, RandomBlock, kernels, synchronisations
+from .common import STEP, CheckReport, CheckSizes, RandomBlock, deterministic_mode, kernels, synchronisations
 
 REPEATS = 5
 
@@ -164,9 +164,7 @@ def measure_overhead(
 def check_repeats(report: CheckReport, sizes: CheckSizes, device: torch.device) -> None:
     """Checks for bitwise equal results of five runs in deterministic mode, and no waits of the host after the first."""
     n, dim, (heads, kv_heads) = 4, sizes.speed_head_dims[-1], sizes.overhead_heads
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_mode():
         kernel = kernel_for(device, torch.bfloat16, dim)
         for strategy in ("ring", "attention2d", "mesh"):
             torch.manual_seed(0)
@@ -183,8 +181,6 @@ def check_repeats(report: CheckReport, sizes: CheckSizes, device: torch.device) 
                 waits += counted() if turn else 0
             differ = sum(not torch.equal(a, b) for again in results[1:] for a, b in zip(results[0], again, strict=True))
             report.add("repeats", strategy=strategy, repeats=REPEATS, differ=differ, synchronisations=waits)
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def launches(cp: AllRanks, kernel: Kernel, clock: GpuClock, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:

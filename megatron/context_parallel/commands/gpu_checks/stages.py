@@ -11,7 +11,7 @@ import torch
 from .bars import judge
 from .common import CheckReport, CheckSizes
 from .documents import measure_documents
-from .errors import check_blocks, check_strategies
+from .errors import check_blocks, check_far_rows, check_other_blocks, check_strategies
 from .memory import PeakMemory, measure_memory
 from .nccl import check_nccl
 from .speed import GpuClock, check_repeats, measure_overhead, measure_speed, ratios
@@ -33,6 +33,8 @@ def run_stage(stage: str, report: CheckReport, names: list[str], sizes: CheckSiz
     match stage:
         case "errors":
             check_blocks(report, names, sizes, device)
+            check_other_blocks(report, names, sizes, device)
+            check_far_rows(report, names, sizes, device)
             check_strategies(report, names, sizes, device)
             checked = [*tables["blocks against float64"], *tables["strategies against float64"]]
             return judge(stage, sum(row["verdict"] == "FAIL" for row in checked) if checked else None)
@@ -60,7 +62,9 @@ def run_stage(stage: str, report: CheckReport, names: list[str], sizes: CheckSiz
             measure_memory(report, sizes, device, host.meter)
             return judge(stage, max(r["share"] for r in tables["memory"]))
         case "nccl":
-            check_nccl(report, sizes, host.gpus)
+            check_nccl(report, sizes, host.gpus, "nccl" if device.type == "cuda" else "gloo")
+            if calls := tables["calls of one rank"]:
+                return judge(stage, sum(row["verdict"] == "FAIL" for row in calls))
         case _:
             check_te(report, sizes, device)
     if any("left_out" in row for row in tables[stage]):
