@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.context_parallel import STRATEGIES
-from megatron.context_parallel.commands.gpu_checks import common, errors, speed, te
-from megatron.context_parallel.commands.gpu_checks.bars import STAGES, judge
+from megatron.context_parallel import STRATEGIES, UsageError
+from megatron.context_parallel.commands import gpu_check
+from megatron.context_parallel.commands.gpu_checks import common, compile, errors, speed, te
+from megatron.context_parallel.commands.gpu_checks.bars import SECONDS, STAGES, judge
 from megatron.context_parallel.commands.gpu_checks.stages import Host, run_stage
 from megatron.context_parallel.integration.transformer_engine import DotProductAttention
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Piece
@@ -91,7 +92,8 @@ def kernels(monkeypatch):
         def kernel_for(device, dtype, dim, name="auto", **options):
             return triton if name == "triton" else real(device, dtype, dim, name, **options)
 
-        monkeypatch.setattr(common, "kernel_for", kernel_for)
+        for module in (common, compile):
+            monkeypatch.setattr(module, "kernel_for", kernel_for)
 
     return use
 
@@ -102,7 +104,8 @@ def test_everything_runs_and_agrees_with_float64(kernels, capsys):
     for stage in STAGES:
         bars += run_stage(stage, report, list(BACKENDS[1:]), TINY, host)
     verdicts = {bar["bar"]: (bar["reached"], bar["verdict"]) for bar in bars}
-    assert verdicts["errors over their bound"] == (0, "PASS")
+    assert verdicts["errors of blocks over their bound"] == verdicts["errors of NCCL over their bound"] == (0, "PASS")
+    assert verdicts["errors of strategies over their bound"] == (0, "PASS")
     assert verdicts["launches per gathered block of attention2d"] == (1.0, "PASS")
     assert all(reached is not None for reached, _ in verdicts.values())
     assert verdicts["results that differ in 5 repeats"] == (0, "PASS")
@@ -133,7 +136,7 @@ def test_everything_runs_and_agrees_with_float64(kernels, capsys):
     }
     common.print_table("bars", bars)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["errors", "over", "their", "bound", "at", "most", "0", "0", "PASS"] in lines
+    assert ["errors", "of", "blocks", "over", "their", "bound", "at", "most", "0", "0", "PASS"] in lines
     json.dumps(report.numbers)
 
 
@@ -177,7 +180,7 @@ def test_inside_transformer_engine(wrong, monkeypatch):
     te.check_te(report, TINY, CPU)
     verdicts = {row["checked"]: row["verdict"] for row in report.numbers["te"]}
     assert verdicts == {"TransformerLayer": "FAIL" if wrong else "PASS", "GPTModel": "PASS"}
-    bars = run_stage("te", common.CheckReport(report.numbers), [], TINY, Host(CPU, 1, None, None))
+    bars = run_stage("te", common.CheckReport(numbers=report.numbers), [], TINY, Host(CPU, 1, None, None))
     assert [bar["verdict"] for bar in bars] == ["FAIL" if wrong else "PASS"]
 
 
@@ -235,8 +238,8 @@ def test_overhead_is_the_share_between_kernels(kernels):
 @pytest.mark.parametrize(
     "stage,reached,verdicts",
     [
-        ("errors", (0,), "PASS"),
-        ("errors", (1,), "FAIL"),
+        ("blocks", (0,), "PASS"),
+        ("blocks", (1,), "FAIL"),
         ("speed", (0.7, 0.59), "PASS FAIL"),
         ("executor", (None, 0.03, 0, 1), "FAIL PASS PASS FAIL"),
     ],
@@ -250,6 +253,42 @@ def test_waits_are_counted():
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
     assert counted() == 1
+
+
+def test_a_slot_is_filled_with_the_most_useful_stages(tmp_path, capsys):
+    path = tmp_path / "check.jsonl"
+    report = common.CheckReport(path)
+    report.write(setup={})
+    report.add("compiled", dim=64)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"setup": {}},
+        {"table": "compiled", "dim": 64},
+    ]
+    assert gpu_check.finished_stages(path) == []  # a stage that was cut off runs again
+    report.write(stage="compile", seconds=1.0, bars=[])
+    assert gpu_check.main(["--plan", "--output", str(path), "--seconds", str(SECONDS["blocks"] + 40)]) == 0
+    planned = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in planned[:-1]] == ["blocks", "nccl"]
+    assert "not now: strategies, speed" in planned[-1]
+    assert gpu_check.chosen_stages(["te", "compile"], ["compile"], None) == (["te", "compile"], [])
+    path.write_text("{}\nno JSON")
+    with pytest.raises(UsageError, match="line 2 is not of an earlier check"):
+        gpu_check.finished_stages(path)
+
+
+def test_kernels_that_do_not_compile_are_counted(monkeypatch):
+    def fails(device, dtype, dim, name, **options):
+        if options["softcap"]:
+            raise RuntimeError("out of registers")
+        return OneLaunch()
+
+    monkeypatch.setattr(compile, "kernel_for", fails)
+    report = common.CheckReport()
+    (bar,) = run_stage("compile", report, ["triton"], TINY, Host(CPU, 1, None, None))
+    wrong = [row for row in report.numbers["compiled"] if row["wrong"]]
+    assert (bar["reached"], bar["verdict"]) == (len(wrong), "FAIL")
+    assert {(row["softcap"], row["wrong"]) for row in wrong} == {(errors.SOFTCAP, "RuntimeError: out of registers")}
+    assert len(report.numbers["compiled"]) == len(compile.sets(TINY)) > len(wrong)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

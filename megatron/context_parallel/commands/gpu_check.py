@@ -1,8 +1,8 @@
-"""Checks the GPU path on one GPU, in stages; also NCCL and Transformer Engine, if available.
+"""Checks the GPU path on one GPU, in stages, the most useful first; also NCCL and Transformer Engine, if available.
 
-Each stage takes less than 8 minutes, all on one GPU less than 20. The JSON file is written after each stage. The exit
-status is 1 if an error exceeds its bound or a target is missed. FLOPs count the visible pairs of a mask (the causal
-half): 4 x pairs x heads x head_dim forward, 2.5 times that backward.
+Each row is written to the file at once. The same command again goes on with the stages that are not in the file. The
+exit status is 1 if an error exceeds its bound or a target is missed. FLOPs count the visible pairs of a mask (the
+causal half): 4 x pairs x heads x head_dim forward, 2.5 times that backward.
 """
 
 import json
@@ -14,19 +14,32 @@ from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.names import BACKENDS
 
-from .gpu_checks.bars import STAGES
+from .gpu_checks.bars import SECONDS, STAGES
 
 
 class CheckFlags(FlagSection):
-    stage: list[str] | None = flag("stages to run", derived="all", choices=STAGES)
-    output: Path = flag("JSON file to write", Path("gpu_check.json"))
+    stage: list[str] | None = flag("stages to run, also if they are in the file", derived="all others", choices=STAGES)
+    output: Path = flag("file to write: a line of JSON for each row", Path("gpu_check.jsonl"))
+    seconds: int | None = flag(
+        "time for all: a stage that would not end in it, as estimated, is left out", derived="no limit"
+    )
+    plan: bool = flag("only print the stages and their estimated seconds; needs no GPU", False)
 
 
-PARSER = FlagParser(CheckFlags, __doc__, "[flags]", ["", "--stage errors speed --output errors.json"])
+PARSER = FlagParser(
+    CheckFlags, __doc__, "[flags]", ["", "--plan", "--seconds 540", "--stage blocks speed --output blocks.jsonl"]
+)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = PARSER.parse(argv)
+    finished = finished_stages(args.output)
+    stages, left_out = chosen_stages(args.stage, finished, args.seconds)
+    if args.plan:
+        for stage in stages:
+            print(f"{stage:12} about {SECONDS[stage]} s")
+        print(f"together about {sum(SECONDS[stage] for stage in stages)} s; not now: {', '.join(left_out) or 'none'}")
+        return 0
     # These take seconds to import. `--help` and mistakes in flags are reported before.
     import torch
 
@@ -39,17 +52,53 @@ def main(argv: list[str] | None = None) -> int:
         raise UsageError("needs a CUDA GPU, and this host has none; run it on a host with one")
     device = torch.device("cuda", torch.cuda.current_device())
     host = Host(device, torch.cuda.device_count(), GpuClock(), GpuMeter())
-    report, bars, seconds = CheckReport(), list[dict](), dict[str, float]()
-    for stage in args.stage or STAGES:
-        shown, start = set(report.numbers), time.perf_counter()
-        bars += run_stage(stage, report, list(BACKENDS[1:]), CheckSizes(), host)
-        seconds[stage] = time.perf_counter() - start
+    report, bars = CheckReport(args.output), list[dict]()
+    report.write(setup=setup(device))
+    begun = time.monotonic()
+    for stage in stages:
+        if args.seconds and time.monotonic() - begun + SECONDS[stage] > args.seconds:
+            left_out.append(stage)
+            continue
+        shown, start = set(report.numbers), time.monotonic()
+        reached = run_stage(stage, report, list(BACKENDS[1:]), CheckSizes(), host)
+        seconds = round(time.monotonic() - start, 1)
+        report.write(stage=stage, seconds=seconds, bars=reached)
+        bars += reached
         for title, rows in report.numbers.items():
             if rows and title not in shown:
                 print_table(title, rows)
-        content = {"setup": setup(device), "seconds": seconds, "bars": bars, "tables": report.numbers}
-        args.output.write_text(json.dumps(content, indent=2) + "\n")
-        print(f"\n{stage}: {seconds[stage]:.0f} s; wrote {args.output}", flush=True)
+        print(f"\n{stage}: {seconds:.0f} s; wrote {args.output}", flush=True)
     if bars:
         print_table("bars", bars)
+    if left_out:
+        print(f"\nnot run: {', '.join(left_out)}")
     return int(any(bar["verdict"] == "FAIL" for bar in bars))
+
+
+def finished_stages(path: Path) -> list[str]:
+    """The stages that a file of an earlier run has whole.
+
+    Raises:
+        UsageError: it is not such a file.
+    """
+    if not path.is_file():
+        return []
+    finished = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            finished.append(json.loads(line).get("stage", ""))
+        except (AttributeError, json.JSONDecodeError):
+            raise UsageError(f"--output {path}: line {number} is not of an earlier check; give another file") from None
+    return [stage for stage in finished if stage]
+
+
+def chosen_stages(given: list[str] | None, finished: list[str], limit: int | None) -> tuple[list[str], list[str]]:
+    """The stages that are to run, and those that are left out because the estimates exceed the limit."""
+    stages: list[str] = []
+    left_out: list[str] = []
+    estimated = 0
+    for stage in given or [stage for stage in STAGES if stage not in finished]:
+        fits = limit is None or estimated + SECONDS[stage] <= limit
+        (stages if fits else left_out).append(stage)
+        estimated += SECONDS[stage] * fits
+    return stages, left_out

@@ -1,7 +1,10 @@
-"""The targets of each stage, and whether they were reached."""
+"""The stages of the check, the most useful first, their targets, and whether they were reached."""
 
 BARS: dict[str, dict[str, tuple[str, float]]] = {
-    "errors": {"errors over their bound": ("at most", 0)},
+    "compile": {"kernels that do not compile": ("at most", 0)},
+    "blocks": {"errors of blocks over their bound": ("at most", 0)},
+    "nccl": {"errors of NCCL over their bound": ("at most", 0)},
+    "strategies": {"errors of strategies over their bound": ("at most", 0)},
     "speed": {
         "step / best library's causal, forward": ("at least", 0.70),
         "step / best library's causal, backward": ("at least", 0.60),
@@ -12,15 +15,15 @@ BARS: dict[str, dict[str, tuple[str, float]]] = {
         "results that differ in 5 repeats": ("at most", 0),
         "waits of the host for the GPU after the first run": ("at most", 0),
     },
+    "memory": {"peak of a rank's share / formula": ("at most", 1)},
     "documents": {
         "documents, ms of a micro batch on the critical path": ("at most", 10),
         "documents, waits of the host for the GPU": ("at most", 0),
     },
-    "memory": {"peak of a rank's share / formula": ("at most", 1)},
-    "nccl": {"errors between GPUs over their bound": ("at most", 0)},
     "te": {"errors inside Transformer Engine over their bound": ("at most", 0)},
 }
 STAGES = tuple(BARS)
+SECONDS = dict(zip(STAGES, (90, 60, 30, 150, 150, 60, 40, 30, 60), strict=True))  # on an H200, estimated
 
 
 def judge(stage: str, *reached: float | None) -> list[dict]:

@@ -1,10 +1,12 @@
 """Common parts of the GPU checks: sizes, tables, random blocks, and the available backends."""
 
+import json
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -57,12 +59,25 @@ def synchronisations(device: torch.device) -> Iterator[Callable[[], int]]:
 
 @dataclass
 class CheckReport:
-    """Tables to print and the same numbers for the JSON file."""
+    """The rows of all tables, in memory and, as they come, as lines of JSON in a file.
 
+    Attributes:
+        file: gets a line for each row.
+        numbers: the rows of each table.
+    """
+
+    file: Path | None = None
     numbers: dict[str, list[dict]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, table: str, **row: object) -> None:
         self.numbers[table].append(row)
+        self.write(table=table, **row)
+
+    def write(self, **line: object) -> None:
+        """Adds a line to the file alone."""
+        if self.file:
+            with self.file.open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
 
 def print_table(title: str, rows: list[dict]) -> None:

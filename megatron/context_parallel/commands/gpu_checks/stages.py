@@ -10,6 +10,7 @@ import torch
 
 from .bars import judge
 from .common import CheckReport, CheckSizes
+from .compile import compile_kernels
 from .documents import measure_documents
 from .errors import check_blocks, check_far_rows, check_other_blocks, check_strategies
 from .memory import PeakMemory, measure_memory
@@ -31,13 +32,17 @@ def run_stage(stage: str, report: CheckReport, names: list[str], sizes: CheckSiz
     """Adds a stage's tables to the report. Returns the result for each of its targets (None: not measured)."""
     tables, device = report.numbers, host.device
     match stage:
-        case "errors":
+        case "compile":
+            compile_kernels(report, names, sizes, device)
+            return judge(stage, sum(bool(row["wrong"]) for row in tables["compiled"]))
+        case "blocks":
             check_blocks(report, names, sizes, device)
             check_other_blocks(report, names, sizes, device)
             check_far_rows(report, names, sizes, device)
+            return judge(stage, _failures(tables["blocks against float64"]))
+        case "strategies":
             check_strategies(report, names, sizes, device)
-            checked = [*tables["blocks against float64"], *tables["strategies against float64"]]
-            return judge(stage, sum(row["verdict"] == "FAIL" for row in checked) if checked else None)
+            return judge(stage, _failures(tables["strategies against float64"]))
         case "speed":
             measure_speed(report, names, sizes, device, host.clock)
             speeds = tables["TFLOP/s, bfloat16"]
@@ -64,12 +69,17 @@ def run_stage(stage: str, report: CheckReport, names: list[str], sizes: CheckSiz
         case "nccl":
             check_nccl(report, sizes, host.gpus, "nccl" if device.type == "cuda" else "gloo")
             if calls := tables["calls of one rank"]:
-                return judge(stage, sum(row["verdict"] == "FAIL" for row in calls))
+                return judge(stage, _failures(calls))
         case _:
             check_te(report, sizes, device)
     if any("left_out" in row for row in tables[stage]):
         return []
-    return judge(stage, sum(row["verdict"] == "FAIL" for row in tables[stage]))
+    return judge(stage, _failures(tables[stage]))
+
+
+def _failures(rows: list[dict]) -> int | None:
+    """The number of rows over their bound; None if nothing was checked."""
+    return sum(row["verdict"] == "FAIL" for row in rows) if rows else None
 
 
 def setup(device: torch.device) -> dict[str, object]:
