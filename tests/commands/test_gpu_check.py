@@ -106,7 +106,7 @@ def test_everything_runs_and_agrees_with_float64(kernels, capsys):
     verdicts = {bar["bar"]: (bar["reached"], bar["verdict"]) for bar in bars}
     assert verdicts["errors of blocks over their bound"] == verdicts["errors of NCCL over their bound"] == (0, "PASS")
     assert verdicts["errors of strategies over their bound"] == (0, "PASS")
-    assert verdicts["launches per gathered block of attention2d"] == (1.0, "PASS")
+    assert verdicts["calls of a kernel per gathered block of attention2d"] == (1.0, "PASS")
     assert all(reached is not None for reached, _ in verdicts.values())
     assert verdicts["results that differ in 5 repeats"] == (0, "PASS")
     assert verdicts["documents, waits of the host for the GPU"] == (0, "PASS")

@@ -301,6 +301,21 @@ def test_rows_that_nobody_sees_do_not_matter(interpreted):
     assert all(interpreted(rows_nobody_sees_do_not_matter))
 
 
+def test_what_kernels_read_of_runs_is_computed_once():
+    from megatron.context_parallel.kernels.position import kernel
+
+    end = torch.tensor([[1, 2, 4]], dtype=torch.int32)
+    runs, others = Runs(end * 0, end), Runs(end * 0 + 1, end)
+    made = kernel._once(kernel._seen_keys, runs, 5)
+    assert made.tolist() == [[True] * 4 + [False]]
+    assert kernel._once(kernel._seen_keys, runs, 5) is made
+    assert kernel._once(kernel._seen_keys, others, 5).tolist() == [[False] + [True] * 3 + [False]]
+    assert kernel._once(kernel._rows_seeing, runs, 4, 2).shape == (1, 4, 2)
+    before = len(kernel._of_runs)
+    del runs, others, end
+    assert len(kernel._of_runs) == before - 1
+
+
 def full_tiles_ignore_runs() -> float:
     """A row inside a query tile claims to see few keys: only the first and the last row of a tile are checked."""
     from megatron.context_parallel.kernels.position import PositionKernel

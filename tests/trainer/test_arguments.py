@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.libraries import LIBRARIES
 from megatron.context_parallel.kernels.names import BACKENDS
 from megatron.context_parallel.trainer import dry_run, setup
+from megatron.context_parallel.trainer.arguments import check_values
 from megatron.context_parallel.trainer.arguments.command_line import PARSER, read_flags
 from megatron.context_parallel.trainer.arguments.complete import parse_args
 from megatron.context_parallel.trainer.arguments.preset_model import preset_model
@@ -390,6 +392,15 @@ def test_options_of_nccl_that_nobody_reads_are_refused(text, message, tmp_path):
     assert "\n" not in str(error.value)
     with pytest.raises(UsageError, match="has an effect only with NCCL; give --distributed-backend nccl"):
         parsed(flags)
+
+
+def test_gloo_is_refused_between_gpus(monkeypatch):
+    args = replace(
+        parsed(f"{SMALL} --context-parallel-size 2 --distributed-backend gloo", 2, monkeypatch), dry_run=False
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UsageError, match="gloo: does not send tensors of GPUs; give --distributed-backend nccl"):
+        raise next(check_values._check_devices(args))
 
 
 def test_the_attention_backends_are_those_that_can_be_chosen():

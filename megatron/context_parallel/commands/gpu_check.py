@@ -1,6 +1,6 @@
 """Checks the GPU path on one GPU, in stages, the most useful first; also NCCL and Transformer Engine, if available.
 
-Each row is written to the file at once. The same command again goes on with the stages that are not in the file. The
+Each row is written to the file at once. The same command again runs the stages that are not in the file yet. The
 exit status is 1 if an error exceeds its bound or a target is missed. FLOPs count the visible pairs of a mask (the
 causal half): 4 x pairs x heads x head_dim forward, 2.5 times that backward.
 """

@@ -10,7 +10,7 @@ BARS: dict[str, dict[str, tuple[str, float]]] = {
         "step / best library's causal, backward": ("at least", 0.60),
     },
     "executor": {
-        "launches per gathered block of attention2d": ("at most", 1),
+        "calls of a kernel per gathered block of attention2d": ("at most", 1),
         "executor: all but kernels / total": ("at most", 0.03),
         "results that differ in 5 repeats": ("at most", 0),
         "waits of the host for the GPU after the first run": ("at most", 0),

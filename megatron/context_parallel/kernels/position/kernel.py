@@ -1,9 +1,11 @@
 """The position kernel: attention of a block under any mask in one launch, in Triton."""
 
 import importlib.util
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
@@ -14,6 +16,7 @@ from .tiles import FLOAT32, TILES, Tiles
 
 PARTS = {64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}  # powers of two
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_of_runs = WeakTensorKeyDictionary()  # by the ends of runs
 FURTHEST = 2**31 // 256  # elements between rows: offsets inside a tile are 32 bits wide
 
 
@@ -103,7 +106,7 @@ class PositionKernel:
         if parts > 1:
             common |= _split(parts, q, dout, dq, mask)
         at_grads = _strides(dk=dk) | ({"at_dv": None} if alike else _strides(dv=dv))
-        ranges = _rows_seeing(mask, len(k), tiles.keys) if isinstance(mask, Runs) else None
+        ranges = _once(_rows_seeing, mask, len(k), tiles.keys) if isinstance(mask, Runs) else None
         key_grad_kernel[programs[0], dk.shape[1]](
             dk=dk, dv=dv, ranges=ranges, parts=parts, WITH_DQ=bool(joint), **common, **_launch(tiles), **at_grads
         )
@@ -181,7 +184,7 @@ def _common(q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) ->
         "v": v,
         "first": first,
         "end": end,
-        "seen_keys": _seen_keys(runs, len(k)) if runs else None,
+        "seen_keys": _once(_seen_keys, runs, len(k)) if runs else None,
         "s": s,
         "t": len(k),
         "group": group,
@@ -231,6 +234,15 @@ def _split(parts: int, q: Tensor, dout: Tensor, dq: Tensor, mask: PieceMask) -> 
     at_dout = {} if dout.shape == q.shape else _strides(dout=dout)
     changed = {"q": q, "dout": dout, "dq": dq, "group": group, "heads_a_sample": q.shape[1] // samples}
     return changed | _strides(q=q, dq=dq) | at_dout
+
+
+def _once(make: Callable[..., Tensor], runs: Runs, *sizes: int) -> Tensor:
+    """`make(runs, *sizes)`, computed once for all layers. It lives as long as the runs."""
+    made = _of_runs.setdefault(runs.end, {})
+    key = make, id(runs.first), sizes
+    if key not in made:
+        made[key] = runs.first, make(runs, *sizes)  # with `first`, because its id counts
+    return made[key][1]
 
 
 def _seen_keys(runs: Runs, keys: int) -> Tensor:

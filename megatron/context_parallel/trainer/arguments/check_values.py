@@ -160,6 +160,8 @@ def _check_devices(args: Arguments) -> Iterator[UsageError]:
         yield refusal(args, "fp16", "needs a GPU, and this host has none; give --bf16, or neither")
     if args.distributed_backend == "nccl" and not (gpus or args.dry_run):
         yield refusal(args, "distributed_backend", "needs GPUs, and this host has none", distributed_backend="gloo")
+    if args.distributed_backend == "gloo" and gpus and args.world_size > 1 and not args.dry_run:
+        yield refusal(args, "distributed_backend", "does not send tensors of GPUs", distributed_backend="nccl")
     nccl = args.distributed_backend == "nccl" or (gpus and not args.distributed_backend)
     for name in ("high_priority_stream_groups", "nccl_communicator_config_path"):
         if getattr(args, name) and not nccl:
