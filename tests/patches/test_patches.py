@@ -172,6 +172,7 @@ SHAPES: Table = {
     "transformers": {
         "transformers/configuration_utils.py": {"PreTrainedConfig._attn_implementation": "self"},
         "transformers/modeling_utils.py": {"PreTrainedModel._is_stateful": "_is_stateful: bool = False"},
+        "transformers/trainer.py": {"Trainer._prepare_context_parallel_inputs": "self model inputs"},
     },
     "accelerate": {
         "torch/nn/modules/module.py": {
