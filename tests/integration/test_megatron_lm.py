@@ -18,6 +18,7 @@ from megatron.core import parallel_state, utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -26,10 +27,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.integration import megatron_lm
 from megatron.context_parallel.integration.transformer_engine import why_not_importable
-from tests.support.gpt_case import BATCH, LENGTH, VOCABULARY, batch, config, hidden
+from tests.support.gpt_case import BATCH, CU_SEQLENS, LENGTH, VOCABULARY, batch, config, hidden
+from tests.support.releases import installed
 
 STEPS = 5
-PACKED = "get_thd_batch_on_this_cp_rank"  # until megatron-core 0.17; 0.19 has one function for all batches
+THD = hasattr(utils, "get_thd_batch_on_this_cp_rank")  # until megatron-core 0.17; then one function for all batches
+REAL = [0, 5, 6, 15, 20, 29, 30, 42]  # cu_seqlens of documents that begin at CU_SEQLENS, with padding after some
 
 
 class PlainAttention(torch.nn.Module):
@@ -57,26 +60,67 @@ def latent(strategies: list[str]) -> tuple[TransformerConfig, ModuleSpec]:
     return MLATransformerConfig(**{name: value for name, value in given.items() if name in names}), spec
 
 
-def train(strategies: list[str], multi_latent: bool = False) -> list[float]:
-    """Losses by Megatron-LM's way: its spec, its function that cuts batches, its rotary embedding."""
+def documents(kind: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`cu_seqlens` and `cu_seqlens_padded` of both samples together."""
+    whole = torch.tensor(CU_SEQLENS, dtype=torch.int32)
+    return (torch.tensor(REAL, dtype=torch.int32), whole) if kind == "padded" else (whole, None)
+
+
+def padding() -> torch.Tensor:
+    """The tokens of no document: bool [b, length]."""
+    inside = torch.zeros(BATCH * LENGTH, dtype=torch.bool)
+    for start, length in zip(CU_SEQLENS, torch.tensor(REAL).diff(), strict=False):
+        inside[start : start + length] = True
+    return ~inside.view(BATCH, LENGTH)
+
+
+def packed_batch(data: dict, kind: str) -> tuple[dict, PackedSeqParams]:
+    """A batch with `thd` bounds, laid end to end and cut as pretrain_gpt.py of the installed release does it."""
+    bounds, padded = (None if x is None else x[None] for x in documents(kind))
+    rows = {name: None if x is None else x.reshape(1, -1) for name, x in data.items()}
+    if THD:
+        return utils.get_thd_batch_on_this_cp_rank(rows, bounds, padded, torch.tensor([14]))
+    rows |= {"cu_seqlens": bounds, "cu_seqlens_padded": padded, "max_seqlen": torch.tensor([14])}
+    cut = utils.get_batch_on_this_cp_rank(
+        rows, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
+    )
+    bounds, padded = (
+        None if cut[name] is None else cut[name].squeeze(0) for name in ("cu_seqlens", "cu_seqlens_padded")
+    )
+    return cut, PackedSeqParams("thd", bounds, bounds, padded, padded, int(cut["max_seqlen"]), int(cut["max_seqlen"]))
+
+
+def train(strategies: list[str], kind: str = "plain") -> list[float]:
+    """Losses by Megatron-LM's way: its spec, its function that cuts batches, its rotary embedding.
+
+    Args:
+        strategies: our attention; none: Megatron's own, on one rank.
+        kind: "plain", "latent" for multi-latent attention, "packed" for `thd`, "padded" for `thd` with padding.
+    """
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, value in megatron_lm.replacements(strategies) if strategies else ():
             patch.setattr(owner, name, value)
         model_parallel_cuda_manual_seed(3)
         settings, spec = config(), get_gpt_layer_local_spec(normalization="RMSNorm")
-        if multi_latent:
+        if kind == "latent":
             patch.setattr(multi_latent_attention, "HAVE_TE", not why_not_importable())
             settings, spec = latent(strategies)
         model = GPTModel(settings, spec, VOCABULARY, LENGTH, position_embedding_type="rope")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
         data = {**batch(), "attention_mask": None}
-        if strategies:
+        if kind == "padded":
+            data["weight"] = data["weight"].masked_fill(padding(), 0)
+        mask = packed = None
+        if not strategies:
+            mask = None if kind == "latent" else hidden("documents" if kind in ("packed", "padded") else None)
+        elif kind in ("packed", "padded"):
+            data, packed = packed_batch(data, kind)
+        else:
             data = utils.get_batch_on_this_cp_rank(data)
         losses = []
         for _ in range(STEPS):
-            mask = None if strategies or multi_latent else hidden(None)
-            out = model(data["tokens"], data["position_ids"], mask, labels=data["labels"])
+            out = model(data["tokens"], data["position_ids"], mask, labels=data["labels"], packed_seq_params=packed)
             loss = (out * data["weight"]).sum()
             loss.backward()
             for tensor in (loss.detach(), *(p.grad for p in model.parameters())):
@@ -97,43 +141,71 @@ def test_training_equals_one_rank(ranks):
 
 
 def test_multi_latent_attention_equals_one_rank(ranks):
-    (expected,) = ranks(1, train, [], True)
+    (expected,) = ranks(1, train, [], "latent")
     assert expected[-1] < expected[0]
-    for losses in ranks(4, train, ["mesh:layout=cyclic"], True):
+    for losses in ranks(4, train, ["mesh:layout=cyclic"], "latent"):
         assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_packed_sequences_equal_one_rank(ranks, kind):
+    (expected,) = ranks(1, train, [], kind)
+    assert expected[-1] < expected[0]
+    for n, strategies in ((1, ["ring"]), (4, ["mesh:layout=cyclic"]), (4, ["usp:head_parallel_size=2", "ring"])):
+        for losses in ranks(n, train, strategies, kind):
+            assert losses == pytest.approx(expected, rel=1e-6), strategies
 
 
 def refused_batches() -> list[str]:
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    replaced = {name: value for _, name, value in megatron_lm.replacements(["ring"])}
-    cut, said = replaced["get_batch_on_this_cp_rank"], []
+    model_parallel_cuda_manual_seed(3)
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    mask, lengths = torch.ones(BATCH, 1, LENGTH, LENGTH), torch.tensor([0, LENGTH])
-    calls = {
-        "with lengths": lambda: cut({"tokens": None, "cu_seqlens": lengths}, is_hybrid_cp=False),
-        "hybrid": lambda: cut({"tokens": None}, True),
-        "masked": lambda: cut({"tokens": None, "attention_mask": mask}),
-        "group": lambda: cut({"tokens": None}, alone),
-    }
-    if PACKED in replaced:
-        calls["packed"] = lambda: replaced[PACKED]({}, None, None, None)
-    for name, call in calls.items():
-        with pytest.raises(UsageError) as caught:
-            call()
-        said.append(f"{name}: {caught.value}")
+    mask, bounds = torch.ones(BATCH, 1, LENGTH, LENGTH), torch.tensor([[0, LENGTH]])
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, value in megatron_lm.replacements(["ring"], packed=True):
+            patch.setattr(owner, name, value)
+        model = GPTModel(config(), get_gpt_layer_local_spec(), VOCABULARY, LENGTH)
+        other = GPTModel(config(), get_gpt_layer_local_spec(), VOCABULARY, LENGTH)
+        other.config.multi_latent_attention = True
+        cut, packed = utils.get_batch_on_this_cp_rank, PackedSeqParams("thd", bounds[0], bounds[0])
+        calls = {
+            "hybrid": lambda: cut({"tokens": None}, True),
+            "masked": lambda: cut({"tokens": None, "attention_mask": mask}),
+            "group": lambda: cut({"tokens": None}, alone),
+            "other bounds": lambda: cut({"tokens": tokens[:1], "cu_seqlens_q": bounds}),
+            "two rows": lambda: cut({"tokens": tokens, "cu_seqlens": bounds}),
+            "not sharded": lambda: model(tokens, None, None, packed_seq_params=packed),
+            "not packed": lambda: model(tokens, None, None),
+            "latent": lambda: other(tokens, None, None, packed_seq_params=packed),
+        }
+        if THD:
+            calls["hybrid too"] = lambda: utils.get_batch_on_this_hybrid_cp_rank({}, 2)
+        for name, call in calls.items():
+            with pytest.raises(UsageError) as caught:
+                call()
+            said.append(f"{name}: {caught.value}")
     parallel_state.destroy_model_parallel()
     return said
 
 
 def test_batches_that_would_be_cut_wrong_are_refused(ranks):
-    packed = "packed sequences (thd): not supported in Megatron-LM; use this project's trainer"
+    hybrid = "hybrid context parallelism: not supported in Megatron-LM; use this project's trainer"
     for said in ranks(2, refused_batches):
         assert said == [
-            f"with lengths: {packed}",
-            f"hybrid: {packed}",
+            f"hybrid: {hybrid}",
             "masked: attention_mask in the batch: give --no-create-attention-mask-in-dataloader",
             "group: cp_group of 1 ranks: batches are sharded over the context group of 2",
-            *([f"packed: {packed}"] if hasattr(utils, PACKED) else []),
+            "other bounds: cu_seqlens_q in the batch: unknown bounds of packed sequences; give cu_seqlens",
+            "two rows: cu_seqlens: end at 24 for tokens [2, 24]; packed sequences must fill one row: give "
+            "--micro-batch-size 1",
+            "not sharded: packed sequences (thd): this batch was not sharded by the layout; shard it with "
+            "megatron-core's get_batch_on_this_cp_rank",
+            "not packed: packed sequences (thd): this pipeline stage got none; give --pipeline-model-parallel-size 2 "
+            "or less, or take megatron-core 0.17 or later",
+            "latent: packed sequences (thd): not supported with --multi-latent-attention; leave it out",
+            *([f"hybrid too: {hybrid}"] if THD else []),
         ]
 
 
@@ -187,7 +259,7 @@ def test_flags_are_told_apart_and_completed():
     for wrong, message in (
         (["--attention-dropout", "0.1"], "--attention-dropout 0.1: context-parallel attention has no dropout; give"),
         (["--mtp-num-layers=1"], "--mtp-num-layers: not supported, it shards sequences itself"),
-        (["--sft"], "--sft: not supported"),
+        (["--sft", "--overlap-moe-expert-parallel-comm"], "--overlap-moe-expert-parallel-comm: it drops packed seq"),
         (["--spec", "module", "spec"], "--spec: not supported, its layers keep their own attention"),
         (["--hybrid-layer-pattern=*-"], "--hybrid-layer-pattern: not supported, its layers keep their own attention"),
         (["--moe-aux-loss-coeff=0.01"], "--moe-aux-loss-coeff: not supported, over n context ranks .* 1/n of its"),
@@ -212,9 +284,38 @@ def losses_of_a_checkout(ranks: int, *flags: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
 
 
+def packed_chats(folder: Path) -> list[str]:
+    """Flags for supervised fine-tuning on lines of several chats each."""
+    from transformers import AutoTokenizer
+
+    from tests.support.chat_case import chat, tokenizer, write
+
+    lines = []
+    for line in range(20):
+        messages = []
+        for number in range(2 + line % 3):
+            messages += chat("ab" * (number + 1), "cd" * (line % 5 + 1), system="s")["messages"]
+        lines.append({"messages": messages})
+    data, name = write(folder / "chats.jsonl", lines), tokenizer(folder / "tokenizer")
+    made = AutoTokenizer.from_pretrained(name)
+    made.add_special_tokens({"unk_token": "<unk>"})  # the format pads with it
+    made.save_pretrained(name)
+    flags = f"--sft --tokenizer-type SFTTokenizer --tokenizer-model {name} --data-path {data} --micro-batch-size 1"
+    sizes = "--sft-tokenizer-prompt-format nemotron-nano-v2 --seq-length 512 --max-position-embeddings 512"
+    return [*flags.split(), *sizes.split()]
+
+
 @pytest.mark.skipif("MEGATRON_LM_PATH" not in os.environ, reason="MEGATRON_LM_PATH names no checkout of Megatron-LM")
-def test_a_checkout_trains_as_one_rank():
-    expected = losses_of_a_checkout(1)
+@pytest.mark.parametrize("kind", ["plain", "documents", "chats"])
+def test_a_checkout_trains_as_one_rank(kind, tmp_path):
+    if kind != "plain" and installed("megatron-core") < (0, 19):
+        pytest.skip("Megatron-LM masks between documents since 0.19, and before it reads chats with transformers 4")
+    flags = packed_chats(tmp_path) if kind == "chats" else []
+    if kind == "documents":
+        flags = ["--dataloader-inter-document-masking"]
+    # Megatron's own attention for packed sequences is Transformer Engine's.
+    alone = [] if kind == "plain" else ["--cp-strategy", "ring"]
+    expected = losses_of_a_checkout(1, *alone, *flags)
     assert len(expected) == STEPS
     spread = ["--cp-strategy", "mesh:layout=cyclic", "--context-parallel-size", "2"]
-    assert losses_of_a_checkout(2, *spread) == pytest.approx(expected, rel=1e-6)
+    assert losses_of_a_checkout(2, *spread, *flags) == pytest.approx(expected, rel=1e-6)

@@ -161,10 +161,18 @@ SHAPES: Table = {
         f"{_EMBEDDINGS}/yarn_rotary_pos_embedding.py": {
             "get_pos_emb_on_this_cp_rank": "from megatron.core.models.common.embeddings.rope_utils"
         },
+        f"{_CORE}/models/gpt/gpt_model.py": {
+            "GPTModel.forward": "self input_ids position_ids attention_mask decoder_input labels inference_context "
+            "packed_seq_params extra_block_kwargs runtime_gather_output inference_params loss_mask padding_mask"
+            + by_release(
+                {(0, 16): "", (0, 17): " is_spec_decode", (0, 18): " output_processor output_processor_context"}
+            )
+        },
     },
     "transformers": {
         "transformers/configuration_utils.py": {"PreTrainedConfig._attn_implementation": "self"},
         "transformers/modeling_utils.py": {"PreTrainedModel._is_stateful": "_is_stateful: bool = False"},
+        "transformers/trainer.py": {"Trainer._prepare_context_parallel_inputs": "self model inputs"},
     },
     "accelerate": {
         "torch/nn/modules/module.py": {
@@ -493,7 +501,8 @@ def test_waiting_frames(world, monkeypatch):
 
 
 def test_megatron_lm():
-    ours = {"core_attention": 1, "batch": 2, "packed_batch": 3, "embedding": 4}
-    places = [*megatron_lm.replaced_by(**ours)]
+    ours = {"core_attention": 1, "batch": 2, "packed_batch": 3, "hybrid_batch": 3, "embedding": 4}
+    places = [*megatron_lm.replaced_by(**ours, call=lambda forward: forward.__name__)]
     assert all(callable(getattr(owner, name)) for owner, name, _ in places)
-    assert [value for *_, value in places] == [1, 1, 2, *[3] * len(PACKED_BATCHES), 4, 4, 4]
+    packed = {(0, 16): [3, 3], (0, 17): [3, 3], (0, 18): [2]}.get(CORE, [])
+    assert [value for *_, value in places] == [1, 1, 2, *packed, 4, 4, 4, "forward"]

@@ -6,6 +6,7 @@ Without `--cp-strategy` nothing of Megatron's attention is replaced. What stands
 """
 
 import importlib.util
+import json
 import runpy
 import sys
 from contextlib import nullcontext
@@ -25,9 +26,9 @@ MODEL = (
 TRAINING = (
     "--micro-batch-size 2 --global-batch-size 4 --train-iters 5 --lr 1e-2 --weight-decay 0.0 --clip-grad 1.0 "
     "--attention-dropout 0.0 --hidden-dropout 0.0 --calculate-per-token-loss --log-interval 1 --eval-iters 0 "
-    "--eval-interval 100 --seed 7 --mock-data --split 100,0,0 --tokenizer-type NullTokenizer --vocab-size 127 "
-    "--num-workers 0"
+    "--eval-interval 100 --seed 7 --split 100,0,0 --num-workers 0"
 )
+DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127"
 HOST = (
     "--distributed-backend gloo --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
     "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-create-attention-mask-in-dataloader"
@@ -45,7 +46,8 @@ def main(checkout: str, flags: list[str]) -> None:
         prepare_training()
         run(*args, **kwargs)
 
-    flags = [*flags, *MODEL.split(), *TRAINING.split(), *HOST.split()]
+    data = [] if "--data-path" in flags else DATA.split()
+    flags = [*MODEL.split(), *TRAINING.split(), *HOST.split(), *data, *flags]
     from megatron.context_parallel.integration import megatron_lm
     from megatron.context_parallel.patches import cpu_host
 
@@ -56,6 +58,12 @@ def main(checkout: str, flags: list[str]) -> None:
         return
     sys.argv = [script, *flags]
     run_on_cpu(script, run_name="__main__")
+
+
+def read_lines(kind: str, data_files: str, split: str) -> list[dict]:
+    """Stands in for `load_dataset` of the package datasets."""
+    assert (kind, split) == ("json", "all")
+    return [json.loads(line) for line in Path(data_files).read_text().splitlines()]
 
 
 def compiled_helpers() -> ModuleType:
@@ -97,6 +105,8 @@ def prepare_training() -> None:
     initialize._compile_dependencies = lambda: None
     training.set_jit_fusion_options = initialize.set_jit_fusion_options = lambda **options: None
     training.initialize_megatron = partial(initialize.initialize_megatron, allow_no_cuda=True)
+    sys.modules["datasets"] = datasets = ModuleType("datasets")
+    datasets.load_dataset = read_lines  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

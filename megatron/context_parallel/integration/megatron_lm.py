@@ -14,9 +14,8 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.context_parallel.attention.context import ContextParallel
@@ -36,6 +35,7 @@ NEEDED = {
 _WEIGHED = "over n context ranks megatron-core gives it 1/n of its weight; use this project's trainer"
 _OURS = "the strategy computes attention; give --cp-attention-backend"
 _OWN_ATTENTION = "its layers keep their own attention"
+_PACKED = ("--sft", "--dataloader-inter-document-masking")  # batches are packed sequences (thd)
 _REFUSED = {
     "--moe-aux-loss-coeff": _WEIGHED,
     "--moe-z-loss-coeff": _WEIGHED,
@@ -48,8 +48,6 @@ _REFUSED = {
     "--hybrid-override-pattern": _OWN_ATTENTION,
     "--heterogeneous-layers-config-path": _OWN_ATTENTION,
     "--heterogeneous-layers-config-encoded-json": _OWN_ATTENTION,
-    "--dataloader-inter-document-masking": "Transformer Engine computes its packed sequences (thd)",
-    "--sft": "Transformer Engine shards its packed sequences (thd)",
     "--attention-backend": _OURS,
     "--flash-attention-version": _OURS,
 }
@@ -69,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     if added and os.environ.get("RANK", "0") == "0":
         print(f"cp: added {' '.join(added)}", flush=True)
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    put_in_place(replacements(strategies, backend))
+    put_in_place(replacements(strategies, backend, packed=any(flag in theirs for flag in _PACKED)))
     sys.argv = [script, *theirs]
     runpy.run_path(script, run_name="__main__")
 
@@ -104,12 +102,14 @@ def complete(flags: list[str]) -> tuple[list[str], list[str]]:
     """Megatron's flags with the required ones, and the flags that were added.
 
     Raises:
-        UsageError: a flag that is not supported, or another value of a required one.
+        UsageError: flags that are not supported, alone or together, or another value of a required one.
     """
     words = [part for flag in flags for part in (flag.split("=", 1) if flag.startswith("--") else [flag])]
     for flag, why in _REFUSED.items():
         if flag in words:
             raise UsageError(f"{flag}: not supported, {why}; leave it out")
+    if "--overlap-moe-expert-parallel-comm" in words and any(flag in words for flag in _PACKED):
+        raise UsageError("--overlap-moe-expert-parallel-comm: it drops packed sequences (thd); leave it out")
     added = []
     for needed, why in NEEDED.items():
         name, _, value = needed.partition(" ")
@@ -120,15 +120,19 @@ def complete(flags: list[str]) -> tuple[list[str], list[str]]:
     return [*flags, *(part for needed in added for part in needed.split())], added
 
 
-def replacements(strategies: Sequence[str], backend: str = "auto") -> Iterator[tuple[Any, str, Callable]]:
+def replacements(
+    strategies: Sequence[str], backend: str = "auto", packed: bool = False
+) -> Iterator[tuple[Any, str, Callable]]:
     """(owner, name, value) of every replacement in megatron-core. Apply them with `setattr` before importing Megatron.
 
     Our attention replaces that of megatron-core's and Transformer Engine's specs. Batches and rotary embeddings are
-    sharded by the layout of the strategies; there is one strategy, or one for each layer.
+    sharded by the layout of the strategies; there is one strategy, or one for each layer. With `packed`, a call of the
+    model without packed sequences raises UsageError.
     """
     from megatron.core import parallel_state
     from megatron.core.transformer import ModuleSpec
 
+    from .megatron_lm_batch import Batches, refuse_hybrid
     from .spec import ContextParallelAttention
 
     def context() -> ContextParallel:
@@ -140,39 +144,18 @@ def replacements(strategies: Sequence[str], backend: str = "auto") -> Iterator[t
         params = {"cp": layers if len(layers) > 1 else layers[0], "backend": backend, "follows_layout": True}
         return ModuleSpec(ContextParallelAttention, params=params)
 
-    def batch_here(batch: dict[str, Tensor | None], *args: Any, **kwargs: Any) -> dict:
-        # Later releases and Megatron-Bridge pass the group, and whether the batch is hybrid, by name.
-        cp = context()
-        hybrid, group = _asked(*args, **kwargs)
-        if hybrid or batch.get("cu_seqlens") is not None or batch.get("cu_seqlens_q") is not None:
-            refuse_packed()
-        if batch.get("attention_mask") is not None:
-            raise UsageError("attention_mask in the batch: give --no-create-attention-mask-in-dataloader")
-        if group is not None and group.size() != cp.n:
-            raise UsageError(f"cp_group of {group.size()} ranks: batches are sharded over the context group of {cp.n}")
-        return {name: x if x is None else cp.shard(x, dim=1) for name, x in batch.items()}
-
     def embedding_here(pos_emb: Tensor, seq_dim: int, cp_group: object = None) -> Tensor:
         return context().shard(pos_emb, dim=seq_dim)
 
-    def refuse_packed(*args: object, **kwargs: object) -> NoReturn:
-        raise UsageError("packed sequences (thd): not supported in Megatron-LM; use this project's trainer")
-
+    batches = Batches(context, packed)
     return replaced_by(
-        core_attention=core_attention, batch=batch_here, packed_batch=refuse_packed, embedding=embedding_here
+        core_attention=core_attention,
+        batch=batches.shard,
+        packed_batch=batches.shard_packed,
+        hybrid_batch=refuse_hybrid,
+        embedding=embedding_here,
+        call=batches.call,
     )
-
-
-def _asked(
-    *args: Any, is_hybrid_cp: bool = False, cp_group: dist.ProcessGroup | None = None, **others: object
-) -> tuple[bool, dist.ProcessGroup | None]:
-    """Whether a batch is hybrid, and its group, from Megatron's arguments. Before 0.17 the group comes first."""
-    for given in args:
-        if isinstance(given, bool):
-            is_hybrid_cp = given
-        elif isinstance(given, dist.ProcessGroup):
-            cp_group = given
-    return is_hybrid_cp, cp_group
 
 
 if __name__ == "__main__":

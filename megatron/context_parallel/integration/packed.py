@@ -43,9 +43,14 @@ def accept_thd(model: nn.Module) -> None:
     model.register_forward_pre_hook(_take_over, with_kwargs=True)
 
 
+def documents_of(given: PackedSeqParams) -> PackedDocuments:
+    """Megatron's `thd` bounds of documents, in the form that our attention reads."""
+    bounds: dict[str, Any] = {name: value for name, value in vars(given).items() if "cu_seqlens" in name}
+    return PackedDocuments(**bounds)
+
+
 def _take_over(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     given: PackedSeqParams | None = kwargs.get("packed_seq_params")
     if given is None or isinstance(given, PackedDocuments):
         return args, kwargs
-    bounds: dict[str, Any] = {name: value for name, value in vars(given).items() if "cu_seqlens" in name}
-    return args, {**kwargs, "packed_seq_params": PackedDocuments(**bounds)}
+    return args, {**kwargs, "packed_seq_params": documents_of(given)}

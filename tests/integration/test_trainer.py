@@ -1,0 +1,58 @@
+"""transformers' Trainer and TRL's SFTTrainer over context-parallel ranks: the losses of one rank with their own."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from examples.huggingface import small_chats, small_llama
+
+for package in ("transformers", "accelerate"):
+    pytest.importorskip(package, reason=f"needs the package {package}")
+STEPS = 4
+
+
+def trained(*flags: str) -> list[float]:
+    from examples.huggingface import trainer
+
+    return trainer.main([*flags, "--steps", str(STEPS), "--seq-length", "128", "--lr", "0.003"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    small_llama.main(str(folder))
+    return str(folder)
+
+
+def compare(ranks, *flags: str) -> None:
+    """On 4 ranks, 2 of them for each sequence."""
+    (expected,) = ranks(1, trained, *flags)
+    assert len(expected) == STEPS and expected[-1] < expected[0] - 0.1
+    for losses in ranks(4, trained, *flags, "--cp-size", "2", "--cp-strategy", "ring:layout=cyclic"):
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def test_trainer_equals_one_rank(ranks, model):
+    compare(ranks, model)
+
+
+def test_sft_trainer_on_packed_chats_equals_one_rank(ranks, model, tmp_path):
+    pytest.importorskip("trl", reason="needs the package trl")
+    chats = tmp_path / "chats.jsonl"
+    small_chats.main(model, str(chats))
+    compare(ranks, model, "--chats", str(chats))
+
+
+def test_options_that_need_whole_sequences_are_refused():
+    from megatron.context_parallel import UsageError
+    from megatron.context_parallel.integration.trainer import ContextParallelTrainer
+
+    plain = {"cp": None, "label_smoother": None, "compute_loss_func": None, "compute_metrics": None}
+    for name, message in (
+        ("label_smoother", "label_smoothing_factor: it shifts labels that are sharded; give 0"),
+        ("compute_loss_func", "compute_loss_func: a rank has the logits of its own tokens only; leave it out"),
+        ("compute_metrics", "compute_metrics: a rank has the logits of its own tokens only; leave it out"),
+    ):
+        trainer = SimpleNamespace(**plain | {name: max})
+        with pytest.raises(UsageError, match=message):
+            ContextParallelTrainer._prepare_context_parallel_inputs(trainer, None, {})
