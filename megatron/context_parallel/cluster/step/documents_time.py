@@ -63,7 +63,7 @@ def documents_forecast(
     steps_on = choice.plan(n).n
     mask = attention_mask(model)
     if placed:
-        placement = place(documents, steps_on, costs_of_run(model, run, cluster), mask.causal, mask.window)
+        placement = place(documents, steps_on, costs_of_run(model, run, cluster), mask.causal, [mask.window])
         chunks: Slices = placement
         mask = replace(mask, documents=documents.placed(placement))
         seen = visible_pairs = mask.pairs(placement, placement)

@@ -272,7 +272,7 @@ def document_options(args: Arguments) -> dict[str, Any]:
     n = args.cp_layers[0].plan(args.context_parallel_size).n
     window = args.window_size or (-1, -1)
     costs = costs_of_run(model_of(args), run_of(args), load_cluster(args.cp_cluster or PLACED_FOR))
-    return {"end": args.eod_token, "place": partial(place, n=n, costs=costs, window=window)}
+    return {"end": args.eod_token, "place": partial(place, n=n, costs=costs, windows=[window])}
 
 
 def sample_documents(args: Arguments, dataset: Dataset | None) -> list[Documents]:
