@@ -32,6 +32,7 @@ def pool():
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     monkeypatch.setattr(fuzz_case, "LONGEST", 64)
+    monkeypatch.setattr(fuzz_case, "MOST_RANKS", 12)
 
 
 def failures(fuzzing: fuzz.Fuzz, cases: int) -> Iterator[str]:
@@ -60,6 +61,8 @@ def test_every_strategy_layout_and_option_is_drawn():
         of_strategy = [case for case in drawn if case.strategy == name]
         assert {case.layout for case in of_strategy} == set(strategy.layouts)
         assert {option for case in of_strategy for option in case.options} >= set(strategy.options)
+        placements = {type(call.placement) for case in of_strategy for call in case.calls}
+        assert placements == {type(None), int, list}
 
 
 def test_the_oracle_by_hand():

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron.context_parallel import UsageError
+from megatron.context_parallel.integration.batch import shard_batch
 from megatron.context_parallel.tokens.layout import unshard
+from megatron.context_parallel.tokens.place_documents import Costs, place
 from tests.support import torchtitan_case
 from tests.support import torchtitan_standin as standin
 
@@ -38,7 +41,7 @@ def positions() -> torch.Tensor:
     return torch.stack([torch.cat([*map(torch.arange, lengths)]) for lengths in samples])
 
 
-def parts(strategy: str) -> list[torch.Tensor]:
+def parts(strategy: str, placed: bool) -> list[torch.Tensor]:
     """The whole inputs, labels, positions and output, put together from the parts of both ranks."""
     with standin.standing_in():
         from torchtitan import trainer
@@ -47,20 +50,27 @@ def parts(strategy: str) -> list[torch.Tensor]:
         from megatron.context_parallel.integration.torchtitan import use_context_parallel
 
         config, parallel_dims = standin.debugmodel(), dims()
-        assert use_context_parallel(config, strategy) is config
+        decides = partial(place, costs=Costs(1.0)) if placed else None
+        assert use_context_parallel(config, strategy, decides) is config
         attention = parallelized(config, parallel_dims).layers[1]
         sharding, saved = attention._sharding_config, trainer_saves()
         assert trainer.prepare_context_parallel_input is validate.prepare_context_parallel_input
         tokens = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)
         batch = tokens, tokens + 1, {"positions": positions()}, parallel_dims.get_mesh("cp"), tokens.device
         inputs, labels, kwargs = trainer.prepare_context_parallel_input(*batch, "headtail", None)
-        q, k, v = (attention.cp.shard(x, dim=1) for x in tensors())
-        out = attention(q, k, v, attention_masks=kwargs["attention_masks"], scale=0.3, enable_gqa=True)
+        documents = kwargs["attention_masks"]
+        local = shard_batch(dict(zip("qkv", tensors(), strict=True)), attention.cp, documents)
+        out = attention(*local.values(), attention_masks=documents, scale=0.3, enable_gqa=True)
         gathered = []
         for part in (inputs, labels, kwargs["positions"], out):
             every = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(2)]
             dist.all_gather(every, part.contiguous())
-            gathered.append(unshard(every, attention.cp.layout, dim=1))
+            if placed:
+                assert part.shape[:2] == (1, BATCH * LENGTH // 2)
+                whole = documents.placement.unshard([of_rank[0] for of_rank in every])
+                gathered.append(whole.unflatten(0, (BATCH, LENGTH)))
+            else:
+                gathered.append(unshard(every, attention.cp.layout, dim=1))
     assert set(sharding.in_dst_shardings.values()) == {standin.SHARDED}
     assert sharding.local_map.in_grad_placements == (standin.SHARDED,) * 3
     assert saved == {torch.ops.aten.mm.default, torch.ops.context_parallel.attention.default}
@@ -78,14 +88,16 @@ def tensors() -> list[torch.Tensor]:
     return [torch.randn(BATCH, LENGTH, heads, 8) for heads in (4, 2, 2)]
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses:layout=contiguous"])
-def test_attention_stays_within_documents(ranks, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "placed"), [("ring", False), ("ulysses:layout=contiguous", False), ("direct", True)]
+)
+def test_attention_stays_within_documents(ranks, strategy, placed):
     of = (positions() == 0).cumsum(1)
     mask = (of[:, :, None] == of[:, None]).tril()[:, None]
     q, k, v = (x.transpose(1, 2) for x in tensors())
     expected = scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True).transpose(1, 2)
     tokens = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)
-    for inputs, labels, places, out in ranks(2, parts, strategy):
+    for inputs, labels, places, out in ranks(2, parts, strategy, placed):
         assert torch.equal(inputs, tokens) and torch.equal(labels, tokens + 1) and torch.equal(places, positions())
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 

@@ -1,5 +1,6 @@
 """Models of HuggingFace transformers with our attention: losses and gradients of one rank with its own."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from megatron.context_parallel import ContextParallel, UsageError
 from megatron.context_parallel.tokens.mask import Mask
+from megatron.context_parallel.tokens.place_documents import Costs, place
 
 transformers = pytest.importorskip("transformers", reason="needs the extra [tokenizers]")
 
@@ -44,7 +46,7 @@ def batch(kind: str = "whole") -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": labels, "position_ids": places.expand(BATCH, -1)}
 
 
-def train(family: str, spec: str | None, kind: str = "whole", lora: bool = False) -> list[float]:
+def train(family: str, spec: str | None, kind: str = "whole", lora: bool = False, placed: bool = False) -> list[float]:
     """Losses of five steps of SGD; without a strategy, on one rank with the model's own attention."""
     model, data = model_of(family), batch(kind)
     if lora:
@@ -62,7 +64,10 @@ def train(family: str, spec: str | None, kind: str = "whole", lora: bool = False
         else:
             register(cp)
             model.set_attn_implementation("context_parallel")
-        data = shard_batch(cp, data)
+        windows = [(-1, -1), (10, 0)]
+        data = shard_batch(cp, data, place=partial(place, costs=Costs(1.0), windows=windows) if placed else None)
+        if placed:
+            assert data["input_ids"].shape == data["labels"].shape == (1, BATCH * LENGTH // cp.n)
     losses = []
     for _ in range(STEPS):
         loss = model(**data, use_cache=False).loss
@@ -94,6 +99,36 @@ def test_training_equals_one_rank(ranks, family, specs, kind):
         for losses in ranks(4, train, family, spec, kind):
             assert losses == pytest.approx(expected, abs=1e-6), spec
     assert expected[-1] < expected[0] - 0.05
+
+
+@pytest.mark.parametrize(
+    ("family", "spec", "kind"), [("llama", "direct", "packed"), ("mistral", "usp:head_parallel_size=2", "padded")]
+)
+def test_placed_documents_train_as_on_one_rank(ranks, family, spec, kind):
+    (expected,) = ranks(1, train, family, None, kind)
+    for losses in ranks(4, train, family, spec, kind, False, True):
+        assert losses == pytest.approx(expected, abs=1e-6)
+
+
+def _of_another_batch() -> str:
+    from megatron.context_parallel.integration.transformers import register, shard_batch
+
+    cp, model = ContextParallel("direct"), model_of("llama")
+    register(cp, model)
+    packed = batch("packed")
+    placed = shard_batch(cp, packed, place=partial(place, costs=Costs(1.0)))
+    logits = model(**placed, use_cache=False).logits
+    with pytest.raises(UsageError) as error:
+        model(**shard_batch(cp, {name: x[:1] for name, x in packed.items()}), documents=placed["documents"])
+    again = model(**shard_batch(cp, packed), use_cache=False).logits  # the layout's tokens, with their own documents
+    assert logits.shape[0] == 1 and again.shape[0] == BATCH
+    equal(cp, again, one_rank("llama", packed["position_ids"])[0])
+    return str(error.value)
+
+
+def test_documents_belong_to_one_call(ranks):
+    for words in ranks(2, _of_another_batch):
+        assert words.startswith(f"position_ids: {LENGTH // 2} on each of 2 ranks for documents of {2 * LENGTH} tokens")
 
 
 def test_lora_equals_one_rank(ranks):

@@ -104,14 +104,27 @@ def test_cut_documents_go_on_on_the_next_rank():
 @pytest.mark.parametrize(("causal", "window"), [(False, (-1, -1)), (True, (512, 0)), (False, (300, 300))])
 def test_other_masks_are_balanced(causal, window):
     documents = drawn(1100, 1.5, 8, 0)
-    placement = place(documents, 8, FREE, causal, window)
+    placement = place(documents, 8, FREE, causal, [window])
     loads = loads_of(documents, placement, causal, window)
     assert loads.pairs.max() <= 1.03 * loads.pairs.mean()
 
 
+def test_layers_with_other_windows_are_balanced_together():
+    """Three layers with a short window and one without: each rank has equal work over all of them."""
+    documents, window, full = drawn(8000, 1.4, 8, 0), (1024, 0), (-1, -1)
+    placement = place(documents, 8, FREE, windows=[window, window, window, full])
+    of_window, of_full = (loads_of(documents, placement, window=given).pairs for given in (window, full))
+    together = 3 * of_window + of_full
+    assert together.max() <= 1.01 * together.mean()
+    of_first = place(documents, 8, FREE, windows=[window])  # what the first layer alone would get
+    work = 3 * loads_of(documents, of_first, window=window).pairs + loads_of(documents, of_first).pairs
+    assert work.max() > 1.5 * work.mean()
+    assert of_first.digest() == place(documents, 8, FREE, windows=[window, window]).digest()
+
+
 def test_with_a_short_window_ranks_have_consecutive_slices():
     documents = packed([4096], 4096)
-    placement = place(documents, 4, FREE, window=(64, 0))
+    placement = place(documents, 4, FREE, windows=[(64, 0)])
     assert slices(placement) == [[(0, 1024)], [(1024, 2048)], [(2048, 3072)], [(3072, 4096)]]
     assert loads_of(documents, placement, window=(64, 0)).rows.sum(1).tolist() == [0, 64, 64, 64]
 

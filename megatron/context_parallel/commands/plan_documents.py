@@ -35,9 +35,23 @@ def read_documents(text: str, tokens: int) -> tuple[Documents, np.ndarray]:
         lengths = _of_file(text)
     if not len(lengths) or lengths.min() < 1:
         raise UsageError(f"--documents {text}: a document has 1 token or more; {GOOD}")
+    documents = end_to_end(lengths, tokens)
+    return documents, np.diff(documents.edges[0])[documents.inside[0]]
+
+
+def end_to_end(lengths: np.ndarray, tokens: int) -> Documents:
+    """Documents of int64 lengths in one sample of `tokens`. What does not fit is cut off; what is left is padding."""
     ends = np.minimum(np.minimum(lengths, tokens).cumsum(), tokens)
-    bounds = np.unique(np.append(0, ends))
-    return Documents.packed(torch.from_numpy(bounds), tokens), np.diff(bounds)
+    return Documents.packed(torch.from_numpy(np.unique(np.append(0, ends))), tokens)
+
+
+def draw_lengths(median: float, sigma: float, tokens: int, generator: np.random.Generator) -> np.ndarray:
+    """Log-normal lengths of documents, int64, until they fill `tokens`."""
+    lengths = np.array([], np.int64)
+    while lengths.sum() < tokens:
+        more = generator.lognormal(np.log(median), sigma, 4096)
+        lengths = np.append(lengths, more.clip(1, tokens).astype(np.int64))
+    return lengths
 
 
 def _listed(text: str, tokens: int) -> np.ndarray:
@@ -59,12 +73,7 @@ def _drawn(text: str, median: str, sigma: str, tokens: int) -> np.ndarray:
         middle, width = 0.0, 0.0
     if middle < 1 or width > 10:
         raise UsageError(f"--documents {text}: need a median from 1 and a sigma to 10, such as lognormal:1100,1.5")
-    draw = np.random.default_rng(SEED)
-    lengths = np.array([], np.int64)
-    while lengths.sum() < tokens:
-        more = draw.lognormal(np.log(middle), width, 4096)
-        lengths = np.append(lengths, more.clip(1, tokens).astype(np.int64))
-    return lengths
+    return draw_lengths(middle, width, tokens, np.random.default_rng(SEED))
 
 
 def _of_file(text: str) -> np.ndarray:

@@ -5,7 +5,7 @@ The replaced names are not public, so only tested releases are accepted.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import spmd_types
 import torch
@@ -32,9 +32,20 @@ from megatron.context_parallel.patches.torchtitan import (
 )
 from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.placement import Placement
+
+from .batch import shard_batch
 
 TRIED = CHECKED["torchtitan"] + "."
-_contexts: dict[dist.ProcessGroup, ContextParallel] = {}  # the context groups of the models created so far
+Place = Callable[[Documents, int], Placement]
+
+
+class _Context(NamedTuple):
+    cp: ContextParallel
+    place: Place | None
+
+
+_contexts: dict[dist.ProcessGroup, _Context] = {}  # the context groups of the models created so far
 Config = TypeVar("Config", bound=trainer.Trainer.Config)
 
 
@@ -84,7 +95,7 @@ class ContextParallelAttention(Module):
         return out
 
 
-def use_context_parallel(config: Config, strategy: str) -> Config:
+def use_context_parallel(config: Config, strategy: str, place: Place | None = None) -> Config:
     """Replaces the context parallelism of a torchtitan run with ours. Call it in your function of a config registry.
 
     Every rank keeps its tokens in the layout of the strategy. As in torchtitan, attention is causal within documents,
@@ -93,6 +104,8 @@ def use_context_parallel(config: Config, strategy: str) -> Config:
     Args:
         config: the config of a decoder with torchtitan's FlexAttention, such as `llama3_8b()`. It is modified in place.
         strategy: `--cp-strategy`.
+        place: decides the placement of each batch from its documents, for so many context ranks. Default: tokens are
+            where the layout of the strategy says.
 
     Returns:
         `config`.
@@ -106,7 +119,7 @@ def use_context_parallel(config: Config, strategy: str) -> Config:
     parse_spec(strategy)  # raises UsageError for an invalid spec
     spec = config.model_spec
     _replace_attention(spec.model)
-    spec.parallelize_fn = _parallelize_with(spec.parallelize_fn, strategy)
+    spec.parallelize_fn = _parallelize_with(spec.parallelize_fn, strategy, place)
     cut_batches_with(cut)
     save_results_of(torch.ops.context_parallel.attention.default)
     return config
@@ -127,7 +140,7 @@ def _replace_attention(model: Any) -> None:
         layer.attention.inner_attention = ContextParallelAttention.Config(sharding_config=inner.sharding_config)
 
 
-def _parallelize_with(theirs: Callable, strategy: str) -> Callable:
+def _parallelize_with(theirs: Callable, strategy: str, place: Place | None) -> Callable:
     """Wraps a model's `parallelize_fn`: it first makes attention context parallel."""
 
     def parallelize(
@@ -135,9 +148,10 @@ def _parallelize_with(theirs: Callable, strategy: str) -> Callable:
     ) -> nn.Module:
         _check(parallel_dims, training, parallelism)
         cp = ContextParallel(strategy, group=parallel_dims.get_mesh("cp"))
-        before = _contexts.setdefault(cp.group, cp)
-        if (cp.layout, cp.chunks) != (before.layout, before.chunks):
-            why = f"these ranks already run a model with --cp-strategy {before.choice.spec}; give the same"
+        before, placed_by = _contexts.setdefault(cp.group, _Context(cp, place))
+        if (cp.layout, cp.chunks, place) != (before.layout, before.chunks, placed_by):
+            by = " and another placement" if place != placed_by else ""
+            why = f"these ranks already run a model with --cp-strategy {before.choice.spec}{by}; give the same"
             raise UsageError(f"--cp-strategy {strategy}: {why}")
         cp.positions(training.seq_len)  # raises UsageError for an unsuitable length
         for module in model.modules():
@@ -186,7 +200,8 @@ def cut(
         ptrr_mask_key: not used.
 
     Returns:
-        Inputs, labels, and a dict of positions [b, length / n] and the documents as `attention_masks`.
+        Inputs, labels, and a dict of positions [b, length / n] and the documents as `attention_masks`. If batches are
+            placed, the samples are laid end to end, [1, b * length / n].
 
     Raises:
         UsageError: no positions, unknown tensors in the batch, or a model that was not created for these ranks.
@@ -195,12 +210,15 @@ def cut(
         raise UsageError(f"{min(unknown)} in the batch: not supported; give input, positions and labels only")
     if (positions := extra_kwargs.get("positions")) is None:
         raise UsageError("positions: missing in the batch; use a data loader that gives them, such as torchtitan's own")
-    if (cp := _contexts.get(cp_mesh.get_group())) is None:
+    if (context := _contexts.get(cp_mesh.get_group())) is None:
         raise UsageError("the model was not created for these ranks by use_context_parallel; give it to Trainer")
     starts = positions == 0
-    documents = Documents(starts.cumsum(1)) if starts[:, 1:].any() else None
-    kept = {"positions": cp.shard(positions, dim=1), "attention_masks": documents}
-    return cp.shard(inputs, dim=1), cp.shard(labels, dim=1), kept
+    cp, place = context
+    documents = Documents(starts.cumsum(1)) if place or starts[:, 1:].any() else None
+    if documents and place:
+        documents = documents.placed(place(documents, cp.n // cp.head_parallel_size))
+    local = shard_batch({"inputs": inputs, "labels": labels, "positions": positions}, cp, documents)
+    return local["inputs"], local["labels"], {"positions": local["positions"], "attention_masks": documents}
 
 
 def _without_gathering(given: ShardingConfig) -> ShardingConfig:

@@ -1,5 +1,6 @@
 """HuggingFace transformers: our attention for its models, and batches sharded over a context group."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -21,13 +22,16 @@ from megatron.context_parallel.patches.transformers import (
 )
 from megatron.context_parallel.tokens.layout import unshard
 from megatron.context_parallel.tokens.mask import Documents, Mask, Sequences
+from megatron.context_parallel.tokens.placement import Placement
 
+from .batch import shard_batch as shard_tensors
 from .transformers_mask import MaskFunction, mask_of
 from .transformers_model import check_model
 
 NAME = "context_parallel"
 IGNORED = -100  # the label of a token without a loss
 _contexts: list[ContextParallel] = []  # the last registered one
+_placed: WeakKeyDictionary[ContextParallel, Documents] = WeakKeyDictionary()  # of the call that runs
 _registered: WeakKeyDictionary[torch.nn.Module, ContextParallel] = WeakKeyDictionary()  # by module of a model
 _USE_HELPER = "give model(**shard_batch(cp, batch), use_cache=False)"
 
@@ -67,13 +71,17 @@ def _set_attn_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -
             raise
     if attention_of(self.config) == NAME:
         if self not in _registered:
-            self.register_forward_pre_hook(_check_batch, with_kwargs=True)
+            self.register_forward_pre_hook(_take_documents, with_kwargs=True)
+            self.register_forward_hook(_forget_documents, always_call=True)
         _registered.update(dict.fromkeys(self.modules(), _contexts[0]))
 
 
 def shard_batch(
-    cp: ContextParallel, batch: dict[str, Tensor], group: dist.ProcessGroup | None = None
-) -> dict[str, Tensor]:
+    cp: ContextParallel,
+    batch: dict[str, Tensor],
+    group: dist.ProcessGroup | None = None,
+    place: Callable[[Documents, int], Placement] | None = None,
+) -> dict[str, Any]:
     """This rank's part of a batch that all ranks of the context group have.
 
     Args:
@@ -82,11 +90,14 @@ def shard_batch(
             `position_ids` [b, length] or [1, length], which start at 0 in each packed document; optional
             `attention_mask` [b, length], 0 for padding, which is on the right and has no labels.
         group: the ranks whose gradients are averaged; default: the context group.
+        place: decides the placement of the batch from its documents, for so many context ranks. Every rank must decide
+            the same. Default: tokens are where the layout of the strategy says.
 
     Returns:
         The model's inputs: `input_ids`, `position_ids`, and with labels `labels` and `shift_labels` (both shifted),
             [b, length / n] each, and `num_items_in_batch`, by which the model divides the sum of its losses. With it,
-            the mean of the losses and gradients over `group` is the mean over all tokens that have a label.
+            the mean of the losses and gradients over `group` is the mean over all tokens that have a label. With
+            `place` the samples are laid end to end, [1, b * length / n], and `documents` has the placement.
 
     Raises:
         UsageError: padding before a token or with a label, an unknown tensor in the batch, or a length that cannot be
@@ -100,13 +111,20 @@ def shard_batch(
     places = batch.get("position_ids")
     if (mask := batch.get("attention_mask")) is not None and not mask.all():
         places = _apart(mask.bool(), torch.arange(length, device=tokens.device) if places is None else places, labels)
-    cut = {
-        "input_ids": cp.shard(tokens, dim=1),
-        "position_ids": cp.positions(length)[None].to(tokens.device) if places is None else cp.shard(places, dim=1),
-    }
+    if places is None:
+        places = torch.arange(length, device=tokens.device)[None]
+    whole = {"input_ids": tokens, "position_ids": places}
     if labels is not None:
-        shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        cut["labels"] = cut["shift_labels"] = cp.shard(shifted, dim=1).contiguous()
+        whole["labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    cut: dict[str, Any] = {}
+    documents = None
+    if place:
+        whole["position_ids"] = places.expand_as(tokens)
+        documents = Documents((whole["position_ids"] == 0).cumsum(1))
+        cut["documents"] = documents = documents.placed(place(documents, cp.n // cp.head_parallel_size))
+    cut |= shard_tensors(whole, cp, documents)
+    if labels is not None:
+        cut["shift_labels"] = cut["labels"] = cut["labels"].contiguous()
         count = (cut["labels"] != IGNORED).sum()
         group = cp.group if group is None else group
         dist.all_reduce(count, group=group)
@@ -123,9 +141,22 @@ def _apart(real: Tensor, places: Tensor, labels: Tensor | None) -> Tensor:
     return places.expand_as(real).masked_fill(~real, 0)
 
 
-def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
+def _take_documents(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """Checks a batch, and keeps its placed documents for the attention of this call. Models have no such input."""
     if attention_of(model.config) != NAME:  # its attention was changed since
-        return
+        return None
+    _check_batch(model, args, kwargs)
+    others = dict(kwargs)
+    if "documents" in others:
+        _placed[_registered[model]] = others.pop("documents")
+    return args, others
+
+
+def _forget_documents(model: PreTrainedModel, *_: object) -> None:
+    _placed.pop(_registered[model], None)
+
+
+def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise UsageError(f"labels without shift_labels: labels must be shifted before they are sharded; {_USE_HELPER}")
     if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
@@ -173,7 +204,13 @@ class _Call:
     def find(self, cp: ContextParallel, places: Tensor) -> Mask:
         """The mask. All ranks call it together, with their position ids int64 [b, s]."""
         if self._function is not None:
-            self.mask = replace(mask_of(self._function), documents=_documents_of(cp, places))
+            documents = _placed.get(cp)
+            if documents is None:
+                documents = _documents_of(cp, places)
+            elif documents.placement and places.numel() * cp.n != documents.placement.length:
+                why = f"{places.numel()} on each of {cp.n} ranks for documents of {documents.placement.length} tokens"
+                raise UsageError(f"position_ids: {why}; {_USE_HELPER}")
+            self.mask = replace(mask_of(self._function), documents=documents)
             self._function = None
         return self.mask
 

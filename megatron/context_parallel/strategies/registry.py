@@ -53,7 +53,7 @@ class Strategy:
         options: its options by name.
         channels: the channels of its messages and reduce-scatters. An all-gather may use others.
         head_parallel: "optional": any size; "required": 2 or more; "all": the heads are split over all ranks.
-        planned: whether the planner considers it. Its times are for masks without documents.
+        planned: whether the planner considers it for any mask. It considers the others for packed documents only.
     """
 
     name: str

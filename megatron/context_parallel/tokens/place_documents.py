@@ -10,6 +10,8 @@ proportional to its rows. One document over all ranks is the zigzag layout.
 """
 
 from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,28 +56,38 @@ class Costs:
 
 
 def place(
-    documents: Documents, n: int, costs: Costs, causal: bool = True, window: tuple[int, int] = (-1, -1)
+    documents: Documents,
+    n: int,
+    costs: Costs,
+    causal: bool = True,
+    windows: Sequence[tuple[int, int]] = ((-1, -1),),
 ) -> Placement:
     """A placement of the samples of `documents`, end to end, over n context ranks: equally many rows on each.
 
-    Equal arguments give equal placements. `causal` and `window` are those of the mask.
+    Equal arguments give equal placements. `causal` is that of the masks, and `windows` are those of the layers: one
+    for each, or one for all.
 
     Raises:
-        UsageError: n does not divide the tokens, or the mask is invalid.
+        UsageError: n does not divide the tokens, or a mask is invalid.
     """
     together = documents.end_to_end()
-    mask = Mask(causal, window, together)
+    layers = Counter(Mask(causal, window, together) for window in windows)
     tokens = together.shape[1]
     if n < 1 or tokens % n:
         fewer = max(ranks for ranks in range(1, max(n, 1) + 1) if tokens % ranks == 0)
         raise UsageError(f"placement of {tokens} tokens over {n} ranks: equally many on each; give {fewer} ranks")
-    pool = _Pool(mask)
+    pool = _Pool(together, layers)
     found: list[tuple[float, Placement]] = []
     for limit in _LIMITS:
         placement = Placement(_slices(pool, _deal(pool, n, limit), n))
-        loads = chunk_loads(mask, placement)
-        found.append((costs.seconds(loads).max(), placement))
-        if costs.of_links(loads).max() <= costs.pair * loads.pairs.max():
+        links, work, seconds = np.zeros(n), np.zeros(n), np.zeros(n)
+        for mask, count in layers.items():
+            loads = chunk_loads(mask, placement)
+            links += count * costs.of_links(loads)
+            work += count * costs.pair * loads.pairs
+            seconds += count * costs.seconds(loads)
+        found.append((seconds.max(), placement))
+        if links.max() <= work.max():
             break  # fewer cuts would not make it faster
     return min(found, key=lambda one: one[0])[1]
 
@@ -88,20 +100,24 @@ class _Pool:
     Attributes:
         starts: first token, int64 [documents].
         lengths: tokens, int64 [documents].
-        density: visible pairs for a row, float64 [documents].
-        paired: whether a cut document is cut into pairs of slices. Otherwise a window is so short that consecutive
+        density: visible pairs for a row, of all layers, float64 [documents].
+        paired: whether a cut document is cut into pairs of slices. Otherwise the windows are so short that consecutive
             slices have equal work, and need fewer keys.
     """
 
-    def __init__(self, mask: Mask) -> None:
-        assert isinstance(mask.documents, Documents)
-        (edges,), (inside,) = mask.documents.edges, mask.documents.inside
+    def __init__(self, documents: Documents, layers: Counter[Mask]) -> None:
+        (edges,), (inside,) = documents.edges, documents.inside
         lengths = np.diff(edges)
-        before, after = reach(mask, int(edges[-1]))
-        density = np.where(inside, (lengths + _ramp(lengths, before) + _ramp(lengths, after)) / lengths, 0)
+        pairs = np.zeros(len(lengths))
+        furthest = 0
+        for mask, count in layers.items():
+            before, after = reach(mask, int(edges[-1]))
+            pairs += count * (lengths + _ramp(lengths, before) + _ramp(lengths, after))
+            furthest = max(furthest, before)
+        density = np.where(inside, pairs / lengths, 0)
         order = np.argsort(density, kind="stable")
         self.starts, self.lengths, self.density = edges[:-1][order], lengths[order], density[order]
-        self.paired = 4 * before > self.lengths
+        self.paired = 4 * furthest > self.lengths
 
 
 def _ramp(lengths: np.ndarray, reach: int) -> np.ndarray:

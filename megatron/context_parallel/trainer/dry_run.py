@@ -1,20 +1,25 @@
 """`--dry-run`: computes parallel layout, attention traffic, parameters and memory in a single process."""
 
 import os
+import tempfile
+from dataclasses import replace
 from itertools import product
+from statistics import mean
 
 from rich.table import Table
 
 from megatron.context_parallel.attention.plans import ALL_RANKS_UP_TO
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import load_cluster
-from megatron.context_parallel.cluster.search.auto import headline
 from megatron.context_parallel.cluster.step.attention_pass import attention_plan, attention_rows, attention_shape
+from megatron.context_parallel.cluster.step.documents_time import documents_forecast
 from megatron.context_parallel.cluster.step.memory import fullest_stage, memory, total
+from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.volume import received_bytes
-from megatron.context_parallel.strategies import AUTO, Choice, distinct, parse_spec
+from megatron.context_parallel.strategies import AUTO, Choice, distinct
 from megatron.context_parallel.strategies.by_layer import written
 from megatron.context_parallel.tokens.layout import positions
+from megatron.context_parallel.tokens.mask import Documents
 
 from .arguments.auto import planned, with_strategy
 from .config.flags import Arguments
@@ -31,10 +36,11 @@ def describe(args: Arguments) -> None:
             f"WORLD_SIZE is not set: assuming {args.world_size} ranks (tensor x pipeline x context), "
             "data-parallel size 1"
         )
+    batches = _sample(args)
     if not args.cp_layers and args.cp_cluster:
-        found = planned(args, load_cluster(args.cp_cluster, "--cp-cluster"))
-        print(headline(found))
-        args = with_strategy(args, parse_spec(found.best))
+        found = planned(args, load_cluster(args.cp_cluster, "--cp-cluster"), batches)
+        print(found.line)
+        args = with_strategy(args, found.choice)
     if not args.cp_layers:
         show(_layout(args))
         print(
@@ -43,6 +49,11 @@ def describe(args: Arguments) -> None:
         )
     else:
         show(_layout(args), _work(args), _memory(args))
+        if batches and args.context_parallel_size > 1:
+            try:
+                show(_documents(args, batches))
+            except UsageError as error:  # the cluster or the layout does not fit, which a placement may not need
+                print(f"The gain of a placement of documents is not predicted: {error}")
     if not any((args.data_path, args.train_data_path)):
         print("No data was given, so none was checked.")
 
@@ -107,6 +118,46 @@ def attention_bytes(args: Arguments, backward: bool, choice: Choice | None = Non
     ranks = range(n) if n <= ALL_RANKS_UP_TO else (0, n // 2, n - 1)
     rows = attention_rows(model, run, plan)
     return max(received_bytes(plan, rank, shape, rows) for rank in ranks)
+
+
+# ----------------------------------------------------------------------------------------------- documents
+
+
+def _sample(args: Arguments) -> list[Documents]:
+    """The documents of some micro batches of the run's data; none without data, or if they are not kept apart."""
+    if not (args.reset_attention_mask and (args.mock_data or args.data_path or args.train_data_path)):
+        return []
+    from .data.batches import SAMPLED, build_datasets, sample_documents
+    from .data.tokenizer import build_tokenizer
+
+    samples = SAMPLED * args.micro_batch_size * args.data_parallel_size
+    with tempfile.TemporaryDirectory() as cache:  # a dry run leaves nothing behind
+        datasets = build_datasets(replace(args, data_cache_path=cache), build_tokenizer(args), (samples, 0, 0))
+        return sample_documents(args, datasets[0])
+
+
+def _documents(args: Arguments, batches: list[Documents]) -> Table:
+    """What a placement gains for the documents of some micro batches: the layout of the strategy, and placements."""
+    from .data.batches import PLACED_FOR
+
+    name = args.cp_cluster or PLACED_FOR
+    model, run = model_of(args), run_of(args)
+    cluster = load_cluster(name)
+    title = f"documents of {len(batches)} micro batches, attention of a layer, predicted for {name}"
+    table = Table("tokens", "work of the busiest rank", "received by a rank at most", "both passes", title=title)
+    cases = [(run.cp_strategy, False), (run.cp_strategy, True)]
+    if args.cp_layers[0].strategy.name != "direct":
+        cases.append(("direct", True))
+    for spec, placed in cases:
+        of_case = replace(run, cp_strategy=spec)
+        found = [documents_forecast(model, of_case, cluster, documents, placed) for documents in batches]
+        table.add_row(
+            f"{spec}, placed" if placed else f"{spec}, {args.cp_layers[0].layout}",
+            f"{mean(one.work for one in found):.2f} x the mean",
+            _gib(round(mean(one.received for one in found))),
+            f"{1e3 * mean(one.seconds for one in found):.4g} ms",
+        )
+    return table
 
 
 # -------------------------------------------------------------------------------------------------- memory

@@ -30,7 +30,7 @@ from .checkpoint.saver import Saver
 from .checkpoint.train_state import Progress, TrainState
 from .config.flags import Arguments
 from .config.samples import batch_size, train_samples
-from .data.batches import KEYS, build_data_iterator, build_datasets
+from .data.batches import KEYS, build_data_iterator, build_datasets, sample_documents
 from .data.tokenizer import build_tokenizer
 from .faults import rerun
 from .faults.findings import Findings
@@ -55,12 +55,13 @@ def pretrain(args: Arguments) -> None:
     started = time.monotonic()
     progress = Progress()
     with distributed_job(args, progress), save_lock(args):
-        args = args if args.cp_layers else choose_strategy(args)
         if args.skip_train:
             args = replace(args, no_load_optim=True, no_load_rng=True)
         tokenizer = build_tokenizer(args)
         samples = samples_needed(args)
         datasets = build_datasets(args, tokenizer, samples)
+        if not args.cp_layers:
+            args = choose_strategy(args, sample_documents(args, next(filter(None, datasets), None)))
         state = build_state(args, progress)
         if datasets[0]:
             state.progress.train_data = on_first_rank(lambda: same_data(args, state.progress))

@@ -9,6 +9,7 @@ from megatron.context_parallel.plan.ir import PLACEMENTS
 from megatron.context_parallel.strategies import Strategy
 
 IN_PROCESS, ON_RANKS, MUTATION = "in process", "on ranks", "mutation"
+MOST_RANKS = 64  # in one process
 LONGEST = 600  # tokens; the oracle's matrices have the square of it
 
 
@@ -21,6 +22,8 @@ class Call:
         kernel: "default", or "reference" for the package's exact one.
         documents: for each sample (or one for all) runs (id, tokens), of which neighbours differ; id -1 is padding.
         documents_as: how documents are given: by "ids", by their end tokens ("after"), or by cu_seqlens ("packed").
+        placement: of the batch, its samples end to end: for each chunk slices [first, end], or for how many chunks the
+            package's solver decides; default: as the layout says.
         inputs: "ordinary", "large" scores, or a "sink": a first token that takes most weight and has a tiny value.
         strided: inputs and output gradient are views that are not contiguous.
         recompute: the forward pass runs once without gradients, and the second one uses the kept results.
@@ -39,6 +42,7 @@ class Call:
     window: tuple[int, int] = (-1, -1)
     documents: list | None = None
     documents_as: str = "ids"
+    placement: list | int | None = None
     scale: float | None = None
     inputs: str = "ordinary"
     strided: bool = False
@@ -87,6 +91,8 @@ def draw(random: Random, kind: str, ranks: int) -> Case:
     """A case of up to `ranks` ranks, of any registered strategy. One in 30 has sizes that may be incompatible."""
     strategy = STRATEGIES[random.choice(sorted(STRATEGIES))]
     layout, n = random.choice(strategy.layouts), random.randint(1, ranks)
+    if kind == IN_PROCESS and random.random() < 0.1:
+        n = random.randint(1, MOST_RANKS)
     careless = random.random() < 1 / 30
     size = _head_parallel_size(random, strategy, n)
     default = size if strategy.head_parallel == "all" else 1
@@ -161,8 +167,28 @@ def _call(random: Random, n: int, head_parts: int, layout: str) -> Call:
     call.scale = random.choice((None, None, 1.0, 0.05, 0.37))
     call.inputs = random.choice(("ordinary", "ordinary", "large", "sink"))
     call.strided, call.recompute = random.random() < 0.2, random.random() < 0.15
+    if call.documents and n % head_parts == 0 and random.random() < 0.5:
+        call.documents = call.documents * (call.batch // len(call.documents))
+        call.placement = random.choice((n // head_parts, _slices(random, n // head_parts, call.batch * length)))
     _new_features(random, call, unit)
     return call
+
+
+def _slices(random: Random, n: int, length: int) -> list[list[list[int]]]:
+    """Slices between random tokens, dealt in any order to n chunks of equal size."""
+    cuts = sorted(random.sample(range(1, length), random.randint(0, min(length - 1, 4 * n))))
+    slices = [[first, end] for first, end in zip([0, *cuts], [*cuts, length], strict=True)]
+    random.shuffle(slices)
+    chunks: list[list[list[int]]] = [[] for _ in range(n)]
+    dealt = 0
+    for first, end in slices:
+        while first < end:
+            chunk, before = divmod(dealt, length // n)
+            taken = min(length // n - before, end - first)
+            chunks[chunk].append([first, first + taken])
+            first += taken
+            dealt += taken
+    return [sorted(chunk) for chunk in chunks]
 
 
 def _heads(parts: int) -> list[tuple[int, int]]:
@@ -172,7 +198,7 @@ def _heads(parts: int) -> list[tuple[int, int]]:
         (k, k * group)
         for k in sorted(kv)
         for group in {1, 2, 3, parts}
-        if k * group <= 24 and k * group % parts == 0 and (k % parts == 0 or parts % k == 0)
+        if k * group <= max(24, parts) and k * group % parts == 0 and (k % parts == 0 or parts % k == 0)
     ]
 
 
@@ -193,7 +219,7 @@ def _new_features(random: Random, call: Call, unit: int) -> None:
     if random.random() < 0.15:
         call.value_dim = random.choice((1, 4, 8, 24))
     if call.documents is None and random.random() < 0.1:
-        call.kv_length = unit * random.randint(1, LONGEST // unit)
+        call.kv_length = unit * random.randint(1, max(1, LONGEST // unit))
     if random.random() < 0.15:
         call.softcap = random.choice((0.5, 5.0, 50.0))
     if random.random() < 0.15:

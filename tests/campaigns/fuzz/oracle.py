@@ -66,6 +66,23 @@ def positions(layout: str, chunk: int, n: int, length: int) -> list[int]:
     return [i for i in range(length) if i * 2 * n // length in (chunk, 2 * n - 1 - chunk)]
 
 
+def placed_positions(slices: list[list[list[int]]], chunk: int, n: int) -> list[int]:
+    """The tokens of the batch, its samples end to end, of a chunk of n. Heads may share a chunk of the placement."""
+    everything = [token for of_chunk in slices for first, end in of_chunk for token in range(first, end)]
+    rows = len(everything) // n
+    return everything[chunk * rows : (chunk + 1) * rows]
+
+
+def end_to_end(x: Tensor) -> Tensor:
+    """[s, b, ...] to [b * s, 1, ...]."""
+    return x.transpose(0, 1).flatten(0, 1).unsqueeze(1)
+
+
+def in_samples(x: Tensor, batch: int) -> Tensor:
+    """The inverse of `end_to_end`."""
+    return x.squeeze(1).unflatten(0, (batch, -1)).transpose(0, 1)
+
+
 def seen(call: Call) -> Tensor:
     """Which key each query sees, bool [1 or batch, s, t]."""
     s, t = call.length, call.kv_length or call.length

@@ -9,9 +9,11 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from random import Random
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,12 +26,21 @@ from megatron.context_parallel.plan.ir import Plan, PlanError
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.strategies import Choice
 from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.place_documents import Costs, place
+from megatron.context_parallel.tokens.placement import Placement
 from tests.campaigns.fuzz.case import MUTATION, ON_RANKS, Call, Case
-from tests.campaigns.fuzz.oracle import inputs, positions
+from tests.campaigns.fuzz.oracle import end_to_end, in_samples, inputs, placed_positions, positions
 from tests.campaigns.plan_mutations import mutate
 
 Results = list[list[Tensor]]  # by call: out, lse, dq, dk, dv and, with sinks, dsinks
 PATIENCE = 60.0  # seconds a case on ranks may take: some hundred times what it does
+
+
+class Owned(NamedTuple):
+    """The chunk of a rank in the layout, and of n equal parts of a batch's own placement."""
+
+    chunk: int
+    placed_chunk: int
 
 
 class Failure(Exception):
@@ -43,6 +54,7 @@ def run(case: Case, pool: "Pool") -> list[Results]:
         UsageError: the package refused the case.
         Failure: it hung, raised something else, or put tokens in a wrong place.
     """
+    case = replace(case, calls=[_with_slices(call) for call in case.calls])
     if case.kind == ON_RANKS:
         of_ranks = pool(case)
         return [_join(case, of_ranks[group :: case.groups]) for group in range(case.groups)]
@@ -50,7 +62,8 @@ def run(case: Case, pool: "Pool") -> list[Results]:
         ranks = AllRanks(case.n, case.strategy, case.layout, **case.options)
         if case.kind == MUTATION:
             ranks.plans = _MutatedPlans(case.calls[0].seed, ranks.choice, case.n)
-        return [perform(case, ranks, lambda x: x)]
+        found = perform(case, ranks, lambda x, call, documents: end_to_end(x) if call.placement else x)
+        return [[_as_given(call, results) for call, results in zip(case.calls, found, strict=True)]]
     except UsageError:
         raise
     except _Found:
@@ -79,15 +92,19 @@ class _MutatedPlans(Plans):
         return plan
 
 
-def perform(case: Case, cp: AllRanks | ContextParallel, own: Callable[[Tensor], Tensor]) -> Results:
+Own = Callable[[Tensor, Call, Documents | None], Tensor]
+
+
+def perform(case: Case, cp: AllRanks | ContextParallel, own: Own) -> Results:
     """All calls of a case, forward in turn and backward the other way; `own` takes a rank's tokens of whole tensors."""
     passes, documents = [], {}
     for call in case.calls:
         *tensors, sinks = inputs(call)
-        *leaves, dout = (_view(own(x)) if call.strided else own(x) for x in tensors)
+        how = _how(call, documents, sinks)
+        parts = [own(x, call, how.get("documents")) for x in tensors]
+        *leaves, dout = (_view(x) if call.strided else x for x in parts)
         leaves = [x.requires_grad_() for x in [*leaves, sinks] if x is not None]
         before = [x.detach().clone() for x in (*leaves, dout)]
-        how = _how(call, documents, sinks)
         if call.recompute:
             how["kept"] = deque()
             with torch.no_grad():
@@ -108,8 +125,11 @@ def _how(call: Call, documents: dict[str, Documents], sinks: Tensor | None) -> d
     if call.kernel == "reference":
         how["kernel"] = Reference()
     if call.documents is not None:
-        key = call.documents_as + str(call.documents)  # one object for the layers of a batch
-        how["documents"] = documents.setdefault(key, _documents(call))
+        key = call.documents_as + str((call.documents, call.placement))  # one object for the layers of a batch
+        if key not in documents:
+            of_call = _documents(call)
+            documents[key] = of_call.placed(Placement(call.placement)) if call.placement else of_call
+        how["documents"] = documents[key]
     if call.softcap:
         how["softcap"] = call.softcap
     if sinks is not None:
@@ -140,6 +160,23 @@ def _documents(call: Call) -> Documents:
     return Documents.after(ends)
 
 
+def _with_slices(call: Call) -> Call:
+    """The call, with the solver's slices if it asks for them. Links are free, slow or very slow."""
+    if not isinstance(call.placement, int):
+        return call
+    costs = Costs(1.0, row_inside=(0.0, 10.0, 1000.0)[call.seed % 3])
+    found = place(_documents(call), call.placement, costs, call.causal, [call.window])
+    slices = [[[first, first + rows] for first, _, rows in of_chunk.tolist()] for of_chunk in found.of_chunks]
+    return replace(call, placement=slices)
+
+
+def _as_given(call: Call, results: list[Tensor]) -> list[Tensor]:
+    """Results over whole tensors [s, b, ...], of a batch whose samples lay end to end if it was placed."""
+    if not call.placement:
+        return results
+    return [x if x.dim() == 1 else in_samples(x, call.batch) for x in results]
+
+
 def _packed(samples: list[list[list[int]]], length: int) -> Documents:
     """By cu_seqlens; padding follows a document, which is empty where there is none before it."""
     ends, starts, at = [0], [], 0
@@ -153,25 +190,32 @@ def _packed(samples: list[list[list[int]]], length: int) -> Documents:
     return Documents.packed(torch.tensor(ends), length, padded, samples=len(samples))
 
 
-def _join(case: Case, of_ranks: list[tuple[int, Results]]) -> Results:
-    """Whole sequences from (chunk, results) of each rank."""
-    chunks = [chunk for chunk, _ in of_ranks]
-    if sorted(chunks) != list(range(case.n)):
-        raise Failure(f"the ranks own chunks {chunks}")
+def _join(case: Case, of_ranks: list[tuple[Owned, Results]]) -> Results:
+    """Whole sequences from what each rank owns and its results."""
+    for chunks in zip(*(owned for owned, _ in of_ranks), strict=True):
+        if sorted(chunks) != list(range(case.n)):
+            raise Failure(f"the ranks own chunks {chunks}")
     joined = []
-    for i in range(len(case.calls)):
+    for i, call in enumerate(case.calls):
         per_result = zip(*(results[i] for _, results in of_ranks), strict=True)
-        joined.append([_whole(case.layout, chunks, parts) for parts in per_result])
+        owned = [owned for owned, _ in of_ranks]
+        joined.append(_as_given(call, [_whole(case, call, owned, parts) for parts in per_result]))
     return joined
 
 
-def _whole(layout: str, chunks: list[int], parts: tuple[Tensor, ...]) -> Tensor:
+def _places(case: Case, call: Call, owned: Owned, length: int) -> list[int]:
+    """The tokens of a rank, of `length` that all ranks have."""
+    if call.placement:
+        return placed_positions(call.placement, owned.placed_chunk, case.n)
+    return positions(case.layout, owned.chunk, case.n, length)
+
+
+def _whole(case: Case, call: Call, owned: list[Owned], parts: tuple[Tensor, ...]) -> Tensor:
     if parts[0].dim() == 1:  # of the sinks: each rank has the sum over its tokens
         return torch.stack(parts).double().sum(0)
-    n = len(parts)
-    whole = parts[0].new_empty(n * len(parts[0]), *parts[0].shape[1:])
-    for chunk, part in zip(chunks, parts, strict=True):
-        whole[positions(layout, chunk, n, len(whole))] = part
+    whole = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
+    for of_rank, part in zip(owned, parts, strict=True):
+        whole[_places(case, call, of_rank, len(whole))] = part
     return whole
 
 
@@ -203,8 +247,8 @@ class Pool:
             process.join()
         self.pipes, self.processes = [], []
 
-    def __call__(self, case: Case) -> list[tuple[int, Results]]:
-        """(chunk, results) of each rank; raises as `run` does."""
+    def __call__(self, case: Case) -> list[tuple[Owned, Results]]:
+        """What each rank owns and its results; raises as `run` does."""
         self.start()
         self.cases += 1
         store = os.path.join(self.directory.name, f"store{self.cases}")
@@ -261,17 +305,21 @@ def _serve(rank: int, pipe: Connection) -> None:
         gc.collect()
 
 
-def _on_rank(case: Case) -> tuple[int, Results]:
+def _on_rank(case: Case) -> tuple[Owned, Results]:
     groups = [dist.new_group(range(group, case.n * case.groups, case.groups)) for group in range(case.groups)]
     group = groups[dist.get_rank() % case.groups] if case.groups > 1 else None
     cp = ContextParallel(case.strategy, case.layout, group, **case.options)
 
-    def own(x: Tensor) -> Tensor:
-        places = torch.tensor(positions(case.layout, cp.chunk, case.n, len(x)))
-        assert torch.equal(cp.positions(len(x)), places), f"positions {cp.positions(len(x)).tolist()} of {cp.chunk}"
+    owned = Owned(cp.chunk, cp.plans.placed_chunks[cp.rank])
+
+    def own(x: Tensor, call: Call, documents: Documents | None) -> Tensor:
+        x = end_to_end(x) if call.placement else x
+        places = torch.tensor(_places(case, call, owned, len(x)))
+        found = cp.positions(len(x), documents)
+        assert torch.equal(found, places), f"positions {found.tolist()} of {owned}"
         return x[places]
 
-    return cp.chunk, perform(case, cp, own)
+    return owned, perform(case, cp, own)
 
 
 def _line(error: Exception) -> str:

@@ -76,7 +76,11 @@ class Rejected(NamedTuple):
 
 
 def candidates(
-    workload: Workload, n: int, q_transfer_blocks: Callable[[int], float], fixed: Mapping[str, Any]
+    workload: Workload,
+    n: int,
+    q_transfer_blocks: Callable[[int], float],
+    fixed: Mapping[str, Any],
+    planned: bool = True,
 ) -> Iterator[Candidate | Rejected]:
     """All choices for n ranks, and the rejected ones. Choices with the same plans appear once.
 
@@ -85,10 +89,11 @@ def candidates(
         n: ranks of the context group.
         q_transfer_blocks: the time of a message of queries, in forward blocks, by head-parallel size.
         fixed: options that are given: `layout`, `head_parallel_size`, `placement`.
+        planned: of strategies that the planner considers for any mask, or else of those made for documents.
     """
     visible_pairs = cache(lambda layout, steps: workload.mask.pairs(*Chunks.pair(layout, steps, workload.length)))
     known = set()
-    for size, choice in tracked([*_choices(n, q_transfer_blocks, fixed)], "making plans"):
+    for size, choice in tracked([*_choices(n, q_transfer_blocks, fixed, planned)], "making plans"):
         try:
             Chunks.of(choice.layout, n, workload.length)
             where = visible_pairs(choice.layout, n // size)
@@ -113,12 +118,12 @@ def candidates(
 
 
 def _choices(
-    n: int, q_transfer_blocks: Callable[[int], float], fixed: Mapping[str, Any]
+    n: int, q_transfer_blocks: Callable[[int], float], fixed: Mapping[str, Any], planned: bool
 ) -> Iterator[tuple[int, Choice]]:
     """Choices, each with its head-parallel size."""
     # Where several have the same plans, the name that tells most comes first.
-    planned = [strategy for strategy in STRATEGIES.values() if strategy.planned]
-    for strategy in sorted(planned, key=lambda s: ("all", "required", "optional").index(s.head_parallel)):
+    asked = [strategy for strategy in STRATEGIES.values() if strategy.planned == planned]
+    for strategy in sorted(asked, key=lambda s: ("all", "required", "optional").index(s.head_parallel)):
         for size in _head_parallel_sizes(strategy, n):
             tried = {
                 name: option.tried(n // size, q_transfer_blocks(size)) for name, option in strategy.options.items()

@@ -1,9 +1,17 @@
 """What a placement of documents costs on a cluster, as the numbers that the solver minimises."""
 
+from dataclasses import replace
+
 from megatron.context_parallel.cluster.description import BACKWARD, Cluster
 from megatron.context_parallel.cluster.simulate.block_time import rate_at
+from megatron.context_parallel.plan.ir import PLACEMENTS
 from megatron.context_parallel.plan.volume import Shape
+from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.place_documents import Costs
+
+from .attention_pass import attention_shape
+from .model_shape import ModelShape
+from .train_config import TrainConfig
 
 PASSES = 2  # keys and values are sent in both
 
@@ -30,3 +38,13 @@ def placement_costs(shape: Shape, cluster: Cluster, dtype: str = "bf16", ranks_p
         row / (nics.GB_s * 1e9 * nics.per_node / devices) if nics else 0.0,
         ranks_per_node or devices,
     )
+
+
+def costs_of_run(model: ModelShape, run: TrainConfig, cluster: Cluster) -> Costs:
+    """The costs of a placement for the attention of a run, on the context ranks of one head group."""
+    plan = parse_spec(run.cp_strategy).plan(run.context_parallel_size)
+    shape = attention_shape(model, run)
+    heads, kv_heads = shape.heads // plan.heads, max(1, shape.kv_heads // plan.heads)
+    apart = run.tensor_model_parallel_size * (plan.heads if plan.placement == PLACEMENTS[0] else 1)
+    ranks_per_node = max(1, cluster.devices_per_node // apart)
+    return placement_costs(replace(shape, heads=heads, kv_heads=kv_heads), cluster, run.dtype, ranks_per_node)

@@ -85,7 +85,7 @@ def _check_sequence(args: Arguments) -> Iterator[UsageError]:
         yield from caught(check_same_tokens, args.cp_layers, n)
         layout = args.cp_layers[0].layout
         if args.cp_place_documents:
-            yield from _check_placement(args, n * sharers)
+            yield from check_placement(args)
             return
         parts = n * math.lcm(2 if layout == "zigzag" else 1, sharers)
         what = f"the {layout} layout "
@@ -95,8 +95,9 @@ def _check_sequence(args: Arguments) -> Iterator[UsageError]:
         yield refusal(args, "seq_length", why, seq_length=math.ceil(args.seq_length / parts) * parts)
 
 
-def _check_placement(args: Arguments, parts: int) -> Iterator[UsageError]:
-    """The errors about placed documents; `parts`: how many equal parts each micro batch has."""
+def check_placement(args: Arguments) -> Iterator[UsageError]:
+    """The errors about placed documents. Without a strategy, it is not known yet."""
+    parts = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
     tokens = args.micro_batch_size * args.seq_length
     if tokens % parts:
         why = f"a micro batch of {tokens} tokens does not split over {parts} ranks"

@@ -5,7 +5,9 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,13 +21,12 @@ from megatron.core.datasets.utils import Split, get_blend_from_list
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron.context_parallel.cluster.description import load_cluster
-from megatron.context_parallel.cluster.step.attention_pass import attention_shape
-from megatron.context_parallel.cluster.step.placement_costs import placement_costs
+from megatron.context_parallel.cluster.step.placement_costs import costs_of_run
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.patches.torch_data_workers import forget_workers
 from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
 from megatron.context_parallel.tokens.mask import Documents
-from megatron.context_parallel.tokens.place_documents import Costs, place
+from megatron.context_parallel.tokens.place_documents import place
 from megatron.context_parallel.tokens.placement import Placement
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.config.workload import model_of, run_of
@@ -40,6 +41,7 @@ from .worker_end import end_without_room
 Splits: TypeAlias = tuple[Dataset | None, Dataset | None, Dataset | None]
 Batch: TypeAlias = dict[str, Any]  # a tensor [micro batch, sequence] for each of KEYS, and documents
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+SAMPLED = 3  # micro batches that stand for all
 PLACED_FOR = "dgx-h100"  # the cluster for which documents are placed, if no other is named
 
 
@@ -268,15 +270,17 @@ def document_options(args: Arguments) -> dict[str, Any]:
         return {"end": args.eod_token}
     n = args.cp_layers[0].plan(args.context_parallel_size).n
     window = args.window_size or (-1, -1)
-    return {"end": args.eod_token, "place": partial(place, n=n, costs=_costs_of(args), window=window)}
+    costs = costs_of_run(model_of(args), run_of(args), load_cluster(args.cp_cluster or PLACED_FOR))
+    return {"end": args.eod_token, "place": partial(place, n=n, costs=costs, windows=[window])}
 
 
-def _costs_of(args: Arguments) -> Costs:
-    """What a placement of documents costs, on `--cp-cluster` or on nodes of 8 H100."""
-    cluster = load_cluster(args.cp_cluster or PLACED_FOR)
-    run = run_of(args)
-    context_ranks = max(1, cluster.devices_per_node // args.tensor_model_parallel_size)
-    return placement_costs(attention_shape(model_of(args), run), cluster, run.dtype, context_ranks)
+def sample_documents(args: Arguments, dataset: Dataset | None) -> list[Documents]:
+    """The documents of the first micro batches of a dataset, not placed; none if the run does not keep them apart."""
+    if dataset is None or not args.reset_attention_mask:
+        return []
+    args = replace(args, cp_place_documents=False, num_workers=0)
+    batches = build_data_iterator(dataset, args, 0, 0, args.data_parallel_size, lambda line: None)
+    return [batch["documents"] for batch in islice(batches, SAMPLED)]
 
 
 def collate(
