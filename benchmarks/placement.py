@@ -5,30 +5,38 @@
 Batches are drawn: documents of log-normal lengths, or a single one. Each rank has as many tokens. A block takes the
 time of its visible pairs, at the cluster's rate for causal blocks of 8,192 rows, so the times of kernels with short
 documents are not counted against anyone. Messages are simulated, with the rows that are sent. The best static case is
-the fastest of all strategies and layouts on the same batch.
+the fastest of all strategies and layouts on the same batch. "resized" is a lower bound for Megatron's rule
+(`resizing.py`).
 """
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
+from typing import NamedTuple
 
 import numpy as np
 from rich.table import Table
 
+from benchmarks.resizing import seconds_of_resizing
 from megatron.context_parallel.cli.run_main import run_main
 from megatron.context_parallel.cli.tables import show
-from megatron.context_parallel.cluster.description import Cluster, load_cluster
-from megatron.context_parallel.cluster.step.documents_time import documents_forecast
+from megatron.context_parallel.cluster.description import BACKWARD, Cluster, load_cluster
+from megatron.context_parallel.cluster.simulate.block_time import rate_at
+from megatron.context_parallel.cluster.step.attention_pass import attention_shape
+from megatron.context_parallel.cluster.step.documents_time import RATE_ROWS, documents_forecast
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
+from megatron.context_parallel.cluster.step.placement_costs import costs_of_run
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.commands.plan_documents import draw_lengths, end_to_end
 from megatron.context_parallel.strategies import STRATEGIES, parse_spec
 from megatron.context_parallel.tokens.mask import Documents
 
 LENGTHS = {"log-normal": (1100, 1.5), "long mixed": (8000, 1.4), "one document": None}
+STATIC_UP_TO = 64  # ranks; with more, counting the pairs of static layouts takes minutes
 
 
 def main() -> None:
@@ -78,6 +86,18 @@ class Batch:
         run = replace(self.run, cp_strategy=spec)
         return documents_forecast(self.model, run, self.cluster, self.documents, placed).seconds
 
+    def seconds_of_resizing(self) -> float:
+        """Both passes, if groups are resized, with the best of some limits for the tokens of a rank."""
+        shape = attention_shape(self.model, self.run)
+        rates = (rate_at(self.cluster.device, "bf16", shape.head_dim, True, RATE_ROWS, back) for back in (False, True))
+        forward, backward = rates
+        pair = 4 * shape.head_dim * shape.heads * (1 / forward + BACKWARD / backward)
+        costs = replace(costs_of_run(self.model, self.run, self.cluster), pair=pair)
+        lengths = np.diff(self.documents.edges[0]).tolist()
+        n = self.run.context_parallel_size
+        limits = [most for most in (4096, 8192, 16384) if most * n >= max(lengths)]
+        return min(seconds_of_resizing(lengths, n, most, costs) for most in limits)
+
 
 def _nodes(cluster: Cluster, ranks_per_node: int | None) -> Cluster:
     """The cluster with fewer devices on a node, each with its NIC."""
@@ -102,26 +122,55 @@ def static_cases(n: int, kv_heads: int) -> Iterator[tuple[int, str]]:
 
 
 def _table(args: argparse.Namespace, kind: str) -> Table:
-    columns = ("ranks", "static, no heads split", "static", "placed, no heads split", "placed", "gain", "gain, heads")
+    columns = (
+        "ranks",
+        "static, no heads split",
+        "static",
+        "resized groups",
+        "placed, no heads split",
+        "placed",
+        *GAINS,
+    )
     table = Table(*columns, title=f"{kind}: ms of both passes of one layer on {args.cluster}, predicted")
     for n in args.ranks:
         cluster = _nodes(load_cluster(args.cluster), args.ranks_per_node).part(n)
-        results = []
+        found = []
         for number in range(args.batches):
             generator = np.random.default_rng([args.seed, number, n])
             batch = Batch(args, cluster, n, draw(kind, n * args.rows, generator))
-            static: dict[bool, list[tuple[float, str]]] = {}
-            for size, spec in static_cases(n, args.kv_heads):
-                static.setdefault(size > 1, []).append((batch.seconds(spec, False), spec))
-            sizes = [size for size in (1, 2, 4, 8) if n % size == 0 and size <= args.kv_heads]
-            placed = {size: batch.seconds(parse_spec("direct", head_parallel_size=size).spec, True) for size in sizes}
-            without, any_size = min(static[False])[0], min(min(of) for of in static.values())[0]
-            results.append((without, any_size, placed[1], min(placed.values())))
-            print(n, kind, sorted(static[False])[:2], sorted(static.get(True, []))[:2], placed, file=sys.stderr)
-        middle = [statistics.median(column) for column in zip(*results, strict=True)]
-        times = [f"{1e3 * seconds:.2f}" for seconds in middle]
-        table.add_row(str(n), *times, f"{middle[0] / middle[2]:.2f}", f"{middle[1] / middle[3]:.2f}")
+            found.append(times_of(batch, args))
+            print(n, kind, found[-1], file=sys.stderr)
+        of = Times(*(statistics.median(column) for column in zip(*found, strict=True)))
+        gains = of.static / of.placed, of.static_heads / of.placed_heads, of.resized / of.placed_heads
+        cells = [f"{1e3 * seconds:.2f}" for seconds in of] + [f"{gain:.2f}" for gain in gains]
+        table.add_row(str(n), *("" if cell == "nan" else cell for cell in cells))
     return table
+
+
+GAINS = ("gain", "gain, heads", "gain over resizing")
+
+
+class Times(NamedTuple):
+    """Seconds of both passes of the fastest case: without splitting heads, and with any head-parallel size."""
+
+    static: float
+    static_heads: float
+    resized: float
+    placed: float
+    placed_heads: float
+
+
+def times_of(batch: Batch, args: argparse.Namespace) -> Times:
+    n = batch.run.context_parallel_size
+    static: dict[bool, list[float]] = {False: [math.nan], True: [math.nan]}
+    if n <= STATIC_UP_TO:
+        static = {False: [], True: []}
+        for size, spec in static_cases(n, args.kv_heads):
+            static[size > 1].append(batch.seconds(spec, False))
+    sizes = [size for size in (1, 2, 4, 8) if n % size == 0 and size <= args.kv_heads]
+    placed = {size: batch.seconds(parse_spec("direct", head_parallel_size=size).spec, True) for size in sizes}
+    without, with_heads = min(static[False]), min(chain(*static.values()))
+    return Times(without, with_heads, batch.seconds_of_resizing(), placed[1], min(placed.values()))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,12 @@
 """Our attention where Transformer Engine is used: in megatron-core's layer spec, and as a DotProductAttention."""
 
+import ast
+import os
+import re
 from contextlib import nullcontext
+from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +34,11 @@ CALLS = {
 CALLS["2.9"] = CALLS["2.5"] | {"fp8_output": False}
 CALLS["2.14"] = CALLS["2.9"] | {"bottom_right_diagonal": None}
 CALLS["2.20"] = CALLS["2.14"] | {"qkv_layer": None, "kv_layer": None, "qkv_interleave_dim": -3}
+CALLS["2.20.2"] = CALLS["2.20"] | {
+    "softcap": 0.0,
+    "thd_attention_policies": None,
+    "thd_attention_policy_dispatch": "auto",
+}
 
 
 def tensors() -> list[torch.Tensor]:
@@ -55,19 +66,62 @@ def attend(strategy: str | None, comm_type: str, form: str, call: dict) -> torch
 @pytest.mark.parametrize(
     ("strategy", "comm_type", "form", "call"),
     [
-        ("mesh", "p2p", "sbhd", CALLS["2.20"]),
+        ("mesh", "p2p", "sbhd", CALLS["2.20.2"]),
         (None, "p2p", "bshd", CALLS["2.5"] | {"qkv_format": "bshd"}),
         (None, "all_gather", "sbhd", {"attn_mask_type": "no_mask"}),
-        (None, "a2a", "sbhd", {"window_size": (7, 0)}),
+        (None, "a2a", "sbhd", {"window_size": (7, 0), "softcap": 0.3}),
     ],
 )
 def test_the_module_computes_exact_attention(ranks, strategy, comm_type, form, call):
     n = 2 if comm_type == "a2a" else 4
     causal, window = call.get("attn_mask_type") != "no_mask", call.get("window_size") or (-1, -1)
     q, k, v = (x.double() for x in tensors())
-    exact = context_parallel_attention(q, k, v, AllRanks(1), causal=causal, window=window).flatten(2)
+    softcap = call.get("softcap") or 0.0
+    exact = context_parallel_attention(q, k, v, AllRanks(1), causal=causal, window=window, softcap=softcap).flatten(2)
     got = ranks(n, attend, strategy, comm_type, form, call)[0]
     assert (got - exact).norm() / exact.norm() < 1e-6
+
+
+def functions(file: Path, name: str) -> dict[str, dict[str, object]]:
+    """Methods of a class in a source: their parameters after `self` with literal defaults, and the others as "?"."""
+    tree = ast.parse(file.read_text())
+    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    methods = {}
+    for method in found.body:
+        if isinstance(method, ast.FunctionDef):
+            names = [argument.arg for argument in method.args.args]
+            methods[method.name] = dict.fromkeys(names[1:], "?")
+            for argument, default in zip(reversed(names), reversed(method.args.defaults), strict=False):
+                methods[method.name][argument] = ast.literal_eval(default) if is_literal(default) else "?"
+    return methods
+
+
+def is_literal(node: ast.expr) -> bool:
+    return isinstance(node, (ast.Constant, ast.UnaryOp))
+
+
+def test_the_installed_release_is_taken_over():
+    """Its arguments, read from its sources, because importing it may need a GPU.
+
+    TRANSFORMER_ENGINE_PATH may name the folder transformer_engine of another release.
+    """
+    where = find_spec("transformer_engine")
+    path = os.environ.get("TRANSFORMER_ENGINE_PATH") or (where and where.submodule_search_locations[0])
+    if not path:
+        pytest.skip("Transformer Engine is not installed, and TRANSFORMER_ENGINE_PATH names no folder of it")
+    folder = Path(path, "pytorch", "attention")
+    theirs = functions(folder / "dot_product_attention" / "dot_product_attention.py", "DotProductAttention")
+    for name in ("__init__", "set_context_parallel_group"):
+        assert theirs[name].keys() <= signature(getattr(DotProductAttention, name)).parameters.keys()
+    given = {name: x for name, x in theirs["__init__"].items() if x != "?"}
+    module = DotProductAttention(HEADS, WIDTH, **given | {"num_gqa_groups": KV_HEADS})
+    module.cp = AllRanks(1)
+    call = {name: x for name, x in theirs["forward"].items() if x != "?" and not name.endswith("_layer")}
+    exact = context_parallel_attention(*tensors(), AllRanks(1)).flatten(2)
+    assert torch.equal(module(*tensors(), **call), exact)
+    source = (folder / "multi_head_attention.py").read_text()
+    called = re.findall(r"^ {12}(\w+)=", source[source.index("= self.core_attention(") :].split("\n        )")[0], re.M)
+    assert {"cu_seqlens_q", "inference_params"} < {*called} <= theirs["forward"].keys()
 
 
 def test_what_would_change_the_result_is_refused():
@@ -82,6 +136,8 @@ def test_what_would_change_the_result_is_refused():
         module.set_context_parallel_group([None, None], [0, 1], None, "a2a+p2p")
     with pytest.raises(UsageError, match="cp_comm_type a2a: cannot be combined with cp_strategy ring"):
         DotProductAttention(HEADS, WIDTH, cp_strategy="ring").set_context_parallel_group(object(), [0], None, "a2a")
+    with pytest.raises(UsageError, match="load_balancing_strategy no: not supported; give None"):
+        module.set_context_parallel_group(object(), [0], None, "a2a", load_balancing_strategy="no")
     module.cp = AllRanks(2)
     q, k, v = tensors()
     with pytest.raises(UsageError, match="8 queries, 48 keys: caches are not supported"):

@@ -137,6 +137,7 @@ def test_samples_are_laid_end_to_end():
     batch = torch.arange(8).view(1, 8)
     assert placement.shard(batch, 0, 2, dim=1).tolist() == [[0, 5, 6, 7]]
     assert placement.shard(batch, 3, 4, dim=1).tolist() == [[3, 4]]  # the second half of chunk 1
+    assert placement.positions(1) is placement.positions(1)  # computed once for all tensors of a batch
     copied = pickle.loads(pickle.dumps(documents))
     assert copied.placement.digest() == placement.digest() != Placement([[(0, 4)], [(4, 8)]]).digest()
 

@@ -16,7 +16,10 @@ from megatron.context_parallel.strategies.by_layer import COMM_TYPES
 from .groups import context_of
 
 _MASKS = {"causal": True, "causal_bottom_right": True, "no_mask": False}
-_CHANGES_NOTHING = ("max_seqlen_q", "max_seqlen_kv", "bottom_right_diagonal", "fast_zero_fill", "qkv_interleave_dim")
+_CHANGES_NOTHING = (
+    *("max_seqlen_q", "max_seqlen_kv", "bottom_right_diagonal", "fast_zero_fill", "qkv_interleave_dim"),
+    "thd_attention_policy_dispatch",
+)
 
 
 @cache
@@ -45,7 +48,7 @@ class DotProductAttention(torch.nn.Module):
     data and rotary embeddings with `module.cp.shard`. Modules with the same group and strategy share communicators.
 
     Args:
-        num_attention_heads, num_gqa_groups, tp_size, softmax_scale, window_size: as in Transformer Engine.
+        num_attention_heads, num_gqa_groups, tp_size, softmax_scale, softcap, window_size: as in Transformer Engine.
         attn_mask_type: "causal" or "no_mask".
         qkv_format: "sbhd" or "bshd".
         attention_dropout: 0 only.
@@ -71,6 +74,7 @@ class DotProductAttention(torch.nn.Module):
         attention_type: str = "self",
         softmax_type: str = "vanilla",
         softmax_scale: float | None = None,
+        softcap: float = 0.0,
         layer_number: int | None = None,
         cp_group: dist.ProcessGroup | None = None,
         cp_global_ranks: list[int] | None = None,
@@ -90,7 +94,8 @@ class DotProductAttention(torch.nn.Module):
         _refuse_unless(softmax_type=(softmax_type, ("vanilla",)), return_max_logit=(return_max_logit, (False, None)))
         self.heads = tuple(heads // tp_size for heads in (num_attention_heads, num_gqa_groups or num_attention_heads))
         self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
-        self.scale, self.layer_number, self.name = softmax_scale, layer_number, name
+        self.scale, self.softcap = softmax_scale, softcap
+        self.layer_number, self.name = layer_number, name
         self.strategy = cp_strategy
         self.cp: ContextParallel | None = None
         if cp_group is not None:
@@ -102,6 +107,7 @@ class DotProductAttention(torch.nn.Module):
         cp_global_ranks: list[int] | None = None,
         cp_stream: object = None,
         cp_comm_type: str = "p2p",
+        load_balancing_strategy: object = None,
     ) -> None:
         """Creates the context group for sharded sequences. All its ranks call it together.
 
@@ -111,11 +117,13 @@ class DotProductAttention(torch.nn.Module):
             cp_stream: not used.
             cp_comm_type: "p2p", "all_gather" or "a2a" select ring, allgather and ulysses, if the module was created
                 without a strategy.
+            load_balancing_strategy: only the default; the layout of the strategy balances.
 
         Raises:
             UsageError: another `cp_comm_type`, or one that conflicts with a strategy; several groups; ranks of another
                 group.
         """
+        _refuse_unless(load_balancing_strategy=(load_balancing_strategy, (None,)))
         if cp_group is None:
             self.cp = None
             return
@@ -139,6 +147,7 @@ class DotProductAttention(torch.nn.Module):
         *,
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
+        softcap: float | None = None,
         core_attention_bias_type: str = "no_bias",
         num_splits: int | None = 1,
         **others: object,
@@ -168,6 +177,7 @@ class DotProductAttention(torch.nn.Module):
             causal=_MASKS[mask],
             window=window_size or self.window_size or (-1, -1),
             scale=self.scale,
+            softcap=self.softcap if softcap is None else softcap,
         )
         assert isinstance(out, Tensor)  # without the log-sum-exp
         return (out.transpose(0, 1) if form == "bshd" else out).flatten(2)

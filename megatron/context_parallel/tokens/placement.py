@@ -38,6 +38,7 @@ class Placement(Slices):
             of_chunks.append(np.stack((starts, np.ones_like(starts), ends - starts), 1))
         super().__init__(of_chunks)
         self.length = sum(self.counts)
+        self._positions: dict[int, Tensor] = {}  # each tensor of a batch asks for those of its rank
         self._check()
 
     def _check(self) -> None:
@@ -54,6 +55,12 @@ class Placement(Slices):
             else:
                 place = f"{start[first]} to {expected[first] - 1} are in two chunks"
             raise UsageError(f"placement: tokens {place}; give each token to one chunk")
+
+    def positions(self, chunk: int) -> Tensor:
+        """As `Slices.positions`, computed once: do not change them."""
+        if chunk not in self._positions:
+            self._positions[chunk] = super().positions(chunk)
+        return self._positions[chunk]
 
     def of_rank(self, rank_chunk: int, ranks: int) -> Tensor:
         """The tokens of the rank that owns chunk `rank_chunk` of `ranks`, a multiple of n: int64 [length / ranks]."""
