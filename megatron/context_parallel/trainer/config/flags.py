@@ -147,7 +147,15 @@ class Training(FlagSection, title="training"):
         choices=("disabled", "validate_results", "report_stats"),
     )
     seed: int = data_order("random seed of weights, data order and dropout", 1234)
-    recompute_granularity: str | None = flag("recompute attention, or whole layers", choices=("selective", "full"))
+    recompute_granularity: str | None = flag(
+        "recompute parts of layers, or whole layers", choices=("selective", "full")
+    )
+    recompute_modules: list[str] | None = flag(
+        "the parts of layers that selective recomputation computes again",
+        derived="core_attn",
+        unit="NAME",
+        choices=("core_attn", "mlp", "layernorm", "moe", "shared_experts"),
+    )
     recompute_method: str | None = flag(
         "recompute groups of layers, or the first", choices=("uniform", "block"), needs=FULL
     )
