@@ -151,6 +151,15 @@ SHAPES: Table = {
         },
     },
     "megatron_data_parallel": {f"{_CORE}/distributed/data_parallel_base.py": {"_BaseDataParallel": "class"}},
+    "megatron_norms": {
+        f"{_CORE}/tensor_parallel/random.py": {
+            "CheckpointWithoutOutput.__init__": "self fp8",
+            "CheckpointWithoutOutput.__init__.fp8": "self.fp8 = fp8 is not None",
+        },
+    },
+    "megatron_checkpoint": {
+        f"{_CORE}/tensor_parallel/random.py": {"checkpoint": "function distribute_saved_activations *args"},
+    },
     "megatron_index_file": {
         f"{_CORE}/datasets/indexed_dataset.py": {"_INDEX_HEADER": "_INDEX_HEADER = b'MMIDIDX\\x00\\x00'"}
     },

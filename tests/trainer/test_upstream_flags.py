@@ -124,10 +124,7 @@ def test_the_table_has_no_flag_of_ours_and_advises_flags_that_there_are():
 def test_values_of_megatron_that_are_not_here_are_refused(tmp_path):
     for flags, refusal in (
         ("--optimizer sgd", "--optimizer sgd: not supported; give --optimizer adam, or leave it out"),
-        (
-            "--recompute-modules core_attn mlp",
-            "--recompute-modules mlp: not supported; give --recompute-modules core_attn",
-        ),
+        ("--recompute-modules moe_act", "--recompute-modules moe_act: unknown; choose core_attn or moe or mlp"),
         ("--dataloader-type", "--dataloader-type: expected 1 argument"),
         ("--use-mcore-model", "--use-mcore-model: unknown flag (did you mean --use-mcore-models?)"),
         ("--rl-profile-dir x", "--rl-profile-dir x: a flag of Megatron-LM that is not supported; leave it out"),

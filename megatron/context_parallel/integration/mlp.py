@@ -1,4 +1,4 @@
-"""The MLP of each layer, computed for some tokens at a time."""
+"""The MLP of each layer, computed again in the backward pass, for some tokens at a time."""
 
 from functools import partial
 from typing import Any
@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
-def use_chunks(model: GPTModel, chunks: int) -> None:
+def recompute_mlps(model: GPTModel, chunks: int) -> None:
     """Makes every MLP of `model` compute `chunks` parts of the sequence in turn (`--mlp-chunks-for-training`).
 
-    The backward pass computes a part again, so that one part's activations are alive at any time.
+    The backward pass computes a part again, so that one part's activations are alive at any time. One part is
+    `--recompute-modules mlp`: megatron-core's own does not end if the MLP has a bias.
     """
     for module in model.modules():
-        if chunks > 1 and isinstance(module, MLP):
+        if isinstance(module, MLP):
             module.forward = partial(_in_chunks, module.forward, chunks)
 
 

@@ -26,5 +26,7 @@ class Norm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension of [..., hidden_size]. Returns the same shape and dtype."""
         if self.bias is None:
+            # On CPU it is several operations. Their gradients are added here first, whatever is recomputed or kept.
+            x = x.view_as(x)
             return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return torch.nn.functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)

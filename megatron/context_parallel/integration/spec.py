@@ -26,6 +26,7 @@ from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.patches.megatron_experts import parts_of_mlp
+from megatron.context_parallel.patches.megatron_norms import recompute_without_fp8
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
 from .experts import Router
@@ -219,6 +220,7 @@ def block_spec(
 
 
 def _local_layer(config: TransformerConfig) -> ModuleSpec:
+    recompute_without_fp8()
     layer = get_gpt_layer_local_spec(
         config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )

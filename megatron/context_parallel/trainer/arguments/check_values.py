@@ -14,6 +14,7 @@ from megatron.context_parallel.trainer.config.flags import FLAGS, Arguments, Fla
 from megatron.context_parallel.trainer.config.samples import decay_samples, warmup_samples
 
 from .check_experts import check_experts
+from .check_recompute import check_recompute
 from .check_sharding import check_sharding
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -49,6 +50,7 @@ def check_together(args: Arguments) -> Iterator[UsageError]:
     yield from _check_model(args)
     yield from check_sharding(args)
     yield from check_experts(args)
+    yield from check_recompute(args)
     yield from _check_sequence(args)
     yield from _check_schedule(args)
     yield from _check_devices(args)
@@ -67,9 +69,6 @@ def _check_model(args: Arguments) -> Iterator[UsageError]:
         yield refusal(args, "kv_channels", "RoPE needs an even head dimension", kv_channels=args.kv_channels + 1)
     if args.attention_dropout:
         yield refusal(args, "attention_dropout", "context-parallel attention has no dropout", attention_dropout=0)
-    if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
-        why = "needs --recompute-method and --recompute-num-layers"
-        yield refusal(args, "recompute_granularity", why, recompute_method="uniform", recompute_num_layers=1)
 
 
 def _check_sequence(args: Arguments) -> Iterator[UsageError]:

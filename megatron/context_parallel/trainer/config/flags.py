@@ -147,7 +147,15 @@ class Training(FlagSection, title="training"):
         choices=("disabled", "validate_results", "report_stats"),
     )
     seed: int = data_order("random seed of weights, data order and dropout", 1234)
-    recompute_granularity: str | None = flag("recompute attention, or whole layers", choices=("selective", "full"))
+    recompute_granularity: str | None = flag(
+        "recompute parts of layers, or whole layers", choices=("selective", "full")
+    )
+    recompute_modules: list[str] | None = flag(
+        "the parts of layers that selective recomputation computes again",
+        derived="core_attn",
+        unit="NAME",
+        choices=("core_attn", "mlp", "layernorm", "moe", "shared_experts"),
+    )
     recompute_method: str | None = flag(
         "recompute groups of layers, or the first", choices=("uniform", "block"), needs=FULL
     )
@@ -159,6 +167,12 @@ class Training(FlagSection, title="training"):
         unit="NAME",
         choices=("core_attention",),
         needs=FULL,
+    )
+    offload_checkpoints: bool = flag(
+        "keep the inputs of recomputed layers in host memory", False, needs=FULL, excludes="fp8"
+    )
+    offload_kept: bool = flag(
+        "keep what --recompute-whitelist saves in host memory", False, needs="recompute_whitelist"
     )
     recompute_activations: bool = flag("the same as --recompute-granularity selective", False, excludes=FULL)
     mlp_chunks_for_training: int = flag(

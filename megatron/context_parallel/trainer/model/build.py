@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megatron.context_parallel.cli.flag import fields_given
 from megatron.context_parallel.integration.groups import contexts_by_layer
+from megatron.context_parallel.integration.host_memory import HostMemory, offload_checkpoints, offload_kept
 from megatron.context_parallel.integration.loss import ModelWithLoss
-from megatron.context_parallel.integration.mlp import use_chunks
+from megatron.context_parallel.integration.mlp import recompute_mlps
 from megatron.context_parallel.integration.rope import use_layout
 from megatron.context_parallel.integration.spec import Contexts, block_spec
 from megatron.context_parallel.integration.vocabulary import draw_rows, leave_out_padding
@@ -62,7 +63,13 @@ def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage
     )
     model.chunk_size = args.cross_entropy_chunk_size
     use_layout(model, cp[0] if isinstance(cp, Sequence) else cp)  # all layers have the same layout
-    use_chunks(model, args.mlp_chunks_for_training)
+    if args.mlp_chunks_for_training > 1 or "mlp" in (args.recompute_modules or ()):
+        recompute_mlps(model, args.mlp_chunks_for_training)
+    memory = HostMemory()
+    if args.offload_checkpoints:
+        offload_checkpoints(model, memory)
+    if args.offload_kept:
+        offload_kept(model, memory)
     leave_out_padding(model, args.vocabulary)
     if config.perform_initialization and model.post_process and args.untie_embeddings_and_output_weights:
         _draw_vocabulary(args, "output layer", model.output_layer.weight)
@@ -108,6 +115,8 @@ def transformer_config(args: Arguments) -> TransformerConfig:
         and (args.swiglu or (args.add_bias_linear and args.bias_gelu_fusion)),
     )
     given.pop("mlp_chunks_for_training", None)  # from 0.18 on megatron-core cuts too, but keeps every part
+    if args.recompute_modules:  # of these the MLP is ours
+        given["recompute_modules"] = [module for module in args.recompute_modules if module != "mlp"]
     return TransformerConfig(**given)
 
 
