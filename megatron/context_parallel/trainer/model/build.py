@@ -65,11 +65,10 @@ def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage
     use_layout(model, cp[0] if isinstance(cp, Sequence) else cp)  # all layers have the same layout
     if args.mlp_chunks_for_training > 1 or "mlp" in (args.recompute_modules or ()):
         recompute_mlps(model, args.mlp_chunks_for_training)
-    memory = HostMemory()
     if args.offload_checkpoints:
-        offload_checkpoints(model, memory)
+        offload_checkpoints(model, HostMemory())
     if args.offload_kept:
-        offload_kept(model, memory)
+        offload_kept(model, HostMemory())
     leave_out_padding(model, args.vocabulary)
     if config.perform_initialization and model.post_process and args.untie_embeddings_and_output_weights:
         _draw_vocabulary(args, "output layer", model.output_layer.weight)
