@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         dist.init_process_group()
     data_ranks = dist.get_world_size() // args.cp_size
     settings = {
-        "output_dir": "runs/trainer",
+        "output_dir": args.output,
         "per_device_train_batch_size": args.batch_size // data_ranks,
         "max_steps": args.steps,
         "learning_rate": args.lr,
@@ -58,6 +58,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder of a HuggingFace model")
     parser.add_argument("--chats", type=Path, help="file with a chat in each line; default: text")
+    parser.add_argument("--output", default="runs/trainer", help="folder of the Trainer; default: %(default)s")
     parser.add_argument("--cp-size", type=int, default=1, help="ranks that share a sequence; default: %(default)s")
     parser.add_argument("--cp-strategy", default="mesh", help="default: %(default)s")
     parser.add_argument("--seq-length", type=int, default=512, help="default: %(default)s")

@@ -11,10 +11,12 @@ for package in ("transformers", "accelerate"):
 STEPS = 4
 
 
-def trained(*flags: str) -> list[float]:
+def trained(model: str, *flags: str) -> list[float]:
     from examples.huggingface import trainer
 
-    return trainer.main([*flags, "--steps", str(STEPS), "--seq-length", "128", "--lr", "0.003"])
+    return trainer.main(
+        [model, *flags, "--output", f"{model}/run", "--steps", str(STEPS), "--seq-length", "128", "--lr", "0.003"]
+    )
 
 
 @pytest.fixture(scope="module")
