@@ -29,7 +29,7 @@ class Group:
 
 
 def seconds_of_resizing(lengths: list[int], ranks: int, most: int, costs: Costs) -> float:
-    """Both passes of all rounds, if every message is hidden as far as the links allow: no schedule is faster.
+    """Both passes of all rounds, if every message of the rings is hidden as far as the links allow.
 
     Raises:
         ValueError: a document needs more ranks than there are.
