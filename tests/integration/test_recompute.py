@@ -1,9 +1,14 @@
 """What recomputation computes again, keeps and offloads: the same gradients, bit for bit, in less memory."""
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
+from megatron.context_parallel.integration.host_memory import HostMemory, HostQueue
 from megatron.context_parallel.kernels.aten import AtenFlash
 from tests.support import training_case
 
@@ -90,3 +95,76 @@ def test_core_attention_is_computed_again_alone(ranks):
     (twice,) = ranks(1, count_blocks, selective("core_attn"))
     (kept,) = ranks(1, count_blocks, selective("mlp", "layernorm"))
     assert (twice, kept) == (2 * once, once)
+
+
+OFFLOADED = {"offload_checkpoints": True}
+ATTENTION_KEPT = FULL | {"recompute_whitelist": ["core_attention"]}
+
+
+def test_offloading_changes_no_gradient_and_leaves_the_device_what_it_takes_again(ranks):
+    cases = {
+        "full": FULL,
+        "full offloaded": FULL | OFFLOADED,
+        "block offloaded": FULL | OFFLOADED | {"recompute_method": "block"},
+        "kept": ATTENTION_KEPT,
+        "kept offloaded": ATTENTION_KEPT | {"offload_kept": True},
+        "all offloaded": ATTENTION_KEPT | OFFLOADED | {"offload_kept": True},
+    }
+    (found,) = ranks(1, steps, "llama", cases)
+    check_gradients(found, "full")
+    layer = {name: values - RANDOM_STATE for name, (_, values) in found.items()}
+    assert layer["full"] == pytest.approx(HIDDEN, abs=1)
+    assert layer["kept"] == pytest.approx(HIDDEN + HIDDEN + HEADS, abs=1)  # input, output, log-sum-exp
+    assert layer["full offloaded"] == pytest.approx(0, abs=1)
+    assert layer["all offloaded"] == pytest.approx(0, abs=1)
+    assert layer["kept offloaded"] == pytest.approx(HIDDEN, abs=1)
+
+
+SIZE = 33 * 2**18  # 33 MiB: the C library maps each tensor, and returns it to the system at once
+SQUARES = 12
+
+
+def square_often(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(SQUARES):
+        x = checkpoint(torch.square, x, use_reentrant=True)
+    return x
+
+
+def gradient_in_the_memory_of_nine() -> tuple[torch.Tensor, int]:
+    """Of squares of squares, whose 12 inputs are saved, where 9 of them have space; and the host memory used."""
+    x = torch.linspace(0.999, 1.001, SIZE, requires_grad=True)
+    memory = HostMemory()
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    data = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, ((int(data.split()[1]) << 10) + 9 * x.nbytes, limits[1]))
+    try:
+        for _ in range(2):
+            x.grad = None
+            with memory.saves_inputs():
+                end = square_often(x)
+            end.sum().backward()
+            del end
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            square_often(x)
+        return x.grad[:: SIZE // 1000].clone(), memory.used
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+
+
+def test_host_memory_does_not_count_and_is_used_again(ranks):
+    ((gradient, used),) = ranks(1, gradient_in_the_memory_of_nine)
+    x = torch.linspace(0.999, 1.001, SIZE)[:: SIZE // 1000].clone().requires_grad_()
+    square_often(x).sum().backward()
+    assert torch.equal(gradient, x.grad)
+    assert used == SQUARES * 4 * SIZE
+
+
+def test_a_queue_in_host_memory_gives_tensors_back_as_they_were():
+    queue = HostQueue(HostMemory())
+    given = torch.arange(6.0).view(2, 3).t(), torch.empty(0, 2), torch.tensor([1, 2], dtype=torch.bfloat16)
+    queue.append(given)
+    queue.append((torch.ones(2),))
+    assert len(queue) == 2
+    for found, tensor in zip(queue.popleft(), given, strict=True):
+        assert torch.equal(found, tensor) and (found.dtype, found.stride()) == (tensor.dtype, tensor.stride())
+    assert queue.popleft()[0].tolist() == [1, 1] and not queue

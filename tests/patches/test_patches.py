@@ -157,6 +157,9 @@ SHAPES: Table = {
             "CheckpointWithoutOutput.__init__.fp8": "self.fp8 = fp8 is not None",
         },
     },
+    "megatron_checkpoint": {
+        f"{_CORE}/tensor_parallel/random.py": {"checkpoint": "function distribute_saved_activations *args"},
+    },
     "megatron_index_file": {
         f"{_CORE}/datasets/indexed_dataset.py": {"_INDEX_HEADER": "_INDEX_HEADER = b'MMIDIDX\\x00\\x00'"}
     },

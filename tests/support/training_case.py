@@ -73,6 +73,8 @@ def case_args(family: str, **changes) -> CaseArgs:
             "cp_cluster": None,
             "recompute_modules": None,
             "recompute_whitelist": [],
+            "offload_checkpoints": False,
+            "offload_kept": False,
             "mlp_chunks_for_training": 1,
             "cross_entropy_chunk_size": BATCH * SEQUENCE,
             "eod_token": 0,

@@ -13,10 +13,10 @@ def check_recompute(args: Arguments) -> Iterator[UsageError]:
         why = "needs --recompute-method and --recompute-num-layers"
         yield refusal(args, "recompute_granularity", why, recompute_method="uniform", recompute_num_layers=1)
     if args.recompute_modules:
-        yield from _check_modules(args)
+        yield from _check_modules(args, args.recompute_modules)
 
 
-def _check_modules(args: Arguments) -> Iterator[UsageError]:
+def _check_modules(args: Arguments, modules: list[str]) -> Iterator[UsageError]:
     name = "recompute_modules"
     if args.recompute_granularity != "selective":
         why = "has an effect only with selective recomputation"
@@ -33,7 +33,7 @@ def _check_modules(args: Arguments) -> Iterator[UsageError]:
         wrong["shared_experts"] = "the layers have no shared experts", "core_attn"
     if args.transformer_impl == "transformer_engine":
         wrong["layernorm"] = "Transformer Engine computes norms inside its linear layers", "core_attn"
-    for module in args.recompute_modules:
+    for module in modules:
         if module in wrong:
             why, instead = wrong[module]
             yield UsageError(f"--recompute-modules {module}: {why}; give --recompute-modules {instead}")

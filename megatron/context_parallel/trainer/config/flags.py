@@ -168,6 +168,12 @@ class Training(FlagSection, title="training"):
         choices=("core_attention",),
         needs=FULL,
     )
+    offload_checkpoints: bool = flag(
+        "keep the inputs of recomputed layers in host memory", False, needs=FULL, excludes="fp8"
+    )
+    offload_kept: bool = flag(
+        "keep what --recompute-whitelist saves in host memory", False, needs="recompute_whitelist"
+    )
     recompute_activations: bool = flag("the same as --recompute-granularity selective", False, excludes=FULL)
     mlp_chunks_for_training: int = flag(
         "parts of the tokens that an MLP computes in turn, and again in the backward pass",

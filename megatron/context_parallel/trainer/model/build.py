@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.context_parallel.cli.flag import fields_given
 from megatron.context_parallel.integration.groups import contexts_by_layer
+from megatron.context_parallel.integration.host_memory import HostMemory, offload_checkpoints, offload_kept
 from megatron.context_parallel.integration.loss import ModelWithLoss
 from megatron.context_parallel.integration.mlp import recompute_mlps
 from megatron.context_parallel.integration.rope import use_layout
@@ -64,6 +65,11 @@ def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage
     use_layout(model, cp[0] if isinstance(cp, Sequence) else cp)  # all layers have the same layout
     if args.mlp_chunks_for_training > 1 or "mlp" in (args.recompute_modules or ()):
         recompute_mlps(model, args.mlp_chunks_for_training)
+    memory = HostMemory()
+    if args.offload_checkpoints:
+        offload_checkpoints(model, memory)
+    if args.offload_kept:
+        offload_kept(model, memory)
     leave_out_padding(model, args.vocabulary)
     if config.perform_initialization and model.post_process and args.untie_embeddings_and_output_weights:
         _draw_vocabulary(args, "output layer", model.output_layer.weight)
