@@ -66,10 +66,10 @@ def test_selective_recomputation_changes_no_gradient_and_frees_what_it_computes_
     (found,) = ranks(1, steps, family, cases)
     check_gradients(found, "none")
     freed = {name: found["none"][1] - values for name, (_, values) in found.items()}
-    assert freed["mlp"] == pytest.approx((5 if family == "llama" else 2) * FFN, abs=1)
+    assert freed["mlp"] == pytest.approx((5 if family == "llama" else 2) * FFN, abs=2)
     # Inputs of RMSNorm and its square root are kept too: it is several operations on CPU.
     norm = 2 * HIDDEN + 1 if family == "llama" else HIDDEN + 2
-    assert freed["layernorm"] == pytest.approx(2 * (norm - RANDOM_STATE), abs=1)
+    assert freed["layernorm"] == pytest.approx(2 * (norm - RANDOM_STATE), abs=2)
 
 
 def test_parts_of_experts_are_computed_again(ranks):
@@ -77,7 +77,7 @@ def test_parts_of_experts_are_computed_again(ranks):
     (found,) = ranks(1, steps, "llama", {"none": EXPERTS, **cases})
     check_gradients(found, "none")
     freed = {name: found["none"][1] - values for name, (_, values) in found.items()}
-    assert freed["moe"] > 300 and freed["shared_experts"] == pytest.approx(5 * 16 - RANDOM_STATE, abs=1)
+    assert freed["moe"] > 300 and freed["shared_experts"] == pytest.approx(5 * 16 - RANDOM_STATE, abs=2)
 
 
 def count_blocks(changes: dict) -> int:
@@ -113,10 +113,11 @@ def test_offloading_changes_no_gradient_and_leaves_the_device_what_it_takes_agai
     (found,) = ranks(1, steps, "llama", cases)
     check_gradients(found, "full")
     layer = {name: values - RANDOM_STATE for name, (_, values) in found.items()}
-    assert layer["full"] == pytest.approx(HIDDEN, abs=1)
-    assert layer["kept"] == pytest.approx(HIDDEN + HIDDEN + HEADS, abs=1)  # input, output, log-sum-exp
-    assert layer["full offloaded"] == layer["all offloaded"] == pytest.approx(0, abs=1)
-    assert layer["kept offloaded"] == pytest.approx(HIDDEN, abs=1)
+    assert layer["full"] == pytest.approx(HIDDEN, abs=2)
+    assert layer["kept"] == pytest.approx(HIDDEN + HIDDEN + HEADS, abs=2)  # input, output, log-sum-exp
+    assert layer["full offloaded"] == pytest.approx(0, abs=2)
+    assert layer["all offloaded"] == pytest.approx(0, abs=2)
+    assert layer["kept offloaded"] == pytest.approx(HIDDEN, abs=2)
 
 
 SIZE = 33 * 2**18  # 33 MiB: the C library maps each tensor, and returns it to the system at once
