@@ -33,8 +33,17 @@ def run_of(args: Arguments, choice: Choice | None = None) -> TrainConfig:
         "data_parallel_sharding_strategy": _sharding(args),
         "recompute_whitelist": bool(args.recompute_whitelist),
         "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        "implementation": _implementation(args),
     }
     return TrainConfig(**given)
+
+
+def _implementation(args: Arguments) -> str:
+    if args.transformer_impl == "transformer_engine":
+        return "transformer_engine"
+    import torch  # commands read the shape of a model before they import it
+
+    return "fused" if torch.cuda.is_available() else "cpu"
 
 
 def _sharding(args: Arguments) -> str:
