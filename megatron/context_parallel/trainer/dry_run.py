@@ -10,7 +10,7 @@ from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.search.auto import headline
 from megatron.context_parallel.cluster.step.attention_pass import attention_plan, attention_rows, attention_shape
-from megatron.context_parallel.cluster.step.memory import fullest_stage, memory, total
+from megatron.context_parallel.cluster.step.memory import fullest_stage, peak
 from megatron.context_parallel.plan.volume import received_bytes
 from megatron.context_parallel.strategies import AUTO, Choice, distinct, parse_spec
 from megatron.context_parallel.strategies.by_layer import written
@@ -115,21 +115,17 @@ def attention_bytes(args: Arguments, backward: bool, choice: Choice | None = Non
 def _memory(args: Arguments) -> Table:
     model = model_of(args)
     runs = [run_of(args, choice) for choice in distinct(args.cp_layers)]
-    run = max(runs, key=lambda run: total(memory(model, run)))  # runs differ only in the attention buffers
+    run = max(runs, key=lambda run: peak(model, run).bytes)  # runs differ only in the attention buffers
     fullest = fullest_stage(model, run)
+    moment = peak(model, run, fullest)
     title = f"{model.parameters:,} parameters ({model.table_parameters:,} in embeddings); "
-    table = Table("memory", "per rank", "formula", title=f"{title}memory of a rank of stage {fullest}, the largest")
-    parts = memory(model, run, fullest)
-    for what, size, formula in parts:
+    title += f"memory of a rank of stage {fullest}, the largest, in its fullest moment: {moment.name}"
+    table = Table("memory", "per rank", "formula", title=title)
+    for what, size, formula in moment.items:
         table.add_row(what, _gib(size), formula)
-    table.add_row(
-        "total", _gib(total(parts)), "includes the larger of logits and attention buffers; excludes fragmentation"
-    )
+    table.add_row("total", _gib(moment.bytes), "excludes fragmentation")
     return table
 
 
 def _gib(size: int) -> str:
-    unit, name = next(
-        (u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if size >= u or u == 1
-    )
-    return f"{size / unit:.2f} {name}"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**30:.3g} GiB"
