@@ -39,10 +39,11 @@ def sizes(layers: int, hidden: int, inner: int, heads: int, width: int, length: 
 
 
 WEIGHTS = sizes(4, 512, 1408, 8, 64, 256, 2048)
-HEADS = sizes(8, 64, 64, 16, 64, 1024, 512)
-WIDE = sizes(4, 128, 2048, 4, 32, 1024, 512)
+HEADS = sizes(12, 64, 64, 16, 64, 1024, 512)
+WIDE = sizes(7, 128, 2048, 4, 32, 1024, 512)
 LOGITS = sizes(2, 64, 128, 4, 16, 1024, 32768)
-CHUNKS = sizes(2, 64, 64, 16, 64, 2048, 512)
+CUT_LOGITS = sizes(2, 64, 128, 4, 16, 2048, 65536)
+CHUNKS = sizes(2, 64, 64, 48, 64, 2048, 512)
 CASES: dict[str, tuple[int, str]] = {  # ranks and flags by name
     "weights": (1, f"{WEIGHTS} {LLAMA}"),
     "weights, bf16": (1, f"{WEIGHTS} {LLAMA} --bf16"),
@@ -53,7 +54,7 @@ CASES: dict[str, tuple[int, str]] = {  # ranks and flags by name
     "heads, bf16": (1, f"{HEADS} {LLAMA} --bf16"),
     "heads, GPT": (1, HEADS),
     "heads, ulysses": (2, f"{HEADS} {LLAMA} --cp-strategy ulysses"),
-    "heads, kept": (1, f"{HEADS.replace('layers 8', 'layers 24')} {LLAMA} {KEPT}"),
+    "heads, kept": (1, f"{HEADS.replace('layers 12', 'layers 36')} {LLAMA} {KEPT}"),
     "wide MLP": (1, f"{WIDE} {LLAMA}"),
     "wide MLP, bf16": (1, f"{WIDE} {LLAMA} --bf16"),
     "wide MLP, GPT": (1, WIDE),
@@ -67,12 +68,12 @@ CASES: dict[str, tuple[int, str]] = {  # ranks and flags by name
     "logits": (1, f"{LOGITS} {LLAMA} --cross-entropy-chunk-size 1024"),
     "logits, bf16": (1, f"{LOGITS} {LLAMA} --cross-entropy-chunk-size 1024 --bf16"),
     "logits, tied": (1, f"{LOGITS} --cross-entropy-chunk-size 1024"),
-    "logits, in chunks": (1, f"{LOGITS} {LLAMA} --cross-entropy-chunk-size 256"),
-    "logits, in chunks, bf16": (1, f"{LOGITS} {LLAMA} --cross-entropy-chunk-size 256 --bf16"),
+    "logits, in chunks": (1, f"{CUT_LOGITS} {LLAMA} --cross-entropy-chunk-size 512"),
+    "logits, in chunks, bf16": (1, f"{CUT_LOGITS} {LLAMA} --cross-entropy-chunk-size 512 --bf16"),
     "ring, recomputed": (2, f"{CHUNKS} {LLAMA} {FULL} --cp-strategy ring"),
     "ring, recomputed, bf16": (2, f"{CHUNKS} {LLAMA} {FULL} --cp-strategy ring --bf16"),
     "ring of 4, recomputed": (4, f"{CHUNKS} {LLAMA} {FULL} --cp-strategy ring"),
-    "all-gather, recomputed": (2, f"{CHUNKS} {LLAMA} {FULL} --cp-strategy allgather"),
+    "mesh of 4, recomputed": (4, f"{CHUNKS} {LLAMA} {FULL} --cp-strategy mesh"),
 }
 HEADINGS = ["case", "ranks", "largest kind", "fullest moment", "predicted GiB", "allocated GiB", "resident GiB"]
 HEADINGS += ["predicted / allocated", "predicted / resident"]
@@ -80,7 +81,8 @@ GROUPS = {
     "weights": "weights and optimizer",
     "gradients": "weights and optimizer",
     "optimizer": "weights and optimizer",
-    memory.OPTIMIZER: "weights and optimizer",
+    memory.REDUCTION: "weights and optimizer",
+    "Adam's own numbers": "weights and optimizer",
     "attention activations": "activations of attention",
     "kept attention": "activations of attention",
     "MLP activations": "activations of the MLP",

@@ -19,9 +19,7 @@ def of_a_step(flags: str) -> tuple[Moment, int]:
     args = parse_args([*memory.COMMON.split(), *flags.split()])
     setup.initialize_model_parallel(args)
     try:
-        state, data = memory_rank.started(args)
-        memory_rank.one_step(args, state, data)
-        return peak(model_of(args), run_of(args)), memory_rank.allocated_in_a_step(args, state, data)
+        return peak(model_of(args), run_of(args)), memory_rank.allocated(args)
     finally:
         parallel_state.destroy_model_parallel()
 

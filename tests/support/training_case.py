@@ -71,6 +71,7 @@ def case_args(family: str, **changes) -> CaseArgs:
             "reset_attention_mask": False,
             "cp_place_documents": False,
             "cp_cluster": None,
+            "dry_run": False,
             "recompute_whitelist": [],
             "mlp_chunks_for_training": 1,
             "cross_entropy_chunk_size": BATCH * SEQUENCE,

@@ -1,6 +1,7 @@
 """`--dry-run`: computes parallel layout, attention traffic, parameters and memory in a single process."""
 
 import os
+from dataclasses import replace
 from itertools import product
 
 from rich.table import Table
@@ -10,7 +11,6 @@ from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.search.auto import headline
 from megatron.context_parallel.cluster.step.attention_pass import attention_plan, attention_rows, attention_shape
-from megatron.context_parallel.cluster.step.memory import fullest_stage, peak
 from megatron.context_parallel.plan.volume import received_bytes
 from megatron.context_parallel.strategies import AUTO, Choice, distinct, parse_spec
 from megatron.context_parallel.strategies.by_layer import written
@@ -19,6 +19,7 @@ from megatron.context_parallel.tokens.layout import positions
 from .arguments.auto import planned, with_strategy
 from .config.flags import Arguments
 from .config.workload import model_of, run_of
+from .memory_report import memory_table, named_device, verdict
 
 _RANKS_SHOWN = 16
 _GROUPS_SHOWN = 8
@@ -34,7 +35,7 @@ def describe(args: Arguments) -> None:
     if not args.cp_layers and args.cp_cluster:
         found = planned(args, load_cluster(args.cp_cluster, "--cp-cluster"))
         print(headline(found))
-        args = with_strategy(args, parse_spec(found.best))
+        args = replace(with_strategy(args, parse_spec(found.best)), cp_cluster=args.cp_cluster)
     if not args.cp_layers:
         show(_layout(args))
         print(
@@ -42,7 +43,9 @@ def describe(args: Arguments) -> None:
             "give --cp-cluster to see the choice, traffic and memory now"
         )
     else:
-        show(_layout(args), _work(args), _memory(args))
+        show(_layout(args), _work(args), memory_table(args))
+        if room := named_device(args):
+            print(verdict(args, room))
     if not any((args.data_path, args.train_data_path)):
         print("No data was given, so none was checked.")
 
@@ -89,7 +92,7 @@ def _work(args: Arguments) -> Table:
     )
     choices = distinct(args.cp_layers)
     for choice, (name, backward) in product(choices, (("forward", False), ("backward", True))):
-        volume = _gib(attention_bytes(args, backward, choice))
+        volume = _amount(attention_bytes(args, backward, choice))
         of = f" of {choice.spec}" if len(choices) > 1 else ""
         what = f"{volume} received by the busiest rank, per layer{of} and micro batch"
         table.add_row(f"attention {name} traffic", what)
@@ -109,23 +112,8 @@ def attention_bytes(args: Arguments, backward: bool, choice: Choice | None = Non
     return max(received_bytes(plan, rank, shape, rows) for rank in ranks)
 
 
-# -------------------------------------------------------------------------------------------------- memory
-
-
-def _memory(args: Arguments) -> Table:
-    model = model_of(args)
-    runs = [run_of(args, choice) for choice in distinct(args.cp_layers)]
-    run = max(runs, key=lambda run: peak(model, run).bytes)  # runs differ only in the attention buffers
-    fullest = fullest_stage(model, run)
-    moment = peak(model, run, fullest)
-    title = f"{model.parameters:,} parameters ({model.table_parameters:,} in embeddings); "
-    title += f"memory of a rank of stage {fullest}, the largest, in its fullest moment: {moment.name}"
-    table = Table("memory", "per rank", "formula", title=title)
-    for what, size, formula in moment.items:
-        table.add_row(what, _gib(size), formula)
-    table.add_row("total", _gib(moment.bytes), "excludes fragmentation")
-    return table
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**30:.3g} GiB"
+def _amount(size: int) -> str:
+    unit, name = next(
+        (u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if size >= u or u == 1
+    )
+    return f"{size / unit:.2f} {name}"

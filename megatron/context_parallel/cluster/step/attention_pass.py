@@ -17,7 +17,7 @@ from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.slices import Slices
 
-from .block_memory import BlockMemory
+from .block_memory import BlockMemory, gradient_swap_bytes
 from .model_shape import ModelShape
 from .train_config import ITEMSIZE, TrainConfig
 
@@ -131,7 +131,7 @@ def attention_buffers(model: ModelShape, run: TrainConfig) -> int:
 @lru_cache(KEPT)
 def _buffers(model: ModelShape, run: TrainConfig) -> int:
     shape = attention_shape(model, run)
-    most = 0
+    most = 0.0
     for backward in (False, True):
         plan = attention_plan(model, run, backward)
         ranks = range(plan.n) if plan.n <= ALL_RANKS_UP_TO else (0, plan.n // 2, plan.n - 1)
@@ -141,7 +141,9 @@ def _buffers(model: ModelShape, run: TrainConfig) -> int:
         for rank in ranks:
             work = kernels.of_steps(rank) if backward else ()
             most = max(most, peak_bytes(plan, rank, shape, work) - own)
-    return most
+        if backward and plan.heads > 1:
+            most = max(most, gradient_swap_bytes(plan, shape))
+    return round(most)
 
 
 def _attention_only(model: ModelShape, run: TrainConfig) -> tuple[ModelShape, TrainConfig]:

@@ -1,7 +1,7 @@
-"""Memory that the kernel of a backward pass has at work on a block, beyond the chunks and partials of the plan."""
+"""Memory of a backward pass beyond the chunks and partials of its plan: kernels at work, messages of a head swap."""
 
 from megatron.context_parallel.kernels.masks import CAUSAL, Piece
-from megatron.context_parallel.plan.ir import Attend, Key, Plan, T
+from megatron.context_parallel.plan.ir import AllGather, Attend, Key, Plan, T
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes
 from megatron.context_parallel.runtime.blocks import Blocks
 
@@ -27,15 +27,18 @@ class BlockMemory:
         self.grouped = self.queries > self.keys
 
     def of_steps(self, rank: int) -> list[float]:
-        """The most bytes at once in each step of `rank`."""
+        """The most bytes at once in each step of `rank`, with its own chunks in the buffers of all-gathers."""
         made: set[Key] = set()
         found = []
+        copies = 0
         for step in self.plan.steps[rank]:
+            gathers = [op for op in step.comm if isinstance(op, AllGather)]
+            copies += sum(chunk_bytes(self.plan, op.tensor, self.shape, False) for op in gathers)
             most = 0.0
             for attend in step.attend:
                 for chunk in attend.q_chunks:
                     most = max(most, self._of_block(chunk, attend, made))
-            found.append(most)
+            found.append(copies + most)
         return found
 
     def _of_block(self, chunk: int, attend: Attend, made: set[Key]) -> float:
@@ -72,3 +75,19 @@ class BlockMemory:
         if self.shape.itemsize < 4:
             computing += 2 * queries + 2 * keys  # float32 copies of the inputs
         return computing, queries + 2 * keys if self.grouped else gradients
+
+
+def gradient_swap_bytes(plan: Plan, shape: Shape) -> float:
+    """Bytes while gradients are swapped back to the ranks that own the tokens, beyond queries, keys and values.
+
+    They are the output gradient as it came and as it was swapped, the partial gradients, those for the other ranks and
+    from them, and both messages.
+    """
+    queries = shape.rows * shape.heads * shape.head_dim
+    keys = 2 * shape.rows * max(shape.kv_heads, plan.heads) * shape.head_dim
+    of_keys = 4 if plan.heads > shape.kv_heads else shape.itemsize  # replicas are summed in float32
+    swapped = shape.itemsize * queries + of_keys * keys
+    partial = 4 * (queries + keys)
+    rounded = shape.itemsize * (queries + keys) if shape.itemsize < 4 else 0
+    others = (plan.heads - 1) / plan.heads
+    return 2 * shape.itemsize * queries + partial + rounded + (1 + 2 * others) * swapped

@@ -24,7 +24,8 @@ class MemoryItem(NamedTuple):
 
 
 LOGITS, BUFFERS = "logits and loss", "attention buffers"
-OPTIMIZER, HEAD, MLP, ATTENTION = "optimizer step", "head", "MLP backward", "attention backward"
+HEAD, MLP, ATTENTION = "head", "MLP backward", "attention backward"
+REDUCTION, OPTIMIZER = "gradient reduction", "optimizer step"
 
 
 class Moment(NamedTuple):
@@ -65,6 +66,9 @@ def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]
         BUFFERS, attention_buffers(model, run), "peak chunks, partials and kernels at work in a pass"
     )
     found.append(Moment(ATTENTION, [*inputs, *layers.at_work(in_flight, 1), _residual(model, run), attention]))
+    if run.implementation == "cpu" and run.shards("optim") > run.shards("grads"):
+        copy = MemoryItem(REDUCTION, 4 * count, "gloo's reduce-scatter copies the gradients")
+        found.append(Moment(REDUCTION, [*states, copy]))
     found.append(Moment(OPTIMIZER, [*states, _update(model, run, count)]))
     return found
 
@@ -239,7 +243,7 @@ def _mlp_backward(model: ModelShape, run: TrainConfig) -> MemoryItem:
     weight = w.size * w.inner * model.hidden_size
     if run.mlp_chunks_for_training > 1:
         part = inner // run.mlp_chunks_for_training
-        kept = part * (saved_bytes._activation(model, run) + 1)
+        kept = part * (saved_bytes.activation_vectors(model, run) + 1)
         weights = weight * (5 if model.swiglu else 3)  # summed over the chunks, and the newest of the first product
         size = 2 * hidden + kept + 2 * part + weights
         return MemoryItem(

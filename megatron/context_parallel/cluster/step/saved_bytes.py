@@ -73,7 +73,7 @@ def mlp_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
         each["mlp"] = w.size * w.hidden  # the inputs of the chunks
     else:
         each["linear_fc1"] = w.size * w.hidden
-        each["mlp"] = w.size * _activation(model, run) * w.inner
+        each["mlp"] = w.size * activation_vectors(model, run) * w.inner
         each["linear_fc2"] = w.size * w.inner
     return _of_tokens(run, each)
 
@@ -83,7 +83,7 @@ def _experts(model: ModelShape, run: TrainConfig, w: Widths) -> dict[str, int]:
     chosen, width = model.moe_router_topk, model.moe_ffn_hidden_size or 0
     shared = model.moe_shared_expert_intermediate_size or 0
     weighted = 1 if run.implementation == "cpu" else 0  # the activation before it is multiplied by the probability
-    kept = _activation(model, run) + weighted
+    kept = activation_vectors(model, run) + weighted
     each = {
         "router": chosen * (8 + 4),  # which experts, and their probabilities
         "mlp": chosen * 8 + (model.num_experts or 0) * (1 + w.size),  # the order of tokens by expert
@@ -92,11 +92,11 @@ def _experts(model: ModelShape, run: TrainConfig, w: Widths) -> dict[str, int]:
         "linear_fc2": w.size * (chosen * width + shared),
     }
     if shared:
-        each["shared_experts"] = w.size * _activation(model, run) * shared
+        each["shared_experts"] = w.size * activation_vectors(model, run) * shared
     return each
 
 
-def _activation(model: ModelShape, run: TrainConfig) -> int:
+def activation_vectors(model: ModelShape, run: TrainConfig) -> int:
     """Vectors as wide as the MLP that its activation keeps."""
     if not model.swiglu:
         return 1

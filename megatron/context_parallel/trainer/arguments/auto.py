@@ -9,6 +9,7 @@ from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.cluster.search.auto import choose_on_group, measured
 from megatron.context_parallel.cluster.search.planner import GroupDevices, Search, search
 from megatron.context_parallel.cluster.search.step_search import workload_of
+from megatron.context_parallel.cluster.step.fit import advice
 from megatron.context_parallel.cluster.step.memory import ATTENTION, BUFFERS, fullest_stage, moments
 from megatron.context_parallel.errors import UsageError, raise_all
 from megatron.context_parallel.strategies import AUTO, Choice
@@ -65,6 +66,7 @@ def _room(args: Arguments, cluster: Cluster) -> float:
     if needed >= room:
         raise UsageError(
             f"--cp-strategy {AUTO}: without attention the run already needs an estimated {needed / 2**30:.3g} GiB per "
-            f"device, which has {cluster.device.memory_GiB:g} GiB; use more ranks, or name a strategy, such as ring"
+            f"device, which has {cluster.device.memory_GiB:g} GiB; "
+            f"{advice(model, run, room)}"
         )
     return room - rest
