@@ -216,7 +216,6 @@ def test_trainer_takes_what_is_fastest(ranks, tmp_path, capsys):
         ("--cp-grid 2x2", "--cp-grid 2x2: --cp-strategy auto chooses it; leave it out"),
         ("--cp-cluster nowhere", "--cp-cluster nowhere: no such file or preset; give a .yaml file, or one of "),
         ("--cp-layout striped", "--cp-layout striped: unknown"),
-        ("--cp-strategy ring --cp-cluster dgx-h100", "--cp-cluster dgx-h100: needs --cp-strategy auto"),
         ("--seq-length 510", "--seq-length 510: its split over 4 context-parallel ranks needs a multiple of 4"),
     ],
 )
@@ -226,12 +225,20 @@ def test_trainer_refuses(flags, message):
     assert str(refused.value).startswith(message)
 
 
+def test_a_run_has_a_cluster_only_for_a_choice_or_documents():
+    flags = TRAINER.replace("--dry-run", "--mock-data --lr 1e-3 --train-iters 1")
+    with pytest.raises(UsageError, match=r"^--cp-cluster dgx-h100: needs --cp-strategy auto, "):
+        parse_args(f"{flags} --cp-strategy ring --cp-cluster dgx-h100".split())
+
+
 def test_a_run_that_does_not_fit_is_refused(tmp_path):
     path = tmp_path / "box.yaml"
     path.write_text(BOX_TEXT)  # devices of 1 GiB
     flags = TRAINER.replace("tiny-llama", "llama3-8b")
     args = parse_args(f"{flags} --seq-length 4096 --cp-cluster {path}".split())
-    with pytest.raises(UsageError, match=r"--cp-strategy auto: without attention the run already needs an .* has 1"):
+    with pytest.raises(
+        UsageError, match=r"--cp-strategy auto: without attention the run already needs an .* has 1 GiB; "
+    ):
         describe(args)
 
 

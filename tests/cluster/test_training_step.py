@@ -12,7 +12,7 @@ from megatron.context_parallel.cluster.description import AttentionRate, Cluster
 from megatron.context_parallel.cluster.simulate.collectives import exchange, ring
 from megatron.context_parallel.cluster.step.attention_pass import attention_forecast, attention_shape
 from megatron.context_parallel.cluster.step.layer_time import LayerTime
-from megatron.context_parallel.cluster.step.memory import fullest_stage, memory, total
+from megatron.context_parallel.cluster.step.memory import HEAD, MLP, fullest_stage, moments, peak
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.step_time import forecast_step
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
@@ -32,6 +32,11 @@ GATHERS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 def seconds(run: TrainConfig, cluster: Cluster = BOX, model: ModelShape = MODEL) -> float:
     return forecast_step(model, run, cluster).seconds
+
+
+def sizes_of(run: TrainConfig, stage: int = 0) -> dict[str, int]:
+    """Bytes of each kind in the moments of a rank; where they differ, those of a later moment."""
+    return {item.what: item.bytes for moment in moments(MODEL, run, stage) for item in moment.items}
 
 
 def attention_flops(model: ModelShape, s: int) -> float:
@@ -192,17 +197,16 @@ def test_key_heads_are_repeated_for_more_tensor_parallel_ranks():
 
 def test_the_fullest_stage_has_most_micro_batches_or_the_logits():
     run = replace(RUN, pipeline_model_parallel_size=2, global_batch_size=8)
-    sizes = []
-    for stage in (0, 1):
-        sizes.append({part.what: part.bytes for part in memory(MODEL, run, stage)})
-    layer = (4 * 256 + 2 * 256 + 2 * 128 + 3 * 512) * 2 * 1024
-    assert [size["activations"] for size in sizes] == [2 * 2 * layer, 2 * layer]
-    assert (fullest_stage(MODEL, run), fullest_stage(replace(MODEL, padded_vocab_size=8192), run)) == (0, 1)
-    for stage, temporary in ((0, "attention buffers"), (1, "logits and loss")):
-        rest = sum(
-            bytes for what, bytes in sizes[stage].items() if what not in ("attention buffers", "logits and loss")
-        )
-        assert total(memory(MODEL, run, stage)) == rest + sizes[stage][temporary]
+    norm = 2 * 256 + 4
+    attention = norm + 2 * 256 + 2 * 2 * (256 + 128) + 4 * 8
+    for stage, micro_batches in enumerate((2, 1)):
+        sizes = sizes_of(run, stage)
+        assert sizes["attention activations"] == 2 * micro_batches * 1024 * attention
+        inner = norm + 2 * 256 + (2 + 1) * 2 * 512  # the last moment has an MLP less
+        assert sizes["MLP activations"] == (2 * micro_batches - 1) * 1024 * inner
+    larger = replace(MODEL, padded_vocab_size=16384)
+    assert (fullest_stage(MODEL, run), fullest_stage(larger, run)) == (0, 1)
+    assert (peak(MODEL, run).name, peak(larger, run, 1).name) == (MLP, HEAD)
 
 
 def test_a_group_with_gaps_is_simulated_in_part():
@@ -235,7 +239,7 @@ def test_sharding_divides_what_it_names():
     count, layer = MODEL.parameters, MODEL.layer_parameters()
 
     def sizes(sharding: str) -> dict[str, int]:
-        return {part.what: part.bytes for part in memory(MODEL, replace(run, data_parallel_sharding_strategy=sharding))}
+        return sizes_of(replace(run, data_parallel_sharding_strategy=sharding))
 
     whole = {"weights": 2 * count, "gradients": 4 * count, "optimizer": 12 * count}
     expected = {
@@ -249,12 +253,13 @@ def test_sharding_divides_what_it_names():
 
 
 def test_the_buffers_of_a_ring():
-    """Backward: the gradient of queries, 2 received chunks of keys, and gradients of 4 chunks of keys."""
+    """Backward: the gradient of queries, 2 received chunks of keys, gradients of 4 chunks of keys, and the kernel."""
     run = replace(RUN, context_parallel_size=8)
     queries, keys, statistic = 128 * 256, 128 * 256, 4 * 128 * 8
-    sizes = {part.what: part.bytes for part in memory(MODEL, run)}
-    output_gradient = 2 * queries + 2 * statistic
-    assert sizes["attention buffers"] == output_gradient + 4 * queries + 2 * 2 * keys + 4 * 4 * keys
+    chunks = 2 * queries + 2 * statistic + 4 * queries + 2 * 2 * keys + 4 * 4 * keys
+    of_a_block = 2 * queries + 2 * keys + 2 * 2 * queries  # gradients; of keys also for each query head
+    kernel = 4 * queries + 2 * queries + of_a_block - 4 * keys  # a float32 sum, the output; without the last partial
+    assert sizes_of(run)["attention buffers"] == chunks + kernel
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -290,7 +295,7 @@ def _real_memory(family: str, changes: dict) -> tuple[dict, dict]:
         if args.params_dtype is not torch.float32 and not args.use_torch_fsdp2:
             numbers += [parameter for group in inner.param_groups for parameter in group["params"]]
         real = _weights_and_gradients(state.model[0]) | {"optimizer": sum(map(_bytes, numbers))}
-    predicted = {part.what: part.bytes for part in memory(model_of(args), run_of(args))}
+    predicted = {item.what: item.bytes for item in peak(model_of(args), run_of(args)).items}
     return real, {name: predicted[name] for name in real}
 
 
@@ -329,12 +334,14 @@ def test_gradients_may_travel_in_the_dtype_of_the_model():
 def test_chunks_of_loss_and_mlp_need_less_memory_and_more_time():
     run = replace(RUN, dtype="fp32")
     whole, loss, mlp = (
-        {part.what: part.bytes for part in memory(MODEL, replace(run, **chunks))}
+        sizes_of(replace(run, **chunks))
         for chunks in ({}, {"cross_entropy_chunk_size": 64}, {"mlp_chunks_for_training": 4})
     )
-    gradients = 4 * MODEL.hidden_size * (2 * MODEL.padded_vocab_size + run.tokens)
-    assert loss["logits and loss"] == whole["logits and loss"] * 64 // run.tokens + gradients
-    inner = 4 * run.tokens * MODEL.mlp_width * 3
-    assert whole["activations"] - mlp["activations"] == inner * MODEL.num_layers - inner // 4
+    weight, hidden = MODEL.hidden_size * MODEL.padded_vocab_size, run.tokens * MODEL.hidden_size
+    logits = (run.tokens - 64) * MODEL.padded_vocab_size  # fewer; and gradients: of the weight again, of the input
+    small = run.tokens * (MODEL.hidden_size * 4 + 13)  # the output layer's input, masks and labels
+    assert loss["logits and loss"] == whole["logits and loss"] - 4 * logits - small + 4 * (weight + 2 * hidden)
+    inner = 4 * run.tokens * MODEL.mlp_width * (2 + 1)
+    assert whole["MLP activations"] - mlp["MLP activations"] == inner * (MODEL.num_layers - 1)
     for chunks in ({"cross_entropy_chunk_size": 64}, {"mlp_chunks_for_training": 4}):
         assert seconds(replace(run, **chunks)) > seconds(run)

@@ -72,6 +72,7 @@ def case_args(family: str, **changes) -> CaseArgs:
             "cp_place_documents": False,
             "cp_cluster": None,
             "recompute_modules": None,
+            "dry_run": False,
             "recompute_whitelist": [],
             "offload_checkpoints": False,
             "offload_kept": False,

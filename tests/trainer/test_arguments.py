@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.context_parallel import STRATEGIES
-from megatron.context_parallel.cluster.step.memory import memory
+from megatron.context_parallel.cluster.step.memory import HEAD, moments
 from megatron.context_parallel.commands.plan import read_flags as plan_flags
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.libraries import LIBRARIES
@@ -473,20 +473,30 @@ def test_attention_traffic_is_that_of_the_table():
 
 def test_memory_adds_up_by_hand():
     args = parsed(f"{SMALL} --context-parallel-size 2 --bf16 --use-distributed-optimizer --global-batch-size 2")
-    sizes = {part.what: part.bytes for part in memory(model_of(args), run_of(args))}
+    (head, *_) = moments(model_of(args), run_of(args))
+    sizes = {item.what: item.bytes for item in head.items}
     count = model_of(args).parameters
     assert sizes["weights"] == 2 * count
     assert sizes["gradients"] == 4 * count
     assert sizes["optimizer"] == 12 * count // 2
-    assert sizes["activations"] == 32 * 4 * (4 * 96 + 4 * 96 + 2 * 384) * 2
-    assert sizes["logits and loss"] == 32 * 384 * 6
+    norm, attention, mlp = 96 + 2, 96 + 4 * 96, 96 + 2 * 384  # numbers of a token; LayerNorm on a CPU
+    assert sizes["attention activations"] == 32 * 4 * ((norm + attention) * 2 + 6 * 4)
+    assert sizes["MLP activations"] == 32 * 4 * (norm + mlp) * 2
+    assert (head.name, sizes["logits and loss"]) == (
+        HEAD,
+        32 * ((norm + 96) * 2 + 13) + 384 * (32 + 96) * 2 + 32 * 96 * 2,
+    )
 
 
 def test_recompute_keeps_one_input_per_layer():
     flags = f"{SMALL} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     args = parsed(flags)
-    sizes = {part.what: part.bytes for part in memory(model_of(args), run_of(args))}
-    assert sizes["activations"] == 64 * (4 * 96 + (8 * 96 + 2 * 384)) * 4
+    _, mlp, *_ = moments(model_of(args), run_of(args))
+    sizes = {item.what: item.bytes for item in mlp.items}
+    assert sizes["recomputed layers"] == 64 * 4 * 96 * 4 + (2 * 4 + 3) * 5056
+    norm = 96 + 2
+    assert sizes["attention activations"] == 64 * (norm + 96 + 4 * 96 + 6) * 4
+    assert sizes["MLP activations"] == 64 * (norm + 96 + 2 * 384) * 4
 
 
 def test_dry_run_prints_without_a_process_group():

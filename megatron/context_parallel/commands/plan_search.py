@@ -131,10 +131,10 @@ def answers(found: "StepSearch") -> "list[FeasibleRun]":
         best.setdefault(strategy_of(one), one)
     shown = [*best.values()]
     leader = shown[0]
-    least = leader.forecast.memory_bytes
+    least = leader.forecast.memory.bytes
     for one in found.ranked:
-        if one.run.cp_strategy == leader.run.cp_strategy and one.forecast.memory_bytes < SMALLER * least:
-            least = one.forecast.memory_bytes
+        if one.run.cp_strategy == leader.run.cp_strategy and one.forecast.memory.bytes < SMALLER * least:
+            least = one.forecast.memory.bytes
             shown.append(one)
     return shown
 
@@ -162,7 +162,7 @@ def ranking(shown: "list[FeasibleRun]", title: str) -> Table:
             *([f"{ring / forecast.seconds:.2f}"] if ring else []),
             f"{rate:,.0f}",
             f"{forecast.mfu:.1%}",
-            f"{forecast.memory_bytes / 2**30:.1f}",
+            f"{forecast.memory.bytes / 2**30:.1f}",
             f"{forecast.parts[EXPOSED] / forecast.seconds:.1%}",
             run.cp_strategy,
             sharding,
@@ -211,10 +211,10 @@ def explanation(found: "FeasibleRun") -> list[Table]:
     for name, seconds in forecast.parts.items():
         if seconds:
             time.add_row(name, f"{seconds:.4g}", f"{seconds / forecast.seconds:.1%}")
-    held = Table("memory", title="memory of a rank of the busiest stage")
+    held = Table("memory", title=f"memory of a rank of the busiest stage: {forecast.memory.name}")
     held.add_column("GiB", justify="right")
     held.add_column("formula")
-    for part in forecast.memory:
+    for part in forecast.memory.items:
         held.add_row(part.what, f"{part.bytes / 2**30:.2f}", part.formula)
     return [time, held]
 

@@ -1,6 +1,6 @@
 """How long a rank needs each chunk, and its peak memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from .ir import PARTIAL, Key, Plan, ReduceScatter, T
@@ -22,18 +22,23 @@ def peak(plan: Plan, r: int, kv_ratio: float = 1.0) -> float:
     return _peak(plan, r, lambda tensor, swap: units(tensor, kv_ratio))
 
 
-def peak_bytes(plan: Plan, r: int, shape: Shape) -> int:
-    """The same in bytes, with log-sum-exp and delta, and partials in float32."""
-    return round(_peak(plan, r, lambda tensor, swap: chunk_bytes(plan, tensor, shape, swap)))
+def peak_bytes(plan: Plan, r: int, shape: Shape, work: Sequence[float] = ()) -> int:
+    """The same in bytes, with log-sum-exp and delta, and partials in float32.
+
+    `work`: bytes that a kernel needs in each step besides.
+    """
+    return round(_peak(plan, r, lambda tensor, swap: chunk_bytes(plan, tensor, shape, swap), work))
 
 
-def _peak(plan: Plan, r: int, size: Callable[[T, bool], float]) -> float:
+def _peak(plan: Plan, r: int, size: Callable[[T, bool], float], work: Sequence[float] = ()) -> float:
     sizes = {t: size(t, False) for t in T}
     change = [0.0] * (len(plan.steps[r]) + 2)
     for tensor, first, final in _alive(plan, r):
         change[first] += sizes[tensor]
         change[final + 1] -= sizes[tensor]
     peaks = [*accumulate(change)]
+    for s, needed in enumerate(work):
+        peaks[s] += needed
     for swap, there in ((plan.before, plan.starts), (plan.after, (*plan.starts, *plan.ends))):
         for op in swap:
             copies = sum(size(t, True) for t in op.tensors)

@@ -13,7 +13,6 @@ from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.step.attention_pass import attention_plan, attention_rows, attention_shape
 from megatron.context_parallel.cluster.step.documents_time import documents_forecast
-from megatron.context_parallel.cluster.step.memory import fullest_stage, memory, total
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.volume import received_bytes
 from megatron.context_parallel.strategies import AUTO, Choice, distinct
@@ -24,6 +23,7 @@ from megatron.context_parallel.tokens.mask import Documents
 from .arguments.auto import planned, with_strategy
 from .config.flags import Arguments
 from .config.workload import model_of, run_of
+from .memory_report import memory_table, named_device, verdict
 
 _RANKS_SHOWN = 16
 _GROUPS_SHOWN = 8
@@ -40,7 +40,7 @@ def describe(args: Arguments) -> None:
     if not args.cp_layers and args.cp_cluster:
         found = planned(args, load_cluster(args.cp_cluster, "--cp-cluster"), batches)
         print(found.line)
-        args = with_strategy(args, found.choice)
+        args = replace(with_strategy(args, found.choice), cp_cluster=args.cp_cluster)
     if not args.cp_layers:
         show(_layout(args))
         print(
@@ -48,7 +48,9 @@ def describe(args: Arguments) -> None:
             "give --cp-cluster to see the choice, traffic and memory now"
         )
     else:
-        show(_layout(args), _work(args), _memory(args))
+        show(_layout(args), _work(args), memory_table(args))
+        if room := named_device(args):
+            print(verdict(args, room))
         if batches and args.context_parallel_size > 1:
             try:
                 show(_documents(args, batches))
@@ -100,7 +102,7 @@ def _work(args: Arguments) -> Table:
     )
     choices = distinct(args.cp_layers)
     for choice, (name, backward) in product(choices, (("forward", False), ("backward", True))):
-        volume = _gib(attention_bytes(args, backward, choice))
+        volume = _amount(attention_bytes(args, backward, choice))
         of = f" of {choice.spec}" if len(choices) > 1 else ""
         what = f"{volume} received by the busiest rank, per layer{of} and micro batch"
         table.add_row(f"attention {name} traffic", what)
@@ -154,32 +156,13 @@ def _documents(args: Arguments, batches: list[Documents]) -> Table:
         table.add_row(
             f"{spec}, placed" if placed else f"{spec}, {args.cp_layers[0].layout}",
             f"{mean(one.work for one in found):.2f} x the mean",
-            _gib(round(mean(one.received for one in found))),
+            _amount(round(mean(one.received for one in found))),
             f"{1e3 * mean(one.seconds for one in found):.4g} ms",
         )
     return table
 
 
-# -------------------------------------------------------------------------------------------------- memory
-
-
-def _memory(args: Arguments) -> Table:
-    model = model_of(args)
-    runs = [run_of(args, choice) for choice in distinct(args.cp_layers)]
-    run = max(runs, key=lambda run: total(memory(model, run)))  # runs differ only in the attention buffers
-    fullest = fullest_stage(model, run)
-    title = f"{model.parameters:,} parameters ({model.table_parameters:,} in embeddings); "
-    table = Table("memory", "per rank", "formula", title=f"{title}memory of a rank of stage {fullest}, the largest")
-    parts = memory(model, run, fullest)
-    for what, size, formula in parts:
-        table.add_row(what, _gib(size), formula)
-    table.add_row(
-        "total", _gib(total(parts)), "includes the larger of logits and attention buffers; excludes fragmentation"
-    )
-    return table
-
-
-def _gib(size: int) -> str:
+def _amount(size: int) -> str:
     unit, name = next(
         (u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if size >= u or u == 1
     )

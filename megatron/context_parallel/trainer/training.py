@@ -36,6 +36,7 @@ from .faults import rerun
 from .faults.findings import Findings
 from .faults.rerun import Batches, StepRejectedError, replayable
 from .log import RunLog, check_trackers
+from .memory_report import answer_lack_of_memory
 from .model.build import build_model, build_optimizer
 from .model.data_parallel import DataParallel, weights_gathered
 from .profiling import Profile
@@ -54,7 +55,7 @@ def pretrain(args: Arguments) -> None:
     check_trackers(args)
     started = time.monotonic()
     progress = Progress()
-    with distributed_job(args, progress), save_lock(args):
+    with distributed_job(args, progress), save_lock(args), answer_lack_of_memory(args):
         if args.skip_train:
             args = replace(args, no_load_optim=True, no_load_rng=True)
         tokenizer = build_tokenizer(args)

@@ -76,7 +76,7 @@ class BlockTime:
         self.key_numbers = 2 * self.query_numbers * max(shape.kv_heads, plan.heads) / shape.heads
         self.itemsize = shape.itemsize
         self.seen, self.seconds, self.pieces = cache(self._seen), cache(self._seconds), cache(self._pieces)
-        self._small = _small_blocks(plan, mask, length)
+        self._small = small_blocks(plan, mask, length)
         self._parts: dict[tuple, list[PieceShare]] = {}
 
     def __call__(self, attend: Attend) -> float:
@@ -175,7 +175,7 @@ class BlockTime:
         return (-((start - bound[:, None]) // stride)).clip(0, length)
 
 
-def _small_blocks(plan: Plan, mask: Mask, length: int) -> Blocks:
+def small_blocks(plan: Plan, mask: Mask, length: int) -> Blocks:
     """The blocks of a short but otherwise equal sequence."""
     small = length if mask.documents else min(length, 2 * plan.n * SMALL)
     before, after = (-1 if side < 0 else -(-side * small // length) for side in mask.window)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from megatron.context_parallel.attention.plans import ALL_RANKS_UP_TO
 from megatron.context_parallel.cluster.description import Cluster
+from megatron.context_parallel.cluster.simulate.block_time import small_blocks
 from megatron.context_parallel.cluster.simulate.one_pass import ALL_UP_TO, PassForecast, simulate
 from megatron.context_parallel.plan.ir import Plan, SwapHeads, T
 from megatron.context_parallel.plan.liveness import peak_bytes
@@ -16,6 +17,7 @@ from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.slices import Slices
 
+from .block_memory import BlockMemory, gradient_swap_bytes
 from .model_shape import ModelShape
 from .train_config import ITEMSIZE, TrainConfig
 
@@ -129,13 +131,19 @@ def attention_buffers(model: ModelShape, run: TrainConfig) -> int:
 @lru_cache(KEPT)
 def _buffers(model: ModelShape, run: TrainConfig) -> int:
     shape = attention_shape(model, run)
-    most = 0
+    most = 0.0
     for backward in (False, True):
         plan = attention_plan(model, run, backward)
         ranks = range(plan.n) if plan.n <= ALL_RANKS_UP_TO else (0, plan.n // 2, plan.n - 1)
+        cut = small_blocks(plan, attention_mask(model), run.seq_length) if run.implementation == "cpu" else None
+        kernels = BlockMemory(plan, shape, cut)
         own = chunk_bytes(plan, T.Q, shape, False) + chunk_bytes(plan, T.KV, shape, False)
-        most = max(most, max(peak_bytes(plan, rank, shape) for rank in ranks) - own)
-    return most
+        for rank in ranks:
+            work = kernels.of_steps(rank) if backward else ()
+            most = max(most, peak_bytes(plan, rank, shape, work) - own)
+        if backward and plan.heads > 1:
+            most = max(most, gradient_swap_bytes(plan, shape))
+    return round(most)
 
 
 def _attention_only(model: ModelShape, run: TrainConfig) -> tuple[ModelShape, TrainConfig]:

@@ -1,11 +1,18 @@
-"""The memory of one rank in training, by kind."""
+"""The memory of one rank in training: the largest of named moments of a step, by kind.
+
+On a CPU the moments are those of the allocator's peaks (`benchmarks/memory.py`). On a GPU they are read in sources.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from . import saved_bytes
 from .attention_pass import attention_buffers
 from .model_shape import ModelShape
+from .saved_bytes import Part, Widths
 from .train_config import TrainConfig
+
+BATCH = 8 + 8 + 8 + 4  # bytes of a token: itself, its label and position (int64), its weight in the loss
 
 
 class MemoryItem(NamedTuple):
@@ -17,31 +24,53 @@ class MemoryItem(NamedTuple):
 
 
 LOGITS, BUFFERS = "logits and loss", "attention buffers"
+HEAD, MLP, ATTENTION = "head", "MLP backward", "attention backward"
+REDUCTION, OPTIMIZER = "gradient reduction", "optimizer step"
 
 
-def memory(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[MemoryItem]:
-    """The peak memory of a rank of pipeline stage `stage` (0 first), by kind; `total` sums it."""
-    stages, tensor = run.pipeline_model_parallel_size, run.tensor_model_parallel_size
-    count = model.parameters_on_stage(stage, stages, tensor, model.expert_model_parallel_size)
-    # The optimizer of all experts is sharded over data x context ranks, whether experts are sharded or not.
-    parts = list(_states(model, run, count, model.parameters_on_stage(stage, stages, tensor)))
-    parts.append(_activations(model, run, stage))
-    if stage == stages - 1:
-        parts.append(_logits(model, run))
-    parts.append(MemoryItem(BUFFERS, attention_buffers(model, run), "peak chunks and partials alive in a pass"))
-    return parts
+class Moment(NamedTuple):
+    """A moment of a step at which memory may be the largest, and all that a rank has then."""
+
+    name: str
+    items: list[MemoryItem]
+
+    @property
+    def bytes(self) -> int:
+        return sum(item.bytes for item in self.items)
 
 
-def total(parts: list[MemoryItem]) -> int:
-    """Peak bytes: logits and attention buffers are not alive at the same time."""
-    return sum(part.bytes for part in parts if part.what not in (LOGITS, BUFFERS)) + max(
-        part.bytes for part in parts if part.what in (LOGITS, BUFFERS)
-    )
+def peak(model: ModelShape, run: TrainConfig, stage: int = 0) -> Moment:
+    """The moment at which a rank of pipeline stage `stage` (0 first) has the most memory."""
+    return max(moments(model, run, stage), key=lambda moment: moment.bytes)
 
 
 def fullest_stage(model: ModelShape, run: TrainConfig) -> int:
     """The pipeline stage whose ranks need the most memory."""
-    return max(range(run.pipeline_model_parallel_size), key=lambda stage: total(memory(model, run, stage)))
+    return max(range(run.pipeline_model_parallel_size), key=lambda stage: peak(model, run, stage).bytes)
+
+
+def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]:
+    """All moments of a rank of pipeline stage `stage`, in their order after the forward pass of the layers."""
+    stages, tensor = run.pipeline_model_parallel_size, run.tensor_model_parallel_size
+    count = model.parameters_on_stage(stage, stages, tensor, model.expert_model_parallel_size)
+    # The optimizer of all experts is sharded over data x context ranks, whether experts are sharded or not.
+    states = list(_states(model, run, count, model.parameters_on_stage(stage, stages, tensor)))
+    inputs = states + list(_inputs(model, run, stage))
+    layers = _LayerCounts(model, run)
+    found = []
+    if stage == stages - 1:
+        found.append(Moment(HEAD, [*inputs, *layers.kept(1), _head(model, run)]))
+    in_flight = _in_flight(run, stage)
+    found.append(Moment(MLP, [*inputs, *layers.at_work(in_flight, 0), _mlp_backward(model, run)]))
+    attention = MemoryItem(
+        BUFFERS, attention_buffers(model, run), "peak chunks, partials and kernels at work in a pass"
+    )
+    found.append(Moment(ATTENTION, [*inputs, *layers.at_work(in_flight, 1), _residual(model, run), attention]))
+    if run.implementation == "cpu" and run.shards("optim") > run.shards("grads"):
+        copy = MemoryItem(REDUCTION, 4 * count, "gloo's reduce-scatter copies the gradients")
+        found.append(Moment(REDUCTION, [*states, copy]))
+    found.append(Moment(OPTIMIZER, [*states, _update(model, run, count)]))
+    return found
 
 
 # ------------------------------------------------------------------------------------------ weights and the rest
@@ -64,48 +93,99 @@ def _states(model: ModelShape, run: TrainConfig, count: int, shared: int) -> Ite
     yield MemoryItem("optimizer", optimizer, f"{state} bytes ({parts}){by['optim']}")
 
 
-# ------------------------------------------------------------------------------------------------- activations
+def _update(model: ModelShape, run: TrainConfig, count: int) -> MemoryItem:
+    """Adam's own numbers: PyTorch's loop over weights, or its call for all of them; none in Transformer Engine's."""
+    shard = count // run.shards("optim")
+    largest = min(shard, model.largest_weight(run.tensor_model_parallel_size))
+    size, formula = {
+        "cpu": (2 * 4 * largest, f"2 x 4 bytes x {largest:,} parameters, the largest weight"),
+        "fused": (4 * shard, f"4 bytes x {shard:,} parameters"),
+        "transformer_engine": (0, "in place"),
+    }[run.implementation]
+    return MemoryItem("Adam's own numbers", size, formula)
 
 
-def _logits(model: ModelShape, run: TrainConfig) -> MemoryItem:
-    columns, dtype = model.padded_vocab_size // run.tensor_model_parallel_size, run.itemsize
-    size = run.tokens_of_loss * columns * (dtype + 4)
-    formula = f"tokens x vocabulary / tensor ranks x ({dtype} + 4) bytes"
-    if run.tokens_of_loss < run.tokens:  # gradients of output layer and hidden states wait for the backward pass
-        size += columns * model.hidden_size * (4 + dtype) + run.tokens * model.hidden_size * dtype
-        formula = f"{run.tokens_of_loss} {formula} + gradients of the output layer and its input"
-    return MemoryItem(LOGITS, size, formula)
-
-
-def _activations(model: ModelShape, run: TrainConfig, stage: int) -> MemoryItem:
-    tensor, h, each = run.tensor_model_parallel_size, model.hidden_size, run.recompute_num_layers
-    whole = h / (tensor if run.sequence_parallel else 1)
-    mlp = model.mlp_width * (3 if model.swiglu else 2)
-    cut = run.mlp_chunks_for_training > 1
-    layer = 4 * whole + (2 * model.queries + 2 * model.keys + (0 if cut else mlp)) / tensor
-    layers = model.num_layers / run.pipeline_model_parallel_size
-    inner = f" + {3 if model.swiglu else 2} ffn"
-    formula = f"4h + (2q + 2kv{inner}) / tensor ranks values per token and layer"
+def _inputs(model: ModelShape, run: TrainConfig, stage: int) -> Iterator[MemoryItem]:
+    whole = run.micro_batch_size * run.seq_length
+    yield MemoryItem(
+        "batch", BATCH * (whole + run.tokens), f"{BATCH} bytes x tokens of whole sequences and of the rank"
+    )
+    if not model.positions:
+        tables = saved_bytes.rotary_tables(model, run)
+        yield MemoryItem("rotary tables", tables, "angles, cos and sin of a rank's positions, for all layers")
     if run.sequence_parallel:
-        formula = formula.replace("4h + (", "(4h + ")
-    values = layers * layer
-    if run.recompute_granularity == "full" and each:
-        kept = model.queries / tensor if run.recompute_whitelist else 0
+        size = run.tokens * model.hidden_size * run.itemsize
+        yield MemoryItem("gathered hidden states", size, "tokens x hidden size, for the tensor-parallel products")
+    if run.implementation == "cpu" and stage < run.pipeline_model_parallel_size - 1:
+        size = round(_in_flight(run, stage) * _hidden(model, run))
+        yield MemoryItem("pipeline outputs", size, "hidden states of each micro batch in flight")
+
+
+# ------------------------------------------------------------------------------------------------------- layers
+
+
+class _LayerCounts:
+    """Layers of a stage in a micro batch: kept whole, recomputed in groups, and at work in a recomputation."""
+
+    def __init__(self, model: ModelShape, run: TrainConfig) -> None:
+        self.model, self.run = model, run
+        layers = model.num_layers // run.pipeline_model_parallel_size
+        each = run.recompute_num_layers or 0
+        self.whole, self.recomputed, self.groups, self.working = layers, 0, 0, 0
+        if run.recompute_granularity != "full" or not each:
+            return
         if run.recompute_method == "uniform":
-            values = layers / each * whole + each * layer + layers * kept
-            formula = f"h per {each} layers kept, and {each} layers at work: {formula}"
+            self.recomputed, self.groups, self.working = layers, -(-layers // each), min(each, layers)
         else:
-            values = run.turns * each * (whole + kept) + (layers - run.turns * each) * layer + layer
-            formula = f"h for {each} recomputed layers, others and one at work: {formula}"
-        formula += " + q / tensor ranks a recomputed layer" if kept else ""
-    in_flight = _in_flight(run, stage)
-    values *= in_flight
-    formula += f", x {in_flight:g} micro batches in flight"
-    if cut:
-        values += mlp / tensor / run.mlp_chunks_for_training
-        formula = formula.replace(inner, "") + f", and {inner[3:]} of 1 / {run.mlp_chunks_for_training} of the tokens"
-    size = round(values * run.tokens * run.itemsize)
-    return MemoryItem("activations", size, formula)
+            self.recomputed = self.groups = min(layers, run.turns * each)
+            # Layers that are kept are freed before the first recomputation.
+            self.working = 1 if self.recomputed == layers else 0
+        self.whole = layers - self.recomputed
+
+    def kept(self, in_flight: float) -> Iterator[MemoryItem]:
+        """What all layers keep from the forward pass, for some micro batches in flight."""
+        yield from self._inputs(in_flight)
+        yield from self._activations(in_flight * self.whole, in_flight * self.whole)
+
+    def at_work(self, in_flight: float, done: int) -> Iterator[MemoryItem]:
+        """The same in the backward pass of the last layer, `done` of whose MLPs are differentiated."""
+        yield from self._inputs(in_flight)
+        count = in_flight * self.whole + self.working
+        yield from self._activations(count, count - done)
+        if self.working:
+            # The first norm keeps the input of the layer, unless it has a float32 copy of it.
+            copies = Widths(self.model, self.run).float32_norms and self.run.itemsize < 4
+            size = _hidden(self.model, self.run) if copies else 0
+            yield MemoryItem("output of the layer at work", size, "hidden states, less the input counted twice")
+
+    def _inputs(self, in_flight: float) -> Iterator[MemoryItem]:
+        if not self.groups:
+            return
+        inputs = sum(part.bytes for part in saved_bytes.checkpoint_parts(self.model, self.run, self.groups))
+        formula = f"inputs of {self.groups} groups of layers x {in_flight:g} micro batches in flight"
+        yield MemoryItem("recomputed layers", round(inputs * in_flight), formula)
+        if self.run.recompute_whitelist:
+            kept = saved_bytes.kept_attention(self.model, self.run) * self.recomputed
+            formula = f"output and log-sum-exp of {self.recomputed} layers x {in_flight:g} micro batches"
+            yield MemoryItem("kept attention", round(kept * in_flight), formula)
+
+    def _activations(self, attention: float, mlp: float) -> Iterator[MemoryItem]:
+        for what, layers, parts in (
+            ("attention activations", attention, saved_bytes.attention_parts(self.model, self.run)),
+            ("MLP activations", mlp, saved_bytes.mlp_parts(self.model, self.run)),
+        ):
+            if layers:
+                size = sum(part.bytes for part in parts)
+                yield MemoryItem(what, round(layers * size), f"{layers:g} layers x {_of_a_token(parts, self.run)}")
+
+
+def _of_a_token(parts: list[Part], run: TrainConfig) -> str:
+    shown = " + ".join(f"{part.name} {part.bytes // run.tokens:,}" for part in parts)
+    return f"tokens x bytes ({shown})"
+
+
+def _hidden(model: ModelShape, run: TrainConfig) -> int:
+    return run.tokens * run.itemsize * Widths(model, run).hidden
 
 
 def _in_flight(run: TrainConfig, stage: int) -> float:
@@ -114,3 +194,64 @@ def _in_flight(run: TrainConfig, stage: int) -> float:
     if turns == 1:
         return min(stages - stage, run.micro_batches)
     return min((stages * turns + stages - 1 - 2 * stage) / turns, run.micro_batches)
+
+
+# --------------------------------------------------------------------------------------------- work of a moment
+
+
+def _head(model: ModelShape, run: TrainConfig) -> MemoryItem:
+    """The last norm, logits and loss, in the forward pass or in the backward pass of the output layer."""
+    w = Widths(model, run)
+    weight = w.vocabulary * model.hidden_size
+    hidden = _hidden(model, run)
+    parts = {part.name: part.bytes for part in saved_bytes.head_parts(model, run)}
+    logits = _logits(w, run.tokens_of_loss, weight, hidden)
+    if run.tokens_of_loss == run.tokens:
+        small = parts["loss"] - 4 * w.vocabulary * run.tokens
+        size = parts["final_layernorm"] + parts["output_layer"] + small + logits
+        return MemoryItem(
+            LOGITS, size, f"{run.tokens:,} tokens x {w.vocabulary:,} logits and gradients, in {w.size} and 4 bytes"
+        )
+    last = hidden + (w.size * weight if w.size < 4 else 0)  # gradients of all chunks in the dtype of the model
+    size = parts["final_layernorm"] + 2 * hidden + 4 * weight + max(logits, last)
+    formula = (
+        f"{run.tokens_of_loss:,} tokens x {w.vocabulary:,} logits, and gradients of the output layer and its input"
+    )
+    return MemoryItem(LOGITS, size, formula)
+
+
+def _logits(w: Widths, tokens: int, weight: int, hidden: int) -> int:
+    """Bytes of the logits of some tokens, with the gradients of the output layer's weight and input."""
+    logits = tokens * w.vocabulary
+    gradients = w.size * weight + hidden
+    if w.size == 4:
+        return 4 * logits + gradients
+    return max((4 + w.size) * logits, w.size * logits + gradients)
+
+
+def _mlp_backward(model: ModelShape, run: TrainConfig) -> MemoryItem:
+    """Gradients at work in the MLP of a layer, beyond what it keeps, with those of the layer's output."""
+    w = Widths(model, run)
+    hidden = _hidden(model, run)
+    if model.num_experts:
+        width = model.moe_ffn_hidden_size or 0
+        sent = model.moe_router_topk * hidden
+        expert = 2 * run.tokens * model.moe_router_topk // model.num_experts * width * w.size
+        size = hidden + sent + expert + w.size * width * model.hidden_size
+        return MemoryItem(MLP, size, "gradients of the layer's and the experts' outputs, and of an expert")
+    inner = run.tokens * w.size * w.inner
+    weight = w.size * w.inner * model.hidden_size
+    if run.mlp_chunks_for_training > 1:
+        part = inner // run.mlp_chunks_for_training
+        kept = part * (saved_bytes.activation_vectors(model, run) + 1)
+        weights = weight * (5 if model.swiglu else 3)  # summed over the chunks, and the newest of the first product
+        size = 2 * hidden + kept + 2 * part + weights
+        return MemoryItem(
+            MLP, size, f"1 / {run.mlp_chunks_for_training} of the tokens at work, and the weights' gradients"
+        )
+    size = hidden + max(2 * inner if model.swiglu else inner, inner + weight)
+    return MemoryItem(MLP, size, "gradients of the layer's output, and of the MLP's inner numbers and second weight")
+
+
+def _residual(model: ModelShape, run: TrainConfig) -> MemoryItem:
+    return MemoryItem("residual gradient", _hidden(model, run), "hidden states of the rank")

@@ -100,6 +100,12 @@ class ModelShape:
             whole += 2 * h
         return split // tensor + whole
 
+    def largest_weight(self, tensor: int = 1) -> int:
+        """Numbers in the largest matrix of one of `tensor` ranks."""
+        width = (self.moe_ffn_hidden_size or 0) * (2 if self.swiglu else 1) if self.num_experts else self.mlp_inputs
+        rows = max(self.padded_vocab_size, self.queries + 2 * self.keys, width) // tensor
+        return max(rows, self.positions) * self.hidden_size
+
     def _mlp_parameters(self, experts_over: int) -> int:
         """Weights of a layer's MLP, or of the experts of one of `experts_over` ranks and of the shared one."""
         width = self.ffn_hidden_size

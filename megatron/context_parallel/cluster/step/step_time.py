@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.errors import UsageError
 
-from .memory import MemoryItem, fullest_stage, memory, total
+from .memory import Moment, fullest_stage, peak
 from .model_shape import ModelShape
 from .stage_time import BUBBLE, PARTS, StageTime
 from .train_config import TrainConfig
@@ -19,16 +19,14 @@ class StepForecast:
         seconds: of an iteration.
         parts: the seconds by kind (`PARTS`), of a rank of the slowest pipeline stage. They add up to `seconds`.
         mfu: the model's operations (`Model.flops_per_sequence`) as a part of what the devices' peak allows.
-        memory: the memory of a rank of the stage that needs the most.
-        memory_bytes: its peak.
+        memory: the moment at which a rank of the stage that needs the most has the most memory.
         fits: whether the devices have enough memory.
     """
 
     seconds: float
     parts: dict[str, float]
     mfu: float
-    memory: list[MemoryItem]
-    memory_bytes: int
+    memory: Moment
     fits: bool
 
 
@@ -57,14 +55,13 @@ def forecast_step(model: ModelShape, run: TrainConfig, cluster: Cluster) -> Step
     parts |= stages[slowest].once
     seconds = sum(parts.values())
     flops = model.flops_per_sequence(run.seq_length) * run.global_batch_size
-    held = memory(model, run, fullest_stage(model, run))
+    held = peak(model, run, fullest_stage(model, run))
     return StepForecast(
         seconds=seconds,
         parts=parts,
         mfu=flops / (seconds * run.world_size * cluster.device.peak_TFLOP_s * 1e12),
         memory=held,
-        memory_bytes=total(held),
-        fits=total(held) <= cluster.device.memory_GiB * 2**30,
+        fits=held.bytes <= cluster.device.memory_GiB * 2**30,
     )
 
 

@@ -7,6 +7,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.tokens.rank_grid import ProcessMesh
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+IMPLEMENTATIONS = ("cpu", "fused", "transformer_engine")
 SHARDING = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 LOGITS_AT_ONCE = 2**26  # bytes of float32
 LEAST_LOSS_CHUNK = 512  # tokens; every chunk adds to the gradient of the whole output layer
@@ -28,6 +29,7 @@ class TrainConfig:
         cross_entropy_chunk_size: tokens whose logits exist at once; None: those of a micro batch.
         dtype: of weights and activations: "bf16", "fp16" or "fp32".
         partial_dtype: of partial outputs and gradients between context ranks. The trainer sends float32.
+        implementation: of the layers: megatron-core's own, on a "cpu" or "fused" on a GPU, or "transformer_engine".
 
     Raises:
         UsageError: sizes that do not fit each other, or an unknown value.
@@ -56,11 +58,13 @@ class TrainConfig:
     cross_entropy_chunk_size: int | None = None
     dtype: str = "bf16"
     partial_dtype: str = "fp32"
+    implementation: str = "fused"
 
     def __post_init__(self) -> None:
         for name, known in (
             ("dtype", ITEMSIZE),
             ("partial_dtype", ITEMSIZE),
+            ("implementation", IMPLEMENTATIONS),
             ("data_parallel_sharding_strategy", SHARDING),
         ):
             if (value := getattr(self, name)) not in known:

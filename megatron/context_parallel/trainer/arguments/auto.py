@@ -13,7 +13,8 @@ from megatron.context_parallel.cluster.search.auto import headline, measured
 from megatron.context_parallel.cluster.search.documents import DocumentsChoice, search_documents
 from megatron.context_parallel.cluster.search.planner import GroupDevices, search
 from megatron.context_parallel.cluster.search.step_search import workload_of
-from megatron.context_parallel.cluster.step.memory import BUFFERS, LOGITS, fullest_stage, memory
+from megatron.context_parallel.cluster.step.fit import advice
+from megatron.context_parallel.cluster.step.memory import ATTENTION, BUFFERS, fullest_stage, moments
 from megatron.context_parallel.errors import UsageError, raise_all
 from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
 from megatron.context_parallel.strategies import AUTO, parse_spec
@@ -95,12 +96,14 @@ def planned(args: Arguments, cluster: Cluster, batches: Sequence[Documents] = ()
 def _room(args: Arguments, cluster: Cluster) -> float:
     """Bytes of a device's memory that the rest of the run leaves for attention."""
     model, run = model_of(args), run_of(args)
-    parts = memory(model, run, fullest_stage(model, run))
-    rest = sum(part.bytes for part in parts if part.what not in (LOGITS, BUFFERS))
-    room = cluster.device.memory_GiB * 2**30 - rest
-    if room <= 0:
+    found = {moment.name: moment for moment in moments(model, run, fullest_stage(model, run))}
+    rest = sum(item.bytes for item in found.pop(ATTENTION).items if item.what != BUFFERS)
+    needed = max(rest, *(moment.bytes for moment in found.values()))
+    room = cluster.device.memory_GiB * 2**30
+    if needed >= room:
         raise UsageError(
-            f"--cp-strategy {AUTO}: without attention the run already needs an estimated {rest / 2**30:.3g} GiB per "
-            f"device, which has {cluster.device.memory_GiB:g} GiB; use more ranks, or name a strategy, such as ring"
+            f"--cp-strategy {AUTO}: without attention the run already needs an estimated {needed / 2**30:.3g} GiB per "
+            f"device, which has {cluster.device.memory_GiB:g} GiB; "
+            f"{advice(model, run, room)}"
         )
-    return room
+    return room - rest

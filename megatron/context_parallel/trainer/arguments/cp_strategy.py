@@ -21,8 +21,8 @@ def strategies_given(args: Flags) -> tuple[str, tuple[Choice, ...]]:
     types, sizes = args.cp_comm_type, args.hierarchical_context_parallel_sizes
     specs = specs_given(args.cp_strategy, types, sizes, args.context_parallel_size, args.num_layers)
     if args.cp_cluster:
-        if specs != AUTO and not args.cp_place_documents:
-            needs = f"--cp-strategy {AUTO} or --cp-place-documents"
+        if specs != AUTO and not (args.cp_place_documents or args.dry_run):
+            needs = f"--cp-strategy {AUTO}, --cp-place-documents or --dry-run"
             raise UsageError(f"--cp-cluster {args.cp_cluster}: needs {needs}; add one or leave this out")
         load_cluster(args.cp_cluster, "--cp-cluster")
     if specs != AUTO:

@@ -26,7 +26,7 @@ class _Group(FlagSection):
         example=2,
     )
     cp_cluster: str | None = flag(
-        f"preset or .yaml file of the cluster that --cp-strategy {AUTO} plans for and documents are placed for",
+        f"preset or .yaml file of the cluster for --cp-strategy {AUTO}, the placement of documents and a dry run",
         derived="measured at start, or nodes of 8 H100 for documents",
         unit="NAME",
         example="dgx-h100",

@@ -38,6 +38,14 @@ model = partial(flag, decides="model")
 data_order = partial(flag, decides="data order")
 
 
+def read_gib(text: str) -> float:
+    """GiB of a device's memory, from 80GB, 80GiB or 80. Vendors of GPUs write GB for GiB."""
+    size = float(text.removesuffix("B").removesuffix("i").removesuffix("G"))
+    if not 0 < size < math.inf:
+        raise ValueError
+    return size
+
+
 def _shares(text: str) -> str:
     """`text`, if it contains up to three fractions, the first above 0."""
     text = text.strip("'\"")  # scripts may leave quotes
@@ -53,6 +61,13 @@ class RunFlags(FlagSection, title="run"):
     preset: str | None = flag(f"shape of a published model: {', '.join(PRESETS)}", unit="NAME", choices=(*PRESETS,))
     config: str | None = flag("YAML file of flags; overrides --preset, overridden by the command line", unit="FILE")
     dry_run: bool = flag("check everything, print parallel layout, parameters and memory, and exit", False)
+    device_memory: float | None = flag(
+        "memory of a GPU, such as 80GB: the dry run says whether the run fits, and else what would make it fit",
+        derived="that of --cp-cluster",
+        read=read_gib,
+        example="80GB",
+        needs="dry_run",
+    )
 
 
 class ModelFlags(FlagSection, title="model"):

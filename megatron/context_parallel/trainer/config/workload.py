@@ -1,6 +1,7 @@
 """Describes a run of the trainer for the cost model: model sizes and training configuration."""
 
 from megatron.context_parallel.cli.flag import fields_given
+from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.strategies import Choice
@@ -33,8 +34,22 @@ def run_of(args: Arguments, choice: Choice | None = None) -> TrainConfig:
         "data_parallel_sharding_strategy": _sharding(args),
         "recompute_whitelist": bool(args.recompute_whitelist),
         "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        "implementation": _implementation(args),
     }
     return TrainConfig(**given)
+
+
+def _implementation(args: Arguments) -> str:
+    """That of the device named in the flags, or of this process's."""
+    if args.transformer_impl == "transformer_engine":
+        return "transformer_engine"
+    if args.dry_run and args.cp_cluster:
+        return "cpu" if load_cluster(args.cp_cluster, "--cp-cluster").shared_cores else "fused"
+    if args.dry_run and args.device_memory:
+        return "fused"
+    import torch  # commands read the shape of a model before they import it
+
+    return "fused" if torch.cuda.is_available() else "cpu"
 
 
 def _sharding(args: Arguments) -> str:

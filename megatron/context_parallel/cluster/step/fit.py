@@ -1,0 +1,105 @@
+"""Finds the changes of a run that make it fit a device: each is tried with the memory model."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from megatron.context_parallel.errors import UsageError
+
+from .memory import fullest_stage, peak
+from .model_shape import ModelShape
+from .train_config import SHARDING, TrainConfig, loss_chunk
+
+MLP_CHUNKS = (4, 16)
+MOST_RANKS = 1024  # of a context group
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FULL_FLAGS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+class Change(NamedTuple):
+    """A change of a run: the flags of the trainer that make it, and the fields that they set."""
+
+    flags: str
+    fields: dict[str, Any]
+
+
+def bytes_needed(model: ModelShape, run: TrainConfig) -> int:
+    """The most bytes on a rank of the fullest stage."""
+    return peak(model, run, fullest_stage(model, run)).bytes
+
+
+def advice(model: ModelShape, run: TrainConfig, room: float) -> str:
+    """The flags with which a run needs at most `room` bytes on each rank."""
+    changes = changes_to_fit(model, run, room)
+    if changes is None:
+        return "recomputation, chunks, sharding and context ranks are not enough: split the model over more ranks"
+    for change in changes:
+        run = replace(run, **change.fields)
+    flags = " ".join(change.flags for change in changes)
+    return f"it would fit with {flags} ({bytes_needed(model, run) / 2**30:.3g} GiB)"
+
+
+def changes_to_fit(model: ModelShape, run: TrainConfig, room: float) -> list[Change] | None:
+    """The first changes with which a rank needs at most `room` bytes: recomputation, chunks, sharding, then ranks.
+
+    Of several strengths of one kind the first that suffices is taken, else the one that needs the least. None: they
+    are not enough.
+    """
+    kept: list[Change] = []
+    least = bytes_needed(model, run)
+    for kind in (_recomputations, _loss_chunks, _mlp_chunks, _shardings, _ranks):
+        if least <= room:
+            break
+        best = None
+        for change in kind(model, run):
+            try:
+                needed = bytes_needed(model, replace(run, **change.fields))
+            except UsageError:  # sizes that do not fit each other
+                continue
+            if needed < least:
+                best, least = change, needed
+            if needed <= room:
+                break
+        if best:
+            kept.append(best)
+            run = replace(run, **best.fields)
+    return kept if least <= room else None
+
+
+def _recomputations(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
+    if run.recompute_granularity != "full":
+        flags = f"{FULL_FLAGS} --recompute-whitelist core_attention"
+        yield Change(flags, FULL | {"recompute_whitelist": True})
+    if run.recompute_granularity != "full" or run.recompute_whitelist:
+        yield Change(FULL_FLAGS, FULL | {"recompute_whitelist": False})
+
+
+def _loss_chunks(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
+    chunk = loss_chunk(model.padded_vocab_size // run.tensor_model_parallel_size)
+    if chunk < run.tokens_of_loss:
+        yield Change(f"--cross-entropy-chunk-size {chunk}", {"cross_entropy_chunk_size": chunk})
+
+
+def _mlp_chunks(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
+    for chunks in MLP_CHUNKS:
+        if not model.num_experts and chunks > run.mlp_chunks_for_training:
+            yield Change(f"--mlp-chunks-for-training {chunks}", {"mlp_chunks_for_training": chunks})
+
+
+def _shardings(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
+    alone = run.pipeline_model_parallel_size == run.tensor_model_parallel_size == 1
+    for sharding in SHARDING[SHARDING.index(run.data_parallel_sharding_strategy) + 1 :]:
+        if run.sharers == 1 or run.use_torch_fsdp2:
+            return
+        fields = {"data_parallel_sharding_strategy": sharding}
+        if sharding == SHARDING[1]:
+            yield Change("--use-distributed-optimizer", fields)
+        elif alone:  # Megatron-FSDP has neither a pipeline nor tensor-parallel ranks
+            yield Change(f"--use-megatron-fsdp --data-parallel-sharding-strategy {sharding}", fields)
+
+
+def _ranks(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
+    ranks = 2 * run.context_parallel_size
+    while ranks <= MOST_RANKS:
+        yield Change(f"--context-parallel-size {ranks}", {"context_parallel_size": ranks})
+        ranks *= 2

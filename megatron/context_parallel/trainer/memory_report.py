@@ -1,0 +1,96 @@
+"""The predicted memory of a run: its table, whether it fits a device, and the answer to a lack of memory."""
+
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from rich.table import Table
+
+from megatron.context_parallel.cli.tables import show
+from megatron.context_parallel.cluster.description import load_cluster
+from megatron.context_parallel.cluster.step.fit import advice
+from megatron.context_parallel.cluster.step.memory import Moment, fullest_stage, peak
+from megatron.context_parallel.cluster.step.train_config import TrainConfig
+from megatron.context_parallel.strategies import distinct
+
+from .config.flags import Arguments
+from .config.workload import model_of, run_of
+
+SURE = 0.9  # of what a run needs by the prediction, if that should have fitted and did not
+
+
+def memory_table(args: Arguments) -> Table:
+    """The fullest moment of a rank of the fullest stage, by kind."""
+    model = model_of(args)
+    stage, moment = _fullest(args)
+    title = f"{model.parameters:,} parameters ({model.table_parameters:,} in embeddings); "
+    title += f"memory of a rank of stage {stage}, the largest, in its fullest moment: {moment.name}"
+    table = Table("memory", "per rank", "formula", title=title)
+    for what, size, formula in moment.items:
+        table.add_row(what, _gib(size), formula)
+    table.add_row("total", _gib(moment.bytes), "excludes fragmentation")
+    return table
+
+
+def named_device(args: Arguments) -> float | None:
+    """GiB of the device that the flags name."""
+    if args.device_memory or not args.cp_cluster:
+        return args.device_memory
+    return load_cluster(args.cp_cluster, "--cp-cluster").device.memory_GiB
+
+
+def verdict(args: Arguments, room: float) -> str:
+    """Whether the run fits `room` GiB, and else the flags to add."""
+    needed = _fullest(args)[1].bytes / 2**30
+    if needed <= room:
+        return f"fits: {needed:.3g} GiB of {room:.3g}"
+    return f"does not fit: {needed:.3g} GiB of {room:.3g}; {_advice(args, room)}"
+
+
+@contextmanager
+def answer_lack_of_memory(args: Arguments) -> Iterator[None]:
+    """Prints what the run needs, and the flags with which it needs less, on a rank that has no memory left."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            needed = _fullest(args)[1].bytes
+            room = min(_room_here(), SURE * needed) / 2**30
+            show(memory_table(args), file=sys.stderr)
+            rank = os.environ.get("RANK", "0")
+            print(f"rank {rank}: out of memory; {_advice(args, room)}", file=sys.stderr, flush=True)
+        raise
+
+
+def _room_here() -> float:
+    """Bytes of this process's device."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return machine if limit == resource.RLIM_INFINITY else min(limit, machine)
+
+
+def _fullest(args: Arguments) -> tuple[int, Moment]:
+    """The stage that needs the most memory, and its fullest moment."""
+    model, run = model_of(args), _fullest_run(args)
+    stage = fullest_stage(model, run)
+    return stage, peak(model, run, stage)
+
+
+def _fullest_run(args: Arguments) -> TrainConfig:
+    """The configuration with the strategy, of those of the layers, that needs the most memory."""
+    model = model_of(args)
+    runs = [run_of(args, choice) for choice in distinct(args.cp_layers)] or [run_of(args)]
+    return max(runs, key=lambda run: peak(model, run).bytes)  # runs differ only in the attention buffers
+
+
+def _advice(args: Arguments, room: float) -> str:
+    return advice(model_of(args), _fullest_run(args), room * 2**30)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**30:.3g} GiB"

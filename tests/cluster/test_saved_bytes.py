@@ -1,0 +1,80 @@
+"""The table of saved bytes against what autograd and checkpoints of megatron-core's layers really keep on a CPU."""
+
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+
+from megatron.context_parallel.cluster.step import saved_bytes
+from megatron.context_parallel.trainer import training
+from megatron.context_parallel.trainer.config.workload import model_of, run_of
+from tests.support import training_case
+from tests.support.saved_tensors import Listing
+
+SIZES = {"hidden_size": 40, "kv_channels": 12, "ffn_hidden_size": 52}
+EXPERTS = {"num_experts": 6, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 16}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+WHITELIST = FULL | {"recompute_whitelist": ["core_attention"]}
+PLAIN = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
+ULYSSES = {"cp_strategy": "ulysses", "num_query_groups": 1}  # a key/value head for each of two ranks: replicas
+MODELS = {"gpt": ("gpt3", {}), "llama": ("llama", {}), "moe": ("llama", EXPERTS)}
+OTHERS = [
+    PLAIN | {"qk_layernorm": True, "mlp_chunks_for_training": 4},
+    PLAIN | BF16 | {"qk_layernorm": True, "cross_entropy_chunk_size": 10},
+    PLAIN | ULYSSES,
+    WHITELIST | ULYSSES,
+]
+EACH = [recompute | dtype for recompute, dtype in product((PLAIN, FULL, WHITELIST), ({}, BF16))]
+
+
+def kept(family: str, changes: dict) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes by part of a micro batch on this rank: listed, and those of the table."""
+    args = training_case.case_args(family, use_distributed_optimizer=False, **SIZES, **changes)
+    with training_case.groups(args):
+        (model,) = training_case.build(args).model
+        listing = Listing(model)
+        with listing.running():
+            out, _ = training._forward_step(args, training_case.batches(args, 0), model)
+        listing.add_objects(out)
+        training_case.forget_graphs([model])
+    return {name: size for name, size in listing.bytes.items() if "embeddings" not in name}, table(args)
+
+
+def table(args) -> dict[str, int]:
+    model, run = model_of(args), run_of(args)
+    found = Counter[str]()
+    if args.recompute_granularity:
+        found["core_attention"] = args.num_layers * saved_bytes.kept_attention(model, run) * run.recompute_whitelist
+        parts = saved_bytes.checkpoint_parts(model, run, args.num_layers)
+    else:
+        layer = saved_bytes.attention_parts(model, run) + saved_bytes.mlp_parts(model, run)
+        parts = layer * args.num_layers
+    for name, size in parts + saved_bytes.head_parts(model, run):
+        found[name] += size
+    rotary = saved_bytes.rotary_tables(model, run)
+    angles = 4 * run.tokens // run.micro_batch_size * model.kv_channels * (rotary > 0)
+    found["self_attention"] = 0 if args.recompute_granularity else rotary - angles  # cos and sin
+    found["decoder"] += angles if args.recompute_granularity else 0
+    return {name: size for name, size in found.items() if size}
+
+
+def all_kept(family: str, cases: list[dict]) -> list[tuple[dict, dict]]:
+    return [kept(family, changes) for changes in cases]
+
+
+@pytest.mark.parametrize("ranks_of_a_sequence", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_table_is_that_of_a_listing(ranks, name, ranks_of_a_sequence):
+    family, changes = MODELS[name]
+    cases = [changes | case for case in EACH]
+    if name == "llama" and ranks_of_a_sequence > 1:
+        cases += OTHERS
+    if ranks_of_a_sequence > 1:
+        cases = [{**case, "context_parallel_size": 2} for case in cases]
+    (found, *_) = ranks(ranks_of_a_sequence, all_kept, family, cases)
+    for case, (listed, expected) in zip(cases, found, strict=True):
+        if case.get("cross_entropy_chunk_size"):  # the logits of a chunk are freed with its gradients
+            assert listed.pop("loss") + listed.pop("output_layer") > expected.pop("loss")
+        assert listed == expected, case

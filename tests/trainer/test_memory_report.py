@@ -1,0 +1,73 @@
+"""Whether a run fits a device, the flags that make it fit, and the answer of a rank that has no memory left."""
+
+import re
+import shlex
+
+import pytest
+import torch
+
+from megatron.context_parallel import UsageError
+from megatron.context_parallel.cluster.step.fit import advice, bytes_needed, changes_to_fit
+from megatron.context_parallel.trainer.arguments.complete import parse_args
+from megatron.context_parallel.trainer.config.workload import model_of, run_of
+from megatron.context_parallel.trainer.dry_run import describe
+from megatron.context_parallel.trainer.memory_report import answer_lack_of_memory
+
+LLAMA = "--preset llama3-8b --seq-length 65536 --micro-batch-size 1 --bf16 --dry-run --context-parallel-size 8"
+
+
+def parsed(flags: str, monkeypatch, ranks: int = 8):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    return parse_args(shlex.split(flags))
+
+
+def needed_with(changes: str, monkeypatch, ranks: int = 8) -> float:
+    args = parsed(f"{LLAMA} --device-memory 80GB {changes}", monkeypatch, ranks)
+    return bytes_needed(model_of(args), run_of(args)) / 2**30
+
+
+@pytest.mark.parametrize("device", ["--device-memory 80GB", "--cp-cluster dgx-h100"])
+def test_the_advice_makes_a_run_fit(device, monkeypatch, capsys):
+    """The flags of the verdict, parsed again, need what it says."""
+    describe(parsed(f"{LLAMA} {device}", monkeypatch))
+    said = capsys.readouterr().out
+    needed, flags, then = re.search(
+        r"does not fit: (\d+) GiB of 80; it would fit with (.*) \(([\d.]+) GiB\)", said
+    ).groups()
+    assert needed == f"{needed_with('', monkeypatch):.3g}"
+    assert "--recompute-whitelist" in flags and "--use-distributed-optimizer" in flags
+    assert then == f"{needed_with(flags, monkeypatch):.3g}" and float(then) <= 80
+    describe(parsed(f"{LLAMA} {device} {flags}", monkeypatch))
+    assert f"fits: {then} GiB of 80" in capsys.readouterr().out
+
+
+def test_changes_come_in_their_order_and_as_few_as_suffice(monkeypatch):
+    args = parsed(f"{LLAMA} --cross-entropy-chunk-size 8192", monkeypatch)
+    model, run = model_of(args), run_of(args)
+    needed = bytes_needed(model, run)
+    assert changes_to_fit(model, run, needed) == []
+    (one,) = changes_to_fit(model, run, needed - 1)
+    assert one.flags.endswith("--recompute-whitelist core_attention")
+    kinds = [change.flags.split()[0] for change in changes_to_fit(model, run, 22 * 2**30)]
+    assert kinds[:2] == ["--recompute-granularity", "--cross-entropy-chunk-size"]
+    assert any("optim_grads" in change.flags for change in changes_to_fit(model, run, 22 * 2**30))
+    assert changes_to_fit(model, run, 2**20) is None
+    assert "split the model" in advice(model, run, 2**20)
+
+
+@pytest.mark.parametrize("text", ["80TB", "much", "-3GB"])
+def test_a_device_memory_that_is_none(text, monkeypatch):
+    with pytest.raises(UsageError, match="--device-memory"):
+        parsed(f"{LLAMA} --device-memory={text}", monkeypatch)
+
+
+def test_a_rank_without_memory_says_what_needs_it(monkeypatch, capsys):
+    args = parsed(LLAMA, monkeypatch)
+    with pytest.raises(RuntimeError, match="can't allocate memory"), answer_lack_of_memory(args):
+        torch.empty(2**50, dtype=torch.uint8)
+    said = capsys.readouterr().err
+    assert re.search(r"MLP activations +\d+\.\d+ GiB", said)
+    assert said.count("rank 0: out of memory; it would fit with --recompute-granularity full") == 1
+    with pytest.raises(RuntimeError, match="something else"), answer_lack_of_memory(args):
+        raise RuntimeError("something else")
+    assert not capsys.readouterr().err
