@@ -56,8 +56,9 @@ run_row() {
     take_commit
     cd checkout
     if [[ ! -e $result.jsonl ]]; then
-        git ls-files -z 'megatron/*.py' | xargs -0 cat >text.txt # the same text with every Python
-        RUN_DIR=runs/quickstart bash examples/quickstart.sh text.txt >"$result.quickstart.log" 2>&1
+        # All rows of a folder train on the same text.
+        [[ -e $results/text.txt ]] || git ls-files -z 'megatron/*.py' | xargs -0 cat >"$results/text.txt"
+        RUN_DIR=runs/quickstart bash examples/quickstart.sh "$results/text.txt" >"$result.quickstart.log" 2>&1
         cp runs/quickstart/metrics.jsonl "$result.jsonl"
     fi
     # Failed tests are counted in the table.

@@ -63,7 +63,7 @@ def count(result: Path, outcome: str) -> int:
 def difference(metrics: Path) -> str:
     """The largest difference of a loss of the quickstart from those of the pinned releases."""
     pinned = metrics.with_name(f"{PINNED}.jsonl")
-    if not pinned.exists():
+    if not (pinned.exists() and metrics.exists()):
         return "not compared"
     losses, expected = losses_of(metrics), losses_of(pinned)
     assert losses.keys() == expected.keys()

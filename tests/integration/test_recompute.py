@@ -1,5 +1,6 @@
 """What recomputation computes again, keeps and offloads: the same gradients, bit for bit, in less memory."""
 
+import gc
 import resource
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def step(family: str, changes: dict) -> tuple[Gradients, int]:
     with training_case.groups(args):
         chunks = training_case.build(args).model
         data = [training_case.batches(args, 0)]
+        gc.collect()  # what earlier steps left would end in this one
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             training_case.training.run_micro_batches(args, chunks, data, args.micro_batch_size, forward_only=False)
         events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -13,7 +13,7 @@ ELSEWHERE = ("patches/", "kernels/libraries/", "inference/recorded.py")
 MODULES = [
     name for path in sorted(PACKAGE.rglob("*.py")) if not (name := str(path.relative_to(PACKAGE))).startswith(ELSEWHERE)
 ]
-PYTHONS_OWN = {"_replace", "_exit", "_current_frames"}  # of named tuples, os, sys
+PYTHONS_OWN = {"_replace", "_asdict", "_exit", "_current_frames"}  # of named tuples, os, sys
 NEVER = {"__globals__", "__closure__", "__code__", "mock"}  # the inside of functions; replacing for a while
 
 

@@ -1,10 +1,11 @@
 """Damage to a checkpoint prints one line with the file and the remedy, never a traceback or a wrong weight."""
 
+import io
 import json
 import os
 import pickle
 import shutil
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megatron.context_parallel.commands import checkpoint as tool
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.integration.huggingface.folder import SafetensorsFolder
 from megatron.context_parallel.patches.megatron_checkpoint_writer import HAS_COMMON_FILE
+from megatron.context_parallel.trainer.checkpoint import plain_read
 from megatron.context_parallel.trainer.checkpoint import save_load as checkpoint
 from megatron.context_parallel.trainer.checkpoint.manifest import (
     MANIFEST,
@@ -159,6 +161,11 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(ranks, run, tmp_path, verif
             assert f"--load {copy}: {LAST} contains more than data: loading it would run " in str(told)
             assert ".mkdir, so it was not loaded; give a checkpoint that this program saved" in str(told)
             assert not (copy / "ran").exists()
+
+
+def test_paths_that_python_3_13_saved_are_read():
+    saved = b"\x80\x04\x8c\x0epathlib._local\x8c\x09PosixPath\x93."
+    assert plain_read._Unpickler(io.BytesIO(saved)).load() is PosixPath
 
 
 def save_twice(directory: str, async_save: bool = False) -> None:

@@ -30,7 +30,7 @@ from .checkpoint.saver import Saver
 from .checkpoint.train_state import Progress, TrainState
 from .config.flags import Arguments
 from .config.samples import batch_size, train_samples
-from .data.batches import KEYS, build_data_iterator, build_datasets, sample_documents
+from .data.batches import KEYS, Splits, build_data_iterator, build_datasets, sample_documents
 from .data.tokenizer import build_tokenizer
 from .faults import rerun
 from .faults.findings import Findings
@@ -55,7 +55,7 @@ def pretrain(args: Arguments) -> None:
     check_trackers(args)
     started = time.monotonic()
     progress = Progress()
-    with distributed_job(args, progress), save_lock(args), answer_lack_of_memory(args):
+    with distributed_job(args, progress), save_lock(args):
         if args.skip_train:
             args = replace(args, no_load_optim=True, no_load_rng=True)
         tokenizer = build_tokenizer(args)
@@ -63,27 +63,34 @@ def pretrain(args: Arguments) -> None:
         datasets = build_datasets(args, tokenizer, samples)
         if not args.cp_layers:
             args = choose_strategy(args, sample_documents(args, next(filter(None, datasets), None)))
-        state = build_state(args, progress)
-        if datasets[0]:
-            state.progress.train_data = on_first_rank(lambda: same_data(args, state.progress))
-            check_shuffle(args, state.progress, datasets[0], lambda n: build_datasets(args, tokenizer, (n, 0, 0))[0])
-        state.progress.planned_train_samples = samples[0]
-        log = RunLog(args, state.progress)
-        train = _batches(args, state, datasets[0], state.progress.consumed_train_samples)
-        valid = _batches(args, state, datasets[1], 0 if args.skip_train else state.progress.consumed_valid_samples)
-        test = _batches(args, state, datasets[2], 0)
-        if args.skip_train:
-            for split, batches in (("validation", valid), ("test", test)):
-                if batches:
-                    log.evaluation_done(state.progress.iteration, split, evaluate(args, state, batches))
-        else:
-            assert train is not None  # only --skip-train has none
-            done = state.progress.iteration >= args.train_iters
-            if done and (test is None or on_first_rank(lambda: log.is_tested(state.progress.iteration))):
-                log.say(f"nothing to do: all iterations of --train-iters {args.train_iters} are done")
-            elif (done or train_loop(args, state, log, train, valid, started)) and test:
-                log.evaluation_done(state.progress.iteration, "test", evaluate(args, state, test))
-        log.close()
+        with answer_lack_of_memory(args):
+            state = build_state(args, progress)
+            if datasets[0]:
+                progress.train_data = on_first_rank(lambda: same_data(args, progress))
+                check_shuffle(args, progress, datasets[0], lambda n: build_datasets(args, tokenizer, (n, 0, 0))[0])
+            progress.planned_train_samples = samples[0]
+            _train_and_evaluate(args, state, datasets, started)
+
+
+def _train_and_evaluate(args: Arguments, state: TrainState, datasets: Splits, started: float) -> None:
+    """Train and then test, or with `--skip-train` only evaluate. Says so if all of it is done already."""
+    progress = state.progress
+    log = RunLog(args, progress)
+    train = _batches(args, state, datasets[0], progress.consumed_train_samples)
+    valid = _batches(args, state, datasets[1], 0 if args.skip_train else progress.consumed_valid_samples)
+    test = _batches(args, state, datasets[2], 0)
+    if args.skip_train:
+        for split, batches in (("validation", valid), ("test", test)):
+            if batches:
+                log.evaluation_done(progress.iteration, split, evaluate(args, state, batches))
+    else:
+        assert train is not None  # only --skip-train has none
+        done = progress.iteration >= args.train_iters
+        if done and (test is None or on_first_rank(lambda: log.is_tested(progress.iteration))):
+            log.say(f"nothing to do: all iterations of --train-iters {args.train_iters} are done")
+        elif (done or train_loop(args, state, log, train, valid, started)) and test:
+            log.evaluation_done(progress.iteration, "test", evaluate(args, state, test))
+    log.close()
 
 
 def build_state(args: Arguments, progress: Progress) -> TrainState:

@@ -81,6 +81,8 @@ def _asked_for(error: BaseException) -> str | None:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # as Python 3.13 names it
+            module = "pathlib"
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         if name in _IN_METADATA.get(module, ()):
