@@ -24,6 +24,7 @@ OTHERS = [
     PLAIN | {"qk_layernorm": True, "mlp_chunks_for_training": 4},
     PLAIN | BF16 | {"qk_layernorm": True, "cross_entropy_chunk_size": 10},
     PLAIN | ULYSSES,
+    {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     WHITELIST | ULYSSES,
 ]
 EACH = [recompute | dtype for recompute, dtype in product((PLAIN, FULL, WHITELIST), ({}, BF16))]
@@ -45,7 +46,8 @@ def kept(family: str, changes: dict) -> tuple[dict[str, int], dict[str, int]]:
 def table(args) -> dict[str, int]:
     model, run = model_of(args), run_of(args)
     found = Counter[str]()
-    if args.recompute_granularity:
+    full = args.recompute_granularity == "full"
+    if full:
         found["core_attention"] = args.num_layers * saved_bytes.kept_attention(model, run) * run.recompute_whitelist
         parts = saved_bytes.checkpoint_parts(model, run, args.num_layers)
     else:
@@ -55,8 +57,8 @@ def table(args) -> dict[str, int]:
         found[name] += size
     rotary = saved_bytes.rotary_tables(model, run)
     angles = 4 * run.tokens // run.micro_batch_size * model.kv_channels * (rotary > 0)
-    found["self_attention"] = 0 if args.recompute_granularity else rotary - angles  # cos and sin
-    found["decoder"] += angles if args.recompute_granularity else 0
+    found["self_attention"] = 0 if full else rotary - angles  # cos and sin
+    found["decoder"] += angles if full else 0
     return {name: size for name, size in found.items() if size}
 
 

@@ -241,7 +241,7 @@ def _mlp_backward(model: ModelShape, run: TrainConfig) -> MemoryItem:
         return MemoryItem(MLP, size, "gradients of the layer's and the experts' outputs, and of an expert")
     inner = run.tokens * w.size * w.inner
     weight = w.size * w.inner * model.hidden_size
-    if run.mlp_chunks_for_training > 1:
+    if run.mlp_chunks_for_training > 1 or "mlp" in run.recompute_modules:
         part = inner // run.mlp_chunks_for_training
         kept = part * (saved_bytes.activation_vectors(model, run) + 1)
         weights = weight * (5 if model.swiglu else 3)  # summed over the chunks, and the newest of the first product

@@ -69,7 +69,7 @@ def mlp_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
     each = {"pre_mlp_layernorm": _norm(model, run, w.hidden)}
     if model.num_experts:
         each |= _experts(model, run, w)
-    elif run.mlp_chunks_for_training > 1:
+    elif run.mlp_chunks_for_training > 1 or "mlp" in run.recompute_modules:
         each["mlp"] = w.size * w.hidden  # the inputs of the chunks
     else:
         each["linear_fc1"] = w.size * w.hidden
@@ -127,13 +127,16 @@ def head_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
 def checkpoint_parts(model: ModelShape, run: TrainConfig, checkpoints: float) -> list[Part]:
     """The layers of a micro batch that are recomputed, in `checkpoints` groups: their inputs and random states."""
     w = Widths(model, run)
-    inputs = Part("decoder", round(checkpoints * run.tokens * w.size * w.hidden))
+    hidden = 0 if run.offload_checkpoints else w.size * w.hidden
+    inputs = Part("decoder", round(checkpoints * run.tokens * hidden))
     states = round(2 * checkpoints) + 3 if run.implementation == "cpu" else round(checkpoints)
     return [inputs, Part("random states", RANDOM_STATE * states)]
 
 
 def kept_attention(model: ModelShape, run: TrainConfig) -> int:
     """Bytes that a recomputed layer keeps of its attention (`--recompute-whitelist core_attention`)."""
+    if run.offload_kept:
+        return 0
     w = Widths(model, run)
     statistics = 2 if attention_plan(model, run, False).heads > 1 else 1  # also that of the swapped heads
     return run.tokens * (w.size * w.queries + 4 * w.heads * statistics)

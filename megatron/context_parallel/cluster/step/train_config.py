@@ -24,7 +24,9 @@ class TrainConfig:
             `--use-distributed-optimizer` (ZeRO 1), "optim_grads" ZeRO 2, "optim_grads_params" ZeRO 3 or FSDP.
         num_distributed_optimizer_instances: copies of the sharded state.
         use_torch_fsdp2: sharded weights are float32, and the optimizer has no copy of them.
+        recompute_modules: the parts of layers that selective recomputation computes again.
         recompute_whitelist: whether the output of attention is kept (`--recompute-whitelist core_attention`).
+        offload_checkpoints, offload_kept: what full recomputation keeps of layers and attention is in host memory.
         mlp_chunks_for_training: parts of the tokens that an MLP computes in turn, and again in the backward pass.
         cross_entropy_chunk_size: tokens whose logits exist at once; None: those of a micro batch.
         dtype: of weights and activations: "bf16", "fp16" or "fp32".
@@ -53,7 +55,10 @@ class TrainConfig:
     recompute_granularity: str | None = None
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
+    recompute_modules: tuple[str, ...] = ()
     recompute_whitelist: bool = False
+    offload_checkpoints: bool = False
+    offload_kept: bool = False
     mlp_chunks_for_training: int = 1
     cross_entropy_chunk_size: int | None = None
     dtype: str = "bf16"
