@@ -34,7 +34,10 @@ RUN FLASH_ATTENTION_DISABLE_SM80=TRUE FLASH_ATTENTION_DISABLE_FP8=TRUE FLASH_ATT
     FLASH_ATTENTION_DISABLE_APPENDKV=TRUE FLASH_ATTENTION_DISABLE_SPLIT=TRUE FLASH_ATTENTION_DISABLE_HDIMDIFF64=TRUE \
     FLASH_ATTENTION_DISABLE_HDIMDIFF192=TRUE pip install --no-build-isolation \
     "flash_attn_3 @ git+https://github.com/Dao-AILab/flash-attention.git@${FLASH_ATTN_3}#subdirectory=hopper"
-RUN pip install --no-build-isolation "transformer-engine[core_cu13,pytorch]==${TRANSFORMER_ENGINE}"
+# Its build includes headers of cuDNN and NCCL, which are in the packages that torch brings.
+RUN CPATH="$(python3 -c 'import glob, sysconfig; \
+    print(":".join(glob.glob(sysconfig.get_path("purelib") + "/nvidia/*/include")))')" \
+    pip install --no-build-isolation "transformer-engine[core_cu13,pytorch]==${TRANSFORMER_ENGINE}"
 # From NVIDIA's repository: the package of this name on PyPI is something else.
 RUN pip install --no-build-isolation \
     --config-settings "--build-option=--cpp_ext" --config-settings "--build-option=--cuda_ext" \
