@@ -181,8 +181,8 @@ def legend(found: "StepSearch", shown: "list[FeasibleRun]", room: float) -> str:
     ]
     if not all(one.trains for one in shown):
         lines.append("*: the trainer does not support this combination; it is predicted for Megatron-FSDP in general.")
-    absent = sorted({*STRATEGIES} - {strategy_of(one) for one in shown})
-    for name in absent:
+    planned = {name for name, strategy in STRATEGIES.items() if strategy.planned}  # the others are for documents
+    for name in sorted(planned - {strategy_of(one) for one in shown}):
         why = next(
             (reason for spec, reason in found.rejected if parse_spec(spec).strategy.name == name), "no candidate"
         )
