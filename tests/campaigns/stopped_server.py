@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from tests.support import llama_case
 from tests.support.server_case import JSON, call, wait_until
+from tools.netlab import free_port
 
 
 def check_stopped_rank(victim: int, limit: int = 8) -> None:
@@ -51,11 +51,6 @@ def check_stopped_rank(victim: int, limit: int = 8) -> None:
     (said,) = [line for line in errors if f"rank {victim} stopped responding at iteration " in line]
     assert statuses == [-signal.SIGKILL if rank == victim else 1 for rank in range(3)]
     print("a stopped rank:", said.strip())
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def ready(port: int) -> int:

@@ -3,7 +3,7 @@
 from .devices import Busy, add_device_flags, with_devices
 from .flags import Cluster, add_flags, cluster_of
 from .lab import Lab
-from .launch import Loopback, exits_as_ranks_did
+from .launch import Loopback, exits_as_ranks_did, free_port
 from .traffic import interface_bytes
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "add_flags",
     "cluster_of",
     "exits_as_ranks_did",
+    "free_port",
     "interface_bytes",
     "with_devices",
 ]

@@ -9,8 +9,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from random import SystemRandom
 from typing import Self
 
 from megatron.context_parallel.errors import UsageError
@@ -93,6 +95,15 @@ def rank_environment(rank: int, nodes: int, ranks_per_node: int, address: str, p
     }
 
 
+def free_port() -> int:
+    """A port of loopback that the system gives nobody else meanwhile: it is not in the range that it picks from."""
+    while True:
+        port = SystemRandom().randrange(20000, 32000)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 @dataclass(frozen=True)
 class Loopback:
     """Ranks on this host's loopback, without root, namespaces or rates. Raises UsageError for a size that cannot be."""
@@ -111,8 +122,7 @@ class Loopback:
 
     def run(self, command: Sequence[str | Path]) -> None:
         """See `launch`."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         environments = [rank_environment(rank, 1, self.ranks, "127.0.0.1", port, "lo") for rank in range(self.ranks)]
         launch([{"namespace": None, "environment": environment} for environment in environments], command)
 

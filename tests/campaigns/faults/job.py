@@ -20,10 +20,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from random import SystemRandom
 
 from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries, run_main
 from megatron.context_parallel.commands import pretrain
+from tools.netlab import free_port
 from tools.netlab.lab import NAMESPACES, SHAPED, Lab
 
 from .moments import Fault, Watch, install, write_counts
@@ -158,7 +158,7 @@ class _Start:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        port = _free_port()
+        port = free_port()
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(self.ranks)}
         os.environ |= {"LOCAL_WORLD_SIZE": str(self.ranks), "OMP_NUM_THREADS": "1"}
         if self.agent_store:
@@ -363,15 +363,6 @@ def _enter(namespace: str) -> None:
         if libc.setns(file.fileno(), _CLONE_NEWNET) or libc.unshare(_CLONE_NEWUTS):
             raise OSError(ctypes.get_errno(), "cannot enter a namespace")
     socket.sethostname(namespace)
-
-
-def _free_port() -> int:
-    """A port that no system assigns by itself, because another campaign may be starting a job."""
-    while True:
-        port = SystemRandom().randrange(20000, 32000)
-        with suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def _leave(action: Callable[[], None]) -> None:
