@@ -330,6 +330,22 @@ def test_tiles_that_all_see_are_not_masked(interpreted):
     assert interpreted(full_tiles_ignore_runs) < 1e-5
 
 
+def masks_of_the_gpu_check() -> set[str]:
+    """Of its blocks beyond full and causal ones, at tiny sizes."""
+    from megatron.context_parallel.commands.gpu_checks import errors
+    from megatron.context_parallel.commands.gpu_checks.common import CheckReport, CheckSizes
+
+    report = CheckReport()
+    sizes = CheckSizes(block_rows=15, head_dims=(64,), value_dims=(128, 64))
+    errors.check_other_blocks(report, ["triton"], sizes, torch.device("cpu"))
+    return {row["mask"] for row in report.numbers["blocks against float64"]}  # the interpreter's bfloat16 is wrong
+
+
+def test_the_gpu_check_runs_this_kernel(interpreted):
+    masks = {"causal, softcap", "causal, deterministic", "window, deterministic", "causal, values of 64"}
+    assert interpreted(masks_of_the_gpu_check) == masks
+
+
 # -- refusals, pieces ----------------------------------------------------------------------------------------------
 
 
