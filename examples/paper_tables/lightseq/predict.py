@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.step.attention_pass import attention_seconds
-from megatron.context_parallel.cluster.step.memory import fullest_stage, peak
+from megatron.context_parallel.cluster.step.memory import fullest
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.step_time import forecast_step
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
@@ -141,7 +141,7 @@ def longest(system: str, preset: str, cluster: Cluster) -> int:
     fits = 0
     for thousands in (2**power for power in range(LONGEST.bit_length())):
         run = TrainConfig(seq_length=1024 * thousands, **how, **FULL) if thousands * 1024 >= 16 else None
-        if run and peak(model, run, fullest_stage(model, run)).bytes <= SMALL_GIB * 2**30:
+        if run and fullest(model, run)[1].bytes <= SMALL_GIB * 2**30:
             fits = thousands
     return fits
 

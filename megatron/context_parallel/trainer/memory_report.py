@@ -12,7 +12,7 @@ from rich.table import Table
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.step.fit import advice
-from megatron.context_parallel.cluster.step.memory import Moment, fullest_stage, peak
+from megatron.context_parallel.cluster.step.memory import Moment, fullest, peak
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.strategies import distinct
 
@@ -76,9 +76,7 @@ def _room_here() -> float:
 
 def _fullest(args: Arguments) -> tuple[int, Moment]:
     """The stage that needs the most memory, and its fullest moment."""
-    model, run = model_of(args), _fullest_run(args)
-    stage = fullest_stage(model, run)
-    return stage, peak(model, run, stage)
+    return fullest(model_of(args), _fullest_run(args))
 
 
 def _fullest_run(args: Arguments) -> TrainConfig:

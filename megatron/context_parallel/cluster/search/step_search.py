@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.step.attention_pass import attention_mask, attention_shape
-from megatron.context_parallel.cluster.step.memory import fullest_stage, peak
+from megatron.context_parallel.cluster.step.memory import fullest
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.step_time import StepForecast, check_sizes, forecast_step
 from megatron.context_parallel.cluster.step.train_config import SHARDING, TrainConfig, loss_chunk
@@ -104,7 +104,7 @@ def _forecast(
 ) -> None:
     try:
         check_sizes(model, run)
-        if peak(model, run, fullest_stage(model, run)).bytes > cluster.device.memory_GiB * 2**30:
+        if fullest(model, run)[1].bytes > cluster.device.memory_GiB * 2**30:
             raise UsageError(f"needs more than the {cluster.device.memory_GiB:g} GiB of a device")
         ranked.append(FeasibleRun(run, forecast_step(model, run, cluster)))
     except UsageError as error:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from megatron.context_parallel.errors import UsageError
 
-from .memory import fullest_stage, peak
+from .memory import fullest
 from .model_shape import ModelShape
 from .train_config import SHARDING, TrainConfig, loss_chunk
 
@@ -25,7 +25,7 @@ class Change(NamedTuple):
 
 def bytes_needed(model: ModelShape, run: TrainConfig) -> int:
     """The most bytes on a rank of the fullest stage."""
-    return peak(model, run, fullest_stage(model, run)).bytes
+    return fullest(model, run)[1].bytes
 
 
 def advice(model: ModelShape, run: TrainConfig, room: float) -> str:

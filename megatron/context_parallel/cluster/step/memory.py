@@ -46,7 +46,13 @@ def peak(model: ModelShape, run: TrainConfig, stage: int = 0) -> Moment:
 
 def fullest_stage(model: ModelShape, run: TrainConfig) -> int:
     """The pipeline stage whose ranks need the most memory."""
-    return max(range(run.pipeline_model_parallel_size), key=lambda stage: peak(model, run, stage).bytes)
+    return fullest(model, run)[0]
+
+
+def fullest(model: ModelShape, run: TrainConfig) -> tuple[int, Moment]:
+    """The pipeline stage whose ranks need the most memory, and the moment at which they do."""
+    peaks = [(stage, peak(model, run, stage)) for stage in range(run.pipeline_model_parallel_size)]
+    return max(peaks, key=lambda one: one[1].bytes)
 
 
 def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]:

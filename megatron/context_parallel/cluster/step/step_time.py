@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.errors import UsageError
 
-from .memory import Moment, fullest_stage, peak
+from .memory import Moment, fullest
 from .model_shape import ModelShape
 from .stage_time import BUBBLE, PARTS, StageTime
 from .train_config import TrainConfig
@@ -55,7 +55,7 @@ def forecast_step(model: ModelShape, run: TrainConfig, cluster: Cluster) -> Step
     parts |= stages[slowest].once
     seconds = sum(parts.values())
     flops = model.flops_per_sequence(run.seq_length) * run.global_batch_size
-    held = peak(model, run, fullest_stage(model, run))
+    _, held = fullest(model, run)
     return StepForecast(
         seconds=seconds,
         parts=parts,

@@ -3,6 +3,7 @@
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
 from multiprocessing import get_context
 from typing import NamedTuple
 
@@ -64,10 +65,7 @@ def _compile(one: Compiled, rows: int, device: torch.device) -> tuple[float, str
     """Seconds, and what went wrong."""
     start = time.monotonic()
     try:
-        if one.deterministic:
-            with deterministic_mode():
-                _run(one, rows, device)
-        else:
+        with deterministic_mode() if one.deterministic else nullcontext():
             _run(one, rows, device)
     except Exception as error:  # whatever Triton or its compiler raises: the other sets are compiled all the same
         return time.monotonic() - start, f"{type(error).__name__}: {error}"
