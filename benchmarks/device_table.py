@@ -26,7 +26,7 @@ DEVICES = "--devices dgx-h100 --scale 1.25e-4 --stands-for 262144"
 CLUSTERS = {"16 x 1": "--nodes 16", "4 x 4": "--nodes 4 --ranks-per-node 4"}
 KV_HEADS = {"MHA": 16, "GQA": 4}
 DTYPES = {"float32": "fp32", "bf16": "bf16"}
-STRATEGIES = "ring allgather attention2d mesh lightseq direct ulysses"
+STRATEGIES = "ring allgather attention2d mesh lightseq ulysses"
 STRATEGIES += " loongtrain:head_parallel_size=4 usp:head_parallel_size=4"
 BALANCED, UNBALANCED = "lightseq", "lightseq:balance=no"
 UNEVEN = f"ring:layout=contiguous {UNBALANCED}"  # ranks wait for each other; one setting of a cluster shows it

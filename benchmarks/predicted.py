@@ -46,12 +46,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 def seconds(text: str, problem: Workload, cluster: Cluster) -> float:
-    """Predicted time of a forward and backward pass of a case."""
+    """Predicted time of a forward and backward pass of a case. A rank begins the second when its first is done."""
     rows = problem.length // problem.ranks * problem.batch
     shape = Shape(rows, problem.heads, problem.kv_heads, problem.head_dim, DTYPES[problem.dtype].itemsize)
     how = {"mask": Mask(problem.causal), "batch": problem.batch, "dtype": problem.dtype}
     plans = parse_case(text).plans(problem)
-    return sum(simulate(plan, cluster.part(problem.ranks), shape, **how).seconds for plan in plans)
+    forecast = None
+    for plan in plans:
+        starts = forecast.ends if forecast else None
+        forecast = simulate(plan, cluster.part(problem.ranks), shape, **how, all_up_to=problem.ranks, starts=starts)
+    return forecast.seconds
 
 
 def step_seconds(text: str, flags: list[str], ranks: int, cluster: Cluster) -> float:

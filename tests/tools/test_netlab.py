@@ -119,12 +119,17 @@ def network() -> tuple[set[str], ...]:
 
 
 def shapes(lab: Lab) -> list[tuple[int, int]]:
-    """(bit/s, bytes of burst) of every token bucket of the lab, as the kernel rounds them."""
+    """(bit/s, bytes of burst) of each token bucket of the lab and of each queue of a fair link, as the kernel has them."""
     found = []
     for namespace in (lab.switch, *lab.hosts):
         told = subprocess.check_output(["tc", "-n", namespace, "-json", "qdisc", "show"])
-        found += [q["options"] for q in json.loads(told) if q["kind"] == "tbf"]
-    return [(options["rate"] * 8, options["burst"]) for options in found]
+        found += [(q["options"]["rate"] * 8, q["options"]["burst"]) for q in json.loads(told) if q["kind"] == "tbf"]
+        devices = {q["dev"] for q in json.loads(told) if q["kind"] == "htb"}
+        for device in sorted(devices):
+            classes = subprocess.check_output(["tc", "-n", namespace, "class", "show", "dev", device], text=True)
+            ceilings = re.findall(r"ceil (\d+)Mbit burst \d+\S* cburst (\S+)", classes)
+            found += [(int(rate) * 10**6, 2**14 if burst == "16Kb" else burst) for rate, burst in ceilings]
+    return found
 
 
 @needs_lab
@@ -175,13 +180,16 @@ def test_up_is_all_or_nothing(monkeypatch):
 
 
 @needs_lab
-@pytest.mark.parametrize("nic", ["node", "rank"])
-def test_links_bind_and_inner_traffic_stays_inside(nic, script):
+@pytest.mark.parametrize(("nic", "fair"), [("node", False), ("rank", False), ("rank", True)])
+def test_links_bind_and_inner_traffic_stays_inside(nic, fair, script):
     path, out = script(TRAFFIC)
     mates, across, back, incast = [[0, 1], [3, 2]], [[0, 2], [1, 3]], [[2, 0], [3, 1]], [[0, 3], [1, 3]]
-    with Lab(2, 2, "40mbit", nic, NAME) as lab:
+    with Lab(2, 2, "40mbit", nic, NAME, fair) as lab:
         ends = 2 * len(lab.hosts)
-        assert shapes(lab) == [(40 * 10**6, pytest.approx(16384, abs=16))] * ends
+        expected = [(40 * 10**6, pytest.approx(16384, abs=16))] * ends
+        if fair:  # the whole link, and a queue for each peer
+            expected = [entry for entry in expected for _ in lab.hosts]
+        assert shapes(lab) == expected
         lab.run([path, out, json.dumps([[4, mates], [1, across], [1, back], [1, incast]])])
     ranks = [json.loads((out / str(rank)).read_text()) for rank in range(4)]
     MiB, small = 2**20, 30000  # barriers, acknowledgements

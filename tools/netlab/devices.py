@@ -13,7 +13,8 @@ from megatron.context_parallel.errors import UsageError
 from .flags import Cluster, cluster_of
 
 PAYLOAD = 0.99  # of the bytes of a packet of 9000
-INSIDE = IntraNode(GB_s=1.25, latency_us=100.0)  # not shaped; about as fast as two processors copy
+COPIES_GB_s = 1.25  # of a rank, while all ranks copy with two processors
+INSIDE = IntraNode(GB_s=COPIES_GB_s, latency_us=100.0)  # not shaped
 NIC_LATENCY_US = 200.0
 OVERHEADS = ("block_us", "kernel_us", "swap_us", "cache_us")
 
@@ -47,17 +48,17 @@ class Busy:
 def slowed(device: Device, scale: float, tokens: float) -> Device:
     """The device in slow motion, for a shorter sequence.
 
-    Its memory and its matrix products have `scale` times their rate, and a token stands for `tokens` of a longer
-    sequence. So everything takes 1 / (scale · tokens) times as long as the longer sequence does on the device: a block
+    Its matrix products have `scale` times their rate, and a token stands for `tokens` of a longer sequence. So they
+    take 1 / (scale · tokens) times as long as the longer sequence does on the device: a block
     has fewer pairs by the square of `tokens`, a chunk has fewer bytes by `tokens`. The same holds for links of `scale`
-    times their rate.
+    times their rate. Copies and merges are real, so they have the rate of this machine.
     """
     longer = 1 / (scale * tokens)
     return replace(
         device,
         peak_TFLOP_s=device.peak_TFLOP_s * scale,
-        memory_GB_s=device.memory_GB_s * scale,
-        packing_GB_s=device.packing_GB_s and device.packing_GB_s * scale,
+        memory_GB_s=COPIES_GB_s,
+        packing_GB_s=None,
         attention=tuple([_slowed_attention(rate, scale, tokens) for rate in device.attention]),
         gemm=tuple([_slowed_product(rate, scale, tokens) for rate in device.gemm]) if device.gemm else None,
         **{name: getattr(device, name) * longer for name in OVERHEADS},
@@ -96,7 +97,7 @@ def with_devices(args: Namespace, length: int) -> tuple[Cluster, description.Clu
     """The cluster of the flags, not yet there, and its description if it has devices.
 
     The description is that of the emulated cluster: with the slowed devices, the rates of the shaped links, and gloo's
-    way of sending. Copies and merges are real; for the predictor they keep the rate of the slowed memory.
+    way of sending.
 
     Args:
         args: the flags of `add_flags` and `add_device_flags`.
@@ -120,7 +121,7 @@ def with_devices(args: Namespace, length: int) -> tuple[Cluster, description.Clu
     nics = None
     if args.nodes is not None and args.nodes > 1:
         nics = _shape(args, described, scale)
-    place = cluster_of(args)
+    place = cluster_of(args, fair=True)
     nodes = 1 if args.nodes is None else args.nodes
     slow = description.Cluster(
         name=f"{nodes} x {place.ranks // nodes} {described.device.name}, emulated",

@@ -20,10 +20,10 @@ def add_lab_flags(parser: ArgumentParser | _ArgumentGroup, required: bool = Fals
     parser.add_argument("--nic", choices=("node", "rank"), help="one NIC per node (default) or per rank")
 
 
-def lab_of(args: Namespace, name: str) -> Lab:
+def lab_of(args: Namespace, name: str, fair: bool = False) -> Lab:
     """The lab that the flags describe, not yet created. Raises UsageError for invalid values."""
     ranks_per_node = 1 if args.ranks_per_node is None else args.ranks_per_node
-    return Lab(args.nodes, ranks_per_node, args.node_rate, args.nic or "node", name)
+    return Lab(args.nodes, ranks_per_node, args.node_rate, args.nic or "node", name, fair)
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -33,8 +33,8 @@ def add_flags(parser: ArgumentParser) -> None:
     add_lab_flags(group)
 
 
-def cluster_of(args: Namespace) -> Cluster:
-    """The cluster that the flags of `add_flags` describe, not yet created.
+def cluster_of(args: Namespace, fair: bool = False) -> Cluster:
+    """The cluster that the flags of `add_flags` describe, not yet created; `fair`: as that of a `Lab`.
 
     Raises:
         UsageError: flags that cannot be combined, or invalid sizes.
@@ -42,7 +42,7 @@ def cluster_of(args: Namespace) -> Cluster:
     if (args.ranks is None) == (args.nodes is None):
         raise UsageError("cluster: give either --ranks 4 (loopback) or --nodes 4 (emulated, root)")
     if args.ranks is None:
-        return lab_of(args, name=f"bench{os.getpid()}")
+        return lab_of(args, name=f"bench{os.getpid()}", fair=fair)
     for flag in ("ranks_per_node", "node_rate", "nic"):
         if (value := getattr(args, flag)) is not None:
             raise UsageError(f"--{flag.replace('_', '-')} {value}: needs an emulated cluster; give --nodes 4")

@@ -25,6 +25,7 @@ MASTER_PORT = 29500
 MTU = 9000
 MIN_BURST = 16 * 1024  # bytes; a tenth of it would cost a third of the rate
 QUEUE_MS = 1000
+QUEUE_PACKETS = 10000  # of a fair queue
 CONGESTION_CONTROL = "cubic"  # BBR retransmits behind a token bucket
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
@@ -70,6 +71,8 @@ class Lab:
     `node_rate` is the rate of each NIC in each direction, as "100mbit" (units kbit, mbit, gbit); None: not limited.
     `nic` "node": the ranks of a node share its NIC and talk among themselves over its loopback. `nic` "rank": each rank
     has a NIC of its own, and an unlimited inner link to the other ranks of its node, as GPUs have NVLink.
+    `fair`: the packets for different peers take turns at a NIC, as those of an RDMA adapter's connections do; otherwise
+    they have one queue, as those of an Ethernet card. In one queue a small message waits behind large ones for others.
     Raises UsageError for values that cannot be.
     """
 
@@ -78,6 +81,7 @@ class Lab:
     node_rate: str | None = None
     nic: str = "node"
     name: str = "lab"
+    fair: bool = False
 
     def __post_init__(self) -> None:
         for flag, value in (("--nodes", self.nodes), ("--ranks-per-node", self.ranks_per_node)):
@@ -156,13 +160,34 @@ class Lab:
             for host, namespace in enumerate(self.hosts):
                 iproute("ip", self._host_lines(host), namespace)
             if self.rate:
-                shape = f"root tbf rate {self.rate}bit burst {self.burst} latency {QUEUE_MS}ms"
-                iproute("tc", [f"qdisc add dev port{i} {shape}" for i in range(len(self.hosts))], self.switch)
-                for namespace in self.hosts:
-                    iproute("tc", [f"qdisc add dev {SHAPED} {shape}"], namespace)
+                for host, namespace in enumerate(self.hosts):
+                    iproute("tc", self._shape(f"port{host}", host, "src"), self.switch)
+                    iproute("tc", self._shape(SHAPED, host, "dst"), namespace)
         except BaseException:
             self.down()
             raise
+
+    def _shape(self, device: str, host: int, end: str) -> list[str]:
+        """The rate of the NIC of a host in one direction; `end`: where a packet's address is that of the peer."""
+        if not self.fair:
+            return [f"qdisc add dev {device} root tbf rate {self.rate}bit burst {self.burst} latency {QUEUE_MS}ms"]
+        whole = f"ceil {self.rate}bit burst {self.burst} cburst {self.burst} quantum {MTU}"
+        lines = [
+            f"qdisc add dev {device} root handle 1: htb default 1",
+            f"class add dev {device} parent 1: classid 1:1 htb rate {self.rate}bit {whole}",
+        ]
+        share = self.rate // len(self.hosts)
+        for peer in range(len(self.hosts)):
+            if peer == host:
+                continue
+            queue = f"1:{peer + 2:x}"
+            match = f"u32 match ip {end} {self.address(peer)}"
+            lines += [
+                f"class add dev {device} parent 1:1 classid {queue} htb rate {share}bit {whole}",
+                f"qdisc add dev {device} parent {queue} pfifo limit {QUEUE_PACKETS}",
+                f"filter add dev {device} parent 1: protocol ip prio 1 {match} flowid {queue}",
+            ]
+        return lines
 
     def _claim(self) -> None:
         """Writes the state file, complete or not at all, unless there is one."""
@@ -251,7 +276,7 @@ class Lab:
     def describe(self) -> dict:
         """See `describe`."""
         limits = {"rate_bits_per_second": self.rate, "burst_bytes": self.burst, "queue_ms": self.rate and QUEUE_MS}
-        link = {"nic": self.nic, "mtu": MTU, "congestion_control": CONGESTION_CONTROL}
+        link = {"nic": self.nic, "fair": self.fair, "mtu": MTU, "congestion_control": CONGESTION_CONTROL}
         return describe(self.nodes, self.ranks_per_node, **link, **limits)
 
     def __str__(self) -> str:

@@ -79,7 +79,8 @@ def exits_as_ranks_did(main: Callable[..., int | None]) -> Callable[..., int | N
 def describe(nodes: int, ranks_per_node: int, **link: str | int | None) -> dict:
     """A cluster as plain data, to be stored beside results. Rates in bit/s, sizes in bytes; None: no such limit."""
     shape = {"nodes": nodes, "ranks_per_node": ranks_per_node}
-    no_link = dict.fromkeys(("nic", "rate_bits_per_second", "burst_bytes", "queue_ms", "mtu", "congestion_control"))
+    limits = ("nic", "fair", "rate_bits_per_second", "burst_bytes", "queue_ms", "mtu", "congestion_control")
+    no_link = dict.fromkeys(limits)
     return shape | no_link | link | {"kernel": platform.release(), "cpus": len(os.sched_getaffinity(0))}
 
 

@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -120,10 +120,20 @@ class Clock:
         costs: the costs of its blocks and messages.
         groups: the number of its `heads` groups that run. The others behave the same. Spans describe the first.
         period, buffered: as in `Machine`.
+        starts: the time at which each rank begins; default: 0.
+
+    Attributes:
+        ends: the time at which each rank was done.
     """
 
     def __init__(
-        self, plan: Plan, costs: Costs, groups: int = 1, period: int | None = None, buffered: bool = False
+        self,
+        plan: Plan,
+        costs: Costs,
+        groups: int = 1,
+        period: int | None = None,
+        buffered: bool = False,
+        starts: Mapping[Rank, float] | None = None,
     ) -> None:
         self.plan = plan
         self.costs = costs
@@ -132,7 +142,10 @@ class Clock:
         self.machines = [Machine(plan, period, buffered) for _ in range(groups)]
         ranks = range(period or plan.n)
         self.programs = {(g, r): machine.program(r) for g, machine in enumerate(self.machines) for r in ranks}
-        self.ready = deque(self.programs)
+        self.ends: dict[Rank, float] = {}
+        self.ready = deque[Rank]() if starts else deque(self.programs)
+        for rank, start in (starts or {}).items():
+            self.flows.add(Task(partial(self.ready.append, rank), start))
         self.waiting: dict[Rank, Wait] = {}
         self.swapping: dict[tuple[int, int], int] = Counter()  # ranks at a swap, by context rank and step
 
@@ -169,6 +182,7 @@ class Clock:
             self._run_operations(group)
         if event is None:
             del self.programs[rank]
+            self.ends[rank] = self.flows.now
         elif isinstance(event, Wait):
             if event.batch.done:
                 self.ready.append(rank)

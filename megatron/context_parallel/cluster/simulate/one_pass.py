@@ -11,7 +11,7 @@ from megatron.context_parallel.plan.flows import Flows, Task
 from megatron.context_parallel.plan.ir import AllGather, Attend, Comm, Plan, ReduceScatter, SwapHeads, T, Transfer
 from megatron.context_parallel.plan.machine import Launch, Merge
 from megatron.context_parallel.plan.row_sets import RowSets
-from megatron.context_parallel.plan.trace import Clock, Span
+from megatron.context_parallel.plan.trace import Clock, Rank, Span
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes
 from megatron.context_parallel.tokens.mask import Mask
 
@@ -31,12 +31,14 @@ class PassForecast:
         compute: seconds in which the busiest rank computes blocks.
         spans: what happened on each rank that was simulated, of the first group of heads.
         symmetry: the ranks that were simulated, which stand for all.
+        ends: seconds until each of them is done.
     """
 
     seconds: float
     compute: float
     spans: list[Span]
     symmetry: Symmetry
+    ends: dict[Rank, float]
 
     @property
     def exposed(self) -> float:
@@ -56,6 +58,7 @@ def simulate(
     all_up_to: int = ALL_UP_TO,
     blocks: Callable[[Attend], float] | None = None,
     rows: RowSets | None = None,
+    starts: dict[Rank, float] | None = None,
 ) -> PassForecast:
     """Predicts one pass on a cluster.
 
@@ -71,6 +74,8 @@ def simulate(
         all_up_to: up to so many ranks each is simulated, and `spans` tell of it.
         blocks: seconds of a block; default: a `BlockTime`.
         rows: the rows that are sent; default: whole chunks. Every rank is then simulated.
+        starts: seconds until each rank begins, such as the `ends` of the pass before; `seconds` counts them. Every rank
+            is then simulated. Default: all begin together.
 
     Raises:
         UsageError: another number of devices than ranks.
@@ -81,15 +86,16 @@ def simulate(
         raise UsageError(f"{cluster.name}: {len(devices)} devices for {plan.size} ranks; give {plan.size} devices")
     if blocks is None:
         blocks = BlockTime(cluster.device, plan, shape, mask or Mask(), shape.rows * plan.size // batch, dtype)
-    folded = plan.size > all_up_to and rows is None
+    folded = plan.size > all_up_to and rows is None and starts is None
     few = _symmetry(plan, blocks, period_of_links(cluster, devices)) if folded else Symmetry.none(plan)
     links = Links(cluster, few.like, devices, others)
-    clock = Clock(plan, _Costs(plan, shape, blocks, links, few, rows), few.groups, few.ranks, cluster.buffered_sends)
+    costs = _Costs(plan, shape, blocks, links, few, rows)
+    clock = Clock(plan, costs, few.groups, few.ranks, cluster.buffered_sends, starts)
     clock.run()
     busy = [0.0] * few.ranks
     for span in clock.spans:
         busy[span.rank] += span.end - span.start if not span.channel else 0.0
-    return PassForecast(clock.flows.now, max(busy), clock.spans, few)
+    return PassForecast(clock.flows.now, max(busy), clock.spans, few, clock.ends)
 
 
 _symmetries: WeakKeyDictionary[Plan, dict[tuple[int, Mask, int], Symmetry]] = WeakKeyDictionary()
