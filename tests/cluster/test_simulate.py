@@ -171,6 +171,16 @@ def test_what_readers_keep_of_a_plan_goes_with_it():
     assert gone() is None
 
 
+def test_a_rank_begins_its_second_pass_when_its_first_is_done():
+    cluster = load_cluster("dgx-h100").part(16)
+    forward, backward = [parse_spec("lightseq").plan(16, backward=b, heads=8, kv_heads=8) for b in (False, True)]
+    first, alone = simulate(forward, cluster, SHAPE), simulate(backward, cluster, SHAPE).seconds
+    assert max(first.ends.values()) == pytest.approx(first.seconds) and min(first.ends.values()) < first.seconds
+    together = dict.fromkeys(first.ends, 1.0)
+    assert simulate(backward, cluster, SHAPE, starts=together).seconds == pytest.approx(1 + alone)
+    assert alone < simulate(backward, cluster, SHAPE, starts=first.ends).seconds < first.seconds + alone
+
+
 def test_a_device_that_stands_for_its_peer_is_slowed_once():
     """The two ranks of a head group lie alike on other nodes, so one device sends and receives for both."""
     cluster = replace(BOX, nodes=4, compute_slowdown=0.5, message_slowdown=0.5)

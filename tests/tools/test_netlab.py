@@ -119,7 +119,7 @@ def network() -> tuple[set[str], ...]:
 
 
 def shapes(lab: Lab) -> list[tuple[int, int]]:
-    """(bit/s, bytes of burst) of each token bucket of the lab and of each queue of a fair link, as the kernel has them."""
+    """(bit/s, bytes of burst) of each token bucket of the lab, and of each queue of a fair link."""
     found = []
     for namespace in (lab.switch, *lab.hosts):
         told = subprocess.check_output(["tc", "-n", namespace, "-json", "qdisc", "show"])
