@@ -176,14 +176,14 @@ class Lab:
             f"qdisc add dev {device} root handle 1: htb default 1",
             f"class add dev {device} parent 1: classid 1:1 htb rate {self.rate}bit {whole}",
         ]
-        share = self.rate // len(self.hosts)
+        own = "rate 1kbit"  # a queue borrows from the whole; a rate of its own would let a burst pass to each peer
         for peer in range(len(self.hosts)):
             if peer == host:
                 continue
             queue = f"1:{peer + 2:x}"
             match = f"u32 match ip {end} {self.address(peer)}"
             lines += [
-                f"class add dev {device} parent 1:1 classid {queue} htb rate {share}bit {whole}",
+                f"class add dev {device} parent 1:1 classid {queue} htb {own} {whole}",
                 f"qdisc add dev {device} parent {queue} pfifo limit {QUEUE_PACKETS}",
                 f"filter add dev {device} parent 1: protocol ip prio 1 {match} flowid {queue}",
             ]
