@@ -5,6 +5,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from rich.table import Table
@@ -12,8 +13,10 @@ from rich.table import Table
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.step.fit import advice
+from megatron.context_parallel.cluster.step.longest import longest_with_advice, shortest
 from megatron.context_parallel.cluster.step.memory import Moment, fullest, peak
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
+from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.strategies import distinct
 
 from .config.flags import Arguments
@@ -48,6 +51,24 @@ def verdict(args: Arguments, room: float) -> str:
     if needed <= room:
         return f"fits: {needed:.3g} GiB of {room:.3g}"
     return f"does not fit: {needed:.3g} GiB of {room:.3g}; {_advice(args, room)}"
+
+
+def longest_run(args: Arguments, room: float) -> tuple[Arguments, str]:
+    """The run with the longest sequence that fits `room` GiB, and a line about it and about the first advice.
+
+    Raises:
+        UsageError: no sequence fits.
+    """
+    model, run = model_of(args), _fullest_run(args)
+    found, *more = longest_with_advice(model, run, room * 2**30)
+    if not found.tokens:
+        run = replace(run, seq_length=shortest(run))
+        why = f"no sequence fits: {run.seq_length} tokens need {found.bytes / 2**30:.3g} GiB of {room:.3g}"
+        raise UsageError(f"--longest: {why}; {advice(model, run, room * 2**30)}")
+    line = f"longest sequence: {found.tokens:,} tokens ({found.bytes / 2**30:.3g} GiB of {room:.3g})"
+    for one in more:
+        line += f"; {one.tokens:,} with {' '.join(change.flags for change in one.changes)}"
+    return replace(args, seq_length=found.tokens), line
 
 
 @contextmanager

@@ -159,10 +159,11 @@ class _LayerCounts:
         count = in_flight * self.whole + self.working
         yield from self._activations(count, count - done)
         if self.working:
-            # The first norm keeps the input of the layer, unless it has a float32 copy of it.
+            # The input is counted with the checkpoints on the device, and with a norm that has no float32 copy of it.
             copies = Widths(self.model, self.run).float32_norms and self.run.itemsize < 4
-            size = _hidden(self.model, self.run) if copies else 0
-            yield MemoryItem("output of the layer at work", size, "hidden states, less the input counted twice")
+            counted = (not self.run.offload_checkpoints) + (not copies)
+            size = (2 - counted) * _hidden(self.model, self.run)
+            yield MemoryItem("ends of the layer at work", size, "input and output, less what is counted already")
 
     def _inputs(self, in_flight: float) -> Iterator[MemoryItem]:
         if not self.groups:
