@@ -46,15 +46,14 @@ CASES = {  # flags by name
     "+ sharded optimizer: all measures": f"{CHUNKS} {FULL} {TILES} {OFFLOAD} --use-distributed-optimizer",
 }
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
-HEADINGS = ["measures", "tokens", "times plain", "times full recomputation", "predicted tokens", "real step, seconds"]
+HEADINGS = ["measures", "tokens", "times plain", "times full recomputation", "predicted tokens"]
 
 
 class Found(NamedTuple):
-    """Tokens of the longest sequence, those predicted, and the seconds of a real step."""
+    """Tokens of the longest sequence, and those predicted."""
 
     tokens: int
     predicted: int
-    seconds: float
 
 
 def find(flags: list[str], context: ForkServerContext) -> Found:
@@ -65,23 +64,23 @@ def find(flags: list[str], context: ForkServerContext) -> Found:
     trains, fails = 0, 0
     tokens = predicted
     while not (trains and fails):
-        if seconds_of(flags, tokens, context):
+        if trains_with(flags, tokens, context):
             trains, tokens = tokens, tokens + step
         else:
             fails, tokens = tokens, tokens - step
     while fails - trains > max(EACH, NEAR * predicted):
         middle = (trains + fails) // 2 // EACH * EACH
-        if seconds_of(flags, middle, context):
+        if trains_with(flags, middle, context):
             trains = middle
         else:
             fails = middle
-    while not (seconds := seconds_of(flags, trains, context, computes=True)):
+    while not trains_with(flags, trains, context, computes=True):
         trains -= EACH
-    return Found(trains, predicted, seconds)
+    return Found(trains, predicted)
 
 
-def seconds_of(flags: list[str], tokens: int, context: ForkServerContext, computes: bool = False) -> float | None:
-    """How long a step with sequences of `tokens` takes, its start included; None: a rank lacks memory."""
+def trains_with(flags: list[str], tokens: int, context: ForkServerContext, computes: bool = False) -> bool:
+    """Whether a step with sequences of `tokens` trains; else a rank lacks memory."""
     from benchmarks.longest_rank import Trial, train
 
     began = time.monotonic()
@@ -91,9 +90,9 @@ def seconds_of(flags: list[str], tokens: int, context: ForkServerContext, comput
         for process in processes:
             process.start()
         status = first_failure(processes)
-    seconds = time.monotonic() - began
-    print(f"{tokens} tokens: {'lacks memory' if status else 'trains'}, {seconds:.1f} s", file=sys.stderr)
-    return None if status else seconds
+    said = f"{tokens} tokens {'lack memory' if status else 'train'}, {time.monotonic() - began:.1f} s"
+    print(said + " with attention" * computes, file=sys.stderr, flush=True)
+    return status == 0
 
 
 def fork_server() -> ForkServerContext:
@@ -131,9 +130,9 @@ def table(found: dict[str, Found]) -> list[str]:
     """The lines of the page."""
     lines = [f"| {' | '.join(HEADINGS)} |", "|" + "---|" * len(HEADINGS)]
     plain, full = (found[name].tokens for name in [*CASES][:2])
-    for name, (tokens, predicted, seconds) in found.items():
-        ratios = [f"{tokens / plain:.1f}", f"{tokens / full:.1f}"]
-        lines.append(f"| {' | '.join([name, f'{tokens:,}', *ratios, f'{predicted:,}', f'{seconds:.0f}'])} |")
+    for name, (tokens, predicted) in found.items():
+        cells = [name, f"{tokens:,}", f"{tokens / plain:.1f}", f"{tokens / full:.1f}", f"{predicted:,}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

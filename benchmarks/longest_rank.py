@@ -22,6 +22,7 @@ from megatron.context_parallel.kernels import aten
 from megatron.context_parallel.trainer import setup, training
 from megatron.context_parallel.trainer.arguments.complete import parse_args
 from megatron.context_parallel.trainer.checkpoint.train_state import Progress
+from megatron.context_parallel.trainer.memory_report import lacks_memory
 
 NO_MEMORY = 3  # exit status
 SECONDS_TO_END = 3
@@ -51,20 +52,13 @@ def train(rank: int, trial: Trial) -> NoReturn:
     try:
         step_within_limit(rank, trial)
         status = 0
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, MemoryError) or any(words in str(error) for words in ("can't allocate", "bad_alloc")):
+    except BaseException as error:
+        if lacks_memory(error):
             status = NO_MEMORY
         else:
-            tell()
-    except BaseException:
-        tell()
+            time.sleep(SECONDS_TO_END)  # if it is about another rank, that one ends first, and this one with it
+            traceback.print_exc()
     os._exit(status)
-
-
-def tell() -> None:
-    """Prints an error, if it is not about another rank: that one ends first, and this one with it."""
-    time.sleep(SECONDS_TO_END)
-    traceback.print_exc()
 
 
 def step_within_limit(rank: int, trial: Trial) -> None:

@@ -12,7 +12,7 @@ from megatron.context_parallel.cluster.description import AttentionRate, Cluster
 from megatron.context_parallel.cluster.simulate.collectives import exchange, ring
 from megatron.context_parallel.cluster.step.attention_pass import attention_forecast, attention_shape
 from megatron.context_parallel.cluster.step.layer_time import LayerTime
-from megatron.context_parallel.cluster.step.memory import HEAD, MLP, fullest_stage, moments, peak
+from megatron.context_parallel.cluster.step.memory import HEAD, MLP, fullest_stage, host_memory, moments, peak
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.step_time import forecast_step
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
@@ -322,6 +322,16 @@ def test_an_iteration_has_a_fixed_cost():
     dear = replace(BOX, iteration_ms=250.0)
     run = replace(RUN, global_batch_size=4)
     assert forecast_step(MODEL, run, dear).seconds == pytest.approx(forecast_step(MODEL, run, BOX).seconds + 0.25)
+
+
+def test_checkpoints_in_host_memory_are_on_the_device_one_at_a_time():
+    run = replace(RUN, **FULL)
+    host = replace(run, offload_checkpoints=True)
+    inputs = MODEL.num_layers * 1024 * 256 * 2
+    assert (host_memory(MODEL, run), host_memory(MODEL, host)) == (0, inputs)
+    before, after = sizes_of(run), sizes_of(host)
+    assert before["recomputed layers"] - after["recomputed layers"] == inputs
+    assert after["ends of the layer at work"] - before["ends of the layer at work"] == 1024 * 256 * 2
 
 
 def test_gradients_may_travel_in_the_dtype_of_the_model():

@@ -106,6 +106,9 @@ def test_a_rank_without_memory_says_what_needs_it(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert re.search(r"MLP activations +\d+\.\d+ GiB", said)
     assert said.count("rank 0: out of memory; it would fit with --recompute-granularity full") == 1
+    with pytest.raises(MemoryError), answer_lack_of_memory(args):
+        bytearray(2**60)
+    assert "rank 0: out of memory" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="something else"), answer_lack_of_memory(args):
         raise RuntimeError("something else")
     assert not capsys.readouterr().err

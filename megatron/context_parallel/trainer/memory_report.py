@@ -14,7 +14,7 @@ from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.step.fit import advice
 from megatron.context_parallel.cluster.step.longest import longest_with_advice, shortest
-from megatron.context_parallel.cluster.step.memory import Moment, fullest, peak
+from megatron.context_parallel.cluster.step.memory import Moment, fullest, host_memory, peak
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.strategies import distinct
@@ -35,6 +35,8 @@ def memory_table(args: Arguments) -> Table:
     for what, size, formula in moment.items:
         table.add_row(what, _gib(size), formula)
     table.add_row("total", _gib(moment.bytes), "excludes fragmentation")
+    if on_host := host_memory(model, _fullest_run(args), stage):
+        table.add_row("in host memory", _gib(on_host), "what is offloaded; not part of the total")
     return table
 
 
@@ -76,14 +78,19 @@ def answer_lack_of_memory(args: Arguments) -> Iterator[None]:
     """Prints what the run needs, and the flags with which it needs less, on a rank that has no memory left."""
     try:
         yield
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+    except (RuntimeError, MemoryError) as error:
+        if lacks_memory(error):
             needed = _fullest(args)[1].bytes
             room = min(_room_here(), SURE * needed) / 2**30
             show(memory_table(args), file=sys.stderr)
             rank = os.environ.get("RANK", "0")
             print(f"rank {rank}: out of memory; {_advice(args, room)}", file=sys.stderr, flush=True)
         raise
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether `error` says that no memory was left, on a GPU or on the host."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def _room_here() -> float:
