@@ -27,6 +27,7 @@ from megatron.context_parallel.trainer.config.workload import model_of, run_of
 
 RANKS = 2
 ROOM = 160 * 2**20  # bytes
+NO_TENSORS = 8 * 2**20  # bytes of the limit that are for no tensor, or for gaps between tensors
 EACH = 64  # lengths are multiples of it
 STEP = 0.03  # of the predicted length, from trial to trial
 NEAR = 0.01  # between the longest that trains and the shortest that does not
@@ -57,12 +58,13 @@ class Found(NamedTuple):
 
 
 def find(flags: list[str], context: ForkServerContext) -> Found:
-    """Searches from the predicted length on."""
+    """Searches from the length on that is predicted beside what is not a tensor."""
     args = parse_args(flags)
-    predicted = longest(model_of(args), run_of(args), ROOM).tokens // EACH * EACH
+    predicted, tokens = (
+        longest(model_of(args), run_of(args), room).tokens // EACH * EACH for room in (ROOM, ROOM - NO_TENSORS)
+    )
     step = max(EACH, round(STEP * predicted / EACH) * EACH)
     trains, fails = 0, 0
-    tokens = predicted
     while not (trains and fails):
         if trains_with(flags, tokens, context):
             trains, tokens = tokens, tokens + step

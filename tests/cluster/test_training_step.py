@@ -9,8 +9,15 @@ from torch.distributed.tensor import DTensor
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.cluster.description import AttentionRate, Cluster, GemmRate, IntraNode, Nics
+from megatron.context_parallel.cluster.simulate.block_time import small_blocks
 from megatron.context_parallel.cluster.simulate.collectives import exchange, ring
-from megatron.context_parallel.cluster.step.attention_pass import attention_forecast, attention_shape
+from megatron.context_parallel.cluster.step.attention_pass import (
+    attention_forecast,
+    attention_mask,
+    attention_plan,
+    attention_shape,
+)
+from megatron.context_parallel.cluster.step.block_memory import BlockMemory
 from megatron.context_parallel.cluster.step.layer_time import LayerTime
 from megatron.context_parallel.cluster.step.memory import HEAD, MLP, fullest_stage, host_memory, moments, peak
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
@@ -260,6 +267,17 @@ def test_the_buffers_of_a_ring():
     of_a_block = 2 * queries + 2 * keys + 2 * 2 * queries  # gradients; of keys also for each query head
     kernel = 4 * queries + 2 * queries + of_a_block - 4 * keys  # a float32 sum, the output; without the last partial
     assert sizes_of(run)["attention buffers"] == chunks + kernel
+
+
+def test_gloo_copies_what_it_gathers_until_all_is_there():
+    """Of 4 chunks of keys and values; and the rank's own is in the gathered ones too, from then on."""
+    run = replace(RUN, context_parallel_size=4, cp_strategy="allgather", implementation="cpu")
+    shape, plan = attention_shape(MODEL, run), attention_plan(MODEL, run, True)
+    alone = replace(plan, steps=tuple([tuple([replace(step, comm=()) for step in steps]) for steps in plan.steps]))
+    blocks = small_blocks(plan, attention_mask(MODEL), run.seq_length)
+    before, after = (BlockMemory(one, shape, blocks).of_steps(1) for one in (alone, plan))
+    chunk = 256 * 2 * 128 * 2
+    assert [more - less for more, less in zip(after, before, strict=True)] == [5 * chunk, chunk, chunk]
 
 
 def _bytes(tensor: torch.Tensor) -> int:
