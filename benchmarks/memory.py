@@ -15,13 +15,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 from benchmarks import job
+from benchmarks.page import table_of, write_table
 from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries, run_main
 from megatron.context_parallel.cluster.step import memory
 from tools.netlab import Loopback
 
 RANK = Path(__file__).with_name("memory_rank.py")
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
-BEGIN, END = "<!-- made by benchmarks/memory.py -->\n", "<!-- end -->\n"
+SCRIPT = "benchmarks/memory.py"
 MMAP = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 COMMON = "--micro-batch-size 1 --lr 1e-3 --train-iters 100 --tokenizer-type NullTokenizer --dry-run"
@@ -125,15 +126,13 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", help=f"of {', '.join(CASES)}")
     args = parser.parse_args()
     ignore_warnings_of_libraries()
-    before, rest = PAGE.read_text().split(BEGIN)
-    old, after = rest.split(END)
-    lines = {line.split(" | ")[0].removeprefix("| "): line for line in old.splitlines()[2:]}
+    lines = {line.split(" | ")[0].removeprefix("| "): line for line in table_of(PAGE, SCRIPT)[2:]}
     for name in args.cases or CASES:
         lines[name] = f"| {' | '.join(row(name))} |"
         print(lines[name], file=sys.stderr, flush=True)
         table = [f"| {' | '.join(HEADINGS)} |", "|" + "---|" * len(HEADINGS)]
         table += [lines[case] for case in CASES if case in lines]
-        PAGE.write_text(before + BEGIN + "\n".join(table) + "\n" + END + after)
+        write_table(PAGE, SCRIPT, table)
 
 
 if __name__ == "__main__":

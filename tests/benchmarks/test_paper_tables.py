@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from examples.paper_tables.drawing import digest
 from examples.paper_tables.judged import Errors, as_printed, regret
 from examples.paper_tables.measure import changed
 from examples.paper_tables.measured import measured
+from examples.paper_tables.mesh_attention import predict
 from examples.paper_tables.reproduction import PICTURES, drawn
 from examples.paper_tables.simulate import table_name
 from megatron.context_parallel import UsageError
@@ -61,6 +63,25 @@ def test_every_number_of_the_paper_is_a_cell(paper):
         assert len({(c.row, c.column) for c in cells}) == len(cells)
         found[table] = len(cells), sum(c.value is None for c in cells)
     assert found == CELLS[paper]
+
+
+def test_the_rule_of_the_notes_for_the_memory_of_tiles():
+    """Mesh-Attention, Table 5, in query chunks: the visible cells within 15 %, with the best tile of each case."""
+    cases = defaultdict(dict)
+    for cell in read_cells("mesh_attention", "table_5"):
+        system, gpus, length, _ = predict._case(cell.row, cell.column)
+        if system == predict.MESH and cell.value is not None:
+            chunk = length // gpus * predict.HEADS * predict.HEAD_DIM * 2 / predict.GIB
+            cases[cell.row, gpus][cell.column.split()[-1]] = cell.value / chunk
+    good = []
+    for (_, gpus), units in cases.items():
+        tried = []
+        for a in (2, 4, 8, 16, 32):
+            b = gpus / a
+            rule = {"forward": 12 + 2 * a + 3 * b, "backward": 12 + 6.5 * a + 6 * b}
+            tried.append([abs(rule[way] / paper - 1) for way, paper in units.items()])
+        good += [error <= 0.15 for error in min(tried, key=max)]
+    assert (sum(good), len(good)) == (31, 36)
 
 
 def test_each_table_has_a_script():

@@ -256,17 +256,19 @@ SEARCH = ["--model", "llama3-8b", "--seq-length", "128K", "--cluster", "dgx-h100
 
 
 def test_plan_search(capsys, tmp_path):
-    plan_search([*SEARCH, "--why"])
+    plan_search([*SEARCH, "--why", "--longest"])
     said = capsys.readouterr()
     table, rejected = said.out.split("rejected\n")
     rows = [line.split() for line in table.splitlines() if re.match(r"\d+\*? +[\d.]+ ", line)]
-    names = [row[7].split(":")[0] for row in rows]
+    names = [row[8].split(":")[0] for row in rows]
+    lengths = [int(row[7].replace(",", "")) for row in rows]
     times = [float(row[1]) for row in rows]
     best = len(PLANNED)
     assert {*names} == {*names[:best]} == PLANNED
     assert times[:best] == sorted(times[:best]) and {*names[best:]} == {names[0]}
     memory = [float(row[5]) for row in rows[best:]]
     assert memory == sorted(memory, reverse=True) and memory[0] < float(rows[0][5])
+    assert min(lengths) > 131072 and lengths[0] < lengths[best] and lengths[best:] == sorted(lengths[best:])
     ring = times[names.index("ring")]
     for row, seconds in zip(rows, times, strict=True):
         assert float(row[2]) == pytest.approx(ring / seconds, abs=0.01)

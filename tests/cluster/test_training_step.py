@@ -9,10 +9,17 @@ from torch.distributed.tensor import DTensor
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.cluster.description import AttentionRate, Cluster, GemmRate, IntraNode, Nics
+from megatron.context_parallel.cluster.simulate.block_time import small_blocks
 from megatron.context_parallel.cluster.simulate.collectives import exchange, ring
-from megatron.context_parallel.cluster.step.attention_pass import attention_forecast, attention_shape
+from megatron.context_parallel.cluster.step.attention_pass import (
+    attention_forecast,
+    attention_mask,
+    attention_plan,
+    attention_shape,
+)
+from megatron.context_parallel.cluster.step.block_memory import BlockMemory
 from megatron.context_parallel.cluster.step.layer_time import LayerTime
-from megatron.context_parallel.cluster.step.memory import HEAD, MLP, fullest_stage, moments, peak
+from megatron.context_parallel.cluster.step.memory import HEAD, MLP, fullest_stage, host_memory, moments, peak
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.step_time import forecast_step
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
@@ -262,6 +269,17 @@ def test_the_buffers_of_a_ring():
     assert sizes_of(run)["attention buffers"] == chunks + kernel
 
 
+def test_gloo_copies_what_it_gathers_until_all_is_there():
+    """Of 4 chunks of keys and values; and the rank's own is in the gathered ones too, from then on."""
+    run = replace(RUN, context_parallel_size=4, cp_strategy="allgather", implementation="cpu")
+    shape, plan = attention_shape(MODEL, run), attention_plan(MODEL, run, True)
+    alone = replace(plan, steps=tuple([tuple([replace(step, comm=()) for step in steps]) for steps in plan.steps]))
+    blocks = small_blocks(plan, attention_mask(MODEL), run.seq_length)
+    before, after = (BlockMemory(one, shape, blocks).of_steps(1) for one in (alone, plan))
+    chunk = 256 * 2 * 128 * 2
+    assert [more - less for more, less in zip(after, before, strict=True)] == [5 * chunk, chunk, chunk]
+
+
 def _bytes(tensor: torch.Tensor) -> int:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 
@@ -322,6 +340,16 @@ def test_an_iteration_has_a_fixed_cost():
     dear = replace(BOX, iteration_ms=250.0)
     run = replace(RUN, global_batch_size=4)
     assert forecast_step(MODEL, run, dear).seconds == pytest.approx(forecast_step(MODEL, run, BOX).seconds + 0.25)
+
+
+def test_checkpoints_in_host_memory_are_on_the_device_one_at_a_time():
+    run = replace(RUN, **FULL)
+    host = replace(run, offload_checkpoints=True)
+    inputs = MODEL.num_layers * 1024 * 256 * 2
+    assert (host_memory(MODEL, run), host_memory(MODEL, host)) == (0, inputs)
+    before, after = sizes_of(run), sizes_of(host)
+    assert before["recomputed layers"] - after["recomputed layers"] == inputs
+    assert after["ends of the layer at work"] - before["ends of the layer at work"] == 1024 * 256 * 2
 
 
 def test_gradients_may_travel_in_the_dtype_of_the_model():

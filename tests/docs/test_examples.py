@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.distributed import TCPStore
 
 from examples import train_tokenizer
+from examples.llama import longest
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.commands import plot_loss, preprocess_data
 from megatron.context_parallel.trainer.arguments.complete import parse_args
@@ -196,6 +198,17 @@ def test_no_two_jobs_of_a_node_are_given_one_port():
         for job in jobs:
             job.kill()
             job.communicate()
+
+
+@pytest.mark.parametrize(("gpus", "millions"), [(8, 3), (32, 12)])
+def test_the_longest_sequences_of_llama(gpus, millions, capsys):
+    longest.main([str(gpus)])
+    said = capsys.readouterr().out
+    tokens = int(re.search(r"longest sequence: ([\d,]+) tokens \(80 GiB of 80\)", said)[1].replace(",", ""))
+    assert tokens > millions * 1e6
+    on_host = 32 * 4096 * 2 * tokens / gpus  # the input of each layer, in bf16
+    found = re.search(r"in host memory +([\d.]+) GiB", said)[1]
+    assert float(found) == pytest.approx(on_host / 2**30, rel=1e-3)
 
 
 @pytest.mark.parametrize(("family", "preset"), [("llama", "tiny-llama"), ("gpt3", "tiny-gpt3")])

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,6 +56,43 @@ def test_changes_come_in_their_order_and_as_few_as_suffice(monkeypatch):
     assert "split the model" in advice(model, run, 2**20)
 
 
+SHARDED = f"{LLAMA} --use-distributed-optimizer --device-memory 80GB"
+
+
+def test_the_longest_sequence_fits_and_no_longer_one_does(monkeypatch, capsys):
+    """Both of the line, that of the run and that with the advice; the tables are those of the first."""
+    describe(parsed(f"{SHARDED} --longest", monkeypatch))
+    said = capsys.readouterr().out
+    found = re.search(r"longest sequence: ([\d,]+) tokens \(80 GiB of 80\); ([\d,]+) with (.*)\n", said).groups()
+    tokens, more = (int(text.replace(",", "")) for text in found[:2])
+    for length, flags in ((tokens, ""), (more, found[2])):
+        args = parsed(f"{SHARDED} {flags}".replace("65536", str(length)), monkeypatch)
+        model, run = model_of(args), run_of(args)
+        assert bytes_needed(model, run) <= 80 * 2**30 < bytes_needed(model, replace(run, seq_length=length + 16))
+    assert more > 2 * tokens and f"{tokens} tokens, {tokens // 8} per context rank" in said
+
+
+def test_a_position_table_limits_the_longest_sequence(monkeypatch, capsys):
+    gpt = LLAMA.replace("llama3-8b", "tiny-gpt3").replace(
+        "65536", "64 --vocab-size 1023 --tokenizer-type NullTokenizer"
+    )
+    describe(parsed(f"{gpt} --device-memory 80GB --longest --max-position-embeddings 1030", monkeypatch))
+    assert "longest sequence: 1,024 tokens (" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "--longest: needs a device; give --device-memory 80GB"),
+        ("--device-memory 80GB", "no sequence fits: 16 tokens need 165 GiB of 80; it would fit with --use-distrib"),
+        ("--device-memory 80GB --cp-strategy auto", "--longest: needs a strategy.*--cp-strategy ring"),
+    ],
+)
+def test_there_is_no_longest_sequence(flags, message, monkeypatch):
+    with pytest.raises(UsageError, match=message):
+        describe(parsed(f"{LLAMA} --longest {flags}", monkeypatch))
+
+
 @pytest.mark.parametrize("text", ["80TB", "much", "-3GB"])
 def test_a_device_memory_that_is_none(text, monkeypatch):
     with pytest.raises(UsageError, match="--device-memory"):
@@ -68,6 +106,9 @@ def test_a_rank_without_memory_says_what_needs_it(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert re.search(r"MLP activations +\d+\.\d+ GiB", said)
     assert said.count("rank 0: out of memory; it would fit with --recompute-granularity full") == 1
+    with pytest.raises(MemoryError), answer_lack_of_memory(args):
+        bytearray(2**60)
+    assert "rank 0: out of memory" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="something else"), answer_lack_of_memory(args):
         raise RuntimeError("something else")
     assert not capsys.readouterr().err

@@ -48,6 +48,7 @@ class SearchFlags(FlagSection):
     data_parallel_size: int = flag("number of data-parallel ranks", 1)
     all: bool = flag("try all tensor-, pipeline- and data-parallel sizes", False)
     why: bool = flag("also list the reasons for rejected candidates", False)
+    longest: bool = flag("also show the longest sequence with which each run fits", False)
     explain: str | None = flag("show the time and memory of one run, by number or spec", unit="N|SPEC", example="1")
     timeline: Path | None = flag("write a trace of its attention (.json)", endings=(".json",), needs="explain")
 
@@ -139,13 +140,14 @@ def answers(found: "StepSearch") -> "list[FeasibleRun]":
     return shown
 
 
-def ranking(shown: "list[FeasibleRun]", title: str) -> Table:
-    """Runs with their speed and memory, numbered for --explain."""
+def ranking(shown: "list[FeasibleRun]", title: str, lengths: list[int]) -> Table:
+    """Runs with their speed and memory, numbered for --explain; `lengths`: of their longest sequences, or empty."""
     from megatron.context_parallel.cluster.step.stage_time import EXPOSED
 
     splits = len({one.run.mesh for one in shown}) > 1
     ring = next((one.forecast.seconds for one in shown if strategy_of(one) == BASELINE), None)
     numbers = ["seconds", *(["x ring"] if ring else []), "tokens/s/GPU", "MFU", "GiB", "exposed"]
+    numbers += ["longest"] if lengths else []
     table = Table("#", title=title)
     for heading in numbers:
         table.add_column(heading, justify="right")
@@ -164,6 +166,7 @@ def ranking(shown: "list[FeasibleRun]", title: str) -> Table:
             f"{forecast.mfu:.1%}",
             f"{forecast.memory.bytes / 2**30:.1f}",
             f"{forecast.parts[EXPOSED] / forecast.seconds:.1%}",
+            *([f"{lengths[number - 1]:,}"] if lengths else []),
             run.cp_strategy,
             sharding,
             recomputed,
@@ -172,13 +175,15 @@ def ranking(shown: "list[FeasibleRun]", title: str) -> Table:
     return table
 
 
-def legend(found: "StepSearch", shown: "list[FeasibleRun]", room: float) -> str:
+def legend(found: "StepSearch", shown: "list[FeasibleRun]", room: float, longest: bool) -> str:
     """The legend of the table, and the flags of the fastest run; `room` is the memory of a device in GiB."""
     lines = [
         "Predicted: the fastest run of each strategy, then the fastest strategy with less memory.",
         f"GiB: memory on the busiest rank, excluding allocator fragmentation; a device has {room:g} GiB.",
         "exposed: fraction of the time in which attention communication is not hidden by computation.",
     ]
+    if longest:
+        lines.append("longest: tokens of the longest sequence with which the run fits, without other changes.")
     if not all(one.trains for one in shown):
         lines.append("*: the trainer does not support this combination; it is predicted for Megatron-FSDP in general.")
     planned = {name for name, strategy in STRATEGIES.items() if strategy.planned}  # the others are for documents
@@ -192,6 +197,13 @@ def legend(found: "StepSearch", shown: "list[FeasibleRun]", room: float) -> str:
     if trained := next((one for one in found.ranked if one.trains), None):
         lines.append(f"To train with the fastest: {flags(trained.run)}")
     return "\n".join(lines)
+
+
+def longest_of(shown: "list[FeasibleRun]", model: "ModelShape", cluster: Cluster) -> list[int]:
+    """Tokens of the longest sequence with which each run fits a device."""
+    from megatron.context_parallel.cluster.step.longest import longest
+
+    return [longest(model, one.run, cluster.device.memory_GiB * 2**30).tokens for one in shown]
 
 
 def refusals(found: "StepSearch") -> Table:
@@ -238,8 +250,9 @@ def main(argv: list[str] | None = None) -> None:
         raise UsageError(f"--nodes {cluster.nodes}: no run fits into memory; give more nodes, or --all")
     shown = answers(found)
     if not args.explain:
-        show(ranking(shown, title), *([refusals(found)] if args.why and found.rejected else []))
-        print(legend(found, shown, cluster.device.memory_GiB))
+        lengths = longest_of(shown, model, cluster) if args.longest else []
+        show(ranking(shown, title, lengths), *([refusals(found)] if args.why and found.rejected else []))
+        print(legend(found, shown, cluster.device.memory_GiB, args.longest))
         return
     one = asked(found, shown, args.explain)
     show(*explanation(one))

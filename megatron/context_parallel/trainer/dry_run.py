@@ -23,7 +23,7 @@ from megatron.context_parallel.tokens.mask import Documents
 from .arguments.auto import planned, with_strategy
 from .config.flags import Arguments
 from .config.workload import model_of, run_of
-from .memory_report import memory_table, named_device, verdict
+from .memory_report import longest_run, memory_table, named_device, verdict
 
 _RANKS_SHOWN = 16
 _GROUPS_SHOWN = 8
@@ -48,9 +48,15 @@ def describe(args: Arguments) -> None:
             "give --cp-cluster to see the choice, traffic and memory now"
         )
     else:
+        room = named_device(args)
+        line = ""
+        if room and args.longest:
+            args, line = longest_run(args, room)
+        elif room:
+            line = verdict(args, room)
         show(_layout(args), _work(args), memory_table(args))
-        if room := named_device(args):
-            print(verdict(args, room))
+        if line:
+            print(line)
         if batches and args.context_parallel_size > 1:
             try:
                 show(_documents(args, batches))

@@ -5,6 +5,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from rich.table import Table
@@ -12,8 +13,10 @@ from rich.table import Table
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.step.fit import advice
-from megatron.context_parallel.cluster.step.memory import Moment, fullest, peak
+from megatron.context_parallel.cluster.step.longest import longest_with_advice, shortest
+from megatron.context_parallel.cluster.step.memory import Moment, fullest, host_memory, peak
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
+from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.strategies import distinct
 
 from .config.flags import Arguments
@@ -32,6 +35,8 @@ def memory_table(args: Arguments) -> Table:
     for what, size, formula in moment.items:
         table.add_row(what, _gib(size), formula)
     table.add_row("total", _gib(moment.bytes), "excludes fragmentation")
+    if on_host := host_memory(model, _fullest_run(args), stage):
+        table.add_row("in host memory", _gib(on_host), "what is offloaded; not part of the total")
     return table
 
 
@@ -50,19 +55,42 @@ def verdict(args: Arguments, room: float) -> str:
     return f"does not fit: {needed:.3g} GiB of {room:.3g}; {_advice(args, room)}"
 
 
+def longest_run(args: Arguments, room: float) -> tuple[Arguments, str]:
+    """The run with the longest sequence that fits `room` GiB, and a line about it and about the first advice.
+
+    Raises:
+        UsageError: no sequence fits.
+    """
+    model, run = model_of(args), _fullest_run(args)
+    found, *more = longest_with_advice(model, run, room * 2**30)
+    if not found.tokens:
+        run = replace(run, seq_length=shortest(run))
+        why = f"no sequence fits: {run.seq_length} tokens need {found.bytes / 2**30:.3g} GiB of {room:.3g}"
+        raise UsageError(f"--longest: {why}; {advice(model, run, room * 2**30)}")
+    line = f"longest sequence: {found.tokens:,} tokens ({found.bytes / 2**30:.3g} GiB of {room:.3g})"
+    for one in more:
+        line += f"; {one.tokens:,} with {' '.join(change.flags for change in one.changes)}"
+    return replace(args, seq_length=found.tokens), line
+
+
 @contextmanager
 def answer_lack_of_memory(args: Arguments) -> Iterator[None]:
     """Prints what the run needs, and the flags with which it needs less, on a rank that has no memory left."""
     try:
         yield
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+    except (RuntimeError, MemoryError) as error:
+        if lacks_memory(error):
             needed = _fullest(args)[1].bytes
             room = min(_room_here(), SURE * needed) / 2**30
             show(memory_table(args), file=sys.stderr)
             rank = os.environ.get("RANK", "0")
             print(f"rank {rank}: out of memory; {_advice(args, room)}", file=sys.stderr, flush=True)
         raise
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether `error` says that no memory was left, on a GPU or on the host."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def _room_here() -> float:

@@ -34,11 +34,14 @@ class BlockMemory:
         for step in self.plan.steps[rank]:
             gathers = [op for op in step.comm if isinstance(op, AllGather)]
             copies += sum(chunk_bytes(self.plan, op.tensor, self.shape, False) for op in gathers)
+            gloo = 0  # its copy of what is gathered, until all is there
+            if self.blocks is not None:
+                gloo = sum(len(op.chunks) * chunk_bytes(self.plan, op.tensor, self.shape, False) for op in gathers)
             most = 0.0
             for attend in step.attend:
                 for chunk in attend.q_chunks:
                     most = max(most, self._of_block(chunk, attend, made))
-            found.append(copies + most)
+            found.append(copies + gloo + most)
         return found
 
     def _of_block(self, chunk: int, attend: Attend, made: set[Key]) -> float:

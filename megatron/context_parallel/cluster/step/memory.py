@@ -4,6 +4,7 @@ On a CPU the moments are those of the allocator's peaks (`benchmarks/memory.py`)
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from . import saved_bytes
@@ -79,6 +80,14 @@ def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]
     return found
 
 
+def host_memory(model: ModelShape, run: TrainConfig, stage: int = 0) -> int:
+    """Bytes of host memory for what a rank of pipeline stage `stage` offloads."""
+    on_device = replace(run, offload_checkpoints=False, offload_kept=False)
+    kept = [_LayerCounts(model, one).inputs(_in_flight(run, stage)) for one in (on_device, run)]
+    device, rest = (sum(item.bytes for item in items) for items in kept)
+    return device - rest
+
+
 # ------------------------------------------------------------------------------------------ weights and the rest
 
 
@@ -150,21 +159,23 @@ class _LayerCounts:
 
     def kept(self, in_flight: float) -> Iterator[MemoryItem]:
         """What all layers keep from the forward pass, for some micro batches in flight."""
-        yield from self._inputs(in_flight)
+        yield from self.inputs(in_flight)
         yield from self._activations(in_flight * self.whole, in_flight * self.whole)
 
     def at_work(self, in_flight: float, done: int) -> Iterator[MemoryItem]:
         """The same in the backward pass of the last layer, `done` of whose MLPs are differentiated."""
-        yield from self._inputs(in_flight)
+        yield from self.inputs(in_flight)
         count = in_flight * self.whole + self.working
         yield from self._activations(count, count - done)
         if self.working:
-            # The first norm keeps the input of the layer, unless it has a float32 copy of it.
+            # The input is counted with the checkpoints on the device, and with a norm that has no float32 copy of it.
             copies = Widths(self.model, self.run).float32_norms and self.run.itemsize < 4
-            size = _hidden(self.model, self.run) if copies else 0
-            yield MemoryItem("output of the layer at work", size, "hidden states, less the input counted twice")
+            counted = (not self.run.offload_checkpoints) + (not copies)
+            size = (2 - counted) * _hidden(self.model, self.run)
+            yield MemoryItem("ends of the layer at work", size, "input and output, less what is counted already")
 
-    def _inputs(self, in_flight: float) -> Iterator[MemoryItem]:
+    def inputs(self, in_flight: float) -> Iterator[MemoryItem]:
+        """What recomputed layers keep on the device."""
         if not self.groups:
             return
         inputs = sum(part.bytes for part in saved_bytes.checkpoint_parts(self.model, self.run, self.groups))

@@ -172,6 +172,10 @@ def _check_devices(args: Arguments) -> Iterator[UsageError]:
         yield refusal(args, "fp8", "needs Transformer Engine's linear layers", transformer_impl="transformer_engine")
     elsewhere = args.dry_run and not gpus and backend not in ("auto", "aten")
     device = "cuda" if gpus or elsewhere else "cpu"
+    if args.longest and not (args.device_memory or args.cp_cluster):
+        yield refusal(args, "longest", "needs a device", device_memory="80GB")
+    if args.longest and not (args.cp_layers or args.cp_cluster):
+        yield refusal(args, "longest", "needs a strategy, which is chosen when the run starts", cp_strategy="ring")
     irregular = next((FLAGS[n].option for n in ("window_size", "reset_attention_mask") if getattr(args, n)), None)
     what = backend, args.params_dtype, args.kv_channels
     yield from caught(check_backend, *what, device=device, irregular=irregular, on_this_host=not elsewhere)

@@ -68,6 +68,7 @@ class RunFlags(FlagSection, title="run"):
         example="80GB",
         needs="dry_run",
     )
+    longest: bool = flag("describe the run with the longest sequence that fits the device", False, needs="dry_run")
 
 
 class ModelFlags(FlagSection, title="model"):
