@@ -84,7 +84,7 @@ GROUPS = {
     memory.REDUCTION: "weights and optimizer",
     "Adam's own numbers": "weights and optimizer",
     "attention activations": "activations of attention",
-    "kept attention": "activations of attention",
+    "kept outputs": "activations of attention",
     "MLP activations": "activations of the MLP",
     memory.MLP: "activations of the MLP",
     memory.LOGITS: "logits",

@@ -16,6 +16,7 @@ SIZES = {"hidden_size": 40, "kv_channels": 12, "ffn_hidden_size": 52}
 EXPERTS = {"num_experts": 6, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 16}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 WHITELIST = FULL | {"recompute_whitelist": ["core_attention"]}
+ALL_KEPT = FULL | {"recompute_whitelist": ["core_attention", "qkv", "proj", "fc1", "fc2", "norms"]}
 PLAIN = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 ULYSSES = {"cp_strategy": "ulysses", "num_query_groups": 1}  # a key/value head for each of two ranks: replicas
@@ -26,8 +27,9 @@ OTHERS = [
     PLAIN | ULYSSES,
     {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     WHITELIST | ULYSSES,
+    ALL_KEPT | BF16 | {"qk_layernorm": True},
 ]
-EACH = [recompute | dtype for recompute, dtype in product((PLAIN, FULL, WHITELIST), ({}, BF16))]
+EACH = [recompute | dtype for recompute, dtype in product((PLAIN, FULL, ALL_KEPT), ({}, BF16))]
 
 
 def kept(family: str, changes: dict) -> tuple[dict[str, int], dict[str, int]]:
@@ -48,8 +50,8 @@ def table(args) -> dict[str, int]:
     found = Counter[str]()
     full = args.recompute_granularity == "full"
     if full:
-        found["core_attention"] = args.num_layers * saved_bytes.kept_attention(model, run) * run.recompute_whitelist
         parts = saved_bytes.checkpoint_parts(model, run, args.num_layers)
+        parts += args.num_layers * saved_bytes.kept_parts(model, run)
     else:
         layer = saved_bytes.attention_parts(model, run) + saved_bytes.mlp_parts(model, run)
         parts = layer * args.num_layers

@@ -60,7 +60,7 @@ def test_recomputation_adds_a_forward_pass_and_keeping_attention_leaves_its_part
     once = seconds(RUN, ALONE)
     for changes, more in (
         (FULL, forward),
-        (FULL | {"recompute_whitelist": True}, forward - attention),
+        (FULL | {"recompute_whitelist": ("core_attention",)}, forward - attention),
         ({"recompute_granularity": "selective"}, attention),
         (FULL | {"recompute_method": "block", "recompute_num_layers": 3}, forward * 3 / 4),
     ):
@@ -72,7 +72,7 @@ def test_kept_attention_still_swaps_its_heads():
     cluster = replace(
         BOX, device=replace(IDEAL, attention=(AttentionRate(rows=1, forward_TFLOP_s=1e6, backward_TFLOP_s=1e6),))
     )
-    kept = forecast_step(MODEL, replace(run, **FULL, recompute_whitelist=True), cluster).parts
+    kept = forecast_step(MODEL, replace(run, **FULL, recompute_whitelist=("core_attention",)), cluster).parts
     swap = 256 * (256 + 2 * 128) * 2 * 3 / 4 / 100e9  # queries, keys and values
     exposed = "attention's exposed communication"
     assert kept[exposed] - forecast_step(MODEL, run, cluster).parts[exposed] == pytest.approx(4 * swap, rel=1e-3)

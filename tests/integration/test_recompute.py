@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from megatron.context_parallel.integration.host_memory import HostMemory, HostQueue
+from megatron.context_parallel.integration.norm import Norm
 from megatron.context_parallel.kernels.aten import AtenFlash
 from tests.support import training_case
 
@@ -120,6 +122,62 @@ def test_offloading_changes_no_gradient_and_leaves_the_device_what_it_takes_agai
     assert layer["full offloaded"] == pytest.approx(0, abs=2)
     assert layer["all offloaded"] == pytest.approx(0, abs=2)
     assert layer["kept offloaded"] == pytest.approx(HIDDEN, abs=2)
+
+
+OUTPUTS = {  # values of a token
+    "llama": {"qkv": QKV, "proj": HIDDEN, "fc1": 2 * FFN, "fc2": HIDDEN, "norms": 4 * HIDDEN + 2},
+    "gpt3": {"qkv": 3 * HIDDEN, "proj": HIDDEN, "fc1": FFN, "fc2": HIDDEN, "norms": 2 * HIDDEN + 4},
+}
+HALVES = {"bf16": True, "params_dtype": torch.bfloat16, "qk_layernorm": True}
+
+
+@pytest.mark.parametrize("family", OUTPUTS)
+def test_keeping_outputs_changes_no_gradient_and_takes_their_space(ranks, family):
+    cases = {name: FULL | {"recompute_whitelist": [name]} for name in OUTPUTS[family]}
+    (found,) = ranks(1, steps, family, {"full": FULL, **cases})
+    check_gradients(found, "full")
+    for name, values in OUTPUTS[family].items():
+        assert found[name][1] - found["full"][1] == pytest.approx(values, abs=2), name
+    everything = FULL | HALVES | {"recompute_whitelist": ["core_attention", *cases], "offload_kept": True}
+    (found,) = ranks(1, steps, family, {"full": FULL | HALVES, "kept": everything})
+    check_gradients(found, "full")
+    assert found["kept"][1] == pytest.approx(found["full"][1], abs=2)
+
+
+SPLIT = FULL | {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize(("family", "changes"), [("gpt3", SPLIT), ("llama", FULL | EXPERTS)])
+def test_kept_products_and_norms_run_once(ranks, family, changes):
+    """Split over two ranks with sequence parallelism; and experts, on two data-parallel ranks."""
+    names = ["qkv", "proj", "fc1", "fc2", "norms"]
+    both = {"full": changes, "kept": changes | {"recompute_whitelist": names}}
+    for found, calls in ranks(2, steps_and_calls, family, both):
+        check_gradients(found, "full")
+        assert calls["full"] == 2 * calls["kept"] > 0
+
+
+def steps_and_calls(family: str, cases: dict[str, dict]) -> tuple[dict, dict[str, int]]:
+    """By case the gradients of a step of three layers, and the forward runs of their products and norms."""
+    found, calls = {}, {}
+    for name, changes in cases.items():
+        with pytest.MonkeyPatch.context() as patch:
+            ran = []
+            for owner, method in ((Norm, "forward"), (LinearWithGradAccumulationAndAsyncCommunication, "forward")):
+                patch.setattr(owner, method, counted(owner, method, ran))
+            found[name] = step(family, {"num_layers": 3, **changes})
+        calls[name] = len(ran) - 2  # the last norm and the output layer
+    return found, calls
+
+
+def counted(owner: type, name: str, calls: list):
+    original = getattr(owner, name)
+
+    def run(*args):
+        calls.append(name)
+        return original(*args)
+
+    return staticmethod(run) if isinstance(vars(owner)[name], staticmethod) else run
 
 
 SIZE = 33 * 2**18  # 33 MiB: the C library maps each tensor, and returns it to the system at once

@@ -40,11 +40,11 @@ class Listing:
                 hook.remove()
 
     def add_objects(self, out: Tensor) -> None:
-        """Adds what hooks do not see: queues of kept attention, and tensors on the nodes that lead to `out`."""
-        for module in self.model.modules():
-            if isinstance(module, ContextParallelAttention):
-                for value in module.kept or ():
-                    self._add_all("core_attention", value)
+        """Adds what hooks do not see: queues of kept outputs, and tensors on the nodes that lead to `out`."""
+        for module, name in self._names.items():
+            keeper = module if isinstance(module, ContextParallelAttention) else module.forward
+            for value in getattr(keeper, "kept", None) or ():
+                self._add_all(name, value)
         for node in _nodes(out):
             self._add_all(_part(node.name()), getattr(node, "__dict__", {}))
 

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.context_parallel.patches.megatron_checkpoint import checkpoints_within
 
+from .kept_outputs import KeptOutputs
 from .spec import ContextParallelAttention
 
 
@@ -111,7 +112,9 @@ def _saving_inputs(memory: HostMemory, forward: Any, *args: Any, **named: Any) -
 
 
 def offload_kept(model: GPTModel, memory: HostMemory) -> None:
-    """Makes `model` keep results of attention for recomputation in host memory (`--offload-kept`)."""
+    """Makes `model` keep results of modules for recomputation in host memory (`--offload-kept`)."""
     for module in model.modules():
         if isinstance(module, ContextParallelAttention) and module.kept is not None:
             module.kept = HostQueue(memory)
+        elif isinstance(module.forward, KeptOutputs):
+            module.forward.kept = HostQueue(memory)

@@ -150,12 +150,12 @@ class _LayerCounts:
 
     def kept(self, in_flight: float) -> Iterator[MemoryItem]:
         """What all layers keep from the forward pass, for some micro batches in flight."""
-        yield from self._inputs(in_flight)
+        yield from self._inputs(in_flight, 0)
         yield from self._activations(in_flight * self.whole, in_flight * self.whole)
 
     def at_work(self, in_flight: float, done: int) -> Iterator[MemoryItem]:
         """The same in the backward pass of the last layer, `done` of whose MLPs are differentiated."""
-        yield from self._inputs(in_flight)
+        yield from self._inputs(in_flight, self.working)
         count = in_flight * self.whole + self.working
         yield from self._activations(count, count - done)
         if self.working:
@@ -164,16 +164,17 @@ class _LayerCounts:
             size = _hidden(self.model, self.run) if copies else 0
             yield MemoryItem("output of the layer at work", size, "hidden states, less the input counted twice")
 
-    def _inputs(self, in_flight: float) -> Iterator[MemoryItem]:
+    def _inputs(self, in_flight: float, at_work: int) -> Iterator[MemoryItem]:
+        """Of recomputed layers. Those at work have taken what was kept of them."""
         if not self.groups:
             return
         inputs = sum(part.bytes for part in saved_bytes.checkpoint_parts(self.model, self.run, self.groups))
         formula = f"inputs of {self.groups} groups of layers x {in_flight:g} micro batches in flight"
         yield MemoryItem("recomputed layers", round(inputs * in_flight), formula)
-        if self.run.recompute_whitelist:
-            kept = saved_bytes.kept_attention(self.model, self.run) * self.recomputed
-            formula = f"output and log-sum-exp of {self.recomputed} layers x {in_flight:g} micro batches"
-            yield MemoryItem("kept attention", round(kept * in_flight), formula)
+        if kept := saved_bytes.kept_parts(self.model, self.run):
+            layers = in_flight * self.recomputed - at_work
+            size = round(layers * sum(part.bytes for part in kept))
+            yield MemoryItem("kept outputs", size, f"{layers:g} layers x {_of_a_token(kept, self.run)}")
 
     def _activations(self, attention: float, mlp: float) -> Iterator[MemoryItem]:
         for what, layers, parts in (

@@ -105,12 +105,16 @@ def activation_vectors(model: ModelShape, run: TrainConfig) -> int:
 
 def _norm(model: ModelShape, run: TrainConfig, width: int) -> int:
     """What a norm of one vector keeps."""
+    copied = Widths(model, run).float32_norms and run.itemsize < 4
+    return _norm_beside_input(model, run, width) + (0 if copied else run.itemsize * width)
+
+
+def _norm_beside_input(model: ModelShape, run: TrainConfig, width: int) -> int:
     if model.normalization == "LayerNorm":
-        statistic = run.itemsize if run.implementation == "cpu" else 4
-        return run.itemsize * width + 2 * statistic
-    if run.implementation == "cpu":
-        return 2 * 4 * width + 4  # the input and the normalized input in float32
-    return run.itemsize * width + 4
+        return 2 * (run.itemsize if run.implementation == "cpu" else 4)
+    if run.implementation == "cpu":  # the normalized input in float32, and a float32 copy of another input
+        return (4 if run.itemsize == 4 else 8) * width + 4
+    return 4
 
 
 def head_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
@@ -133,13 +137,37 @@ def checkpoint_parts(model: ModelShape, run: TrainConfig, checkpoints: float) ->
     return [inputs, Part("random states", RANDOM_STATE * states)]
 
 
-def kept_attention(model: ModelShape, run: TrainConfig) -> int:
-    """Bytes that a recomputed layer keeps of its attention (`--recompute-whitelist core_attention`)."""
+def kept_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
+    """What a recomputed layer keeps beside its input (`--recompute-whitelist`)."""
     if run.offload_kept:
-        return 0
+        return []
     w = Widths(model, run)
     statistics = 2 if attention_plan(model, run, False).heads > 1 else 1  # also that of the swapped heads
-    return run.tokens * (w.size * w.queries + 4 * w.heads * statistics)
+    norm = w.size * w.hidden + _norm_beside_input(model, run, w.hidden)
+    first, second = _mlp_outputs(model, run, w)
+    each = {
+        "core_attention": {"core_attention": w.size * w.queries + 4 * w.heads * statistics},
+        "qkv": {"linear_qkv": w.size * (w.queries + 2 * w.keys)},
+        "proj": {"linear_proj": w.size * w.hidden},
+        "fc1": {"linear_fc1": w.size * first},
+        "fc2": {"linear_fc2": w.size * second},
+        "norms": {"input_layernorm": norm, "pre_mlp_layernorm": norm},
+    }
+    if model.qk_layernorm:
+        head = w.size * model.kv_channels + _norm_beside_input(model, run, model.kv_channels)
+        each["norms"] |= {"q_layernorm": w.heads * head, "k_layernorm": w.kv_heads * head}
+    return [part for name in run.recompute_whitelist for part in _of_tokens(run, each[name])]
+
+
+def _mlp_outputs(model: ModelShape, run: TrainConfig, w: Widths) -> tuple[int, int]:
+    """Numbers that the first and the second products of an MLP, or of all experts of a token, return."""
+    gates = 2 if model.swiglu else 1
+    if not model.num_experts:
+        return gates * w.inner, w.hidden
+    shared = model.moe_shared_expert_intermediate_size or 0
+    chosen = model.moe_router_topk
+    first = gates * (chosen * (model.moe_ffn_hidden_size or 0) + shared)
+    return first, (chosen + (shared > 0)) * w.hidden
 
 
 def rotary_tables(model: ModelShape, run: TrainConfig) -> int:
