@@ -155,6 +155,9 @@ class _LayerCounts:
 
     def at_work(self, in_flight: float, done: int) -> Iterator[MemoryItem]:
         """The same in the backward pass of the last layer, `done` of whose MLPs are differentiated."""
+        again = (saved_bytes.attention_again if done else saved_bytes.mlp_again)(self.model, self.run)
+        if again:
+            yield MemoryItem("recomputed parts", again, "what a layer's recomputed parts keep while they are at work")
         yield from self._inputs(in_flight, self.working)
         count = in_flight * self.whole + self.working
         yield from self._activations(count, count - done)
@@ -166,6 +169,8 @@ class _LayerCounts:
 
     def _inputs(self, in_flight: float, at_work: int) -> Iterator[MemoryItem]:
         """Of recomputed layers. Those at work have taken what was kept of them."""
+        if states := saved_bytes.selective_states(self.run, in_flight * self.whole).bytes:
+            yield MemoryItem("random states", states, "of each part of a layer that is computed again")
         if not self.groups:
             return
         inputs = sum(part.bytes for part in saved_bytes.checkpoint_parts(self.model, self.run, self.groups))
@@ -187,7 +192,7 @@ class _LayerCounts:
 
 
 def _of_a_token(parts: list[Part], run: TrainConfig) -> str:
-    shown = " + ".join(f"{part.name} {part.bytes // run.tokens:,}" for part in parts)
+    shown = " + ".join(f"{part.name} {part.bytes // run.tokens:,}" for part in parts if part.bytes >= run.tokens)
     return f"tokens x bytes ({shown})"
 
 
@@ -248,7 +253,7 @@ def _mlp_backward(model: ModelShape, run: TrainConfig) -> MemoryItem:
         return MemoryItem(MLP, size, "gradients of the layer's and the experts' outputs, and of an expert")
     inner = run.tokens * w.size * w.inner
     weight = w.size * w.inner * model.hidden_size
-    if run.mlp_chunks_for_training > 1 or "mlp" in run.recompute_modules:
+    if run.mlp_chunks_for_training > 1 or "mlp" in run.computed_again:
         part = inner // run.mlp_chunks_for_training
         kept = part * (saved_bytes.activation_vectors(model, run) + 1)
         weights = weight * (5 if model.swiglu else 3)  # summed over the chunks, and the newest of the first product

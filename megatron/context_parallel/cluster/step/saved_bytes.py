@@ -6,6 +6,8 @@ GPU (megatron-core's fused SwiGLU and GELU, PyTorch's fused norms), `transformer
 `LayerNormLinear` and `Linear`. A storage is counted where it is kept first. Weights are not counted.
 """
 
+from collections import Counter
+from dataclasses import replace
 from typing import NamedTuple
 
 from .attention_pass import attention_plan
@@ -13,6 +15,7 @@ from .model_shape import ModelShape
 from .train_config import TrainConfig
 
 RANDOM_STATE = 5056  # bytes of a state of PyTorch's generator for the CPU
+MASK_TYPE = 4  # bytes of the tensor with which Megatron's checkpoint of attention names the mask
 
 
 class Part(NamedTuple):
@@ -48,16 +51,37 @@ class Widths:
 def attention_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
     """The attention of a layer, with its norm."""
     w = Widths(model, run)
-    each = {"input_layernorm": _norm(model, run, w.hidden), "linear_qkv": w.size * w.hidden}
+    each = _norm_and_output(model, run, "input_layernorm", "linear_qkv")
     if model.qk_layernorm:
         each["q_layernorm"] = w.heads * _norm(model, run, model.kv_channels)
         each["k_layernorm"] = w.kv_heads * _norm(model, run, model.kv_channels)
-        if not (w.float32_norms and w.size < 4):  # it keeps a view of the whole product
+        if w.float32_norms and w.size < 4:
+            pass  # they keep copies of their inputs
+        elif 1 < w.kv_heads < w.heads:  # queries are copied, keys a view of the whole product
             each["k_layernorm"] += w.size * (w.queries + w.keys)
+        else:  # both are views of it
+            each["q_layernorm"] += 2 * w.size * w.keys
+            each["k_layernorm"] -= w.size * w.keys
+    if "core_attn" in run.computed_again:
+        each |= _core_attention_inputs(model, run, w)
+        return [*_of_tokens(run, each), Part("self_attention", MASK_TYPE)]
+    each["core_attention"] = _core_attention(model, run, w)
+    return _of_tokens(run, each)
+
+
+def _core_attention(model: ModelShape, run: TrainConfig, w: Widths) -> int:
+    """Queries, keys, values, output and log-sum-exp of a token."""
     # Ranks of a head group keep a replica of a key/value head where they are more than the heads.
     keys = max(w.kv_heads, attention_plan(model, run, False).heads) * model.kv_channels
-    each["core_attention"] = 2 * w.size * (w.queries + keys) + 4 * w.heads
-    return _of_tokens(run, each)
+    return 2 * w.size * (w.queries + keys) + 4 * w.heads
+
+
+def _core_attention_inputs(model: ModelShape, run: TrainConfig, w: Widths) -> dict[str, int]:
+    """What Megatron's checkpoint of attention keeps of a token: values are a view of the whole product."""
+    new = not model.positions or model.qk_layernorm  # queries and keys that RoPE or norms made
+    normed = model.qk_layernorm and not (w.float32_norms and w.size < 4)  # they keep the product
+    numbers = new * (w.queries + w.keys) + (not normed) * (w.queries + 2 * w.keys)
+    return {"self_attention": w.size * numbers, "linear_proj": w.size * w.queries}
 
 
 def mlp_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
@@ -66,13 +90,16 @@ def mlp_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
     Experts are those of one rank, which get as many tokens as others. Their load-balancing losses are left out.
     """
     w = Widths(model, run)
-    each = {"pre_mlp_layernorm": _norm(model, run, w.hidden)}
+    each: dict[str, int]
     if model.num_experts:
-        each |= _experts(model, run, w)
-    elif run.mlp_chunks_for_training > 1 or "mlp" in run.recompute_modules:
-        each["mlp"] = w.size * w.hidden  # the inputs of the chunks
+        checkpoints = {"moe", "shared_experts"} & {*run.computed_again}
+        each = Counter(_norm_and_output(model, run, "pre_mlp_layernorm", "mlp" if checkpoints else "linear_fc1"))
+        if "moe" not in checkpoints:
+            each += Counter(_experts(model, run, w))
+    elif run.mlp_chunks_for_training > 1 or "mlp" in run.computed_again:
+        each = _norm_and_output(model, run, "pre_mlp_layernorm", "mlp")  # the inputs of the chunks
     else:
-        each["linear_fc1"] = w.size * w.hidden
+        each = _norm_and_output(model, run, "pre_mlp_layernorm", "linear_fc1")
         each["mlp"] = w.size * activation_vectors(model, run) * w.inner
         each["linear_fc2"] = w.size * w.inner
     return _of_tokens(run, each)
@@ -81,13 +108,13 @@ def mlp_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
 def _experts(model: ModelShape, run: TrainConfig, w: Widths) -> dict[str, int]:
     """What experts keep of a token, beside the input of their router."""
     chosen, width = model.moe_router_topk, model.moe_ffn_hidden_size or 0
-    shared = model.moe_shared_expert_intermediate_size or 0
+    shared = 0 if "shared_experts" in run.computed_again else model.moe_shared_expert_intermediate_size or 0
     weighted = 1 if run.implementation == "cpu" else 0  # the activation before it is multiplied by the probability
     kept = activation_vectors(model, run) + weighted
     each = {
         "router": chosen * (8 + 4),  # which experts, and their probabilities
         "mlp": chosen * 8 + (model.num_experts or 0) * (1 + w.size),  # the order of tokens by expert
-        "linear_fc1": w.size * w.hidden + chosen * w.size * w.hidden,
+        "linear_fc1": chosen * w.size * w.hidden,
         "experts": chosen * w.size * (kept * width + 1),
         "linear_fc2": w.size * (chosen * width + shared),
     }
@@ -101,6 +128,15 @@ def activation_vectors(model: ModelShape, run: TrainConfig) -> int:
     if not model.swiglu:
         return 1
     return 4 if run.implementation == "cpu" else 2  # unfused: also both factors of the product
+
+
+def _norm_and_output(model: ModelShape, run: TrainConfig, norm: str, after: str) -> dict[str, int]:
+    """What a norm and the part `after` it keep: of a recomputed norm its input alone."""
+    w = Widths(model, run)
+    hidden = w.size * w.hidden
+    if "layernorm" in run.computed_again:
+        return {"layer": hidden}
+    return {norm: _norm(model, run, w.hidden), after: hidden}
 
 
 def _norm(model: ModelShape, run: TrainConfig, width: int) -> int:
@@ -117,6 +153,28 @@ def _norm_beside_input(model: ModelShape, run: TrainConfig, width: int) -> int:
     return 4
 
 
+def attention_again(model: ModelShape, run: TrainConfig) -> int:
+    """Bytes that a layer's attention takes beyond what it keeps, while parts of it are computed again."""
+    w = Widths(model, run)
+    size = 0
+    if "layernorm" in run.computed_again:
+        size += _norm(model, run, w.hidden)
+    if "core_attn" in run.computed_again:
+        size += _core_attention(model, run, w) - w.size * w.queries  # the output takes the place of the first one
+        if attention_plan(model, run, False).heads == 1 and (not model.positions or model.qk_layernorm):
+            size -= w.size * (w.queries + w.keys)  # saved as they are
+    return size * run.tokens
+
+
+def mlp_again(model: ModelShape, run: TrainConfig) -> int:
+    """The same of its MLP or experts; without those of `--recompute-modules mlp`, which have a moment of their own."""
+    if not run.computed_again:
+        return 0
+    plain = replace(run, recompute_modules=("mlp",) if "mlp" in run.computed_again else ("core_attn",))
+    once, again = (sum(part.bytes for part in mlp_parts(model, how)) for how in (run, plain))
+    return again - once
+
+
 def head_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
     """The last stage's norm, output layer and loss. In chunks, the loss keeps its gradients instead of logits."""
     w = Widths(model, run)
@@ -128,13 +186,26 @@ def head_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
     return [norm, *_of_tokens(run, each)]
 
 
+def selective_states(run: TrainConfig, layers: float) -> Part:
+    """The random states that selective recomputation of parts of `layers` layers keeps."""
+    again = set(run.computed_again)
+    if "moe" in again:
+        again -= {"shared_experts"}  # they are inside
+    each = len(again - {"mlp"}) + ("layernorm" in again)  # a layer has two norms
+    return _random_states(run, each * layers)
+
+
+def _random_states(run: TrainConfig, checkpoints: float) -> Part:
+    states = round(2 * checkpoints) + 3 if run.implementation == "cpu" else round(checkpoints)
+    return Part("random states", RANDOM_STATE * states if checkpoints else 0)
+
+
 def checkpoint_parts(model: ModelShape, run: TrainConfig, checkpoints: float) -> list[Part]:
     """The layers of a micro batch that are recomputed, in `checkpoints` groups: their inputs and random states."""
     w = Widths(model, run)
     hidden = 0 if run.offload_checkpoints else w.size * w.hidden
     inputs = Part("decoder", round(checkpoints * run.tokens * hidden))
-    states = round(2 * checkpoints) + 3 if run.implementation == "cpu" else round(checkpoints)
-    return [inputs, Part("random states", RANDOM_STATE * states)]
+    return [inputs, _random_states(run, checkpoints)]
 
 
 def kept_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
