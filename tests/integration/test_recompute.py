@@ -2,6 +2,9 @@
 
 import gc
 import resource
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAs
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from megatron.context_parallel.integration import host_memory
 from megatron.context_parallel.integration.host_memory import HostMemory, HostQueue
 from megatron.context_parallel.integration.norm import Norm
 from megatron.context_parallel.kernels.aten import AtenFlash
@@ -184,9 +188,10 @@ SIZE = 33 * 2**18  # 33 MiB: the C library maps each tensor, and returns it to t
 SQUARES = 12
 
 
-def square_often(x: torch.Tensor) -> torch.Tensor:
+def square_often(x: torch.Tensor, around: Callable = nullcontext) -> torch.Tensor:
     for _ in range(SQUARES):
-        x = checkpoint(torch.square, x, use_reentrant=True)
+        with around():
+            x = checkpoint(torch.square, x, use_reentrant=True)
     return x
 
 
@@ -200,8 +205,7 @@ def gradient_in_the_memory_of_nine() -> tuple[torch.Tensor, int]:
     try:
         for _ in range(2):
             x.grad = None
-            with memory.saves_inputs():
-                end = square_often(x)
+            end = square_often(x, partial(memory.layer, inputs=True))
             end.sum().backward()
             del end
         with pytest.raises(RuntimeError, match="can't allocate memory"):
@@ -217,6 +221,54 @@ def test_host_memory_does_not_count_and_is_used_again(ranks):
     square_often(x).sum().backward()
     assert torch.equal(gradient, x.grad)
     assert used == SQUARES * 4 * SIZE
+
+
+class SlowStream:
+    """Copies when it is waited for, and not before. Lists what is started and waited for, by the number of values."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self._waiting: list[tuple] = []
+
+    def start(self, to: torch.Tensor, of: torch.Tensor) -> tuple:
+        self._waiting.append((to, of))
+        self.done.append(f"start {of.numel()}")
+        return self._waiting[-1]
+
+    def wait(self, copy: tuple) -> None:
+        self.done.append(f"wait {copy[0].numel()}")
+        while any(one is copy for one in self._waiting):
+            to, of = self._waiting.pop(0)
+            to.copy_(of)
+
+
+def test_tensors_of_a_layer_travel_while_the_layer_after_it_is_at_work():
+    memory = HostMemory(SlowStream())
+    layers = [HostQueue(memory) for _ in range(3)]
+    for number, queue in enumerate(layers, 1):
+        with memory.layer(inputs=False):
+            queue.append((torch.arange(10.0 * number), torch.arange(10.0 * number + 1)))
+    memory.stream.done.clear()
+    for number, queue in reversed([*enumerate(layers, 1)]):
+        first, second = queue.popleft()
+        assert torch.equal(first, torch.arange(10.0 * number)) and torch.equal(second, torch.arange(10.0 * number + 1))
+    two_layers = ["start 30", "start 31", "start 20", "start 21", "wait 30", "wait 31"]
+    assert memory.stream.done == [*two_layers, "start 10", "start 11", "wait 20", "wait 21", "wait 10", "wait 11"]
+
+
+def slow_step(changes: dict) -> Gradients:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_memory, "CPUStream", SlowStream)
+        return step("llama", changes)[0]
+
+
+def test_nothing_is_read_before_its_copy_is_done(ranks):
+    names = ["core_attention", "qkv", "proj", "fc1", "fc2", "norms"]
+    offloaded = FULL | OFFLOADED | {"recompute_whitelist": names, "offload_kept": True}
+    ((expected, _),) = ranks(1, step, "llama", FULL)
+    (found,) = ranks(1, slow_step, offloaded)
+    for weight, gradient in expected.items():
+        assert torch.equal(found[weight], gradient), weight
 
 
 def test_a_queue_in_host_memory_gives_tensors_back_as_they_were():

@@ -166,6 +166,8 @@ class _LayerCounts:
             copies = Widths(self.model, self.run).float32_norms and self.run.itemsize < 4
             size = _hidden(self.model, self.run) if copies else 0
             yield MemoryItem("output of the layer at work", size, "hidden states, less the input counted twice")
+        if self.groups > 1 and (ahead := saved_bytes.fetched_ahead(self.model, self.run, self.working)):
+            yield MemoryItem("fetched ahead", ahead, "what the host had of the layers whose backward pass is the next")
 
     def _inputs(self, in_flight: float, at_work: int) -> Iterator[MemoryItem]:
         """Of recomputed layers. Those at work have taken what was kept of them."""

@@ -230,6 +230,13 @@ def kept_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
     return [part for name in run.recompute_whitelist for part in _of_tokens(run, each[name])]
 
 
+def fetched_ahead(model: ModelShape, run: TrainConfig, layers: int) -> int:
+    """Bytes of a group of recomputed `layers` that come back from host memory while those after it are at work."""
+    hidden = run.tokens * run.itemsize * Widths(model, run).hidden
+    kept = sum(part.bytes for part in kept_parts(model, replace(run, offload_kept=False)))
+    return hidden * run.offload_checkpoints + layers * kept * run.offload_kept
+
+
 def _mlp_outputs(model: ModelShape, run: TrainConfig, w: Widths) -> tuple[int, int]:
     """Numbers that the first and the second products of an MLP, or of all experts of a token, return."""
     gates = 2 if model.swiglu else 1

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.context_parallel.cli.flag import fields_given
 from megatron.context_parallel.integration.groups import contexts_by_layer
-from megatron.context_parallel.integration.host_memory import HostMemory, offload_checkpoints, offload_kept
+from megatron.context_parallel.integration.host_memory import HostMemory, offload
 from megatron.context_parallel.integration.kept_outputs import keep_outputs
 from megatron.context_parallel.integration.loss import ModelWithLoss
 from megatron.context_parallel.integration.mlp import recompute_mlps
@@ -67,10 +67,8 @@ def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage
     if args.mlp_chunks_for_training > 1 or "mlp" in (args.recompute_modules or ()):
         recompute_mlps(model, args.mlp_chunks_for_training)
     keep_outputs(model, whitelist)
-    if args.offload_checkpoints:
-        offload_checkpoints(model, HostMemory())
-    if args.offload_kept:
-        offload_kept(model, HostMemory())
+    if args.offload_checkpoints or args.offload_kept:
+        offload(model, HostMemory(), inputs=args.offload_checkpoints, kept=args.offload_kept)
     leave_out_padding(model, args.vocabulary)
     if config.perform_initialization and model.post_process and args.untie_embeddings_and_output_weights:
         _draw_vocabulary(args, "output layer", model.output_layer.weight)
