@@ -69,7 +69,6 @@ CASES: dict[str, tuple[int, str]] = {  # ranks and flags by name
     "experts": (1, f"{WIDE} {LLAMA} {EXPERTS}"),
     "wide MLP, products kept": (1, f"{WIDE} {LLAMA} {KEPT} qkv proj fc1 fc2"),
     "experts, recomputed": (1, f"{WIDE} {LLAMA} {EXPERTS} {SOME} moe"),
-    "heads, kept and offloaded": (1, f"{HEADS} {LLAMA} {KEPT} qkv --offload-checkpoints --offload-kept"),
     "logits": (1, f"{LOGITS} {LLAMA} --cross-entropy-chunk-size 1024"),
     "logits, bf16": (1, f"{LOGITS} {LLAMA} --cross-entropy-chunk-size 1024 --bf16"),
     "logits, tied": (1, f"{LOGITS} --cross-entropy-chunk-size 1024"),
