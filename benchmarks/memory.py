@@ -30,6 +30,7 @@ LLAMA = "--position-embedding-type rope --swiglu --disable-bias-linear --normali
 LLAMA += "--untie-embeddings-and-output-weights"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 KEPT = f"{FULL} --recompute-whitelist core_attention"
+SOME = "--recompute-granularity selective --recompute-modules"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 1024"
 
 
@@ -56,6 +57,7 @@ CASES: dict[str, tuple[int, str]] = {  # ranks and flags by name
     "heads, GPT": (1, HEADS),
     "heads, ulysses": (2, f"{HEADS} {LLAMA} --cp-strategy ulysses"),
     "heads, kept": (1, f"{HEADS.replace('layers 12', 'layers 36')} {LLAMA} {KEPT}"),
+    "heads, attention and norms recomputed": (1, f"{HEADS} {LLAMA} {SOME} core_attn layernorm"),
     "wide MLP": (1, f"{WIDE} {LLAMA}"),
     "wide MLP, bf16": (1, f"{WIDE} {LLAMA} --bf16"),
     "wide MLP, GPT": (1, WIDE),
@@ -66,6 +68,8 @@ CASES: dict[str, tuple[int, str]] = {  # ranks and flags by name
         f"{WIDE} {LLAMA} --recompute-granularity full --recompute-method block --recompute-num-layers 2",
     ),
     "experts": (1, f"{WIDE} {LLAMA} {EXPERTS}"),
+    "wide MLP, products kept": (1, f"{WIDE} {LLAMA} {KEPT} qkv proj fc1 fc2"),
+    "experts, recomputed": (1, f"{WIDE} {LLAMA} {EXPERTS} {SOME} moe"),
     "logits": (1, f"{LOGITS} {LLAMA} --cross-entropy-chunk-size 1024"),
     "logits, bf16": (1, f"{LOGITS} {LLAMA} --cross-entropy-chunk-size 1024 --bf16"),
     "logits, tied": (1, f"{LOGITS} --cross-entropy-chunk-size 1024"),
@@ -85,7 +89,7 @@ GROUPS = {
     memory.REDUCTION: "weights and optimizer",
     "Adam's own numbers": "weights and optimizer",
     "attention activations": "activations of attention",
-    "kept attention": "activations of attention",
+    "kept outputs": "activations of attention",
     "MLP activations": "activations of the MLP",
     memory.MLP: "activations of the MLP",
     memory.LOGITS: "logits",

@@ -61,7 +61,7 @@ def run_of(length: int, spec: str) -> TrainConfig:
         recompute_granularity="full",
         recompute_method="uniform",
         recompute_num_layers=1,
-        recompute_whitelist=True,
+        recompute_whitelist=("core_attention",),
     )
 
 

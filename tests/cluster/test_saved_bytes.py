@@ -16,7 +16,15 @@ SIZES = {"hidden_size": 40, "kv_channels": 12, "ffn_hidden_size": 52}
 EXPERTS = {"num_experts": 6, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 16}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 WHITELIST = FULL | {"recompute_whitelist": ["core_attention"]}
+ALL_KEPT = FULL | {"recompute_whitelist": ["core_attention", "qkv", "proj", "fc1", "fc2", "norms"]}
+
+
+def selective(*modules: str) -> dict:
+    return PLAIN | {"recompute_granularity": "selective", "recompute_modules": [*modules]}
+
+
 PLAIN = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+CORE = selective("core_attn", "layernorm")
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 ULYSSES = {"cp_strategy": "ulysses", "num_query_groups": 1}  # a key/value head for each of two ranks: replicas
 MODELS = {"gpt": ("gpt3", {}), "llama": ("llama", {}), "moe": ("llama", EXPERTS)}
@@ -24,10 +32,19 @@ OTHERS = [
     PLAIN | {"qk_layernorm": True, "mlp_chunks_for_training": 4},
     PLAIN | BF16 | {"qk_layernorm": True, "cross_entropy_chunk_size": 10},
     PLAIN | ULYSSES,
-    {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    selective("mlp"),
+    selective("mlp", "layernorm"),
+    CORE | ULYSSES | {"qk_layernorm": True},
+    CORE | BF16 | {"qk_layernorm": True},
     WHITELIST | ULYSSES,
+    ALL_KEPT | BF16 | {"qk_layernorm": True},
 ]
-EACH = [recompute | dtype for recompute, dtype in product((PLAIN, FULL, WHITELIST), ({}, BF16))]
+EACH = [recompute | dtype for recompute, dtype in product((PLAIN, FULL, ALL_KEPT, CORE), ({}, BF16))]
+MORE = {
+    "gpt": [CORE | {"qk_layernorm": True}],
+    "llama": [],
+    "moe": [EXPERTS | selective("moe", "layernorm"), EXPERTS | BF16 | selective("shared_experts", "core_attn")],
+}
 
 
 def kept(family: str, changes: dict) -> tuple[dict[str, int], dict[str, int]]:
@@ -40,7 +57,7 @@ def kept(family: str, changes: dict) -> tuple[dict[str, int], dict[str, int]]:
             out, _ = training._forward_step(args, training_case.batches(args, 0), model)
         listing.add_objects(out)
         training_case.forget_graphs([model])
-    return {name: size for name, size in listing.bytes.items() if "embeddings" not in name}, table(args)
+    return {name: size for name, size in listing.bytes.items() if size and "embeddings" not in name}, table(args)
 
 
 def table(args) -> dict[str, int]:
@@ -48,16 +65,16 @@ def table(args) -> dict[str, int]:
     found = Counter[str]()
     full = args.recompute_granularity == "full"
     if full:
-        found["core_attention"] = args.num_layers * saved_bytes.kept_attention(model, run) * run.recompute_whitelist
         parts = saved_bytes.checkpoint_parts(model, run, args.num_layers)
+        parts += args.num_layers * saved_bytes.kept_parts(model, run)
     else:
         layer = saved_bytes.attention_parts(model, run) + saved_bytes.mlp_parts(model, run)
-        parts = layer * args.num_layers
+        parts = [*layer * args.num_layers, saved_bytes.selective_states(run, args.num_layers)]
     for name, size in parts + saved_bytes.head_parts(model, run):
         found[name] += size
     rotary = saved_bytes.rotary_tables(model, run)
     angles = 4 * run.tokens // run.micro_batch_size * model.kv_channels * (rotary > 0)
-    found["self_attention"] = 0 if full else rotary - angles  # cos and sin
+    found["self_attention"] += 0 if full else rotary - angles  # cos and sin
     found["decoder"] += angles if full else 0
     return {name: size for name, size in found.items() if size}
 
@@ -70,7 +87,7 @@ def all_kept(family: str, cases: list[dict]) -> list[tuple[dict, dict]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_table_is_that_of_a_listing(ranks, name, ranks_of_a_sequence):
     family, changes = MODELS[name]
-    cases = [changes | case for case in EACH]
+    cases = [changes | case for case in EACH] + MORE[name]
     if name == "llama" and ranks_of_a_sequence > 1:
         cases += OTHERS
     if ranks_of_a_sequence > 1:

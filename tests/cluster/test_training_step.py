@@ -64,14 +64,31 @@ def test_an_ideal_device_takes_the_models_operations():
 def test_recomputation_adds_a_forward_pass_and_keeping_attention_leaves_its_part_out():
     forward = (MODEL.flops_per_sequence(1024) / 3 - 2 * 256 * 1024 * 1024) / 1e12
     attention = attention_flops(MODEL, 1024) / 1e12
+    width = 4 * 2 * 256 * 1024 / 1e12  # of a product with hidden states, for a number of its other side
+    mlp = 3 * 512 * width
     once = seconds(RUN, ALONE)
     for changes, more in (
         (FULL, forward),
-        (FULL | {"recompute_whitelist": True}, forward - attention),
+        (FULL | {"recompute_whitelist": ("core_attention",)}, forward - attention),
+        (FULL | {"recompute_whitelist": ("qkv", "fc2", "norms")}, forward - (256 + 2 * 128 + 512) * width),
+        (FULL | {"recompute_whitelist": ("proj", "fc1")}, forward - (256 + 2 * 512) * width),
+        ({"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")}, mlp),
+        ({"mlp_chunks_for_training": 2}, mlp),
         ({"recompute_granularity": "selective"}, attention),
         (FULL | {"recompute_method": "block", "recompute_num_layers": 3}, forward * 3 / 4),
     ):
         assert seconds(replace(RUN, **changes), ALONE) == pytest.approx(once + more, rel=1e-3)
+
+
+def test_kept_products_wait_for_no_tensor_parallel_rank():
+    traffic = "tensor-parallel traffic"
+    for parallel, names, rings in ((True, ("qkv", "norms"), 1), (True, ("proj", "fc1"), 2), (False, ("qkv", "fc2"), 2)):
+        run = replace(RUN, tensor_model_parallel_size=4, sequence_parallel=parallel, **FULL)
+        all_again, some = (
+            forecast_step(MODEL, replace(run, recompute_whitelist=kept), BOX).parts[traffic] for kept in ((), names)
+        )
+        one = ring(BOX, ((0, 1, 2, 3),)).seconds(2 * 1024 * 256)
+        assert all_again - some == pytest.approx(4 * rings * one)
 
 
 def test_kept_attention_still_swaps_its_heads():
@@ -79,7 +96,7 @@ def test_kept_attention_still_swaps_its_heads():
     cluster = replace(
         BOX, device=replace(IDEAL, attention=(AttentionRate(rows=1, forward_TFLOP_s=1e6, backward_TFLOP_s=1e6),))
     )
-    kept = forecast_step(MODEL, replace(run, **FULL, recompute_whitelist=True), cluster).parts
+    kept = forecast_step(MODEL, replace(run, **FULL, recompute_whitelist=("core_attention",)), cluster).parts
     swap = 256 * (256 + 2 * 128) * 2 * 3 / 4 / 100e9  # queries, keys and values
     exposed = "attention's exposed communication"
     assert kept[exposed] - forecast_step(MODEL, run, cluster).parts[exposed] == pytest.approx(4 * swap, rel=1e-3)

@@ -234,6 +234,8 @@ MISTAKES = [
     ("--recompute-modules mlp", 1, ["--recompute-modules mlp", "selective"], "--recompute-granularity selective"),
     ("--recompute-activations --recompute-modules moe", 1,
      ["--recompute-modules moe", "no experts"], "--recompute-modules mlp"),
+    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --recompute-whitelist qkv fc1 "
+     "--mlp-chunks-for-training 2", 1, ["--recompute-whitelist fc1", "--mlp-chunks-for-training 2"], None),
     ("--offload-checkpoints", 1, ["--offload-checkpoints", "needs --recompute-granularity full"], None),
     ("--offload-kept", 1, ["--offload-kept", "needs --recompute-whitelist core_attention"], None),
     ("--save-interval 5", 1, ["--save-interval 5", "--save DIR"], None),

@@ -2,14 +2,20 @@
 
 import gc
 import resource
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from megatron.context_parallel.integration import host_memory
 from megatron.context_parallel.integration.host_memory import HostMemory, HostQueue
+from megatron.context_parallel.integration.norm import Norm
 from megatron.context_parallel.kernels.aten import AtenFlash
 from tests.support import training_case
 
@@ -122,13 +128,70 @@ def test_offloading_changes_no_gradient_and_leaves_the_device_what_it_takes_agai
     assert layer["kept offloaded"] == pytest.approx(HIDDEN, abs=2)
 
 
+OUTPUTS = {  # values of a token
+    "llama": {"qkv": QKV, "proj": HIDDEN, "fc1": 2 * FFN, "fc2": HIDDEN, "norms": 4 * HIDDEN + 2},
+    "gpt3": {"qkv": 3 * HIDDEN, "proj": HIDDEN, "fc1": FFN, "fc2": HIDDEN, "norms": 2 * HIDDEN + 4},
+}
+HALVES = {"bf16": True, "params_dtype": torch.bfloat16, "qk_layernorm": True}
+
+
+@pytest.mark.parametrize("family", OUTPUTS)
+def test_keeping_outputs_changes_no_gradient_and_takes_their_space(ranks, family):
+    cases = {name: FULL | {"recompute_whitelist": [name]} for name in OUTPUTS[family]}
+    (found,) = ranks(1, steps, family, {"full": FULL, **cases})
+    check_gradients(found, "full")
+    for name, values in OUTPUTS[family].items():
+        assert found[name][1] - found["full"][1] == pytest.approx(values, abs=2), name
+    everything = FULL | HALVES | {"recompute_whitelist": ["core_attention", *cases], "offload_kept": True}
+    (found,) = ranks(1, steps, family, {"full": FULL | HALVES, "kept": everything})
+    check_gradients(found, "full")
+    assert found["kept"][1] == pytest.approx(found["full"][1], abs=2)
+
+
+SPLIT = FULL | {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize(("family", "changes"), [("gpt3", SPLIT), ("llama", FULL | EXPERTS)])
+def test_kept_products_and_norms_run_once(ranks, family, changes):
+    """Split over two ranks with sequence parallelism; and experts, on two data-parallel ranks."""
+    names = ["qkv", "proj", "fc1", "fc2", "norms"]
+    both = {"full": changes, "kept": changes | {"recompute_whitelist": names}}
+    for found, calls in ranks(2, steps_and_calls, family, both):
+        check_gradients(found, "full")
+        assert calls["full"] == 2 * calls["kept"] > 0
+
+
+def steps_and_calls(family: str, cases: dict[str, dict]) -> tuple[dict, dict[str, int]]:
+    """By case the gradients of a step of three layers, and the forward runs of their products and norms."""
+    found, calls = {}, {}
+    for name, changes in cases.items():
+        with pytest.MonkeyPatch.context() as patch:
+            ran = []
+            for owner, method in ((Norm, "forward"), (LinearWithGradAccumulationAndAsyncCommunication, "forward")):
+                patch.setattr(owner, method, counted(owner, method, ran))
+            found[name] = step(family, {"num_layers": 3, **changes})
+        calls[name] = len(ran) - 2  # the last norm and the output layer
+    return found, calls
+
+
+def counted(owner: type, name: str, calls: list):
+    original = getattr(owner, name)
+
+    def run(*args):
+        calls.append(name)
+        return original(*args)
+
+    return staticmethod(run) if isinstance(vars(owner)[name], staticmethod) else run
+
+
 SIZE = 33 * 2**18  # 33 MiB: the C library maps each tensor, and returns it to the system at once
 SQUARES = 12
 
 
-def square_often(x: torch.Tensor) -> torch.Tensor:
+def square_often(x: torch.Tensor, around: Callable = nullcontext) -> torch.Tensor:
     for _ in range(SQUARES):
-        x = checkpoint(torch.square, x, use_reentrant=True)
+        with around():
+            x = checkpoint(torch.square, x, use_reentrant=True)
     return x
 
 
@@ -142,8 +205,7 @@ def gradient_in_the_memory_of_nine() -> tuple[torch.Tensor, int]:
     try:
         for _ in range(2):
             x.grad = None
-            with memory.saves_inputs():
-                end = square_often(x)
+            end = square_often(x, partial(memory.layer, inputs=True))
             end.sum().backward()
             del end
         with pytest.raises(RuntimeError, match="can't allocate memory"):
@@ -159,6 +221,54 @@ def test_host_memory_does_not_count_and_is_used_again(ranks):
     square_often(x).sum().backward()
     assert torch.equal(gradient, x.grad)
     assert used == SQUARES * 4 * SIZE
+
+
+class SlowStream:
+    """Copies when it is waited for, and not before. Lists what is started and waited for, by the number of values."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self._waiting: list[tuple] = []
+
+    def start(self, to: torch.Tensor, of: torch.Tensor) -> tuple:
+        self._waiting.append((to, of))
+        self.done.append(f"start {of.numel()}")
+        return self._waiting[-1]
+
+    def wait(self, copy: tuple) -> None:
+        self.done.append(f"wait {copy[0].numel()}")
+        while any(one is copy for one in self._waiting):
+            to, of = self._waiting.pop(0)
+            to.copy_(of)
+
+
+def test_tensors_of_a_layer_travel_while_the_layer_after_it_is_at_work():
+    memory = HostMemory(SlowStream())
+    layers = [HostQueue(memory) for _ in range(3)]
+    for number, queue in enumerate(layers, 1):
+        with memory.layer(inputs=False):
+            queue.append((torch.arange(10.0 * number), torch.arange(10.0 * number + 1)))
+    memory.stream.done.clear()
+    for number, queue in reversed([*enumerate(layers, 1)]):
+        first, second = queue.popleft()
+        assert torch.equal(first, torch.arange(10.0 * number)) and torch.equal(second, torch.arange(10.0 * number + 1))
+    two_layers = ["start 30", "start 31", "start 20", "start 21", "wait 30", "wait 31"]
+    assert memory.stream.done == [*two_layers, "start 10", "start 11", "wait 20", "wait 21", "wait 10", "wait 11"]
+
+
+def slow_step(changes: dict) -> Gradients:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_memory, "CPUStream", SlowStream)
+        return step("llama", changes)[0]
+
+
+def test_nothing_is_read_before_its_copy_is_done(ranks):
+    names = ["core_attention", "qkv", "proj", "fc1", "fc2", "norms"]
+    offloaded = FULL | OFFLOADED | {"recompute_whitelist": names, "offload_kept": True}
+    ((expected, _),) = ranks(1, step, "llama", FULL)
+    (found,) = ranks(1, slow_step, offloaded)
+    for weight, gradient in expected.items():
+        assert torch.equal(found[weight], gradient), weight
 
 
 def test_a_queue_in_host_memory_gives_tensors_back_as_they_were():

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -18,12 +19,21 @@ class Listing:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        self.bytes: Counter[str] = Counter()
-        self._names = {module: _part(name.rsplit(".", 1)[-1]) for name, module in model.named_modules()}
+        self._names = {module: _part(name) for name, module in model.named_modules()}
         self._running: list[str] = []
-        self._kept: dict[int, Tensor] = {}  # by storage; they stay alive, so that no address is used twice
+        # By storage, where it is kept first. Storages stay alive, so that no address is used twice.
+        self._kept: dict[int, tuple[str | None, Tensor]] = {}
         for weight in model.parameters():
-            self._kept[weight.untyped_storage().data_ptr()] = weight
+            self._add(None, weight)
+
+    @property
+    def bytes(self) -> Counter[str]:
+        """The sizes that the storages have now: those of some outputs are freed until the backward pass."""
+        found = Counter[str]()
+        for name, tensor in self._kept.values():
+            if name is not None:
+                found[name] += tensor.untyped_storage().nbytes()
+        return found
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -40,11 +50,14 @@ class Listing:
                 hook.remove()
 
     def add_objects(self, out: Tensor) -> None:
-        """Adds what hooks do not see: queues of kept attention, and tensors on the nodes that lead to `out`."""
-        for module in self.model.modules():
-            if isinstance(module, ContextParallelAttention):
-                for value in module.kept or ():
-                    self._add_all("core_attention", value)
+        """Adds what hooks do not see: queues of kept outputs, and tensors on the nodes that lead to `out`."""
+        for module, name in self._names.items():
+            keeper = module if isinstance(module, ContextParallelAttention) else module.forward
+            for value in getattr(keeper, "kept", None) or ():
+                self._add_all(name, value)
+            for value in vars(module).values():
+                if isinstance(value, CheckpointWithoutOutput):
+                    self._add_all("random states", value.rng_states)
         for node in _nodes(out):
             self._add_all(_part(node.name()), getattr(node, "__dict__", {}))
 
@@ -64,17 +77,15 @@ class Listing:
             for one in value:
                 self._add_all(name, one)
 
-    def _add(self, name: str, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._kept:
-            self._kept[storage.data_ptr()] = tensor.detach()
-            self.bytes[name] += storage.nbytes()
+    def _add(self, name: str | None, tensor: Tensor) -> None:
+        self._kept.setdefault(tensor.untyped_storage()._cdata, (name, tensor.detach()))
 
 
-def _part(name: str) -> str:
+def _part(path: str) -> str:
     """The name of a part of the table: modules of a list have numbers, and the loss belongs to the whole model."""
+    *_, owner, name = ".", *path.split(".")
     if name.isdigit():
-        return "experts"
+        return "experts" if owner == "local_experts" else "layer"
     return {"module": "loss", "CheckpointFunctionBackward": "random states"}.get(name, name)
 
 

@@ -6,6 +6,8 @@ PLAIN = {"use_distributed_optimizer": False}
 INSTANCES = {"num_distributed_optimizer_instances": 2}
 MESH = {"cp_strategy": "mesh", "cp_layout": "cyclic"}
 IN_CHUNKS = {"cross_entropy_chunk_size": 6, "mlp_chunks_for_training": 3}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+KEPT = FULL | {"recompute_whitelist": ["core_attention", "qkv", "proj", "norms"]}
 
 
 def fsdp(sharding: str, **changes) -> dict:

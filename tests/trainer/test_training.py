@@ -19,6 +19,7 @@ STEPS, EVALUATED = 5, 3  # of the layouts: training continues after an evaluatio
 INTERLEAVED = {CP: 2, PP: 2, "num_layers": 4, "virtual_pipeline_model_parallel_size": 2}
 RECOMPUTED = {CP: 2, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 KEPT = {"recompute_whitelist": ["core_attention"]}
+ALL_KEPT = {"recompute_whitelist": ["core_attention", "qkv", "proj", "fc1", "fc2", "norms"]}
 OFFLOADED = {"offload_checkpoints": True, "offload_kept": True}
 LOSS_IN_CHUNKS = {"cross_entropy_chunk_size": 6}  # divides no number of tokens here
 MLP_IN_CHUNKS = {"mlp_chunks_for_training": 3}
@@ -56,8 +57,8 @@ SPREADS = {  # name: families, ranks, arguments
         {CP: 2, "overlap_grad_reduce": True, "overlap_param_gather": True} | LOSS_IN_CHUNKS | MLP_IN_CHUNKS,
     ),
     "cp2 recomputed": ("llama", 2, RECOMPUTED | MLP_IN_CHUNKS),
-    "cp2 attention kept": ("llama gpt3", 2, RECOMPUTED | KEPT),
-    "cp2 pp2 attention kept": ("llama", 4, RECOMPUTED | KEPT | OFFLOADED | {PP: 2}),
+    "cp2 outputs kept": ("llama gpt3", 2, RECOMPUTED | ALL_KEPT),
+    "cp2 pp2 outputs kept": ("llama", 4, RECOMPUTED | ALL_KEPT | OFFLOADED | {PP: 2}),
     "cp4 heads, attention kept": (
         "llama sinks",
         4,

@@ -7,9 +7,9 @@ from tests.support import zero_case
 RELAY = [  # who trains two steps of the run, and how it saves
     ("plain", {}),
     ("optim_grads_params", {"async_save": True} | zero_case.IN_CHUNKS),
-    ("torch_fsdp2", zero_case.MESH | zero_case.IN_CHUNKS),
+    ("torch_fsdp2", zero_case.MESH | zero_case.IN_CHUNKS | zero_case.KEPT),
     ("distributed optimizer, 2 instances", {"overlap_grad_reduce": True, "overlap_param_gather": True}),
-    ("optim_grads", zero_case.MESH | zero_case.IN_CHUNKS),
+    ("optim_grads", zero_case.MESH | zero_case.IN_CHUNKS | zero_case.KEPT),
 ]
 
 

@@ -79,7 +79,7 @@ class Case(NamedTuple):
             strategy = "lightseq" if self.system == "LightSeq" else "ulysses"
             how = {"context_parallel_size": self.ranks, "cp_strategy": strategy, "partial_dtype": "bf16"}
             how |= {"data_parallel_sharding_strategy": "optim_grads_params"}
-            how |= {"recompute_whitelist": self.kept and self.system == "LightSeq"}
+            how |= {"recompute_whitelist": ("core_attention",) if self.kept and self.system == "LightSeq" else ()}
         return TrainConfig(seq_length=self.each * self.ranks, **how, **FULL)
 
 
@@ -132,8 +132,8 @@ def longest(system: str, preset: str, cluster: Cluster) -> int:
     tensor = model.num_attention_heads
     others = 16 // tensor
     if _system(system.split()[0]) == "LightSeq":
-        how: dict[str, Any] = {"context_parallel_size": 16, "cp_strategy": "lightseq", "recompute_whitelist": True}
-        how |= {"data_parallel_sharding_strategy": "optim_grads_params"}
+        how: dict[str, Any] = {"context_parallel_size": 16, "cp_strategy": "lightseq"}
+        how |= {"recompute_whitelist": ("core_attention",), "data_parallel_sharding_strategy": "optim_grads_params"}
     else:
         how = {"tensor_model_parallel_size": tensor, "sequence_parallel": True, "global_batch_size": others}
         how |= {"data_parallel_sharding_strategy": "optim"}

@@ -78,7 +78,7 @@ class Case(NamedTuple):
             data_parallel_sharding_strategy="optim",
             overlap_grad_reduce=self.overlap,
             overlap_param_gather=self.overlap,
-            recompute_whitelist=self.kept,
+            recompute_whitelist=("core_attention",) if self.kept else (),
             partial_dtype="bf16",
             **KEEPS,
         )

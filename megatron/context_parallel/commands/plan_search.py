@@ -117,7 +117,7 @@ def flags(run: TrainConfig) -> str:
         words += ["--overlap-param-gather"] if run.overlap_param_gather else []
     if run.recompute_granularity:
         words.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-        words += ["--recompute-whitelist core_attention"] if run.recompute_whitelist else []
+        words += [f"--recompute-whitelist {' '.join(run.recompute_whitelist)}"] if run.recompute_whitelist else []
     return " ".join(words)
 
 

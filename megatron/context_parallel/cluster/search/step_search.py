@@ -21,7 +21,7 @@ from .planner import SIMULATED, GroupDevices, search
 TAKEN = 8  # specs that a whole step is predicted with for each split of the ranks, beside one of each strategy
 SIMULATED_OF_MANY = 8  # specs that are simulated for each of many splits
 FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-RECOMPUTE: tuple[dict[str, Any], ...] = ({}, {**FULL, "recompute_whitelist": True}, FULL)
+RECOMPUTE: tuple[dict[str, Any], ...] = ({}, {**FULL, "recompute_whitelist": ("core_attention",)}, FULL)
 
 
 class FeasibleRun(NamedTuple):

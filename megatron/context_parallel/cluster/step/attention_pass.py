@@ -169,7 +169,7 @@ def _attention_only(model: ModelShape, run: TrainConfig) -> tuple[ModelShape, Tr
         recompute_granularity=None,
         recompute_method=None,
         recompute_num_layers=None,
-        recompute_whitelist=False,
+        recompute_whitelist=(),
     )
     return model, run
 

@@ -69,9 +69,9 @@ def changes_to_fit(model: ModelShape, run: TrainConfig, room: float) -> list[Cha
 def _recomputations(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
     if run.recompute_granularity != "full":
         flags = f"{FULL_FLAGS} --recompute-whitelist core_attention"
-        yield Change(flags, FULL | {"recompute_whitelist": True})
+        yield Change(flags, FULL | {"recompute_whitelist": ("core_attention",)})
     if run.recompute_granularity != "full" or run.recompute_whitelist:
-        yield Change(FULL_FLAGS, FULL | {"recompute_whitelist": False})
+        yield Change(FULL_FLAGS, FULL | {"recompute_whitelist": ()})
 
 
 def _loss_chunks(model: ModelShape, run: TrainConfig) -> Iterator[Change]:

@@ -40,22 +40,37 @@ class LayerTime:
 
     def layer(self, backward: bool) -> KernelTime:
         """A layer without its attention. The backward pass has two products for each one of the forward pass."""
-        model = self.model
-        tensor = self.run.tensor_model_parallel_size
-        dense = sum(self.products.values())
-        whole = model.hidden_size / (tensor if self.run.sequence_parallel else 1)
-        rotated = 0 if model.positions else 2 * (model.queries + model.keys) / tensor
-        mlp = model.ffn_hidden_size / tensor
-        if not backward:  # norms, residual sums, RoPE, activation
-            numbers = 2 * 2 * whole + 2 * 3 * whole + rotated + (3 if model.swiglu else 2) * mlp
-            return KernelTime(dense, self._moving(numbers), 4 + 7)
-        numbers = 2 * 3 * whole + 2 * 3 * whole + rotated + (5 if model.swiglu else 3) * mlp
-        return KernelTime(2 * dense, self._moving(numbers), 8 + 7)
+        if not backward:
+            return self.forward(*self.forward_parts)
+        hidden, rotated, inner = self._widths
+        numbers = 2 * 3 * hidden + 2 * 3 * hidden + rotated + (5 if self.model.swiglu else 3) * inner
+        return KernelTime(2 * sum(self.products.values()), self._moving(numbers), 8 + 7)
 
-    def mlp(self) -> KernelTime:
-        """The forward pass of a layer's MLP."""
-        moving = (3 if self.model.swiglu else 2) * self.model.ffn_hidden_size / self.run.tensor_model_parallel_size
-        return KernelTime(self.products["up"] + self.products["down"], self._moving(moving), 3)
+    def forward(self, *names: str) -> KernelTime:
+        """Some of the parts of a layer's forward pass."""
+        parts = [self.forward_parts[name] for name in names]
+        gemm = sum(part.gemm for part in parts)
+        moving = sum(part.moving for part in parts)
+        return KernelTime(gemm, moving, sum(part.kernels for part in parts))
+
+    @property
+    def forward_parts(self) -> dict[str, KernelTime]:
+        """The forward pass of a layer without its attention, by part."""
+        hidden, rotated, inner = self._widths
+        parts = {name: KernelTime(seconds, 0.0, 1) for name, seconds in self.products.items()}
+        parts["norms"] = KernelTime(0.0, self._moving(2 * 2 * hidden), 2)
+        parts["residual sums"] = KernelTime(0.0, self._moving(2 * 3 * hidden), 2)
+        parts["RoPE"] = KernelTime(0.0, self._moving(rotated), 2)
+        parts["activation"] = KernelTime(0.0, self._moving((3 if self.model.swiglu else 2) * inner), 1)
+        return parts
+
+    @property
+    def _widths(self) -> tuple[float, float, float]:
+        """Numbers of a token on a rank: hidden states, what RoPE reads and writes, the MLP's inner numbers."""
+        model, tensor = self.model, self.run.tensor_model_parallel_size
+        hidden = model.hidden_size / (tensor if self.run.sequence_parallel else 1)
+        rotated = 0 if model.positions else 2 * (model.queries + model.keys) / tensor
+        return hidden, rotated, model.ffn_hidden_size / tensor
 
     @property
     def products(self) -> dict[str, float]:
@@ -64,9 +79,9 @@ class LayerTime:
         queries, ffn = self.model.queries // tensor, self.model.ffn_hidden_size // tensor
         return {
             "qkv": self.product(h, queries + 2 * max(self.model.kv_channels, self.model.keys // tensor)),
-            "out": self.product(queries, h),
-            "up": self.product(h, self.model.mlp_inputs // tensor),
-            "down": self.product(ffn, h),
+            "proj": self.product(queries, h),
+            "fc1": self.product(h, self.model.mlp_inputs // tensor),
+            "fc2": self.product(ffn, h),
         }
 
     def product(self, k: int, n: int) -> float:

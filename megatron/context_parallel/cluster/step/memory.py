@@ -164,7 +164,10 @@ class _LayerCounts:
 
     def at_work(self, in_flight: float, done: int) -> Iterator[MemoryItem]:
         """The same in the backward pass of the last layer, `done` of whose MLPs are differentiated."""
-        yield from self.inputs(in_flight)
+        again = (saved_bytes.attention_again if done else saved_bytes.mlp_again)(self.model, self.run)
+        if again:
+            yield MemoryItem("recomputed parts", again, "what a layer's recomputed parts keep while they are at work")
+        yield from self.inputs(in_flight, self.working)
         count = in_flight * self.whole + self.working
         yield from self._activations(count, count - done)
         if self.working:
@@ -173,18 +176,22 @@ class _LayerCounts:
             counted = (not self.run.offload_checkpoints) + (not copies)
             size = (2 - counted) * _hidden(self.model, self.run)
             yield MemoryItem("ends of the layer at work", size, "input and output, less what is counted already")
+        if self.groups > 1 and (ahead := saved_bytes.fetched_ahead(self.model, self.run, self.working)):
+            yield MemoryItem("fetched ahead", ahead, "what the host had of the layers whose backward pass is the next")
 
-    def inputs(self, in_flight: float) -> Iterator[MemoryItem]:
-        """What recomputed layers keep on the device."""
+    def inputs(self, in_flight: float, at_work: int = 0) -> Iterator[MemoryItem]:
+        """What recomputed layers keep on the device. Those at work have taken what was kept of them."""
+        if states := saved_bytes.selective_states(self.run, in_flight * self.whole).bytes:
+            yield MemoryItem("random states", states, "of each part of a layer that is computed again")
         if not self.groups:
             return
         inputs = sum(part.bytes for part in saved_bytes.checkpoint_parts(self.model, self.run, self.groups))
         formula = f"inputs of {self.groups} groups of layers x {in_flight:g} micro batches in flight"
         yield MemoryItem("recomputed layers", round(inputs * in_flight), formula)
-        if self.run.recompute_whitelist:
-            kept = saved_bytes.kept_attention(self.model, self.run) * self.recomputed
-            formula = f"output and log-sum-exp of {self.recomputed} layers x {in_flight:g} micro batches"
-            yield MemoryItem("kept attention", round(kept * in_flight), formula)
+        if kept := saved_bytes.kept_parts(self.model, self.run):
+            layers = in_flight * self.recomputed - at_work
+            size = round(layers * sum(part.bytes for part in kept))
+            yield MemoryItem("kept outputs", size, f"{layers:g} layers x {_of_a_token(kept, self.run)}")
 
     def _activations(self, attention: float, mlp: float) -> Iterator[MemoryItem]:
         for what, layers, parts in (
@@ -197,7 +204,7 @@ class _LayerCounts:
 
 
 def _of_a_token(parts: list[Part], run: TrainConfig) -> str:
-    shown = " + ".join(f"{part.name} {part.bytes // run.tokens:,}" for part in parts)
+    shown = " + ".join(f"{part.name} {part.bytes // run.tokens:,}" for part in parts if part.bytes >= run.tokens)
     return f"tokens x bytes ({shown})"
 
 
@@ -258,7 +265,7 @@ def _mlp_backward(model: ModelShape, run: TrainConfig) -> MemoryItem:
         return MemoryItem(MLP, size, "gradients of the layer's and the experts' outputs, and of an expert")
     inner = run.tokens * w.size * w.inner
     weight = w.size * w.inner * model.hidden_size
-    if run.mlp_chunks_for_training > 1 or "mlp" in run.recompute_modules:
+    if run.mlp_chunks_for_training > 1 or "mlp" in run.computed_again:
         part = inner // run.mlp_chunks_for_training
         kept = part * (saved_bytes.activation_vectors(model, run) + 1)
         weights = weight * (5 if model.swiglu else 3)  # summed over the chunks, and the newest of the first product

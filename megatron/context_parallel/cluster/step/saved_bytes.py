@@ -6,6 +6,8 @@ GPU (megatron-core's fused SwiGLU and GELU, PyTorch's fused norms), `transformer
 `LayerNormLinear` and `Linear`. A storage is counted where it is kept first. Weights are not counted.
 """
 
+from collections import Counter
+from dataclasses import replace
 from typing import NamedTuple
 
 from .attention_pass import attention_plan
@@ -13,6 +15,7 @@ from .model_shape import ModelShape
 from .train_config import TrainConfig
 
 RANDOM_STATE = 5056  # bytes of a state of PyTorch's generator for the CPU
+MASK_TYPE = 4  # bytes of the tensor with which Megatron's checkpoint of attention names the mask
 
 
 class Part(NamedTuple):
@@ -48,16 +51,37 @@ class Widths:
 def attention_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
     """The attention of a layer, with its norm."""
     w = Widths(model, run)
-    each = {"input_layernorm": _norm(model, run, w.hidden), "linear_qkv": w.size * w.hidden}
+    each = _norm_and_output(model, run, "input_layernorm", "linear_qkv")
     if model.qk_layernorm:
         each["q_layernorm"] = w.heads * _norm(model, run, model.kv_channels)
         each["k_layernorm"] = w.kv_heads * _norm(model, run, model.kv_channels)
-        if not (w.float32_norms and w.size < 4):  # it keeps a view of the whole product
+        if w.float32_norms and w.size < 4:
+            pass  # they keep copies of their inputs
+        elif 1 < w.kv_heads < w.heads:  # queries are copied, keys a view of the whole product
             each["k_layernorm"] += w.size * (w.queries + w.keys)
+        else:  # both are views of it
+            each["q_layernorm"] += 2 * w.size * w.keys
+            each["k_layernorm"] -= w.size * w.keys
+    if "core_attn" in run.computed_again:
+        each |= _core_attention_inputs(model, run, w)
+        return [*_of_tokens(run, each), Part("self_attention", MASK_TYPE)]
+    each["core_attention"] = _core_attention(model, run, w)
+    return _of_tokens(run, each)
+
+
+def _core_attention(model: ModelShape, run: TrainConfig, w: Widths) -> int:
+    """Queries, keys, values, output and log-sum-exp of a token."""
     # Ranks of a head group keep a replica of a key/value head where they are more than the heads.
     keys = max(w.kv_heads, attention_plan(model, run, False).heads) * model.kv_channels
-    each["core_attention"] = 2 * w.size * (w.queries + keys) + 4 * w.heads
-    return _of_tokens(run, each)
+    return 2 * w.size * (w.queries + keys) + 4 * w.heads
+
+
+def _core_attention_inputs(model: ModelShape, run: TrainConfig, w: Widths) -> dict[str, int]:
+    """What Megatron's checkpoint of attention keeps of a token: values are a view of the whole product."""
+    new = not model.positions or model.qk_layernorm  # queries and keys that RoPE or norms made
+    normed = model.qk_layernorm and not (w.float32_norms and w.size < 4)  # they keep the product
+    numbers = new * (w.queries + w.keys) + (not normed) * (w.queries + 2 * w.keys)
+    return {"self_attention": w.size * numbers, "linear_proj": w.size * w.queries}
 
 
 def mlp_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
@@ -66,13 +90,16 @@ def mlp_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
     Experts are those of one rank, which get as many tokens as others. Their load-balancing losses are left out.
     """
     w = Widths(model, run)
-    each = {"pre_mlp_layernorm": _norm(model, run, w.hidden)}
+    each: dict[str, int]
     if model.num_experts:
-        each |= _experts(model, run, w)
-    elif run.mlp_chunks_for_training > 1 or "mlp" in run.recompute_modules:
-        each["mlp"] = w.size * w.hidden  # the inputs of the chunks
+        checkpoints = {"moe", "shared_experts"} & {*run.computed_again}
+        each = Counter(_norm_and_output(model, run, "pre_mlp_layernorm", "mlp" if checkpoints else "linear_fc1"))
+        if "moe" not in checkpoints:
+            each += Counter(_experts(model, run, w))
+    elif run.mlp_chunks_for_training > 1 or "mlp" in run.computed_again:
+        each = _norm_and_output(model, run, "pre_mlp_layernorm", "mlp")  # the inputs of the chunks
     else:
-        each["linear_fc1"] = w.size * w.hidden
+        each = _norm_and_output(model, run, "pre_mlp_layernorm", "linear_fc1")
         each["mlp"] = w.size * activation_vectors(model, run) * w.inner
         each["linear_fc2"] = w.size * w.inner
     return _of_tokens(run, each)
@@ -81,13 +108,13 @@ def mlp_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
 def _experts(model: ModelShape, run: TrainConfig, w: Widths) -> dict[str, int]:
     """What experts keep of a token, beside the input of their router."""
     chosen, width = model.moe_router_topk, model.moe_ffn_hidden_size or 0
-    shared = model.moe_shared_expert_intermediate_size or 0
+    shared = 0 if "shared_experts" in run.computed_again else model.moe_shared_expert_intermediate_size or 0
     weighted = 1 if run.implementation == "cpu" else 0  # the activation before it is multiplied by the probability
     kept = activation_vectors(model, run) + weighted
     each = {
         "router": chosen * (8 + 4),  # which experts, and their probabilities
         "mlp": chosen * 8 + (model.num_experts or 0) * (1 + w.size),  # the order of tokens by expert
-        "linear_fc1": w.size * w.hidden + chosen * w.size * w.hidden,
+        "linear_fc1": chosen * w.size * w.hidden,
         "experts": chosen * w.size * (kept * width + 1),
         "linear_fc2": w.size * (chosen * width + shared),
     }
@@ -103,14 +130,49 @@ def activation_vectors(model: ModelShape, run: TrainConfig) -> int:
     return 4 if run.implementation == "cpu" else 2  # unfused: also both factors of the product
 
 
+def _norm_and_output(model: ModelShape, run: TrainConfig, norm: str, after: str) -> dict[str, int]:
+    """What a norm and the part `after` it keep: of a recomputed norm its input alone."""
+    w = Widths(model, run)
+    hidden = w.size * w.hidden
+    if "layernorm" in run.computed_again:
+        return {"layer": hidden}
+    return {norm: _norm(model, run, w.hidden), after: hidden}
+
+
 def _norm(model: ModelShape, run: TrainConfig, width: int) -> int:
     """What a norm of one vector keeps."""
+    copied = Widths(model, run).float32_norms and run.itemsize < 4
+    return _norm_beside_input(model, run, width) + (0 if copied else run.itemsize * width)
+
+
+def _norm_beside_input(model: ModelShape, run: TrainConfig, width: int) -> int:
     if model.normalization == "LayerNorm":
-        statistic = run.itemsize if run.implementation == "cpu" else 4
-        return run.itemsize * width + 2 * statistic
-    if run.implementation == "cpu":
-        return 2 * 4 * width + 4  # the input and the normalized input in float32
-    return run.itemsize * width + 4
+        return 2 * (run.itemsize if run.implementation == "cpu" else 4)
+    if run.implementation == "cpu":  # the normalized input in float32, and a float32 copy of another input
+        return (4 if run.itemsize == 4 else 8) * width + 4
+    return 4
+
+
+def attention_again(model: ModelShape, run: TrainConfig) -> int:
+    """Bytes that a layer's attention takes beyond what it keeps, while parts of it are computed again."""
+    w = Widths(model, run)
+    size = 0
+    if "layernorm" in run.computed_again:
+        size += _norm(model, run, w.hidden)
+    if "core_attn" in run.computed_again:
+        size += _core_attention(model, run, w) - w.size * w.queries  # the output takes the place of the first one
+        if attention_plan(model, run, False).heads == 1 and (not model.positions or model.qk_layernorm):
+            size -= w.size * (w.queries + w.keys)  # saved as they are
+    return size * run.tokens
+
+
+def mlp_again(model: ModelShape, run: TrainConfig) -> int:
+    """The same of its MLP or experts; without those of `--recompute-modules mlp`, which have a moment of their own."""
+    if not run.computed_again:
+        return 0
+    plain = replace(run, recompute_modules=("mlp",) if "mlp" in run.computed_again else ("core_attn",))
+    once, again = (sum(part.bytes for part in mlp_parts(model, how)) for how in (run, plain))
+    return again - once
 
 
 def head_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
@@ -124,22 +186,66 @@ def head_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
     return [norm, *_of_tokens(run, each)]
 
 
+def selective_states(run: TrainConfig, layers: float) -> Part:
+    """The random states that selective recomputation of parts of `layers` layers keeps."""
+    again = set(run.computed_again)
+    if "moe" in again:
+        again -= {"shared_experts"}  # they are inside
+    each = len(again - {"mlp"}) + ("layernorm" in again)  # a layer has two norms
+    return _random_states(run, each * layers)
+
+
+def _random_states(run: TrainConfig, checkpoints: float) -> Part:
+    states = round(2 * checkpoints) + 3 if run.implementation == "cpu" else round(checkpoints)
+    return Part("random states", RANDOM_STATE * states if checkpoints else 0)
+
+
 def checkpoint_parts(model: ModelShape, run: TrainConfig, checkpoints: float) -> list[Part]:
     """The layers of a micro batch that are recomputed, in `checkpoints` groups: their inputs and random states."""
     w = Widths(model, run)
     hidden = 0 if run.offload_checkpoints else w.size * w.hidden
     inputs = Part("decoder", round(checkpoints * run.tokens * hidden))
-    states = round(2 * checkpoints) + 3 if run.implementation == "cpu" else round(checkpoints)
-    return [inputs, Part("random states", RANDOM_STATE * states)]
+    return [inputs, _random_states(run, checkpoints)]
 
 
-def kept_attention(model: ModelShape, run: TrainConfig) -> int:
-    """Bytes that a recomputed layer keeps of its attention (`--recompute-whitelist core_attention`)."""
+def kept_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
+    """What a recomputed layer keeps beside its input (`--recompute-whitelist`)."""
     if run.offload_kept:
-        return 0
+        return []
     w = Widths(model, run)
     statistics = 2 if attention_plan(model, run, False).heads > 1 else 1  # also that of the swapped heads
-    return run.tokens * (w.size * w.queries + 4 * w.heads * statistics)
+    norm = w.size * w.hidden + _norm_beside_input(model, run, w.hidden)
+    first, second = _mlp_outputs(model, run, w)
+    each = {
+        "core_attention": {"core_attention": w.size * w.queries + 4 * w.heads * statistics},
+        "qkv": {"linear_qkv": w.size * (w.queries + 2 * w.keys)},
+        "proj": {"linear_proj": w.size * w.hidden},
+        "fc1": {"linear_fc1": w.size * first},
+        "fc2": {"linear_fc2": w.size * second},
+        "norms": {"input_layernorm": norm, "pre_mlp_layernorm": norm},
+    }
+    if model.qk_layernorm:
+        head = w.size * model.kv_channels + _norm_beside_input(model, run, model.kv_channels)
+        each["norms"] |= {"q_layernorm": w.heads * head, "k_layernorm": w.kv_heads * head}
+    return [part for name in run.recompute_whitelist for part in _of_tokens(run, each[name])]
+
+
+def fetched_ahead(model: ModelShape, run: TrainConfig, layers: int) -> int:
+    """Bytes of a group of recomputed `layers` that come back from host memory while those after it are at work."""
+    hidden = run.tokens * run.itemsize * Widths(model, run).hidden
+    kept = sum(part.bytes for part in kept_parts(model, replace(run, offload_kept=False)))
+    return hidden * run.offload_checkpoints + layers * kept * run.offload_kept
+
+
+def _mlp_outputs(model: ModelShape, run: TrainConfig, w: Widths) -> tuple[int, int]:
+    """Numbers that the first and the second products of an MLP, or of all experts of a token, return."""
+    gates = 2 if model.swiglu else 1
+    if not model.num_experts:
+        return gates * w.inner, w.hidden
+    shared = model.moe_shared_expert_intermediate_size or 0
+    chosen = model.moe_router_topk
+    first = gates * (chosen * (model.moe_ffn_hidden_size or 0) + shared)
+    return first, (chosen + (shared > 0)) * w.hidden
 
 
 def rotary_tables(model: ModelShape, run: TrainConfig) -> int:

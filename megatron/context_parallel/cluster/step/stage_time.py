@@ -26,6 +26,7 @@ PARTS = (
     "fixed cost",
 )
 ATTENTION, EXPOSED, PRODUCTS, NORMS, LOGITS, LAUNCHES, TENSOR, PIPELINE, BUBBLE, SHARED, OPTIMIZER, FIXED = PARTS
+MLP = ("fc1", "activation", "fc2")
 SecondsByKind = dict[str, float]
 
 
@@ -63,8 +64,8 @@ class StageTime:
         several = [self._layers(self.layers, backward), self._attention(self.layers, backward)]
         if backward:
             several += self._recomputed()
-            if self.run.mlp_chunks_for_training > 1:  # each part once more
-                several += self.layers * [self._work(self.time.mlp())]
+            if self.run.mlp_chunks_for_training > 1 and "mlp" not in self.run.computed_again:  # each part once more
+                several.append(self._mlp_again())
         if self.first:
             several.append(self._work(self.time.embedding(backward)))
         if self.last:
@@ -89,16 +90,40 @@ class StageTime:
     def _recomputed(self) -> list[SecondsByKind]:
         """Forward passes that the backward pass repeats; where attention's output is kept, only its swap of heads."""
         run = self.run
-        if run.recompute_granularity == "selective":
-            return [self._attention(self.layers, False)]
         if run.recompute_granularity != "full":
-            return []
+            return [self._computed_again(module) for module in run.computed_again]
         each = run.recompute_num_layers or 0
         count = self.layers if run.recompute_method == "uniform" else min(self.layers, run.turns * each)
-        if run.recompute_whitelist:
+        layers = self._forward(
+            count, *(part for part in self.time.forward_parts if part not in run.recompute_whitelist)
+        )
+        if "core_attention" in run.recompute_whitelist:
             swap = attention_seconds(self.model, run, self.cluster, False).swap
-            return [self._layers(count, False), {EXPOSED: count * swap}]
-        return [self._layers(count, False), self._attention(count, False)]
+            return [layers, {EXPOSED: count * swap}]
+        return [layers, self._attention(count, False)]
+
+    def _computed_again(self, module: str) -> SecondsByKind:
+        """A module of all layers once more, by its name in `--recompute-modules`. Experts count as an MLP."""
+        if module == "core_attn":
+            return self._attention(self.layers, False)
+        if module == "layernorm":
+            return self._forward(self.layers, "norms")
+        if module == "mlp":
+            return self._mlp_again()
+        if module == "shared_experts" and "moe" in self.run.computed_again:
+            return {}  # they are inside
+        shared = (self.model.moe_shared_expert_intermediate_size or 0) / self.model.mlp_width
+        return self._forward(self.layers * (shared if module == "shared_experts" else 1), *MLP)
+
+    def _mlp_again(self) -> SecondsByKind:
+        """The MLPs of all layers once more. This ends with their last product, before its sum over ranks."""
+        parts = self._forward(self.layers, *MLP)
+        return parts | {TENSOR: self.layers * self._tensor_of_products("fc1")}
+
+    def _forward(self, count: float, *names: str) -> SecondsByKind:
+        """Some parts of the forward pass of `count` layers (`LayerTime.forward_parts`)."""
+        parts = self._work(self.time.forward(*names)) | {TENSOR: self._tensor_of_products(*names)}
+        return {name: count * seconds for name, seconds in parts.items()}
 
     # -- traffic -----------------------------------------------------------------------------------------------
 
@@ -114,15 +139,23 @@ class StageTime:
         The backward pass sums gradients of inputs while it computes those of weights. With sequence parallelism it also
         gathers the inputs, while it computes the gradients of inputs.
         """
+        if not backward:
+            return self._tensor_of_products(*self.time.products)
         if self.run.tensor_model_parallel_size == 1:
             return 0.0
         one = self._ring("tensor").seconds(self._hidden_states())
-        if not backward:
-            return 4 * one
-        beside = [self.time.products[name] for name in ("qkv", "up")]
+        beside = [self.time.products[name] for name in ("qkv", "fc1")]
         if self.run.sequence_parallel:
             return 2 * one + 2 * sum(max(0.0, one - product) for product in beside)
         return sum(max(0.0, 2 * one - product) for product in beside)
+
+    def _tensor_of_products(self, *names: str) -> float:
+        """The same of products in the forward pass: hidden states are gathered before, or summed after them."""
+        if self.run.tensor_model_parallel_size == 1:
+            return 0.0
+        rings = (1, 1) if self.run.sequence_parallel else (0, 2)
+        count = rings[0] * len({"qkv", "fc1"} & {*names}) + rings[1] * len({"proj", "fc2"} & {*names})
+        return count * self._ring("tensor").seconds(self._hidden_states())
 
     def _tensor_at_ends(self, backward: bool) -> float:
         """The same of embedding, logits and loss."""

@@ -24,9 +24,9 @@ class TrainConfig:
             `--use-distributed-optimizer` (ZeRO 1), "optim_grads" ZeRO 2, "optim_grads_params" ZeRO 3 or FSDP.
         num_distributed_optimizer_instances: copies of the sharded state.
         use_torch_fsdp2: sharded weights are float32, and the optimizer has no copy of them.
-        recompute_modules: the parts of layers that selective recomputation computes again.
-        recompute_whitelist: whether the output of attention is kept (`--recompute-whitelist core_attention`).
-        offload_checkpoints, offload_kept: what full recomputation keeps of layers and attention is in host memory.
+        recompute_modules: the parts of layers that selective recomputation computes again; none: core attention.
+        recompute_whitelist: the modules whose outputs full recomputation keeps.
+        offload_checkpoints, offload_kept: the inputs of recomputed layers and those outputs are in host memory.
         mlp_chunks_for_training: parts of the tokens that an MLP computes in turn, and again in the backward pass.
         cross_entropy_chunk_size: tokens whose logits exist at once; None: those of a micro batch.
         dtype: of weights and activations: "bf16", "fp16" or "fp32".
@@ -56,7 +56,7 @@ class TrainConfig:
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
     recompute_modules: tuple[str, ...] = ()
-    recompute_whitelist: bool = False
+    recompute_whitelist: tuple[str, ...] = ()
     offload_checkpoints: bool = False
     offload_kept: bool = False
     mlp_chunks_for_training: int = 1
@@ -134,6 +134,11 @@ class TrainConfig:
     def sharers(self) -> int:
         """Ranks that have the same weights: data and context ranks."""
         return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def computed_again(self) -> tuple[str, ...]:
+        """The parts of layers that selective recomputation computes again, by the names of `--recompute-modules`."""
+        return (self.recompute_modules or ("core_attn",)) if self.recompute_granularity == "selective" else ()
 
     @property
     def turns(self) -> int:

@@ -12,8 +12,19 @@ def check_recompute(args: Arguments) -> Iterator[UsageError]:
     if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
         why = "needs --recompute-method and --recompute-num-layers"
         yield refusal(args, "recompute_granularity", why, recompute_method="uniform", recompute_num_layers=1)
+    yield from _check_whitelist(args, args.recompute_whitelist or [])
     if args.recompute_modules:
         yield from _check_modules(args, args.recompute_modules)
+
+
+def _check_whitelist(args: Arguments, names: list[str]) -> Iterator[UsageError]:
+    for name in names:
+        if name != "core_attention" and args.transformer_impl == "transformer_engine":
+            why = "keeps outputs of megatron-core's own layers, not of Transformer Engine's"
+            yield UsageError(f"--recompute-whitelist {name}: {why}; give --transformer-impl local")
+        elif name in ("fc1", "fc2") and args.mlp_chunks_for_training > 1:
+            why = f"--mlp-chunks-for-training {args.mlp_chunks_for_training} computes the MLP again; leave one out"
+            yield UsageError(f"--recompute-whitelist {name}: {why}")
 
 
 def _check_modules(args: Arguments, modules: list[str]) -> Iterator[UsageError]:

@@ -179,9 +179,9 @@ class Training(FlagSection, title="training"):
         "layers per group, or of the first", needs=FULL, not_above="layers_of_a_turn"
     )
     recompute_whitelist: list[str] | None = flag(
-        "module to save instead of recomputing (Selective Checkpoint++)",
+        "modules to save instead of recomputing (Selective Checkpoint++)",
         unit="NAME",
-        choices=("core_attention",),
+        choices=("core_attention", "qkv", "proj", "fc1", "fc2", "norms"),
         needs=FULL,
     )
     offload_checkpoints: bool = flag(

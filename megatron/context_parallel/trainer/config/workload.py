@@ -33,7 +33,7 @@ def run_of(args: Arguments, choice: Choice | None = None) -> TrainConfig:
         "cp_strategy": choices[0].spec if choices else "ring:layout=contiguous",  # a placeholder until it is chosen
         "data_parallel_sharding_strategy": _sharding(args),
         "recompute_modules": tuple(args.recompute_modules or ()),
-        "recompute_whitelist": bool(args.recompute_whitelist),
+        "recompute_whitelist": tuple(args.recompute_whitelist or ()),
         "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         "implementation": _implementation(args),
     }

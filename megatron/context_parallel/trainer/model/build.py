@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatron.context_parallel.cli.flag import fields_given
 from megatron.context_parallel.integration.groups import contexts_by_layer
-from megatron.context_parallel.integration.host_memory import HostMemory, offload_checkpoints, offload_kept
+from megatron.context_parallel.integration.host_memory import HostMemory, offload
+from megatron.context_parallel.integration.kept_outputs import keep_outputs
 from megatron.context_parallel.integration.loss import ModelWithLoss
 from megatron.context_parallel.integration.mlp import recompute_mlps
 from megatron.context_parallel.integration.rope import use_layout
@@ -43,12 +44,12 @@ def build_model(args: Arguments) -> list[DataParallel]:
 
 def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage: int | None = None) -> ModelWithLoss:
     """The plain GPT model of this pipeline rank's (virtual) stage, with our attention and its layout's RoPE."""
-    keep_output = "core_attention" in (args.recompute_whitelist or ())
+    whitelist = args.recompute_whitelist or []
     layers = get_num_layers_to_build(config, vp_stage)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     model = ModelWithLoss(
         config,
-        block_spec(config, cp, layers, args.cp_attention_backend, keep_output),
+        block_spec(config, cp, layers, args.cp_attention_backend, "core_attention" in whitelist),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -65,10 +66,9 @@ def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage
     use_layout(model, cp[0] if isinstance(cp, Sequence) else cp)  # all layers have the same layout
     if args.mlp_chunks_for_training > 1 or "mlp" in (args.recompute_modules or ()):
         recompute_mlps(model, args.mlp_chunks_for_training)
-    if args.offload_checkpoints:
-        offload_checkpoints(model, HostMemory())
-    if args.offload_kept:
-        offload_kept(model, HostMemory())
+    keep_outputs(model, whitelist)
+    if args.offload_checkpoints or args.offload_kept:
+        offload(model, HostMemory(), inputs=args.offload_checkpoints, kept=args.offload_kept)
     leave_out_padding(model, args.vocabulary)
     if config.perform_initialization and model.post_process and args.untie_embeddings_and_output_weights:
         _draw_vocabulary(args, "output layer", model.output_layer.weight)
