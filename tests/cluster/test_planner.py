@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -79,8 +80,11 @@ def choose_plans(spec: str, n: int, workload: Workload = WORKLOAD) -> list:
 
 
 def test_options_that_are_given_bind():
-    found = search(WORKLOAD, GroupDevices(BOX), {"layout": "cyclic", "head_parallel_size": 2}, most=3)
-    assert found.ranked and all("layout=cyclic" in spec and "head_parallel_size=2" in spec for spec in found.ranked)
+    fixed = {"layout": "cyclic", "head_parallel_size": 2, "partials_in_16_bits": True}
+    found = search(WORKLOAD, GroupDevices(BOX), fixed, most=3)
+    assert found.ranked
+    for spec, option in product(found.ranked, fixed):
+        assert f"{option}={fixed[option]}" in spec
 
 
 # -- bounds and ranking ----------------------------------------------------------------------------------------------

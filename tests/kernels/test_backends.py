@@ -17,7 +17,7 @@ from megatron.context_parallel.kernels.choose import LibraryAndPosition, check_b
 from megatron.context_parallel.kernels.delta import output_with
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
 from megatron.context_parallel.kernels.libraries import LIBRARIES
-from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Piece, Runs
 from megatron.context_parallel.kernels.position.tiles import TILES
 from megatron.context_parallel.kernels.reference import Reference
 
@@ -597,8 +597,10 @@ def test_few_plain_pieces_go_to_the_library_and_the_others_in_one_launch():
     steps = runs(zero, [4 * i for i in up]), 4 * n  # four diagonals
     window = runs([max(0, i - 9) for i in up], up), n
     tiny = runs(zero[:4], up[:4]), 4
-    for block, keys in (steps, window, tiny):
+    decoding = runs(zero[:15], [n] * 15), n
+    for block, keys in (steps, window, tiny, decoding):
         assert kernel.pieces(block, keys) == ["one launch"]
+    assert kernel.pieces(runs(zero[:16], [n] * 16), n) == [Piece(slice(0, 16), slice(0, n), FULL)]
     with pytest.raises(UsageError, match=r"--cp-attention-backend aten: .* give --cp-attention-backend triton"):
         library.pieces(*window)
     assert kernel.forward(None, None, None, window[0], Scores(1.0)) == "position"

@@ -175,6 +175,55 @@ def test_exact_for_value_heads_of_another_size_and_softcap(interpreted, name, d,
     assert all(error < 2e-6 for error in found.values()), found
 
 
+def few_rows(dtype: torch.dtype, s: int, group: int, mask, t: int = 300, dv: int = 64, **how) -> list[float]:
+    """Errors of out and lse with keys split over 20 multiprocessors, and how many parts there were."""
+    from unittest.mock import patch
+
+    from megatron.context_parallel.kernels.position import few_rows as device
+    from megatron.context_parallel.kernels.position import kernel as position
+
+    q, k, v, dout = inputs(dtype, s=s, t=t, group=group, dv=dv)
+    scores = Scores(0.125, **how)
+    kernel = position.PositionKernel(torch.device("cpu"))
+    kernel.processors = 20
+    with patch.object(device.merge_parts_kernel, "run", wraps=device.merge_parts_kernel.run) as merged:
+        out, lse = kernel.forward(q, k, v, mask, scores)
+    wanted = definition(q, k, v, dout, mask, scores)
+    assert out.dtype == dtype and torch.equal(lse.isinf(), wanted[1].isinf())
+    found = [(x.double() - y).nan_to_num(0).abs().max() for x, y in zip((out, lse), wanted, strict=False)]
+    return [*map(float, found), merged.call_args.args[4]]
+
+
+def runs_of(s: int, t: int) -> Runs:
+    """Rows that see a window, and one that sees nothing."""
+    end = torch.linspace(5, t, s).int()
+    first = (end - 40).clamp(0)
+    end[s // 2] = first[s // 2]
+    return Runs(first[None], end.cummax(0).values[None])
+
+
+@pytest.mark.parametrize(
+    ("s", "group", "t", "expected"),
+    [(1, 1, 300, 10), (1, 8, 300, 10), (4, 3, 77, 3), (15, 5, 300, 5), (15, 2, 15, 1)],  # tiles have 32 keys
+)
+def test_few_rows_split_the_keys(interpreted, s, group, t, expected):
+    masks = [FULL, runs_of(s, t), Runs(*torch.zeros(2, 1, s, dtype=torch.int32))] + [CAUSAL] * (s == t)
+    for mask in masks:
+        out, lse, parts = interpreted(partial(few_rows, t=t), torch.float32, s, group, mask)
+        assert out < 2e-6 and lse < 2e-6
+        assert parts == expected
+
+
+def test_few_rows_of_other_sizes(interpreted):
+    for how in ({"dv": 80}, {"dv": 192, "softcap": 5.0}):
+        out, lse, _ = interpreted(partial(few_rows, **how), torch.float32, 3, 2, FULL)
+        assert out < 2e-6 and lse < 2e-6
+    out, lse, _ = interpreted(few_rows, torch.float16, 5, 4, FULL)
+    assert out < 2e-3 and lse < 2e-3
+    out, lse, parts = interpreted(partial(few_rows, t=3000), torch.float32, 15, 40, FULL)
+    assert out < 2e-6 and lse < 2e-6 and parts == 2  # 38 programs for the rows: two parts occupy all multiprocessors
+
+
 def saturation() -> list[float]:
     """One key to each row, capped at 1: gradients go with 1 - tanh², down to where tanh rounds to 1."""
     from megatron.context_parallel.kernels.position import PositionKernel
@@ -536,7 +585,7 @@ def test_compiles_without_spills(compiled, architecture, head_dim, dtype, others
     for kernel in compiled(compile_block, architecture, head_dim, dtype, "runs", *others):
         assert kernel.spilled <= spilled, kernel
         assert kernel.shared <= SHARED[architecture], kernel
-        if kernel.kernel in ("by_head_kernel", "output_kernel"):
-            continue  # no matrix products
+        if kernel.kernel in ("by_head_kernel", "output_kernel", "merge_parts_kernel", "few_rows_kernel"):
+            continue  # no matrix products, or of fewer rows than wgmma takes
         small = head_dim == 256 and kernel.kernel == "key_grad_kernel"  # its tiles have fewer rows than wgmma takes
         assert kernel.wgmma == (architecture == 90 and not small), kernel

@@ -33,6 +33,12 @@ def test_bytes_of_each_tensor():
         "DQ": 90 * 4,
         "DKV": 108 * 4,
     }
+    narrow = STRATEGIES["ring"].plan(4, partials_in_16_bits=True)
+    sent = {t: chunk_bytes(narrow, t, SHAPE, swap=False) for t in PARTIAL}
+    assert sent == {"O": 126 * 2 + statistics, "DQ": 90 * 2, "DKV": 108 * 2}
+    for t in T:
+        held = chunk_bytes(narrow, t, SHAPE, swap=False, sent=False)
+        assert held == chunk_bytes(plan, t, SHAPE, swap=False)
     square = replace(SHAPE, value_dim=None)
     assert chunk_bytes(plan, T.KV, square, swap=False) == 90 * numbers
     assert chunk_bytes(plan, T.DO, square, swap=False) == 90 * numbers + statistics

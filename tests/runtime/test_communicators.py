@@ -3,7 +3,9 @@
 import inspect
 import os
 import random
+import re
 from datetime import timedelta
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +16,7 @@ from megatron.context_parallel import STRATEGIES, ContextParallel, UsageError, c
 from megatron.context_parallel.kernels.reference import attention
 from megatron.context_parallel.patches.torch_process_groups import timeout_of
 from megatron.context_parallel.plan.ir import PLACEMENTS, PlanError
+from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.mask import Pairs
 from tests.support.exact import DIM, gradients
 
@@ -225,6 +228,21 @@ def test_no_mask_needs_other_communicators_than_causal_and_full_ones(n):
                 for backward in (False, True):
                     plan = strategy.plan(n, visible_pairs=visible_pairs, backward=backward, **how)
                     assert made.issuperset((r, needed) for r in range(n) for needed in plan.communicators(r))
+
+
+def test_the_table_of_communicators():
+    """docs/memory.md has the most of any of 8 ranks."""
+    page = (Path(__file__).parents[2] / "docs/memory.md").read_text()
+    rows = {spec: (int(made), int(peers)) for spec, made, peers in re.findall(r"\| `(.+)` \| (\d) \| (\d+) \|", page)}
+    assert {spec.split(":")[0] for spec in rows} == {*STRATEGIES}
+    for spec, counts in rows.items():
+        plans = [parse_spec(spec).plan(8, causal=c, backward=b) for c in (True, False) for b in (True, False)]
+        made, peers = [], []
+        for rank in range(8):
+            made.append(len({x for plan in plans for x in plan.communicators(rank)}))
+            messages = {x for plan in plans for x in plan.messages(rank)}
+            peers.append(len({(channel, *({a, b} - {rank})) for channel, a, b in messages}))
+        assert counts == (max(made), max(peers)), spec
 
 
 def _threads() -> int:

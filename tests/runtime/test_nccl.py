@@ -2,16 +2,18 @@
 
 from collections import Counter
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from megatron.context_parallel import ContextParallel, context_parallel_attention
+from megatron.context_parallel import STRATEGIES, ContextParallel, context_parallel_attention
 from megatron.context_parallel.patches import torch_process_groups
 from megatron.context_parallel.runtime.comm import torch_works as works
 from megatron.context_parallel.runtime.comm import transport
+from megatron.context_parallel.runtime.comm.torch_works import post
 from tests.support.exact import DIM, gradients
 
 CASES = [  # with head counts and the layout
@@ -57,10 +59,10 @@ def noted(calls: list):
         yield
 
 
-def results(cp: ContextParallel, heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def results(cp: ContextParallel, heads: int, kv_heads: int, dtype: torch.dtype, **how: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
     whole = [torch.randn(6 * cp.n, 1, h, DIM - 1).to(dtype) for h in (heads, kv_heads, kv_heads, heads)]
-    return gradients(lambda *x: context_parallel_attention(*x, cp, return_lse=True), *map(cp.shard, whole))
+    return gradients(lambda *x: context_parallel_attention(*x, cp, return_lse=True, **how), *map(cp.shard, whole))
 
 
 def _cases() -> list[tuple[list[float], list]]:
@@ -77,6 +79,50 @@ def _cases() -> list[tuple[list[float], list]]:
         errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, expected, strict=True)]
         found.append((errors, calls))
     return found
+
+
+def _first_messages() -> list[str]:
+    """The strategies whose passes send a message between two ranks that are not connected yet."""
+    found = []
+    for name, narrow in product(STRATEGIES, (False, True)):
+        options = {"head_parallel_size": 2} if name in ("usp", "loongtrain") else {}
+        calls: set[tuple] = set()
+
+        def noted(group, sends, receives, calls=calls):
+            calls |= {(group, "to", peer) for peer, _ in sends} | {(group, "from", peer) for peer, _ in receives}
+            return post(group, sends, receives)
+
+        with patch.object(transport, "post", noted):
+            with as_nccl():
+                cp = ContextParallel(name, partials_in_16_bits=narrow, **options)
+            connected = set(calls)
+            for causal in (True, False):
+                calls.clear()
+                results(cp, 4, 2, torch.bfloat16, causal=causal)
+                if not calls <= connected:
+                    found.append(name)
+    return found
+
+
+def test_the_first_messages_connect_all_ranks_that_a_plan_connects(ranks):
+    assert ranks(4, _first_messages) == [[]] * 4
+
+
+def _narrow() -> tuple[bool, list[str]]:
+    """Whether results with partials in 16 bits are those without NCCL, and the calls."""
+    plain, calls = ContextParallel("allgather", partials_in_16_bits=True), []
+    with as_nccl():
+        cp = ContextParallel("allgather", partials_in_16_bits=True)
+    with noted(calls):
+        got = results(cp, 4, 2, torch.bfloat16)
+    expected = results(plain, 4, 2, torch.bfloat16)
+    return all(map(torch.equal, got, expected)), [name for name, *_ in calls]
+
+
+def test_partials_in_16_bits_are_not_summed_by_nccl(ranks):
+    """Its sums would be rounded on each rank; as messages each partial is rounded once."""
+    gathers = ["together", "gather", "gather"]
+    assert ranks(4, _narrow) == [(True, [*gathers, *gathers, "messages"])] * 4
 
 
 def test_collectives_are_few_and_give_the_same(ranks):

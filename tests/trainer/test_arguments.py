@@ -470,6 +470,12 @@ def test_attention_traffic_is_that_of_the_table():
     assert dry_run.attention_bytes(grouped, backward=False) == 3 * unit
     # Backward: keys and values again in bf16, their gradients in float32.
     assert dry_run.attention_bytes(grouped, backward=True) == 3 * unit + 2 * 3 * unit
+    narrow = parsed(f"{flags} --cp-strategy allgather --cp-partials-in-16-bits")
+    assert dry_run.attention_bytes(narrow, backward=True) == 2 * 3 * unit + 2 * 3 * unit
+    for where in ("--cp-partials-in-16-bits", "--cp-strategy ring:partials_in_16_bits=yes", "--cp-strategy auto"):
+        wide = f"{SMALL} --context-parallel-size 4 {where}" + " --cp-partials-in-16-bits" * where.endswith("auto")
+        with pytest.raises(UsageError, match="--cp-partials-in-16-bits: the model is float32; give --bf16, or leave"):
+            parsed(wide)
 
 
 def test_memory_adds_up_by_hand():

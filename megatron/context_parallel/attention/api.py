@@ -17,7 +17,7 @@ from megatron.context_parallel.tokens.handles import HandleOf, handle_of
 from megatron.context_parallel.tokens.mask import Documents, Mask
 
 from .context import AllRanks, ContextParallel
-from .inputs import autocast, check, check_kernel, check_types, from_sbhd, to_sbhd
+from .inputs import autocast, check, check_kernel, check_partials, check_types, from_sbhd, to_sbhd
 from .torch_op import OpArgs, attention
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -70,9 +70,10 @@ def context_parallel_attention(
             (float64 for float64) and without gradients.
 
     Raises:
-        UsageError: types, shapes, dtypes, heads or a sequence length that do not fit; an invalid context group; a scale
-            that is not positive and finite; a negative softcap; DTensors with other placements; second derivatives,
-            forward-mode derivatives and the transforms of torch.func; `kernel` or `kept` under torch.compile.
+        UsageError: types, shapes, dtypes, heads or a sequence length that do not fit; an invalid context group;
+            partials in 16 bits for wider inputs; a scale that is not positive and finite; a negative softcap;
+            DTensors with other placements; second derivatives, forward-mode derivatives and the transforms of
+            torch.func; `kernel` or `kept` under torch.compile.
     """
     if not isinstance(cp, (ContextParallel, AllRanks)):
         raise UsageError(
@@ -90,6 +91,7 @@ def context_parallel_attention(
         q, k, v, placed = local_parts(q, k, v, sinks, cp, tensor_layout.find("s"))
     q, k, v = autocast(q, k, v)
     check(q, k, v, sinks, tensor_layout)
+    check_partials(cp.choice, q.dtype)
     Mask(causal, window)  # raises UsageError if they are invalid
     q, k, v = (to_sbhd(x, tensor_layout) for x in (q, k, v))
     if cp.head_parallel_size == 1:  # saved as given; swapped heads are new tensors
@@ -138,10 +140,12 @@ def attention_of_rows(
         The outputs [s, b, heads, dv] of each rank of this process, in q's dtype.
 
     Raises:
-        UsageError: shapes, dtypes or heads that do not fit; other numbers of rows than in `blocks`; head parallelism.
+        UsageError: shapes, dtypes or heads that do not fit; other numbers of rows than in `blocks`; head parallelism;
+            partials in 16 bits for wider inputs.
     """
     for rank, (q, k, v) in zip(cp.local_ranks, inputs, strict=True):
         check(q, k, v, sinks, smallest=0)
+        check_partials(cp.choice, q.dtype)
         given = len(q), len(k)
         chunks = blocks.q.rows(rank), blocks.kv.rows(rank)
         if given != chunks:

@@ -88,7 +88,7 @@ class ContextParallel(Ranks):
             result of `cluster.search.auto.resolve`.
         layout: `--cp-layout`; default: the strategy's own.
         group: the ranks that share a sequence, or a DeviceMesh of one dimension; default: the world.
-        options: `head_parallel_size`, `placement`, and the options of the strategy.
+        options: `head_parallel_size`, `placement`, `partials_in_16_bits`, and the options of the strategy.
 
     Attributes:
         group: the ranks that share a sequence; rank: this one in it.
@@ -118,6 +118,8 @@ class ContextParallel(Ranks):
         self.chunk = self.chunks[self.rank]
         plans = [self.choice.plan(self.n, backward=backward) for backward in (False, True)]
         self._transport.connect({needed for plan in plans for needed in plan.communicators(self.rank)})
+        plans += [self.choice.plan(self.n, causal=False, backward=backward) for backward in (False, True)]
+        self._transport.send_first({message for plan in plans for message in plan.messages(self.rank)})
 
     def shard(self, x: Tensor, dim: int = 0, documents: Documents | None = None) -> Tensor:
         """This rank's tokens of a full sequence: [..., length, ...] to [..., length / n, ...] along `dim`.

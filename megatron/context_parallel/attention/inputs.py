@@ -10,6 +10,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.patches.torch_dispatcher import in_transform
+from megatron.context_parallel.strategies import Choice
 from megatron.context_parallel.tokens.mask import Documents
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -111,6 +112,12 @@ def check(
             f"sinks {list(sinks.shape)} of {sinks.dtype} on {sinks.device}: need floating-point [{heads}], one per "
             f"query head, on {q.device}"
         )
+
+
+def check_partials(choice: Choice, dtype: torch.dtype) -> None:
+    """Raises UsageError if partials are sent in 16 bits and the inputs have more."""
+    if choice.partials_in_16_bits and dtype.itemsize > 2:
+        raise UsageError(f"--cp-partials-in-16-bits: q, k, v of {dtype}; give bfloat16 or float16, or leave it out")
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:

@@ -18,12 +18,12 @@ from .libraries import LIBRARIES, Capability, Library
 from .libraries.base import length
 from .masks import Piece, PieceMask, Runs, cut
 from .names import BACKENDS
-from .position import PARTS, PositionKernel, architecture
+from .position import FEW_ROWS, PARTS, PositionKernel, architecture
 from .position.tiles import TILES
 from .softcap import SoftcapCpu
 
 MOST_PIECES = 3  # the most pieces of a block for a library: those of a zigzag block against its own chunk
-SHORTEST = 16  # the fewest rows or keys of a piece that is worth a library's launch
+SHORTEST = FEW_ROWS  # the fewest rows or keys of a piece for a library: the position kernel splits keys for fewer rows
 
 # Fastest first. flash-attn 3 is written for Hopper's tensor cores, and cuDNN comes next there. On Blackwell, cuDNN is
 # tuned and stable, and flash-attn 4 is a beta. The older kernels use instructions of Ampere.

@@ -237,6 +237,9 @@ class Plan:
     With `heads` > 1 there are `heads` groups of n ranks. Each group runs the steps for its part of the heads. Before
     and after the steps, the ranks with the same rank in their groups swap heads. Chunk i is then a union of `heads`
     smaller chunks, and each of these ranks owns one of them.
+
+    With `partials_in_16_bits` a partial output or gradient that the steps send is rounded to the model's dtype. Its
+    log-sum-exp stays wide, and partials are merged and kept in float32.
     """
 
     name: str
@@ -247,6 +250,7 @@ class Plan:
     channels: tuple[str, ...] = ("ring",)  # of messages and reduce-scatters
     heads: int = 1
     placement: str = PLACEMENTS[0]
+    partials_in_16_bits: bool = False
 
     @property
     def n(self) -> int:
@@ -303,6 +307,25 @@ class Plan:
                 if isinstance(op, AllGather | ReduceScatter):
                     needed.add((op.channel, tuple(in_steps[r] for r in op.group)))
         return sorted(needed)
+
+    def messages(self, rank: int) -> set[tuple[str, int, int]]:
+        """Who sends messages to whom in the steps of `rank` (of all ranks): (channel, sender, receiver).
+
+        These are sends, receives, and reduce-scatters that no library can sum.
+        """
+        place, in_steps = self.grid.coordinates(rank)["context"], self.grid.along(rank, "context")
+        found = set[tuple[str, int, int]]()
+        for op in (op for step in self.steps[place] for op in step.comm):
+            if isinstance(op, Send | Recv) or (isinstance(op, ReduceScatter) and not self.can_sum(op)):
+                found.update((op.channel, in_steps[t.sender], in_steps[t.receiver]) for t in op.transfers(place))
+        return found
+
+    def can_sum(self, op: ReduceScatter) -> bool:
+        """Whether a library may sum the partials.
+
+        Outputs are not merely summed. Sums in 16 bits would be rounded on each rank; a message is rounded once.
+        """
+        return op.tensor is not T.O and not self.partials_in_16_bits
 
     @property
     def starts(self) -> tuple[T, T]:

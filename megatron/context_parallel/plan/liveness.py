@@ -23,11 +23,11 @@ def peak(plan: Plan, r: int, kv_ratio: float = 1.0) -> float:
 
 
 def peak_bytes(plan: Plan, r: int, shape: Shape, work: Sequence[float] = ()) -> int:
-    """The same in bytes, with log-sum-exp and delta, and partials in float32.
+    """The same in bytes, with log-sum-exp and delta, and partials in float32, also those that are sent in 16 bits.
 
     `work`: bytes that a kernel needs in each step besides.
     """
-    return round(_peak(plan, r, lambda tensor, swap: chunk_bytes(plan, tensor, shape, swap), work))
+    return round(_peak(plan, r, lambda tensor, swap: chunk_bytes(plan, tensor, shape, swap, sent=False), work))
 
 
 def _peak(plan: Plan, r: int, size: Callable[[T, bool], float], work: Sequence[float] = ()) -> float:

@@ -36,7 +36,8 @@ class Shape:
         head_dim: of queries and keys.
         itemsize: bytes of a number in the model's dtype. Log-sum-exp and delta are float32.
         value_dim: head_dim of values; default: that of keys.
-        partial_itemsize: bytes of a number of a partial that is sent. This project sends float32.
+        partial_itemsize: bytes of a number of a partial. In this project it is float32, unless the plan sends partials
+            in the model's dtype.
         key_rows: keys of a rank times batch size, including cached ones; default: as many as queries.
     """
 
@@ -79,8 +80,11 @@ def _incoming(plan: Plan, rank: int) -> Iterator[tuple[Transfer, bool]]:
         yield from ((t, False) for t in op.transfers(place) if t.receiver == place)
 
 
-def chunk_bytes(plan: Plan, tensor: T, shape: Shape, swap: bool) -> int:
-    """Bytes of one chunk. Swapped tensors have the model's dtype, except gradients of replicated key/value heads."""
+def chunk_bytes(plan: Plan, tensor: T, shape: Shape, swap: bool, sent: bool = True) -> int:
+    """Bytes of one chunk: of its message if `sent`, else in the memory of a rank.
+
+    Swapped tensors have the model's dtype, except gradients of replicated key/value heads.
+    """
     value_dim = shape.head_dim if shape.value_dim is None else shape.value_dim
     statistic = 4 * shape.rows * shape.heads  # log-sum-exp or delta
     query, out = shape.rows * shape.heads * shape.head_dim, shape.rows * shape.heads * value_dim
@@ -95,4 +99,6 @@ def chunk_bytes(plan: Plan, tensor: T, shape: Shape, swap: bool) -> int:
         T.DQ: (query, 0),
         T.DKV: (keys, 0),
     }[tensor]
-    return numbers * (shape.itemsize if whole else shape.partial_itemsize) + statistics * statistic
+    if whole or (sent and not swap and plan.partials_in_16_bits):
+        return numbers * shape.itemsize + statistics * statistic
+    return numbers * shape.partial_itemsize + statistics * statistic

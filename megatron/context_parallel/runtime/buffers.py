@@ -10,25 +10,27 @@ from megatron.context_parallel.plan.ir import PARTIAL, T
 Value = tuple[Tensor, ...]  # a chunk of a tensor, with the contents in `T`
 
 
-def empty(tensor: T, rows: int, sizes: tuple[int, ...], like: Tensor) -> Value:
+def empty(tensor: T, rows: int, sizes: tuple[int, ...], like: Tensor, narrow: bool = False) -> Value:
     """An empty chunk with some rows, folded as in the executor.
 
     Args:
         sizes: batch x key/value heads, query heads per key/value head, d and dv.
         like: a tensor with the device and dtype of queries, keys and values. Partials, log-sum-exp and delta are in
             float32 or wider.
+        narrow: partials have the dtype of `like`, as those that are sent in 16 bits. Log-sum-exp and delta do not.
     """
-    return tuple([like.new_empty(shape, dtype=dtype) for shape, dtype in _parts(tensor, rows, sizes, like.dtype)])
+    parts = _parts(tensor, rows, sizes, like.dtype, narrow)
+    return tuple([like.new_empty(shape, dtype=dtype) for shape, dtype in parts])
 
 
 @lru_cache(1024)
 def _parts(
-    tensor: T, rows: int, sizes: tuple[int, ...], dtype: torch.dtype
+    tensor: T, rows: int, sizes: tuple[int, ...], dtype: torch.dtype, narrow: bool
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """The shapes and dtypes of the tensors in a chunk."""
     batch, group, d, dv = sizes
     wide = torch.promote_types(dtype, torch.float32)
-    own = wide if tensor in PARTIAL else dtype
+    own = wide if tensor in PARTIAL and not narrow else dtype
     queries, outputs, by_row = ((rows, batch, group, d), own), ((rows, batch, group, dv), own), (rows, batch, group)
     match tensor:
         case T.KV | T.DKV:

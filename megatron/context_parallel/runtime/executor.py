@@ -106,7 +106,7 @@ class Executor:
             values: list[tuple[Key, int, Value]] = []
             receives: list[tuple[int, Tensor]] = []
             for key, peer in batch.receives:
-                value = empty(key[0], self.rows.received(*key, peer), self.sizes, self.q)
+                value = self._buffer(key[0], self.rows.received(*key, peer))
                 values.append((key, peer, value))
                 receives += zip(repeat(peer), value)
             launched = self.launched[batch.channel]
@@ -153,14 +153,14 @@ class Executor:
 
     def _can_sum(self, op: ReduceScatter) -> bool:
         """Whether the transport can sum gradients, and all of their chunks have the same number of rows."""
-        if op.tensor is T.O or not self.transport.sums:
+        if not (self.plan.can_sum(op) and self.transport.sums):
             return False
         rows = self.problem.blocks.chunks(op.tensor).rows
         return len({rows(chunk) for chunk in op.chunks}) == 1
 
     def _sum(self, op: ReduceScatter, own: Key, peer: int) -> Program[None]:
         """A reduce-scatter by the transport, without a buffer for each other rank."""
-        parts = [self._widened((op.tensor, chunk)) for chunk in op.chunks]
+        parts = [self._removed((op.tensor, chunk)) for chunk in op.chunks]
         yield from self._make_room(op.channel)
         mine = self._empty(*own)
         together = [torch.cat(of_chunks) for of_chunks in zip(*parts, strict=True)]
@@ -178,8 +178,8 @@ class Executor:
         for k in range(1, size):
             after = (place + k) % size
             before = op.group[(place - k) % size]
-            sends += zip(repeat(op.group[after]), self._widened((op.tensor, op.chunks[after])))
-            value = self._empty(*own)
+            sends += zip(repeat(op.group[after]), self._removed((op.tensor, op.chunks[after])))
+            value = self._buffer(op.tensor, self.rows.held(*own))
             values.append((before, value))
             receives += zip(repeat(before), value)
         yield from self._make_room(op.channel)
@@ -214,7 +214,7 @@ class Executor:
     def _put(self, key: Key, value: Value, peer: int) -> None:
         where = self.rows.of_peer(key, peer) if key[0] in PARTIAL else None
         if key[0] not in PARTIAL or (key not in self.held and where is None):
-            self.held[key] = value
+            self.held[key] = self._wide(value) if key[0] in (T.DQ, T.DKV) else value
         elif key[0] is T.O:
             out, lse = value
             self._merge(key, where, [(ALL, out, lse)])
@@ -234,13 +234,23 @@ class Executor:
     def _leaving(self, key: Key, peer: int) -> Value:
         """The value to send to a peer."""
         if key[0] in PARTIAL:
-            return self._widened(key)
+            return self._removed(key)
         where = self.rows.of_peer(key, peer)
         return self.held[key] if where is None else tuple([x[where] for x in self.held[key]])
 
-    def _widened(self, key: Key) -> Value:
-        """Removes a partial, to send it in float32 or wider."""
-        return tuple(map(self.widen, self._take(key)))
+    def _removed(self, key: Key) -> Value:
+        """Removes a partial, to send it in float32 or wider, or in the model's dtype if the plan says so."""
+        value = self._take(key)
+        if not self.plan.partials_in_16_bits:
+            return self._wide(value)
+        if key[0] is T.O:
+            out, lse = value
+            return out.to(self.q.dtype), lse
+        return tuple([x.to(self.q.dtype) for x in value])
+
+    def _wide(self, value: Value) -> Value:
+        """A partial in float32 or wider."""
+        return tuple(map(self.widen, value))
 
     def _take(self, key: Key) -> Value:
         """Removes a partial, to send it or to return it. It is zero if nothing was added to it."""
@@ -252,6 +262,10 @@ class Executor:
             self.held.pop(key, None)
 
     # -- values ------------------------------------------------------------------------------------------------
+
+    def _buffer(self, tensor: T, rows: int) -> Value:
+        """Where a message is received."""
+        return empty(tensor, rows, self.sizes, self.q, self.plan.partials_in_16_bits)
 
     def _empty(self, tensor: T, chunk: int) -> Value:
         return empty(tensor, self.rows.held(tensor, chunk), self.sizes, self.q)

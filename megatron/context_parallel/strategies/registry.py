@@ -98,6 +98,7 @@ class Strategy:
         backward: bool = False,
         head_parallel_size: int | None = None,
         placement: str = PLACEMENTS[0],
+        partials_in_16_bits: bool = False,
         heads: int | None = None,
         kv_heads: int | None = None,
         **options: object,
@@ -114,6 +115,7 @@ class Strategy:
             head_parallel_size: the strategy runs on n / head_parallel_size ranks for a part of the heads; default 1,
                 or n for a strategy that splits the heads over all ranks.
             placement: which ranks are neighbours: those that share tokens ("head-first") or heads ("context-first").
+            partials_in_16_bits: the steps send partials in the model's dtype; see `Plan`.
             heads: query heads of the model, or of a tensor-parallel rank; default: enough for any head-parallel size.
             kv_heads: key/value heads; default: as many as `heads`.
             options: the options that the strategy declares.
@@ -139,7 +141,9 @@ class Strategy:
             iter(self.write(Pass(0, n // size, visible_pairs, backward, ratio), **options)), None
         )  # checks first, steps later
         write = partial(self._write, n // size, visible_pairs, backward, ratio, options)
-        return Plan(self.name, layout, visible_pairs, backward, Steps(n // size, write), self.channels, size, placement)
+        steps = Steps(n // size, write)
+        how = self.channels, size, placement, partials_in_16_bits
+        return Plan(self.name, layout, visible_pairs, backward, steps, *how)
 
     def _write(
         self, n: int, visible_pairs: Pairs, backward: bool, kv_ratio: float, options: dict[str, object], rank: int

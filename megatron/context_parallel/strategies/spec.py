@@ -31,6 +31,7 @@ COMMON = {
         Option("layout of the tokens over the ranks; default: that of the strategy", choices=LAYOUTS, name="layout"),
         Option("number of ranks that split the heads", 2, name="head_parallel_size", kind=int),
         Option("whether ranks that share tokens or heads are neighbours", choices=PLACEMENTS, name="placement"),
+        Option("send partial outputs and gradients in the 16 bits of the model", name="partials_in_16_bits", kind=bool),
     )
 }
 
@@ -57,6 +58,12 @@ class Choice:
     @property
     def layout(self) -> str:
         return self.common.get("layout") or self.strategy.layouts[0]
+
+    @property
+    def partials_in_16_bits(self) -> bool:
+        """Whether a pass sends its partials in the model's dtype, which must have 16 bits."""
+        passes = [self, self.back] if self.back else [self]
+        return any(choice.common.get("partials_in_16_bits") for choice in passes)
 
     @property
     def spec(self) -> str:

@@ -56,11 +56,12 @@ class Fuzz:
     def _compare(self, case: Case) -> str | None:
         wrong = []
         of_groups = run(case, self.pool)
+        sent_narrow = case.n if case.options.get("partials_in_16_bits") else 0
         for i, call in enumerate(case.calls if of_groups else ()):
             key = case.strategy, call.dtype
             self.calls[key] += 1
             for j, answer in enumerate(answers(call)):
-                for off in (excess(call, WHAT[j], answer, results[i][j]) for results in of_groups):
+                for off in (excess(call, WHAT[j], answer, results[i][j], sent_narrow) for results in of_groups):
                     if off <= 1:
                         self.worst[key][j] = max(self.worst[key][j], off)
                     else:

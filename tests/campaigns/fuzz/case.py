@@ -109,6 +109,10 @@ def draw(random: Random, kind: str, ranks: int) -> Case:
         another.seed = random.randrange(10**6)
         calls.append(another)
     groups = random.randint(1, ranks // n) if kind == ON_RANKS else 1
+    if random.random() < 0.1:
+        options["partials_in_16_bits"] = True
+        for call in calls:
+            call.dtype, call.kernel = "bfloat16", "default"
     return Case(kind, strategy.name, layout, n, options, calls, groups)
 
 

@@ -198,14 +198,17 @@ ROUNDED_ONCE = 0.65  # of the worst case, over many elements: 1.5 times the 0.43
 MANY = 1000  # elements
 
 
-def excess(call: Call, what: str, answer: Answer, got: Tensor) -> float:
-    """The largest error of a row, or of the whole tensor, over what is allowed; above 1, or nan, is wrong."""
+def excess(call: Call, what: str, answer: Answer, got: Tensor, sent_narrow: int = 0) -> float:
+    """The largest error of a row, or of the whole tensor, over what is allowed; above 1, or nan, is wrong.
+
+    `sent_narrow`: how often a partial may be rounded to 16 bits because it is sent.
+    """
     blind = answer.value.isneginf()
     if got.shape != answer.value.shape or not torch.equal(got.isneginf(), blind):
         return torch.inf
     narrow = 0.0 if what == "lse" else NARROW[call.dtype]  # lse stays as wide as partials
     unit = UNIT[call.dtype] + UNIT["float64"]  # the expected value is rounded too
-    allowed = UNITS * unit * answer.terms + narrow * answer.rounded
+    allowed = (UNITS * unit + sent_narrow * narrow / 2) * answer.terms + narrow * answer.rounded
     error, allowed = (x.double().masked_fill(blind, 0.0) for x in (got.double() - answer.value, allowed))
     by_row = [x.norm(dim=3) if x.dim() == 4 else x.abs() for x in (error, allowed)]
     largest = (by_row[0] / (by_row[1] + TINY)).max()

@@ -88,7 +88,7 @@ def candidates(
         workload: the attention.
         n: ranks of the context group.
         q_transfer_blocks: the time of a message of queries, in forward blocks, by head-parallel size.
-        fixed: options that are given: `layout`, `head_parallel_size`, `placement`.
+        fixed: options that are given: `layout`, `head_parallel_size`, `placement`, `partials_in_16_bits`.
         planned: of strategies that the planner considers for any mask, or else of those made for documents.
     """
     visible_pairs = cache(lambda layout, steps: workload.mask.pairs(*Chunks.pair(layout, steps, workload.length)))
@@ -130,7 +130,7 @@ def _choices(
             }
             placements = PLACEMENTS if 1 < size < n else PLACEMENTS[:1]
             for layout, placement in itertools.product(strategy.layouts, placements):
-                common = {"layout": layout, "head_parallel_size": size, "placement": placement}
+                common = dict(fixed) | {"layout": layout, "head_parallel_size": size, "placement": placement}
                 if any(common[name] != value for name, value in fixed.items()):
                     continue
                 if layout == strategy.layouts[0]:

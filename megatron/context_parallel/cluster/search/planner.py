@@ -180,7 +180,7 @@ def search(
     Args:
         workload: what is computed.
         place: the devices of the group.
-        fixed: options that are given: `layout`, `head_parallel_size`, `placement`.
+        fixed: options that are given: `layout`, `head_parallel_size`, `placement`, `partials_in_16_bits`.
         room: bytes of a device for chunks and partials of attention; default: its memory.
         most: choices that are simulated.
     """

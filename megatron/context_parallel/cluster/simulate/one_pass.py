@@ -8,7 +8,18 @@ from weakref import WeakKeyDictionary
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.flows import Flows, Task
-from megatron.context_parallel.plan.ir import AllGather, Attend, Comm, Plan, ReduceScatter, SwapHeads, T, Transfer
+from megatron.context_parallel.plan.ir import (
+    PARTIAL,
+    AllGather,
+    Attend,
+    Comm,
+    Plan,
+    ReduceScatter,
+    Send,
+    SwapHeads,
+    T,
+    Transfer,
+)
 from megatron.context_parallel.plan.machine import Launch, Merge
 from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.trace import Clock, Rank, Span
@@ -133,18 +144,21 @@ class _Costs:
         self.route = cache(self._route)
         self.compute_is_shared = bool(cluster.shared_cores or cluster.compute_slowdown or cluster.message_slowdown)
         self.bytes = {(t, swap): chunk_bytes(plan, t, shape, swap) for swap in (False, True) for t in T}
+        self.held = {t: chunk_bytes(plan, t, shape, False, sent=False) for t in T}
 
     def block(self, group: int, rank: int, attend: Attend) -> Task:
         return self._on_rank(group, rank, self.blocks(attend))
 
     def overhead(self, group: int, rank: int, work: Launch | Merge) -> Task | None:
         memory = self.cluster.device.memory_GB_s * 1e9
-        if isinstance(work, Merge):  # two reads and a write of float32
-            seconds = 3 * work.times * self.bytes[work.tensor, False] / memory
+        if isinstance(work, Merge):  # reads both partials and writes one
+            seconds = work.times * (2 * self.held[work.tensor] + self.bytes[work.tensor, False]) / memory
         else:
             messages = sum([_messages(op) for op in work.comm]) if self.cluster.message_us else 0
             seconds = (self.cluster.device.step_us + self.cluster.message_us * messages) * 1e-6
             seconds += sum([self._packing(op) for op in work.comm if isinstance(op, SwapHeads)])
+            if self.plan.partials_in_16_bits:
+                seconds += sum([self._rounding(op) for op in work.comm]) / memory
             if work.first:
                 seconds += self.cluster.device.pass_us * 1e-6
             moved = 0
@@ -158,6 +172,13 @@ class _Costs:
         device = self.cluster.device
         moved = sum([4 * self.bytes[t, True] for t in op.tensors])
         return device.swap_us * 1e-6 + moved / ((device.packing_GB_s or device.memory_GB_s) * 1e9)
+
+    def _rounding(self, op: Comm | SwapHeads) -> float:
+        """Bytes read and written when a rank rounds partials to send them."""
+        if not isinstance(op, Send | ReduceScatter) or op.tensor not in PARTIAL:
+            return 0.0
+        others = len(op.group) - 1 if isinstance(op, ReduceScatter) else 1
+        return others * (self.held[op.tensor] + self.bytes[op.tensor, False])
 
     def _on_rank(self, group: int, rank: int, seconds: float) -> Task:
         if not self.compute_is_shared:

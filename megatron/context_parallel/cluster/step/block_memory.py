@@ -48,7 +48,7 @@ class BlockMemory:
         """Bytes for one query chunk. Partials that it is the first to fill are counted by the plan already."""
         first = {(T.DQ, chunk), *((T.DKV, kv) for kv in attend.kv_chunks)} - made
         made |= first
-        counted = sum(chunk_bytes(self.plan, tensor, self.shape, False) for tensor, _ in first)
+        counted = sum(chunk_bytes(self.plan, tensor, self.shape, False, sent=False) for tensor, _ in first)
         count = len(attend.kv_chunks)
         gathered = 2 * self.keys * (1 + self.part) * count if count > 1 else 0.0  # keys, and their gradients
         if self.blocks is None:

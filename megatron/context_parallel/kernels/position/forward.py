@@ -10,7 +10,7 @@ LOWEST = tl.constexpr(-1e38)  # a running maximum before the first score: finite
 
 
 @triton.jit
-def _attend(
+def attend(
     state, q, k, v, at_k, at_v, start, hi, first, end, seen_keys, scale,
     MASKED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DV: tl.constexpr, EV: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
@@ -64,13 +64,13 @@ def forward_kernel(
     state = (zeros(ROWS, DV, EV), tl.zeros([ROWS], tl.float32), tl.full([ROWS], LOWEST, tl.float32))
     for i in range(tiles - full):
         start = lo + (i + tl.where(i < before, 0, full)) * KEYS
-        state = _attend(
+        state = attend(
             state, queries, k, v, at_k, at_v, start, hi, first_seen, end_seen, seen_keys, scale,
             True, KEYS, D, E, DV, EV, SOFTCAP, PRECISION,
         )  # fmt: skip
     for i in range(before, before + full):
         start = lo + i * KEYS
-        state = _attend(
+        state = attend(
             state, queries, k, v, at_k, at_v, start, hi, first_seen, end_seen, seen_keys, scale,
             False, KEYS, D, E, DV, EV, SOFTCAP, PRECISION,
         )  # fmt: skip

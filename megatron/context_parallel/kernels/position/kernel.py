@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from .tiles import FLOAT32, TILES, Tiles
 PARTS = {64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}  # powers of two
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _of_runs = WeakTensorKeyDictionary()  # by the ends of runs
+FEW_ROWS = 16  # below, programs share the keys of a block: its rows alone would not occupy a GPU
+PROGRAMS = 2  # for each multiprocessor, of a block with few rows
 FURTHEST = 2**31 // 256  # elements between rows: offsets inside a tile are 32 bits wide
 
 
@@ -64,10 +67,34 @@ class PositionKernel:
         from .forward import forward_kernel
 
         common = _common(q, k, v, mask, scores)
-        tiles = self._tiles("forward", q, v, scores)
         out, lse = q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=torch.float32)
+        if len(q) < FEW_ROWS:
+            return self._few_rows(out, lse, common, scores)
+        tiles = self._tiles("forward", q, v, scores)
         forward_kernel[_count(len(q), tiles.rows), q.shape[1] * q.shape[2]](
             out=out, lse=lse, **_strides(q=q, k=k, v=v, out=out, lse=lse), **common, **_launch(tiles)
+        )
+        return out, lse
+
+    def _few_rows(self, out: Tensor, lse: Tensor, common: dict[str, Any], scores: Scores) -> tuple[Tensor, Tensor]:
+        """`forward` with the keys of each head split, so that all multiprocessors read keys."""
+        from .few_rows import few_rows_kernel, merge_parts_kernel
+
+        q, k, v = common["q"], common["k"], common["v"]
+        tiles = self._tiles("few rows", q, v, scores)
+        s, heads, group, dv = out.shape
+        rows = min(tiles.rows, max(16, 1 << (s * group - 1).bit_length()))
+        programs = heads * _count(s * group, rows)
+        tiles_a_part = _count(_count(len(k), tiles.keys), _count(PROGRAMS * self.processors, programs))
+        parts = _count(len(k), tiles_a_part * tiles.keys)
+        out_of_parts, lse_of_parts = (lse.new_empty(parts, heads, s * group, *last) for last in ((dv,), ()))
+        few_rows_kernel[parts, heads, _count(s * group, rows)](
+            out=out_of_parts, lse=lse_of_parts, keys_a_part=tiles_a_part * tiles.keys, **common,
+            **_strides(q=q, k=k, v=v), **_launch(tiles._replace(rows=rows)),
+        )  # fmt: skip
+        sizes = {name: common[name] for name in ("s", "group", "DV", "EV")}
+        merge_parts_kernel[_count(s * heads * group, 16),](
+            out, lse, out_of_parts, lse_of_parts, parts, heads=heads, ROWS=16, enable_fp_fusion=True, **sizes
         )
         return out, lse
 

@@ -27,6 +27,14 @@ TILES: dict[int, dict[str, dict[int, Tiles]]] = {
             192: Tiles(128, 32, 8, 2),
             256: Tiles(64, 64, 8, 2),
         },
+        "few rows": {
+            64: Tiles(32, 128, 4, 3),
+            80: Tiles(32, 64, 4, 3),
+            96: Tiles(32, 64, 4, 3),
+            128: Tiles(32, 64, 4, 3),
+            192: Tiles(32, 32, 4, 3),
+            256: Tiles(32, 32, 4, 3),
+        },
         "dq": {
             64: Tiles(128, 64, 8, 3),
             80: Tiles(128, 64, 8, 3),
@@ -63,6 +71,14 @@ TILES: dict[int, dict[str, dict[int, Tiles]]] = {
             128: Tiles(128, 128, 8, 2),
             192: Tiles(128, 64, 8, 2),
             256: Tiles(128, 64, 8, 2),
+        },
+        "few rows": {
+            64: Tiles(32, 128, 4, 3),
+            80: Tiles(32, 64, 4, 3),
+            96: Tiles(32, 64, 4, 3),
+            128: Tiles(32, 64, 4, 3),
+            192: Tiles(32, 32, 4, 3),
+            256: Tiles(32, 32, 4, 3),
         },
         "dq": {
             64: Tiles(128, 64, 8, 3),
@@ -101,6 +117,14 @@ TILES: dict[int, dict[str, dict[int, Tiles]]] = {
             128: Tiles(128, 64, 8, 3),
             192: Tiles(128, 64, 8, 2),
             256: Tiles(128, 32, 8, 2),
+        },
+        "few rows": {
+            64: Tiles(32, 128, 4, 3),
+            80: Tiles(32, 64, 4, 3),
+            96: Tiles(32, 64, 4, 3),
+            128: Tiles(32, 64, 4, 3),
+            192: Tiles(32, 32, 4, 3),
+            256: Tiles(32, 32, 4, 3),
         },
         "dq": {
             64: Tiles(128, 64, 4, 3),

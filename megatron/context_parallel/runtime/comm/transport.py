@@ -82,6 +82,25 @@ class TorchTransport:
                 dist.barrier(group, device_ids=[torch.cuda.current_device()])
             self._groups[channel, members] = group
 
+    def send_first(self, messages: Iterable[tuple[str, int, int]]) -> None:
+        """Sends a byte for each (channel, sender, receiver). All ranks of the group must name those they share.
+
+        NCCL connects two ranks in their first message, and each waits there for the other. So a plan could hang.
+        """
+        if not self._nccl:
+            return
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        channels: dict[str, tuple[MessageList, MessageList]] = {}
+        for channel, sender, receiver in sorted(messages):
+            sends, receives = channels.setdefault(channel, ([], []))
+            byte = torch.zeros(1, dtype=torch.uint8, device=device)
+            if sender == self.rank:
+                sends.append((receiver, byte))
+            else:
+                receives.append((sender, byte))
+        for channel, (sends, receives) in channels.items():
+            self.exchange(channel, sends, receives).wait()
+
     def world(self, peer: int) -> int:
         return self.ranks[peer]
 

@@ -67,6 +67,9 @@ def _check_model(args: Arguments) -> Iterator[UsageError]:
         yield refusal(args, "num_query_groups", why, tensor_model_parallel_size=math.gcd(groups, tensor))
     if args.position_embedding_type == "rope" and int(args.kv_channels * args.rotary_percent) % 2:
         yield refusal(args, "kv_channels", "RoPE needs an even head dimension", kv_channels=args.kv_channels + 1)
+    narrow = args.cp_partials_in_16_bits or any(choice.partials_in_16_bits for choice in args.cp_layers)
+    if narrow and args.params_dtype.itemsize > 2:
+        yield UsageError("--cp-partials-in-16-bits: the model is float32; give --bf16, or leave it out")
     if args.attention_dropout:
         yield refusal(args, "attention_dropout", "context-parallel attention has no dropout", attention_dropout=0)
 

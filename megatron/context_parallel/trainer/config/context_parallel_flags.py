@@ -72,6 +72,7 @@ if TYPE_CHECKING:
 
     class ContextParallel(_Group):
         cp_layout: str | None = flag("")
+        cp_partials_in_16_bits: bool | None = flag("")
 
 else:
     # Values stay text until the strategy is known, which parses them; switches are True and False.
