@@ -124,12 +124,13 @@ class ContextParallelConnector(KVConnectorBase_V1):
         return self._worker.take_lost_blocks()
 
     def shutdown(self) -> None:
-        self._worker.shutdown()
+        if self.role is KVConnectorRole.WORKER:
+            self._worker.shutdown()
 
     # -- metrics -----------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> PullCounts | None:
-        return self._worker.take_counts()
+        return self._worker.take_counts() if self.role is KVConnectorRole.WORKER else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PullCounts:
