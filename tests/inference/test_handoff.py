@@ -6,13 +6,23 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core.inference.sampling_params import SamplingParams
 
+from megatron.context_parallel.inference.engine import Engine, Request, RequestOutput
+from megatron.context_parallel.inference.faults import NAN
 from megatron.context_parallel.inference.handoff import rows_port
+from megatron.context_parallel.inference.handoff.leases import Leases
+from megatron.context_parallel.inference.handoff.sequences import HandedSequences
+from megatron.context_parallel.inference.tokenizer import ByteTokenizer
 from megatron.context_parallel.integration.vllm import wire
 from megatron.context_parallel.integration.vllm.pull import Pull
 from megatron.context_parallel.integration.vllm.wire import Kind, Place, Ticket, WireError
-from tests.support.handoff_case import DIM, HEADS, LAYERS, MODEL, Fetched, dense, fetch, ranks
-from tests.support.server_case import wait_until
+from megatron.context_parallel.serving.listen import bind
+from tests.support.handoff_case import DIM, HEADS, LAYERS, MODEL, Calls, Fetched, dense, fetch, handing_ranks
+from tests.support.plain_session import PlainSession
+from tests.support.server_case import Parrot, wait_until
+from tests.support.session_case import session, start
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +45,7 @@ def same(fetched: Fetched, rows, first: int = 0, heads=slice(None)) -> bool:
 def test_every_row_comes_once(n, tensor):
     """In chunks of any length; from any position on; all heads, and half of them."""
     rows = dense(300, 1)
-    with ranks(n, tensor, pages=128) as of:
+    with handing_ranks(n, tensor, pages=128) as of:
         other, sequence = of.tables.open(), of.tables.open()
         of.prefill(other, dense(9, 2), 0, 9)
         of.each("open", "a", 300)
@@ -56,7 +66,7 @@ def test_every_row_comes_once(n, tensor):
 
 def test_rows_come_while_the_prefill_goes_on():
     rows, came = dense(40, 3), []
-    with ranks(2) as of:
+    with handing_ranks(2) as of:
         sequence = of.tables.open()
         fetched = Fetched(40)
         pull = Pull(of.ticket("a", 40), 0, (0, HEADS), fetched)
@@ -77,7 +87,7 @@ def test_rows_come_while_the_prefill_goes_on():
 
 
 def test_a_lease_ends_when_all_workers_have_reported():
-    with ranks(1) as of:
+    with handing_ranks(1) as of:
         sequence = of.tables.open()
         of.prefill(sequence, dense(5, 1), 0, 5)
         of.each("open", "a", 5)
@@ -91,7 +101,7 @@ def test_a_lease_ends_when_all_workers_have_reported():
 
 
 def test_a_lease_ends_by_time_and_a_sign_renews_it():
-    with ranks(1, seconds=0.6) as of:
+    with handing_ranks(1, seconds=0.6) as of:
         of.each("open", "a", 5)
         of.each("open", "b", 5)
         with socket.create_connection((of.places[0].host, of.places[0].port)) as connection:
@@ -105,7 +115,7 @@ def test_a_lease_ends_by_time_and_a_sign_renews_it():
 
 def test_no_row_of_another_sequence():
     """A decoder that reads while the sequence is released, and its pages are filled with another one."""
-    with ranks(1, pages=128) as of:
+    with handing_ranks(1, pages=128) as of:
         for i in range(20):
             rows, sequence = dense(256, 1), of.tables.open()
             of.prefill(sequence, rows, 0, 256)
@@ -130,12 +140,12 @@ def test_no_row_of_another_sequence():
 
 
 def _refused(of, ticket: Ticket, why: str, **how) -> None:
-    pull, fetched = fetch(ticket, **how)
+    pull, fetched = fetch(ticket, **how, worker=(0, 2))  # the lease of a sequence waits for the other worker
     assert why in pull.report.error and pull.first_missing() == 0 and not fetched.written.any()
 
 
 def test_what_ranks_refuse():
-    with ranks(2) as of:
+    with handing_ranks(2) as of:
         sequence = of.tables.open()
         of.prefill(sequence, dense(5, 1), 0, 5)
         of.each("open", "a", 5)
@@ -153,7 +163,7 @@ def test_what_ranks_refuse():
 @pytest.mark.parametrize("line", [b"{}\n", b"\xff\n", b"[1]\n", b"x" * 5000, wire.hello(id="a"), b"GET / HTTP/1.1\r\n"])
 def test_strangers(line):
     """Their connection ends, and nobody else's."""
-    with ranks(1) as of:
+    with handing_ranks(1) as of:
         of.each("open", "a", 5)
         with socket.create_connection((of.places[0].host, of.places[0].port)) as connection:
             connection.sendall(line)
@@ -178,7 +188,9 @@ def _rank_that(answers) -> Place:
             except OSError:
                 return
             kept.append(connection)
-            if b"worker" not in connection.makefile("rb").readline():
+            if b"worker" in connection.makefile("rb").readline():
+                connection.sendall(b"".join(_parts([wire.frame(Kind.WAIT)])))
+            else:
                 for part in answers(connection):
                     connection.sendall(part)
 
@@ -244,7 +256,7 @@ def test_a_rank_that_hangs_is_given_up():
 def test_rows_before_the_loss_are_used():
     """The rows before the first missing one can be used."""
     rows = dense(600, 1)
-    with ranks(2) as of:
+    with handing_ranks(2) as of:
         sequence = of.tables.open()
         of.prefill(sequence, rows[:], 0, 250)
         of.each("open", "a", 600)
@@ -273,3 +285,129 @@ def test_tickets():
             Ticket.of(params | {wire.FIELD: fields | wrong})
     with pytest.raises(WireError):
         Ticket.of(params | {wire.FIELD: "text"})
+
+
+def prefill_only(name: str, tokens: list[int]) -> Request:
+    return Request(name, tokens, SamplingParams(num_tokens_to_generate=1), handoff=f"{name}'s")
+
+
+def text_of(name: str, tokens: list[int], new: int) -> Request:
+    return Request(name, tokens, SamplingParams(num_tokens_to_generate=new))
+
+
+PROMPT = [*b"abcdefghijklmnopqrstuvwxyz123456"]
+LATE = "its lease has ended"
+
+
+def plain_engine(size: int = 100) -> tuple[Engine, Calls]:
+    calls = Calls()
+    return Engine(PlainSession(Parrot(), size, 257), ByteTokenizer(256), step_tokens=16, handed=calls), calls
+
+
+def ended(outputs) -> list[tuple[str, str]]:
+    return [(output.request, output.finish) for output in outputs if output.finish]
+
+
+def test_a_handoff_is_answered_when_it_begins_and_pinned_when_it_is_done():
+    engine, calls = plain_engine()
+    engine.add(prefill_only("a", PROMPT))
+    assert ended(engine.step()) == [("a", "length")] and not engine.pinned
+    assert ended(engine.step()) == [] and [*engine.pinned] == ["a's"] and engine.idle
+    assert calls.seen == [("open", "a's", 32), ("finish", "a's", 0), ("finish", "a's", 16), ("finish", "a's", 32)]
+    engine.add(text_of("b", [*PROMPT[:20], *b"zz"], 3))  # shares a prefix with the pinned sequence
+    outputs = engine.step() + engine.step() + engine.step()
+    assert [output.reused for output in outputs if output.first] == [20] and "a's" in engine.pinned
+    engine.release("a's")
+    engine.release("a's")
+    assert calls.seen[4:] == [("close", "a's", LATE)] and not engine.pinned
+    engine.add(prefill_only("c", [*PROMPT, *b"xyz"]))
+    assert engine.step()[0].reused == 32  # kept for later prompts
+
+
+def test_pinned_tokens_count_against_the_cache():
+    engine, _ = plain_engine(40)
+    engine.add(prefill_only("a", PROMPT))
+    engine.step()
+    engine.step()
+    engine.add(text_of("b", PROMPT[::-1], 2))
+    engine.add(text_of("c", [1, 2, 3], 2))
+    for _ in range(3):
+        assert not engine.step() and engine.blocked and len(engine.waiting) == 2
+    engine.release("a's")
+    assert not engine.blocked
+    outputs = [output for _ in range(5) for output in engine.step()]
+    assert {name for name, _ in ended(outputs)} == {"b", "c"}
+
+
+def test_a_release_ends_a_prefill():
+    engine, calls = plain_engine()
+    engine.add(prefill_only("a", PROMPT))
+    engine.step()
+    engine.release("a's")
+    assert engine.idle and not engine.pinned and calls.seen[-1] == ("close", "a's", LATE)
+    engine.add(prefill_only("b", PROMPT * 2))
+    assert engine.step()[0].reused == 16
+    engine.cancel("b")
+    assert engine.step() == [RequestOutput("b", finish="cancelled")] and not engine.running
+
+
+def test_wrong_rows_are_never_finished():
+    """The last rows of a prompt whose logits are NaN; a rank that read the others is told."""
+    engine, calls = plain_engine()
+    engine.add(prefill_only("a", [*b"!" * 20]))
+    engine.step()
+    assert ended(engine.step()) == [("a", "error")]
+    assert calls.seen[-2:] == [("finish", "a's", 16), ("close", "a's", NAN)]
+    assert not engine.pinned and engine.cache.room() == 100
+
+
+def _hand_over(prompts: list[list[int]]) -> None:
+    """Rank 0 fetches the rows of prompts, of all ranks, while they are prefilled in chunks."""
+    start()
+    of = session(cache_tokens=512)
+    handed = HandedSequences(of.tables, of.cache, of.cp.rank)
+    engine = Engine(of, ByteTokenizer(256), step_tokens=16, handed=handed)
+    listener = bind("127.0.0.1", 0)
+    shape = of.cache.layers[0][0].shape[2:]
+    rows = rows_port.RowsFormat(2, 0, *shape, shape[1], "float32")
+    place = Place("127.0.0.1", listener.getsockname()[1], of.cp.rank, 0, shape[0])
+    places = [place] * of.cp.n
+    dist.all_gather_object(places, place)
+    model = {"num_hidden_layers": 2, "head_dim": shape[1], "dtype": "float32"}
+    leases = Leases(30, lambda name, late: None)
+    with rows_port.RowsPort(handed, rows, listener, leases).running():
+        for i, prompt in enumerate(prompts):
+            request = prefill_only(str(i), prompt)
+            engine.add(request)
+            outputs = engine.step()
+            fetched = torch.full((2, 2, len(prompt), *shape), torch.nan)
+
+            def write(layer, positions, keys, values, into=fetched):
+                into[layer, :, positions] = torch.stack([keys, values])
+
+            pull = Pull(Ticket(request.handoff, len(prompt), "", model, tuple(places)), 0, (0, shape[0]), write)
+            thread = threading.Thread(target=pull.run)
+            if not of.cp.rank:
+                thread.start()
+            while not engine.pinned:
+                outputs += engine.step()
+            (run,) = engine.pinned.values()
+            positions = of.tables.positions(run.sequence, of.cp.rank)
+            slots = torch.from_numpy(of.tables.slots(run.sequence, of.cp.rank))
+            cached = torch.stack([torch.stack(of.cache.rows(layer, slots)) for layer in range(2)])
+            everyone = [None] * of.cp.n
+            dist.all_gather_object(everyone, (positions, cached))
+            if not of.cp.rank:
+                thread.join(10)
+                assert not pull.report.error and not fetched.isnan().any()
+                for where, expected in everyone:
+                    assert torch.equal(fetched[:, :, where], expected)
+            assert outputs[0].finish == "length" and outputs[0].reused == (40 if i else 0)
+            dist.barrier()
+            engine.release(request.handoff)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_rows_are_those_of_the_caches(ranks, n):
+    first = [(x * 7) % 29 for x in range(61)]
+    ranks(n, _hand_over, [first, first[:40] + [3, 1, 4, 1, 5, 9] * 4])

@@ -63,7 +63,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks(n: int, tensor: int = 1, seconds: float = 30.0, pages: int = 64) -> Iterator[Ranks]:
+def handing_ranks(n: int, tensor: int = 1, seconds: float = 30.0, pages: int = 64) -> Iterator[Ranks]:
     """n context ranks of `tensor` tensor ranks each."""
     tables = PageTables(n, pages, 4)
     heads = HEADS // tensor
@@ -101,6 +101,22 @@ class Fetched:
         self.rows[layer][0][positions] = keys
         self.rows[layer][1][positions] = values
         self.written[positions] += layer == 0
+
+
+class Calls:
+    """Stands for `HandedSequences` and records the calls."""
+
+    def __init__(self) -> None:
+        self.seen = list[tuple]()
+
+    def open(self, name: str, tokens: int) -> None:
+        self.seen.append(("open", name, tokens))
+
+    def finish_rows(self, name: str, sequence: int, end: int) -> None:
+        self.seen.append(("finish", name, end))
+
+    def close(self, name: str, why: str) -> None:
+        self.seen.append(("close", name, why))
 
 
 def fetch(

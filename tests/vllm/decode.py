@@ -1,4 +1,4 @@
-"""Runs in vLLM's environment: one vLLM decodes what servers of 1, 2 and 4 ranks prefilled; tokens must be transformers'.
+"""Runs in vLLM's environment: a vLLM decodes what servers prefilled; its tokens must be those of transformers.
 
 decode.py FOLDER TENSOR BLOCK PORT...
 """
@@ -16,9 +16,9 @@ MODULE = "megatron.context_parallel.integration.vllm.connector"
 KV = 2 * 2 * 2 * 32 * 4  # bytes of a token: layers, keys and values, heads, head_dim, float32
 
 
-def post(port: int, body: dict) -> dict:
+def post(url: str, body: dict) -> dict:
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
@@ -39,23 +39,30 @@ def settled(port: int, name: str, value: float, seconds: float = 10) -> float:
 
 
 def ticket(port: int, prompt: list[int]) -> dict:
+    """The ticket of a prompt that the server at a port of this machine prefills."""
+    return ticket_of(f"http://127.0.0.1:{port}", prompt)
+
+
+def ticket_of(url: str, prompt: list[int]) -> dict:
     """The ticket of a prompt that a server prefills."""
     wanted = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None, "remote_port": None}
     body = {"model": "model", "prompt": prompt, "max_tokens": 1, "stream": False, "kv_transfer_params": wanted}
-    answer = post(port, body)
+    answer = post(url, body)
     assert answer["choices"][0]["text"] == "" and answer["usage"]["completion_tokens"] == 0, answer
     return answer["kv_transfer_params"]
 
 
-def start(folder: Path, tensor: int, block: int, model: str = "model", **changes) -> LLM:
+def start(
+    folder: Path, tensor: int, block: int, model: str = "model", length: int = 1024, silence: float = 3, **changes
+) -> LLM:
     transfer = {
         "kv_connector": "ContextParallelConnector",
         "kv_connector_module_path": MODULE,
         "kv_role": "kv_consumer",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"silence_seconds": 3},
+        "kv_connector_extra_config": {"silence_seconds": silence},
     }
-    common = {"dtype": "float32", "enforce_eager": True, "disable_log_stats": False, "max_model_len": 1024}
+    common = {"dtype": "float32", "enforce_eager": True, "disable_log_stats": False, "max_model_len": length}
     return LLM(
         str(folder / model),
         block_size=block,

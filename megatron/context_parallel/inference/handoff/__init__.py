@@ -2,5 +2,5 @@
 
 In: sequences that the engine prefills, pinned under a lease. Out: their keys and values over TCP.
 Start with `sequences.py` (what a rank has to give), then `rows_port.py` (the thread that gives it) and `leases.py` (how
-long). What travels is in `integration/vllm/wire.py`.
+long). The protocol is in `integration/vllm/wire.py`.
 """

@@ -134,18 +134,16 @@ class RowsPort:
             log.warning("rows: %s", error)
         finally:
             self._connections.discard(task)
-            writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
+            if writer.transport.get_write_buffer_size():
+                writer.transport.abort()  # the decoder does not take the rest
+            writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hello = read_hello(await self._line(reader, _HELLO_SECONDS))
         try:
-            line = await asyncio.wait_for(reader.readuntil(), _HELLO_SECONDS)
-        except asyncio.LimitOverrunError:
-            raise WireError(f"a hello of more than {HELLO_BYTES} bytes") from None
-        hello = read_hello(line)
-        if "worker" in hello:
-            await self._hold(hello, reader)
-            return
-        try:
+            if "worker" in hello:
+                await self._hold(hello, reader, writer)
+                return
             first, heads = self._wanted(hello)
             reading = await self._find(hello["id"])
             await self._send_all(reading, first, heads, writer)
@@ -154,6 +152,13 @@ class RowsPort:
         except WireError as error:
             await _send(writer, plain_frame(Kind.FAULT, why=str(error)))
             raise
+
+    async def _line(self, reader: asyncio.StreamReader, seconds: float) -> bytes:
+        """The next line; empty at the end. Raises TimeoutError, or WireError if it is too long."""
+        try:
+            return await asyncio.wait_for(reader.readline(), seconds)
+        except ValueError:
+            raise WireError(f"a line of more than {HELLO_BYTES} bytes") from None
 
     async def _find(self, name: str) -> Reading:
         end = self._loop.time() + _OPEN_SECONDS
@@ -214,7 +219,7 @@ class RowsPort:
             rows = reading.rows(piece, first, layer, heads)
             await _send(writer, frame(Kind.ROWS, rows, layer, len(positions)))
 
-    async def _hold(self, hello: Mapping[str, Any], reader: asyncio.StreamReader) -> None:
+    async def _hold(self, hello: Mapping[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Renew a lease at each line of a decoder's worker; the last one reports how it ended."""
         if self.leases is None:
             raise WireError("a lease is kept by the first rank of a ticket")
@@ -222,9 +227,10 @@ class RowsPort:
         if not (isinstance(worker, list) and len(worker) == 2 and all(type(x) is int for x in worker)):
             raise WireError("a hello without the number of the worker")
         if name not in self.leases:
-            raise WireError("no lease of this id: it has ended")
+            raise Closed(_UNKNOWN)
+        await _send(writer, frame(Kind.WAIT))
         self.leases.renew(name)
-        while line := await asyncio.wait_for(reader.readline(), self.leases.seconds):
+        while line := await self._line(reader, self.leases.seconds):
             self.leases.renew(name)
             if line != b"\n":
                 self.report(Report.of(read_hello(line)))

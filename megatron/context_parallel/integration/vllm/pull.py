@@ -68,8 +68,10 @@ class Pull:
         """Fetch all rows, or as many as come; `report.error` says why rows are missing. It raises nothing."""
         begin = time.monotonic()
         try:
-            self._lease = self._connect(self.ticket.places[0])
-            self._lease.sendall(hello(id=self.ticket.id, worker=self.worker))
+            lease = self._connect(self.ticket.places[0])
+            lease.sendall(hello(id=self.ticket.id, worker=self.worker))
+            _read(lease, PLAIN_BYTES)  # the lease is there
+            self._lease = lease
             parts = [threading.Thread(target=self._fetch, args=(places,)) for places in self._parts()]
             for thread in parts:
                 thread.start()
@@ -250,9 +252,7 @@ class _Stream:
         if Kind.ROWS in kinds:
             most = 2 * PIECE * self.heads * self.head_dim * self.dtype.itemsize
         while True:
-            frame = read_frame(self._receive, most)
-            if frame.kind is Kind.FAULT:
-                raise Refusal(f"a rank refuses: {frame.plain().get('why')}"[:300])
+            frame = _read(self._connection, most)
             self._pull._count(len(frame.payload) if frame.kind is Kind.ROWS else 0)
             if frame.kind in kinds:
                 return frame
@@ -268,18 +268,27 @@ class _Stream:
         both = torch.frombuffer(frame.payload, dtype=self.dtype).view(2, count, self.heads, self.head_dim)
         return both[0], both[1]
 
-    def _receive(self, size: int) -> bytearray:
-        data = bytearray(size)
-        left = memoryview(data)
-        while left:
-            try:
-                received = self._connection.recv_into(left)
-            except TimeoutError:
-                raise PullError(f"a rank sent nothing for {self._pull.silence:g} s") from None
-            if not received:
-                raise PullError("a rank has ended the connection")
-            left = left[received:]
-        return data
+
+def _read(connection: socket.socket, most: int) -> Frame:
+    """The next frame, whose payload has at most `most` bytes. Raises Refusal for a FAULT."""
+    frame = read_frame(lambda size: _receive(connection, size), most)
+    if frame.kind is Kind.FAULT:
+        raise Refusal(f"a rank refuses: {frame.plain().get('why')}"[:300])
+    return frame
+
+
+def _receive(connection: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    left = memoryview(data)
+    while left:
+        try:
+            received = connection.recv_into(left)
+        except TimeoutError:
+            raise PullError(f"a rank sent nothing for {connection.gettimeout():g} s") from None
+        if not received:
+            raise PullError("a rank has ended the connection")
+        left = left[received:]
+    return data
 
 
 def _said(error: Exception) -> str:

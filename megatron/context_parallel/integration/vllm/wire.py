@@ -1,4 +1,4 @@
-"""What travels between a rank that has rows of a sequence and a decoder: a ticket, a hello, and frames.
+"""The protocol between a rank that has rows of a sequence and a decoder: a ticket, a hello, and frames.
 
 A decoder gets a ticket over HTTP. It connects to each rank of the ticket and sends a hello, a line of JSON with the id
 of the ticket. The rank answers with frames. A frame is a header, then its payload; its checksum covers both.
@@ -6,7 +6,7 @@ of the ticket. The rank answers with frames. A frame is a header, then its paylo
     HEADER     JSON: what the rank is about to send, as in the ticket
     POSITIONS  int32 [rows]: the positions of the next rows
     ROWS       keys [rows, heads, key_dim] and then values [rows, heads, value_dim] of one layer at these positions
-    WAIT       nothing: the prefill has not come further, but the rank is there
+    WAIT       nothing: the prefill has not come further, but the rank is there; also: the lease is there
     END        nothing: all rows were sent
     FAULT      JSON: why the rank sends no more
 
@@ -29,6 +29,7 @@ PIECE = 256  # rows
 HELLO_BYTES = 4096  # at most, with the line break
 PLAIN_BYTES = 1 << 16  # at most, of a HEADER or FAULT
 FIELD = "context_parallel"  # of kv_transfer_params
+_PLACES = 4096  # ranks of a ticket, at most
 _HEADER = struct.Struct("<BHIQI")  # kind, layer, rows, bytes of the payload, checksum
 
 
@@ -125,8 +126,8 @@ class Ticket:
         for place in self.places:
             counts += [place.port, place.part, place.first_head, place.heads]
         right = all(isinstance(x, str) for x in texts) and all(type(x) is int and x >= 0 for x in counts)
-        if not (right and self.places and isinstance(self.model, dict)):
-            raise WireError("damaged ticket (a field has another type)")
+        if not (right and 0 < len(self.places) <= _PLACES and isinstance(self.model, dict)):
+            raise WireError("damaged ticket (a field has another type, or too many places)")
 
 
 @dataclass(frozen=True)
