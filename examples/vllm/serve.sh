@@ -14,9 +14,6 @@ shift
 vllm=${VLLM_PYTHON:?set it to the Python of vLLM\'s environment}
 ranks=${RANKS:-2} port=${PORT:-8000} prefill=${PREFILL_PORT:-5000} decode=${DECODE_PORT:-8100}
 name=$(basename "$(realpath "$model")")
-connector='{"kv_connector": "ContextParallelConnector", "kv_role": "kv_consumer",
-    "kv_connector_module_path": "megatron.context_parallel.integration.vllm.connector",
-    "kv_load_failure_policy": "recompute"}'
 export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 started=()
@@ -33,7 +30,7 @@ trap 'exit 143' TERM INT
 started+=($!)
 read -ra flags <<<"${VLLM_FLAGS:-}"
 "$vllm" -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name "$name" --host 127.0.0.1 \
-    --port "$decode" --kv-transfer-config "$connector" "${flags[@]}" &
+    --port "$decode" --kv-transfer-config "$(<examples/vllm/connector.json)" "${flags[@]}" &
 started+=($!)
 "$vllm" examples/vllm/proxy.py --port "$port" --prefill "http://127.0.0.1:$prefill" \
     --decode "http://127.0.0.1:$decode" &

@@ -1,4 +1,4 @@
-"""Runs in vLLM's environment: transfers that fail. The tokens must be right, and nothing may wait for ever.
+"""Runs in vLLM's environment: transfers that fail. The tokens must be right, and nothing may wait forever.
 
     python -m tests.vllm.failures FOLDER PORT SHORT_LEASE_PORT TORCHRUN_PID
 
