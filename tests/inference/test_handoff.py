@@ -299,9 +299,9 @@ PROMPT = [*b"abcdefghijklmnopqrstuvwxyz123456"]
 LATE = "its lease has ended"
 
 
-def plain_engine(size: int = 100) -> tuple[Engine, Calls]:
-    calls = Calls()
-    return Engine(PlainSession(Parrot(), size, 257), ByteTokenizer(256), step_tokens=16, handed=calls), calls
+def plain_engine(size: int = 100, waste: int = 0) -> tuple[Engine, Calls]:
+    calls, cache = Calls(), PlainSession(Parrot(), size, 257)
+    return Engine(cache, ByteTokenizer(256), step_tokens=16, waste=waste, handed=calls), calls
 
 
 def ended(outputs) -> list[tuple[str, str]]:
@@ -337,6 +337,19 @@ def test_pinned_tokens_count_against_the_cache():
     assert not engine.blocked
     outputs = [output for _ in range(5) for output in engine.step()]
     assert {name for name, _ in ended(outputs)} == {"b", "c"}
+
+
+def test_a_prompt_waits_for_the_release_of_its_own_prefix():
+    """It needs a page to fork the pinned sequence, and there is none."""
+    engine, _ = plain_engine(waste=4)
+    engine.add(prefill_only("a", PROMPT))
+    engine.step()
+    engine.step()
+    engine.add(text_of("b", [*PROMPT, *b"0" * 67], 1))
+    assert not engine.step() and engine.blocked
+    engine.release("a's")
+    outputs = [output for _ in range(6) for output in engine.step()]
+    assert ended(outputs) == [("b", "length")] and outputs[0].reused == 32
 
 
 def test_a_release_ends_a_prefill():

@@ -48,10 +48,14 @@ for ranks in 1 2 4; do
     ports+=("$port")
 done
 for tensor in 1 2; do
+    export VLLM_CPU_OMP_THREADS_BIND=auto
+    ((tensor == 1)) || export VLLM_CPU_OMP_THREADS_BIND="0|1" # a core for each worker
     for block in 32 128; do
         decode "decode$tensor-$block" tests.vllm.decode "$work" "$tensor" "$block" "${ports[@]}"
     done
 done
+export VLLM_CPU_OMP_THREADS_BIND=auto
+decode proxy tests.vllm.proxy "$work" "$vllm/bin/python" "${ports[1]}"
 serve short 2 --handoff-seconds 2
 decode failures tests.vllm.failures "$work" "${ports[1]}" "$port" "${started[1]}"
 echo "vLLM: all passed"
