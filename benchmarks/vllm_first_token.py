@@ -9,6 +9,7 @@ machine. Weights are random. vLLM's environment is that of tests/vllm/install.sh
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 from pathlib import Path
@@ -49,7 +50,7 @@ def measure(given: argparse.Namespace, ranks: int, model: Path, folder: Path) ->
         "results": str(folder / f"results{ranks}.json"),
     }
     (folder / "job.json").write_text(json.dumps(job))
-    with Lab(nodes=ranks + 1, ranks_per_node=1, node_rate=given.node_rate, nic="node") as lab:
+    with Lab(ranks + 1, 1, given.node_rate, name=f"bench{os.getpid()}") as lab:
         lab.run([RANK, folder / "job.json"])
         described = lab.describe()
     return json.loads(Path(job["results"]).read_text()) | {"ranks": ranks, "cluster": described}
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
             results.append(found)
             size = given.tokens * BYTES
             alone, prefilled = (statistics.median(found[kind]) for kind in ("alone", "prefilled"))
-            rate = found["cluster"]["node_rate"] / 8
+            rate = found["cluster"]["rate_bits_per_second"] / 8
             table.add_row(str(ranks), f"{alone:.2f}", f"{prefilled:.2f}", f"{size / 1e6:.1f}", f"{size / rate:.2f}")
     (given.output / "vllm_first_token.json").write_text(json.dumps(results, indent=1))
     show(table)

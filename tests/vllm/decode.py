@@ -53,7 +53,7 @@ def ticket_of(url: str, prompt: list[int]) -> dict:
 
 
 def start(
-    folder: Path, tensor: int, block: int, model: str = "model", length: int = 1024, silence: float = 3, **changes
+    folder: Path, tensor: int, block: int, model: str = "model", length: int = 1024, silence: float = 30, **changes
 ) -> LLM:
     transfer = {
         "kv_connector": "ContextParallelConnector",

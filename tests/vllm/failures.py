@@ -146,7 +146,7 @@ def recomputed(llm: object, what: str, text: dict, params: dict, failures: int) 
 
 def main(folder: Path, port: int, short: int, torchrun: int) -> None:
     text = json.loads((folder / "texts.json").read_text())[-1]
-    llm = start(folder, 1, 32)
+    llm = start(folder, 1, 32, silence=3)
     for what, (spoil, failures) in CASES.items():
         recomputed(llm, what, text, spoil(ticket(port, text["prompt"])), failures)
     recomputed(llm, "its lease is over", text, late(ticket(short, text["prompt"])), 1)
