@@ -28,6 +28,7 @@ SCRIPTS = [
     *ROOT.glob("examples/slurm/*.sbatch"),
     *ROOT.glob("tools/*.sh"),
     *ROOT.glob("tests/*.sh"),
+    *ROOT.glob("tests/vllm/*.sh"),
     *ROOT.glob("tests/campaigns/slurm/*.sh"),
     ROOT / ".ci/run",
 ]

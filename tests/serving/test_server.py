@@ -13,12 +13,15 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.context_parallel.inference.engine import Engine, Request
 from megatron.context_parallel.inference.rank_loop import RankLoop
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer
+from megatron.context_parallel.integration.vllm.wire import Place, Ticket, digest_of_tokens
 from megatron.context_parallel.serving.app import Service, Settings
+from megatron.context_parallel.serving.handoff import Tickets
 from megatron.context_parallel.serving.listen import bind, serve_in_thread
 from megatron.context_parallel.serving.metrics import Metrics
 from megatron.context_parallel.serving.protocol import Limits
 from megatron.context_parallel.serving.worker import Worker
 from tests.support.chatty import Chatty
+from tests.support.handoff_case import Calls
 from tests.support.plain_session import PlainSession
 from tests.support.server_case import GOOD, JSON, PATIENCE, SAID, TEXT, call, readers_of, serving, wait_until
 
@@ -276,3 +279,54 @@ def test_a_stop_finishes_what_has_begun_and_logs_have_no_texts(caplog):
     done = next(line for line in lines if line["path"] == "/v1/completions" and line["status"] == 200)
     assert (done["prompt_tokens"], done["completion_tokens"], done["complete"]) == (4, 40, True)
     assert "1234" not in json.dumps([{**line, "id": "", "request": ""} for line in lines]) and "Gr" not in caplog.text
+
+
+PREFILL = {  # what vLLM's example proxy sends
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def test_prefill_for_a_decoder():
+    """The answer to a proxy has a ticket and no text; the sequence stays until its release."""
+    tickets = Tickets({"dtype": "float32"}, (Place("node1", 7, 0, 0, 4),))
+    with serving(Chatty, handed=Calls(), tickets=tickets) as (worker, port, _):
+        engine = worker.loop.engine
+        ask = {"model": "parrot", "prompt": [1, 2, 3], "max_tokens": 1, "stream": False, "kv_transfer_params": PREFILL}
+        status, _, body = call(port, "/v1/completions", ask)
+        answer = json.loads(body)
+        assert status == 200 and answer["choices"][0]["text"] == "" and answer["usage"]["completion_tokens"] == 0
+        ticket = Ticket.of(answer["kv_transfer_params"])
+        assert ticket and ticket.tokens == 3 and ticket.tokens_digest == digest_of_tokens([1, 2, 3])
+        assert ticket.places == tickets.places and ticket.model == tickets.model and len(ticket.id) == 32
+        wait_until(lambda: [*engine.pinned] == [ticket.id] and engine.idle)
+        assert "handoffs_pinned 1.0" in call(port, "/metrics")[2]
+        worker.release(ticket.id)
+        wait_until(lambda: not engine.pinned)
+        chat = {"model": "parrot", "messages": SAID["messages"], "kv_transfer_params": PREFILL, "max_tokens": 1}
+        other = Ticket.of(json.loads(call(port, "/v1/chat/completions", chat)[2])["kv_transfer_params"])
+        assert other and other.id != ticket.id
+        worker.release(other.id)
+        for wrong in (
+            {"stream": True},
+            {"n": 2},
+            {"prompt": [[1], [2]]},
+            {"kv_transfer_params": {}},
+            {"kv_transfer_params": {"do_remote_decode": False}},
+            {"kv_transfer_params": PREFILL | {"do_remote_prefill": True}},
+            {"kv_transfer_params": PREFILL | {"remote_host": "evil"}},
+            {"kv_transfer_params": PREFILL | {"colour": "red"}},
+        ):
+            status, _, body = call(port, "/v1/completions", ask | wrong)
+            assert status == 400 and "kv_transfer_params" in json.loads(body)["error"]["param"], (wrong, body)
+        assert "kv_transfer_params" not in call(port, "/v1/completions", GOOD)[2]
+
+
+def test_a_server_without_handoffs_refuses_them(server):
+    status, _, body = call(server[1], "/v1/completions", GOOD | {"kv_transfer_params": PREFILL})
+    assert status == 400 and "start it with --handoff-host" in body
+    assert call(server[1], "/v1/completions", GOOD | {"kv_transfer_params": None})[0] == 200

@@ -55,25 +55,27 @@ def serving(
     size: int = 1000,
     patience: Patience = PATIENCE,
     send_buffer: int = 0,
+    handed=None,
+    tickets=None,
     **settings,
 ) -> Iterator[tuple[Worker, int, Parrot]]:
     """A server and its worker in threads of this process, its port, and the model."""
     model, asked = Parrot(), Settings("parrot", **settings)
-    engine = Engine(PlainSession(model, size, 257), tokenizer(256))
+    engine = Engine(PlainSession(model, size, 257), tokenizer(256), handed=handed)
     worker, stop = Worker(RankLoop(engine), most, Metrics()), threading.Event()
     working = threading.Thread(target=worker.run, args=(stop.is_set, 5.0))
     listener = bind("127.0.0.1", 0)
     if send_buffer:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     readers = readers_of(tokenizer, Limits("parrot", size, 1 << 20))
-    with serve_in_thread(Service(worker, asked, readers).app(), listener, patience):
+    with serve_in_thread(Service(worker, asked, readers, tickets).app(), listener, patience):
         working.start()
         try:
             yield worker, listener.getsockname()[1], model
         finally:
             stop.set()
             working.join(10)
-    assert not working.is_alive() and engine.idle and not worker._deliver
+    assert not working.is_alive() and engine.idle and not (worker._deliver or engine.pinned)
 
 
 JSON = {"Content-Type": "application/json"}

@@ -10,6 +10,7 @@ from megatron.context_parallel.cli.run_main import announce, ignore_warnings_of_
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.generation.flags import Serve, check_prefill, with_limits
 from megatron.context_parallel.generation.model_source import model_arguments
+from megatron.context_parallel.integration.huggingface.config import is_huggingface
 from megatron.context_parallel.trainer.faults.lifetime import end_with_parent
 
 PARSER = FlagParser(
@@ -28,6 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     end_with_parent()
     flags = PARSER.parse(argv)
     check_prefill(flags)
+    check_handoff(flags)
     keys = read_keys(flags)
     args = with_limits(model_arguments(flags), flags)
     if flags.dry_run:
@@ -41,6 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     from megatron.context_parallel.inference.rank_loop import RankLoop
     from megatron.context_parallel.serving.app import Service, Settings
     from megatron.context_parallel.serving.connections import Patience
+    from megatron.context_parallel.serving.handoff import serving_rows
     from megatron.context_parallel.serving.hosts import names_of
     from megatron.context_parallel.serving.listen import bind, serve_in_thread
     from megatron.context_parallel.serving.metrics import Metrics
@@ -54,7 +57,8 @@ def main(argv: list[str] | None = None) -> None:
         engine.warm_up()
         loop = RankLoop(engine)
         if args.rank:
-            loop.follow()
+            with serving_rows(engine, flags):
+                loop.follow()
             return
         worker = Worker(loop, flags.inference_max_requests, Metrics(), watch.silent_ranks)
         name = flags.served_model_name or Path(flags.load).resolve().name
@@ -65,7 +69,8 @@ def main(argv: list[str] | None = None) -> None:
         listener = bind(flags.host, flags.port)
         with (
             reading(loop.engine.tokenizer, limits) as readers,
-            serve_in_thread(Service(worker, settings, readers).app(), listener, patience) as stop,
+            serving_rows(engine, flags, worker) as tickets,
+            serve_in_thread(Service(worker, settings, readers, tickets).app(), listener, patience) as stop,
         ):
 
             def end_texts() -> None:
@@ -76,6 +81,13 @@ def main(argv: list[str] | None = None) -> None:
             address, port = listener.getsockname()[:2]
             print(f"serving {name} at http://{address}:{port}/v1", flush=True)
             worker.run(sigterm_came, flags.drain_seconds)
+
+
+def check_handoff(flags: Serve) -> None:
+    """Raises UsageError if the model is not one that a decoder can have too."""
+    if flags.handoff_host and not is_huggingface(flags.load):
+        why = "decoders compare their weights with those of a HuggingFace folder"
+        raise UsageError(f"--handoff-host {flags.handoff_host}: {why}; convert {flags.load} with tools/convert_hf.py")
 
 
 def read_keys(flags: Serve) -> tuple[str, ...]:

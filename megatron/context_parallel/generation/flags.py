@@ -122,9 +122,30 @@ class Http(FlagSection, title="server"):
     dry_run: bool = flag("print the number of cached tokens that fit into this machine's memory, and exit", False)
 
 
+class Handoff(FlagSection, title="decoders of other programs"):
+    handoff_host: str | None = flag(
+        "address at which each rank serves its keys and values to decoders such as vLLM; 0.0.0.0: all of its machine",
+        derived="prefilled sequences are not handed over",
+        example="127.0.0.1",
+    )
+    handoff_port: int = flag(
+        "port of the first rank of a machine, the next ranks take the next ports; 0: any free ports",
+        0,
+        at_least=0,
+        at_most=65535,
+        needs="handoff_host",
+    )
+    handoff_seconds: int = flag(
+        "how long a prefilled sequence stays in the cache after the last sign of its decoder",
+        120,
+        at_least=1,
+        needs="handoff_host",
+    )
+
+
 class Generate(Source, Prompts, Sampling, CacheFlags, TimeLimits):
     """The flags of tools/generate.py."""
 
 
-class Serve(Source, Http, CacheFlags, TimeLimits):
+class Serve(Source, Http, Handoff, CacheFlags, TimeLimits):
     """The flags of tools/run_text_generation_server.py."""

@@ -12,6 +12,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
 from .faults import MISTAKE, log_fault
+from .handoff.sequences import HandedSequences
 from .prefixes import Prefixes
 from .sampling import Token, as_numbers, choose_tokens, from_numbers
 from .text_stream import TextStream
@@ -42,6 +43,7 @@ class Request:
             `top_n_logprobs` and `stop_words` are used.
         seed: the random seed.
         key: requests with the same key share the cache of common prefixes.
+        handoff: if given, the prompt is only prefilled, and stays in the cache under this name until `release`.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Request:
     params: SamplingParams
     seed: int = 0
     key: str = ""
+    handoff: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,8 @@ class RequestOutput:
         request: the name of the request.
         tokens: the new token, if any.
         text: the text that has become final.
-        finish: "" while it runs; "stop" (an end token or a stop string), "length" (the requested number of tokens),
-            "cancelled", or "error".
+        finish: "" while it runs; "stop" (an end token or a stop string), "length" (the requested number of tokens; a
+            handoff has none, and ends when its prefill begins), "cancelled", or "error".
         first: whether it has the first token.
         reused: with the first token, the number of prompt tokens that were already in the cache.
         why: the message of an error, for the client.
@@ -110,6 +113,7 @@ class Engine:
             Prompts share them evenly, so that a long prompt does not delay the short ones.
         length: maximum tokens of a request, prompt and text together; default: the size of the cache.
         waste: rows of pages that a sequence may leave unused, in total over all ranks.
+        handed: what decoders of other programs may fetch of this rank's rows; without it, requests have no handoff.
     """
 
     def __init__(
@@ -119,8 +123,11 @@ class Engine:
         step_tokens: int = 512,
         length: int | None = None,
         waste: int = 0,
+        handed: HandedSequences | None = None,
     ) -> None:
         self.cache, self.tokenizer, self.step_tokens, self.waste = cache, tokenizer, step_tokens, waste
+        self.handed = handed
+        self.pinned: dict[str, _Running] = {}  # prefilled and not yet released, by the name of the handoff
         self.capacity = cache.room()
         self.length = min(length or self.capacity, self.capacity)
         self.waiting: deque[Request] = deque()
@@ -133,6 +140,11 @@ class Engine:
     def idle(self) -> bool:
         """Whether a step would do nothing."""
         return not (self.waiting or self.running or self._ended)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether a step would do nothing until a pinned sequence is released."""
+        return bool(self.pinned) and not (self.running or self._ended)
 
     def warm_up(self) -> None:
         """Compute a dummy prompt and token, so that lazy initialization happens now. Every rank calls it."""
@@ -176,6 +188,15 @@ class Engine:
             return
         self._ended.append(RequestOutput(name, finish="cancelled"))
 
+    def release(self, handoff: str) -> None:
+        """End the handoff of a sequence, prefilled or not; unknown ones are ignored. It is kept for later prompts."""
+        for name, run in self.running.items():
+            if run.request.handoff == handoff:
+                self.pinned[handoff] = self.running.pop(name)
+                break
+        if handoff in self.pinned:
+            self._end(self.pinned.pop(handoff))
+
     def refuse(self, name: str, why: str) -> None:
         """End a request that was not added, with an error."""
         self._ended.append(RequestOutput(name, finish="error", why=why))
@@ -193,6 +214,8 @@ class Engine:
             self._prefixes.add(run.sequence, run.request.key, run.tokens, run.cached)
             if run.sequence in new and run.cached == len(run.tokens):
                 complete.append(run)
+            elif self.handed and run.request.handoff:
+                self.handed.finish_rows(run.request.handoff, run.sequence, run.cached)
         tokens = self._choose(complete, logits)
         return outputs + [self._take(run, token) for run, token in zip(complete, tokens, strict=True)]
 
@@ -230,6 +253,8 @@ class Engine:
         """Append a token; or end the request, after its last token or an error."""
         if isinstance(token, str):
             return self._drop(run, token)
+        if self.handed and run.request.handoff:
+            return self._pin(run, self.handed)
         run.tokens.append(token.id)
         run.chosen.append(token)
         first = len(run.chosen) == 1
@@ -242,6 +267,12 @@ class Engine:
             del self.running[run.request.name]
             self._end(run)
         return RequestOutput(run.request.name, (token,), text, finish, first, run.reused if first else 0)
+
+    def _pin(self, run: _Running, handed: HandedSequences) -> RequestOutput:
+        """Keep a prefilled sequence in the cache until its release. Its first token is left to the decoder."""
+        handed.finish_rows(run.request.handoff, run.sequence, run.cached)
+        self.pinned[run.request.handoff] = self.running.pop(run.request.name)
+        return RequestOutput(run.request.name)
 
     def _write(self, run: _Running, token: Token) -> tuple[str, str]:
         """The text that has become final with a token, and how the request ends, if it does."""
@@ -257,6 +288,8 @@ class Engine:
     def _drop(self, run: _Running, why: str) -> RequestOutput:
         """End a request with an error. Its cached tokens are dropped, because they may be wrong too."""
         del self.running[run.request.name]
+        if self.handed and run.request.handoff:
+            self.handed.close(run.request.handoff, why)
         self._prefixes.remove(run.sequence)
         self.cache.free(run.sequence)
         return RequestOutput(run.request.name, finish="error", why=why)
@@ -277,7 +310,7 @@ class Engine:
             copies = source is not None and self._kept.get(source) != reused
             if self._make_room(end - reused + self.waste * copies, spare=source):
                 break
-            if self.running or source is None:
+            if self.running or source is None or source not in self._kept:
                 return False
             self._forget(source)  # its other pages take the space
         try:
@@ -288,6 +321,10 @@ class Engine:
             return True
         sequence = self._sequence(source, reused)
         self.running[request.name] = _Running(request, sequence, tokens, reused, stream, reused)
+        if self.handed and request.handoff:
+            self.handed.open(request.handoff, len(tokens))
+            self.handed.finish_rows(request.handoff, sequence, reused)
+            self._ended.append(RequestOutput(request.name, finish="length", reused=reused))
         return True
 
     def _sequence(self, source: int | None, reused: int) -> int:
@@ -314,6 +351,8 @@ class Engine:
 
     def _end(self, run: _Running) -> None:
         """Keep the sequence of a request for requests with the same prefix."""
+        if self.handed and run.request.handoff:
+            self.handed.close(run.request.handoff, "its lease has ended")
         if not run.cached:
             self._prefixes.remove(run.sequence)
             self.cache.free(run.sequence)

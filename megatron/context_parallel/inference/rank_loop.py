@@ -36,16 +36,19 @@ class RankLoop:
         self._group = dist.new_group(backend="gloo", timeout=_LONG) if several else None
         recorder.enter("idle", self._turn)
 
-    def turn(self, requests: Sequence[Request] = (), cancelled: Sequence[str] = ()) -> list[RequestOutput]:
-        """Add and cancel requests, and make one step, if there is work.
+    def turn(
+        self, requests: Sequence[Request] = (), cancelled: Sequence[str] = (), released: Sequence[str] = ()
+    ) -> list[RequestOutput]:
+        """Add and cancel requests, release handed sequences, and make one step, if there is work.
 
         A request that the engine rejects ends with an error.
         """
-        if not (requests or cancelled) and self.engine.idle:
+        if not (requests or cancelled or released) and self.engine.idle:
             return []
         arrivals: dict[str, Any] = {}
-        if requests or cancelled:
-            arrivals = {"requests": [_plain(request) for request in requests], "cancelled": [*cancelled]}
+        if requests or cancelled or released:
+            plain = [_plain(request) for request in requests]
+            arrivals = {"requests": plain, "cancelled": [*cancelled], "released": [*released]}
         recorder.enter("arrivals")
         self._send(arrivals)
         outputs = self._step(arrivals)
@@ -74,6 +77,8 @@ class RankLoop:
             self._add(plain)
         for name in arrivals.get("cancelled", ()):
             self.engine.cancel(name)
+        for handoff in arrivals.get("released", ()):
+            self.engine.release(handoff)
         outputs = self.engine.step()
         told = []
         for output in outputs:

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron.context_parallel.inference.engine import RequestOutput
 
+from .handoff import Tickets
 from .hosts import check_host
 from .protocol import Body, Chat, Completion, Refused, check_model
 from .reader import Reader, reader_of
@@ -63,10 +64,13 @@ class Service:
         worker: generates the texts.
         settings: the settings of the server.
         readers: the readers of short and of long requests.
+        tickets: makes tickets of handed sequences, if the engine hands any over.
     """
 
-    def __init__(self, worker: Worker, settings: Settings, readers: tuple[Reader, Reader]) -> None:
-        self.worker, self.settings, self.readers = worker, settings, readers
+    def __init__(
+        self, worker: Worker, settings: Settings, readers: tuple[Reader, Reader], tickets: Tickets | None = None
+    ) -> None:
+        self.worker, self.settings, self.readers, self.tickets = worker, settings, readers, tickets
         self.started = int(time.time())
         self._held = 0
 
@@ -174,7 +178,12 @@ class Service:
         finally:
             leaving.cancel()
             self.worker.cancel(texts.unfinished)
-        return await run_in_threadpool(lambda: JSONResponse(texts.whole()))  # slow with many log-probabilities
+        return await run_in_threadpool(lambda: JSONResponse(self._full(texts)))  # slow with many log-probabilities
+
+    def _full(self, texts: Texts) -> dict:
+        request = texts.requests[0]
+        ticket = {"kv_transfer_params": self.tickets.params(request)} if self.tickets and request.handoff else {}
+        return texts.whole() | ticket
 
     async def _stream(self, texts: Texts, arriving: asyncio.Queue[RequestOutput], usage: bool) -> AsyncIterator[str]:
         """The events of a stream. If the client disconnects, the texts are cancelled."""

@@ -16,8 +16,8 @@ from .log_lines import write_log_lines
 _SECONDS_TO_CLOSE = 5  # connections that are still open then are closed
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket.
+def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A listening socket; `flag` gave its port.
 
     Raises:
         UsageError: the address or port is not available.
@@ -27,7 +27,7 @@ def bind(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         why = f"cannot listen on {host} ({error.strerror or error})"
-        raise UsageError(f"--port {port}: {why}; give another, or 0 for any free port") from None
+        raise UsageError(f"{flag} {port}: {why}; give another, or 0 for any free port") from None
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from megatron.context_parallel.inference.engine import RequestOutput
+from megatron.context_parallel.integration.vllm.wire import Report
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -26,6 +27,12 @@ class Metrics:
         self.waiting = Gauge("requests_waiting", "texts waiting for cache space", registry=r)
         self.used = Gauge("cache_tokens_used", "tokens in the cache, including kept prefixes", registry=r)
         self.free = Gauge("cache_tokens_free", "free tokens in the cache", registry=r)
+        self.handoffs = Counter("handoffs", "handed sequences, by how their lease ended", ["end"], registry=r)
+        self.pinned = Gauge("handoffs_pinned", "prefilled sequences that wait for their decoder", registry=r)
+        self.handed_rows = Counter("handoff_rows", "rows that decoders received, of all ranks", registry=r)
+        self.handed_bytes = Counter("handoff_bytes", "bytes of these rows", registry=r)
+        self.handoff_seconds = Histogram("handoff_seconds", "time of a transfer", registry=r, buckets=_SECONDS)
+        self.handoff_failures = Counter("handoff_failures", "transfers that a decoder gave up", registry=r)
         self._last: dict[str, float] = {}  # the time of each request's arrival or last token
 
     def arrived(self, name: str, tokens: int) -> None:
@@ -45,6 +52,14 @@ class Metrics:
         if output.finish:
             self._last.pop(output.request, None)
             self.requests.labels(output.finish).inc()
+
+    def handed(self, report: Report) -> None:
+        """Record the report of a decoder's worker."""
+        self.handed_rows.inc(report.rows)
+        self.handed_bytes.inc(report.nbytes)
+        self.handoff_seconds.observe(report.seconds)
+        if report.error:
+            self.handoff_failures.inc()
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

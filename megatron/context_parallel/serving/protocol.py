@@ -75,6 +75,17 @@ class StreamOptions(_Strict):
     include_obfuscation: Literal[False] = False
 
 
+class KvTransferParams(_Strict):
+    """What proxies send to an instance that prefills for a decoder. Fields with a single value are vLLM's."""
+
+    do_remote_decode: Literal[True]
+    do_remote_prefill: Literal[False] | None = None
+    remote_engine_id: None = None
+    remote_block_ids: None = None
+    remote_host: None = None
+    remote_port: None = None
+
+
 class Body(_Strict):
     """The common fields of both kinds of requests. Fields with a single value exist for clients that send it."""
 
@@ -93,6 +104,7 @@ class Body(_Strict):
     presence_penalty: Zero | None = None
     frequency_penalty: Zero | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    kv_transfer_params: KvTransferParams | None = None
 
     @property
     def streams_usage(self) -> bool:

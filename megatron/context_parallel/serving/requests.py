@@ -27,20 +27,34 @@ def requests_of(
         new: the default maximum tokens of a text.
 
     Raises:
-        Refused: a prompt can never run, or there are too many log-probabilities.
+        Refused: a prompt can never run or not be handed over, or there are too many log-probabilities.
     """
+    handoff = ""
+    if body.kv_transfer_params:
+        _check_handoff(body, prompts, engine)
+        handoff = secrets.token_hex(16)
     found = list[Request]()
     seed = secrets.randbits(62) if body.seed is None else body.seed
     for tokens in prompts:
-        params = _params(body, body.new_tokens or max(1, min(new, engine.length - len(tokens))))
+        wanted = body.new_tokens or max(1, min(new, engine.length - len(tokens)))
+        params = _params(body, 1 if handoff else wanted)
         try:
             engine.check(tokens, params.num_tokens_to_generate)
         except UsageError as error:
             raise Refused(400, str(error), param="prompt", code="context_length_exceeded") from None
         for _ in range(body.n or 1):
-            found.append(Request(f"{name}-{len(found)}", tokens, params, seed + len(found), key))
+            found.append(Request(f"{name}-{len(found)}", tokens, params, seed + len(found), key, handoff))
     _check_logprobs(body, sum(request.params.num_tokens_to_generate for request in found))
     return found
+
+
+def _check_handoff(body: Body, prompts: Sequence[list[int]], engine: Engine) -> None:
+    field = "kv_transfer_params"
+    if not engine.handed:
+        why = "this server keeps its keys and values to itself; start it with --handoff-host"
+        raise Refused(400, f"{field}: {why}", param=field)
+    if body.stream or len(prompts) * (body.n or 1) != 1:
+        raise Refused(400, f"{field}: one prompt, one text and no stream; send them one by one", param=field)
 
 
 def _check_logprobs(body: Body, new: int) -> None:

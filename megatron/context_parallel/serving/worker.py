@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from megatron.context_parallel.inference.engine import Request, RequestOutput
 from megatron.context_parallel.inference.faults import log_fault
@@ -15,6 +16,13 @@ from .protocol import Refused
 
 Deliver = Callable[[RequestOutput], object]
 _IDLE = 0.1  # seconds after which an idle worker checks whether to stop
+
+
+@dataclass(frozen=True)
+class Release:
+    """The handoff of this name has ended."""
+
+    handoff: str
 
 
 class Worker:
@@ -34,7 +42,7 @@ class Worker:
         self.draining = False
         self._lock = threading.Lock()
         self._deliver: dict[str, Deliver] = {}
-        self._arrived: queue.SimpleQueue[Request | str] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[Request | Release | str] = queue.SimpleQueue()
 
     # -- for the threads of the server ------------------------------------------------------------------------------
 
@@ -69,6 +77,10 @@ class Worker:
         for name in names:
             self._arrived.put(name)
 
+    def release(self, handoff: str) -> None:
+        """End the handoff of a sequence, whose decoder needs it no more."""
+        self._arrived.put(Release(handoff))
+
     def fail(self) -> None:
         """Accept no more requests, and end all texts with an error: a rank has failed."""
         with self._lock:
@@ -93,7 +105,7 @@ class Worker:
 
     def _run(self, stops: Callable[[], bool], drain_seconds: float) -> None:
         end = float("inf")
-        while not (self.draining and not self._deliver) and time.monotonic() < end:
+        while not (self.draining and not self._busy) and time.monotonic() < end:
             if not self.draining and stops():
                 with self._lock:
                     self.draining = True
@@ -103,24 +115,32 @@ class Worker:
             self._hand_over(RequestOutput(name, finish="cancelled"))
         self.loop.end()
 
+    @property
+    def _busy(self) -> bool:
+        """Whether a text or a handoff has not ended."""
+        return bool(self._deliver or self.loop.engine.running or self.loop.engine.pinned)
+
     def turn(self) -> None:
         """One step of the engine with all new requests; an idle engine briefly waits for one."""
         engine = self.loop.engine
-        came = list[Request | str]()
+        came = list[Request | Release | str]()
         try:
-            came.append(self._arrived.get(timeout=_IDLE if engine.idle else 0))
+            came.append(self._arrived.get(timeout=_IDLE if engine.idle or engine.blocked else 0))
             while True:
                 came.append(self._arrived.get_nowait())
         except queue.Empty:
             pass
         requests = [x for x in came if isinstance(x, Request)]
+        cancelled = [x for x in came if isinstance(x, str)]
+        released = [x.handoff for x in came if isinstance(x, Release)]
         if not came and engine.idle:
             return
-        for output in self.loop.turn(requests, [x for x in came if isinstance(x, str)]):
+        for output in self.loop.turn(requests, cancelled, released):
             self._hand_over(output)
         self.metrics.passes.labels(getattr(engine.cache, "variant", "")).inc()
         self.metrics.running.set(len(engine.running))
         self.metrics.waiting.set(len(engine.waiting))
+        self.metrics.pinned.set(len(engine.pinned))
         free = engine.cache.room()
         self.metrics.free.set(free)
         self.metrics.used.set(engine.capacity - free)

@@ -48,15 +48,8 @@ def model_flags(folder: Path) -> dict[str, Any]:
         UsageError: config.json cannot be read, is of another family, or needs a feature that GPTModel lacks.
     """
     path = folder / "config.json"
-    try:
-        given = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read ({error}); copy it again") from None
-    if not isinstance(given, dict):
-        raise UsageError(f"{path}: contains no fields; copy it again")
-    if (family := given.get("model_type")) not in _FAMILIES:
-        raise UsageError(f"{path}: model_type {family} is not supported; use one of {', '.join(_FAMILIES)}")
-    config = _read(given, path)
+    config = read_config(folder)
+    family = config.model_type
     _check_family(config, path)
     dtype = str(config.dtype or "float32").removeprefix("torch.")
     if dtype not in _DTYPES:
@@ -82,7 +75,25 @@ def model_flags(folder: Path) -> dict[str, Any]:
     }
 
 
-def _read(given: dict[str, Any], path: Path) -> "PreTrainedConfig":
+def read_config(folder: Path) -> "PreTrainedConfig":
+    """The config.json of a folder, as transformers reads it.
+
+    Raises:
+        UsageError: it cannot be read, or is of another family.
+    """
+    path = folder / "config.json"
+    try:
+        given = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read ({error}); copy it again") from None
+    if not isinstance(given, dict):
+        raise UsageError(f"{path}: contains no fields; copy it again")
+    if (family := given.get("model_type")) not in _FAMILIES:
+        raise UsageError(f"{path}: model_type {family} is not supported; use one of {', '.join(_FAMILIES)}")
+    return _parse(given, path)
+
+
+def _parse(given: dict[str, Any], path: Path) -> "PreTrainedConfig":
     from transformers import CONFIG_MAPPING
 
     try:
