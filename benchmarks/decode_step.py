@@ -5,6 +5,7 @@
 Times are CPU times of the thread that runs the step, so other programs disturb them little. Waiting is not counted.
 """
 
+import random
 import statistics
 import sys
 import tempfile
@@ -24,7 +25,9 @@ from rich.table import Table
 
 from megatron.context_parallel import ContextParallel
 from megatron.context_parallel.cli.tables import show
+from megatron.context_parallel.inference.decode_rows import DecodeRows
 from megatron.context_parallel.inference.engine import Engine, Request
+from megatron.context_parallel.inference.pages import PAGE, PageTables
 from megatron.context_parallel.inference.session import Session
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer
 from megatron.context_parallel.integration.rope import use_layout
@@ -101,7 +104,7 @@ def of_rank(rank: int, n: int, folder: str, found: list) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n)
     parallel_state.initialize_model_parallel(context_parallel_size=n)
     with torch.no_grad():
-        measured = {"layer": per_layer(n), "long": long_caches() if n == 1 else {}}
+        measured = {"layer": per_layer(n), "products": products(), "long": long_caches() if n == 1 else {}}
     if rank == 0:
         found.append(measured)
     dist.barrier()
@@ -124,6 +127,14 @@ def per_layer(n: int) -> dict[int, tuple[float, float]]:
         for s in sequences:
             of.free(s)
     return measured
+
+
+def products() -> float:
+    """Microseconds per layer of the products with the weights alone, for one row."""
+    shapes = [(1024, 512), (512, 512), (1024, 512), (512, 1024)] * LAYERS
+    weights = [torch.randn(shape) for shape in shapes]
+    rows = {columns: torch.randn(1, columns) for columns in (512, 1024)}
+    return microseconds(lambda: [torch.mm(rows[w.shape[1]], w.t()) for w in weights], 60) / LAYERS
 
 
 def long_caches() -> dict[str, float]:
@@ -185,6 +196,21 @@ def waiting() -> float:
     return microseconds(engine.step, 5, 2) / 1000
 
 
+def tables(fragmented: bool) -> float:
+    """Milliseconds of the page tables in a step, with a million tokens on 8 ranks."""
+    of = PageTables(8, 5000)
+    if fragmented:
+        others = [of.open() for _ in range(5000)]
+        for s in others:
+            of.add({s: 8 * PAGE})
+        random.Random(1).shuffle(others)
+        for s in others[::2]:
+            of.free(s)
+    long = of.open()
+    of.add({long: MILLION})
+    return microseconds(lambda: DecodeRows(of, {long: [1]}, of.add({long: 1}), 0).keys(-1), 40) / 1000
+
+
 def ranks(n: int) -> dict:
     found = torch.multiprocessing.get_context("spawn").Manager().list()
     with tempfile.TemporaryDirectory() as folder:
@@ -198,6 +224,7 @@ def main() -> None:
     for n, measured in ((1, one), (2, two)):
         for count, (taken, calls) in measured.layer.items():
             table.add_row(str(n), str(count), f"{taken:.0f}", f"{calls:.0f}")
+        table.add_row(str(n), "1: products with weights alone", f"{measured.products:.0f}", "")
     show(table)
     whole, turns = one.long["whole"], one.long["whole, in turn"]
     for name, taken in one.long.items():
@@ -205,6 +232,7 @@ def main() -> None:
     print(f"four together / one after the other: {whole / turns:.2f} (bar: 1.2)")
     print(f"grown page by page / whole: {one.long['page by page'] / whole:.2f} (bar: 1.2)")
     print(f"one in every other page / one of four: {4 * one.long['every other page'] / turns:.2f} (bar: 1.2)")
+    print(f"page tables of a million tokens on 8 ranks: {tables(False):.3f} ms, in random pages {tables(True):.3f} ms")
     print(f"a step in which a million tokens wait: {waiting():.2f} ms (bar: 1)")
 
 

@@ -104,8 +104,7 @@ class DecodeAttention:
         self._attend(core, layer)
         if self.group.n > 1:
             self._wait("receive", self.group.group.alltoall_base(self.parts, self.sent, [], []))
-        self._merge(core.softmax_offset)
-        out.copy_(self.merged)
+        out.copy_(self._merged(core.softmax_offset))
 
     def _wait(self, kind: str, work: dist.Work) -> None:
         WorkBatch([work], CHANNEL, [(kind, rank) for rank in self.others]).wait()
@@ -124,8 +123,10 @@ class DecodeAttention:
             else:
                 place.copy_(self.nothing)
 
-    def _merge(self, sinks: Tensor | None) -> None:
-        """Merges the partial outputs of this rank's rows."""
+    def _merged(self, sinks: Tensor | None) -> Tensor:
+        """The outputs [size, heads, dv] of this rank's rows, from their parts."""
+        if self.group.n == 1 and sinks is None:
+            return self.parts[0, ..., :-1]
         lse = self.parts[..., -1]
         torch.amax(lse, 0, out=self.peak)
         torch.sub(lse, self.peak, out=self.weights).exp_()
@@ -135,3 +136,4 @@ class DecodeAttention:
         if sinks is not None:
             lse = self.total.log_().add_(self.peak)
             add_sinks(self.merged.unsqueeze(1), lse.unsqueeze(1), sinks)
+        return self.merged
