@@ -253,6 +253,50 @@ def _tensors(tree: object) -> list[torch.Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
+KINDS = [
+    ("rope", {}),
+    ("rope", {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False}),
+    ("learned_absolute", {"add_bias_linear": True, "normalization": "LayerNorm", "qk_layernorm": True}),
+]
+
+
+def _plain_layers() -> None:
+    """Steps without modules give the logits of steps with modules, also when weights change or are replaced."""
+    start()
+    for positions, changes in KINDS:
+        of, with_modules = session(positions, changes=changes), session(positions, changes=changes)
+        with_modules._layers = []
+        sequences = [of.open(), of.open()], [with_modules.open(), with_modules.open()]
+        for number in range(4):
+            for changed in (of.model, with_modules.model):
+                layer = changed.get_submodule("decoder.layers.0.mlp.linear_fc1")
+                if number == 2:
+                    layer.weight.data.mul_(1.5)  # as an optimizer does
+                if number == 3:
+                    layer.weight = torch.nn.Parameter(layer.weight * 0.5)
+            tokens = [(number * 7 + 3) % VOCABULARY, (number * 5 + 1) % VOCABULARY]
+            found = of.forward({s: [t] for s, t in zip(sequences[0], tokens, strict=True)})
+            expected = with_modules.forward({s: [t] for s, t in zip(sequences[1], tokens, strict=True)})
+            for row, other in zip(found.values(), expected.values(), strict=True):
+                assert (row - other).norm() < 1e-6 * other.norm(), (positions, number)
+        assert of._steps and not with_modules._steps
+
+
+def test_steps_of_plain_layers(ranks):
+    ranks(1, _plain_layers)
+
+
+def _hooked() -> tuple[int, int]:
+    start()
+    of = session()
+    of.model.decoder.layers[0].mlp.register_forward_hook(lambda module, given, result: (2 * result[0], result[1]))
+    return len(of._layers), len(Session(of.model, of.cp, cache_tokens=8)._layers)
+
+
+def test_a_model_with_hooks_calls_its_modules(ranks):
+    assert ranks(1, _hooked) == [(2, 0)]
+
+
 def _two_ranks() -> None:
     start()
     _steps_and_plans()
