@@ -280,6 +280,8 @@ def _plain_layers() -> None:
             for row, other in zip(found.values(), expected.values(), strict=True):
                 assert (row - other).norm() < 1e-6 * other.norm(), (positions, number)
         assert of._steps and not with_modules._steps
+        half = model(True, positions, **changes).bfloat16()
+        assert Session(half, half.context_parallel, cache_tokens=8)._layers  # compared when it starts
 
 
 def test_steps_of_plain_layers(ranks):

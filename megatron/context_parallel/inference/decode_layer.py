@@ -37,14 +37,15 @@ class NormBuffers:
         self.wide = torch.zeros(shape, dtype=wide, device=device)
         self.squares = torch.zeros_like(self.wide)
         self.scale = self.wide.new_zeros(*shape[:-1], 1)
-        self.statistics = self.wide.new_zeros(2, *shape[:-1], 1)
+        self.statistics: tuple[Tensor, ...] = ()  # of LayerNorm; their dtype depends on the device
 
     def __call__(self, norm: Norm, x: Tensor, out: Tensor) -> None:
         """Writes the normalized x to `out`."""
         if norm.bias is not None:
-            shape, (mean, scale) = norm.weight.shape, self.statistics
-            found = {"out0": out, "out1": mean, "out2": scale}
-            torch.ops.aten.native_layer_norm.out(x, shape, norm.weight, norm.bias, norm.eps, **found)
+            given = x, norm.weight.shape, norm.weight, norm.bias, norm.eps
+            self.statistics = self.statistics or torch.native_layer_norm(*given)[1:]
+            mean, scale = self.statistics
+            torch.ops.aten.native_layer_norm.out(*given, out0=out, out1=mean, out2=scale)
             return
         if x.dtype is not self.wide.dtype:
             x = self.wide.copy_(x)
