@@ -12,9 +12,9 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.commands import generate as command
 from megatron.context_parallel.inference import sampling
-from megatron.context_parallel.inference.engine import Engine, Request, RequestOutput
+from megatron.context_parallel.inference.engine import OVERTAKE, Engine, Request, RequestOutput
 from megatron.context_parallel.inference.faults import MISTAKE
-from megatron.context_parallel.inference.prefixes import BLOCK, Prefixes
+from megatron.context_parallel.inference.prefixes import BLOCK, Prefixes, Prompt
 from megatron.context_parallel.inference.rank_loop import RankLoop
 from megatron.context_parallel.inference.sampling import Token, choose_tokens
 from megatron.context_parallel.inference.text_stream import TextStream
@@ -129,20 +129,28 @@ def test_text_ends_before_the_first_stop_string():
 
 def test_prefixes_are_found_to_the_token_within_one_key():
     index, text = Prefixes(), list(range(3 * BLOCK))
+    remembered = Prompt("a", [*text, 0])
+
+    def match(key: str, tokens: list[int]) -> tuple[int, int] | None:
+        found = index.longest(Prompt(key, [*tokens, 0]))
+        if (key, tokens) == ("a", text):
+            assert index.longest(remembered) == found
+        return found
+
     index.add(1, "a", text, 2 * BLOCK + 5)
     index.add(2, "a", [*text[:BLOCK], 7], BLOCK + 1)
-    assert index.longest("a", text) == (1, 2 * BLOCK + 5)
-    assert index.longest("a", [*text[: BLOCK + 3], 99]) == (1, BLOCK + 3)
-    assert index.longest("a", [*text[:BLOCK], 7, 8]) == (2, BLOCK + 1)
-    assert index.longest("a", text[: BLOCK - 1]) is None
-    assert index.longest("b", text) is None
+    assert match("a", text) == (1, 2 * BLOCK + 5)
+    assert match("a", [*text[: BLOCK + 3], 99]) == (1, BLOCK + 3)
+    assert match("a", [*text[:BLOCK], 7, 8]) == (2, BLOCK + 1)
+    assert match("a", text[: BLOCK - 1]) is None
+    assert match("b", text) is None
     index.add(1, "a", text, 3 * BLOCK)
-    assert index.longest("a", text) == (1, 3 * BLOCK)
-    assert index.longest("a", text[2 * BLOCK :]) is None  # no beginning, though a sequence has it
+    assert match("a", text) == (1, 3 * BLOCK)
+    assert match("a", text[2 * BLOCK :]) is None  # no beginning, though a sequence has it
     index.remove(1)
-    assert index.longest("a", text) == (2, BLOCK)
+    assert match("a", text) == (2, BLOCK)
     index.remove(2)
-    assert index.longest("a", text) is None and not index._holders
+    assert match("a", text) is None and not index._holders
 
 
 # ---------------------------------------------------------------------------------------------------- engine
@@ -298,6 +306,30 @@ def test_a_short_prompt_overtakes_a_long_one():
     assert outputs[-1].request == "short" and len(session.steps) == 4
 
 
+def test_requests_that_fit_overtake_one_that_does_not_a_few_times():
+    engine = Engine(Fixed(100).session, Letters(), 512)
+    engine.add(request("running", prompt(30), 40, top_k=1))
+    engine.step()
+    engine.add(request("large", prompt(60, 1), 10, top_k=1))
+    for i in range(OVERTAKE + 4):
+        engine.add(request(str(i), prompt(4, 2 + i), 2, top_k=1))
+    first = [output.request for _ in range(70) for output in engine.step() if output.first]
+    assert first[:OVERTAKE] == [str(i) for i in range(OVERTAKE)]
+    assert first[OVERTAKE] == "large" and len(first) == OVERTAKE + 5
+
+
+def test_a_waiting_prompt_is_hashed_once(monkeypatch):
+    session = Fixed(100).session
+    engine = Engine(session, Letters(), 512)
+    hashed = []
+    monkeypatch.setattr(Prompt, "next_hash", lambda prompt, of=Prompt.next_hash: hashed.append(prompt) or of(prompt))
+    engine.add(request("running", prompt(50), 40, key="k", top_k=1))
+    engine.step()
+    engine.add(request("waiting", [*prompt(50), *prompt(30, 1)], 10, key="k", top_k=1))
+    finished(engine)
+    assert [one.count for one in hashed] == [49] + [79] * 4  # until a block that is not cached
+
+
 def test_who_is_cancelled_leaves_at_once_and_the_others_do_not_notice():
     session = Fixed(100).session
     engine = Engine(session, Letters(), 512)
@@ -376,7 +408,7 @@ def test_an_error_of_one_request_ends_that_one(caplog):
     assert {line["id"]: line["error"] for line in lines} == {
         "in its prompt": "LookupError",
         "in its text": "LookupError",
-        "in sampling": "TypeError",
+        "in sampling": "ValueError",
     }
     assert all("test_generate.py" in line["at"][-1] or "sampling.py" in line["at"][-1] for line in lines)
     assert "secret" not in caplog.text

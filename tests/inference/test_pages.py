@@ -14,6 +14,14 @@ def places(tables: PageTables, sequence: int) -> list[list[int]]:
     return [tables.positions(sequence, rank).tolist() for rank in range(tables.n)]
 
 
+def in_pieces(tables: PageTables, sequence: int, rank: int, first: int) -> list[int]:
+    """The slots of the rows from `first` on, as the pieces of `keys` have them."""
+    rows, pages = tables.keys(sequence, rank, first)
+    whole = [page for piece in pages for page in range(piece.start, piece.stop, piece.step)]
+    slots = [slot for piece in rows for slot in range(piece.start, piece.stop)]
+    return sorted(slots + [page * tables.page + row for page in whole for row in range(tables.page)])
+
+
 def check(tables: PageTables, lengths: dict[int, int]) -> None:
     """Each token of each sequence is on one rank, in a slot of its own, and all that is stored is counted."""
     used = [set() for _ in range(tables.n)]
@@ -30,8 +38,9 @@ def check(tables: PageTables, lengths: dict[int, int]) -> None:
                 assert kept.tolist() == [x for x in found[rank] if x >= first]
                 assert tables.slots(sequence, rank, first).tolist() == slots[len(slots) - len(kept) :].tolist()
                 assert tables.count(sequence, rank, first) == len(kept)
-                if span := tables.span(sequence, rank, first):
-                    assert [*range(span.start, span.stop)] == tables.slots(sequence, rank, first).tolist()
+                assert in_pieces(tables, sequence, rank, first) == sorted(tables.slots(sequence, rank, first).tolist())
+            if len(slots):
+                assert tables.last_slot(sequence, rank) == slots[-1]
             used[rank] |= {*slots.tolist()}
     assert tables.rows() == [len(slots) for slots in used]
 
@@ -48,7 +57,7 @@ def test_a_prompt_is_dealt_as_slices_from_both_ends():
 
 
 def test_sequences_share_no_row_with_a_page_of_others():
-    tables = PageTables(2, 4, 4)
+    tables = PageTables(2, 16, 4)
     a, b = tables.open(), tables.open()
     for _ in range(5):
         tables.add({a: 1, b: 1})
@@ -56,12 +65,27 @@ def test_sequences_share_no_row_with_a_page_of_others():
     pages_of_a = {int(slot) // 4 for slot in tables.slots(a, 0)}
     pages_of_b = {int(slot) // 4 for slot in tables.slots(b, 0)}
     assert not pages_of_a & pages_of_b
-    assert tables.span(a, 0, 5) is None and tables.span(a, 0) == slice(0, 3)
+    assert tables.keys(a, 0, 5) == ([], []) and tables.keys(a, 0) == ([slice(0, 3)], [])
     assert a in tables and b + 1 not in tables
     tables.add({a: 4, b: 4})
-    assert tables.span(a, 0) is None  # b has the page between
+    assert tables.keys(a, 0) == ([slice(0, 5)], [])  # b does not have the page after
     tables.free(b)
     check(tables, {a: 9})
+
+
+def test_pages_at_equal_distances_are_one_piece():
+    tables = PageTables(1, 9, 4)
+    others = [tables.open() for _ in range(9)]
+    for sequence in others:
+        tables.add({sequence: 4})
+    for page in (0, 2, 4, 6):
+        owner = next(s for s in others if s in tables and tables.last_slot(s, 0) // 4 == page)
+        tables.free(owner)
+    scattered = tables.open()
+    tables.add({scattered: 15})
+    assert tables.keys(scattered, 0) == ([slice(24, 27)], [slice(0, 6, 2)])
+    assert tables.keys(scattered, 0, 2) == ([slice(2, 4), slice(24, 27)], [slice(2, 6, 2)])
+    assert tables.keys(scattered, 0, 9) == ([slice(17, 20), slice(24, 27)], [])
 
 
 def test_balance_while_sequences_come_and_go():

@@ -5,10 +5,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from megatron.context_parallel import UsageError
+from megatron.context_parallel import ContextParallel, UsageError
+from megatron.context_parallel.inference import decode_attention
+from megatron.context_parallel.inference.batch_layout import BatchLayout
+from megatron.context_parallel.inference.cache_attention import CacheAttention
+from megatron.context_parallel.inference.cached_keys import attend_to
+from megatron.context_parallel.inference.decode_rows import DecodeRows
 from megatron.context_parallel.inference.pages import CacheFull
-from megatron.context_parallel.inference.recordings import OFTEN
 from megatron.context_parallel.inference.session import Session
 from tests.support.session_case import (
     VOCABULARY,
@@ -179,45 +185,123 @@ def _a_model_stays_what_it_was() -> None:
     assert of.model.training and not any(row.requires_grad for row in logits.values())
     assert torch.equal(of.model(tokens, tokens, None), before)
     with mock.patch.object(of.model.decoder, "forward", side_effect=ValueError), pytest.raises(ValueError):
-        of.forward({of.open(): [1]})
+        of.forward({of.open(): [1, 2]})
     assert torch.equal(of.model(tokens, tokens, None), before)
     dist.barrier()
 
 
-def _recorded() -> None:
-    """Decode steps that come often are recorded: the same bits, and what changes in the model counts."""
+def _steps_and_plans() -> None:
+    """The attention of decode steps against that of the plan with the same messages, and what a step allocates."""
+    for changes in ({}, {"num_query_groups": 4, "window_size": (6, 0), "softmax_type": "off-by-one"}):
+        of = session(changes=changes)
+        plan = ContextParallel(f"attention2d:grid=1x{of.cp.n},overlap=false", group=of.cp.group)
+        core = of.model.decoder.layers[0].self_attention.core_attention
+        for length in (13, 30, 5, 1, 2):
+            of.forward({of.open(): [3] * length})
+        for _ in range(3):
+            new = {sequence: [1] for sequence in range(1, 6)}
+            rows = DecodeRows(of.tables, new, of.tables.add(dict.fromkeys(new, 1)), of.cp.rank)
+            batch = BatchLayout(of.tables, new, of.cp.rank, of.device)
+            q, k, v = (torch.randn(rows.size, 1, heads, 8) for heads in (4, *[core.config.num_query_groups] * 2))
+            attend = of._attention(rows.size)
+            attend.begin(rows, rows.inputs[2])
+            found = attend(core, q, k, v)
+            given = max(1, batch.rows)
+            expected = CacheAttention(batch, of.cache, plan)(core, q[:given], k[:given], v[:given])
+            assert (found[: batch.rows] - expected[: batch.rows]).abs().sum() < 1e-5 and not found.isnan().any()
+    of = session()
+    sequences = [of.open() for _ in range(3)]
+    of.forward({s: [s] * 9 for s in sequences})
+    logits = of.forward({s: [s] for s in sequences})
+    (step,) = of._steps.values()
+    mode = NothingNew()
+    unwatched = mock.patch.object(decode_attention, "attend_to", mode.unwatched(attend_to))
+    with torch.no_grad(), unwatched, mode:
+        again = step.run()
+        with pytest.raises(AssertionError, match=r"add\.Tensor makes a new tensor"):
+            _ = again + 1
+        with pytest.raises(AssertionError, match="_local_scalar_dense"):
+            again[0, 0].item()
+    for row, sequence in enumerate(logits):
+        assert torch.equal(again[row, :VOCABULARY], logits[sequence])
+
+
+class NothingNew(TorchDispatchMode):
+    """Refuses what a CUDA graph does not capture: new tensors, and reading a tensor on the host."""
+
+    watched = True
+
+    def unwatched(self, function):
+        def called(*args):
+            self.watched = False
+            result = function(*args)
+            self.watched = True
+            return result
+
+        return called
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if self.watched:
+            assert "_local_scalar_dense" not in str(func), func
+            given = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}
+            assert all(x.untyped_storage().data_ptr() in given for x in _tensors(result)), f"{func} makes a new tensor"
+        return result
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+KINDS = [
+    ("rope", {}),
+    ("rope", {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False}),
+    ("learned_absolute", {"add_bias_linear": True, "normalization": "LayerNorm", "qk_layernorm": True}),
+]
+
+
+def _plain_layers() -> None:
+    """Steps without modules give the logits of steps with modules, also when weights change or are replaced."""
     start()
-    changes = {"add_bias_linear": True, "normalization": "LayerNorm", "qk_layernorm": True}
-    for positions, changed in (("rope", {}), ("learned_absolute", changes)):
-        of, plain = session(positions, changes=changed), session(positions, changes=changed)
-        plain._recordings = None
-        sequences = [of.open(), of.open()], [plain.open(), plain.open()]
-        weight = "decoder.layers.0.mlp.linear_fc1"
-        for step_ in range(OFTEN + 8):
-            if step_ == OFTEN + 2:
-                for model_ in (of.model, plain.model):
-                    model_.get_submodule(weight).weight.data.mul_(1.5)  # as an optimizer does
-            if step_ == OFTEN + 4:
-                (recorded,) = of._recordings.passes.values()
-                assert recorded is of._recordings.passes[2] and recorded.current and recorded.checked
-                for model_ in (of.model, plain.model):
-                    layer = model_.get_submodule(weight)
-                    layer.weight = torch.nn.Parameter(layer.weight * 0.5)  # another tensor
-                assert not recorded.current
-            tokens = [(step_ * 7 + 3) % VOCABULARY, (step_ * 5 + 1) % VOCABULARY]
+    for positions, changes in KINDS:
+        of, with_modules = session(positions, changes=changes), session(positions, changes=changes)
+        with_modules._layers = []
+        sequences = [of.open(), of.open()], [with_modules.open(), with_modules.open()]
+        for number in range(4):
+            for changed in (of.model, with_modules.model):
+                layer = changed.get_submodule("decoder.layers.0.mlp.linear_fc1")
+                if number == 2:
+                    layer.weight.data.mul_(1.5)  # as an optimizer does
+                if number == 3:
+                    layer.weight = torch.nn.Parameter(layer.weight * 0.5)
+            tokens = [(number * 7 + 3) % VOCABULARY, (number * 5 + 1) % VOCABULARY]
             found = of.forward({s: [t] for s, t in zip(sequences[0], tokens, strict=True)})
-            expected = plain.forward({s: [t] for s, t in zip(sequences[1], tokens, strict=True)})
-            for one, two in zip(sequences[0], sequences[1], strict=True):
-                assert torch.equal(found[one], expected[two]), (positions, step_)
-        assert of._recordings.passes == {} and of._recordings.seen[2] == 4  # counted again
+            expected = with_modules.forward({s: [t] for s, t in zip(sequences[1], tokens, strict=True)})
+            for row, other in zip(found.values(), expected.values(), strict=True):
+                assert (row - other).norm() < 1e-6 * other.norm(), (positions, number)
+        assert of._steps and not with_modules._steps
+        half = model(True, positions, **changes).bfloat16()
+        assert Session(half, half.context_parallel, cache_tokens=8)._layers  # compared when it starts
 
 
-def test_decode_steps_are_recorded(ranks):
-    ranks(1, _recorded)
+def test_steps_of_plain_layers(ranks):
+    ranks(1, _plain_layers)
+
+
+def _hooked() -> tuple[int, int]:
+    start()
+    of = session()
+    of.model.decoder.layers[0].mlp.register_forward_hook(lambda module, given, result: (2 * result[0], result[1]))
+    return len(of._layers), len(Session(of.model, of.cp, cache_tokens=8)._layers)
+
+
+def test_a_model_with_hooks_calls_its_modules(ranks):
+    assert ranks(1, _hooked) == [(2, 0)]
 
 
 def _two_ranks() -> None:
     start()
+    _steps_and_plans()
     _life()
     _neighbours()
     _refusals()

@@ -25,6 +25,7 @@ from megatron.context_parallel import patches
 from megatron.context_parallel.patches import (
     megatron_lm,
     release_of,
+    torch_all_gather,
     torch_coalescing,
     torch_cpu_attention,
     torch_data_workers,
@@ -478,6 +479,12 @@ def test_torch_process_groups(world):
     assert torch_process_groups.timeout_of(made) == torch_process_groups.timeout_of(world)
     assert torch_process_groups.options_of(world) is None  # not of NCCL
     assert world.bound_device_id is None  # a property, which is set meanwhile
+
+
+def test_torch_all_gather(world):
+    everyone = torch.zeros(2, 3)
+    torch_all_gather.all_gather(world, everyone, torch.arange(6.0).view(2, 3)).wait()
+    assert everyone.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_torch_coalescing(world):

@@ -25,8 +25,10 @@ class BatchLayout:
 
     Attributes:
         sequences: in ascending order, which is the order of their rows.
-        tokens, positions: int64 [rows], of this rank's new rows; new_slots: their slots in the cache. On the device.
-        rows: the number of these rows.
+        tokens, positions: int64 [rows], of this rank's new rows; of the dummy row if there are none. On the device.
+        new_slots: int64 [rows], their slots in the cache.
+        wanted: int64, the rows in `last`; the dummy row if there are none.
+        rows: the number of these rows; 0 if the only one is a dummy, which is neither query nor key.
         last: for each sequence whose last token is on this rank, its row.
         longest: tokens of the longest sequence; several: whether a sequence has more than one new token.
     """
@@ -55,8 +57,10 @@ class BatchLayout:
                 if places[-1] == length - 1:
                     self.last[s] = len(tokens) - 1
         self.rows = len(tokens)
-        rows = torch.tensor([tokens, positions, slots], dtype=torch.int64, device=device)
-        self.tokens, self.positions, self.new_slots = rows.unbind()
+        rows = torch.tensor([tokens or [0], positions or [0]], device=device)
+        self.tokens, self.positions = rows.unbind()
+        self.new_slots = torch.tensor(slots, dtype=torch.int64, device=device)
+        self.wanted = torch.tensor([*self.last.values()] or [0], device=device)
         self._views: dict[tuple, tuple[Blocks, Tensor | slice]] = {}
 
     def _chunks(self, first: Mapping[int, int]) -> ListedChunks:
@@ -89,7 +93,9 @@ class BatchLayout:
 
     def _slots(self, first: Mapping[int, int]) -> Tensor | slice:
         """The slots of this rank's keys. The keys of one sequence in consecutive pages need no copy."""
-        if len(first) == 1 and (span := self.tables.span(self.sequences[0], self.rank, first[self.sequences[0]])):
-            return span
+        if len(first) == 1:
+            rows, pages = self.tables.keys(self.sequences[0], self.rank, first[self.sequences[0]])
+            if len(rows) == 1 and not pages:
+                return rows[0]
         slots = [self.tables.slots(s, self.rank, start) for s, start in first.items()]
         return torch.from_numpy(numpy.concatenate(slots)).to(self.device)

@@ -16,15 +16,17 @@ class KVCache:
     def __init__(
         self, pages: int, page: int, shapes: list[tuple[int, int, int]], dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.layers, self._rows = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+        self._rows = list[tuple[Tensor, Tensor]]()
+        self.layers = list[tuple[Tensor, ...]]()  # views
+        rows = pages * page
         for heads, key_dim, value_dim in shapes:
-            keys = torch.empty(pages, page, heads, key_dim, dtype=dtype, device=device)
-            values = torch.empty(pages, page, heads, value_dim, dtype=dtype, device=device)
-            self.layers.append((keys, values))
-            self._rows.append((keys.flatten(0, 1), values.flatten(0, 1)))  # views
+            keys = torch.empty(rows + 1, heads, key_dim, dtype=dtype, device=device)
+            values = torch.empty(rows + 1, heads, value_dim, dtype=dtype, device=device)
+            self._rows.append((keys, values))
+            self.layers.append(tuple([x[:rows].unflatten(0, (pages, page)) for x in (keys, values)]))
 
     def append(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Stores rows [rows, kv_heads, d] of a layer at `slots` int64 [rows]."""
+        """Stores rows [rows, kv_heads, d] of a layer at `slots` int64 [rows]; padding after the last page."""
         for rows, x in zip(self._rows[layer], (keys, values), strict=True):
             rows.index_copy_(0, slots, x)
 

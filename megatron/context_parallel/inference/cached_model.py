@@ -1,34 +1,12 @@
 """Calls a megatron-core model with the attention of a pass, at given positions."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
-
-import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.integration.rope import LayoutRotaryEmbedding
-from megatron.context_parallel.integration.spec import AttentionOverride, ContextParallelAttention
-
-from .batch_layout import BatchLayout
-
-
-class PassInputs(NamedTuple):
-    """The inputs of a pass besides its attention.
-
-    Attributes:
-        tokens, places: tokens int64 [rows], and their positions.
-        wanted: int64 [sequences], the rows whose logits are computed.
-        angles: the angles of the rotary embedding, if the model has one.
-    """
-
-    tokens: Tensor
-    places: Tensor
-    wanted: Tensor
-    angles: Tensor | None
+from megatron.context_parallel.integration.spec import CachedAttention, ContextParallelAttention
 
 
 class CachedModel:
@@ -49,47 +27,35 @@ class CachedModel:
         rope = getattr(model, "rotary_pos_emb", None)
         self._rope = rope if isinstance(rope, LayoutRotaryEmbedding) else None
 
-    def inputs(self, batch: BatchLayout) -> PassInputs:
-        """The inputs for this rank's rows of a batch; a dummy row of zeros if it has none."""
-        tokens, places = batch.tokens, batch.positions
-        if not batch.rows:
-            tokens, places = tokens.new_zeros(1), places.new_zeros(1)
-        wanted = torch.tensor([*batch.last.values()] or [0], device=batch.device)
-        angles = self._rope.at(places, batch.longest) if self._rope else None
-        return PassInputs(tokens, places, wanted, angles)
+    def angles(self, positions: Tensor, longest: int) -> Tensor | None:
+        """The rotary angles [rows, 1, 1, d] of positions int64 [rows] below `longest`, if the model has them."""
+        return self._rope.at(positions, longest) if self._rope else None
 
     def __call__(
-        self, attend: AttentionOverride, tokens: Tensor, places: Tensor, wanted: Tensor, angles: Tensor | None
+        self, attend: CachedAttention, tokens: Tensor, positions: Tensor, angles: Tensor | None, wanted: Tensor
     ) -> Tensor:
-        """The logits [1, wanted, vocabulary] of `PassInputs`; `attend` computes the attention of each layer."""
-        with self._installed(attend, wanted, angles):
-            return self.model(tokens.unsqueeze(0), places.unsqueeze(0), None, runtime_gather_output=True)
+        """The logits [wanted, vocabulary] of some rows.
 
-    @contextmanager
-    def _installed(self, attend: AttentionOverride, wanted: Tensor, angles: Tensor | None) -> Iterator[None]:
-        """A context in which the model uses the cache and the given positions, and computes only the wanted logits."""
+        It calls the parts of the model, because the model itself would place the rows in a layout.
 
-        def last_rows(_: object, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            return (args[0].index_select(0, wanted), *args[1:]), kwargs
-
-        training = self.model.training
-        hook = self.model.output_layer.register_forward_pre_hook(last_rows, with_kwargs=True)
-        if self._rope:
-            self._rope.angles = angles
-        for core in self.cores:
-            core.attention_override = attend
+        Args:
+            attend: computes the attention of each layer.
+            tokens, positions: int64 [rows]; angles: of these positions.
+            wanted: int64 [wanted], the rows whose logits are computed.
+        """
+        model = self.model
+        training = model.training
         if training:
-            self.model.eval()
+            model.eval()
         try:
-            yield
+            x = model.embedding(input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0))
+            x = model.decoder(hidden_states=x, attention_mask=attend, rotary_pos_emb=angles)
+            weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+            logits, _ = model.output_layer(x.index_select(0, wanted), weight=weight, runtime_gather_output=True)
         finally:
-            hook.remove()
-            if self._rope:
-                self._rope.angles = None
-            for core in self.cores:
-                core.attention_override = None
             if training:
-                self.model.train()
+                model.train()
+        return logits[:, 0]
 
 
 def _cores(model: GPTModel) -> list[ContextParallelAttention]:

@@ -13,10 +13,12 @@ from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
 from .faults import MISTAKE, log_fault
 from .handoff.sequences import HandedSequences
-from .prefixes import Prefixes
+from .prefixes import Prefixes, Prompt
 from .sampling import Token, as_numbers, choose_tokens, from_numbers
 from .text_stream import TextStream
 from .tokenizer import Tokenizer
+
+OVERTAKE = 8  # requests that may start before one that does not fit
 
 
 class CacheSession(Protocol):
@@ -79,6 +81,15 @@ class RequestOutput:
 
 
 @dataclass
+class _Waiting:
+    """A request that does not run yet, and how many later ones have started before it."""
+
+    request: Request
+    prompt: Prompt
+    overtaken: int = 0
+
+
+@dataclass
 class _Running:
     """A request with a sequence in the cache, which contains the first `cached` of its tokens."""
 
@@ -130,7 +141,7 @@ class Engine:
         self.pinned: dict[str, _Running] = {}  # prefilled and not yet released, by the name of the handoff
         self.capacity = cache.room()
         self.length = min(length or self.capacity, self.capacity)
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[_Waiting] = deque()
         self.running: dict[str, _Running] = {}
         self._kept: OrderedDict[int, int] = OrderedDict()  # cached tokens by sequence; the most recently used is last
         self._prefixes = Prefixes()
@@ -176,14 +187,14 @@ class Engine:
             UsageError: it can never run.
         """
         self.check(request.tokens, request.params.num_tokens_to_generate)
-        self.waiting.append(request)
+        self.waiting.append(_Waiting(request, Prompt(request.key, request.tokens)))
 
     def cancel(self, name: str) -> None:
         """End a request now; requests that have ended are ignored."""
         if name in self.running:
             self._end(self.running.pop(name))
-        elif any(request.name == name for request in self.waiting):
-            self.waiting = deque(request for request in self.waiting if request.name != name)
+        elif any(waiting.request.name == name for waiting in self.waiting):
+            self.waiting = deque(waiting for waiting in self.waiting if waiting.request.name != name)
         else:
             return
         self._ended.append(RequestOutput(name, finish="cancelled"))
@@ -223,13 +234,18 @@ class Engine:
 
     def _deal(self) -> dict[int, list[int]]:
         """The new tokens of a step by sequence."""
-        missing = {run.sequence: run.tokens[run.cached :] for run in self.running.values()}
-        new = {sequence: tokens for sequence, tokens in missing.items() if len(tokens) == 1}
-        prompts = sorted((len(tokens), sequence) for sequence, tokens in missing.items() if sequence not in new)
+        new = dict[int, list[int]]()
+        prompts = list[tuple[int, int, _Running]]()
+        for run in self.running.values():
+            missing = len(run.tokens) - run.cached
+            if missing == 1:
+                new[run.sequence] = run.tokens[-1:]
+            else:
+                prompts.append((missing, run.sequence, run))
         left = self.step_tokens
-        for place, (count, sequence) in enumerate(prompts):
+        for place, (count, sequence, run) in enumerate(sorted(prompts)):
             if share := min(count, left // (len(prompts) - place)):
-                new[sequence] = missing[sequence][:share]
+                new[sequence] = run.tokens[run.cached : run.cached + share]
                 left -= share
         return new
 
@@ -297,16 +313,26 @@ class Engine:
     # -- room in the cache ----------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Start requests in order of arrival, while the cache has enough space to finish them."""
-        while self.waiting and self._start(self.waiting[0]):
-            self.waiting.popleft()
+        """Start requests in order of arrival, while the cache has enough space to finish them.
 
-    def _start(self, request: Request) -> bool:
+        Behind one that does not fit, the next `OVERTAKE` may start. Then all wait until it has started.
+        """
+        kept = deque[_Waiting]()
+        while self.waiting and len(kept) <= OVERTAKE and all(one.overtaken < OVERTAKE for one in kept):
+            waiting = self.waiting.popleft()
+            if not self._start(waiting):
+                kept.append(waiting)
+                continue
+            for one in kept:
+                one.overtaken += 1
+        self.waiting = kept + self.waiting
+
+    def _start(self, waiting: _Waiting) -> bool:
         """Whether a request waits no longer: it runs, or has ended by an error."""
-        tokens = list(request.tokens)
-        end = len(tokens) + request.params.num_tokens_to_generate - 1
+        request = waiting.request
+        end = len(request.tokens) + request.params.num_tokens_to_generate - 1
         while True:
-            source, reused = self._prefixes.longest(request.key, tokens[:-1]) or (None, 0)
+            source, reused = self._prefixes.longest(waiting.prompt) or (None, 0)
             copies = source is not None and self._kept.get(source) != reused
             if self._make_room(end - reused + self.waste * copies, spare=source):
                 break
@@ -314,15 +340,15 @@ class Engine:
                 return False
             self._forget(source)  # its other pages take the space
         try:
-            stream = TextStream(self.tokenizer.decode, request.params.stop_words or (), tokens)
+            stream = TextStream(self.tokenizer.decode, request.params.stop_words or (), request.tokens)
         except Exception as error:
             log_fault(request.name, error)
             self.refuse(request.name, MISTAKE)
             return True
         sequence = self._sequence(source, reused)
-        self.running[request.name] = _Running(request, sequence, tokens, reused, stream, reused)
+        self.running[request.name] = _Running(request, sequence, [*request.tokens], reused, stream, reused)
         if self.handed and request.handoff:
-            self.handed.open(request.handoff, len(tokens))
+            self.handed.open(request.handoff, len(request.tokens))
             self.handed.finish_rows(request.handoff, sequence, reused)
             self._ended.append(RequestOutput(request.name, finish="length", reused=reused))
         return True

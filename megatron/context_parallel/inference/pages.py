@@ -4,11 +4,11 @@ Each rank has the tables of all ranks, and all ranks make the same decisions. So
 to shard its tokens or to free it. A page holds rows of one sequence; forks share full pages.
 """
 
-import heapq
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from megatron.context_parallel.errors import UsageError
 
 PAGE = 64  # rows of a page
+SHORT = 4  # free pages in a row that are not worth a jump
 Ints = NDArray[numpy.int64]
 
 
@@ -31,6 +32,32 @@ class CacheFull(UsageError):
         self.room = room
 
 
+class KeyRows(NamedTuple):
+    """Rows of a rank's cache, in pieces that need no copy.
+
+    Attributes:
+        rows: runs of slots. A slot is the index of a row among all rows of the rank's pages.
+        pages: whole pages at equal distances.
+    """
+
+    rows: list[slice]
+    pages: list[slice]
+
+    def add(self, start: int, step: int, begin: int, end: int, page: int) -> None:
+        """Adds the rows from `begin` to `end` - 1 of the pages `start`, `start + step`, ... of `page` rows."""
+        if step == 1:
+            self.rows.append(slice(start * page + begin, start * page + end))
+            return
+        whole, stop = -(-begin // page), end // page
+        if whole < stop:
+            self.pages.append(slice(start + whole * step, start + stop * step, step))
+        edges = [(begin, min(end, whole * page)), (max(begin, stop * page), end)]
+        for first, last in edges[: 1 if whole > stop else 2]:
+            if first < last:
+                slot = (start + first // page * step) * page + first % page
+                self.rows.append(slice(slot, slot + last - first))
+
+
 @dataclass
 class RankRows:
     """The rows of a sequence on one rank.
@@ -38,13 +65,15 @@ class RankRows:
     Attributes:
         pages: the pages of the rows; all but the last are full.
         positions: the position of each in the sequence, ascending.
-        slots: the index of each among all rows of the rank's pages.
+        strides: the same pages as start, step and count of pages at equal distances.
+        full: the rows of all strides but the last.
         inherited: the number of rows inherited by a fork.
     """
 
     pages: list[int] = field(default_factory=list)
     positions: array = field(default_factory=lambda: array("q"))
-    slots: array = field(default_factory=lambda: array("q"))
+    strides: list[tuple[int, int, int]] = field(default_factory=list)
+    full: KeyRows = field(default_factory=lambda: KeyRows([], []))
     inherited: int = 0
 
     @property
@@ -52,20 +81,69 @@ class RankRows:
         """The number of rows that were not inherited."""
         return len(self.positions) - self.inherited
 
+    def append(self, page: int, rows: int) -> None:
+        """Appends a page of so many rows."""
+        self.pages.append(page)
+        start, step, count = self.strides.pop() if self.strides else (page, 1, 0)
+        if count == 1 and page > start:
+            step = page - start
+        if page == start + count * step:
+            self.strides.append((start, step, count + 1))
+        else:
+            self.strides += [(start, step, count), (page, 1, 1)]
+            self.full.add(start, step, 0, count * rows, rows)
+
+    def keys(self, first: int, page: int) -> KeyRows:
+        """The rows with positions from `first` on, in pieces in any order."""
+        skipped = bisect_left(self.positions, first) if first else 0
+        if not skipped and self.strides:
+            found = KeyRows([*self.full.rows], [*self.full.pages])
+            start, step, count = self.strides[-1]
+            before = (len(self.pages) - count) * page
+            found.add(start, step, 0, len(self.positions) - before, page)
+            return found
+        found = KeyRows([], [])
+        before = 0  # rows of the pages before
+        for start, step, count in self.strides:
+            begin = max(skipped - before, 0)
+            end = min(len(self.positions) - before, count * page)
+            before += count * page
+            if begin < end:
+                found.add(start, step, begin, end, page)
+        return found
+
 
 class _Store:
     """The pages of one rank."""
 
     def __init__(self, pages: int) -> None:
-        self.free = list(range(pages))  # a heap, lowest first, so that pages of a sequence are neighbours
+        self.free = list(range(pages))  # ascending
         self.users = [0] * pages
         self.filled = [0] * pages
         self.rows = 0
 
-    def take(self) -> int:
-        page = heapq.heappop(self.free)
+    def take(self, before: int | None) -> int:
+        """A free page for a sequence whose last page is `before`.
+
+        It is the page after it, or one with many free pages after it. So pages of a sequence are neighbours, also while
+        several sequences grow. If there are few free pages in a row, it is the next free page.
+        """
+        place = 0 if before is None else bisect_left(self.free, before)
+        if before is None or self.free[place : place + 1] != [before + 1]:
+            place = self._far() or place % len(self.free)
+        page = self.free.pop(place)
         self.users[page] = 1
         return page
+
+    def _far(self) -> int:
+        """The place in `free` of the middle of the longest run of free pages. 0 if it is short, or begins at page 0."""
+        free = numpy.array(self.free)
+        begins = numpy.concatenate([[0], numpy.flatnonzero(numpy.diff(free) != 1) + 1, [len(free)]])
+        lengths = numpy.diff(begins)
+        longest = int(lengths.argmax())
+        if lengths[longest] < SHORT or free[begins[longest]] == 0:
+            return 0
+        return int(begins[longest] + lengths[longest] // 2)
 
     def fill(self, page: int, rows: int) -> None:
         self.filled[page] += rows
@@ -75,7 +153,7 @@ class _Store:
         self.users[page] -= 1
         if not self.users[page]:
             self.fill(page, -self.filled[page])
-            heapq.heappush(self.free, page)
+            insort(self.free, page)
 
 
 class PageTables:
@@ -95,6 +173,7 @@ class PageTables:
             raise UsageError(f"{pages} pages of {page} rows: need 1 page or more of 1 to {PAGE} rows, such as {PAGE}")
         self.n = n
         self.page = page
+        self.slots_per_rank = pages * page
         self.capacity = n * pages * page
         self._stores = [_Store(pages) for _ in range(n)]
         self._parts: dict[int, list[RankRows]] = {}
@@ -121,20 +200,22 @@ class PageTables:
     def positions(self, sequence: int, rank: int, first: int = 0) -> Ints:
         """The positions of a sequence's rows on a rank, from `first` on, ascending."""
         positions = self._parts[sequence][rank].positions
-        return _copied(positions[bisect_left(positions, first) :])
+        return _array(positions[bisect_left(positions, first) :])
 
     def slots(self, sequence: int, rank: int, first: int = 0) -> Ints:
-        """The indices of these rows among all rows of the rank's pages."""
+        """The slots of these rows: their indices among all rows of the rank's pages."""
         part = self._parts[sequence][rank]
-        return _copied(part.slots[bisect_left(part.positions, first) :])
+        slots = numpy.array(part.pages, numpy.int64)[:, None] * self.page + numpy.arange(self.page)
+        return slots.reshape(-1)[bisect_left(part.positions, first) : len(part.positions)]
 
-    def span(self, sequence: int, rank: int, first: int = 0) -> slice | None:
-        """The same as a slice, if the pages are consecutive."""
+    def last_slot(self, sequence: int, rank: int) -> int:
+        """The slot of the last row."""
         part = self._parts[sequence][rank]
-        row = bisect_left(part.positions, first)
-        if row == len(part.slots) or part.pages != [*range(part.pages[0], part.pages[0] + len(part.pages))]:
-            return None
-        return slice(part.slots[row], part.slots[-1] + 1)
+        return part.pages[-1] * self.page + (len(part.positions) - 1) % self.page
+
+    def keys(self, sequence: int, rank: int, first: int = 0) -> KeyRows:
+        """The same rows in pieces, in any order."""
+        return self._parts[sequence][rank].keys(first, self.page)
 
     def room(self, sequence: int | None = None) -> int:
         """The number of tokens that fit now, of a new sequence or of an existing one."""
@@ -203,18 +284,16 @@ class PageTables:
         for rank, rows in halves:
             part = self._parts[sequence][rank]
             store = self._stores[rank]
+            done = len(part.positions)
+            total = done + rows
             part.positions.extend(range(place, place + rows))
             place += rows
-            while (left := len(part.positions) - len(part.slots)) > 0:
-                if len(part.slots) == len(part.pages) * self.page:
-                    part.pages.append(store.take())
-                self._fill(part, store, min(left, len(part.pages) * self.page - len(part.slots)))
-
-    def _fill(self, part: RankRows, store: _Store, rows: int) -> None:
-        """Adds the next rows of a sequence to its last page."""
-        slot = part.pages[-1] * self.page + len(part.slots) % self.page
-        part.slots.extend(range(slot, slot + rows))
-        store.fill(part.pages[-1], rows)
+            while done < total:
+                if done == len(part.pages) * self.page:
+                    part.append(store.take(part.pages[-1] if part.pages else None), self.page)
+                rows_of_page = min(total, len(part.pages) * self.page) - done
+                store.fill(part.pages[-1], rows_of_page)
+                done += rows_of_page
 
     def fork(self, sequence: int, tokens: int) -> tuple[int, list[tuple[int, int] | None]]:
         """Creates a sequence that begins with the first tokens of another. It shares the full pages.
@@ -242,13 +321,13 @@ class PageTables:
         copies = list[tuple[int, int] | None]()
         for part, store, count, own in zip(parts, self._stores, rows, self._parts[new], strict=True):
             full, rest = divmod(count, self.page)
-            own.pages, own.positions, own.inherited = part.pages[:full], part.positions[:count], count
-            own.slots = part.slots[: full * self.page]
-            for page in own.pages:
+            own.positions, own.inherited = part.positions[:count], count
+            for page in part.pages[:full]:
+                own.append(page, self.page)
                 store.users[page] += 1
             if rest:
-                own.pages.append(store.take())
-                self._fill(own, store, rest)
+                own.append(store.take(own.pages[-1] if own.pages else None), self.page)
+                store.fill(own.pages[-1], rest)
             copies.append((part.pages[full], own.pages[-1]) if rest else None)
         return new, copies
 
@@ -259,8 +338,8 @@ class PageTables:
                 store.release(page)
 
 
-def _copied(numbers: array) -> Ints:
-    """A copied slice of an array, because the array may grow."""
+def _array(numbers: array) -> Ints:
+    """An array without a copy; `numbers` must not grow."""
     return numpy.frombuffer(numbers, numpy.int64)
 
 

@@ -1,9 +1,32 @@
 """Finds the cached sequence with the longest common prefix with a prompt: an index of token blocks."""
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 BLOCK = 16  # tokens
+
+
+class Prompt:
+    """The tokens that a prompt may share, and the hashes of their blocks, each computed once.
+
+    Args:
+        key: prompts with different keys share nothing.
+        tokens: the prompt. Its last token is never shared, because its logits are needed.
+    """
+
+    def __init__(self, key: str, tokens: Sequence[int]) -> None:
+        self.tokens = tokens
+        self.count = len(tokens) - 1
+        self.hashes: list[bytes] = []
+        self._rest = _chain(key, tokens, self.count, [])
+
+    def next_hash(self) -> bytes | None:
+        """Computes the hash of one more block; None at the end."""
+        digest = next(self._rest, None)
+        if digest is not None:
+            self.hashes.append(digest)
+        return digest
 
 
 class Prefixes:
@@ -36,16 +59,17 @@ class Prefixes:
             if not holders:
                 del self._holders[digest]
 
-    def longest(self, key: str, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """The sequence with the longest common prefix with `tokens`, and its length; None below one block."""
-        holders, blocks = dict[int, None](), 0
-        for digest in _chain(key, tokens, len(tokens), []):
-            if digest not in self._holders:
-                break
-            holders, blocks = self._holders[digest], blocks + 1
-        if not holders:
+    def longest(self, prompt: Prompt) -> tuple[int, int] | None:
+        """The sequence with the longest common prefix with a prompt, and its length; None below one block."""
+        # Who has a block has those before it, so the known hashes are halved instead of compared one by one.
+        blocks = bisect_left(prompt.hashes, True, key=lambda digest: digest not in self._holders)
+        while blocks == len(prompt.hashes) and prompt.next_hash() in self._holders:
+            blocks += 1
+        if not blocks:
             return None
-        shared = {sequence: _common(*self._cached[sequence], tokens, blocks * BLOCK) for sequence in holders}
+        shared = {}
+        for sequence in self._holders[prompt.hashes[blocks - 1]]:
+            shared[sequence] = _common(*self._cached[sequence], prompt, blocks * BLOCK)
         best = max(shared, key=lambda sequence: shared[sequence])
         return best, shared[best]
 
@@ -59,7 +83,7 @@ def _chain(key: str, tokens: Sequence[int], count: int, known: Sequence[bytes]) 
         yield digest
 
 
-def _common(cached: Sequence[int], count: int, tokens: Sequence[int], known: int) -> int:
-    """The length of the common prefix of two sequences, whose first `known` tokens are equal."""
-    count = min(count, len(tokens))
-    return next((i for i in range(known, count) if cached[i] != tokens[i]), count)
+def _common(cached: Sequence[int], count: int, prompt: Prompt, known: int) -> int:
+    """The length of the common prefix of a sequence and a prompt, whose first `known` tokens are equal."""
+    count = min(count, prompt.count)
+    return next((i for i in range(known, count) if cached[i] != prompt.tokens[i]), count)

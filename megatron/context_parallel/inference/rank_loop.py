@@ -29,12 +29,11 @@ class RankLoop:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._turn = recorder.position.iteration + 1
         self._chosen = 0  # a checksum of all tokens and finish reasons
         # On the host, so that no GPU busy-waits for requests.
         several = dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo", timeout=_LONG) if several else None
-        recorder.enter("idle", self._turn)
+        _begin_turn("idle")
 
     def turn(
         self, requests: Sequence[Request] = (), cancelled: Sequence[str] = (), released: Sequence[str] = ()
@@ -52,7 +51,7 @@ class RankLoop:
         recorder.enter("arrivals")
         self._send(arrivals)
         outputs = self._step(arrivals)
-        recorder.enter("idle", self._turn)
+        _begin_turn("idle")
         return outputs
 
     def end(self) -> None:
@@ -69,7 +68,7 @@ class RankLoop:
         recorder.enter("arrivals")
         while not (arrivals := self._receive()).get("end"):
             self._step(arrivals)
-            recorder.enter("arrivals", self._turn)
+            _begin_turn("arrivals")
 
     def _step(self, arrivals: dict[str, Any]) -> list[RequestOutput]:
         recorder.enter("forward")
@@ -85,7 +84,6 @@ class RankLoop:
             chosen = [token.id for token in output.tokens]
             told.append((output.request, chosen, output.finish))
         self._chosen = zlib.crc32(repr(told).encode(), self._chosen)
-        self._turn += 1
         return outputs
 
     def _add(self, plain: dict[str, Any]) -> None:
@@ -116,6 +114,10 @@ class RankLoop:
         data = torch.empty(length, dtype=torch.uint8)
         dist.broadcast(data, 0, group=self._group)
         return json.loads(data.numpy().tobytes())
+
+
+def _begin_turn(phase: str) -> None:
+    recorder.enter(phase, recorder.position.iteration + 1)
 
 
 def _plain(request: Request) -> dict[str, Any]:

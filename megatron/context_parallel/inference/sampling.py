@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from megatron.core.inference.sampling_params import SamplingParams
@@ -45,63 +46,101 @@ def choose_tokens(
     Returns:
         Tokens. A FloatingPointError replaces a token if a logit is NaN or all are infinite.
     """
-    rows = torch.stack([*logits]).to("cpu", torch.float64)
-    logprobs, likeliest = rows.log_softmax(-1), rows.argmax(-1, keepdim=True)
-    greedy = torch.cat([likeliest, logprobs.gather(-1, likeliest)], -1).tolist()  # in float64
+    rows = torch.stack([*logits]).double()
+    logprobs = rows.log_softmax(-1)
+    likeliest = rows.argmax(-1)
+    chosen = likeliest.clone()
+    totals = torch.ones_like(rows[:, 0])
+    limits, faults = _limits(asked)
+    for ordered in (False, True):
+        if some := [i for i, limit in limits.items() if limit.ordered == ordered]:
+            chosen[some], totals[some] = _draw(rows[some], [limits[i] for i in some], ordered)
+    of_both = torch.stack([likeliest, chosen], -1)
+    numbers = torch.cat([of_both.double(), logprobs.gather(-1, of_both), totals.unsqueeze(-1)], -1).tolist()
+    tops = _tops(logprobs, [params.top_n_logprobs for params, *_ in asked])
     tokens = list[Token | Exception]()
-    for row, row_logprobs, (token, logprob), one in zip(rows, logprobs, greedy, asked, strict=True):
-        try:
-            tokens.append(_choose(row, row_logprobs, int(token), logprob, *one))
-        except Exception as error:
-            tokens.append(error)
+    for i, (_, token, best, logprob, total) in enumerate(numbers):
+        if math.isnan(best):
+            tokens.append(FloatingPointError("a logit is NaN, or all are infinite"))
+        elif i in faults:
+            tokens.append(faults[i])
+        elif not 0 < total < math.inf:
+            temperature = asked[i][0].temperature
+            tokens.append(FloatingPointError(f"the probabilities at temperature {temperature} add up to {total}"))
+        else:
+            tokens.append(Token(int(token), logprob, tops[i]))
     return tokens
 
 
-def _choose(
-    logits: Tensor,
-    logprobs: Tensor,
-    token: int,
-    logprob: float,
-    params: SamplingParams,
-    seed: int,
-    position: int,
-) -> Token:
-    """The next token of one sequence, whose most likely token and its log-probability are known."""
-    if math.isnan(logprob):
-        raise FloatingPointError("a logit is NaN, or all are infinite")
-    if params.top_k != 1 and params.temperature != 0:
-        token = _draw(logits, params, _uniform(seed, position))
-        logprob = logprobs[token].item()
-    top = _top(logprobs, params.top_n_logprobs) if params.top_n_logprobs else ()
-    return Token(token, logprob, top)
+class _Limit(NamedTuple):
+    """How a token is drawn, with a random number in [0, 1)."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    uniform: float
+
+    @property
+    def ordered(self) -> bool:
+        """Whether only some of the likeliest tokens may come."""
+        return bool(self.top_k or 0 < self.top_p < 1)
 
 
-def _top(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    """The most likely tokens with their log-probabilities; none that the model excludes (-inf)."""
-    top = logprobs.topk(min(count, len(logprobs)))
-    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return tuple([(token, logprob) for token, logprob in pairs if logprob > -math.inf])
+def _limits(asked: Sequence[tuple[SamplingParams, int, int]]) -> tuple[dict[int, _Limit], dict[int, Exception]]:
+    """The limits of those that are drawn, by their place, and the errors in finding them."""
+    limits = dict[int, _Limit]()
+    faults = dict[int, Exception]()
+    for i, (params, seed, position) in enumerate(asked):
+        if params.top_k != 1 and params.temperature != 0:
+            try:
+                temperature, top_p = float(params.temperature), float(params.top_p)
+                limits[i] = _Limit(temperature, int(params.top_k), top_p, _uniform(seed, position))
+            except Exception as error:
+                faults[i] = error
+    return limits, faults
 
 
-def _draw(logits: Tensor, params: SamplingParams, uniform: float) -> int:
-    """The token at which the cumulative probability of the remaining tokens exceeds `uniform` times their sum."""
+def _draw(logits: Tensor, limits: Sequence[_Limit], ordered: bool) -> tuple[Tensor, Tensor]:
+    """For each row the token at which the cumulative probability of the remaining tokens exceeds `uniform` times their
+    sum, and that sum. Nothing is read on the host.
+
+    Args:
+        logits: float64 [rows, vocabulary].
+        ordered: whether rows have limits.
+    """
+    columns = logits.shape[-1]
+    numbers = [(of.temperature, of.uniform, of.top_p or 1.0, min(of.top_k or columns, columns)) for of in limits]
+    temperature, uniform, top_p, top_k = torch.tensor(numbers, dtype=torch.float64).to(logits.device).unbind(-1)
     # At most 0 before the division, so that with a small temperature scores overflow only to a probability of 0.
-    scores = (logits - logits.max()) / params.temperature
-    tokens: Tensor | None = None
-    if params.top_k or 0 < params.top_p < 1:
-        scores, tokens = scores.sort(descending=True, stable=True)
-        scores = scores[: min(params.top_k or len(scores), len(scores))]
-    probabilities = scores.softmax(0)
-    cumulated = probabilities.cumsum(0)
-    if 0 < params.top_p < 1:
-        cumulated = cumulated[: int((cumulated - probabilities < params.top_p).sum())]
-    total = cumulated[-1].item()
-    if not 0 < total < math.inf:
-        raise FloatingPointError(f"the probabilities at temperature {params.temperature} add up to {total}")
+    scores = (logits - logits.amax(-1, keepdim=True)) / temperature.unsqueeze(-1)
+    last = torch.full_like(top_k, columns - 1, dtype=torch.int64)
+    if ordered:
+        scores, order = scores.sort(dim=-1, descending=True, stable=True)
+        allowed = torch.arange(columns, device=logits.device) < top_k.unsqueeze(-1)
+        scores = scores.masked_fill(~allowed, -math.inf)
+    probabilities = scores.softmax(-1)
+    cumulated = probabilities.cumsum(-1)
+    if ordered:
+        allowed &= (cumulated - probabilities < top_p.unsqueeze(-1)) | (top_p >= 1).unsqueeze(-1)
+        last = (allowed.sum(-1) - 1).clamp_min(0)
+    total = cumulated.gather(-1, last.unsqueeze(-1)).squeeze(-1)
     # Below the sum even after rounding, so that a token with probability 0 is never sampled.
-    passed = min(uniform * total, math.nextafter(total, 0))
-    place = int(torch.searchsorted(cumulated, passed, right=True))
-    return int(tokens[place]) if tokens is not None else place
+    passed = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    place = torch.searchsorted(cumulated, passed.unsqueeze(-1), right=True).clamp_max(columns - 1)
+    return (order.gather(-1, place) if ordered else place).squeeze(-1), total
+
+
+def _tops(logprobs: Tensor, counts: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
+    """For each row its most likely tokens with their log-probabilities; none that the model excludes (-inf)."""
+    most = min(max(counts), logprobs.shape[-1])
+    if not most:
+        return [()] * len(counts)
+    values, indices = logprobs.topk(most)
+    tops = []
+    for count, *pairs in zip(counts, indices.tolist(), values.tolist(), strict=True):
+        likeliest = zip(*(of[:count] for of in pairs), strict=True)
+        tops.append(tuple([(token, logprob) for token, logprob in likeliest if logprob > -math.inf]))
+    return tops
 
 
 def _uniform(seed: int, position: int) -> float:

@@ -20,9 +20,11 @@ from .cache import KVCache
 from .cache_attention import CacheAttention
 from .cached_model import CachedModel
 from .choose import EMPIRICAL, PASS_KV, PASS_Q, PASS_Q_PAPER, LayerShape, Rates, choose_prefill
+from .decode_attention import DecodeAttention, Heads
+from .decode_rows import DecodeRows
+from .decode_step import DecodeStep, plain_layers
 from .pages import PAGE, PageTables
 from .pass_q import RING_PASS_Q
-from .recordings import Recordings
 
 DECODE = "decode"
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # as in a cluster's rates
@@ -81,14 +83,14 @@ class Session:
             PASS_KV: "ring",
             PASS_Q: grid,
             PASS_Q_PAPER: RING_PASS_Q,
-            DECODE: f"{grid},overlap=false",
         }
         self._groups = {variant: ContextParallel(spec, group=cp.group) for variant, spec in specs.items()}
         self.variant = DECODE
         self._sequences: list[int] = []  # in the last pass
-        # A pass has no communication, and modules consist of PyTorch's operations only.
-        silent = cp.n == tensor == 1 and model.config.transformer_impl == "local"
-        self._recordings = Recordings(self._model) if silent else None
+        self._heads = Heads(self.sizes.heads, *shapes[0])
+        self._layers = plain_layers(self._model)
+        self._attentions: dict[int, DecodeAttention] = {}  # by rows of a rank
+        self._steps: dict[int, DecodeStep] = {}
 
     # -- sequences ---------------------------------------------------------------------------------------------
 
@@ -144,24 +146,53 @@ class Session:
                 (`CacheFull`) tokens that do not fit. The sequences have not changed then.
         """
         self._check_tokens(new)
-        counts = {sequence: len(new[sequence]) for sequence in sorted(new)}
-        total = sum(counts.values())
-        self.variant = DECODE
-        if total > len(new):
-            cached = sum(map(self.tables.length, counts))
-            self.variant = self._choose(prefill or self.prefill, total, cached)
-        self.tables.add(counts)
-        batch = BatchLayout(self.tables, new, self.cp.rank, self.device)
-        self._sequences = batch.sequences
-        attend = CacheAttention(batch, self.cache, self._groups[self.variant])
+        self._sequences = sorted(new)
+        counts = {sequence: len(new[sequence]) for sequence in self._sequences}
         with torch.no_grad():
-            inputs = self._model.inputs(batch)
-            if self._recordings and self.variant == DECODE:
-                logits = self._recordings(attend, inputs)
-            else:
-                logits = self._model(attend, *inputs)
-        rows = logits[0, :, : self.vocabulary].float()
+            if max(counts.values()) == 1:
+                return self._decode(new, counts)
+            return self._prefill(new, counts, prefill or self.prefill)
+
+    def _prefill(self, new: Mapping[int, Sequence[int]], counts: dict[int, int], prefill: str) -> dict[int, Tensor]:
+        """A pass by a plan."""
+        cached = sum(map(self.tables.length, counts))
+        variant = self._choose(prefill, sum(counts.values()), cached)
+        self.tables.add(counts)
+        self.variant = variant
+        batch = BatchLayout(self.tables, new, self.cp.rank, self.device)
+        attend = CacheAttention(batch, self.cache, self._groups[variant])
+        angles = self._model.angles(batch.positions, batch.longest)
+        logits = self._model(attend, batch.tokens, batch.positions, angles, batch.wanted)
+        rows = logits[:, : self.vocabulary].float()
         return {sequence: rows[i] for i, sequence in enumerate(batch.last)}
+
+    def _decode(self, new: Mapping[int, Sequence[int]], counts: dict[int, int]) -> dict[int, Tensor]:
+        """A pass of one token per sequence."""
+        dealt = self.tables.add(counts)
+        self.variant = DECODE
+        rows = DecodeRows(self.tables, new, dealt, self.cp.rank)
+        tokens, positions, slots = rows.inputs.to(self.device).unbind()
+        angles = self._model.angles(positions, rows.longest)
+        attend = self._attention(rows.size)
+        attend.begin(rows, slots)
+        if self._layers:
+            logits = self._step(attend, angles)(tokens, positions, angles)
+        else:
+            logits = self._model(attend, tokens, positions, angles, attend.everywhere)
+        logits = logits[: len(rows.last), : self.vocabulary].to(torch.float32, copy=True)
+        return {sequence: logits[row] for sequence, row in rows.last.items()}
+
+    def _attention(self, size: int) -> DecodeAttention:
+        if size not in self._attentions:
+            dtype = self.cache.layers[0][0].dtype
+            self._attentions[size] = DecodeAttention(self.cache, self.cp, size, self._heads, dtype, self.device)
+        return self._attentions[size]
+
+    def _step(self, attend: DecodeAttention, angles: Tensor | None) -> DecodeStep:
+        if attend.size not in self._steps:
+            rotary = 0 if angles is None else angles.shape[-1]
+            self._steps[attend.size] = DecodeStep(self.model, self._layers, attend, rotary)
+        return self._steps[attend.size]
 
     def share(self, values: Mapping[int, Sequence[float]], width: int = 1) -> dict[int, list[float]]:
         """Sends the results of the owners of the last pass's logits to every rank.

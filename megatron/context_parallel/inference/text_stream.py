@@ -20,7 +20,7 @@ class TextStream:
     def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str], prompt: Sequence[int]) -> None:
         self._decode = decode
         self._stop = [text for text in stop if text]
-        self._tokens = list(prompt)[-8:]
+        self._tokens = [*prompt[-8:]]
         self._shown = len(decode(self._tokens))
         self._new = 0  # tokens since the last whole character
         self._held = ""  # possible start of a stop string

@@ -23,14 +23,12 @@ class LayoutRotaryEmbedding(torch.nn.Module):
     """Replaces a model's rotary embedding: the same table, in the order of this rank's tokens.
 
     Attributes:
-        angles: if set, the angles of the rows. Inference sets them, because its positions follow no layout.
         documents: those of the current batch, if it brings its own placement.
     """
 
     def __init__(self, table: RotaryEmbedding, cp: ContextParallel) -> None:
         super().__init__()
         self.table, self.cp = table, cp
-        self.angles: Tensor | None = None
         self.documents: Documents | None = None
         self._rows, self._tables = cache(self._make_rows), cache(table.get_emb)
 
@@ -45,7 +43,7 @@ class LayoutRotaryEmbedding(torch.nn.Module):
         return self.table.get_rotary_seq_len(context, decoder, decoder_input, config, None)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None) -> Tensor:
-        """Angles [max_seq_len / n, 1, 1, d] of this rank's positions (or `angles`), with megatron-core's parameters.
+        """Angles [max_seq_len / n, 1, 1, d] of this rank's positions, with megatron-core's parameters.
 
         Raises:
             UsageError: an offset, or packed sequences without `use_layout`.
@@ -54,8 +52,6 @@ class LayoutRotaryEmbedding(torch.nn.Module):
             raise UsageError(
                 "RoPE of the layout: offsets are not supported, and packed sequences need use_layout(model, cp)"
             )
-        if self.angles is not None:
-            return self.angles
         if self.documents is None:
             return self._rows(max_seq_len)
         assert self.documents.sample_length  # of placed documents

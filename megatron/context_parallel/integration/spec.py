@@ -34,7 +34,8 @@ from .norm import Norm
 from .packed import PackedDocuments
 from .transformer_engine import check_importable
 
-AttentionOverride = Callable[["ContextParallelAttention", Tensor, Tensor, Tensor], Tensor]
+# Computes [s, 1, heads, d] over a cache from a layer's attention, queries, keys and values.
+CachedAttention = Callable[["ContextParallelAttention", Tensor, Tensor, Tensor], Tensor]
 Contexts = ContextParallel | Sequence[ContextParallel]  # for all layers, or one for each layer of the whole model
 
 
@@ -45,8 +46,6 @@ class ContextParallelAttention(MegatronModule):
 
     Attributes:
         follows_layout: the model's RoPE uses the layout of `cp` (`use_layout`); megatron-core's own layout is zigzag.
-        attention_override: if set, it computes [s, 1, heads, d] from this module, queries, keys and values, with a
-            cache.
 
     Raises:
         UsageError: the configuration has a feature that this attention does not support.
@@ -97,7 +96,6 @@ class ContextParallelAttention(MegatronModule):
         self.softmax_offset = self._softmax_offset()
         # Recomputations follow the order of their forward passes, so a queue for each layer is enough.
         self.kept: deque | None = deque() if keep_output else None
-        self.attention_override: AttentionOverride | None = None
 
     def _softmax_offset(self) -> Tensor | None:
         """The sinks of this rank's heads, under the name in megatron-core's core attention; None for plain softmax."""
@@ -133,24 +131,26 @@ class ContextParallelAttention(MegatronModule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: CachedAttention | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """[s, b, heads, d] of this rank's tokens to [s, b, heads * d].
 
+        megatron-core passes its attention mask on as it is. A pass over a cache gives its attention in this place.
+
         Raises:
             UsageError: an explicit mask, a bias, a cache, or a layout or packed sequences that need `use_layout`.
         """
+        recorder.at_layer(self.layer_number)
+        if callable(attention_mask):
+            return attention_mask(self, query, key, value).flatten(2)
         mask = attn_mask_type or self.attn_mask_type
         if mask not in (AttnMaskType.causal, AttnMaskType.no_mask) or attention_mask is not None:
             raise UsageError(f"attention mask {mask.name}: give causal or no_mask, without a mask tensor")
         if attention_bias is not None:
             raise UsageError("attention bias: not supported; leave it out")
-        recorder.at_layer(self.layer_number)
-        if self.attention_override:
-            return self.attention_override(self, query, key, value).flatten(2)
         if len(key) != len(query):
             raise UsageError(
                 f"{len(query)} queries, {len(key)} keys: megatron-core's caches are not supported; use Session"

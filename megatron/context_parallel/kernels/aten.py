@@ -67,6 +67,22 @@ class AtenFlash:
             out, lse = cpu_attention(q, k, v, 0.0, False, scale=scale)
         return _rows_first(out)[..., :value_dim], _rows_first(lse)
 
+    def forward_pages(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        """One query against each page alone, in one call.
+
+        Args:
+            q: [B, G, d]; k: [pages, rows, B, d]; v: [pages, rows, B, dv], which may be views.
+
+        Returns:
+            The outputs [pages, B, G, dv] in q's dtype or wider, and their log-sum-exp [pages, B, G].
+        """
+        scale = _uncapped(scores)
+        value_dim = v.shape[-1]
+        q, k, v = _same_width(*_widen(q, k, v))
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        out, lse = cpu_attention(q.expand(len(k), -1, -1, -1), k, v, 0.0, False, scale=scale)
+        return out[..., :value_dim], lse
+
     def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, lse, delta, mask = grad
         group = q.shape[2]

@@ -25,7 +25,7 @@ def share_cos_and_sin() -> None:
 def _rotate_by_shared(t: Tensor, freqs: Tensor, rotary_interleaved: bool = False, *others: Any, **named: Any) -> Tensor:
     # `others` and `named` are those of latent attention, whose releases differ; they are off or 1 elsewhere.
     latent = any(value is True or value not in (False, None, 1.0) for value in (*others, *named.values()))
-    # Without gradients nothing is kept, and a pass may be recorded.
+    # Without gradients nothing is kept.
     if latent or not torch.is_grad_enabled() or freqs.is_inference():
         return _rotate(t, freqs, rotary_interleaved, *others, **named)
     kept = _tables.setdefault(freqs, {})

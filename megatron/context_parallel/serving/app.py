@@ -199,8 +199,7 @@ class Service:
                     yield _event(error.body, False)
                     return
                 i = texts.add(output)
-                if output.text or output.finish or texts.logprobs:
-                    yield _event(texts.chunk(i, output), usage)
+                yield _event(texts.chunk(i, output), usage)  # each token, also if its text is not final yet
             if usage:
                 yield _event(texts.last(), False)
             yield "data: [DONE]\n\n"

@@ -1,0 +1,139 @@
+"""The attention of a decode step on fixed buffers: gather the queries, attend, send the partial outputs home, merge."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.context_parallel.attention.context import ContextParallel
+from megatron.context_parallel.integration.spec import ContextParallelAttention
+from megatron.context_parallel.kernels.choose import kernel_for
+from megatron.context_parallel.kernels.interface import Scores
+from megatron.context_parallel.patches.torch_all_gather import all_gather
+from megatron.context_parallel.runtime.comm.torch_works import WorkBatch
+from megatron.context_parallel.runtime.sinks import add_sinks
+
+from .cache import KVCache
+from .cached_keys import attend_to
+from .decode_rows import DecodeRows
+
+CHANNEL = "decode"  # in the flight recorder
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of a layer on this rank, and their sizes."""
+
+    queries: int
+    keys: int
+    key_dim: int
+    value_dim: int
+
+
+class DecodeAttention:
+    """Stores the keys and values of a decode step's rows, and attends over all cached ones.
+
+    It has two collectives: an all-gather of queries, and an all-to-all of partial outputs with their log-sum-exp. All
+    shapes are those of the bucket. Only the keys change that a rank attends to.
+
+    Args:
+        cache: the cache of this rank.
+        group: the context group.
+        size: rows of each rank.
+        heads: of each layer.
+        dtype: of queries, keys and values.
+
+    Attributes:
+        slots: int64 [size], the slots of this rank's rows.
+        everywhere: int64 [size], all of these rows.
+        rows: the rows of the step.
+    """
+
+    rows: DecodeRows
+
+    def __init__(
+        self, cache: KVCache, group: ContextParallel, size: int, heads: Heads, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.cache, self.group, self.size, self.heads = cache, group, size, heads
+        n = group.n
+        wide = torch.promote_types(dtype, torch.float32)
+        by_key = heads.keys, heads.queries // heads.keys
+        width = heads.value_dim + 1
+        self.slots = torch.zeros(size, dtype=torch.int64, device=device)
+        self.everywhere = torch.arange(size, device=device)
+        self.mine = torch.zeros(size, heads.queries, heads.key_dim, dtype=dtype, device=device)
+        self.gathered = torch.zeros(n * size, *self.mine.shape[1:], dtype=dtype, device=device)
+        # Partial outputs with their log-sum-exp behind them: of the rows of each rank, and of own rows from each rank.
+        self.sent = torch.zeros(n, size, heads.queries, width, dtype=wide, device=device)
+        self.parts = torch.zeros_like(self.sent) if n > 1 else self.sent
+        self.nothing = self.parts.new_zeros(*by_key, width)
+        self.nothing[..., -1] = -torch.inf
+        self.places = [place.view(size, *by_key, width).unbind() for place in self.sent]
+        queries = self.gathered if n > 1 else self.mine
+        self.queries = [part.view(size, *by_key, -1).unbind() for part in queries.split(size)]
+        self.peak, self.total = (self.parts.new_zeros(size, heads.queries) for _ in range(2))
+        self.weights = self.parts.new_zeros(n, size, heads.queries)
+        self.merged = self.parts.new_zeros(size, heads.queries, heads.value_dim)
+        self.weighted = self.parts.new_zeros(n, size, heads.queries, heads.value_dim)
+        self.others = [rank for i, rank in enumerate(dist.get_process_group_ranks(group.group)) if i != group.rank]
+
+    def begin(self, rows: DecodeRows, slots: Tensor) -> None:
+        """Takes the rows of a step, and the slots of this rank's, int64 [size]."""
+        self.rows = rows
+        self.slots.copy_(slots)
+        self.sent[self.group.rank, len(rows.last) :].zero_()  # padding
+
+    def __call__(self, core: ContextParallelAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The attention of this rank's rows, with the shape of `q` and the head_dim of `v`.
+
+        Args:
+            q, k, v: [size, 1, heads, d].
+        """
+        out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty(*q.shape[:-1], v.shape[-1])
+        self.write(core, q[:, 0], k[:, 0], v[:, 0], out[:, 0])
+        return out
+
+    def write(self, core: ContextParallelAttention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """The same on [size, heads, d], into `out`."""
+        layer = core.layer_number - 1
+        self.cache.append(layer, self.slots, k, v)
+        self.mine.copy_(q)
+        if self.group.n > 1:
+            self._wait("gather", all_gather(self.group.group, self.gathered, self.mine))
+        self._attend(core, layer)
+        if self.group.n > 1:
+            self._wait("receive", self.group.group.alltoall_base(self.parts, self.sent, [], []))
+        out.copy_(self._merged(core.softmax_offset))
+
+    def _wait(self, kind: str, work: dist.Work) -> None:
+        WorkBatch([work], CHANNEL, [(kind, rank) for rank in self.others]).wait()
+
+    def _attend(self, core: ContextParallelAttention, layer: int) -> None:
+        """Computes the partial output of each row, at the place from which it is sent."""
+        keys, values = self.cache.layers[layer]
+        kernel = kernel_for(keys.device, keys.dtype, self.heads.key_dim, core.backend, value_dim=self.heads.value_dim)
+        scores = Scores(core.scale)
+        for rank, row, seen in self.rows.keys(core.window[0]):
+            place = self.places[rank][row]
+            if seen.rows or seen.pages:
+                out, lse = attend_to(seen, self.queries[rank][row], keys, values, kernel, scores)
+                place[..., :-1].copy_(out)
+                place[..., -1].copy_(lse)
+            else:
+                place.copy_(self.nothing)
+
+    def _merged(self, sinks: Tensor | None) -> Tensor:
+        """The outputs [size, heads, dv] of this rank's rows, from their parts."""
+        if self.group.n == 1 and sinks is None:
+            return self.parts[0, ..., :-1]
+        lse = self.parts[..., -1]
+        torch.amax(lse, 0, out=self.peak)
+        torch.sub(lse, self.peak, out=self.weights).exp_()
+        torch.sum(self.weights, 0, out=self.total)
+        torch.mul(self.parts[..., :-1], self.weights.unsqueeze(-1), out=self.weighted)
+        torch.sum(self.weighted, 0, out=self.merged).div_(self.total.unsqueeze(-1))
+        if sinks is not None:
+            lse = self.total.log_().add_(self.peak)
+            add_sinks(self.merged.unsqueeze(1), lse.unsqueeze(1), sinks)
+        return self.merged

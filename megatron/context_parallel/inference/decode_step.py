@@ -1,0 +1,104 @@
+"""A decode step of a plain model on fixed buffers: from tokens to logits without new tensors."""
+
+import logging
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from megatron.context_parallel.runtime.comm.flight_recorder import recorder
+
+from .cached_model import CachedModel
+from .decode_layer import Attention, DecodeLayer, LayerBuffers, plain
+
+
+class DecodeStep:
+    """Decode steps of a plain model (`decode_layer.plain`) with a certain number of rows.
+
+    A step runs operations of fixed shapes on fixed tensors. It reads nothing back to the host and allocates nothing,
+    except in the attention over the runs of keys.
+
+    Args:
+        model: the model; layers: its layers.
+        attend: the attention of a step of so many rows.
+        rotary: the width of the rotary angles, or 0.
+    """
+
+    def __init__(self, model: GPTModel, layers: list[DecodeLayer], attend: Attention, rotary: int) -> None:
+        self.model, self.layers, self.attend = model, layers, attend
+        parameter = next(model.parameters())
+        self.buffers = LayerBuffers(model.config, attend.size, rotary, parameter.dtype, parameter.device)
+        self._inputs = torch.zeros(2, attend.size, dtype=torch.int64, device=parameter.device)
+        self.logits = torch.zeros(attend.size, model.vocab_size, dtype=parameter.dtype, device=parameter.device)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, angles: Tensor | None) -> Tensor:
+        """The logits [rows, vocabulary] of tokens int64 [rows]. The next step overwrites them.
+
+        Args:
+            positions: int64 [rows]; angles: the rotary angles of these positions, [rows, 1, 1, d].
+        """
+        self._inputs[0].copy_(tokens)
+        self._inputs[1].copy_(positions)
+        if angles is not None:
+            self.buffers.set_angles(angles)
+        return self.run()
+
+    def run(self) -> Tensor:
+        """The operations of a step on the buffers."""
+        of = self.buffers
+        tokens, positions = self._inputs.unbind()
+        embedding = self.model.embedding
+        torch.index_select(embedding.word_embeddings.weight, 0, tokens, out=of.x)
+        if embedding.add_position_embedding:
+            torch.index_select(embedding.position_embeddings.weight, 0, positions, out=of.residual)
+            of.x.add_(of.residual)
+        for number, layer in enumerate(self.layers, 1):
+            recorder.at_layer(number)
+            layer(of, self.attend)
+        of.norm(self.model.decoder.final_layernorm, of.x, of.normed)
+        torch.mm(of.normed, output_weight(self.model).t(), out=self.logits)
+        return self.logits
+
+
+class _StandIn:
+    """A stand-in for the attention of one row, which needs no cache."""
+
+    size = 1
+
+    def __call__(self, core: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q / 2 + (k + v).repeat_interleave(q.shape[2] // k.shape[2], 2)
+
+    def write(self, core: object, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        out.copy_(self(core, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1))[:, 0])
+
+
+def plain_layers(cached: CachedModel) -> list[DecodeLayer]:
+    """The layers of a plain model; none if the model is not plain.
+
+    One row shows that they compute what the modules compute. If not, for example because hooks change the model, a
+    warning is logged, and there are none.
+    """
+    model = cached.model
+    if not plain(model):
+        return []
+    layers = [DecodeLayer(layer) for layer in model.decoder.layers]
+    parameter = next(model.parameters())
+    tokens, positions = torch.tensor([[1], [2]], device=parameter.device)
+    angles = cached.angles(positions, 4)
+    with torch.no_grad():
+        expected = cached(_StandIn(), tokens, positions, angles, torch.zeros_like(tokens))
+        step = DecodeStep(model, layers, _StandIn(), 0 if angles is None else angles.shape[-1])
+        found = step(tokens, positions, angles)
+    vocabulary = getattr(model, "vocabulary", model.vocab_size)
+    expected, found = expected[:, :vocabulary].float(), found[:, :vocabulary].float()
+    if (found - expected).norm() <= 100 * torch.finfo(parameter.dtype).eps * expected.norm():
+        return layers
+    logging.getLogger(__name__).warning("decode steps call the modules of the model, which do more than plain ones")
+    return []
+
+
+def output_weight(model: GPTModel) -> Tensor:
+    """The weight of the output layer, which may be that of the embedding."""
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight
