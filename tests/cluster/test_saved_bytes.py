@@ -19,6 +19,7 @@ WHITELIST = FULL | {"recompute_whitelist": ["core_attention"]}
 PLAIN = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 ULYSSES = {"cp_strategy": "ulysses", "num_query_groups": 1}  # a key/value head for each of two ranks: replicas
+ROUNDS = {"cp_strategy": "ulysses:head_rounds=2"}
 MODELS = {"gpt": ("gpt3", {}), "llama": ("llama", {}), "moe": ("llama", EXPERTS)}
 OTHERS = [
     PLAIN | {"qk_layernorm": True, "mlp_chunks_for_training": 4},
@@ -26,6 +27,8 @@ OTHERS = [
     PLAIN | ULYSSES,
     {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     WHITELIST | ULYSSES,
+    PLAIN | ROUNDS,
+    WHITELIST | ROUNDS,
 ]
 EACH = [recompute | dtype for recompute, dtype in product((PLAIN, FULL, WHITELIST), ({}, BF16))]
 

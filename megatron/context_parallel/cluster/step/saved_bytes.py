@@ -55,7 +55,8 @@ def attention_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
         if not (w.float32_norms and w.size < 4):  # it keeps a view of the whole product
             each["k_layernorm"] += w.size * (w.queries + w.keys)
     # Ranks of a head group keep a replica of a key/value head where they are more than the heads.
-    keys = max(w.kv_heads, attention_plan(model, run, False).heads) * model.kv_channels
+    plan = attention_plan(model, run, False)
+    keys = max(w.kv_heads, plan.heads if plan.keeps_swapped else 0) * model.kv_channels
     each["core_attention"] = 2 * w.size * (w.queries + keys) + 4 * w.heads
     return _of_tokens(run, each)
 
@@ -138,7 +139,7 @@ def kept_attention(model: ModelShape, run: TrainConfig) -> int:
     if run.offload_kept:
         return 0
     w = Widths(model, run)
-    statistics = 2 if attention_plan(model, run, False).heads > 1 else 1  # also that of the swapped heads
+    statistics = 2 if attention_plan(model, run, False).keeps_swapped else 1  # also that of the swapped heads
     return run.tokens * (w.size * w.queries + 4 * w.heads * statistics)
 
 
