@@ -24,7 +24,7 @@ from tests.support.fsdp_case import fsdp_losses, one_rank  # noqa: F401  # a fix
 
 PAGE = Path(__file__).parents[2] / "docs" / "torch.md"
 ATTENTION = torch.ops.context_parallel.attention.default
-SPECS = ["ring", "usp:head_parallel_size=2"]
+SPECS = ["ring", "usp:head_parallel_size=2", "usp:head_parallel_size=2,head_rounds=2"]
 
 
 def tensors(*shape: int, count: int = 3) -> list[torch.Tensor]:

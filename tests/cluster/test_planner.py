@@ -87,6 +87,18 @@ def test_options_that_are_given_bind():
         assert f"{option}={fixed[option]}" in spec
 
 
+def test_rounds_of_heads_where_they_are_faster_or_fit():
+    place = GroupDevices(replace(SLOW, nics=replace(SLOW.nics, GB_s=0.1)))
+    fixed = {"head_parallel_size": 8, "layout": "contiguous"}
+    workload = replace(WORKLOAD, length=16384, heads=32, kv_heads=32)
+    found = search(workload, place, fixed)
+    assert [*found.ranked] == ["ulysses:head_rounds=4", "ulysses:head_rounds=2", "ulysses"]
+    assert found.ranked[found.best].seconds < found.ranked["ulysses"].seconds / 1.15
+    room = found.ranked["ulysses"].memory - 1
+    assert [*search(workload, place, fixed, room=room).ranked] == ["ulysses:head_rounds=4"]
+    assert [*search(workload, place, fixed | {"head_rounds": 1}).ranked] == ["ulysses"]
+
+
 # -- bounds and ranking ----------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ PLAIN = {"recompute_granularity": None, "recompute_method": None, "recompute_num
 CORE = selective("core_attn", "layernorm")
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 ULYSSES = {"cp_strategy": "ulysses", "num_query_groups": 1}  # a key/value head for each of two ranks: replicas
+ROUNDS = {"cp_strategy": "ulysses:head_rounds=2"}
 MODELS = {"gpt": ("gpt3", {}), "llama": ("llama", {}), "moe": ("llama", EXPERTS)}
 OTHERS = [
     PLAIN | {"qk_layernorm": True, "mlp_chunks_for_training": 4},
@@ -38,6 +39,8 @@ OTHERS = [
     CORE | BF16 | {"qk_layernorm": True},
     WHITELIST | ULYSSES,
     ALL_KEPT | BF16 | {"qk_layernorm": True},
+    PLAIN | ROUNDS,
+    WHITELIST | ROUNDS,
 ]
 EACH = [recompute | dtype for recompute, dtype in product((PLAIN, FULL, ALL_KEPT, CORE), ({}, BF16))]
 MORE = {

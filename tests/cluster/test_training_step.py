@@ -100,6 +100,9 @@ def test_kept_attention_still_swaps_its_heads():
     swap = 256 * (256 + 2 * 128) * 2 * 3 / 4 / 100e9  # queries, keys and values
     exposed = "attention's exposed communication"
     assert kept[exposed] - forecast_step(MODEL, run, cluster).parts[exposed] == pytest.approx(4 * swap, rel=1e-3)
+    in_rounds = replace(run, cp_strategy="ulysses:head_rounds=2")  # nothing is kept that is swapped
+    again = forecast_step(MODEL, replace(in_rounds, **FULL, recompute_whitelist=True), cluster).parts
+    assert again[exposed] == forecast_step(MODEL, in_rounds, cluster).parts[exposed]
 
 
 def test_rates_of_products_memory_and_launches_count():

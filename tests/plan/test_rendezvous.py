@@ -62,6 +62,7 @@ def shipped(name: str, sizes: tuple[int, ...]) -> Iterator[tuple[str, Plan]]:
                                 visible_pairs=visible_pairs,
                                 backward=backward,
                                 head_parallel_size=heads,
+                                head_rounds=2 if heads > 1 and backward else 1,
                                 **how,
                             )
                             yield f"{name} {n} {layout} {how} {heads} {visible_pairs.rows} {backward}", plan

@@ -205,6 +205,22 @@ def test_swap_takes_its_time():
     assert "usp, 3 of 6 ranks, for 1/2 of the heads" in picture(plan).title
 
 
+def test_a_round_hides_the_swaps_beside_it():
+    """Three rounds of 6 hide a swap of 3 and a swap back of 2 each; the first and the last swap are not hidden."""
+    plan = STRATEGIES["usp"].plan(6, head_parallel_size=2, head_rounds=3)
+
+    def time(transfer) -> float:
+        return {T.Q: 2.0, T.KV: 1.0, T.O: 2.0}[transfer.tensor] if transfer.share == 1 / 2 else 0
+
+    assert trace(plan, transfer_time=time, block_time=lambda block, plan: 2.0).finish == 3 + 3 * 6 + 2
+    whole = replace(plan, rounds=1)
+    assert verify(plan).volume == verify(whole).volume
+    assert "3 of 6 ranks, for 1/2 of the heads in 3 rounds" in picture(plan).title
+    # The rank's own tensors, 3 + 1; a round of what one round has; the swaps before and after it.
+    steps = max(verify(STRATEGIES["ring"].plan(3)).peak)
+    assert verify(plan).peak == pytest.approx(3 * [4 + max(steps, 6) / 3 + 4 / 3])
+
+
 # -- placement and data ---------------------------------------------------------------------------------------
 
 
@@ -301,6 +317,17 @@ def test_replicated_heads_leave_no_error_in_float64(placement):
     assert max(errors(got, exact(8, 8, 2, torch.float64, True))) < 1e-14
 
 
+@pytest.mark.parametrize("name", ["ulysses", *INNER])
+@pytest.mark.parametrize("heads,kv_heads,rounds", [(12, 12, 3), (12, 6, 6), (8, 2, 2), (8, 1, 4)])
+def test_rounds_are_exact(name, heads, kv_heads, rounds):
+    """Also where a key/value head is swapped in several rounds, and its gradients are summed over them."""
+    tensors = problem(8, heads, kv_heads, torch.float64)
+    n, size = (2, {}) if name == "ulysses" else (8, {"head_parallel_size": 2})
+    for causal, layout in zip((True, False, True), STRATEGIES[name].layouts, strict=False):
+        got = attend(AllRanks(n, name, layout, head_rounds=rounds, **size), causal, *tensors, kernel=Reference())
+        assert max(errors(got, exact(8, heads, kv_heads, torch.float64, causal))) < 1e-14
+
+
 def test_gradients_of_replicas_are_summed_in_float32():
     """In bfloat16 eight replicas of one head lose no more than a ring does, which rounds once."""
     want = exact(8, 8, 1, torch.bfloat16, True)
@@ -311,8 +338,8 @@ def test_gradients_of_replicas_are_summed_in_float32():
     assert all(ours < 1.05 * theirs + 1e-6 for ours, theirs in zip(ulysses, ring, strict=True)), (ulysses, ring)
 
 
-@pytest.mark.parametrize("heads,kv_heads", [(6, 6), (6, 3), (12, 1)])
-def test_the_volume_counted_is_the_volume_moved(monkeypatch, heads, kv_heads):
+@pytest.mark.parametrize("heads,kv_heads,rounds", [(6, 6, 1), (6, 3, 2), (12, 1, 1), (12, 12, 4), (12, 1, 2)])
+def test_the_volume_counted_is_the_volume_moved(monkeypatch, heads, kv_heads, rounds):
     moved = Counter()
     buffers = []  # of messages, and their tensors
     exchange, trade, messages = LocalTransport.exchange, LocalTransport.trade, head_swap._messages
@@ -325,16 +352,16 @@ def test_the_volume_counted_is_the_volume_moved(monkeypatch, heads, kv_heads):
         moved[self.rank] += sum(x.numel() for _, x in receives if x.shape[-1] == DIM and x.is_floating_point())
         return exchange(self, channel, sends, receives)
 
-    def noted_trade(self, channel, group, sent, received):
+    def noted_trade(self, channel, group, sent, received, at_once=False):
         assert buffers[-1][0] is received
         moved[self.rank] += sum(x.numel() for x in buffers[-1][1] if x.shape[-1] == DIM)
-        return trade(self, channel, group, sent, received)
+        return trade(self, channel, group, sent, received, at_once)
 
     monkeypatch.setattr(head_swap, "_messages", noted_messages)
     monkeypatch.setattr(LocalTransport, "exchange", noted_exchange)
     monkeypatch.setattr(LocalTransport, "trade", noted_trade)
     n, causal = 6, True
-    ranks = AllRanks(n, "loongtrain", "cyclic", head_parallel_size=3, inner_ring_size=2)
+    ranks = AllRanks(n, "loongtrain", "cyclic", head_parallel_size=3, inner_ring_size=2, head_rounds=rounds)
     tensors = problem(n, heads, kv_heads, torch.float32)
     attend(ranks, causal, *tensors)
     lengths = len(tensors[0]), len(tensors[1])
@@ -363,7 +390,7 @@ def _on_rank(name: str, layout: str, heads: int, kv_heads: int, options: dict) -
     "name,options",
     [
         ("ulysses", {}),
-        ("usp", {"head_parallel_size": 2}),
+        ("usp", {"head_parallel_size": 2, "head_rounds": 2}),
         ("loongtrain", {"head_parallel_size": 2, "placement": "context-first"}),
         ("allgather", {"head_parallel_size": 2, "placement": "context-first"}),
         ("loongtrain", {"inner_ring_size": 2}),
@@ -394,6 +421,12 @@ def test_exact_between_processes(ranks, name, options):
         ("ulysses", 4, {"head_parallel_size": 2},
          "--cp-head-parallel-size 2: ulysses splits the heads over all 4 context ranks; give 4, or usp"),
         ("usp", 4, {}, "--cp-strategy usp: needs --cp-head-parallel-size 2 or more; for 1, give ring"),
+        ("usp", 4, {"head_parallel_size": 1, "head_rounds": 4, "heads": 4},
+         "--cp-strategy usp: needs --cp-head-parallel-size 2 or more; for 1, give ring"),
+        ("ring", 4, {"head_rounds": 2},
+         "--cp-head-rounds 2: needs --cp-head-parallel-size 2 or more; for 1, give --cp-head-rounds 1"),
+        ("ulysses", 4, {"head_rounds": 3, "heads": 16, "kv_heads": 8},
+         "--cp-head-rounds 3: cannot split the 4 heads of a rank, of 16 with 8 key/value heads; give one of 1, 2, 4"),
         ("usp", 4, {"placement": "node"}, "--cp-placement node: unknown; choose head-first or context-first"),
         ("loongtrain", 8, {"inner_ring_size": 3},
          "--cp-inner-ring-size 3: does not divide 8 context ranks; give one of 1, 2, 4, 8"),

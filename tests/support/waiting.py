@@ -85,33 +85,47 @@ def _program(plan: Plan, rank: int, network: Network, one_queue: bool) -> Iterat
         if one_queue:
             yield batch
 
-    def swap(ops: tuple[SwapHeads, ...]) -> Iterator[Batch]:
+    def swap(ops: tuple[SwapHeads, ...], started: list[Batch]) -> Iterator[Batch]:
         for op in ops:
             batch = Batch(f"rank {rank}: {op}")
             for peer in plan.grid.along(rank, "heads"):
                 if peer != rank:
                     network.message(batch, op.channel, rank, peer, True)
                     network.message(batch, op.channel, peer, rank, False)
-            yield batch
+            started.append(batch)
+            if one_queue:
+                yield batch
 
-    yield from swap(plan.before)
-    for s, step in enumerate(plan.steps[r]):
-        messages: dict[str, list] = defaultdict(list)
-        for op in step.comm:
-            for key in _reads(op, plan, r, one_queue):
-                yield from arriving.pop(key, ())
-            messages[op.channel] += [op] if isinstance(op, Send | Recv) else []
-            if isinstance(op, AllGather | ReduceScatter):
-                yield from launch(s, op.channel, [op])
-        for channel, ops in messages.items():
-            if ops:
-                yield from launch(s, channel, ops)
-        for attend in step.attend:
-            for key in _reads(attend, plan, r, one_queue):
-                yield from arriving.pop(key, ())
-    for batches in launched.values():
-        yield from batches
-    yield from swap(plan.after)
+    def steps() -> Iterator[Batch]:
+        for s, step in enumerate(plan.steps[r]):
+            messages: dict[str, list] = defaultdict(list)
+            for op in step.comm:
+                for key in _reads(op, plan, r, one_queue):
+                    yield from arriving.pop(key, ())
+                messages[op.channel] += [op] if isinstance(op, Send | Recv) else []
+                if isinstance(op, AllGather | ReduceScatter):
+                    yield from launch(s, op.channel, [op])
+            for channel, ops in messages.items():
+                if ops:
+                    yield from launch(s, channel, ops)
+            for attend in step.attend:
+                for key in _reads(attend, plan, r, one_queue):
+                    yield from arriving.pop(key, ())
+        for batches in launched.values():
+            yield from batches
+
+    before: list[Batch] = []
+    after: list[Batch] = []
+    yield from swap(plan.before, before)
+    for turn in range(plan.rounds):
+        yield from before[turn : turn + 1]
+        if turn + 1 < plan.rounds:
+            yield from swap(plan.before, before)
+        yield from steps()
+        if turn > 0:
+            yield from after[turn - 1 : turn]
+        yield from swap(plan.after, after)
+    yield from after[-1:]
 
 
 def _summed(op: object, nccl: bool) -> bool:

@@ -93,6 +93,14 @@ def test_there_is_no_longest_sequence(flags, message, monkeypatch):
         describe(parsed(f"{LLAMA} --longest {flags}", monkeypatch))
 
 
+def test_rounds_of_heads_are_advised_before_sharding(monkeypatch):
+    flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --cp-strategy ulysses"
+    args = parsed(f"{LLAMA} {flags} --seq-length 262144 --mlp-chunks-for-training 16", monkeypatch)
+    model, run = model_of(args), run_of(args)
+    (change,) = changes_to_fit(model, run, bytes_needed(model, run) - 1)
+    assert change.flags == "--cp-head-rounds 4"
+
+
 @pytest.mark.parametrize("text", ["80TB", "much", "-3GB"])
 def test_a_device_memory_that_is_none(text, monkeypatch):
     with pytest.raises(UsageError, match="--device-memory"):

@@ -62,7 +62,8 @@ def context_parallel_attention(
         return_lse: also return the log-sum-exp of the scores.
         kernel: computes the blocks; default: the choice of `kernel_for`.
         kept: a queue for recomputation. A call without gradients appends its results. A call with gradients removes the
-            oldest ones, computes no block, and sends only swapped heads. They must be results of the same q, k and v.
+            oldest ones and computes no block; it swaps heads in one round, and nothing in several. They must be results
+            of the same q, k and v.
         tensor_layout: the order of the dimensions of q, k, v, output and log-sum-exp: "sbhd", "bshd" or "bhsd".
 
     Returns:
@@ -94,7 +95,7 @@ def context_parallel_attention(
     check_partials(cp.choice, q.dtype)
     Mask(causal, window)  # raises UsageError if they are invalid
     q, k, v = (to_sbhd(x, tensor_layout) for x in (q, k, v))
-    if cp.head_parallel_size == 1:  # saved as given; swapped heads are new tensors
+    if not cp.keeps_swapped:  # saved as given; swapped heads are new tensors
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     given = None if kernel is None else HandleOf(kernel)
     again = HandleOf(kept.popleft()) if kept and torch.is_grad_enabled() else None

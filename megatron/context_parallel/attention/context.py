@@ -39,6 +39,8 @@ class Ranks(HasHandle, ABC):
         choice: the strategy and its options; n: the number of ranks; layout: which tokens a rank holds.
         chunks: the chunk of each rank.
         head_parallel_size: the number of parts of the heads; a group of ranks computes each.
+        keeps_swapped: as in `Plan`.
+        swapped_rows: rows that the backward pass gets of queries and keys, for each of the rank's tokens.
         local_ranks: the ranks of this process.
     """
 
@@ -49,6 +51,8 @@ class Ranks(HasHandle, ABC):
         self.choice, self.n, self.layout = choice, n, choice.layout
         self.chunks = self.plans.chunks
         self.head_parallel_size = n // self.plans.steps_on
+        self.keeps_swapped = self.plans.keeps_swapped
+        self.swapped_rows = self.head_parallel_size if self.keeps_swapped else 1
 
     def compare(self, placement: Placement) -> None:
         """Check that all ranks have the same placement of a batch; they call it together.
@@ -88,7 +92,8 @@ class ContextParallel(Ranks):
             result of `cluster.search.auto.resolve`.
         layout: `--cp-layout`; default: the strategy's own.
         group: the ranks that share a sequence, or a DeviceMesh of one dimension; default: the world.
-        options: `head_parallel_size`, `placement`, `partials_in_16_bits`, and the options of the strategy.
+        options: `head_parallel_size`, `head_rounds`, `placement`, `partials_in_16_bits`, and the options of the
+            strategy.
 
     Attributes:
         group: the ranks that share a sequence; rank: this one in it.

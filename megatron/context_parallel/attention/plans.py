@@ -28,7 +28,7 @@ class Plans:
 
     Attributes:
         choice: the strategy and its options; n: the number of context ranks.
-        steps_on: the number of ranks that run the steps of a plan together.
+        steps_on: the number of ranks that run the steps of a plan together; keeps_swapped: as in `Plan`.
         chunks: the chunk of each rank, of n in the layout; placed_chunks: of n equal parts of a batch's own placement.
 
     Raises:
@@ -38,7 +38,7 @@ class Plans:
     def __init__(self, choice: Choice, n: int) -> None:
         self.choice, self.n = choice, n
         plan = choice.plan(n)
-        self.steps_on = plan.n
+        self.steps_on, self.keeps_swapped = plan.n, plan.keeps_swapped
         self.chunks = [plan.chunk_of(rank) for rank in range(n)]
         self.placed_chunks = [_placed(plan).chunk_of(rank) for rank in range(n)]
         self._recent: OrderedDict[tuple, Any] = OrderedDict()

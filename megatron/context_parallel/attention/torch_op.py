@@ -1,9 +1,9 @@
 """`torch.ops.context_parallel.attention`: attention and its gradients as operators that PyTorch does not trace into.
 So torch.compile has no graph break at them, and a selective-checkpoint policy can save their results.
 
-They take objects as integers (`tokens/handles.py`). If heads are swapped, attention also returns the swapped queries,
-keys, values and log-sum-exp of each rank of the process, for the backward pass. Otherwise the backward pass uses the
-inputs.
+They take objects as integers (`tokens/handles.py`). If heads are swapped in one round, attention also returns the
+swapped queries, keys, values and log-sum-exp of each rank of the process, for the backward pass. Otherwise the backward
+pass uses the inputs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -128,14 +128,14 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kept: int,
     placement = placement_of(documents)
     sizes = _Sizes(backward=False, lengths=lengths, heads=q.shape[2], kv_heads=k.shape[2])
     call = _call(how, sizes, q, v)
-    swaps = call.plan.heads > 1
+    keeps = call.plan.keeps_swapped
     parts = [cp.split(x, placement) for x in (q, k, v)]
     if kept:
         out, lse, *swapped_lse = held(kept, "kept").value
-        swapped = call.run(passes.swap, *parts) if swaps else []
+        swapped = call.run(passes.swap, *parts) if keeps else []
         return out, lse, [*map(_joined, swapped), *swapped_lse]
     outs, lses, *seen = call.run(passes.forward, repeat(sinks, len(parts[0])), *parts)
-    swapped = seen if swaps else []
+    swapped = seen if keeps else []
     return cp.join(outs, placement), cp.join(lses, placement), [*map(_joined, swapped)]
 
 
@@ -144,9 +144,10 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kept: int, cp
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=wide)
-    size = held(cp, "cp").head_parallel_size
-    if size == 1:
+    ranks = held(cp, "cp")
+    if not ranks.keeps_swapped:
         return out, lse, []
+    size = ranks.head_parallel_size
     kv_heads = max(1, k.shape[2] // size)  # per rank; replicas if there are more ranks than heads
     batch = q.shape[1] * kv_heads
     group = q.shape[2] // size // kv_heads
@@ -163,17 +164,16 @@ def _attention_backward(
     q, k, v = seen[:3]
     cp, documents, _ = how.objects()
     placement = placement_of(documents)
-    lengths = cp.length(dout), cp.length(k) // cp.head_parallel_size
+    lengths = cp.length(dout), cp.length(k) // cp.swapped_rows
     sizes = _Sizes(backward=True, lengths=lengths, heads=out.shape[2], kv_heads=kv_heads)
     call = _call(how, sizes, q, v)
     parts = [cp.split(x, placement) for x in (dout, out)]
     ranks = len(parts[0])
-    if call.plan.heads > 1:
-        folded = [[*x.chunk(ranks)] for x in seen]
-    else:
-        split = [cp.split(x, placement) for x in seen]
-        folded = _by_tensor(map(passes.fold_heads, *split))
-    dsinks, *grads = call.run(passes.backward, repeat(sinks, ranks), *parts, *folded)
+    keeps = call.plan.keeps_swapped
+    inputs = [[*x.chunk(ranks)] if keeps else cp.split(x, placement) for x in seen]
+    if call.plan.heads == 1:
+        inputs = _by_tensor(map(passes.fold_heads, *inputs))
+    dsinks, *grads = call.run(passes.backward, repeat(sinks, ranks), *parts, *inputs)
     results = [cp.join(of_ranks, placement) for of_ranks in grads]
     if sinks is not None:
         results.append(cp.add_up(dsinks, sinks.dtype))
@@ -185,7 +185,7 @@ def _shapes_of_gradients(
     dout: Tensor, out: Tensor, seen: list[Tensor], sinks: Tensor | None, kv_heads: int, cp: int, *_: Any
 ) -> list[Tensor]:
     q, k, v = seen[:3]
-    t = len(k) // held(cp, "cp").head_parallel_size
+    t = len(k) // held(cp, "cp").swapped_rows
     grads = [q.new_empty(*out.shape[:3], q.shape[-1])]
     grads += [x.new_empty(t, out.shape[1], kv_heads, x.shape[-1]) for x in (k, v)]
     if sinks is not None:

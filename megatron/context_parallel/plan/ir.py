@@ -153,7 +153,7 @@ class ReduceScatter:
 class SwapHeads:
     """Each rank of a head group swaps its chunk of all heads for the group's chunks of a part of the heads, or back.
 
-    It is not part of a step. The plan of a head-parallel attention begins and ends with one.
+    It is not part of a step. Each round of a head-parallel attention begins and ends with one.
     """
 
     tensors: tuple[T, ...]
@@ -238,6 +238,9 @@ class Plan:
     and after the steps, the ranks with the same rank in their groups swap heads. Chunk i is then a union of `heads`
     smaller chunks, and each of these ranks owns one of them.
 
+    With `rounds` > 1 a rank runs the steps that often, each time for a part of its heads. The swap before a round
+    travels during the round before it, and the swap after a round during the next one.
+
     With `partials_in_16_bits` a partial output or gradient that the steps send is rounded to the model's dtype. Its
     log-sum-exp stays wide, and partials are merged and kept in float32.
     """
@@ -250,6 +253,7 @@ class Plan:
     channels: tuple[str, ...] = ("ring",)  # of messages and reduce-scatters
     heads: int = 1
     placement: str = PLACEMENTS[0]
+    rounds: int = 1
     partials_in_16_bits: bool = False
 
     @property
@@ -274,19 +278,32 @@ class Plan:
         place = self.grid.coordinates(rank)
         return parts(self.layout, place["context"], self.n, self.heads)[place["heads"]]
 
+    @property
+    def head_parts(self) -> int:
+        """The parts of the heads. A rank computes `rounds` of them, one after the other."""
+        return self.heads * self.rounds
+
     def kv_ratio(self, heads: int, kv_heads: int) -> float:
         """Key/value heads that are sent per query head. With fewer heads than parts, this includes replicas."""
-        return max(kv_heads, self.heads) / heads
+        return max(kv_heads, self.head_parts) / heads
+
+    @property
+    def keeps_swapped(self) -> bool:
+        """Whether the backward pass gets swapped queries, keys and values from the forward pass.
+
+        With several rounds it gets its own ones and swaps them again.
+        """
+        return self.heads > 1 and self.rounds == 1
 
     @property
     def before(self) -> tuple[SwapHeads, ...]:
-        """The swap before the steps. Swapped queries, keys and values are kept for the backward pass."""
-        tensors = (T.DO,) if self.backward else (T.Q, T.KV)
+        """The swap before the steps of a round."""
+        tensors = (T.DO,) if self.backward and self.keeps_swapped else self.starts
         return (SwapHeads(tensors, self.heads),) if self.heads > 1 else ()
 
     @property
     def after(self) -> tuple[SwapHeads, ...]:
-        """The swap after the steps."""
+        """The swap after the steps of a round."""
         return (SwapHeads(self.ends, self.heads),) if self.heads > 1 else ()
 
     def swapped(self, op: SwapHeads, rank: int) -> tuple[Transfer, ...]:

@@ -1,6 +1,7 @@
 """How long a rank needs each chunk, and its peak memory."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from .ir import PARTIAL, Key, Plan, ReduceScatter, T
@@ -18,8 +19,12 @@ def last_reads(plan: Plan, r: int) -> dict[Key, int]:
 
 
 def peak(plan: Plan, r: int, kv_ratio: float = 1.0) -> float:
-    """Peak units alive in a step: own inputs always, copies until their last read, partials until they are sent."""
-    return _peak(plan, r, lambda tensor, swap: units(tensor, kv_ratio))
+    """Peak units alive in a step: own inputs always, copies until their last read, partials until they are sent.
+
+    With several rounds, also the tensors of the rank's own tokens for all heads, and those of two swaps in flight.
+    """
+    own = sum(units(t, kv_ratio) for t in (*plan.starts, *plan.ends))
+    return _peak(plan, r, lambda tensor, swap: units(tensor, kv_ratio) / plan.rounds, own)
 
 
 def peak_bytes(plan: Plan, r: int, shape: Shape, work: Sequence[float] = ()) -> int:
@@ -27,10 +32,12 @@ def peak_bytes(plan: Plan, r: int, shape: Shape, work: Sequence[float] = ()) -> 
 
     `work`: bytes that a kernel needs in each step besides.
     """
-    return round(_peak(plan, r, lambda tensor, swap: chunk_bytes(plan, tensor, shape, swap, sent=False), work))
+    whole = replace(plan, rounds=1)
+    own = sum(chunk_bytes(whole, t, shape, True) for t in (*plan.starts, *plan.ends))
+    return round(_peak(plan, r, lambda tensor, swap: chunk_bytes(plan, tensor, shape, swap, sent=False), own, work))
 
 
-def _peak(plan: Plan, r: int, size: Callable[[T, bool], float], work: Sequence[float] = ()) -> float:
+def _peak(plan: Plan, r: int, size: Callable[[T, bool], float], own: float, work: Sequence[float] = ()) -> float:
     sizes = {t: size(t, False) for t in T}
     change = [0.0] * (len(plan.steps[r]) + 2)
     for tensor, first, final in _alive(plan, r):
@@ -43,7 +50,10 @@ def _peak(plan: Plan, r: int, size: Callable[[T, bool], float], work: Sequence[f
         for op in swap:
             copies = sum(size(t, True) for t in op.tensors)
             peaks.append(sum(sizes[t] for t in there) + copies)
-    return max(peaks)
+    if plan.rounds == 1:
+        return max(peaks)
+    swapped = sum(size(t, True) for op in (*plan.before, *plan.after) for t in op.tensors)
+    return own + max(peaks) + swapped
 
 
 def _alive(plan: Plan, r: int) -> list[tuple[T, int, int]]:

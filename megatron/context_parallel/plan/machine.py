@@ -81,10 +81,33 @@ class Merge(NamedTuple):
 
 
 class RankTask(NamedTuple):
-    """A rank continues when it has computed a block, swapped heads, launched a step or merged partials."""
+    """A rank continues when it has computed a block, launched a step or merged partials."""
 
     step: int
-    work: Attend | SwapHeads | Launch | Merge
+    work: Attend | Launch | Merge
+
+
+class Swap(NamedTuple):
+    """The head swap before or after a round."""
+
+    op: SwapHeads
+    round: int
+
+
+class SwapStart(NamedTuple):
+    """A rank starts a head swap, and continues."""
+
+    step: int
+    swap: Swap
+
+
+class SwapWait(NamedTuple):
+    """A rank continues when a head swap is complete."""
+
+    swap: Swap
+
+
+Event = Wait | RankTask | SwapStart | SwapWait
 
 
 class Machine:
@@ -107,9 +130,7 @@ class Machine:
         self.period = period or plan.n
         self.ends = plan.ends
         self.buffered = buffered
-        self.held: list[dict[Key, int]] = []
-        for r in range(self.period):
-            self.held.append({(t, r): 1 << r for t in plan.starts})
+        self.held: list[dict[Key, int]] = [{} for _ in range(self.period)]  # in the round at work
         self.arriving: list[dict[Key, list[tuple[Operation, CommBatch, Comm]]]] = [{} for _ in self.held]
         self.groups: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
         self.launched: dict[tuple[int, str], deque[CommBatch]] = defaultdict(partial(deque, maxlen=IN_FLIGHT))
@@ -119,15 +140,30 @@ class Machine:
 
     # -- one rank's program ------------------------------------------------------------------------------------
 
-    def program(self, r: int) -> Iterator[Wait | RankTask]:
-        """The waits of rank `r`, in order."""
+    def program(self, r: int) -> Iterator[Event]:
+        """The waits of rank `r`, in order. The steps of round k are counted from k times their number."""
+        plan = self.plan
+        count = len(plan.steps[r])
+        last = plan.rounds - 1
+        yield from _start(plan.before, 0, 0)
+        for k in range(plan.rounds):
+            yield from [SwapWait(Swap(op, k)) for op in plan.before]
+            if k < last:
+                yield from _start(plan.before, k + 1, (k + 1) * count)
+            yield from self._steps(r, k * count)
+            if k > 0:
+                yield from [SwapWait(Swap(op, k - 1)) for op in plan.after]
+            yield from _start(plan.after, k, (k + 1) * count)
+        yield from [SwapWait(Swap(op, last)) for op in plan.after]
+
+    def _steps(self, r: int, first: int) -> Iterator[Event]:
+        """The steps of a round of rank `r`, counted from `first`."""
         held = self.held[r]
         arriving = self.arriving[r]
         backward = self.plan.backward
-        for swap in self.plan.before:
-            yield RankTask(0, Launch((swap,), False))
-            yield RankTask(0, swap)
-        for s, step in enumerate(self.plan.steps[r]):
+        held.clear()
+        held.update({(t, r): 1 << r for t in self.plan.starts})
+        for s, step in enumerate(self.plan.steps[r], first):
             yield RankTask(s, Launch(step.comm, s == 0))
             for op in step.comm:
                 for key in op.reads(r):
@@ -151,14 +187,11 @@ class Machine:
                         raise PlanError(f"rank {r}, step {s}: block needs {say(key)}, which the rank does not have")
                 self._compute(r, s, attend)
                 yield RankTask(s, attend)
-        end = len(self.plan.steps[r])
+        end = first + len(self.plan.steps[r])
         for key in list(arriving):
             yield from self._receive(r, end, key)
-        for swap in self.plan.after:
-            yield RankTask(end, Launch((swap,), False))
-            yield RankTask(end, swap)
 
-    def _receive(self, r: int, s: int, key: Key) -> Iterator[Wait | RankTask]:
+    def _receive(self, r: int, s: int, key: Key) -> Iterator[Event]:
         """Waits for a chunk, and merges the partials that have arrived."""
         held = self.held[r]
         for operation, batch, op in self.arriving[r].pop(key):
@@ -314,6 +347,13 @@ class Machine:
                 raise PlanError(
                     f"rank {batch.rank}, step {batch.step}: {say_operation(operation.label)} has no counterpart"
                 )
+
+
+def _start(swaps: tuple[SwapHeads, ...], number: int, step: int) -> Iterator[Event]:
+    """The start of a round's head swap, if there is one, with the time to pack heads."""
+    for op in swaps:
+        yield RankTask(step, Launch((op,), False))
+        yield SwapStart(step, Swap(op, number))
 
 
 def say(key: Key) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from .flows import Flows, Task
 from .form import check_form
 from .ir import Attend, Comm, Key, Plan, PlanError, Recv, Send, SwapHeads, Transfer
-from .machine import Launch, Machine, Merge, Operation, RankTask, Wait
+from .machine import Launch, Machine, Merge, Operation, RankTask, Swap, SwapStart, SwapWait, Wait
 
 Rank = tuple[int, int]  # group, and rank in the steps
 
@@ -147,7 +147,9 @@ class Clock:
         for rank, start in (starts or {}).items():
             self.flows.add(Task(partial(self.ready.append, rank), start))
         self.waiting: dict[Rank, Wait] = {}
-        self.swapping: dict[tuple[int, int], int] = Counter()  # ranks at a swap, by context rank and step
+        self.swapping: dict[tuple[int, Swap], int] = Counter()  # ranks that have started a swap, by context rank
+        self.swapped: set[tuple[int, Swap]] = set()
+        self.waiting_for_swap: dict[Rank, Swap] = {}
 
     def run(self) -> None:
         """Runs all ranks to their end. Raises PlanError as `trace` does."""
@@ -173,9 +175,14 @@ class Clock:
     def _resume(self, rank: Rank) -> None:
         group, place = rank
         event = next(self.programs[rank], None)
-        while isinstance(event, RankTask) and isinstance(event.work, Launch | Merge):
-            if task := self.costs.overhead(group, place, event.work):
-                self.flows.add(Task(partial(self.ready.append, rank), *task[1:]))
+        while event is not None:
+            if isinstance(event, SwapStart):
+                self._swap(place, event)
+            elif isinstance(event, RankTask) and isinstance(event.work, Launch | Merge):
+                if task := self.costs.overhead(group, place, event.work):
+                    self.flows.add(Task(partial(self.ready.append, rank), *task[1:]))
+                    break
+            else:
                 break
             event = next(self.programs[rank], None)
         if self.machines[group].started:
@@ -188,8 +195,11 @@ class Clock:
                 self.ready.append(rank)
             else:
                 self.waiting[rank] = event
-        elif isinstance(event.work, SwapHeads):
-            self._swap(rank, event.step, event.work)
+        elif isinstance(event, SwapWait):
+            if (place, event.swap) in self.swapped:
+                self.ready.append(rank)
+            else:
+                self.waiting_for_swap[rank] = event.swap
         elif isinstance(event.work, Attend):
             start = self.flows.now
             task = self.costs.block(group, place, event.work)
@@ -255,20 +265,25 @@ class Clock:
                 self.ready.append((group, batch.rank))
         machine.completed.clear()
 
-    def _swap(self, rank: Rank, step: int, op: SwapHeads) -> None:
-        """The ranks that swap heads start when the last of them has arrived."""
-        place = rank[1]
-        self.swapping[place, step] += 1
-        if self.swapping[place, step] < len(self.machines):
+    def _swap(self, place: int, event: SwapStart) -> None:
+        """The messages of a head swap start when the last of its ranks has started it."""
+        step, swap = event
+        op = swap.op
+        self.swapping[place, swap] += 1
+        if self.swapping[place, swap] < len(self.machines):
             return
-        members = [(g, place) for g in range(len(self.machines))]
-        ranks = [self.plan.grid.rank(heads=g, context=place) for g, _ in members]
+        groups = range(len(self.machines))
+        ranks = [self.plan.grid.rank(heads=g, context=place) for g in groups]
         transfers = [t for r in ranks for t in self.plan.swapped(op, r) if t.receiver == r]
         start = self.flows.now
 
         def swapped() -> None:
             self.spans.append(Span(place, step, op.channel, (op,), start, self.flows.now))
-            self.ready.extend(members)
+            self.swapped.add((place, swap))
+            for rank in [(g, place) for g in groups]:
+                if self.waiting_for_swap.get(rank) == swap:
+                    del self.waiting_for_swap[rank]
+                    self.ready.append(rank)
 
         self._send(self.costs.messages(0, op, transfers), swapped)
 

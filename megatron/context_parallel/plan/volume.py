@@ -55,7 +55,7 @@ RowCounts = tuple[Sequence[int], Sequence[int]]  # rows of queries and of keys o
 
 
 def received_bytes(plan: Plan, rank: int, shape: Shape, rows: "RowCounts | RowSets | None" = None) -> int:
-    """Bytes that `rank` (of all ranks) receives, with log-sum-exp and delta, without headers.
+    """Bytes that `rank` (of all ranks) receives in all rounds, with log-sum-exp and delta, without headers.
 
     With `rows`, chunks have these sizes instead of `shape.rows`, or only the rows of these sets are sent.
     """
@@ -68,11 +68,11 @@ def received_bytes(plan: Plan, rank: int, shape: Shape, rows: "RowCounts | RowSe
         elif rows is not None and not swap:
             share *= rows.share(t)
         total += chunk_bytes(plan, t.tensor, sizes, swap) * share
-    return round(total)
+    return round(plan.rounds * total)
 
 
 def _incoming(plan: Plan, rank: int) -> Iterator[tuple[Transfer, bool]]:
-    """The transfers that a rank receives, and whether each is in a head swap."""
+    """The transfers that a rank receives in a round, and whether each is in a head swap."""
     place = plan.grid.coordinates(rank)["context"]
     for swap in (*plan.before, *plan.after):
         yield from ((t, True) for t in plan.swapped(swap, rank) if t.receiver == rank)
@@ -81,15 +81,15 @@ def _incoming(plan: Plan, rank: int) -> Iterator[tuple[Transfer, bool]]:
 
 
 def chunk_bytes(plan: Plan, tensor: T, shape: Shape, swap: bool, sent: bool = True) -> int:
-    """Bytes of one chunk: of its message if `sent`, else in the memory of a rank.
+    """Bytes of one chunk, for the heads of one round: of its message if `sent`, else in the memory of a rank.
 
     Swapped tensors have the model's dtype, except gradients of replicated key/value heads.
     """
     value_dim = shape.head_dim if shape.value_dim is None else shape.value_dim
     statistic = 4 * shape.rows * shape.heads  # log-sum-exp or delta
     query, out = shape.rows * shape.heads * shape.head_dim, shape.rows * shape.heads * value_dim
-    keys = (shape.key_rows or shape.rows) * max(shape.kv_heads, plan.heads) * (shape.head_dim + value_dim)
-    whole = tensor not in PARTIAL or (swap and not (tensor is T.DKV and plan.heads > shape.kv_heads))
+    keys = (shape.key_rows or shape.rows) * max(shape.kv_heads, plan.head_parts) * (shape.head_dim + value_dim)
+    whole = tensor not in PARTIAL or (swap and not (tensor is T.DKV and plan.head_parts > shape.kv_heads))
     numbers, statistics = {
         T.Q: (query, 0),
         T.KV: (keys, 0),
@@ -99,6 +99,6 @@ def chunk_bytes(plan: Plan, tensor: T, shape: Shape, swap: bool, sent: bool = Tr
         T.DQ: (query, 0),
         T.DKV: (keys, 0),
     }[tensor]
-    if whole or (sent and not swap and plan.partials_in_16_bits):
-        return numbers * shape.itemsize + statistics * statistic
-    return numbers * shape.partial_itemsize + statistics * statistic
+    narrow = whole or (sent and not swap and plan.partials_in_16_bits)
+    size = numbers * (shape.itemsize if narrow else shape.partial_itemsize) + statistics * statistic
+    return size // plan.rounds

@@ -4,7 +4,7 @@ The ranks of a head group swap (own chunk, all heads) for (the group's chunks, a
 steps with the ranks that have the same part of the heads, and swap back.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,7 +16,7 @@ from megatron.context_parallel.patches.torch_foreach import copy_each
 from megatron.context_parallel.plan.ir import Plan
 from megatron.context_parallel.tokens.layout import rows_in
 
-from .comm.transport import Program, Subgroup, Transport
+from .comm.transport import Program, Subgroup, Transport, Work
 from .profiler_ranges import marks
 
 Pair = tuple[Tensor, Tensor]  # of one shape
@@ -52,6 +52,18 @@ def place_of(plan: Plan, rank: int) -> RankPlace:
     return by_rank[rank]
 
 
+class StartedSwap(NamedTuple):
+    """A head swap in flight, and what to do with what it brings."""
+
+    work: Work
+    land: Callable[[], list[Tensor]]
+
+    def wait(self) -> Program[list[Tensor]]:
+        """The swapped tensors."""
+        yield self.work
+        return self.land()
+
+
 class HeadGroup:
     """The head group of one rank, its part of the heads, and the ranks with the same part."""
 
@@ -60,51 +72,66 @@ class HeadGroup:
         self.part, self.context_rank, self.members, same_heads, self.chunks = place_of(plan, rank)
         self.context = Subgroup(transport, same_heads) if plan.heads > 1 else transport
 
-    def slice_of(self, heads: int) -> slice:
-        """The heads, out of `heads`, that this rank computes."""
-        size = len(self.members)
-        first = self.part * heads // size
-        return slice(first, first + max(1, heads // size))
+    def slice_of(self, heads: int, turn: int) -> slice:
+        """The heads, out of `heads`, that this rank computes in round `turn`."""
+        parts = self.plan.head_parts
+        first = (self.part * self.plan.rounds + turn) * heads // parts
+        return slice(first, first + max(1, heads // parts))
 
-    def to_heads(self, *tensors: Tensor) -> Program[list[Tensor]]:
-        """Swaps [s, b, h, ...] of this rank's chunk for [s * size, b, h / size, ...] of the group's chunk.
+    def by_member(self, x: Tensor, turn: int) -> Tensor:
+        """The heads that each rank of the group computes in round `turn`: [s, b, heads, ...] to [s, b, size, h, ...].
 
-        With fewer heads than ranks, each rank gets the head that its queries read.
+        With at least as many heads as parts it is a view. Otherwise each rank gets the head that its queries read.
         """
-        size = len(self.members)
-        if size == 1:
-            return list(tensors)
-        chunks = []
-        wholes = []
-        for x in tensors:
-            replicas = x if x.shape[2] >= size else x.repeat_interleave(size // x.shape[2], 2)
-            chunk = replicas.unflatten(2, (size, -1)).movedim(2, 0)
-            chunks.append(chunk)
-            wholes.append(x.new_empty(len(x) * size, *chunk.shape[2:]))
+        size, rounds = len(self.members), self.plan.rounds
+        heads = x.shape[2]
+        if heads >= size * rounds:
+            return x.unflatten(2, (size, rounds, -1))[:, :, :, turn]
+        of_rank = max(1, heads // size)
+        read = x.unflatten(2, (-1, of_rank))[:, :, :, turn * of_rank // rounds]
+        return read.repeat_interleave(size // read.shape[2], 2).unsqueeze(3)
+
+    def to_heads(self, tensors: Sequence[Tensor], turn: int) -> StartedSwap:
+        """Swaps [s, b, heads, ...] of this rank's chunk for [s * size, b, h, ...] of the group's, for a round."""
+        chunks = [self.by_member(x, turn).movedim(2, 0) for x in tensors]
         packed, sent = _messages(chunks)
         received, landed = _messages(chunks)
         _copy(self._by_heads(sent, chunks))
-        work = self.transport.trade("heads", self.members, packed, received)
-        _copy(self._own(wholes, chunks))
-        yield marks.batch("heads", (self.plan.before[0],), work)
-        _copy(self._by_rows(wholes, landed))
-        return wholes
+        work = self._trade(packed, received)
+        wholes: list[Tensor] = []
 
-    def to_chunks(self, *tensors: Tensor) -> Program[list[Tensor]]:
-        """The inverse of `to_heads`. Replicated heads return as all their replicas, side by side."""
-        size = len(self.members)
-        if size == 1:
-            return list(tensors)
-        swapped = [x.new_empty(len(x) // size, x.shape[1], x.shape[2] * size, *x.shape[3:]) for x in tensors]
-        chunks = [x.unflatten(2, (size, -1)).movedim(2, 0) for x in swapped]
+        def copy_own() -> None:
+            wholes.extend([x.new_empty(x.shape[0] * x.shape[1], *x.shape[2:]) for x in chunks])
+            _copy(self._own(wholes, chunks))
+
+        def land() -> list[Tensor]:
+            if not wholes:
+                copy_own()
+            _copy(self._by_rows(wholes, landed))
+            return wholes
+
+        if self.plan.rounds == 1:  # otherwise the copies would take memory while another round is computed
+            copy_own()
+        return StartedSwap(marks.batch("heads", (self.plan.before[0],), work), land)
+
+    def to_chunks(self, tensors: Sequence[Tensor], into: list[Tensor]) -> StartedSwap:
+        """The inverse of `to_heads`: swaps [s * size, b, h, ...] for `into`, each [s, b, size, h, ...]."""
+        chunks = [x.movedim(2, 0) for x in into]
         packed, sent = _messages(chunks)
         received, landed = _messages(chunks)
         _copy(_reversed(self._by_rows(tensors, sent)))
-        work = self.transport.trade("heads", self.members, packed, received)
+        work = self._trade(packed, received)
         _copy(_reversed(self._own(tensors, chunks)))
-        yield marks.batch("heads", (self.plan.after[0],), work)
-        _copy(_reversed(self._by_heads(landed, chunks)))
-        return swapped
+
+        def land() -> list[Tensor]:
+            _copy(_reversed(self._by_heads(landed, chunks)))
+            return into
+
+        return StartedSwap(marks.batch("heads", (self.plan.after[0],), work), land)
+
+    def _trade(self, packed: Tensor, received: Tensor) -> Work:
+        """Starts the messages of a swap; with several rounds so that they travel while this rank computes."""
+        return self.transport.trade("heads", self.members, packed, received, at_once=self.plan.rounds > 1)
 
     def _rows(self, whole: Tensor) -> list[tuple[tuple[slice, slice], ...]]:
         """The rows of each member's tokens: (rows of its own chunk, rows of the group's chunk)."""

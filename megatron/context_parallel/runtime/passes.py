@@ -6,6 +6,7 @@ from megatron.context_parallel.plan.ir import Plan, T
 
 from .comm.transport import Program, Transport
 from .executor import Executor, Problem
+from .head_rounds import in_rounds
 from .head_swap import HeadGroup
 from .sinks import add_sinks, sink_gradients
 
@@ -20,31 +21,32 @@ def forward(
     k: Tensor,
     v: Tensor,
 ) -> Program[tuple[Tensor, ...]]:
-    """A rank's output and log-sum-exp, and the executor's queries, keys, values and log-sum-exp."""
+    """A rank's output and log-sum-exp; if the plan has one round, also the swapped q, k, v and log-sum-exp."""
     group = HeadGroup(plan, rank, transport)
-    heads = q.shape[2]
-    b = q.shape[1]
-    dtype = q.dtype
-    q, k, v = yield from _folded(group, q, k, v)
-    executor = Executor(plan, group.context_rank, problem, group.context, {T.Q: (q,), T.KV: (k, v)})
-    out, lse = (yield from executor.run())[T.O]
-    out, lse = (x.view(len(x), b, q.shape[1] * q.shape[2] // b, *x.shape[3:]) for x in (out, lse))
-    if sinks is not None:
-        lse = add_sinks(out, lse, sinks[group.slice_of(heads)])
-    ours = yield from group.to_chunks(out.to(dtype), lse)
-    return *ours, q, k, v, lse.view(q.shape[:-1])
+    heads, dtype = q.shape[2], q.dtype
+    seen: list[Tensor] = []
+
+    def compute(turn: int, *swapped: Tensor) -> Program[list[Tensor]]:
+        b, ours = swapped[0].shape[1:3]
+        q, k, v = fold_heads(*swapped)
+        executor = Executor(plan, group.context_rank, problem, group.context, {T.Q: (q,), T.KV: (k, v)})
+        out, lse = (yield from executor.run())[T.O]
+        out, lse = (x.view(len(x), b, ours, *x.shape[3:]) for x in (out, lse))
+        if sinks is not None:
+            lse = add_sinks(out, lse, sinks[group.slice_of(heads, turn)])
+        seen[:] = [q, k, v, lse.view(q.shape[:-1])] if plan.rounds == 1 else []
+        return [out.to(dtype), lse]
+
+    out, lse = yield from in_rounds(group, (q, k, v), compute)
+    return out, lse, *seen
 
 
 def swap(
     plan: Plan, problem: Problem, rank: int, transport: Transport, q: Tensor, k: Tensor, v: Tensor
 ) -> Program[tuple[Tensor, ...]]:
-    """Only the executor's queries, keys and values of `forward`."""
-    return (yield from _folded(HeadGroup(plan, rank, transport), q, k, v))
-
-
-def _folded(group: HeadGroup, q: Tensor, k: Tensor, v: Tensor) -> Program[tuple[Tensor, ...]]:
-    q, k, v = yield from group.to_heads(q, k, v)
-    return fold_heads(q, k, v)
+    """Only the executor's queries, keys and values of `forward`, for a plan that keeps them."""
+    group = HeadGroup(plan, rank, transport)
+    return fold_heads(*(yield from group.to_heads((q, k, v), 0).wait()))
 
 
 def fold_heads(q: Tensor, k: Tensor, v: Tensor, *lses: Tensor) -> tuple[Tensor, ...]:
@@ -68,29 +70,31 @@ def backward(
     v: Tensor,
     lse: Tensor,
 ) -> Program[tuple[Tensor | None, ...]]:
-    """A rank's gradients of sinks, queries, keys and values; `q`, `k`, `v` and `lse` are the executor's.
+    """A rank's gradients of sinks, queries, keys and values.
 
-    The gradient of the sinks is the sum over the rank's tokens and heads, zero for other heads. It has the dtype of
-    `lse`, because it is summed over the ranks before it is rounded.
+    `q`, `k`, `v` and `lse` are the executor's, or those of the rank's own tokens if the plan has several rounds. The
+    gradient of the sinks is the sum over the rank's tokens and heads, zero for other heads. It has the dtype of `lse`,
+    because it is summed over the ranks before it is rounded.
     """
     group = HeadGroup(plan, rank, transport)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    dout, delta = yield from group.to_heads(dout, delta)
-    dsinks = None
-    if sinks is not None:
-        ours = group.slice_of(len(sinks))
-        dsinks = lse.new_zeros(len(sinks))
-        dsinks[ours] = sink_gradients(lse.view(delta.shape), delta, sinks[ours])
-    folded = dout.reshape(*q.shape[:-1], -1).contiguous()
-    inputs = {T.QDO: (q, folded, lse, delta.reshape(lse.shape)), T.KV: (k, v)}
-    ends = yield from Executor(plan, group.context_rank, problem, group.context, inputs).run()
-    b = dout.shape[1]
-    dq = ends[T.DQ][0].to(q.dtype).view(*dout.shape[:-1], -1)
-    dk, dv = (x.view(len(x), b, -1, x.shape[-1]) for x in ends[T.DKV])
-    if plan.heads <= problem.kv_heads:
-        grads = yield from group.to_chunks(dq, dk.to(q.dtype), dv.to(q.dtype))
-        return dsinks, *grads
-    # Ranks that share a key/value head have partial sums of its gradient, which return side by side.
-    dq, *replicas = yield from group.to_chunks(dq, dk, dv)
-    dk, dv = (x.unflatten(2, (problem.kv_heads, -1)).sum(3).to(q.dtype) for x in replicas)
-    return dsinks, dq, dk, dv
+    dsinks = None if sinks is None else lse.new_zeros(len(sinks))
+    again = plan.rounds > 1
+    shared = plan.head_parts > problem.kv_heads  # ranks or rounds have partial sums of the gradient of a key/value head
+
+    def compute(turn: int, dout: Tensor, delta: Tensor, *swapped: Tensor) -> Program[list[Tensor]]:
+        folded_q, folded_k, folded_v, folded_lse = fold_heads(*swapped) if again else (q, k, v, lse)
+        if sinks is not None and dsinks is not None:
+            ours = group.slice_of(len(sinks), turn)
+            dsinks[ours] = sink_gradients(folded_lse.view(delta.shape), delta, sinks[ours])
+        folded = dout.reshape(*folded_q.shape[:-1], -1).contiguous()
+        queries = folded_q, folded, folded_lse, delta.reshape(folded_lse.shape)
+        inputs = {T.QDO: queries, T.KV: (folded_k, folded_v)}
+        ends = yield from Executor(plan, group.context_rank, problem, group.context, inputs).run()
+        dq = ends[T.DQ][0].to(q.dtype).view(*dout.shape[:2], -1, q.shape[-1])
+        dk, dv = (x.view(len(x), dout.shape[1], -1, x.shape[-1]) for x in ends[T.DKV])
+        return [dq, dk, dv] if shared else [dq, dk.to(q.dtype), dv.to(q.dtype)]
+
+    tensors = (dout, delta, q, k, v, lse) if again else (dout, delta)
+    dq, dk, dv = yield from in_rounds(group, tensors, compute, problem.kv_heads if shared else None)
+    return dsinks, dq, dk.to(q.dtype), dv.to(q.dtype)

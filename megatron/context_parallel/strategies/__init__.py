@@ -16,7 +16,7 @@ from .double_ring import double_ring
 from .lightseq import lightseq
 from .mesh import mesh
 from .messages import Ring, relay
-from .registry import STRATEGIES, Pass, Strategy, head_parallel_sizes, register
+from .registry import STRATEGIES, Pass, Strategy, head_parallel_sizes, register, rounds_of_heads
 from .ring import ring
 from .spec import AUTO, COMMON, Choice, asked, parse_spec
 from .ulysses import ulysses, usp
@@ -46,6 +46,7 @@ __all__ = [
     "register",
     "relay",
     "ring",
+    "rounds_of_heads",
     "specs_given",
     "ulysses",
     "usp",

@@ -98,6 +98,7 @@ class Strategy:
         backward: bool = False,
         head_parallel_size: int | None = None,
         placement: str = PLACEMENTS[0],
+        head_rounds: int = 1,
         partials_in_16_bits: bool = False,
         heads: int | None = None,
         kv_heads: int | None = None,
@@ -115,6 +116,8 @@ class Strategy:
             head_parallel_size: the strategy runs on n / head_parallel_size ranks for a part of the heads; default 1,
                 or n for a strategy that splits the heads over all ranks.
             placement: which ranks are neighbours: those that share tokens ("head-first") or heads ("context-first").
+            head_rounds: a rank swaps and computes its heads in so many parts, one after the other. It splits them as a
+                head-parallel size of head_parallel_size * head_rounds would.
             partials_in_16_bits: the steps send partials in the model's dtype; see `Plan`.
             heads: query heads of the model, or of a tensor-parallel rank; default: enough for any head-parallel size.
             kv_heads: key/value heads; default: as many as `heads`.
@@ -131,6 +134,7 @@ class Strategy:
         if type(n) is not int or n < 1:
             raise UsageError(f"{n!r} ranks: need a whole number, 1 or more, such as 4")
         size = self._head_parallel_size(n, head_parallel_size, heads, kv_heads)
+        _check_rounds(head_rounds, size, heads, kv_heads)
         if visible_pairs is None:
             from megatron.context_parallel.tokens.mask import Mask  # imports torch, which only plans need
 
@@ -142,7 +146,7 @@ class Strategy:
         )  # checks first, steps later
         write = partial(self._write, n // size, visible_pairs, backward, ratio, options)
         steps = Steps(n // size, write)
-        how = self.channels, size, placement, partials_in_16_bits
+        how = self.channels, size, placement, head_rounds, partials_in_16_bits
         return Plan(self.name, layout, visible_pairs, backward, steps, *how)
 
     def _write(
@@ -174,6 +178,28 @@ class Strategy:
                 f"{', '.join(map(str, fits))} can; give {give}--cp-head-parallel-size {best}"
             )
         return size
+
+
+def _check_rounds(rounds: int, size: int, heads: int | None, kv_heads: int | None) -> None:
+    """Raises UsageError unless `size` ranks can compute the heads in so many rounds."""
+    flag = f"--cp-head-rounds {rounds}"
+    if type(rounds) is not int or rounds < 1:
+        raise UsageError(f"{flag}: need a whole number, 1 or more, such as 4")
+    if rounds > 1 and size == 1:
+        raise UsageError(f"{flag}: needs --cp-head-parallel-size 2 or more; for 1, give --cp-head-rounds 1")
+    if not heads:
+        return
+    fits = rounds_of_heads(size, heads, kv_heads or heads)
+    if rounds not in fits:
+        raise UsageError(
+            f"{flag}: cannot split the {heads // size} heads of a rank, of {heads} with {kv_heads} key/value heads; "
+            f"give one of {', '.join(map(str, fits))}"
+        )
+
+
+def rounds_of_heads(size: int, heads: int, kv_heads: int) -> list[int]:
+    """The numbers of rounds in which each of `size` head-parallel ranks can compute its heads, ascending."""
+    return [parts // size for parts in head_parallel_sizes(heads, kv_heads) if parts % size == 0]
 
 
 def head_parallel_sizes(heads: int, kv_heads: int) -> list[int]:

@@ -30,6 +30,7 @@ COMMON = {
     for option in (
         Option("layout of the tokens over the ranks; default: that of the strategy", choices=LAYOUTS, name="layout"),
         Option("number of ranks that split the heads", 2, name="head_parallel_size", kind=int),
+        Option("number of rounds in which a rank swaps and computes its heads", 4, name="head_rounds", kind=int),
         Option("whether ranks that share tokens or heads are neighbours", choices=PLACEMENTS, name="placement"),
         Option("send partial outputs and gradients in the 16 bits of the model", name="partials_in_16_bits", kind=bool),
     )
@@ -43,7 +44,7 @@ class Choice:
     Attributes:
         common: the given options of `COMMON`, by name; options: the strategy's own.
         source: the module or file that registers the strategy, if the spec names one.
-        back: the choice for the backward pass, if different; layout, head-parallel size and placement are the same.
+        back: the choice for the backward pass, if different; the options of `COMMON` are the same.
     """
 
     strategy: Strategy
@@ -95,9 +96,10 @@ class Choice:
         if self.back is None:
             return forward
         back = self.back.plan(n, backward=True, **given)
-        places = [(plan.layout, plan.heads, plan.placement) for plan in (forward, back)]
+        places = [(plan.layout, plan.heads, plan.placement, plan.rounds) for plan in (forward, back)]
         if places[0] != places[1]:
-            told = ["layout {}, head-parallel size {}, placement {}".format(*place) for place in places]
+            named = "layout {}, head-parallel size {}, placement {}, head rounds {}"
+            told = [named.format(*place) for place in places]
             why = f"the forward pass has {told[0]}, the backward pass {told[1]}"
             raise UsageError(f"--cp-strategy {self.spec}: {why}; give both the same")
         return back if backward else forward

@@ -10,6 +10,7 @@ from megatron.context_parallel.strategies import Strategy
 
 IN_PROCESS, ON_RANKS, MUTATION = "in process", "on ranks", "mutation"
 MOST_RANKS = 64  # in one process
+MOST_SPLIT_IN_ROUNDS = 8  # head-parallel ranks; with more, there would be too many heads
 LONGEST = 600  # tokens; the oracle's matrices have the square of it
 
 
@@ -100,12 +101,15 @@ def draw(random: Random, kind: str, ranks: int) -> Case:
     options = _options(random, strategy, max(1, n // size))
     if size != default:
         options["head_parallel_size"] = size
+    rounds = random.choice((1, 1, 1, 2, 3, 4)) if 1 < size <= MOST_SPLIT_IN_ROUNDS else 1
+    if rounds > 1:
+        options["head_rounds"] = rounds
     if random.random() < 0.3:
         options["placement"] = random.choice(PLACEMENTS)
-    first = _call(random, n, 1 if careless else size, layout)
+    first = _call(random, n, 1 if careless else size, rounds, layout)
     calls = [first]
     for _ in range(random.choice((0, 0, 1, 2))):  # most often another layer: the same but for the data
-        another = Call(**vars(first)) if random.random() < 0.6 else _call(random, n, size, layout)
+        another = Call(**vars(first)) if random.random() < 0.6 else _call(random, n, size, rounds, layout)
         another.seed = random.randrange(10**6)
         calls.append(another)
     groups = random.randint(1, ranks // n) if kind == ON_RANKS else 1
@@ -150,8 +154,8 @@ def _value(random: Random, kind: object, n: int) -> object:
     return None
 
 
-def _call(random: Random, n: int, head_parts: int, layout: str) -> Call:
-    kv_heads, heads = random.choice(_heads(head_parts))
+def _call(random: Random, n: int, head_parts: int, rounds: int, layout: str) -> Call:
+    kv_heads, heads = random.choice(_heads(head_parts, rounds))
     unit = 2 * n if layout == "zigzag" else n
     size = random.choice(
         (1, 1, 2, 3, 4, *(random.randint(1, 12) for _ in range(4)), random.randint(1, 60), LONGEST // unit)
@@ -195,14 +199,18 @@ def _slices(random: Random, n: int, length: int) -> list[list[list[int]]]:
     return [sorted(chunk) for chunk in chunks]
 
 
-def _heads(parts: int) -> list[tuple[int, int]]:
-    """(kv_heads, heads) that `parts` head-parallel ranks can share."""
+def _heads(size: int, rounds: int) -> list[tuple[int, int]]:
+    """(kv_heads, heads) that `size` head-parallel ranks can share and compute in so many rounds."""
+    parts = size * rounds
     kv = {1, 2, 3, parts, *_divisors(parts)}
     return [
         (k, k * group)
         for k in sorted(kv)
         for group in {1, 2, 3, parts}
-        if k * group <= max(24, parts) and k * group % parts == 0 and (k % parts == 0 or parts % k == 0)
+        if k * group <= max(24, parts)
+        and k * group % parts == 0
+        and (k % parts == 0 or parts % k == 0)
+        and (k % size == 0 or size % k == 0)
     ]
 
 

@@ -37,8 +37,8 @@ def resolve(
         group: the ranks that share a sequence, or a DeviceMesh of one dimension; default: the world.
         cluster: for "auto" a description, or a preset or file of one, whose first devices are the ranks of the group;
             None: the ranks measure theirs for some seconds.
-        options: `layout`, `head_parallel_size`, `placement` and `partials_in_16_bits`, which bind the planner; for a
-            named strategy its options too.
+        options: `layout`, `head_parallel_size`, `head_rounds`, `placement` and `partials_in_16_bits`, which bind the
+            planner; for a named strategy its options too.
 
     Raises:
         UsageError: no strategy works, or the cluster is unknown, on all ranks; a rank has other arguments, or did not

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -13,10 +13,11 @@ from megatron.context_parallel.options import divisors
 from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
 from megatron.context_parallel.plan.volume import Shape
 from megatron.context_parallel.progress import tracked
-from megatron.context_parallel.strategies import STRATEGIES, Choice, Strategy
+from megatron.context_parallel.strategies import STRATEGIES, Choice, Strategy, rounds_of_heads
 from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Mask
 
+ROUNDS = (2, 4, 8)  # of heads, that are tried
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -88,7 +89,7 @@ def candidates(
         workload: the attention.
         n: ranks of the context group.
         q_transfer_blocks: the time of a message of queries, in forward blocks, by head-parallel size.
-        fixed: options that are given: `layout`, `head_parallel_size`, `placement`, `partials_in_16_bits`.
+        fixed: options of all strategies that are given.
         planned: of strategies that the planner considers for any mask, or else of those made for documents.
     """
     visible_pairs = cache(lambda layout, steps: workload.mask.pairs(*Chunks.pair(layout, steps, workload.length)))
@@ -117,6 +118,18 @@ def candidates(
             yield Candidate(choice, plans)
 
 
+def in_rounds(found: Candidate, workload: Workload) -> Iterator[Candidate]:
+    """The same choice with more rounds of heads, the fewest first, where it splits heads and computes them at once."""
+    plan = found.plans[0]
+    if not plan.keeps_swapped:
+        return
+    fits = rounds_of_heads(plan.heads, workload.heads, workload.kv_heads)
+    for rounds in ROUNDS:
+        if rounds in fits:
+            choice = replace(found.choice, common=found.choice.common | {"head_rounds": rounds})
+            yield Candidate(choice, tuple([replace(plan, rounds=rounds) for plan in found.plans]))
+
+
 def _choices(
     n: int, q_transfer_blocks: Callable[[int], float], fixed: Mapping[str, Any], planned: bool
 ) -> Iterator[tuple[int, Choice]]:
@@ -131,6 +144,7 @@ def _choices(
             placements = PLACEMENTS if 1 < size < n else PLACEMENTS[:1]
             for layout, placement in itertools.product(strategy.layouts, placements):
                 common = dict(fixed) | {"layout": layout, "head_parallel_size": size, "placement": placement}
+                common["head_rounds"] = fixed.get("head_rounds", 1) if size > 1 else 1
                 if any(common[name] != value for name, value in fixed.items()):
                     continue
                 if layout == strategy.layouts[0]:
@@ -139,6 +153,8 @@ def _choices(
                     del common["head_parallel_size"]
                 if placement == PLACEMENTS[0]:
                     del common["placement"]
+                if common["head_rounds"] == 1:
+                    del common["head_rounds"]
                 for values in itertools.product(*tried.values()):
                     options = dict(zip(tried, values, strict=True))
                     told = {k: v for k, v in options.items() if v != strategy.options[k].default}

@@ -85,7 +85,7 @@ def search_documents(
         model, run, cluster: the attention, and where rank r of the run is device r.
         ranked: the specs that are fastest without documents, the fastest first.
         batches: the documents of some micro batches.
-        fixed: options that are given: `layout`, `head_parallel_size`, `placement`, `partials_in_16_bits`.
+        fixed: options of all strategies that are given.
         room: bytes of a device for chunks and partials of attention.
         placing: which to try: tokens as the layout says (False), each batch's own placement (True).
     """

@@ -113,11 +113,17 @@ class _Rank:
         self.members = plan.grid.along(rank, "context")
 
     def steps(self) -> Iterator[tuple[Iterable[Attend], Iterable[MessageCost]]]:
-        """The blocks of each step, and its messages."""
+        """The blocks of each step, and its messages. The swaps beside a round belong to its first step."""
         plan = self.plan
-        yield from (((), self._swapped(swap)) for swap in plan.before)
-        yield from ((step.attend, self._moved(step.comm)) for step in plan.steps[self.place])
-        yield from (((), self._swapped(swap)) for swap in plan.after)
+        before = [message for swap in plan.before for message in self._swapped(swap)]
+        after = [message for swap in plan.after for message in self._swapped(swap)]
+        yield (), before
+        for k in range(plan.rounds):
+            beside = (before if k < plan.rounds - 1 else []) + (after if k else [])
+            for step in plan.steps[self.place]:
+                yield step.attend, [*self._moved(step.comm), *beside]
+                beside = []
+        yield (), after
 
     def _swapped(self, op: SwapHeads) -> list[MessageCost]:
         moved = self.plan.swapped(op, self.rank)

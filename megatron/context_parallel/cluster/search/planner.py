@@ -18,11 +18,12 @@ from megatron.context_parallel.plan.volume import chunk_bytes
 from megatron.context_parallel.progress import Progress, tracked
 from megatron.context_parallel.strategies import AUTO, parse_spec
 
-from .candidates import Rejected, Workload, candidates
+from .candidates import Candidate, Rejected, Workload, candidates, in_rounds
 from .lower_bound import PassBound, lower_bound
 
 SIMULATED = 64  # choices, those with the best estimates
-GAIN = 0.01  # fraction of the time that another strategy for the backward pass must save
+GAIN = 0.01  # fraction of the time that another strategy for the backward pass, or more rounds, must save
+TRIED_IN_ROUNDS = 3  # of the fastest choices that split heads
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -180,23 +181,53 @@ def search(
     Args:
         workload: what is computed.
         place: the devices of the group.
-        fixed: options that are given: `layout`, `head_parallel_size`, `placement`, `partials_in_16_bits`.
+        fixed: options of all strategies that are given.
         room: bytes of a device for chunks and partials of attention; default: its memory.
         most: choices that are simulated.
     """
-    choices, rejected = dict[str, tuple[Plan, ...]](), list[Rejected]()
+    choices, rejected = dict[str, Candidate](), list[Rejected]()
+    fixed = fixed or {}
     room = place.cluster.device.memory_GiB * 2**30 if room is None else room
-    for found in candidates(workload, place.n, partial(_q_transfer_blocks, workload, place), fixed or {}):
+    for found in candidates(workload, place.n, partial(_q_transfer_blocks, workload, place), fixed):
         if isinstance(found, Rejected):
             rejected.append(found)
-        elif (needed := max(memory(plan, workload) for plan in found.plans)) > room:
+            continue
+        more = [] if "head_rounds" in fixed else in_rounds(found, workload)
+        if fitting := next((one for one in (found, *more) if _needed(one, workload) <= room), None):
+            choices[fitting.choice.spec] = fitting
+        else:
+            needed = _needed(found, workload)
             why = f"attention needs {needed / 2**30:.3g} GiB of memory, but only {room / 2**30:.3g} GiB are left"
             rejected.append(Rejected(found.choice.spec, why))
-        else:
-            choices[found.choice.spec] = found.plans
-    ranked, slower = fastest(choices, place, workload, most)
-    ranked |= _mixed({spec: choices[spec] for spec in ranked}, ranked)
+    ranked, slower = fastest({spec: found.plans for spec, found in choices.items()}, place, workload, most)
+    simulated = {spec: choices[spec] for spec in ranked}
+    ranked |= _mixed({spec: found.plans for spec, found in simulated.items()}, ranked)
+    if "head_rounds" not in fixed:
+        ranked |= _faster_in_rounds(simulated, ranked, place, workload, room)
     return Search(dict(sorted(ranked.items(), key=lambda item: item[1].seconds)), slower, rejected)
+
+
+def _needed(found: Candidate, workload: Workload) -> int:
+    return max(memory(plan, workload) for plan in found.plans)
+
+
+def _faster_in_rounds(
+    choices: Mapping[str, Candidate],
+    ranked: Mapping[str, Prediction],
+    place: GroupDevices,
+    workload: Workload,
+    room: float,
+) -> dict[str, Prediction]:
+    """More rounds for the fastest choices that split heads, where they gain enough. `choices` has the fastest first."""
+    found = dict[str, Prediction]()
+    split = [spec for spec, one in choices.items() if one.plans[0].keeps_swapped]
+    for spec in split[:TRIED_IN_ROUNDS]:
+        for more in in_rounds(choices[spec], workload):
+            if _needed(more, workload) <= room:
+                predicted = _predict(more.plans, place, workload)
+                if predicted.seconds < (1 - GAIN) * ranked[spec].seconds:
+                    found[more.choice.spec] = predicted
+    return found
 
 
 def _mixed(choices: Mapping[str, tuple[Plan, ...]], ranked: Mapping[str, Prediction]) -> dict[str, Prediction]:
@@ -204,7 +235,7 @@ def _mixed(choices: Mapping[str, tuple[Plan, ...]], ranked: Mapping[str, Predict
     alike = defaultdict[tuple, list[str]](list)
     found = dict[str, Prediction]()
     for spec, (plan, _) in choices.items():
-        alike[plan.layout, plan.heads, plan.placement].append(spec)
+        alike[plan.layout, plan.heads, plan.placement, plan.rounds].append(spec)
     for specs in alike.values():
         first = min(specs, key=lambda spec: ranked[spec].passes[0].seconds)
         second = min(specs, key=lambda spec: ranked[spec].passes[1].seconds)

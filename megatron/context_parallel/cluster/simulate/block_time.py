@@ -70,10 +70,10 @@ class BlockTime:
         self.chunks = Chunks.of(plan.layout, plan.n, length)
         self.keys = numpy.array([p for chunk in self.chunks.progressions for p in chunk]).T
         self.rows = length / plan.n
-        heads = shape.heads / plan.heads * (shape.rows * plan.size / length)  # times batch
+        heads = shape.heads / plan.head_parts * (shape.rows * plan.size / length)  # times batch
         self.operations = 2 * heads * (shape.head_dim + (shape.value_dim or shape.head_dim))  # a seen pair of rows
         self.query_numbers = heads * self.rows * shape.head_dim
-        self.key_numbers = 2 * self.query_numbers * max(shape.kv_heads, plan.heads) / shape.heads
+        self.key_numbers = 2 * self.query_numbers * max(shape.kv_heads, plan.head_parts) / shape.heads
         self.itemsize = shape.itemsize
         self.seen, self.seconds, self.pieces = cache(self._seen), cache(self._seconds), cache(self._pieces)
         self._small = small_blocks(plan, mask, length)

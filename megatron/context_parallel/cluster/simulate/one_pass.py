@@ -163,7 +163,7 @@ class _Costs:
                 seconds += self.cluster.device.pass_us * 1e-6
             moved = 0
             if work.first and self.plan.backward:  # delta reads output and gradient, and writes and reads their product
-                moved = 4 * self.bytes[T.DO, True]
+                moved = 4 * self.bytes[T.DO, True] * self.plan.rounds
             seconds += moved / memory
         return self._on_rank(group, rank, seconds) if seconds else None
 

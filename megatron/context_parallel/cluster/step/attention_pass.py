@@ -17,7 +17,7 @@ from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.slices import Slices
 
-from .block_memory import BlockMemory, gradient_swap_bytes
+from .block_memory import BlockMemory, gradient_swap_bytes, packed_bytes
 from .model_shape import ModelShape
 from .train_config import ITEMSIZE, TrainConfig
 
@@ -94,8 +94,8 @@ class Attention(NamedTuple):
     """Seconds of a pass: of the busiest rank's blocks, of what they do not hide, and of the swaps of heads.
 
     Attributes:
-        swap: of the swap of queries, keys and values.
-        swaps: of both swaps, before and after the steps, with the packing of heads.
+        swap: of the swap of queries, keys and values that recomputation repeats.
+        swaps: of both swaps that no block hides, before the first round and after the last, with the packing of heads.
     """
 
     compute: float
@@ -116,11 +116,13 @@ def attention_seconds(model: ModelShape, run: TrainConfig, cluster: Cluster, bac
 @lru_cache(KEPT)
 def _seconds(model: ModelShape, run: TrainConfig, cluster: Cluster, backward: bool) -> Attention:
     forecast = attention_forecast(model, run, cluster, backward, all_up_to=1)
-    swaps = [(span.what[0].tensors, span.end) for span in forecast.spans if isinstance(span.what[0], SwapHeads)]
+    swaps = [span for span in forecast.spans if isinstance(span.what[0], SwapHeads)]
     steps = max((span.end for span in forecast.spans if not isinstance(span.what[0], SwapHeads)), default=0.0)
-    before = max((end for tensors, end in swaps if T.KV in tensors or T.DO in tensors), default=0.0)
+    first = [span for span in swaps if span.step == 0 and {T.KV, T.DO} & {*span.what[0].tensors}]
+    before = max((span.end for span in first), default=0.0)
     after = forecast.seconds - steps if swaps else 0.0
-    return Attention(forecast.compute, forecast.exposed, 0.0 if backward else before, before + after)
+    kept = not backward and attention_plan(model, run, backward).keeps_swapped
+    return Attention(forecast.compute, forecast.exposed, before if kept else 0.0, before + after)
 
 
 def attention_buffers(model: ModelShape, run: TrainConfig) -> int:
@@ -137,11 +139,12 @@ def _buffers(model: ModelShape, run: TrainConfig) -> int:
         ranks = range(plan.n) if plan.n <= ALL_RANKS_UP_TO else (0, plan.n // 2, plan.n - 1)
         cut = small_blocks(plan, attention_mask(model), run.seq_length) if run.implementation == "cpu" else None
         kernels = BlockMemory(plan, shape, cut)
-        own = chunk_bytes(plan, T.Q, shape, False) + chunk_bytes(plan, T.KV, shape, False)
+        whole = replace(plan, rounds=1)
+        own = chunk_bytes(whole, T.Q, shape, False) + chunk_bytes(whole, T.KV, shape, False)
         for rank in ranks:
             work = kernels.of_steps(rank) if backward else ()
-            most = max(most, peak_bytes(plan, rank, shape, work) - own)
-        if backward and plan.heads > 1:
+            most = max(most, peak_bytes(plan, rank, shape, work) + packed_bytes(plan, shape) - own)
+        if backward and plan.keeps_swapped:
             most = max(most, gradient_swap_bytes(plan, shape))
     return round(most)
 

@@ -22,8 +22,9 @@ class BlockMemory:
     def __init__(self, plan: Plan, shape: Shape, blocks: Blocks | None) -> None:
         self.plan, self.shape, self.blocks = plan, shape, blocks
         self.part = shape.itemsize / 4
-        self.queries = 4 * shape.rows * shape.heads * shape.head_dim  # bytes of a chunk in float32
-        self.keys = 4 * shape.rows * max(shape.kv_heads, plan.heads) * shape.head_dim
+        # Bytes of a chunk in float32, for the heads of a round.
+        self.queries = 4 * shape.rows * shape.heads * shape.head_dim // plan.rounds
+        self.keys = 4 * shape.rows * max(shape.kv_heads, plan.head_parts) * shape.head_dim // plan.rounds
         self.grouped = self.queries > self.keys
 
     def of_steps(self, rank: int) -> list[float]:
@@ -83,14 +84,21 @@ class BlockMemory:
 def gradient_swap_bytes(plan: Plan, shape: Shape) -> float:
     """Bytes while gradients are swapped back to the ranks that own the tokens, beyond queries, keys and values.
 
-    They are the output gradient as it came and as it was swapped, the partial gradients, those for the other ranks and
-    from them, and both messages.
+    They are the output gradient as it came, the gradients of swapped heads and those of the rank's own tokens, and both
+    messages.
     """
     queries = shape.rows * shape.heads * shape.head_dim
     keys = 2 * shape.rows * max(shape.kv_heads, plan.heads) * shape.head_dim
     of_keys = 4 if plan.heads > shape.kv_heads else shape.itemsize  # replicas are summed in float32
     swapped = shape.itemsize * queries + of_keys * keys
-    partial = 4 * (queries + keys)
-    rounded = shape.itemsize * (queries + keys) if shape.itemsize < 4 else 0
     others = (plan.heads - 1) / plan.heads
-    return 2 * shape.itemsize * queries + partial + rounded + (1 + 2 * others) * swapped
+    return shape.itemsize * queries + (2 + 2 * others) * swapped
+
+
+def packed_bytes(plan: Plan, shape: Shape) -> float:
+    """With several rounds: bytes of the messages of two swaps in flight, beyond what `peak_bytes` counts of them."""
+    if plan.rounds == 1:
+        return 0.0
+    others = (plan.heads - 1) / plan.heads
+    swapped = sum(chunk_bytes(plan, t, shape, True) for op in (*plan.before, *plan.after) for t in op.tensors)
+    return (2 * others - 1) * swapped

@@ -108,7 +108,7 @@ def _block_seconds(
 ) -> Callable[[Attend], float]:
     rate = rate_at(cluster.device, dtype, shape.head_dim, True, RATE_ROWS, plan.backward)
     width = shape.head_dim + (shape.value_dim or shape.head_dim)
-    operations = 2 * width * shape.heads / plan.heads * (BACKWARD if plan.backward else 1.0)
+    operations = 2 * width * shape.heads / plan.head_parts * (BACKWARD if plan.backward else 1.0)
 
     def seconds(block: Attend) -> float:
         return float(pairs[np.ix_(block.q_chunks, block.kv_chunks)].sum()) * operations / rate

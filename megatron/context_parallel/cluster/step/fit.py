@@ -5,12 +5,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.strategies import parse_spec
 
+from .attention_pass import attention_plan
 from .memory import fullest
 from .model_shape import ModelShape
 from .train_config import SHARDING, TrainConfig, loss_chunk
 
 MLP_CHUNKS = (4, 16)
+HEAD_ROUNDS = (4, 8, 16)
 MOST_RANKS = 1024  # of a context group
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FULL_FLAGS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -40,14 +43,14 @@ def advice(model: ModelShape, run: TrainConfig, room: float) -> str:
 
 
 def changes_to_fit(model: ModelShape, run: TrainConfig, room: float) -> list[Change] | None:
-    """The first changes with which a rank needs at most `room` bytes: recomputation, chunks, sharding, then ranks.
+    """The first changes with which a rank needs at most `room` bytes, in the order of the kinds below.
 
     Of several strengths of one kind the first that suffices is taken, else the one that needs the least. None: they
     are not enough.
     """
     kept: list[Change] = []
     least = bytes_needed(model, run)
-    for kind in (_recomputations, _loss_chunks, _mlp_chunks, _shardings, _ranks):
+    for kind in (_recomputations, _loss_chunks, _mlp_chunks, _head_rounds, _shardings, _ranks):
         if least <= room:
             break
         best = None
@@ -84,6 +87,13 @@ def _mlp_chunks(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
     for chunks in MLP_CHUNKS:
         if not model.num_experts and chunks > run.mlp_chunks_for_training:
             yield Change(f"--mlp-chunks-for-training {chunks}", {"mlp_chunks_for_training": chunks})
+
+
+def _head_rounds(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
+    if attention_plan(model, run, True).keeps_swapped:
+        for rounds in HEAD_ROUNDS:
+            spec = parse_spec(parse_spec(run.cp_strategy), head_rounds=rounds).spec
+            yield Change(f"--cp-head-rounds {rounds}", {"cp_strategy": spec})
 
 
 def _shardings(model: ModelShape, run: TrainConfig) -> Iterator[Change]:

@@ -72,7 +72,8 @@ def attention_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
 def _core_attention(model: ModelShape, run: TrainConfig, w: Widths) -> int:
     """Queries, keys, values, output and log-sum-exp of a token."""
     # Ranks of a head group keep a replica of a key/value head where they are more than the heads.
-    keys = max(w.kv_heads, attention_plan(model, run, False).heads) * model.kv_channels
+    plan = attention_plan(model, run, False)
+    keys = max(w.kv_heads, plan.heads if plan.keeps_swapped else 0) * model.kv_channels
     return 2 * w.size * (w.queries + keys) + 4 * w.heads
 
 
@@ -213,7 +214,7 @@ def kept_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
     if run.offload_kept:
         return []
     w = Widths(model, run)
-    statistics = 2 if attention_plan(model, run, False).heads > 1 else 1  # also that of the swapped heads
+    statistics = 2 if attention_plan(model, run, False).keeps_swapped else 1  # also that of the swapped heads
     norm = w.size * w.hidden + _norm_beside_input(model, run, w.hidden)
     first, second = _mlp_outputs(model, run, w)
     each = {

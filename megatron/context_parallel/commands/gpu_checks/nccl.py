@@ -124,8 +124,9 @@ def _errors(ranks: int, sizes: CheckSizes, device: torch.device) -> list[tuple[d
     dim, found = sizes.speed_head_dims[0], []
     whole = [torch.randn(sizes.rows_per_rank[-1] * ranks, 1, h, dim, device=device) for h in (8, 4, 4, 8)]
     for name, strategy in STRATEGIES.items():
-        for options in ({}, {"head_parallel_size": 2}, {"overlap": "no"}):
-            if not options.keys() <= {"head_parallel_size", *strategy.options}:
+        in_rounds = {"head_parallel_size": 2, "head_rounds": 2}
+        for options in ({}, {"head_parallel_size": 2}, in_rounds, {"overlap": "no"}):
+            if not options.keys() <= {*in_rounds, *strategy.options}:
                 continue
             try:
                 local, cp = AllRanks(ranks, name, **options), ContextParallel(name, **options)

@@ -101,6 +101,7 @@ def picture(plan: Plan, transfer_time: float = MESSAGE) -> Picture:
     ranks = f"{plan.n} ranks"
     if plan.heads > 1:
         ranks = f"{plan.n} of {plan.size} ranks, for 1/{plan.heads} of the heads"
+        ranks += f" in {plan.rounds} rounds" if plan.rounds > 1 else ""
     title = f"{plan.name}, {ranks}, {plan.layout} layout, {'backward' if plan.backward else 'forward'}"
     return Picture(title, plan.n, lanes, bars, round(run.finish, 6), transfer_time)
 
