@@ -44,7 +44,7 @@ def attention_plan(model: ModelShape, run: TrainConfig, backward: bool) -> Plan:
     Raises:
         UsageError: a strategy that does not fit the ranks, the heads or the layout.
     """
-    return _plan(*_attention_only(model, run), backward)
+    return _plan(*attention_only(model, run), backward)
 
 
 @lru_cache(KEPT_PLANS)
@@ -110,12 +110,16 @@ class Attention(NamedTuple):
 
 def attention_seconds(model: ModelShape, run: TrainConfig, cluster: Cluster, backward: bool) -> Attention:
     """Seconds of one layer and micro batch, as `attention_forecast` predicts. Results are kept."""
-    return _seconds(*_attention_only(model, run), _attention_cluster(cluster), backward)
+    return _seconds(*attention_only(model, run), _attention_cluster(cluster), backward)
 
 
 @lru_cache(KEPT)
 def _seconds(model: ModelShape, run: TrainConfig, cluster: Cluster, backward: bool) -> Attention:
-    forecast = attention_forecast(model, run, cluster, backward, all_up_to=1)
+    return attention_of(attention_forecast(model, run, cluster, backward, all_up_to=1), backward)
+
+
+def attention_of(forecast: PassForecast, backward: bool) -> Attention:
+    """The seconds of a predicted pass by kind."""
     swaps = [(span.what[0].tensors, span.end) for span in forecast.spans if isinstance(span.what[0], SwapHeads)]
     steps = max((span.end for span in forecast.spans if not isinstance(span.what[0], SwapHeads)), default=0.0)
     before = max((end for tensors, end in swaps if T.KV in tensors or T.DO in tensors), default=0.0)
@@ -125,7 +129,7 @@ def _seconds(model: ModelShape, run: TrainConfig, cluster: Cluster, backward: bo
 
 def attention_buffers(model: ModelShape, run: TrainConfig) -> int:
     """Bytes that a pass holds at most, beyond its queries, keys and values. Results are kept."""
-    return _buffers(*_attention_only(model, run))
+    return _buffers(*attention_only(model, run))
 
 
 @lru_cache(KEPT)
@@ -146,7 +150,7 @@ def _buffers(model: ModelShape, run: TrainConfig) -> int:
     return round(most)
 
 
-def _attention_only(model: ModelShape, run: TrainConfig) -> tuple[ModelShape, TrainConfig]:
+def attention_only(model: ModelShape, run: TrainConfig) -> tuple[ModelShape, TrainConfig]:
     """A model and a run with the same attention, alike for all that differ in nothing else."""
     model = ModelShape(
         num_layers=1,
