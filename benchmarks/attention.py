@@ -38,8 +38,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_flags(parser)
     add_device_flags(parser)
     add_workload(parser)
-    text = "pack documents of such lengths; a case placed:SPEC places them"
-    parser.add_argument("--documents", choices=LENGTHS, help=text)
+    add_documents(parser)
     return parser.parse_args(argv)
 
 
@@ -57,6 +56,11 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="number of timed rounds; default: %(default)s")
     parser.add_argument("--warm-up", type=int, default=1, help="warm-up passes of each case; default: %(default)s")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for CSV, JSON and plot")
+
+
+def add_documents(parser: argparse.ArgumentParser) -> None:
+    text = "pack documents of such lengths; a case placed:SPEC places them"
+    parser.add_argument("--documents", choices=LENGTHS, help=text)
 
 
 def problem_of(args: argparse.Namespace, ranks: int) -> Workload:
@@ -84,6 +88,14 @@ def problem_of(args: argparse.Namespace, ranks: int) -> Workload:
     return Workload(ranks, *sizes, args.dtype, not args.full_mask)
 
 
+def with_documents(args: argparse.Namespace, problem: Workload) -> Workload:
+    """The problem with the documents of `--documents`, if given."""
+    if args.documents is None:
+        return problem
+    token = (args.stands_for or problem.length) / problem.length
+    return replace(problem, documents=lengths(args.documents, problem.length, token))
+
+
 def lengths(kind: str, tokens: int, token: float) -> tuple[int, ...]:
     """Drawn lengths of documents that fill a sequence, whose tokens stand for `token` each."""
     documents = draw(kind, round(tokens * token), np.random.default_rng(0))
@@ -92,7 +104,7 @@ def lengths(kind: str, tokens: int, token: float) -> tuple[int, ...]:
 
 
 def cases_of(args: argparse.Namespace, problem: Workload) -> tuple[list[Case], list[list[int] | None]]:
-    """The cases, and for each the bytes per rank of its plans (None for a peer).
+    """The cases, and for each the bytes per rank of its plans (None for a peer, and with documents).
 
     Raises:
         UsageError: a case is unknown, does not work on these ranks and heads, or is given twice.
@@ -121,10 +133,7 @@ def with_python(described: Cluster, cases: list[Case], problem: Workload, entrie
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     place, described = with_devices(args, args.seq_length)
-    problem = problem_of(args, place.ranks)
-    if args.documents:
-        token = (args.stands_for or args.seq_length) / args.seq_length
-        problem = replace(problem, documents=lengths(args.documents, args.seq_length, token))
+    problem = with_documents(args, problem_of(args, place.ranks))
     cases, planned = cases_of(args, problem)
     report.make_folder(args.output)
     run = {"title": "attention, forward and backward", "problem": asdict(problem)}
@@ -132,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     task = {"problem": run["problem"], "cases": [case.text for case in cases]}
     task["cluster"] = job.write_cluster(described, args.output)
     entries = job.results_of(RANK, task | {"rounds": args.rounds, "warm_up": args.warm_up}, place)
-    run["entries"] = [entry | {"planned": plan} for entry, plan in zip(entries, planned, strict=True)]
+    run["entries"] = [{"planned": plan} | entry for entry, plan in zip(entries, planned, strict=True)]
     if described:
         job.write_cluster(with_python(described, cases, problem, entries), args.output)
     report.publish(run, args.output)

@@ -22,7 +22,7 @@ def measure(job: dict) -> list[dict]:
     `job` has `problem`, `cases` (as written on the command line), `rounds`, `warm_up`, and `cluster`, the file of a
     cluster whose devices are emulated, or null. Returns an entry per case: `case`, `error` (relative, on the worst
     rank) or null, `failure` (why it was not timed) or null, `rounds`, each a list over ranks of what `rounds.timed`
-    returns, and with devices `python` (see `python_share`).
+    returns, with devices `python` (see `python_share`), and with documents `planned`, the bytes for each rank.
     """
     problem, watch = Workload(**job["problem"]), Stopwatch()
     watch.watch_waits()
@@ -42,6 +42,10 @@ def measure(job: dict) -> list[dict]:
                 entries[-1] |= python_share(short, run, device)
             if entries[-1]["failure"] is None:
                 runs.append((entries[-1], run))
+            if problem.documents:
+                planned: list = [None] * problem.ranks
+                dist.all_gather_object(planned, subject.planned_bytes())
+                entries[-1]["planned"] = planned
     warm_up = job["warm_up"]
     if device:
         device.computes = False

@@ -12,7 +12,8 @@ from megatron.context_parallel import ContextParallel, context_parallel_attentio
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.interface import Kernel
 from megatron.context_parallel.kernels.reference import attention
-from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.plan.volume import Shape, received_bytes
+from megatron.context_parallel.tokens.mask import Documents, Mask
 from megatron.context_parallel.tokens.place_documents import Costs, place
 
 from .cases import DTYPES, Case, Workload
@@ -71,6 +72,20 @@ class Ours:
         return context_parallel_attention(
             q, k, v, self.cp, causal=self.problem.causal, documents=documents, kernel=self.kernel
         )
+
+    def planned_bytes(self) -> int:
+        """What this rank receives in both passes: the rows that the mask needs, of the chunks that the plans send."""
+        problem, plans = self.problem, self.cp.plans
+        lengths = problem.length, problem.length
+        mask = Mask(problem.causal, documents=self.documents_of(problem.length))
+        blocks = plans.blocks(mask, lengths, self.kernel)
+        rows = problem.length // problem.ranks * problem.batch
+        shape = Shape(rows, problem.heads, problem.kv_heads, problem.head_dim, DTYPES[problem.dtype].itemsize)
+        total = 0
+        for backward in (False, True):
+            plan = plans.of(mask, lengths, problem.heads, problem.kv_heads, backward=backward)
+            total += received_bytes(plan, self.cp.rank, shape, plans.row_sets(plan, blocks))
+        return total
 
 
 def documents_of(problem: Workload, length: int) -> Documents | None:

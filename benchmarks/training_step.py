@@ -4,6 +4,8 @@ Flags after -- are the trainer's and win over the defaults here. Run it from the
 
     PYTHONPATH=. python benchmarks/training_step.py --ranks 4 --output runs/step \\
         --strategies ring attention2d:grid=2x2 mesh -- --num-layers 2 --seq-length 2048
+
+With --documents every step has the same documents. Their placement and plans are made before the timed steps.
 """
 
 import argparse
@@ -14,11 +16,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 from benchmarks import job, report
+from benchmarks.attention import add_documents, with_documents
 from benchmarks.cases import Case, Workload, parse_case
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries, run_main
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.trainer.config.flags import Arguments
+from megatron.context_parallel.trainer.config.flags import PRESETS, Arguments
 from tools.netlab import add_device_flags, add_flags, cluster_of, exits_as_ranks_did, with_devices
 
 RANK = Path(__file__).with_name("training_rank.py")
@@ -38,6 +41,9 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[
     parser.add_argument("--strategies", nargs="+", required=True, metavar="NAME[:OPTION=VALUE,...]", help=f"of {names}")
     add_flags(parser)
     add_device_flags(parser)
+    add_documents(parser)
+    text = "with --devices: the matrix products take the share of a step that they have in a layer of this model"
+    parser.add_argument("--products-of", choices=PRESETS, metavar="MODEL", help=text)
     text = "each strategy also with all layers recomputed, and with attention kept (Selective Checkpoint++)"
     parser.add_argument("--recompute", action="store_true", help=text)
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each; default: %(default)s")
@@ -86,6 +92,9 @@ def main(argv: list[str] | None = None) -> int:
     flags = trainer_flags(given, ranks)
     problem = problem_of(trainer_args(flags, ranks))
     place, described = with_devices(args, problem.length)
+    if args.products_of and described is None:
+        raise UsageError(f"--products-of {args.products_of}: needs --devices; give a preset or a file")
+    problem = with_documents(args, problem)
     if args.rounds < 1:
         raise UsageError(f"--rounds {args.rounds}: need at least 1")
     cases = cases_of(args.strategies, problem)
@@ -93,7 +102,8 @@ def main(argv: list[str] | None = None) -> int:
     run = {"title": "training step", "problem": asdict(problem), "trainer_flags": flags}
     run["surroundings"] = job.surroundings(place)
     task = {"problem": run["problem"], "cases": [case.text for case in cases], "flags": flags}
-    task["recompute"] = args.recompute
+    task |= {"recompute": args.recompute, "products_of": args.products_of}
+    task["stands_for"] = args.stands_for or problem.length
     task["cluster"] = job.write_cluster(described, args.output)
     entries = job.results_of(RANK, task | {"rounds": args.rounds, "warm_up": 1}, place)
     run["entries"] = [entry | {"planned": None} for entry in entries]

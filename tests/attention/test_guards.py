@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.context_parallel import STRATEGIES, AllRanks, context_parallel_attention
+from megatron.context_parallel.attention import plans
 from megatron.context_parallel.attention.plans import KEPT
 from megatron.context_parallel.kernels.interface import Scores
 from megatron.context_parallel.kernels.reference import Reference
@@ -18,6 +19,7 @@ from megatron.context_parallel.runtime.executor import Executor, Problem
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.placement import Placement
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -88,6 +90,17 @@ def test_what_is_being_sent_must_not_change():
     arriving = second.exchange("ring", [], [(0, into)])
     with pytest.raises(PlanError, match="a tensor was overwritten while it was being sent"):
         arriving.wait()
+
+
+def test_a_sample_of_the_plans_for_documents_is_verified(monkeypatch):
+    cp, q, verified = AllRanks(2, "ring"), torch.randn(16, 1, 1, 4, requires_grad=True), []
+    monkeypatch.setattr(plans, "verify", lambda plan: verified.append((len(plan.steps[0]), plan.backward)))
+    for placement in (None, None, Placement([[(0, 8)], [(8, 16)]]), Placement([[(0, 4), (8, 12)], [(4, 8), (12, 16)]])):
+        documents = Documents((torch.arange(16) >= 8).long().unsqueeze(0))
+        how = {"documents": documents.placed(placement) if placement else documents}
+        context_parallel_attention(q, q, q, cp, **how).sum().backward()
+    # The first of two passes as the layout says, and of two with a placement that needs one step: nothing is sent.
+    assert [backward for _, backward in verified] == [False, True] * 2 and verified[2][0] < verified[0][0]
 
 
 def test_plans_of_changing_documents_are_forgotten():

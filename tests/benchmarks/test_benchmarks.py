@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import types
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from unittest import mock
@@ -32,6 +32,7 @@ from benchmarks.volume import planned_bytes
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.attention import torch_op as attention_module
 from megatron.context_parallel.cluster.description import load_cluster, save_cluster
+from megatron.context_parallel.cluster.step.layer_time import OF_PEAK
 from megatron.context_parallel.integration import spec
 from megatron.context_parallel.kernels.reference import attention
 from megatron.context_parallel.strategies import parse_spec
@@ -209,16 +210,37 @@ def test_peers_compute_with_an_exact_kernel(kv_heads, causal):
 TINY = [*training_step.LLAMA.split(), "--seq-length", "64", "--hidden-size", "32", "--num-attention-heads", "4"]
 TINY += ["--num-query-groups", "2", "--kv-channels", "16", "--context-parallel-size", "2"]
 TINY_JOB = {"problem": asdict(Workload(2, 64, 1, 4, 2, 16, "fp32", True)), "flags": TINY, "rounds": 2, "warm_up": 1}
+TINY_JOB |= {"products_of": None, "stands_for": 64}
 
 
 def test_training_steps_train_alike(ranks):
-    cases = ["ring", "mesh:grid=2x1"]
-    job = TINY_JOB | {"cases": cases, "recompute": True, "cluster": None}
+    """Also with documents, of which a placement keeps each on one rank: keys are not sent."""
+    cases = ["ring", "placed:mesh:grid=2x1"]
+    problem = TINY_JOB["problem"] | {"documents": (32, 32)}
+    job = TINY_JOB | {"cases": cases, "recompute": True, "cluster": None, "problem": problem}
     entries = ranks(2, quietly, training_rank.measure, job)[0]
     assert [entry["case"] for entry in entries] == [case + how for case in cases for how in training_rank.RECOMPUTATION]
     for entry in entries:
         assert entry["failure"] is None and entry["error"] < 1e-5 and len(entry["rounds"]) == 2
         assert all(rank["kernel"] > 0 and rank["received"] > 0 for of_ranks in entry["rounds"] for rank in of_ranks)
+    received = [sum(rank["received"] for rank in entry["rounds"][0]) for entry in entries]
+    rows = 16 + 16  # of keys that one rank has and the other sees, in zigzag
+    sent = 2 * 3 * rows * 2 * 2 * 16 * 4  # two layers; keys and values in both passes, and their gradients
+    assert received[0] - received[len(training_rank.RECOMPUTATION)] == pytest.approx(
+        sent, rel=0.1
+    )  # beside plans and losses
+
+
+def test_products_take_the_share_that_they_have_in_a_larger_model(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    args = training_step.trainer_args(TINY, 2)
+    device = mock.Mock(device=replace(load_cluster("dgx-h100").device, memory_GB_s=1e9))
+    own, like = (training_rank.product_times(args, preset, 8192, device) for preset in (None, "llama3-8b"))
+    # A layer of Llama 3 8B has 218.1M weights in products and attention of width 4096; this one has width 64.
+    layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    seconds = 2 * 32 * layer / (OF_PEAK * device.device.peak_TFLOP_s * 1e12)
+    assert sum(like.products.values()) == pytest.approx(seconds * 64 / 4096)
+    assert like.slower > 10 and own.slower == 1
 
 
 def test_training_steps_on_devices_are_computed_before(ranks, tmp_path):
@@ -324,6 +346,7 @@ def test_a_folder_that_cannot_be_made_is_found_before_the_run(tmp_path):
         ("--ranks 2 --strategies ring -- --hidden-sise 3", ["--hidden-sise", "--hidden-size"]),
         ("--ranks 2 --strategies ring -- --global-batch-size 4", ["--global-batch-size", "leave"]),
         ("--ranks 2 --rounds 0 --strategies ring", ["--rounds 0", "at least 1"]),
+        ("--ranks 2 --strategies ring --products-of llama3-8b", ["--products-of llama3-8b", "--devices"]),
     ],
 )
 def test_mistakes_of_training_steps(argv, words, tmp_path):

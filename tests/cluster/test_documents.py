@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.search.documents import GAIN, DocumentsChoice, DocumentsSearch, search_documents
 from megatron.context_parallel.cluster.step.documents_time import documents_forecast
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
@@ -14,9 +15,10 @@ from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.commands.plan_documents import draw_lengths, end_to_end
 from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.trainer.arguments import auto
 from megatron.context_parallel.trainer.arguments.auto import choose_strategy
 from megatron.context_parallel.trainer.arguments.complete import parse_args
-from megatron.context_parallel.trainer.data.batches import SAMPLED
+from megatron.context_parallel.trainer.data.batches import SAMPLED, document_options
 from megatron.context_parallel.trainer.dry_run import describe
 from tests.support.box import BOX, BOX_TEXT
 
@@ -40,11 +42,12 @@ def run(n: int, tokens: int, spec: str = "direct") -> TrainConfig:
 
 def test_a_static_layout_has_uneven_work_and_sends_rows_that_are_needed():
     # Rank 1 has rows 16 to 47 of a document of 48: 528 pairs with its own keys, and 32 x 16 with those of rank 0.
-    work, received, seconds = documents_forecast(MODEL, run(2, 64), TWO, end_to_end(np.array([48, 16]), 64), False)
+    found = documents_forecast(MODEL, run(2, 64), TWO, end_to_end(np.array([48, 16]), 64), False)
+    work, received, _ = found
     assert work == pytest.approx(1040 / ((1040 + 136 + 136) / 2))
     assert received == 2 * 16 * ROW  # in both passes
     fetch = 16 * ROW / 100e9  # only the backward pass, which computes its own pair last, waits for it
-    assert seconds == pytest.approx(3.5 * 1040 * PAIR + fetch, rel=1e-3)
+    assert found.seconds == pytest.approx(3.5 * 1040 * PAIR + fetch, rel=1e-3)
 
 
 @pytest.mark.parametrize("samples", [1, 2])
@@ -92,19 +95,24 @@ TRAINER = (
 )
 
 
-def _chosen(flags: str) -> tuple:
+def _chosen(flags: str, measured: str) -> tuple:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", "4")
+        patch.setattr(auto, "measured", lambda workload, group: load_cluster(measured))
         args = parse_args(flags.split())
         lengths = torch.tensor([0, 9000, *[700] * 10]).cumsum(0)
         args = choose_strategy(args, [Documents.packed(lengths, 16384)])
-    return args.cp_layers[0].spec, args.cp_place_documents, args.cp_cluster
+    costs = document_options(args)["place"].keywords["costs"]
+    return args.cp_layers[0].spec, args.cp_place_documents, costs.row_inside
 
 
 def test_the_trainer_takes_a_placement_where_it_wins(ranks, tmp_path):
+    """It is made for the rates of the cluster that is named, or else measured."""
     path = tmp_path / "box.yaml"
     path.write_text(BOX_TEXT.replace("memory_GiB: 1,", "memory_GiB: 9,").replace("GB_s: 100", "GB_s: 0.5"))
-    assert ranks(4, _chosen, f"{TRAINER} --cp-cluster {path}") == [("direct", True, str(path))] * 4
+    row = 2 * 2 * 2 * 16 * 2 / 0.5e9  # seconds: keys and values of 2 heads of 16 in bf16, in both passes
+    for flags in (f"{TRAINER} --cp-cluster {path}", TRAINER):
+        assert ranks(4, _chosen, flags, str(path)) == [("direct", True, pytest.approx(row))] * 4
 
 
 def test_a_dry_run_says_what_a_placement_gains(capsys):

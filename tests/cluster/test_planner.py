@@ -15,7 +15,9 @@ from megatron.context_parallel.cluster.search.auto import resolve
 from megatron.context_parallel.cluster.search.candidates import Candidate, Workload, candidates
 from megatron.context_parallel.cluster.search.planner import GroupDevices, fastest, memory, search
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
+from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.commands.plan import main as plan_tool
+from megatron.context_parallel.commands.plan_search import flags
 from megatron.context_parallel.commands.plan_search import main as plan_search
 from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.mask import Mask
@@ -302,6 +304,22 @@ def test_plan_search(capsys, tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+def test_plan_search_places_documents(capsys):
+    plan_search([*SEARCH, "--documents", "24576x5,8192"])
+    said = capsys.readouterr().out
+    assert "6 documents of 8192 to 24576 tokens" in said
+    rows = [line.split() for line in said.splitlines() if re.match(r"\d+\*? +[\d.]+ ", line)]
+    placed = next(row for row in rows if "placed" in row)
+    static = [row for row in rows if "placed" not in row]
+    assert PLANNED | {"direct"} == {row[6].split(":")[0] for row in static} and placed[6].startswith("direct")
+    best = min(float(row[1]) for row in static)
+    said = re.search(r"placed: (\S+) s an iteration, with direct.*; in a .* layout (\S+) s, .* is (\S+) times", said)
+    assert (said[1], float(said[2])) == (placed[1], best)
+    assert float(said[3]) == pytest.approx(best / float(placed[1]), abs=0.01)
+    run = TrainConfig(seq_length=64, cp_strategy="direct")
+    assert flags(run, placed=True).endswith("--cp-strategy direct --reset-attention-mask --cp-place-documents")
+
+
 @pytest.mark.parametrize(
     "more,message",
     [
@@ -310,6 +328,7 @@ def test_plan_search(capsys, tmp_path):
         (["--nodes", "0"], "--nodes 0: need a whole number, 1 or more"),
         (["--data-parallel-size", "3"], "--data-parallel-size 3: "),
         (["--timeline", "t.json"], "--timeline t.json: needs --explain 1; add that"),
+        (["--documents", "7x8", "--micro-batch-size", "2"], "--micro-batch-size 2: a micro batch of --documents is "),
     ],
 )
 def test_plan_search_refuses(more, message):

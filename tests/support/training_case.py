@@ -71,6 +71,7 @@ def case_args(family: str, **changes) -> CaseArgs:
             "reset_attention_mask": False,
             "cp_place_documents": False,
             "cp_cluster": None,
+            "cp_measured": None,
             "recompute_modules": None,
             "dry_run": False,
             "recompute_whitelist": [],

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.context_parallel.tokens.chunk_loads import ChunkLoads, chunk_loads
+from megatron.context_parallel.tokens.chunk_loads import ChunkLoads, chunk_loads, pairs_between
 from megatron.context_parallel.tokens.layout import LAYOUTS, Chunks
 from megatron.context_parallel.tokens.mask import Documents, Mask
 from megatron.context_parallel.tokens.placement import Placement
@@ -37,6 +37,9 @@ def test_as_counted_in_a_dense_mask(kind, causal, window):
         positions = torch.arange(length)
         (seen,) = visible(positions, positions, causal, window, ids)
         assert (got.pairs.tolist(), got.rows.tolist()) == counted(chunks, seen)
+        at = [chunks.positions(chunk) for chunk in range(n)]
+        between = [[int(seen[queries][:, keys].sum()) for keys in at] for queries in at]
+        assert pairs_between(Mask(causal, window, Documents(ids)), chunks).tolist() == between
 
 
 def test_samples_are_added_and_a_plain_mask_is_one_document():
@@ -46,6 +49,7 @@ def test_samples_are_added_and_a_plain_mask_is_one_document():
     both = chunk_loads(Mask(documents=Documents(torch.stack((one, two)))), chunks)
     assert both.pairs.tolist() == [10 + 6, 10 + 18]
     assert both.rows.tolist() == [[0, 0], [2, 0]]
+    assert pairs_between(Mask(documents=Documents(torch.stack((one, two)))), chunks).tolist() == [[16, 0], [8, 20]]
     assert chunk_loads(Mask(), chunks).pairs.tolist() == [10, 26]
     assert chunk_loads(Mask(causal=False), chunks).rows.tolist() == [[0, 4], [4, 0]]
 

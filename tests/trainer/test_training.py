@@ -67,12 +67,17 @@ SPREADS = {  # name: families, ranks, arguments
 }
 PACKED = {"reset_attention_mask": True, "eod_token": 3}
 PLACED = PACKED | {"cp_place_documents": True}
+FSDP2 = {"use_torch_fsdp2": True, "use_distributed_optimizer": False}
 MASKED_SPREADS = [
     ("llama", 4, PLACED | {CP: 4, "cp_strategy": "lightseq", "cp_layout": "contiguous"}),
     ("gpt3", 4, PLACED | {CP: 2, PP: 2, "cp_strategy": "mesh"}),
     ("llama", 4, PLACED | {CP: 2, TP: 2, "sequence_parallel": True, "window_size": (9, 0)}),
     ("llama", 4, PLACED | RECOMPUTED | KEPT | {CP: 4, "cp_strategy": "usp", "cp_options": {"head_parallel_size": 2}}),
-    ("llama", 4, PACKED | {CP: 4}),
+    (
+        "llama",
+        4,
+        PLACED | {CP: 2, "cp_strategy": "direct", "use_torch_fsdp2": True, "use_distributed_optimizer": False},
+    ),
     ("gpt3", 4, PACKED | {CP: 2, PP: 2}),
     ("llama", 2, PACKED | {CP: 2, "recompute_granularity": "selective"}),
     ("llama", 4, PACKED | {CP: 4, "cp_strategy": "lightseq", "cp_layout": "contiguous", "window_size": (9, 0)}),

@@ -24,7 +24,7 @@ Lengths = tuple[int, int]  # numbers of queries and keys of the whole sequence
 
 
 class Plans:
-    """The plans of a strategy for n ranks. Each is verified, unless it depends on documents.
+    """The plans of a strategy for n ranks. Each is verified; of those for documents, the first of each pass.
 
     Attributes:
         choice: the strategy and its options; n: the number of context ranks.
@@ -42,6 +42,7 @@ class Plans:
         self.chunks = [plan.chunk_of(rank) for rank in range(n)]
         self.placed_chunks = [_placed(plan).chunk_of(rank) for rank in range(n)]
         self._recent: OrderedDict[tuple, Any] = OrderedDict()
+        self._verified_for_documents: set[tuple[bool, bool]] = set()  # with a placement or not, backward or not
 
     def of(self, mask: Mask, lengths: Lengths, heads: int, kv_heads: int, *, backward: bool) -> Plan:
         """The plan of one pass. A strategy may leave out pairs that the mask empties.
@@ -58,11 +59,20 @@ class Plans:
             plan = self.choice.plan(
                 self.n, visible_pairs=visible_pairs, backward=backward, heads=heads, kv_heads=kv_heads
             )
-            if mask.documents is None and plan.n <= ALL_RANKS_UP_TO:
+            if plan.n <= ALL_RANKS_UP_TO and self._is_to_be_verified(mask, backward):
                 verify(plan)
             return _placed(plan) if placed else plan
 
         return self.cached(("plan", visible_pairs, placed, heads, kv_heads, backward), make)
+
+    def _is_to_be_verified(self, mask: Mask, backward: bool) -> bool:
+        """Each batch of documents has its own plans, so only the first ones are verified: it would take too long."""
+        if mask.documents is None:
+            return True
+        kind = placement_of(mask.documents) is not None, backward
+        is_first = kind not in self._verified_for_documents
+        self._verified_for_documents.add(kind)
+        return is_first
 
     def full(self, heads: int, kv_heads: int) -> Plan:
         """The plan of a forward pass in which every chunk may see every chunk, for chunks with any rows."""

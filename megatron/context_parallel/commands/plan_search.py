@@ -46,11 +46,19 @@ class SearchFlags(FlagSection):
     tensor_model_parallel_size: int = flag("number of ranks that split every layer", 1)
     pipeline_model_parallel_size: int = flag("number of pipeline stages", 1)
     data_parallel_size: int = flag("number of data-parallel ranks", 1)
+    documents: str | None = flag(
+        "packed documents of a sequence: predict for them, in static layouts and placed, as cp-plan --documents",
+        unit="LENGTHS|FILE",
+        excludes="all",
+        example="lognormal:8000,1.4",
+    )
     all: bool = flag("try all tensor-, pipeline- and data-parallel sizes", False)
     why: bool = flag("also list the reasons for rejected candidates", False)
     longest: bool = flag("also show the longest sequence with which each run fits", False)
     explain: str | None = flag("show the time and memory of one run, by number or spec", unit="N|SPEC", example="1")
-    timeline: Path | None = flag("write a trace of its attention (.json)", endings=(".json",), needs="explain")
+    timeline: Path | None = flag(
+        "write a trace of its attention (.json)", endings=(".json",), needs="explain", excludes="documents"
+    )
 
 
 PARSER = FlagParser(
@@ -60,6 +68,7 @@ PARSER = FlagParser(
     [
         "--model llama3-8b --seq-length 128K --cluster dgx-h100",
         "--model llama3-8b --seq-length 128K --cluster dgx-h100 --nodes 4 --explain 1",
+        "--model llama3-8b --seq-length 256K --cluster dgx-h100 --documents lognormal:8000,1.4",
     ],
 )
 
@@ -92,19 +101,30 @@ def found_by(args: SearchFlags) -> "tuple[StepSearch, ModelShape, Cluster, str]"
     devices = f"{cluster.ranks} x {cluster.device.name}"
     title = f"{args.model}, {args.seq_length} tokens, global batch {base.global_batch_size}, {devices}"
     announce(f"predicting the strategies for {devices}")
-    return search_steps(model, cluster, base, args.all), model, cluster, title
+    if args.documents is None:
+        return search_steps(model, cluster, base, args.all), model, cluster, title
+    from megatron.context_parallel.cluster.search.documents import search_steps_of_documents
+    from megatron.context_parallel.commands.plan_documents import read_documents
+
+    if args.micro_batch_size > 1:
+        why = "a micro batch of --documents is one sequence; give 1, and a longer --seq-length"
+        raise UsageError(f"--micro-batch-size {args.micro_batch_size}: {why}")
+    documents, lengths = read_documents(args.documents, args.seq_length)
+    title += f", {len(lengths)} documents of {lengths.min()} to {lengths.max()} tokens"
+    return search_steps_of_documents(model, cluster, base, documents), model, cluster, title
 
 
 # ------------------------------------------------------------------------------------------------------ tables
 
 
-def flags(run: TrainConfig) -> str:
+def flags(run: TrainConfig, placed: bool = False) -> str:
     """A run as flags of the trainer, or as Megatron's flags for features that the trainer lacks."""
     sizes = {
         "tensor-model-parallel-size": run.tensor_model_parallel_size,
         "pipeline-model-parallel-size": run.pipeline_model_parallel_size,
     }
     words = [f"--context-parallel-size {run.context_parallel_size} --cp-strategy {run.cp_strategy}"]
+    words += ["--reset-attention-mask --cp-place-documents"] if placed else []
     words += [f"--{name} {size}" for name, size in sizes.items() if size > 1]
     words += ["--sequence-parallel"] if run.sequence_parallel else []
     sharding = run.data_parallel_sharding_strategy
@@ -126,35 +146,41 @@ def strategy_of(one: "FeasibleRun") -> str:
 
 
 def answers(found: "StepSearch") -> "list[FeasibleRun]":
-    """The fastest run of each strategy, then runs of the fastest strategy that need less and less memory."""
-    best: dict[str, FeasibleRun] = {}
+    """The fastest run of each strategy, placed and not, then runs of the fastest that need less and less memory."""
+    best: dict[tuple[str, bool], FeasibleRun] = {}
     for one in found.ranked:
-        best.setdefault(strategy_of(one), one)
+        best.setdefault((strategy_of(one), one.placed), one)
     shown = [*best.values()]
     leader = shown[0]
     least = leader.forecast.memory.bytes
     for one in found.ranked:
-        if one.run.cp_strategy == leader.run.cp_strategy and one.forecast.memory.bytes < SMALLER * least:
+        alike = (one.run.cp_strategy, one.placed) == (leader.run.cp_strategy, leader.placed)
+        if alike and one.forecast.memory.bytes < SMALLER * least:
             least = one.forecast.memory.bytes
             shown.append(one)
     return shown
 
 
-def ranking(shown: "list[FeasibleRun]", title: str, lengths: list[int]) -> Table:
-    """Runs with their speed and memory, numbered for --explain; `lengths`: of their longest sequences, or empty."""
+def ranking(shown: "list[FeasibleRun]", title: str, documents: bool, lengths: list[int]) -> Table:
+    """Runs with their speed and memory, numbered for --explain.
+
+    Args:
+        documents: the sequence is packed documents, whose operations are not counted.
+        lengths: of the longest sequence of each run, or empty.
+    """
     from megatron.context_parallel.cluster.step.stage_time import EXPOSED
 
     splits = len({one.run.mesh for one in shown}) > 1
     ring = next((one.forecast.seconds for one in shown if strategy_of(one) == BASELINE), None)
-    numbers = ["seconds", *(["x ring"] if ring else []), "tokens/s/GPU", "MFU", "GiB", "exposed"]
-    numbers += ["longest"] if lengths else []
+    numbers = ["seconds", *(["x ring"] if ring else []), "tokens/s/GPU", *([] if documents else ["MFU"])]
+    numbers += ["GiB", "exposed", *(["longest"] if lengths else [])]
     table = Table("#", title=title)
     for heading in numbers:
         table.add_column(heading, justify="right")
     for heading in ("strategy", "sharded", "recomputed", *(["tp x cp x dp x pp"] if splits else [])):
         table.add_column(heading)
     for number, one in enumerate(shown, 1):
-        run, forecast = one
+        run, forecast, placed = one
         sharding = run.data_parallel_sharding_strategy.removeprefix("no_shard").replace("_", " ")
         recomputed = ("all but attention" if run.recompute_whitelist else "all") if run.recompute_granularity else ""
         rate = run.global_batch_size * run.seq_length / forecast.seconds / run.world_size
@@ -163,11 +189,11 @@ def ranking(shown: "list[FeasibleRun]", title: str, lengths: list[int]) -> Table
             f"{forecast.seconds:.4g}",
             *([f"{ring / forecast.seconds:.2f}"] if ring else []),
             f"{rate:,.0f}",
-            f"{forecast.mfu:.1%}",
+            *([] if documents else [f"{forecast.mfu:.1%}"]),
             f"{forecast.memory.bytes / 2**30:.1f}",
             f"{forecast.parts[EXPOSED] / forecast.seconds:.1%}",
             *([f"{lengths[number - 1]:,}"] if lengths else []),
-            run.cp_strategy,
+            f"{run.cp_strategy}, placed" if placed else run.cp_strategy,
             sharding,
             recomputed,
             *([" x ".join(map(str, run.mesh.sizes))] if splits else []),
@@ -194,8 +220,10 @@ def legend(found: "StepSearch", shown: "list[FeasibleRun]", room: float, longest
         lines.append(f"{name} is not shown: {why}")
     if found.rejected:
         lines.append(f"{len(found.rejected)} candidates were rejected; --why lists the reasons.")
+    if gain := gain_of_placement(found):
+        lines.append(gain)
     if trained := next((one for one in found.ranked if one.trains), None):
-        lines.append(f"To train with the fastest: {flags(trained.run)}")
+        lines.append(f"To train with the fastest: {flags(trained.run, trained.placed)}")
     return "\n".join(lines)
 
 
@@ -204,6 +232,19 @@ def longest_of(shown: "list[FeasibleRun]", model: "ModelShape", cluster: Cluster
     from megatron.context_parallel.cluster.step.longest import longest
 
     return [longest(model, one.run, cluster.device.memory_GiB * 2**30).tokens for one in shown]
+
+
+def gain_of_placement(found: "StepSearch") -> str | None:
+    """What placing the documents gains, in a line; None if nothing was placed."""
+    placed = next((one for one in found.ranked if one.placed), None)
+    static = next((one for one in found.ranked if not one.placed), None)
+    if not (placed and static):
+        return None
+    before, after = static.forecast.seconds, placed.forecast.seconds
+    return (
+        f"Documents placed: {after:.4g} s an iteration, with {placed.run.cp_strategy}; in a static layout {before:.4g} "
+        f"s, with {static.run.cp_strategy}: a placement is {before / after:.2f} times as fast."
+    )
 
 
 def refusals(found: "StepSearch") -> Table:
@@ -216,8 +257,8 @@ def refusals(found: "StepSearch") -> Table:
 
 def explanation(found: "FeasibleRun") -> list[Table]:
     """The parts of a run's time and memory."""
-    run, forecast = found
-    time = Table("part", title=f"{flags(run)}\n\ntime of an iteration")
+    run, forecast, placed = found
+    time = Table("part", title=f"{flags(run, placed)}\n\ntime of an iteration")
     time.add_column("seconds", justify="right")
     time.add_column("share", justify="right")
     for name, seconds in forecast.parts.items():
@@ -251,7 +292,8 @@ def main(argv: list[str] | None = None) -> None:
     shown = answers(found)
     if not args.explain:
         lengths = longest_of(shown, model, cluster) if args.longest else []
-        show(ranking(shown, title, lengths), *([refusals(found)] if args.why and found.rejected else []))
+        table = ranking(shown, title, args.documents is not None, lengths)
+        show(table, *([refusals(found)] if args.why and found.rejected else []))
         print(legend(found, shown, cluster.device.memory_GiB, args.longest))
         return
     one = asked(found, shown, args.explain)

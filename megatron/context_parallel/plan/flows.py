@@ -8,7 +8,11 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 SAME = 1e-9  # fractions of a rate or a time that count as 0
+MANY = 128  # tasks that share resources; the rates of more are computed as arrays, of all that run
+NO_RESOURCE = 0
 
 
 class Task(NamedTuple):
@@ -30,7 +34,7 @@ class Task(NamedTuple):
 class _Running:
     """A task that uses resources. `left` is the remaining work at the time `since`."""
 
-    __slots__ = ("end", "left", "order", "rate", "since", "task", "uses")
+    __slots__ = ("end", "left", "order", "rate", "row", "since", "task", "uses")
 
     def __init__(self, task: Task, uses: Sequence[int], now: float, order: int) -> None:
         self.task, self.uses, self.order = task, uses, order
@@ -38,6 +42,73 @@ class _Running:
         self.since = now
         self.rate = 0.0
         self.end = math.inf
+        self.row = 0  # in the `_Table`
+
+
+class _Table:
+    """All running tasks as arrays, a row for each: the numbers of its resources, and its rate.
+
+    Rows of ended tasks use no resource, and are used again.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: list[_Running | None] = []
+        self.uses = np.zeros((0, 1), np.int64)
+        self.rates = np.zeros(0)
+        self.free: list[int] = []
+
+    def add(self, running: _Running) -> None:
+        if not self.free:
+            self._grow(max(64, 2 * len(self.tasks)), self.uses.shape[1])
+        if len(running.uses) > self.uses.shape[1]:
+            self._grow(len(self.tasks), len(running.uses))
+        running.row = self.free.pop()
+        self.tasks[running.row] = running
+        self.uses[running.row, : len(running.uses)] = running.uses
+
+    def remove(self, running: _Running) -> None:
+        self.tasks[running.row] = None
+        self.uses[running.row] = NO_RESOURCE
+        self.rates[running.row] = 0.0
+        self.free.append(running.row)
+
+    def _grow(self, rows: int, width: int) -> None:
+        before = self.uses
+        self.uses = np.full((rows, width), NO_RESOURCE, np.int64)
+        self.uses[: len(before), : before.shape[1]] = before
+        self.rates = np.append(self.rates, np.zeros(rows - len(before)))
+        self.free += range(rows - 1, len(before) - 1, -1)
+        self.tasks += [None] * (rows - len(before))
+
+    def share(self, capacity: list[float]) -> tuple[list[_Running], list[float]]:
+        """The tasks whose rate is another now, and their rates: max-min fair for all tasks.
+
+        In each turn every resource is divided equally that gives each of its tasks no more than their others do.
+        """
+        rows = np.flatnonzero(self.uses.any(1))
+        uses = self.uses[rows]
+        left = np.array(capacity)
+        count = np.bincount(uses.ravel(), minlength=len(left))
+        rates = np.zeros(len(rows))
+        waiting = np.arange(len(rows))
+        while len(waiting):
+            of = uses[waiting]
+            each = left / np.maximum(count, 1)
+            tightest = each[of].min(1)
+            least = np.full(len(left), math.inf)  # that a task of a resource gets at its tightest
+            np.minimum.at(least, of.ravel(), np.repeat(tightest, of.shape[1]))
+            full = each <= least * (1 + SAME)
+            full[NO_RESOURCE] = False
+            fixed = full[of].any(1)
+            rates[waiting[fixed]] = tightest[fixed]
+            ended = of[fixed].ravel()
+            taken = np.bincount(ended, np.repeat(tightest[fixed], of.shape[1]), len(left))
+            left = np.maximum(left - np.where(left < math.inf, taken, 0.0), 0.0)
+            count -= np.bincount(ended, minlength=len(left))
+            waiting = waiting[~fixed]
+        changed = rates != self.rates[rows]
+        tasks = [running for row in rows[changed].tolist() if (running := self.tasks[row])]
+        return tasks, rates[changed].tolist()
 
 
 class Flows:
@@ -61,6 +132,9 @@ class Flows:
         self._timed: list[tuple[float, int, Task, bool]] = []  # time, order, task, whether it starts then
         self._ends: list[tuple[float, int, _Running]] = []  # may include tasks that have ended or whose end changed
         self._order = 0
+        self._table = _Table()
+        self._alone = not any(slowdown)  # a rate depends on nothing but the resources
+        self.resource(None, math.inf)  # NO_RESOURCE
 
     def resource(self, name: Hashable, capacity: float, crowding: float = 0.0) -> int:
         """The number of a resource with `capacity` units per second. It is created at its first use.
@@ -71,6 +145,7 @@ class Flows:
         if number == len(self._capacity):
             self._capacity.append(capacity)
             self._crowding.append(crowding)
+            self._alone &= not crowding
             self._users.append({})
         return number
 
@@ -119,12 +194,14 @@ class Flows:
             uses = (*uses, *(self.resource(("rank", rank), math.inf) for rank in dict.fromkeys(task.ranks)))
         self._order += 1
         running = _Running(task, uses, self.now, self._order)
+        self._table.add(running)
         for resource in uses:
             self._users[resource][running] = None
             self._changed[resource] = None
 
     def _finish(self, running: _Running) -> Any:
         running.end = -1.0
+        self._table.remove(running)
         for resource in running.uses:
             del self._users[resource][running]
             self._changed[resource] = None
@@ -134,11 +211,15 @@ class Flows:
         """Sets the rates of all tasks that a change affects."""
         now = self.now
         for together in self._concerned():
-            rates = self._fair(together)
+            if self._alone and len(together) > MANY:
+                together, rates = self._table.share(self._capacity)
+            else:
+                rates = self._fair(together)
             if any(self._slowdown):
                 rates = self._slowed(together, rates)
             for running, rate in zip(together, rates, strict=True):
                 if rate != running.rate:
+                    self._table.rates[running.row] = rate
                     running.left -= running.rate * (now - running.since)
                     running.since = now
                     running.rate = rate
@@ -156,6 +237,9 @@ class Flows:
             together = dict[_Running, None]()
             resources = [first]
             for resource in resources:
+                if self._alone and len(together) > MANY:
+                    yield list(together)  # all others are shared with them
+                    return
                 for running in self._users[resource]:
                     if running not in together:
                         together[running] = None

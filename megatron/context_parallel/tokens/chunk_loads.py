@@ -54,17 +54,55 @@ def chunk_loads(mask: Mask, chunks: Chunks | Slices) -> ChunkLoads:
 
     For documents with a placement of their own, give the documents end to end and the placement.
     """
-    length = sum(chunks.counts)
-    samples = [(np.array([0, length]), np.array([True]))]
-    if mask.documents is not None:
-        assert isinstance(mask.documents, Documents)
-        samples = [*zip(mask.documents.edges, mask.documents.inside, strict=True)]
     total = ChunkLoads(np.zeros(chunks.n, np.int64), np.zeros((chunks.n, chunks.n), np.int64))
-    for edges, inside in samples:
-        assert edges[-1] == length
+    for edges, inside in _samples(mask, chunks):
         of_sample = _loads_of_sample(mask, chunks, edges, inside)
         total = ChunkLoads(total.pairs + of_sample.pairs, total.rows + of_sample.rows)
     return total
+
+
+def pairs_between(mask: Mask, chunks: Chunks | Slices) -> np.ndarray:
+    """The visible pairs of a row of each query chunk and of each key chunk, added up over the samples: int64 [n, n].
+
+    All progressions of the chunks have one stride.
+    """
+    counts = np.zeros((chunks.n, chunks.n), np.int64)
+    for edges, inside in _samples(mask, chunks):
+        parts = _documents_in(chunks, edges, inside)
+        parts = parts.at(np.argsort(parts.start, kind="stable"))
+        before, after = reach(mask, int(edges[-1]))
+        for kv in range(chunks.n):
+            of_kv = parts.at(parts.chunk == kv)
+            first = np.searchsorted(parts.start, of_kv.start, side="left")  # queries of the same document
+            count = np.searchsorted(parts.start, of_kv.start, side="right") - first
+            earlier = np.repeat(np.cumsum(count) - count, count)
+            queries = parts.at(np.repeat(first, count) + np.arange(count.sum()) - earlier)
+            keys = of_kv.at(np.repeat(np.arange(len(count)), count))
+            seen = _keys_up_to(after, queries, keys) - _keys_up_to(-before - 1, queries, keys)
+            np.add.at(counts[:, kv], queries.chunk, seen)
+    return counts
+
+
+def _keys_up_to(offset: int, queries: _Parts, keys: _Parts) -> np.ndarray:
+    """The pairs of a query and a key that is at most `offset` positions after it, for each two parts: int64."""
+    first = (queries.first + offset - keys.first) // keys.stride + 1  # such keys of the first query, if below 0 or all
+    return _capped_sum(first + queries.rows, keys.rows) - _capped_sum(first, keys.rows)
+
+
+def _capped_sum(end: np.ndarray, cap: np.ndarray) -> np.ndarray:
+    """The sum of min(i, cap) over 0 <= i < end."""
+    rising = end.clip(0, cap)
+    return rising * (rising - 1) // 2 + (end.clip(0) - rising) * cap
+
+
+def _samples(mask: Mask, chunks: Chunks | Slices) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The edges of the documents of each sample, and whether they are inside one."""
+    length = sum(chunks.counts)
+    if mask.documents is None:
+        return [(np.array([0, length]), np.array([True]))]
+    assert isinstance(mask.documents, Documents)
+    assert all(edges[-1] == length for edges in mask.documents.edges)
+    return [*zip(mask.documents.edges, mask.documents.inside, strict=True)]
 
 
 def _loads_of_sample(mask: Mask, chunks: Chunks | Slices, edges: np.ndarray, inside: np.ndarray) -> ChunkLoads:

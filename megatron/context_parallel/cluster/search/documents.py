@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron.context_parallel.cluster.description import Cluster
-from megatron.context_parallel.cluster.step.documents_time import documents_forecast
+from megatron.context_parallel.cluster.step.documents_time import DocumentsAttention, documents_forecast
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.progress import tracked
@@ -14,7 +14,7 @@ from megatron.context_parallel.tokens.mask import Documents
 
 from .candidates import Candidate, candidates
 from .planner import memory
-from .step_search import workload_of
+from .step_search import FeasibleRun, StepSearch, forecasts, search_steps, workload_of
 
 TAKEN = 8  # of the specs that are fastest without documents
 GAIN = 0.03  # of the time: what a placement must save, because predictions are not better than that
@@ -102,6 +102,29 @@ def search_documents(
         ]
         seconds[choice] = sum(of_batches) / len(batches)
     return DocumentsSearch(dict(sorted(seconds.items(), key=lambda item: item[1])), len(batches))
+
+
+def search_steps_of_documents(
+    model: ModelShape, cluster: Cluster, base: TrainConfig, documents: Documents
+) -> StepSearch:
+    """`search_steps` for micro batches of documents: the specs that it takes, and those made for documents.
+
+    The latter are tried as the layout says, and with a placement. `documents` are those of a micro batch.
+    """
+    whole = search_steps(model, cluster, base)
+    made_for_documents = [*_made_for_documents(model, base, {}, cluster.device.memory_GiB * 2**30)]
+    of_whole = [*dict.fromkeys(one.run.cp_strategy for one in whole.ranked)]
+    choices = [DocumentsChoice(spec, False) for spec in [*of_whole, *made_for_documents]]
+    choices += [DocumentsChoice(spec, True) for spec in _in_one_layout(made_for_documents, None)]
+    ranked = list[FeasibleRun]()
+    rejected = [*whole.rejected]
+    for spec, placed in tracked(choices, "predicting documents"):
+        attention = DocumentsAttention(documents, placed)
+        found = forecasts(model, replace(base, cp_strategy=spec), cluster, attention, placed)
+        ranked += found.ranked
+        if spec in made_for_documents:  # the others are rejected already
+            rejected += found.rejected
+    return StepSearch(sorted(ranked, key=lambda one: one.forecast.seconds), rejected, whole.slower)
 
 
 def _made_for_documents(model: ModelShape, run: TrainConfig, fixed: Mapping[str, Any], room: float) -> Iterator[str]:

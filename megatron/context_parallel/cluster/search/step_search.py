@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron.context_parallel.cluster.description import Cluster
-from megatron.context_parallel.cluster.step.attention_pass import attention_mask, attention_shape
+from megatron.context_parallel.cluster.step.attention_pass import attention_mask, attention_seconds, attention_shape
 from megatron.context_parallel.cluster.step.memory import fullest
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
+from megatron.context_parallel.cluster.step.stage_time import AttentionTime
 from megatron.context_parallel.cluster.step.step_time import StepForecast, check_sizes, forecast_step
 from megatron.context_parallel.cluster.step.train_config import SHARDING, TrainConfig, loss_chunk
 from megatron.context_parallel.errors import UsageError
@@ -25,10 +26,11 @@ RECOMPUTE: tuple[dict[str, Any], ...] = ({}, {**FULL, "recompute_whitelist": ("c
 
 
 class FeasibleRun(NamedTuple):
-    """A run that fits the cluster, and what an iteration of it takes."""
+    """A run that fits the cluster, and what an iteration of it takes. `placed`: batches of documents are placed."""
 
     run: TrainConfig
     forecast: StepForecast
+    placed: bool = False
 
     @property
     def trains(self) -> bool:
@@ -72,12 +74,12 @@ def search_steps(model: ModelShape, cluster: Cluster, base: TrainConfig, every_s
         most = SIMULATED if len(splits) == 1 else SIMULATED_OF_MANY
         found = search(workload_of(model, split), place, most=most)
         rejected += found.rejected
-        chunk = loss_chunk(model.padded_vocab_size // split.tensor_model_parallel_size)
         specs = _taken([*found.ranked], [*found.slower])
         slower += len(found.ranked) + len(found.slower) - len(specs)
         for spec in tracked(specs, "predicting whole iterations"):
-            for run in _variants(replace(split, cp_strategy=spec, cross_entropy_chunk_size=chunk)):
-                _forecast(model, run, cluster, ranked, rejected)
+            of_spec = forecasts(model, replace(split, cp_strategy=spec), cluster)
+            ranked += of_spec.ranked
+            rejected += of_spec.rejected
     return StepSearch(sorted(ranked, key=lambda found: found.forecast.seconds), rejected, slower)
 
 
@@ -99,16 +101,25 @@ def workload_of(model: ModelShape, run: TrainConfig) -> Workload:
     return Workload(*sizes, run.micro_batch_size, run.dtype, attention_mask(model))
 
 
-def _forecast(
-    model: ModelShape, run: TrainConfig, cluster: Cluster, ranked: list[FeasibleRun], rejected: list[Rejected]
-) -> None:
-    try:
-        check_sizes(model, run)
-        if fullest(model, run)[1].bytes > cluster.device.memory_GiB * 2**30:
-            raise UsageError(f"needs more than the {cluster.device.memory_GiB:g} GiB of a device")
-        ranked.append(FeasibleRun(run, forecast_step(model, run, cluster)))
-    except UsageError as error:
-        rejected.append(Rejected(run.cp_strategy, str(error)))
+def forecasts(
+    model: ModelShape,
+    base: TrainConfig,
+    cluster: Cluster,
+    attention: AttentionTime = attention_seconds,
+    placed: bool = False,
+) -> StepSearch:
+    """Whole iterations of a run with every kind of sharding and recomputation, in any order."""
+    found = StepSearch([], [], 0)
+    chunk = loss_chunk(model.padded_vocab_size // base.tensor_model_parallel_size)
+    for run in _variants(replace(base, cross_entropy_chunk_size=chunk)):
+        try:
+            check_sizes(model, run)
+            if fullest(model, run)[1].bytes > cluster.device.memory_GiB * 2**30:
+                raise UsageError(f"needs more than the {cluster.device.memory_GiB:g} GiB of a device")
+            found.ranked.append(FeasibleRun(run, forecast_step(model, run, cluster, attention), placed))
+        except UsageError as error:
+            found.rejected.append(Rejected(run.cp_strategy, str(error)))
+    return found
 
 
 def _variants(run: TrainConfig) -> Iterator[TrainConfig]:

@@ -44,7 +44,7 @@ def attention_plan(model: ModelShape, run: TrainConfig, backward: bool) -> Plan:
     Raises:
         UsageError: a strategy that does not fit the ranks, the heads or the layout.
     """
-    return _plan(*_attention_only(model, run), backward)
+    return _plan(*attention_only(model, run), backward)
 
 
 @lru_cache(KEPT_PLANS)
@@ -110,24 +110,29 @@ class Attention(NamedTuple):
 
 def attention_seconds(model: ModelShape, run: TrainConfig, cluster: Cluster, backward: bool) -> Attention:
     """Seconds of one layer and micro batch, as `attention_forecast` predicts. Results are kept."""
-    return _seconds(*_attention_only(model, run), _attention_cluster(cluster), backward)
+    return _seconds(*attention_only(model, run), _attention_cluster(cluster), backward)
 
 
 @lru_cache(KEPT)
 def _seconds(model: ModelShape, run: TrainConfig, cluster: Cluster, backward: bool) -> Attention:
     forecast = attention_forecast(model, run, cluster, backward, all_up_to=1)
+    return attention_of(forecast, attention_plan(model, run, backward))
+
+
+def attention_of(forecast: PassForecast, plan: Plan) -> Attention:
+    """The seconds of a predicted pass by kind."""
     swaps = [span for span in forecast.spans if isinstance(span.what[0], SwapHeads)]
     steps = max((span.end for span in forecast.spans if not isinstance(span.what[0], SwapHeads)), default=0.0)
     first = [span for span in swaps if span.step == 0 and {T.KV, T.DO} & {*span.what[0].tensors}]
     before = max((span.end for span in first), default=0.0)
     after = forecast.seconds - steps if swaps else 0.0
-    kept = not backward and attention_plan(model, run, backward).keeps_swapped
+    kept = not plan.backward and plan.keeps_swapped
     return Attention(forecast.compute, forecast.exposed, before if kept else 0.0, before + after)
 
 
 def attention_buffers(model: ModelShape, run: TrainConfig) -> int:
     """Bytes that a pass holds at most, beyond its queries, keys and values. Results are kept."""
-    return _buffers(*_attention_only(model, run))
+    return _buffers(*attention_only(model, run))
 
 
 @lru_cache(KEPT)
@@ -149,7 +154,7 @@ def _buffers(model: ModelShape, run: TrainConfig) -> int:
     return round(most)
 
 
-def _attention_only(model: ModelShape, run: TrainConfig) -> tuple[ModelShape, TrainConfig]:
+def attention_only(model: ModelShape, run: TrainConfig) -> tuple[ModelShape, TrainConfig]:
     """A model and a run with the same attention, alike for all that differ in nothing else."""
     model = ModelShape(
         num_layers=1,

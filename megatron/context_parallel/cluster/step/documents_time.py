@@ -6,6 +6,7 @@ lose with short documents counts against no layout. Messages are simulated, with
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -18,18 +19,20 @@ from megatron.context_parallel.plan.ir import Attend, Plan
 from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.volume import Shape, received_bytes
 from megatron.context_parallel.strategies import parse_spec
+from megatron.context_parallel.tokens.chunk_loads import pairs_between
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Documents, Mask
-from megatron.context_parallel.tokens.place_documents import place
+from megatron.context_parallel.tokens.place_documents import Costs, place
 from megatron.context_parallel.tokens.slices import Slices
 
-from .attention_pass import attention_mask, attention_shape
+from .attention_pass import Attention, attention_mask, attention_of, attention_only, attention_shape
 from .model_shape import ModelShape
 from .placement_costs import costs_of_run
 from .train_config import TrainConfig
 
 RATE_ROWS = 8192
+KEPT = 32  # ways in which the tokens of a micro batch lie: strategies share them
 
 
 class DocumentsForecast(NamedTuple):
@@ -38,12 +41,35 @@ class DocumentsForecast(NamedTuple):
     Attributes:
         work: visible pairs of the busiest rank, of the mean.
         received: bytes of the rank that receives most.
-        seconds: until the last rank has its results.
+        passes: the time of the forward and of the backward pass.
     """
 
     work: float
     received: int
-    seconds: float
+    passes: tuple[Attention, Attention]
+
+    @property
+    def seconds(self) -> float:
+        """Until the last rank has its results."""
+        return sum(of.seconds for of in self.passes)
+
+
+class DocumentsAttention:
+    """The attention of micro batches of these documents, for `forecast_step`. Results are kept.
+
+    Args:
+        documents, placed: as in `documents_forecast`.
+    """
+
+    def __init__(self, documents: Documents, placed: bool) -> None:
+        self.documents, self.placed = documents, placed
+        self._known: dict[tuple[ModelShape, TrainConfig, Cluster], DocumentsForecast] = {}
+
+    def __call__(self, model: ModelShape, run: TrainConfig, cluster: Cluster, backward: bool) -> Attention:
+        case = *attention_only(model, run), cluster
+        if case not in self._known:
+            self._known[case] = documents_forecast(*case, self.documents, self.placed)
+        return self._known[case].passes[backward]
 
 
 def documents_forecast(
@@ -63,20 +89,13 @@ def documents_forecast(
     steps_on = choice.plan(n).n
     mask = attention_mask(model)
     if placed:
-        placement = place(documents, steps_on, costs_of_run(model, run, cluster), mask.causal, [mask.window])
-        chunks: Slices = placement
-        mask = replace(mask, documents=documents.placed(placement))
-        seen = visible_pairs = mask.pairs(placement, placement)
+        split = _placed(documents, mask, steps_on, costs_of_run(model, run, cluster))
     else:
-        pair = Chunks.pair(choice.layout, steps_on, run.seq_length)
-        chunks = Slices.of(pair[0])
-        without, mask = mask, replace(mask, documents=documents)
-        seen = mask.pairs(*pair)
-        visible_pairs = seen if steps_on <= ALL_RANKS_UP_TO else without.pairs(*pair)  # as plans are made
-    pairs = pair_counts(mask, chunks, seen)
+        split = _static(documents, mask, steps_on, choice.layout, run.seq_length)
+    mask, chunks, visible_pairs, pairs = split
     group, *others = run.groups("context")
     received = np.zeros(n, np.int64)
-    seconds = 0.0
+    passes = []
     for backward in (False, True):
         plan = choice.plan(
             n, visible_pairs=visible_pairs, backward=backward, heads=shape.heads, kv_heads=shape.kv_heads
@@ -86,21 +105,40 @@ def documents_forecast(
         blocks = _block_seconds(cluster, plan, shape, run.dtype, pairs)
         devices = cluster.part(run.world_size)
         forecast = simulate(plan, devices, shape, mask, devices=group, others=others, blocks=blocks, rows=rows)
-        seconds += forecast.seconds
+        passes.append(attention_of(forecast, plan))
     of_ranks = pairs.sum(1)
-    return DocumentsForecast(float(of_ranks.max() / of_ranks.mean()), int(received.max()), seconds)
+    return DocumentsForecast(float(of_ranks.max() / of_ranks.mean()), int(received.max()), (passes[0], passes[1]))
 
 
-def pair_counts(mask: Mask, chunks: Slices, seen: Pairs) -> np.ndarray:
-    """The visible pairs of a row of each query chunk and of each key chunk, of all samples: int64 [n, n]."""
-    counts = np.zeros((chunks.n, chunks.n), np.int64)
-    for q in range(chunks.n):
-        first, end = (bound.numpy() for bound in mask.seen(chunks.positions(q)))
-        end = np.maximum(first, end)
-        for kv in range(chunks.n):
-            if seen(q, kv):
-                counts[q, kv] = (chunks.before((kv,), end) - chunks.before((kv,), first)).sum()
-    return counts
+class _Split(NamedTuple):
+    """How the tokens of a micro batch lie on ranks.
+
+    Attributes:
+        mask: with the documents.
+        chunks: of each rank.
+        visible_pairs: those that a plan is made for.
+        pairs: visible pairs of a row of each query chunk and of each key chunk: int64 [n, n].
+    """
+
+    mask: Mask
+    chunks: Slices
+    visible_pairs: Pairs
+    pairs: np.ndarray
+
+
+@lru_cache(KEPT)
+def _placed(documents: Documents, mask: Mask, n: int, costs: Costs) -> _Split:
+    placement = place(documents, n, costs, mask.causal, [mask.window])
+    mask = replace(mask, documents=documents.placed(placement))
+    return _Split(mask, placement, mask.pairs(placement, placement), pairs_between(mask, placement))
+
+
+@lru_cache(KEPT)
+def _static(documents: Documents, mask: Mask, n: int, layout: str, length: int) -> _Split:
+    pair = Chunks.pair(layout, n, length)
+    without, mask = mask, replace(mask, documents=documents)
+    visible_pairs = (mask if n <= ALL_RANKS_UP_TO else without).pairs(*pair)  # as plans are made
+    return _Split(mask, Slices.of(pair[0]), visible_pairs, pairs_between(mask, pair[0]))
 
 
 def _block_seconds(

@@ -1,11 +1,11 @@
 """The time of a rank of one pipeline stage in an iteration, by kind."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.simulate.collectives import Rate, exchange, ring
 
-from .attention_pass import attention_seconds
+from .attention_pass import Attention, attention_seconds
 from .layer_time import KernelTime, LayerTime
 from .model_shape import ModelShape
 from .train_config import TrainConfig
@@ -28,6 +28,7 @@ PARTS = (
 ATTENTION, EXPOSED, PRODUCTS, NORMS, LOGITS, LAUNCHES, TENSOR, PIPELINE, BUBBLE, SHARED, OPTIMIZER, FIXED = PARTS
 MLP = ("fc1", "activation", "fc2")
 SecondsByKind = dict[str, float]
+AttentionTime = Callable[[ModelShape, TrainConfig, Cluster, bool], Attention]  # of a layer and micro batch; backward?
 
 
 def add(several: Iterable[SecondsByKind]) -> SecondsByKind:
@@ -47,8 +48,15 @@ class StageTime:
         once: seconds of an iteration beside its micro batches.
     """
 
-    def __init__(self, model: ModelShape, run: TrainConfig, cluster: Cluster, stage: int) -> None:
-        self.model, self.run, self.cluster = model, run, cluster
+    def __init__(
+        self,
+        model: ModelShape,
+        run: TrainConfig,
+        cluster: Cluster,
+        stage: int,
+        attention: AttentionTime = attention_seconds,
+    ) -> None:
+        self.model, self.run, self.cluster, self.attention = model, run, cluster, attention
         cores = min(run.world_size, cluster.shared_cores or run.world_size)
         self.time = LayerTime(model, run, cluster.device, run.world_size / cores)
         self.layers = model.num_layers // run.pipeline_model_parallel_size
@@ -84,7 +92,7 @@ class StageTime:
         return {name: count * seconds for name, seconds in parts.items()}
 
     def _attention(self, count: int, backward: bool) -> SecondsByKind:
-        seconds = attention_seconds(self.model, self.run, self.cluster, backward)
+        seconds = self.attention(self.model, self.run, self.cluster, backward)
         return {ATTENTION: count * seconds.compute, EXPOSED: count * seconds.exposed}
 
     def _recomputed(self) -> list[SecondsByKind]:
@@ -98,7 +106,7 @@ class StageTime:
             count, *(part for part in self.time.forward_parts if part not in run.recompute_whitelist)
         )
         if "core_attention" in run.recompute_whitelist:
-            swap = attention_seconds(self.model, run, self.cluster, False).swap
+            swap = self.attention(self.model, run, self.cluster, False).swap
             return [layers, {EXPOSED: count * swap}]
         return [layers, self._attention(count, False)]
 

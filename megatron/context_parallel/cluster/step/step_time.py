@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.errors import UsageError
 
+from .attention_pass import attention_seconds
 from .memory import Moment, fullest
 from .model_shape import ModelShape
-from .stage_time import BUBBLE, PARTS, StageTime
+from .stage_time import BUBBLE, PARTS, AttentionTime, StageTime
 from .train_config import TrainConfig
 
 
@@ -30,7 +31,9 @@ class StepForecast:
     fits: bool
 
 
-def forecast_step(model: ModelShape, run: TrainConfig, cluster: Cluster) -> StepForecast:
+def forecast_step(
+    model: ModelShape, run: TrainConfig, cluster: Cluster, attention: AttentionTime = attention_seconds
+) -> StepForecast:
     """Predicts an iteration of a run.
 
     Rank r is device r of the cluster, counted node by node; ranks are in Megatron's order tp-cp-dp-pp.
@@ -39,6 +42,7 @@ def forecast_step(model: ModelShape, run: TrainConfig, cluster: Cluster) -> Step
         model: what is trained.
         run: how it is trained.
         cluster: its nodes, as many as the run needs.
+        attention: the time of attention; default: of whole sequences.
 
     Raises:
         UsageError: sizes that do not fit each other, or the cluster.
@@ -46,7 +50,7 @@ def forecast_step(model: ModelShape, run: TrainConfig, cluster: Cluster) -> Step
     cluster = cluster.part(run.world_size)
     check_sizes(model, run)
     last = run.pipeline_model_parallel_size - 1
-    known = {stage: StageTime(model, run, cluster, stage) for stage in {0, min(1, last), last}}
+    known = {stage: StageTime(model, run, cluster, stage, attention) for stage in {0, min(1, last), last}}
     stages = [known[stage if stage in known else 1] for stage in range(last + 1)]  # those in the middle are alike
     micro = [sum(stage.micro_batch.values()) for stage in stages]
     slowest = max(range(len(stages)), key=lambda stage: micro[stage])

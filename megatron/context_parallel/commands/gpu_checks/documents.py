@@ -8,7 +8,9 @@ import torch
 from megatron.context_parallel import AllRanks
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.interface import Kernel
+from megatron.context_parallel.plan.ir import Send
 from megatron.context_parallel.plan.schedule import schedule
+from megatron.context_parallel.runtime.rank_rows import rows_of_rank
 from megatron.context_parallel.tokens.mask import Documents, Mask
 
 from .common import CheckReport, CheckSizes, synchronisations
@@ -27,7 +29,7 @@ def end_tokens(length: int, documents: int, seed: int) -> torch.Tensor:
 def plan_and_cut(
     cp: AllRanks, rank: int, mask: Mask, length: int, heads: int, kernel: Kernel, clock=time.process_time
 ) -> tuple[float, float]:
-    """Seconds to create the plans of both passes, and all blocks of a rank in them."""
+    """Seconds to create the plans of both passes, and all blocks and messages of a rank in them."""
     shape = (length, length), heads, heads
     start = clock()
     plans = [cp.plans.of(mask, *shape, backward=backward) for backward in (False, True)]
@@ -36,9 +38,14 @@ def plan_and_cut(
     planned = clock()
     blocks = cp.plans.blocks(mask, shape[0], kernel)
     for plan in plans:
-        for attend in [attend for step in plan.steps[rank] for attend in step.attend]:
-            for q in attend.q_chunks:
-                blocks.pieces(q, attend.kv_chunks)
+        rows = rows_of_rank(cp.plans.row_sets(plan, blocks), rank, blocks, torch.device("cpu"))
+        for step in plan.steps[rank]:
+            for op in step.comm:
+                if isinstance(op, Send):
+                    rows.of_peer((op.tensor, op.chunk), op.peer)
+            for attend in step.attend:
+                for q in attend.q_chunks:
+                    rows.blocks.pieces(q, attend.kv_chunks)
     return planned - start, clock() - planned
 
 

@@ -55,7 +55,8 @@ def choose_strategy(args: Arguments, batches: Sequence[Documents] = ()) -> Argum
     choice, line = on_first_rank(lambda: planned(args, cluster, batches), world)
     if args.rank == 0:
         logger.info("%s", line)
-    return with_strategy(args, choice)
+    args = with_strategy(args, choice)
+    return replace(args, cp_measured=cluster) if choice.placed and not args.cp_cluster else args
 
 
 def with_strategy(args: Arguments, chosen: DocumentsChoice) -> Arguments:

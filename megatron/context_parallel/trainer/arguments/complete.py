@@ -84,6 +84,7 @@ def complete(flags: Flags, tokenizer: tuple[int, int | None] | None = None) -> t
         virtual_pipeline_model_parallel_size=layers // each if each and layers > each else None,
         params_dtype=torch.bfloat16 if flags.bf16 else torch.float16 if flags.fp16 else torch.float32,
         cp_layers=choices,
+        cp_measured=None,
         eod_token=eod,
         vocabulary=size,
         padded_vocab_size=padded,

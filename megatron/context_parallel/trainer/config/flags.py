@@ -14,6 +14,7 @@ from .output_flags import Checkpointing, Logging, Profiling
 if TYPE_CHECKING:
     import torch
 
+    from megatron.context_parallel.cluster.description import Cluster
     from megatron.context_parallel.strategies import Choice
 
 PRESETS = {path.stem: path for path in sorted((Path(__file__).parent / "presets").glob("*.yaml"))}
@@ -383,6 +384,7 @@ class Arguments(Flags):
     virtual_pipeline_model_parallel_size: int | None  # None: the pipeline is not interleaved
     params_dtype: "torch.dtype"
     cp_layers: "tuple[Choice, ...]"  # of each layer; empty with --cp-strategy auto, until the job has started
+    cp_measured: "Cluster | None"  # what --cp-strategy auto measured, if it places documents
     eod_token: int | None  # None: the tokenizer has none
     vocabulary: int  # the number of token ids of the model: vocab_size, with NullTokenizer one more
     padded_vocab_size: int  # rows of the embedding; rows beyond the vocabulary do not affect the loss

@@ -270,7 +270,8 @@ def document_options(args: Arguments) -> dict[str, Any]:
         return {"end": args.eod_token}
     n = args.cp_layers[0].plan(args.context_parallel_size).n
     window = args.window_size or (-1, -1)
-    costs = costs_of_run(model_of(args), run_of(args), load_cluster(args.cp_cluster or PLACED_FOR))
+    cluster = args.cp_measured or load_cluster(args.cp_cluster or PLACED_FOR)
+    costs = costs_of_run(model_of(args), run_of(args), cluster)
     return {"end": args.eod_token, "place": partial(place, n=n, costs=costs, windows=[window])}
 
 
