@@ -229,11 +229,11 @@ class _Costs:
         if group is not None:
             sender, receiver = self.ranks[group][sender], self.ranks[group][receiver]
         path = self.links.path(sender, receiver)
-        if group is None:  # heads are swapped with one peer after the other, which no stream limits
+        if group is None and self.plan.rounds == 1:  # one peer after the other, which no stream limits, and all alone
             uses = [self.flows.resource((link, True), rate) for link, rate in path.links]
-        else:
+        else:  # swaps of rounds share the links with the messages of the steps
             uses = [self.flows.resource((link, False), rate, path.crowding) for link, rate in path.links]
-            if path.stream:
+            if path.stream and group is not None:
                 uses.append(self.flows.resource(stream, path.stream))
         return path, uses, (self.links.like[sender], self.links.like[receiver])
 
