@@ -16,11 +16,12 @@ from pathlib import Path
 
 from benchmarks import attention, predicted
 from benchmarks.cases import Workload
+from benchmarks.page import write_table
 from megatron.context_parallel.cli.run_main import run_main
 from megatron.context_parallel.cluster.description import load_cluster
 
 DOCS = Path(__file__).parents[1] / "docs"
-BEGIN, END = "<!-- made by benchmarks/device_table.py -->\n", "<!-- end -->\n"
+SCRIPT = "benchmarks/device_table.py"
 PROBLEM = "--seq-length 1024 --num-attention-heads 16 --kv-channels 32"
 DEVICES = "--devices dgx-h100 --scale 1.25e-4 --stands-for 262144"
 CLUSTERS = {"16 x 1": "--nodes 16", "4 x 4": "--nodes 4 --ranks-per-node 4"}
@@ -170,13 +171,6 @@ def differences(results: dict[Setting, Result], earlier: dict[Setting, Result]) 
     return [line for _, line in found]
 
 
-def write_page(page: Path, text: str) -> None:
-    """Replaces what is between the marks of a page."""
-    before, rest = page.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
-
-
 def main(argv: list[str] | None = None) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
@@ -190,8 +184,8 @@ def main(argv: list[str] | None = None) -> None:
     results = {setting: Result.of(args.output / setting.folder) for setting in settings()}
     text = tables(results)
     print(text)
-    write_page(DOCS / "benchmarks" / "devices.md", text)
-    write_page(DOCS / "choose.md", times(results, "16 x 1"))
+    write_table(DOCS / "benchmarks" / "devices.md", SCRIPT, ["", *text.splitlines(), ""])
+    write_table(DOCS / "choose.md", SCRIPT, ["", *times(results, "16 x 1").splitlines(), ""])
     numbers = {setting.folder: vars(result) for setting, result in results.items()}
     (args.output / "tables.json").write_text(json.dumps(numbers, indent=1) + "\n")
     if args.against:

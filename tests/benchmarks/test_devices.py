@@ -165,10 +165,11 @@ def test_tables_are_written_between_the_marks(tmp_path):
     result = Result(measured, {"peer:torch": "too slow"}, {"ring": 1.0, "mesh": 1.2})
     results = dict.fromkeys([Setting("16 x 1", "MHA", "bf16"), Setting("4 x 4", "GQA", "bf16")], result)
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{device_table.BEGIN}old\n{device_table.END}after\n")
-    device_table.write_page(page, device_table.tables(results))
+    begin = f"before\n<!-- made by {device_table.SCRIPT} -->\n"
+    page.write_text(f"{begin}old\n<!-- end -->\nafter\n")
+    device_table.write_table(page, device_table.SCRIPT, device_table.tables(results).splitlines())
     text = page.read_text()
-    assert text.startswith(f"before\n{device_table.BEGIN}") and text.endswith(f"{device_table.END}after\n")
+    assert text.startswith(begin) and text.endswith("<!-- end -->\nafter\n")
     assert "old" not in text and "| `mesh` | 1.000, 2.00x |" in text and "| `ring` | 2.0%, -50.0% |" in text
     assert "| `peer:yunchang` | 4.000, 0.50x |" in text and "4x4-gqa-bf16: `peer:torch` was not timed" in text
     assert "median 35.0%, worst 50.0%" in text and "4x4-gqa-bf16: wrong order: ring was slower than mesh" in text

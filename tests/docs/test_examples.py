@@ -201,7 +201,7 @@ def test_no_two_jobs_of_a_node_are_given_one_port():
             job.communicate()
 
 
-@pytest.mark.parametrize(("gpus", "millions"), [(8, 3), (32, 12)])
+@pytest.mark.parametrize(("gpus", "millions"), [(8, 5), (32, 20)])
 def test_the_longest_sequences_of_llama(gpus, millions, capsys):
     longest.main([str(gpus)])
     said = capsys.readouterr().out
