@@ -127,7 +127,7 @@ def training_step(
     return step
 
 
-def random_batches(args: Arguments, documents: Documents | None) -> Iterator[dict[str, Any]]:
+def random_batches(args: Arguments, documents: Documents | None = None) -> Iterator[dict[str, Any]]:
     """Whole sequences of random tokens, the same for every case and rank, with the same documents in each."""
     generator = torch.Generator().manual_seed(args.seed)
     shape = (args.micro_batch_size, args.seq_length + 1)
