@@ -88,10 +88,7 @@ def test_rows_come_while_the_prefill_goes_on():
 
 def test_a_lease_ends_when_all_workers_have_reported():
     with handing_ranks(1) as of:
-        sequence = of.tables.open()
-        of.prefill(sequence, dense(5, 1), 0, 5)
-        of.each("open", "a", 5)
-        of.each("finish_rows", "a", sequence, 5)
+        of.hand_over("a", dense(5, 1))
         for worker in (1, 1, 0):
             assert not of.released
             fetch(of.ticket("a", 5), worker=(worker, 2))
@@ -117,10 +114,8 @@ def test_no_row_of_another_sequence():
     """A decoder that reads while the sequence is released, and its pages are filled with another one."""
     with handing_ranks(1, pages=128) as of:
         for i in range(20):
-            rows, sequence = dense(256, 1), of.tables.open()
-            of.prefill(sequence, rows, 0, 256)
-            of.each("open", "a", 256)
-            of.each("finish_rows", "a", sequence, 256)
+            rows = dense(256, 1)
+            sequence = of.hand_over("a", rows)
             fetched = Fetched(256)
             pull = Pull(of.ticket("a", 256), 0, (0, HEADS), fetched)
             thread = threading.Thread(target=pull.run)
@@ -146,10 +141,7 @@ def _refused(of, ticket: Ticket, why: str, **how) -> None:
 
 def test_what_ranks_refuse():
     with handing_ranks(2) as of:
-        sequence = of.tables.open()
-        of.prefill(sequence, dense(5, 1), 0, 5)
-        of.each("open", "a", 5)
-        of.each("finish_rows", "a", sequence, 5)
+        of.hand_over("a", dense(5, 1))
         _refused(of, of.ticket("a", 6), "its ticket says")
         half = Ticket("a", 5, "", MODEL | {"dtype": "bfloat16"}, of.places)
         _refused(of, half, "its ticket says")

@@ -54,6 +54,14 @@ class Ranks:
             for layer, (keys, values) in enumerate(rows):
                 self.caches[i].append(layer, slots, keys[positions][:, heads], values[positions][:, heads])
 
+    def hand_over(self, name: str, rows: Dense) -> int:
+        """Prefill all rows of a new sequence, which decoders may fetch under this name. Returns the sequence."""
+        sequence, tokens = self.tables.open(), len(rows[0][0])
+        self.prefill(sequence, rows, 0, tokens)
+        self.each("open", name, tokens)
+        self.each("finish_rows", name, sequence, tokens)
+        return sequence
+
     def ticket(self, name: str, tokens: int) -> Ticket:
         return Ticket(name, tokens, "", MODEL, self.places)
 

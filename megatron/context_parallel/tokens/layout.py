@@ -48,6 +48,11 @@ _PROGRESSIONS = {"contiguous": _contiguous, "zigzag": _zigzag, "cyclic": _cyclic
 LAYOUTS = tuple(_PROGRESSIONS)
 
 
+def granularity(layout: str) -> int:
+    """A sequence over n ranks must have a multiple of n times so many tokens."""
+    return 2 if layout == "zigzag" else 1
+
+
 @lru_cache(4096)
 def progressions(layout: str, chunk: int, n: int, length: int) -> tuple[Progression, ...]:
     """The positions of `chunk` (of `n`) in a sequence of `length` tokens, in local order.
@@ -59,7 +64,7 @@ def progressions(layout: str, chunk: int, n: int, length: int) -> tuple[Progress
     """
     if layout not in _PROGRESSIONS:
         raise UsageError(f"--cp-layout {layout}: unknown; choose one of {', '.join(LAYOUTS)}")
-    parts = 2 * n if layout == "zigzag" else n
+    parts = n * granularity(layout)
     if length % parts or length < parts:
         nearest = max(parts, length // parts * parts)
         raise UsageError(

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.context_parallel.strategies import parse_spec
+from megatron.context_parallel.tokens.layout import granularity
 
 from .fit import Change, bytes_needed, changes_to_fit
 from .model_shape import ModelShape
@@ -64,6 +65,6 @@ def longest_with_advice(model: ModelShape, run: TrainConfig, room: float) -> lis
 
 def shortest(run: TrainConfig) -> int:
     """The fewest tokens that the layout and sequence-parallel ranks can split, whose multiples they split too."""
-    halves = 2 if parse_spec(run.cp_strategy).layout == "zigzag" else 1
+    layout = parse_spec(run.cp_strategy).layout
     sharers = run.tensor_model_parallel_size if run.sequence_parallel else 1
-    return run.context_parallel_size * math.lcm(halves, sharers)
+    return run.context_parallel_size * math.lcm(granularity(layout), sharers)

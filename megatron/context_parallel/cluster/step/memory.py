@@ -83,9 +83,10 @@ def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]
 def host_memory(model: ModelShape, run: TrainConfig, stage: int = 0) -> int:
     """Bytes of host memory for what a rank of pipeline stage `stage` offloads."""
     on_device = replace(run, offload_checkpoints=False, offload_kept=False)
-    kept = [_LayerCounts(model, one).inputs(_in_flight(run, stage)) for one in (on_device, run)]
-    device, rest = (sum(item.bytes for item in items) for items in kept)
-    return device - rest
+    in_flight = _in_flight(run, stage)
+    whole = sum(item.bytes for item in _LayerCounts(model, on_device).inputs(in_flight))
+    left = sum(item.bytes for item in _LayerCounts(model, run).inputs(in_flight))
+    return whole - left
 
 
 # ------------------------------------------------------------------------------------------ weights and the rest
@@ -185,12 +186,12 @@ class _LayerCounts:
             yield MemoryItem("random states", states, "of each part of a layer that is computed again")
         if not self.groups:
             return
-        inputs = sum(part.bytes for part in saved_bytes.checkpoint_parts(self.model, self.run, self.groups))
+        inputs = saved_bytes.total(saved_bytes.checkpoint_parts(self.model, self.run, self.groups))
         formula = f"inputs of {self.groups} groups of layers x {in_flight:g} micro batches in flight"
         yield MemoryItem("recomputed layers", round(inputs * in_flight), formula)
         if kept := saved_bytes.kept_parts(self.model, self.run):
             layers = in_flight * self.recomputed - at_work
-            size = round(layers * sum(part.bytes for part in kept))
+            size = round(layers * saved_bytes.total(kept))
             yield MemoryItem("kept outputs", size, f"{layers:g} layers x {_of_a_token(kept, self.run)}")
 
     def _activations(self, attention: float, mlp: float) -> Iterator[MemoryItem]:
@@ -199,8 +200,8 @@ class _LayerCounts:
             ("MLP activations", mlp, saved_bytes.mlp_parts(self.model, self.run)),
         ):
             if layers:
-                size = sum(part.bytes for part in parts)
-                yield MemoryItem(what, round(layers * size), f"{layers:g} layers x {_of_a_token(parts, self.run)}")
+                size = round(layers * saved_bytes.total(parts))
+                yield MemoryItem(what, size, f"{layers:g} layers x {_of_a_token(parts, self.run)}")
 
 
 def _of_a_token(parts: list[Part], run: TrainConfig) -> str:

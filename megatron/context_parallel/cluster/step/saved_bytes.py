@@ -7,6 +7,7 @@ GPU (megatron-core's fused SwiGLU and GELU, PyTorch's fused norms), `transformer
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,6 +24,11 @@ class Part(NamedTuple):
 
     name: str
     bytes: int
+
+
+def total(parts: Iterable[Part]) -> int:
+    """The bytes of all parts."""
+    return sum(part.bytes for part in parts)
 
 
 class Widths:
@@ -172,8 +178,7 @@ def mlp_again(model: ModelShape, run: TrainConfig) -> int:
     if not run.computed_again:
         return 0
     plain = replace(run, recompute_modules=("mlp",) if "mlp" in run.computed_again else ("core_attn",))
-    once, again = (sum(part.bytes for part in mlp_parts(model, how)) for how in (run, plain))
-    return again - once
+    return total(mlp_parts(model, plain)) - total(mlp_parts(model, run))
 
 
 def head_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
@@ -234,7 +239,7 @@ def kept_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
 def fetched_ahead(model: ModelShape, run: TrainConfig, layers: int) -> int:
     """Bytes of a group of recomputed `layers` that come back from host memory while those after it are at work."""
     hidden = run.tokens * run.itemsize * Widths(model, run).hidden
-    kept = sum(part.bytes for part in kept_parts(model, replace(run, offload_kept=False)))
+    kept = total(kept_parts(model, replace(run, offload_kept=False)))
     return hidden * run.offload_checkpoints + layers * kept * run.offload_kept
 
 

@@ -2,10 +2,10 @@
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-_READ = 1 << 22  # bytes at a time
 _FILES = 8  # at a time
 _SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
@@ -62,11 +62,8 @@ def digest_of_weights(folder: Path) -> str:
 
 
 def _digest(file: Path) -> bytes:
-    digest = hashlib.blake2b(digest_size=32)
     with file.open("rb") as opened:
-        while part := opened.read(_READ):
-            digest.update(part)
-    return digest.digest()
+        return hashlib.file_digest(opened, partial(hashlib.blake2b, digest_size=32)).digest()
 
 
 def _rope(config: Any) -> dict[str, Any]:

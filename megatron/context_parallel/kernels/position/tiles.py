@@ -14,6 +14,15 @@ class Tiles(NamedTuple):
 
 FLOAT32 = Tiles(32, 32, 4, 1)  # float32 on every GPU, and everything on the CPU interpreter
 
+TILES_OF_FEW_ROWS = {  # by head_dim, on every architecture
+    64: Tiles(32, 128, 4, 3),
+    80: Tiles(32, 64, 4, 3),
+    96: Tiles(32, 64, 4, 3),
+    128: Tiles(32, 64, 4, 3),
+    192: Tiles(32, 32, 4, 3),
+    256: Tiles(32, 32, 4, 3),
+}
+
 # "dqkv" computes all three gradients with 5 products per tile. It exists only where its tiles fit in registers;
 # smaller tiles would be slower than "dq" and "dkv", which together compute 7 products.
 # "capped ..." is for scores with a softcap. They need more registers, and the other tiles would spill.
@@ -27,14 +36,7 @@ TILES: dict[int, dict[str, dict[int, Tiles]]] = {
             192: Tiles(128, 32, 8, 2),
             256: Tiles(64, 64, 8, 2),
         },
-        "few rows": {
-            64: Tiles(32, 128, 4, 3),
-            80: Tiles(32, 64, 4, 3),
-            96: Tiles(32, 64, 4, 3),
-            128: Tiles(32, 64, 4, 3),
-            192: Tiles(32, 32, 4, 3),
-            256: Tiles(32, 32, 4, 3),
-        },
+        "few rows": TILES_OF_FEW_ROWS,
         "dq": {
             64: Tiles(128, 64, 8, 3),
             80: Tiles(128, 64, 8, 3),
@@ -72,14 +74,7 @@ TILES: dict[int, dict[str, dict[int, Tiles]]] = {
             192: Tiles(128, 64, 8, 2),
             256: Tiles(128, 64, 8, 2),
         },
-        "few rows": {
-            64: Tiles(32, 128, 4, 3),
-            80: Tiles(32, 64, 4, 3),
-            96: Tiles(32, 64, 4, 3),
-            128: Tiles(32, 64, 4, 3),
-            192: Tiles(32, 32, 4, 3),
-            256: Tiles(32, 32, 4, 3),
-        },
+        "few rows": TILES_OF_FEW_ROWS,
         "dq": {
             64: Tiles(128, 64, 8, 3),
             80: Tiles(128, 64, 8, 3),
@@ -118,14 +113,7 @@ TILES: dict[int, dict[str, dict[int, Tiles]]] = {
             192: Tiles(128, 64, 8, 2),
             256: Tiles(128, 32, 8, 2),
         },
-        "few rows": {
-            64: Tiles(32, 128, 4, 3),
-            80: Tiles(32, 64, 4, 3),
-            96: Tiles(32, 64, 4, 3),
-            128: Tiles(32, 64, 4, 3),
-            192: Tiles(32, 32, 4, 3),
-            256: Tiles(32, 32, 4, 3),
-        },
+        "few rows": TILES_OF_FEW_ROWS,
         "dq": {
             64: Tiles(128, 64, 4, 3),
             80: Tiles(128, 64, 8, 3),

@@ -10,6 +10,7 @@ from typing import cast
 from megatron.context_parallel.cli.flag_checks import refusal, refuse
 from megatron.context_parallel.errors import UsageError, caught
 from megatron.context_parallel.strategies import Choice, check_same_tokens, distinct
+from megatron.context_parallel.tokens.layout import granularity
 from megatron.context_parallel.trainer.config.flags import FLAGS, Arguments, Flags
 from megatron.context_parallel.trainer.config.samples import decay_samples, warmup_samples
 
@@ -89,7 +90,7 @@ def _check_sequence(args: Arguments) -> Iterator[UsageError]:
         if args.cp_place_documents:
             yield from check_placement(args)
             return
-        parts = n * math.lcm(2 if layout == "zigzag" else 1, sharers)
+        parts = n * math.lcm(granularity(layout), sharers)
         what = f"the {layout} layout "
     if args.seq_length % parts:
         over = f"{n} context-parallel" + (f" x {sharers} sequence-parallel" if sharers > 1 else "")
