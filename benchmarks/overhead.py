@@ -54,7 +54,7 @@ class Silent:
     def exchange(self, channel, sends, receives):
         return self
 
-    trade = all_gather = lambda self, *_: self
+    trade = all_gather = lambda self, *_, **_how: self
 
     def wait(self):
         pass
