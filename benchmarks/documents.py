@@ -1,12 +1,13 @@
 """Prints the host's time for the packed documents of one micro batch, before a rank's first block runs.
 
     PYTHONPATH=. python benchmarks/documents.py
+    PYTHONPATH=. python benchmarks/documents.py --ranks 64 --documents 5000 --strategies placed:direct
 
 "documents" and "placement" are the work of the data loader: end tokens to documents, and which rank gets which of
-them. The plans below are those of the layouts, not of the placement. "plan" and "blocks" are on the critical path:
-the plans of both passes for the documents, and the blocks of a rank, cut for a GPU (full and causal pieces for a
-library, all else as runs). Each micro batch has other documents. Times are CPU times of one thread, medians over the
-micro batches; those of the slowest rank.
+them. "plan" and "blocks" are on the critical path: the pairs and plans of both passes for the documents, and the rows
+and blocks of a rank, cut for a GPU (full and causal pieces for a library, all else as runs). A case placed:SPEC has
+the placement, another one the layout of its strategy. Each micro batch has other documents. Times are CPU times of one
+thread, medians over the micro batches; those of the slowest rank.
 """
 
 import argparse
@@ -48,11 +49,11 @@ class Runner:
 KERNEL = LibraryAndPosition(Runner(), Runner())
 
 
-def placing_seconds(documents: Documents, ranks: int) -> float:
-    """The solver's time where links are so slow that it tries everything."""
+def placed_in(documents: Documents, ranks: int) -> tuple[Documents, float]:
+    """The placed documents, and the solver's seconds where links are so slow that it tries everything."""
     start = time.process_time()
-    place(documents, ranks, Costs(1e-10, row_inside=1e-6, row_between=1e-6))
-    return time.process_time() - start
+    placement = place(documents, ranks, Costs(1e-10, row_inside=1e-6, row_between=1e-6))
+    return documents.placed(placement), time.process_time() - start
 
 
 def main() -> None:
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--seq-length", type=int, default=2**20)
     parser.add_argument("--documents", type=int, default=200)
-    parser.add_argument("--strategies", nargs="+", default=CASES, metavar="NAME:OPTION=VALUE")
+    parser.add_argument("--strategies", nargs="+", default=CASES, metavar="[placed:]SPEC")
     parser.add_argument("--micro-batches", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -68,13 +69,16 @@ def main() -> None:
     title = f"{length} tokens, {args.documents} documents, {args.ranks} ranks: ms of a micro batch"
     table = Table("case", "documents", "placement", "plan", "blocks", "critical path", title=title)
     for text in args.strategies:
-        cps, times = [AllRanks(args.ranks, text) for _ in range(AllRanks(args.ranks, text).plans.steps_on)], []
+        spec = text.removeprefix("placed:")
+        steps_on = AllRanks(args.ranks, spec).plans.steps_on
+        cps, times = [AllRanks(args.ranks, spec) for _ in range(steps_on)], []
         for turn in range(args.micro_batches + 1):
             ends = end_tokens(length, args.documents, turn)
             start = time.process_time()
-            mask = Mask(documents=Documents.after(ends))
+            documents = Documents.after(ends)
             made = time.process_time() - start
-            placed = placing_seconds(mask.documents, args.ranks)
+            placed_documents, placed = placed_in(documents, steps_on)
+            mask = Mask(documents=documents if text == spec else placed_documents)
             of_ranks = [plan_and_cut(cp, rank, mask, length, heads, KERNEL) for rank, cp in enumerate(cps)]
             if turn:  # the first meets the layout for the first time
                 times.append((made, placed, *max(of_ranks, key=sum)))

@@ -5,8 +5,8 @@
 Batches are drawn: documents of log-normal lengths, or a single one. Each rank has as many tokens. A block takes the
 time of its visible pairs, at the cluster's rate for causal blocks of 8,192 rows, so the times of kernels with short
 documents are not counted against anyone. Messages are simulated, with the rows that are sent. The best static case is
-the fastest of all strategies and layouts on the same batch. "resized" is a lower bound for Megatron's rule
-(`resizing.py`).
+the fastest of all strategies and layouts on the same batch; "without direct" leaves out the strategy that is made for
+documents. "resized" is a lower bound for Megatron's rule (`resizing.py`). The fastest cases are named on stderr.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain, product
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -124,6 +124,7 @@ def static_cases(n: int, kv_heads: int) -> Iterator[tuple[int, str]]:
 def _table(args: argparse.Namespace, kind: str) -> Table:
     columns = (
         "ranks",
+        "static without direct, no heads split",
         "static, no heads split",
         "static",
         "resized groups",
@@ -139,20 +140,24 @@ def _table(args: argparse.Namespace, kind: str) -> Table:
             generator = np.random.default_rng([args.seed, number, n])
             batch = Batch(args, cluster, n, draw(kind, n * args.rows, generator))
             found.append(times_of(batch, args))
-            print(n, kind, found[-1], file=sys.stderr)
         of = Times(*(statistics.median(column) for column in zip(*found, strict=True)))
-        gains = of.static / of.placed, of.static_heads / of.placed_heads, of.resized / of.placed_heads
+        gains = of.before / of.placed, of.static / of.placed, of.static_heads / of.placed_heads
+        gains += (of.resized / of.placed_heads,)
         cells = [f"{1e3 * seconds:.2f}" for seconds in of] + [f"{gain:.2f}" for gain in gains]
         table.add_row(str(n), *("" if cell == "nan" else cell for cell in cells))
     return table
 
 
-GAINS = ("gain", "gain, heads", "gain over resizing")
+GAINS = ("gain without direct", "gain", "gain, heads", "gain over resizing")
 
 
 class Times(NamedTuple):
-    """Seconds of both passes of the fastest case: without splitting heads, and with any head-parallel size."""
+    """Seconds of both passes of the fastest case: without splitting heads, and with any head-parallel size.
 
+    `before` is static without `direct`.
+    """
+
+    before: float
     static: float
     static_heads: float
     resized: float
@@ -160,17 +165,41 @@ class Times(NamedTuple):
     placed_heads: float
 
 
+class Case(NamedTuple):
+    """A case that was predicted; it may have a head-parallel size above 1."""
+
+    seconds: float
+    spec: str
+    heads: bool
+
+    @property
+    def direct(self) -> bool:
+        return parse_spec(self.spec).strategy.name == "direct"
+
+
+NONE = Case(math.nan, "none", False)
+
+
 def times_of(batch: Batch, args: argparse.Namespace) -> Times:
+    """The fastest cases, which are also printed."""
     n = batch.run.context_parallel_size
-    static: dict[bool, list[float]] = {False: [math.nan], True: [math.nan]}
-    if n <= STATIC_UP_TO:
-        static = {False: [], True: []}
-        for size, spec in static_cases(n, args.kv_heads):
-            static[size > 1].append(batch.seconds(spec, False))
+    static = []
+    for size, spec in static_cases(n, args.kv_heads) if n <= STATIC_UP_TO else ():
+        static.append(Case(batch.seconds(spec, False), spec, size > 1))
     sizes = [size for size in (1, 2, 4, 8) if n % size == 0 and size <= args.kv_heads]
-    placed = {size: batch.seconds(parse_spec("direct", head_parallel_size=size).spec, True) for size in sizes}
-    without, with_heads = min(static[False]), min(chain(*static.values()))
-    return Times(without, with_heads, batch.seconds_of_resizing(), placed[1], min(placed.values()))
+    specs = [(size, parse_spec("direct", head_parallel_size=size).spec) for size in sizes]
+    placed = [Case(batch.seconds(spec, True), spec, size > 1) for size, spec in specs]
+    fastest = {
+        "before": min((case for case in static if not case.heads and not case.direct), default=NONE),
+        "static": min((case for case in static if not case.heads), default=NONE),
+        "static_heads": min(static, default=NONE),
+        "placed": placed[0],
+        "placed_heads": min(placed),
+    }
+    for name, case in fastest.items():
+        print(f"{n} ranks, {name}: {case.spec} {1e3 * case.seconds:.2f} ms", file=sys.stderr)
+    resized = batch.seconds_of_resizing()
+    return Times(**{name: case.seconds for name, case in fastest.items()}, resized=resized)
 
 
 if __name__ == "__main__":

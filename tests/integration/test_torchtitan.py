@@ -207,19 +207,21 @@ here = "TORCHTITAN_PATH" in os.environ or importlib.util.find_spec("torchtitan")
 
 @pytest.mark.skipif(not here, reason="TORCHTITAN_PATH names no folder with torchtitan")
 @pytest.mark.parametrize(
-    ("strategy", "degree", "parallelism"),
+    ("strategy", "degree", "parallelism", "placed"),
     [
-        ("ring", 4, {}),
-        ("mesh", 2, {"data_parallel_shard_degree": 2}),
-        ("lightseq", 4, {}),
-        ("ulysses", 2, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}),
-        ("ring", 2, {"tensor_parallel_degree": 2}),
+        ("ring", 4, {}, False),
+        ("mesh", 2, {"data_parallel_shard_degree": 2}, False),
+        ("lightseq", 4, {}, False),
+        ("ulysses", 2, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}, False),
+        ("ring", 2, {"tensor_parallel_degree": 2}, False),
+        ("direct", 4, {}, True),
+        ("usp:head_parallel_size=2", 4, {}, True),
     ],
 )
-def test_training_equals_one_rank(ranks, strategy, degree, parallelism):
+def test_training_equals_one_rank(ranks, strategy, degree, parallelism, placed):
     (expected,) = ranks(1, torchtitan_case.train, None, 1)
     backend = {"spmd_backend": "partial_dtensor"}  # the one that torch 2.13 runs and that logs the right loss
-    for steps in ranks(4, torchtitan_case.train, strategy, degree, parallelism | backend):
+    for steps in ranks(4, torchtitan_case.train, strategy, degree, parallelism | backend, placed):
         for (loss, norm), (exact, exact_norm) in zip(steps, expected, strict=True):
             assert loss == pytest.approx(exact, rel=1e-6)
             assert norm == pytest.approx(exact_norm, rel=2e-5)  # a norm of torch in float32 is no better

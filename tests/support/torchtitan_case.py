@@ -5,7 +5,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import torch
@@ -13,6 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention.flex_attention import create_mask
 from torch.nn.functional import scaled_dot_product_attention
+
+from megatron.context_parallel.tokens.place_documents import Costs, place
 
 LENGTH, BATCH, VOCABULARY, STEPS = 64, 2, 256, 5
 
@@ -147,11 +149,13 @@ def fill(model: torch.nn.Module) -> None:
             weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements) if placed else whole)
 
 
-def train(strategy: str | None, degree: int, parallelism: dict | None = None) -> list[tuple[float, float]]:
-    """Without a strategy by torchtitan's own attention."""
+def train(
+    strategy: str | None, degree: int, parallelism: dict | None = None, placed: bool = False
+) -> list[tuple[float, float]]:
+    """Without a strategy by torchtitan's own attention. `placed`: each batch has its own placement."""
     made = config(degree, **(parallelism or {}))
     if strategy:
         from megatron.context_parallel.integration.torchtitan import use_context_parallel
 
-        use_context_parallel(made, strategy)
+        use_context_parallel(made, strategy, partial(place, costs=Costs(1.0)) if placed else None)
     return losses_of(made)
