@@ -19,9 +19,11 @@ def table() -> list[str]:
     lines = ["", "| field | requests | values |", "|---|---|---|"]
     names = list(dict.fromkeys(name for kind in KINDS.values() for name in kind.model_fields))
     for name in names:
-        kinds = [title for title, kind in KINDS.items() if name in kind.model_fields]
-        expected = {kind.model_fields[name].description for kind in KINDS.values() if name in kind.model_fields}
-        lines.append(f"| `{name}` | {', '.join(kinds)} | {'; or '.join(sorted(map(str, expected)))} |")
+        kinds = dict[str, list[str]]()
+        for title, kind in KINDS.items():
+            if name in kind.model_fields:
+                kinds.setdefault(str(kind.model_fields[name].description), []).append(title)
+        lines += [f"| `{name}` | {', '.join(titles)} | {values} |" for values, titles in kinds.items()]
     lines += ["", "| accepted, without effect on the text |", "|---|"]
     lines += [f"| {', '.join(f'`{name}`' for name in sorted(IGNORED))} |"]
     lines += ["", "| field | neutral values, besides null | instead of others |", "|---|---|---|"]

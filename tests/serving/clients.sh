@@ -8,7 +8,7 @@ if [[ -z ${CLIENTS:-} ]]; then
     export CLIENTS=$PWD/build/clients/bin
     if [[ ! -e build/clients/installed ]]; then
         python3.11 -m venv build/clients
-        build/clients/bin/python -m pip install -q 'lm_eval[api]==0.4.9.2' litellm langchain-openai
+        build/clients/bin/python -m pip install -q 'lm_eval[api]' transformers litellm langchain-openai
         touch build/clients/installed
     fi
 fi

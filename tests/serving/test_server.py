@@ -11,6 +11,7 @@ from typing import get_type_hints
 
 import openai
 import pytest
+import yaml
 from megatron.core.inference.sampling_params import SamplingParams
 from openai.types import completion_create_params
 from openai.types.chat import ChatCompletionMessage
@@ -506,9 +507,14 @@ def test_a_stop_finishes_what_has_begun_and_logs_have_no_texts(caplog):
 def test_boards_and_alerts_use_metrics_that_exist():
     exported = Metrics("parrot").text().decode()
     names = {line.split()[2] for line in exported.splitlines() if line.startswith("# TYPE")}
-    for file in ("grafana.json", "alerts.yml"):
-        used = {*re.findall(r"\b(?:vllm:\w+|(?:requests|passes|cache|handoffs)_\w+)", (BOARDS / file).read_text())}
-        assert len(used) > 4 and all(any(re.fullmatch(f"{name}(_bucket)?", one) for name in names) for one in used)
+    for file, parse in (("grafana.json", json.loads), ("alerts.yml", yaml.safe_load)):
+        text = (BOARDS / file).read_text()
+        used = {*re.findall(r"\b(?:vllm:\w+|(?:requests|passes|cache|handoffs)_\w+)", text)}
+        assert (
+            parse(text)
+            and len(used) > 4
+            and all(any(re.fullmatch(f"{name}(_bucket)?", one) for name in names) for one in used)
+        )
 
 
 PREFILL = {  # what vLLM's example proxy sends

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cached_property
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -75,11 +74,8 @@ class Service:
     ) -> None:
         self.worker, self.settings, self.readers, self.tickets = worker, settings, readers, tickets
         self.started = int(time.time())
+        self.token_texts = TokenTexts(worker.loop.engine.tokenizer.pieces)
         self._held = 0
-
-    @cached_property
-    def token_texts(self) -> TokenTexts:
-        return TokenTexts(self.worker.loop.engine.tokenizer.pieces)
 
     def app(self) -> ASGIApp:
         """The application for an ASGI server such as uvicorn."""
