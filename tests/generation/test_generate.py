@@ -13,11 +13,12 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.commands import generate as command
 from megatron.context_parallel.inference import sampling
+from megatron.context_parallel.inference.change_logits import TextSoFar, change_logits
 from megatron.context_parallel.inference.engine import OVERTAKE, Engine, Request, RequestOutput
 from megatron.context_parallel.inference.faults import MISTAKE, GrammarFault
 from megatron.context_parallel.inference.prefixes import BLOCK, Prefixes, Prompt
 from megatron.context_parallel.inference.rank_loop import RankLoop
-from megatron.context_parallel.inference.rules import Rules, TextSoFar, change_logits
+from megatron.context_parallel.inference.rules import Rules
 from megatron.context_parallel.inference.sampling import Draw, Token, choose_tokens
 from megatron.context_parallel.inference.text_stream import TextStream
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer

@@ -6,6 +6,8 @@ import logging
 import os
 import resource
 import socket
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -92,6 +94,14 @@ def test_log_probabilities_of_a_request_have_a_limit():
 
 
 # -------------------------------------------------------------------------------- chat templates and tokenizers
+
+
+def test_readers_import_nothing_slow():
+    names = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "transformers", "megatron.core", "llguidance"} & {*names}
+
+
+IMPORTED = "import sys, megatron.context_parallel.serving.reader, tests.support.chatty; print(*sys.modules)"
 
 
 def say(port: int, content: str) -> tuple[int, str]:

@@ -268,9 +268,12 @@ def test_texts_have_the_form_that_was_asked_for(server):
         {"guided_grammar": "start: x"},
         {"guided_json": "{"},
         {"guided_json": {"type": 5}},
+        {"response_format": {"type": "json_schema"}},
     ):
         status, _, answer = call(server[1], "/v1/completions", GOOD | wrong)
         assert status == 400 and json.loads(answer)["error"]["message"].endswith("correct it"), answer
+    status, _, answer = call(server[1], "/v1/completions", GOOD | {"guided_regex": "a", "guided_choice": ["a"]})
+    assert status == 400 and "2 fields say what the text looks like; give one of them" in answer
 
 
 BAD = [
@@ -288,7 +291,6 @@ BAD = [
     (400, "min_tokens: 3 is above max_tokens 2; give at most that", GOOD | {"min_tokens": 3}),
     (400, "logit_bias: token 257; the vocabulary is 0 to 256", GOOD | {"logit_bias": {"257": 1}}),
     (400, "logit_bias: 'x' is no token; give numbers as text", GOOD | {"logit_bias": {"x": 1}}),
-    (400, "2 fields say what the text looks like", GOOD | {"guided_regex": "a", "guided_choice": ["a"]}),
     (404, "'other'", GOOD | {"model": "other"}),
     *[
         (400, name, GOOD | {name: value})
@@ -313,7 +315,7 @@ BAD = [
             "min_p": [1.5],
             "logit_bias": [{"5": 101}, {"5": "1"}],
             "stop_token_ids": [[5]],
-            "response_format": [{"type": "xml"}, {"type": "json_schema"}],
+            "response_format": [{"type": "xml"}, {"type": "json_schema", "json_schema": 5}],
             "structured_outputs": [{"xml": "a"}],
         }.items()
         for value in values

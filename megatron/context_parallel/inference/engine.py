@@ -13,12 +13,13 @@ from torch import Tensor
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
+from .change_logits import TextSoFar, change_logits
 from .faults import GRAMMAR, MISTAKE, NAN, GrammarFault, log_fault
 from .grammar import Grammars, Matcher
 from .handoff.sequences import HandedSequences
 from .prefixes import Prefixes, Prompt
 from .prompt_scores import score_prompt
-from .rules import NO_RULES, Rules, TextSoFar, change_logits
+from .rules import NO_RULES, Rules
 from .sampling import Draw, Token, as_numbers, choose_tokens, from_numbers
 from .text_stream import TextStream
 from .tokenizer import Tokenizer

@@ -1,7 +1,6 @@
 """Texts that follow a grammar: which tokens may come next, by the library llguidance."""
 
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -11,11 +10,6 @@ from megatron.context_parallel.errors import UsageError
 
 from .faults import GrammarFault
 from .tokenizer import HuggingFaceTokenizer, Tokenizer
-
-
-def has_library() -> bool:
-    """Whether texts can follow a grammar here."""
-    return find_spec("llguidance") is not None
 
 
 class Grammars:

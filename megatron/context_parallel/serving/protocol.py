@@ -145,8 +145,10 @@ class Body(Structured):
         """
         try:
             found = self.grammars()
+        except UsageError:
+            raise
         except ValueError as error:
-            raise UsageError(f"{error}; correct it") from None
+            raise UsageError(f"{' '.join(str(error).split())[:200]}; correct it") from None
         if len(found) > 1:
             raise UsageError(f"{len(found)} fields say what the text looks like; give one of them")
         return "".join(found)

@@ -1,12 +1,12 @@
 """What a text must look like: a JSON schema, a regex, a choice or a grammar, as a grammar for the engine."""
 
 import json
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.inference.grammar import has_library
 
 from .messages import Strict
 
@@ -78,6 +78,11 @@ def check_grammar(grammar: str) -> None:
 
     if why := LLMatcher.validate_grammar(grammar):
         raise UsageError(f"the grammar is invalid ({_in_a_line(why)}); correct it")
+
+
+def has_library() -> bool:
+    """Whether texts can follow a grammar here."""
+    return find_spec("llguidance") is not None
 
 
 def _matcher() -> Any:
