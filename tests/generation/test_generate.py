@@ -6,9 +6,11 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import tokenizers
 import torch
 from megatron.core import parallel_state
 from megatron.core.inference.sampling_params import SamplingParams
+from transformers import PreTrainedTokenizerFast
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.commands import generate as command
@@ -21,7 +23,8 @@ from megatron.context_parallel.inference.rank_loop import RankLoop
 from megatron.context_parallel.inference.rules import Rules
 from megatron.context_parallel.inference.sampling import Draw, Token, choose_tokens
 from megatron.context_parallel.inference.text_stream import TextStream
-from megatron.context_parallel.inference.tokenizer import ByteTokenizer
+from megatron.context_parallel.inference.token_bytes import pieces_of
+from megatron.context_parallel.inference.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from tests.support import llama_case
 from tests.support.plain_session import PlainSession
@@ -161,6 +164,20 @@ def test_text_ends_before_the_first_stop_string():
         assert all("E" not in piece or piece == "EN " for piece in out[:6])
     out, stream = pieces("one € EN".encode(), ("END", "€€"))
     assert "".join(out) == "one € EN" and not stream.stopped
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text(tmp_path):
+    llama_case.save_tokenizer(tmp_path, chat=False)
+    letters, text = HuggingFaceTokenizer(str(tmp_path), special=True), "a é€😀\n"
+    tokens = letters.encode(text)
+    assert b"".join([letters.pieces[token] for token in tokens]) == text.encode() and letters.pieces[tokens[0]] == b""
+    assert ByteTokenizer(256).pieces[195] == b"\xc3"
+    words = {"<unk>": 0, "<s>": 1, "\u2581a": 2, "<0xE2>": 3, "b": 4}  # as SentencePiece's
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(words, [], unk_token="<unk>", byte_fallback=True))
+    parts = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    library.decoder = tokenizers.decoders.Sequence(parts)
+    spoken = PreTrainedTokenizerFast(tokenizer_object=library, bos_token="<s>", unk_token="<unk>")
+    assert pieces_of(spoken) == [b"", b"", b" a", b"\xe2", b"b"]
 
 
 # -------------------------------------------------------------------------------------------------- prefixes

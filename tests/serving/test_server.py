@@ -31,7 +31,7 @@ from megatron.context_parallel.serving.metrics import Metrics
 from megatron.context_parallel.serving.protocol import Chat, Completion, Limits, Refused, read
 from megatron.context_parallel.serving.tool_calls import CallReader
 from megatron.context_parallel.serving.worker import Worker
-from tests.support import llama_case
+from tests.support import llama_case, server_case
 from tests.support.chatty import Chatty
 from tests.support.handoff_case import Calls
 from tests.support.plain_session import PlainSession
@@ -88,7 +88,8 @@ def test_streams_have_whole_characters_and_the_counts_at_the_end(server):
     assert not chunks[-1].choices and chunks[-1].usage.completion_tokens == 4
     whole = ask.chat.completions.create(model="parrot", messages=said, max_tokens=4, logprobs=True, top_logprobs=1)
     assert whole.choices[0].message.content == "Grö" and len(whole.choices[0].logprobs.content) == 4
-    assert bytes(whole.choices[0].logprobs.content[0].bytes) == b"G"
+    told = [(token.token, token.bytes) for token in whole.choices[0].logprobs.content]
+    assert told == [("G", [71]), ("r", [114]), ("bytes:\\xc3", [195]), ("bytes:\\xb6", [182])]
 
 
 def test_prompts_are_repeated_and_scored(server):
@@ -218,6 +219,25 @@ def test_calls_of_tools_are_found_in_texts_and_streams(text, content, calls):
         assert "".join(pushed) + rest == content and [json.loads(call.arguments) for call in found] == calls
     if content and not calls and content[0] == "H":
         assert pushed[0] == "H" and pushed[6] == "" and pushed[7] == "<b"
+
+
+def test_a_text_with_a_call_of_a_tool(monkeypatch):
+    monkeypatch.setattr(
+        server_case, "TEXT", 'Look: <tool_call>{"name": "look", "arguments": {"at": "höher"}}</tool_call>#'
+    )
+    with serving(Chatty) as (_, port, _):
+        ask = {**SAID, "max_tokens": 90, "tools": [LOOK], "tool_choice": "auto", "temperature": 0, "stop": "#"}
+        done = client(port).chat.completions.create(**ask).choices[0]
+        (made,) = done.message.tool_calls
+        assert (made.function.name, made.function.arguments) == ("look", '{"at": "höher"}')
+        assert done.finish_reason == "tool_calls" and done.message.content == "Look: "
+        chunks = [*client(port).chat.completions.create(**ask, stream=True)]
+        assert "".join([chunk.choices[0].delta.content or "" for chunk in chunks]) == "Look: "
+        (streamed,) = chunks[-1].choices[0].delta.tool_calls
+        assert (streamed.index, streamed.function) == (0, type(streamed.function)(**made.function.model_dump()))
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        plain = client(port).chat.completions.create(**ask | {"tool_choice": "none"}).choices[0]
+        assert plain.finish_reason == "stop" and "<tool_call>" in plain.message.content
 
 
 def test_without_the_library_a_grammar_is_refused_with_its_name(monkeypatch):
@@ -494,13 +514,16 @@ def test_a_stop_finishes_what_has_begun_and_logs_have_no_texts(caplog):
         )
         asking.start()
         wait_until(lambda: worker.loop.engine.running)
-        assert call(port, "/ready")[0] == 200
+        trace = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "X-Request-Id": "mine"}
+        assert call(port, "/ready", None, trace)[0] == 200
         worker.draining = True
         assert call(port, "/ready")[0] == 503 and call(port, "/health")[0] == 200
         assert call(port, "/v1/completions", GOOD)[0] == 503
         asking.join(20)
     assert answers == [(TEXT * 3)[: len(answers[0])]] and len(answers[0].encode()) in range(38, 41)
     lines = [json.loads(r.message) for r in caplog.records if r.name.endswith("serving.app")]
+    ready = next(line for line in lines if line["request"] == "mine")
+    assert (ready["trace_id"], ready["parent_id"]) == ("a" * 32, "b" * 16)
     done = next(line for line in lines if line["path"] == "/v1/completions" and line["status"] == 200)
     assert (done["prompt_tokens"], done["completion_tokens"], done["complete"]) == (4, 40, True)
     assert "1234" not in json.dumps([{**line, "id": "", "request": ""} for line in lines]) and "Gr" not in caplog.text
