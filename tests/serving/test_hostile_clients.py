@@ -82,6 +82,9 @@ def test_long_texts_and_names_are_refused_and_not_repeated():
     assert "at most 1000 characters" in refusal(json.dumps(GOOD | {"stop": "x" * 1001}).encode())
     error = refusal(json.dumps(GOOD | {"x\n" * 3000: 1}).encode())
     assert error.endswith("unknown field; leave it out")
+    for name in ("seed", "best_of", "prompt"):
+        body = json.dumps({key: value for key, value in GOOD.items() if key != name})
+        assert f"{name}: not supported; give " in refusal(f'{body[:-1]}, "{name}": {"9" * 4000}}}'.encode())
 
 
 def test_log_probabilities_of_a_request_have_a_limit():

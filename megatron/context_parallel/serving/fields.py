@@ -96,6 +96,8 @@ def refusal_of(name: str, value: Any) -> str:
 
 def shown(value: Any) -> str:
     """A short value before what is said of it; "" for a long one."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return ""
     if isinstance(value, bool | int | float | str) and len(text := json.dumps(value)) <= 40:
         return f"{text} is "
     return ""

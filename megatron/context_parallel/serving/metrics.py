@@ -47,6 +47,7 @@ class Metrics:
         self.handoff_seconds = Histogram("handoff_seconds", "time of a transfer", registry=r, buckets=_SECONDS)
         self.handoff_failures = Counter("handoff_failures", "transfers that a decoder gave up", registry=r)
         self._arrived: dict[str, float] = {}  # the time of each request's arrival
+        self._prompts: dict[str, int] = {}  # the tokens of prompts of which nothing was computed yet
         self._last: dict[str, float] = {}  # the time of its arrival or last token
 
     def _as_vllm(self, kind: type[Kind], name: str, what: str, **more: Any) -> Kind:
@@ -54,12 +55,15 @@ class Metrics:
 
     def arrived(self, name: str, tokens: int) -> None:
         self._arrived[name] = self._last[name] = time.monotonic()
-        self.prompt_tokens.inc(tokens)
+        self._prompts[name] = tokens
 
     def brought(self, output: RequestOutput) -> None:
         """Record the output of a step for a request."""
         now = time.monotonic()
         before = self._last.get(output.request)
+        prompt = self._prompts.pop(output.request, 0)
+        if output.finish not in ("cancelled", "error"):
+            self.prompt_tokens.inc(prompt)
         if output.tokens and before is not None:
             # The first output of a request has its first token and the number of reused tokens.
             (self.ttft if output.first else self.itl).observe(now - before)
