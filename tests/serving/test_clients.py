@@ -17,6 +17,9 @@ from tests.support.chatty import Chatty
 from tests.support.server_case import TEXT, serving
 
 SECONDS = 240
+pytestmark = pytest.mark.skipif(
+    not {"CLIENTS", "VLLM"} & os.environ.keys(), reason="no clients: run bash tests/serving/clients.sh"
+)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from megatron.context_parallel.serving.handoff import Tickets
 from megatron.context_parallel.serving.listen import bind, serve_in_thread
 from megatron.context_parallel.serving.metrics import Metrics
 from megatron.context_parallel.serving.protocol import Chat, Completion, Limits, Refused, read
+from megatron.context_parallel.serving.token_texts import Offsets, TokenTexts
 from megatron.context_parallel.serving.tool_calls import CallReader
 from megatron.context_parallel.serving.worker import Worker
 from tests.support import llama_case, server_case
@@ -90,6 +91,14 @@ def test_streams_have_whole_characters_and_the_counts_at_the_end(server):
     assert whole.choices[0].message.content == "Grö" and len(whole.choices[0].logprobs.content) == 4
     told = [(token.token, token.bytes) for token in whole.choices[0].logprobs.content]
     assert told == [("G", [71]), ("r", [114]), ("bytes:\\xc3", [195]), ("bytes:\\xb6", [182])]
+
+
+def test_tokens_with_the_same_text_keep_their_numbers():
+    texts = TokenTexts(["é".encode(), "é".encode(), b"\xc3", b""])
+    told = texts.by_text((token, float(token)) for token in range(5))
+    assert told == {"é": 0.0, "token_id:1": 1.0, "bytes:\\xc3": 2.0, "token_id:3": 3.0, "token_id:4": 4.0}
+    offsets = Offsets()
+    assert [offsets.of(piece) for piece in (b"a\xc3", b"\xa9", b"", b"b\xff", b"c")] == [0, 1, 2, 2, 4]
 
 
 def test_prompts_are_repeated_and_scored(server):
