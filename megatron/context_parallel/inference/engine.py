@@ -312,12 +312,12 @@ class Engine:
             return self._drop(run, token)
         if self.handed and run.request.handoff:
             return self._pin(run, self.handed)
-        name, prompt = run.request.name, tuple(run.prompt)
-        if any(math.isnan(told.logprob) for told in prompt):
+        name, first = run.request.name, not run.chosen
+        if first and any(math.isnan(token.logprob) for token in run.prompt):
             return self._drop(run, NAN)
         if not run.request.params.num_tokens_to_generate:
             self._end(self.running.pop(name))
-            return RequestOutput(name, finish="length", first=True, prompt=prompt)
+            return RequestOutput(name, (), "", "length", True, run.reused, prompt=tuple(run.prompt))
         run.tokens.append(token.id)
         run.chosen.append(token)
         try:
@@ -328,9 +328,9 @@ class Engine:
         if finish:
             del self.running[name]
             self._end(run)
-        if len(run.chosen) > 1:
+        if not first:
             return RequestOutput(name, (token,), text, finish)
-        return RequestOutput(name, (token,), text, finish, True, run.reused, prompt=prompt)
+        return RequestOutput(name, (token,), text, finish, True, run.reused, prompt=tuple(run.prompt))
 
     def _pin(self, run: _Running, handed: HandedSequences) -> RequestOutput:
         """Keep a prefilled sequence in the cache until its release. Its first token is left to the decoder."""
