@@ -178,7 +178,7 @@ class Full:
     def room(self) -> int:
         return self.space
 
-    def forward(self, new: dict) -> dict:
+    def forward(self, new: dict, prefill=None, scored=()) -> dict:
         return {1: torch.zeros(VOCABULARY)}
 
     def share(self, values: dict, width: int = 1) -> dict:

@@ -22,7 +22,7 @@ from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.progress import tracked
 
 ROOT = Path(__file__).parents[1]
-READY = "serving "  # the last line of the server before it waits for requests
+READY = "listening at "  # the last line of the server before it waits for requests
 TRAIN = "--preset tiny-llama --mock-data --context-parallel-size 2 --micro-batch-size 1 --lr 1e-3"
 TRAIN += " --train-iters 3 --log-interval 1"
 COMMANDS = {  # name: (program, flags, ranks under torchrun or None); {run} and {new} are folders

@@ -53,7 +53,7 @@ class Cache:
     def room(self) -> int:
         return self.tables.room()
 
-    def forward(self, new: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+    def forward(self, new: Mapping[int, Sequence[int]], prefill=None, scored=()) -> dict[int, torch.Tensor]:
         step = {waiting.request.name: 0 for waiting in self.engine.waiting}
         for name, run in self.engine.running.items():
             step[name] = len(new.get(run.sequence, ()))

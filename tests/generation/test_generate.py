@@ -3,22 +3,28 @@
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+import tokenizers
 import torch
 from megatron.core import parallel_state
 from megatron.core.inference.sampling_params import SamplingParams
+from transformers import PreTrainedTokenizerFast
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.commands import generate as command
 from megatron.context_parallel.inference import sampling
+from megatron.context_parallel.inference.change_logits import TextSoFar, change_logits
 from megatron.context_parallel.inference.engine import OVERTAKE, Engine, Request, RequestOutput
-from megatron.context_parallel.inference.faults import MISTAKE
+from megatron.context_parallel.inference.faults import MISTAKE, GrammarFault
 from megatron.context_parallel.inference.prefixes import BLOCK, Prefixes, Prompt
 from megatron.context_parallel.inference.rank_loop import RankLoop
-from megatron.context_parallel.inference.sampling import Token, choose_tokens
+from megatron.context_parallel.inference.rules import Rules
+from megatron.context_parallel.inference.sampling import Draw, Token, choose_tokens
 from megatron.context_parallel.inference.text_stream import TextStream
-from megatron.context_parallel.inference.tokenizer import ByteTokenizer
+from megatron.context_parallel.inference.token_bytes import pieces_of
+from megatron.context_parallel.inference.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from tests.support import llama_case
 from tests.support.plain_session import PlainSession
@@ -29,7 +35,7 @@ LOGITS = torch.tensor([0.0, 1.0, 3.0, 2.0, -math.inf])
 
 
 def choose_token(logits: torch.Tensor, params: SamplingParams, seed: int, position: int) -> Token | None:
-    return choose_tokens([logits], [(params, seed, position)])[0]
+    return choose_tokens([logits], [Draw(params, seed, position)])[0]
 
 
 def shares(**params) -> dict[int, float]:
@@ -70,9 +76,9 @@ def test_draws_depend_on_seed_and_position():
 
 def test_a_logit_that_is_no_number_chooses_nothing_and_others_do_not_notice():
     rows = [torch.tensor(row) for row in ([0.0, math.nan], [0.0, 1.0], [math.inf, 0.0], [-math.inf, -math.inf])]
-    asked = (SamplingParams(top_k=1), 0, 4)
+    asked = Draw(SamplingParams(top_k=1), 0, 4)
     tokens = choose_tokens(rows, [asked] * 4)
-    assert tokens[1] == choose_token(rows[1], *asked) and tokens[1].id == 1
+    assert tokens[1] == choose_token(rows[1], *asked[:3]) and tokens[1].id == 1
     assert [type(token) for token in tokens] == [FloatingPointError, Token, FloatingPointError, FloatingPointError]
 
 
@@ -90,6 +96,42 @@ def test_a_draw_at_the_end_of_the_sum_is_a_token_that_can_come(monkeypatch):
     monkeypatch.setattr(sampling, "_uniform", lambda seed, position: 1.0)
     assert choose_token(LOGITS, SamplingParams(), 0, 0).id == 3
     assert choose_token(LOGITS, SamplingParams(top_k=3), 0, 0).id == 1
+
+
+def ruled(rules: Rules, prompt=(), text=(), ends=(), allowed=None, logits=LOGITS) -> list[float]:
+    so_far = TextSoFar(prompt, text, frozenset(ends), allowed)
+    return change_logits(logits.double(), rules, so_far).tolist()
+
+
+def test_rules_change_logits_as_defined():
+    assert ruled(Rules()) == LOGITS.tolist()
+    penalties = Rules(presence_penalty=0.5, frequency_penalty=0.25)
+    assert ruled(penalties, prompt=[0, 2], text=[1, 3, 3]) == [0.0, 0.25, 3.0, 1.0, -math.inf]
+    old = torch.tensor([0.0, 1.0, 3.0, -2.0])
+    assert ruled(Rules(repetition_penalty=2.0), prompt=[0, 2], text=[3], logits=old) == [0.0, 1.0, 1.5, -4.0]
+    assert ruled(Rules(logit_bias=[(0, 9.0), (2, -100.0)])) == [9.0, 1.0, -97.0, 2.0, -math.inf]
+    # The bias is added before penalties, as vLLM does.
+    assert ruled(Rules(logit_bias=[(1, 3.0)], repetition_penalty=2.0), text=[1])[1] == 2.0
+    assert ruled(Rules(min_tokens=2), text=[0], ends=[1]) == [0.0, -math.inf, 3.0, 2.0, -math.inf]
+    assert ruled(Rules(min_tokens=2), text=[0, 0], ends=[1]) == LOGITS.tolist()
+    only = torch.tensor([False, True, False, False, False])
+    assert ruled(Rules(min_tokens=2), ends=[1], allowed=only)[:3] == [-math.inf, 1.0, -math.inf]
+    for error in (torch.zeros(5, dtype=torch.bool), torch.tensor([False] * 4 + [True]), GrammarFault()):
+        with pytest.raises(GrammarFault):
+            ruled(Rules(), allowed=error)
+
+
+def test_min_p_leaves_out_what_is_far_less_likely_than_the_best():
+    two = LOGITS[2:4].softmax(0).tolist()
+    draws = [choose_tokens([LOGITS], [Draw(SamplingParams(), 7, at, 0.3)])[0].id for at in range(2000)]
+    assert {*draws} == {2, 3} and draws.count(2) / 2000 == pytest.approx(two[0], abs=0.03)  # exp(-1) > 0.3 > exp(-2)
+
+
+def test_changed_logits_choose_and_the_model_s_are_told():
+    bias = Draw(SamplingParams(temperature=0.0, top_n_logprobs=2), 0, 0, change=lambda row: row + torch.eye(5)[1] * 9)
+    token, plain = choose_tokens([LOGITS, LOGITS], [bias, Draw(SamplingParams(top_k=1), 0, 0)])
+    assert (token.id, plain.id) == (1, 2) and token.logprob == pytest.approx(LOGITS.double().log_softmax(0)[1].item())
+    assert [number for number, _ in token.top] == [2, 3]
 
 
 def test_a_token_that_the_model_excludes_is_not_told():
@@ -122,6 +164,20 @@ def test_text_ends_before_the_first_stop_string():
         assert all("E" not in piece or piece == "EN " for piece in out[:6])
     out, stream = pieces("one € EN".encode(), ("END", "€€"))
     assert "".join(out) == "one € EN" and not stream.stopped
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text(tmp_path):
+    llama_case.save_tokenizer(tmp_path, chat=False)
+    letters, text = HuggingFaceTokenizer(str(tmp_path), special=True), "a é€😀\n"
+    tokens = letters.encode(text)
+    assert b"".join([letters.pieces[token] for token in tokens]) == text.encode() and letters.pieces[tokens[0]] == b""
+    assert ByteTokenizer(256).pieces[195] == b"\xc3"
+    words = {"<unk>": 0, "<s>": 1, "\u2581a": 2, "<0xE2>": 3, "b": 4}  # as SentencePiece's
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(words, [], unk_token="<unk>", byte_fallback=True))
+    parts = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    library.decoder = tokenizers.decoders.Sequence(parts)
+    spoken = PreTrainedTokenizerFast(tokenizer_object=library, bos_token="<s>", unk_token="<unk>")
+    assert pieces_of(spoken) == [b"", b"", b" a", b"\xe2", b"b"]
 
 
 # -------------------------------------------------------------------------------------------------- prefixes
@@ -271,6 +327,44 @@ class Fixed:
 
     def logits(self, tokens, positions, mask, runtime_gather_output):
         return torch.nn.functional.one_hot(torch.tensor([[10 + tokens.shape[1] % 50]]), 101) * 9.0
+
+
+def test_end_tokens_and_stop_strings_wait_or_do_not_count():
+    def text(rules: Rules, prompt_length: int = 38, **params) -> tuple[list[int], str]:
+        asked = replace(request("a", prompt(prompt_length), 12, top_k=1, **params), rules=rules)
+        outputs = finished(Engine(Fixed(1000).session, Letters(), 512), asked)["a"]
+        return ids(outputs), outputs[-1].finish
+
+    said = [*range(48, 60)]
+    assert text(Rules()) == (said, "length")
+    stop = [chr(256 + 50)]
+    assert text(Rules(), stop_words=stop) == (said[:3], "stop")
+    assert text(Rules(min_tokens=2), stop_words=stop) == (said[:3], "stop")
+    assert text(Rules(min_tokens=3), stop_words=stop) == (said, "length")
+    ended = Rules(logit_bias=[(2, 9.5)])  # the end is the likeliest token
+    assert text(ended) == ([2], "stop")
+    assert text(Rules(min_tokens=3, logit_bias=[(2, 9.5)])) == ([*said[:3], 2], "stop")
+    assert text(Rules(ignore_ends=True, logit_bias=[(2, 9.5)])) == ([2] * 12, "length")
+
+
+def test_the_tokens_of_a_prompt_are_scored_however_it_is_cut():
+    said = [3, *range(11, 40)]  # the likeliest tokens
+    said[7:9] = [5, 6]
+    found = []
+    for step_tokens in (1, 5, 512):
+        engine = Engine(Fixed(1000).session, Letters(), step_tokens)
+        finished(engine, request("before", said, 3, top_k=1))  # its cache is not used
+        asked = replace(request("a", said, 0, top_n_logprobs=2), scored=True)
+        (output,) = finished(engine, asked)["a"]
+        assert output.finish == "length" and not output.tokens and engine.idle
+        found.append(output.prompt)
+    expected = torch.nn.functional.one_hot(torch.arange(11, 41) % 101, 101).double() * 9.0
+    logprobs = expected.log_softmax(-1)
+    told = found[0]
+    assert [token.id for token in told] == said[1:] and found[0] == found[1] == found[2]
+    for place, token in enumerate(told):
+        assert token.logprob == pytest.approx(logprobs[place, token.id].item(), abs=1e-12)
+        assert token.top[0] == (place + 11, pytest.approx(logprobs[place, place + 11].item()))
 
 
 def test_requests_wait_for_room_and_old_sequences_make_it():

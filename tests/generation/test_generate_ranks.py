@@ -1,5 +1,8 @@
 """Generation on several ranks gives the texts of transformers while requests join, wait, are cancelled or resume."""
 
+import json
+import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,6 +20,7 @@ from megatron.context_parallel.generation.model_source import model_arguments
 from megatron.context_parallel.inference.engine import Engine, Request
 from megatron.context_parallel.inference.pages import PageTables
 from megatron.context_parallel.inference.rank_loop import RankLoop
+from megatron.context_parallel.inference.rules import Rules
 from megatron.context_parallel.inference.session import Session
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from megatron.context_parallel.trainer.checkpoint.save_load import Save
@@ -25,6 +29,14 @@ from tests.support import llama_case, session_case, training_case
 from tests.support.plain_session import PlainSession
 
 VOCABULARY = 259
+RULES = Rules(
+    min_tokens=5,
+    presence_penalty=1.2,
+    frequency_penalty=0.7,
+    repetition_penalty=1.3,
+    min_p=0.02,
+    logit_bias=((7, 3.0),),
+)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -51,6 +63,8 @@ def generate(folder: str, tensor: int, joining: dict[int, list[Request]], cancel
             for output in loop.turn(joining.get(turn, ()), [cancelled[turn]] if turn in cancelled else ()):
                 found.setdefault(output.request, []).extend(token.id for token in output.tokens)
                 reused.setdefault(output.request, output.reused)
+                if output.prompt:
+                    found[f"{output.request}'s prompt"] = [(token.logprob, token.top) for token in output.prompt]
             variants.add(engine.cache.variant)
         loop.end()
     parallel_state.destroy_model_parallel()
@@ -85,7 +99,12 @@ def test_texts_on_ranks_are_those_of_transformers(ranks, llama):
     drawn = request("drawn", prompt(30, 7), 9, temperature=1.3, top_p=0.9)
     answers["again"] = expected(model, again)
     joining = {0: greedy[:1], 1: greedy[1:3], 4: [greedy[3], drawn, request("gone", prompt(60, 8), 90)], 30: [again]}
-    draws = []
+    ruled = replace(request("ruled", prompt(25, 3), 12, temperature=0.9), rules=RULES)
+    scored = replace(request("scored", prompt(90, 4), 2, top_n_logprobs=2), scored=True)
+    joining[1] += [ruled, scored]
+    logprobs = model(torch.tensor([scored.tokens])).logits[0].double().log_softmax(-1)
+    ((alone, _, _),) = ranks(1, generate, str(folder), 1, {0: [drawn], 20: [ruled]}, {})
+    draws = [alone["drawn"]]
     for n, tensor, flags in (
         (3, 1, {"cp_prefill": "pass-kv", "cache_tokens": 4096, "inference_dynamic_batching_max_tokens": 47}),
         (4, 2, {"cp_prefill": "pass-q", "cache_tokens": 512}),
@@ -96,7 +115,24 @@ def test_texts_on_ranks_are_those_of_transformers(ranks, llama):
             assert reused["again"] == len(greedy[0].tokens) + len(answers["0"]) - 1
         assert len(found["gone"]) < 10 and flags["cp_prefill"] in variants
         draws.append(found["drawn"])
-    assert draws[0] == draws[1] and len({*draws[0]}) > 4
+        assert found["ruled"] == alone["ruled"]
+        for place, (logprob, top) in enumerate(found["scored's prompt"]):
+            assert logprob == pytest.approx(logprobs[place, scored.tokens[place + 1]].item(), abs=1e-5)
+            assert [value for _, value in top] == pytest.approx(logprobs[place].topk(2).values.tolist(), abs=1e-5)
+    assert draws[0] == draws[1] == draws[2] and len({*draws[0]}) > 4
+
+
+def test_grammars_hold_on_every_number_of_ranks(ranks, llama):
+    pytest.importorskip("llguidance")
+    lark = json.dumps({"grammars": [{"lark_grammar": 'start: /[a-f]{3,5}/ ("-" /[0-9]{2}/)+ "!"'}]})
+    asked = [replace(request(f"{i}", prompt(9 + i, i), 40), seed=i, rules=Rules(grammar=lark)) for i in range(4)]
+    found = [ranks(n, generate, str(llama[0]), 1, {0: asked[:3], 3: asked[3:]}, {})[0][0] for n in (1, 2, 3)]
+    assert found[0] == found[1] == found[2]
+    tokenizer = HuggingFaceTokenizer(str(llama[0]), special=True)
+    for tokens in found[0].values():
+        text = tokenizer.decode(tokens)
+        whole = re.fullmatch(r"[a-f]{3,5}(-[0-9]{2})+!", text)
+        assert whole if tokens[-1] == 2 else re.match(r"[a-f]{3,5}(-[0-9]{2})*", text), text
 
 
 class Fragile(ByteTokenizer):
@@ -153,7 +189,7 @@ class Tables:
     def fork(self, sequence: int, tokens: int) -> int:
         return self.tables.fork(sequence, tokens)[0]
 
-    def forward(self, new):
+    def forward(self, new, scored):
         self.tables.add({sequence: len(tokens) for sequence, tokens in new.items()})
         return {sequence: torch.eye(257)[(tokens[-1] * 7 + 3) % 256] for sequence, tokens in new.items()}
 

@@ -6,6 +6,8 @@ import logging
 import os
 import resource
 import socket
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -79,19 +81,30 @@ def test_long_texts_and_names_are_refused_and_not_repeated():
     assert "prompt of 1200 characters" in refusal(said.encode(), Chat)
     assert "at most 1000 characters" in refusal(json.dumps(GOOD | {"stop": "x" * 1001}).encode())
     error = refusal(json.dumps(GOOD | {"x\n" * 3000: 1}).encode())
-    assert error.endswith("Extra inputs are not permitted")
+    assert error.endswith("unknown field; leave it out")
+    for name in ("seed", "best_of", "prompt"):
+        body = json.dumps({key: value for key, value in GOOD.items() if key != name})
+        assert f"{name}: not supported; give " in refusal(f'{body[:-1]}, "{name}": {"9" * 4000}}}'.encode())
 
 
 def test_log_probabilities_of_a_request_have_a_limit():
     engine = Engine(PlainSession(None, 1 << 17, 257), BYTES)
     many = read(Completion, json.dumps(GOOD | {"max_tokens": 2500, "n": 20, "logprobs": 20}).encode(), BYTES, LIMITS)
-    with pytest.raises(Refused, match=r"logprobs: 21 for each of 50000 new tokens; .* at most 1048576 log-prob"):
+    with pytest.raises(Refused, match=r"logprobs: 21 for each of 50000 tokens; .* at most 1048576 log-prob"):
         requests_of(*many, "name", "", engine, new=10)
     many[0].logprobs = 19
     assert len(requests_of(*many, "name", "", engine, new=10)) == 20
 
 
 # -------------------------------------------------------------------------------- chat templates and tokenizers
+
+
+def test_readers_import_nothing_slow():
+    names = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "transformers", "megatron.core", "llguidance"} & {*names}
+
+
+IMPORTED = "import sys, megatron.context_parallel.serving.reader, tests.support.chatty; print(*sys.modules)"
 
 
 def say(port: int, content: str) -> tuple[int, str]:
@@ -219,7 +232,7 @@ def test_who_does_not_read_its_stream_is_cut():
         client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         wait_until(lambda: worker.loop.engine.running)
         wait_until(lambda: worker.loop.engine.idle)
-        assert 'requests_total{finish="cancelled"} 1.0' in call(port, "/metrics")[2]
+        assert 'request_success_total{finished_reason="abort",model_name="parrot"} 1.0' in call(port, "/metrics")[2]
         client.close()
 
 

@@ -14,7 +14,7 @@ class Chatty(ByteTokenizer):
 
     has_chat = True
 
-    def chat(self, messages):
+    def chat(self, messages, **options):
         said = "".join(message["content"] for message in messages)
         while said == "forever":
             pass

@@ -1,6 +1,6 @@
 """The interface of a `Session` on one rank without a cache: the whole of each sequence is computed again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -14,6 +14,7 @@ class PlainSession:
         self.model, self.cache_tokens, self.vocabulary = model, cache_tokens, vocabulary
         self.sequences: dict[int, list[int]] = {}
         self.steps: list[dict[int, int]] = []  # new tokens of each sequence
+        self.scored: dict[int, tuple[list[int], Tensor]] = {}
         self._next = 0
 
     def open(self) -> int:
@@ -34,8 +35,11 @@ class PlainSession:
         return self.cache_tokens - sum(map(len, self.sequences.values()))
 
     @torch.no_grad()
-    def forward(self, new: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
+    def forward(
+        self, new: Mapping[int, Sequence[int]], prefill: str | None = None, scored: Collection[int] = ()
+    ) -> dict[int, Tensor]:
         self.steps.append({sequence: len(tokens) for sequence, tokens in new.items()})
+        self.scored = {}
         found = {}
         for sequence, tokens in new.items():
             assert tokens
@@ -43,9 +47,16 @@ class PlainSession:
             whole = torch.tensor([self.sequences[sequence]])
             positions = torch.arange(whole.shape[1])[None]
             found[sequence] = self.model(whole, positions, None, runtime_gather_output=True)[0, -1].float()
+            if sequence in scored:
+                places = [*range(whole.shape[1] - len(tokens), whole.shape[1])]
+                prefixes = [(whole[:, : place + 1], positions[:, : place + 1]) for place in places]
+                rows = [self.model(*prefix, None, runtime_gather_output=True)[0, -1] for prefix in prefixes]
+                self.scored[sequence] = places, torch.stack(rows).float()
         assert self.room() >= 0
         return found
 
-    def share(self, values: Mapping[int, Sequence[float]], width: int = 1) -> dict[int, list[float]]:
+    def share(
+        self, values: Mapping[int, Sequence[float]], width: int = 1, of: Sequence[int] | None = None
+    ) -> dict[int, list[float]]:
         assert {*map(len, values.values())} == {width}
         return {sequence: list(value) for sequence, value in values.items()}

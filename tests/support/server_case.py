@@ -62,7 +62,7 @@ def serving(
     """A server and its worker in threads of this process, its port, and the model."""
     model, asked = Parrot(), Settings("parrot", **settings)
     engine = Engine(PlainSession(model, size, 257), tokenizer(256), handed=handed)
-    worker, stop = Worker(RankLoop(engine), most, Metrics()), threading.Event()
+    worker, stop = Worker(RankLoop(engine), most, Metrics("parrot")), threading.Event()
     working = threading.Thread(target=worker.run, args=(stop.is_set, 5.0))
     listener = bind("127.0.0.1", 0)
     if send_buffer:

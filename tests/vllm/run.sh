@@ -26,7 +26,7 @@ serve() { # NAME RANKS [flags]: a server, whose port is then in $port
         --cache-tokens 8192 "$@" >"$work/$name.log" 2>&1 &
     started+=($!)
     for _ in $(seq 180); do
-        port=$(sed -n 's#^serving .*:\([0-9]*\)/v1$#\1#p' "$work/$name.log")
+        port=$(sed -n 's#^listening at .*:\([0-9]*\), model .*$#\1#p' "$work/$name.log")
         [[ -z $port ]] || return 0
         sleep 1
     done

@@ -54,14 +54,15 @@ def main(argv: list[str] | None = None) -> None:
 
     with distributed_job(replace(args, exit_signal_handler=True)) as watch:
         engine = build_engine(args, flags, flags.max_model_len)
+        announce("computing a first token")
         engine.warm_up()
         loop = RankLoop(engine)
         if args.rank:
             with serving_rows(engine, flags):
                 loop.follow()
             return
-        worker = Worker(loop, flags.inference_max_requests, Metrics(), watch.silent_ranks)
         name = flags.served_model_name or Path(flags.load).resolve().name
+        worker = Worker(loop, flags.inference_max_requests, Metrics(name), watch.silent_ranks)
         hosts = names_of(flags.host, flags.allowed_hosts or ())
         settings = Settings(name, keys, hosts, flags.max_body_bytes, flags.max_new_tokens)
         limits = Limits(name, loop.engine.length, flags.max_body_bytes)
@@ -79,8 +80,10 @@ def main(argv: list[str] | None = None) -> None:
 
             watch.before_end = end_texts
             address, port = listener.getsockname()[:2]
-            print(f"serving {name} at http://{address}:{port}/v1", flush=True)
-            worker.run(sigterm_came, flags.drain_seconds)
+            place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+            print(f"listening at http://{place}, model {name}", flush=True)
+            worker.run(sigterm_came, flags.timeout_graceful_shutdown)
+            print("stopped", flush=True)
 
 
 def check_handoff(flags: Serve) -> None:

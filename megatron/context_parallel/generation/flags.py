@@ -118,7 +118,7 @@ class Http(FlagSection, title="server"):
     limit_concurrency: int = flag("maximum number of connections; further ones get status 503", 512, at_least=1)
     timeout_keep_alive: int = flag("seconds to keep an idle connection open", 5, at_least=1)
     timeout_client: int = flag("seconds for a client to send a request, and to receive a response", 60, at_least=1)
-    drain_seconds: int = flag("seconds after SIGTERM for running texts to finish", 20, at_least=0)
+    timeout_graceful_shutdown: int = flag("seconds after SIGTERM for running texts to finish", 20, at_least=0)
     dry_run: bool = flag("print the number of cached tokens that fit into this machine's memory, and exit", False)
 
 

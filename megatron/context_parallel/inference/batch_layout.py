@@ -1,6 +1,6 @@
 """One forward pass over new tokens of some sequences: the rows of each rank, and their slots in its cache."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
 import numpy
@@ -22,18 +22,27 @@ class BatchLayout:
         tables: the page tables of all ranks.
         new: the new tokens of each sequence.
         rank: this rank; device: the device of its cache.
+        scored: sequences of which all rows' logits are wanted.
 
     Attributes:
         sequences: in ascending order, which is the order of their rows.
         tokens, positions: int64 [rows], of this rank's new rows; of the dummy row if there are none. On the device.
         new_slots: int64 [rows], their slots in the cache.
-        wanted: int64, the rows in `last`; the dummy row if there are none.
+        wanted: int64, the rows in `last`, then those in `scored`; the dummy row if there are none.
         rows: the number of these rows; 0 if the only one is a dummy, which is neither query nor key.
         last: for each sequence whose last token is on this rank, its row.
+        scored: for each scored sequence with new rows on this rank, their positions; their rows are consecutive.
         longest: tokens of the longest sequence; several: whether a sequence has more than one new token.
     """
 
-    def __init__(self, tables: PageTables, new: Mapping[int, Sequence[int]], rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        tables: PageTables,
+        new: Mapping[int, Sequence[int]],
+        rank: int,
+        device: torch.device,
+        scored: Collection[int] = (),
+    ) -> None:
         self.tables, self.rank, self.device = tables, rank, device
         self.sequences = sorted(new)
         lengths = [tables.length(s) for s in self.sequences]
@@ -48,9 +57,14 @@ class BatchLayout:
         positions = list[int]()
         slots = list[int]()
         self.last = dict[int, int]()
+        self.scored = dict[int, list[int]]()
+        rows_scored = list[int]()
         for (s, start), length in zip(self.starts.items(), lengths, strict=True):
             if places := tables.positions(s, rank, start).tolist():
                 given = new[s]
+                if s in scored:
+                    self.scored[s] = places
+                    rows_scored += range(len(tokens), len(tokens) + len(places))
                 tokens += [given[place - start] for place in places]
                 positions += places
                 slots += tables.slots(s, rank, start).tolist()
@@ -60,7 +74,7 @@ class BatchLayout:
         rows = torch.tensor([tokens or [0], positions or [0]], device=device)
         self.tokens, self.positions = rows.unbind()
         self.new_slots = torch.tensor(slots, dtype=torch.int64, device=device)
-        self.wanted = torch.tensor([*self.last.values()] or [0], device=device)
+        self.wanted = torch.tensor([*self.last.values(), *rows_scored] or [0], device=device)
         self._views: dict[tuple, tuple[Blocks, Tensor | slice]] = {}
 
     def _chunks(self, first: Mapping[int, int]) -> ListedChunks:

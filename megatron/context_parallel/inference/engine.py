@@ -1,8 +1,10 @@
 """Continuous batching: requests join while others decode, and long prompts are prefilled in parts."""
 
+import math
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from megatron.core.inference.sampling_params import SamplingParams
@@ -11,10 +13,14 @@ from torch import Tensor
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
-from .faults import MISTAKE, log_fault
+from .change_logits import TextSoFar, change_logits
+from .faults import GRAMMAR, MISTAKE, NAN, GrammarFault, log_fault
+from .grammar import Grammars, Matcher
 from .handoff.sequences import HandedSequences
 from .prefixes import Prefixes, Prompt
-from .sampling import Token, as_numbers, choose_tokens, from_numbers
+from .prompt_scores import score_prompt
+from .rules import NO_RULES, Rules
+from .sampling import Draw, Token, as_numbers, choose_tokens, from_numbers
 from .text_stream import TextStream
 from .tokenizer import Tokenizer
 
@@ -25,13 +31,18 @@ class CacheSession(Protocol):
     """The interface of a `Session` that the engine needs."""
 
     vocabulary: int
+    scored: dict[int, tuple[list[int], Tensor]]
 
     def open(self) -> int: ...
     def fork(self, sequence: int, tokens: int) -> int: ...
     def free(self, sequence: int) -> None: ...
     def room(self) -> int: ...
-    def forward(self, new: Mapping[int, Sequence[int]]) -> dict[int, Tensor]: ...
-    def share(self, values: Mapping[int, Sequence[float]], width: int = 1) -> dict[int, list[float]]: ...
+    def forward(
+        self, new: Mapping[int, Sequence[int]], prefill: str | None = None, scored: Collection[int] = ()
+    ) -> dict[int, Tensor]: ...
+    def share(
+        self, values: Mapping[int, Sequence[float]], width: int = 1, of: Sequence[int] | None = None
+    ) -> dict[int, list[float]]: ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,9 @@ class Request:
         name: the unique name of the request.
         tokens: the prompt.
         params: megatron-core's sampling parameters. `temperature`, `top_k`, `top_p`, `num_tokens_to_generate`,
-            `top_n_logprobs` and `stop_words` are used.
+            `top_n_logprobs` and `stop_words` are used. With 0 tokens to generate, the prompt is only computed.
+        rules: what changes the logits, and when the text may end.
+        scored: whether the first output has the log-probabilities of the prompt's tokens; nothing cached is used then.
         seed: the random seed.
         key: requests with the same key share the cache of common prefixes.
         handoff: if given, the prompt is only prefilled, and stays in the cache under this name until `release`.
@@ -54,6 +67,13 @@ class Request:
     seed: int = 0
     key: str = ""
     handoff: str = ""
+    rules: Rules = NO_RULES
+    scored: bool = False
+
+    @property
+    def end(self) -> int:
+        """The maximum number of its tokens in the cache: the last generated token is never cached."""
+        return len(self.tokens) + max(self.params.num_tokens_to_generate, 1) - 1
 
 
 @dataclass(frozen=True)
@@ -68,6 +88,7 @@ class RequestOutput:
             handoff has none, and ends when its prefill begins), "cancelled", or "error".
         first: whether it has the first token.
         reused: with the first token, the number of prompt tokens that were already in the cache.
+        prompt: in the first output of a scored request, the tokens of the prompt after its first one.
         why: the message of an error, for the client.
     """
 
@@ -78,6 +99,7 @@ class RequestOutput:
     first: bool = False
     reused: int = 0
     why: str = ""
+    prompt: tuple[Token, ...] = ()
 
 
 @dataclass
@@ -99,12 +121,9 @@ class _Running:
     cached: int
     stream: TextStream
     reused: int
+    matcher: Matcher | None
     chosen: list[Token] = field(default_factory=list)
-
-    @property
-    def end(self) -> int:
-        """The maximum number of its tokens in the cache: the last generated token is never cached."""
-        return len(self.request.tokens) + self.request.params.num_tokens_to_generate - 1
+    prompt: list[Token] = field(default_factory=list)  # of a scored request, with their log-probabilities
 
 
 class Engine:
@@ -146,6 +165,7 @@ class Engine:
         self._kept: OrderedDict[int, int] = OrderedDict()  # cached tokens by sequence; the most recently used is last
         self._prefixes = Prefixes()
         self._ended: list[RequestOutput] = []  # outside of passes
+        self._grammars = Grammars(tokenizer, cache.vocabulary)
 
     @property
     def idle(self) -> bool:
@@ -218,9 +238,11 @@ class Engine:
         outputs, self._ended = self._ended, []
         if not (new := self._deal()):
             return outputs
-        logits = self.cache.forward(new)
+        logits = self.cache.forward(new, scored=[run.sequence for run in self.running.values() if run.request.scored])
         complete = []
         for run in self.running.values():
+            if run.request.scored and run.sequence in new:
+                self._score(run, len(new[run.sequence]))
             run.cached += len(new.get(run.sequence, ()))
             self._prefixes.add(run.sequence, run.request.key, run.tokens, run.cached)
             if run.sequence in new and run.cached == len(run.tokens):
@@ -249,13 +271,22 @@ class Engine:
                 left -= share
         return new
 
+    def _score(self, run: _Running, count: int) -> None:
+        """Add the log-probabilities of the tokens that follow `count` new tokens of a prompt."""
+        prompt = run.request.tokens
+        stop = min(run.cached + count, len(prompt) - 1)
+        if run.cached < stop:
+            top = run.request.params.top_n_logprobs
+            run.prompt += score_prompt(self.cache, run.sequence, prompt, run.cached, stop, top)
+
     def _choose(self, runs: list[_Running], logits: Mapping[int, Tensor]) -> list[Token | str]:
         """The next token of each request, or an error: the rank that has the logits samples, and sends the result."""
         if not runs:
             return []
         most = max(run.request.params.top_n_logprobs for run in runs)
+        allowed = {run.sequence: _allowed(run.matcher) for run in runs if run.matcher}  # on every rank
         ours = [run for run in runs if run.sequence in logits]
-        asked = [(run.request.params, run.request.seed, len(run.tokens)) for run in ours]
+        asked = [self._draw(run, allowed.get(run.sequence)) for run in ours]
         tokens = choose_tokens([logits[run.sequence] for run in ours], asked) if ours else []
         chosen = {}
         for run, token in zip(ours, tokens, strict=True):
@@ -265,24 +296,41 @@ class Engine:
         shared = self.cache.share(chosen, width=2 + 2 * most)
         return [from_numbers(shared[run.sequence], run.request.params.top_n_logprobs) for run in runs]
 
+    def _draw(self, run: _Running, allowed: Tensor | GrammarFault | None) -> Draw:
+        """How the next token of a text is chosen."""
+        request, rules = run.request, run.request.rules
+        change = None
+        if rules != NO_RULES:
+            text = run.tokens[len(request.tokens) :]
+            ends = frozenset() if rules.ignore_ends else self.tokenizer.ends
+            change = partial(change_logits, rules=rules, so_far=TextSoFar(request.tokens, text, ends, allowed))
+        return Draw(request.params, request.seed, len(run.tokens), rules.min_p, change)
+
     def _take(self, run: _Running, token: Token | str) -> RequestOutput:
         """Append a token; or end the request, after its last token or an error."""
         if isinstance(token, str):
             return self._drop(run, token)
         if self.handed and run.request.handoff:
             return self._pin(run, self.handed)
+        name, first = run.request.name, not run.chosen
+        if first and any(math.isnan(token.logprob) for token in run.prompt):
+            return self._drop(run, NAN)
+        if not run.request.params.num_tokens_to_generate:
+            self._end(self.running.pop(name))
+            return RequestOutput(name, (), "", "length", True, run.reused, prompt=tuple(run.prompt))
         run.tokens.append(token.id)
         run.chosen.append(token)
-        first = len(run.chosen) == 1
         try:
             text, finish = self._write(run, token)
         except Exception as error:
-            log_fault(run.request.name, error)
-            return self._drop(run, MISTAKE)
+            log_fault(name, error)
+            return self._drop(run, GRAMMAR if isinstance(error, GrammarFault) else MISTAKE)
         if finish:
-            del self.running[run.request.name]
+            del self.running[name]
             self._end(run)
-        return RequestOutput(run.request.name, (token,), text, finish, first, run.reused if first else 0)
+        if not first:
+            return RequestOutput(name, (token,), text, finish)
+        return RequestOutput(name, (token,), text, finish, True, run.reused, prompt=tuple(run.prompt))
 
     def _pin(self, run: _Running, handed: HandedSequences) -> RequestOutput:
         """Keep a prefilled sequence in the cache until its release. Its first token is left to the decoder."""
@@ -292,8 +340,10 @@ class Engine:
 
     def _write(self, run: _Running, token: Token) -> tuple[str, str]:
         """The text that has become final with a token, and how the request ends, if it does."""
-        if token.id in self.tokenizer.ends:
+        if token.id in self.tokenizer.ends and (run.matcher or not run.request.rules.ignore_ends):
             return run.stream.finish(), "stop"
+        if run.matcher:
+            run.matcher.advance(token.id)
         text = run.stream.push(token.id)
         if run.stream.stopped:
             return text + run.stream.finish(), "stop"
@@ -330,23 +380,27 @@ class Engine:
     def _start(self, waiting: _Waiting) -> bool:
         """Whether a request waits no longer: it runs, or has ended by an error."""
         request = waiting.request
-        end = len(request.tokens) + request.params.num_tokens_to_generate - 1
         while True:
-            source, reused = self._prefixes.longest(waiting.prompt) or (None, 0)
+            source, reused = (not request.scored and self._prefixes.longest(waiting.prompt)) or (None, 0)
             copies = source is not None and self._kept.get(source) != reused
-            if self._make_room(end - reused + self.waste * copies, spare=source):
+            if self._make_room(request.end - reused + self.waste * copies, spare=source):
                 break
             if self.running or source is None or source not in self._kept:
                 return False
             self._forget(source)  # its other pages take the space
         try:
-            stream = TextStream(self.tokenizer.decode, request.params.stop_words or (), request.tokens)
+            stop = request.params.stop_words or ()
+            stream = TextStream(self.tokenizer.decode, stop, request.tokens, request.rules.min_tokens)
+            matcher = self._grammars.matcher(request.rules.grammar) if request.rules.grammar else None
+        except UsageError as error:
+            self.refuse(request.name, str(error))
+            return True
         except Exception as error:
             log_fault(request.name, error)
             self.refuse(request.name, MISTAKE)
             return True
         sequence = self._sequence(source, reused)
-        self.running[request.name] = _Running(request, sequence, [*request.tokens], reused, stream, reused)
+        self.running[request.name] = _Running(request, sequence, [*request.tokens], reused, stream, reused, matcher)
         if self.handed and request.handoff:
             self.handed.open(request.handoff, len(request.tokens))
             self.handed.finish_rows(request.handoff, sequence, reused)
@@ -366,7 +420,7 @@ class Engine:
 
     def _make_room(self, tokens: int, spare: int | None) -> bool:
         """Evict sequences until so many tokens fit besides the reserved ones. Returns whether they fit."""
-        needed = tokens + sum(run.end - run.cached for run in self.running.values())
+        needed = tokens + sum(run.request.end - run.cached for run in self.running.values())
         if self.running:  # a single sequence uses all pages; several may each leave some unfilled
             needed += self.waste * (len(self.running) + 1)
         for oldest in [sequence for sequence in self._kept if sequence != spare]:
@@ -390,3 +444,10 @@ class Engine:
         del self._kept[sequence]
         self._prefixes.remove(sequence)
         self.cache.free(sequence)
+
+
+def _allowed(matcher: Matcher) -> Tensor | GrammarFault:
+    try:
+        return matcher.allowed()
+    except GrammarFault as fault:
+        return fault

@@ -8,6 +8,11 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 NAN = "the model computed a logit that is NaN, so the text ends"
 MISTAKE = "internal error of the server with this text"
+GRAMMAR = "the grammar allows no token, or is too complex, so the text ends; simplify it"
+
+
+class GrammarFault(Exception):
+    """No token may come next."""
 
 
 def log_fault(name: str, error: Exception) -> None:

@@ -16,6 +16,7 @@ from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
 from .engine import Engine, Request, RequestOutput
 from .faults import MISTAKE, log_fault
+from .rules import Rules
 
 _LONG = timedelta(days=3650)  # idle ranks wait for rank 0
 
@@ -125,4 +126,5 @@ def _plain(request: Request) -> dict[str, Any]:
 
 
 def _request(plain: dict[str, Any]) -> Request:
-    return Request(**{**plain, "params": SamplingParams.deserialize(plain["params"])})
+    params, rules = SamplingParams.deserialize(plain["params"]), Rules(**plain["rules"])
+    return Request(**{**plain, "params": params, "rules": rules})

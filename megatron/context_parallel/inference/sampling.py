@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,18 +10,18 @@ import torch
 from megatron.core.inference.sampling_params import SamplingParams
 from torch import Tensor
 
-from .faults import MISTAKE, NAN
+from .faults import GRAMMAR, MISTAKE, NAN, GrammarFault
 
-_FAULTS = {-1.0: NAN, -2.0: MISTAKE}  # instead of a token
+_FAULTS = {-1.0: NAN, -2.0: MISTAKE, -3.0: GRAMMAR}  # instead of a token
 
 
 @dataclass(frozen=True)
 class Token:
-    """A sampled token.
+    """A token of a text.
 
     Attributes:
         id: the token.
-        logprob: the natural logarithm of its probability by the model, before temperature, top-k and top-p.
+        logprob: the natural logarithm of its probability by the model, before any rule and temperature.
         top: the most likely tokens with their log-probabilities, in descending order.
     """
 
@@ -30,18 +30,35 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def choose_tokens(
-    logits: Sequence[Tensor], asked: Sequence[tuple[SamplingParams, int, int]]
-) -> list[Token | Exception]:
+class Draw(NamedTuple):
+    """How the next token of a sequence is chosen.
+
+    Of megatron-core's parameters, `top_k` 1 or `temperature` 0 selects the most likely token, the first of equals;
+    `top_k` 0 and `top_p` 0 or 1 disable these; `top_n_logprobs` is the length of `Token.top`.
+
+    Attributes:
+        params: the parameters.
+        seed: any integer.
+        position: of the new token, from 0.
+        min_p: tokens with less than this share of the highest probability are not chosen.
+        change: changes the logits, float64 [vocabulary], before the choice; None: nothing does.
+    """
+
+    params: SamplingParams
+    seed: int
+    position: int
+    min_p: float = 0.0
+    change: Callable[[Tensor], Tensor] | None = None
+
+
+def choose_tokens(logits: Sequence[Tensor], asked: Sequence[Draw]) -> list[Token | Exception]:
     """The next token of each of some sequences, or its error.
 
     A sample depends only on its seed and position, not on the number of ranks or on other sequences.
 
     Args:
         logits: [vocabulary] for each sequence, of the previous row; float32 or another floating dtype.
-        asked: for each sequence the parameters, the seed, any integer, and the position of the new token, from 0. Of
-            megatron-core's parameters, `top_k` 1 or `temperature` 0 selects the most likely token, the first of equals;
-            `top_k` 0 and `top_p` 0 or 1 disable these; `top_n_logprobs` is the length of `Token.top`.
+        asked: how the token of each is chosen.
 
     Returns:
         Tokens. A FloatingPointError replaces a token if a logit is NaN or all are infinite.
@@ -49,15 +66,16 @@ def choose_tokens(
     rows = torch.stack([*logits]).double()
     logprobs = rows.log_softmax(-1)
     likeliest = rows.argmax(-1)
-    chosen = likeliest.clone()
-    totals = torch.ones_like(rows[:, 0])
     limits, faults = _limits(asked)
+    rows = _changed(rows, asked, faults)
+    chosen = rows.argmax(-1)
+    totals = torch.ones_like(rows[:, 0])
     for ordered in (False, True):
         if some := [i for i, limit in limits.items() if limit.ordered == ordered]:
             chosen[some], totals[some] = _draw(rows[some], [limits[i] for i in some], ordered)
     of_both = torch.stack([likeliest, chosen], -1)
     numbers = torch.cat([of_both.double(), logprobs.gather(-1, of_both), totals.unsqueeze(-1)], -1).tolist()
-    tops = _tops(logprobs, [params.top_n_logprobs for params, *_ in asked])
+    tops = _tops(logprobs, [draw.params.top_n_logprobs for draw in asked])
     tokens = list[Token | Exception]()
     for i, (_, token, best, logprob, total) in enumerate(numbers):
         if math.isnan(best):
@@ -65,11 +83,25 @@ def choose_tokens(
         elif i in faults:
             tokens.append(faults[i])
         elif not 0 < total < math.inf:
-            temperature = asked[i][0].temperature
+            temperature = asked[i].params.temperature
             tokens.append(FloatingPointError(f"the probabilities at temperature {temperature} add up to {total}"))
         else:
             tokens.append(Token(int(token), logprob, tops[i]))
     return tokens
+
+
+def _changed(rows: Tensor, asked: Sequence[Draw], faults: dict[int, Exception]) -> Tensor:
+    """The rows with the changes of their requests; an error of one is added to `faults`."""
+    if not any(draw.change for draw in asked):
+        return rows
+    changed = rows.clone()
+    for i, draw in enumerate(asked):
+        if draw.change:
+            try:
+                changed[i] = draw.change(rows[i])
+            except Exception as error:
+                faults[i] = error
+    return changed
 
 
 class _Limit(NamedTuple):
@@ -79,6 +111,7 @@ class _Limit(NamedTuple):
     top_k: int
     top_p: float
     uniform: float
+    min_p: float
 
     @property
     def ordered(self) -> bool:
@@ -86,15 +119,17 @@ class _Limit(NamedTuple):
         return bool(self.top_k or 0 < self.top_p < 1)
 
 
-def _limits(asked: Sequence[tuple[SamplingParams, int, int]]) -> tuple[dict[int, _Limit], dict[int, Exception]]:
+def _limits(asked: Sequence[Draw]) -> tuple[dict[int, _Limit], dict[int, Exception]]:
     """The limits of those that are drawn, by their place, and the errors in finding them."""
     limits = dict[int, _Limit]()
     faults = dict[int, Exception]()
-    for i, (params, seed, position) in enumerate(asked):
+    for i, draw in enumerate(asked):
+        params = draw.params
         if params.top_k != 1 and params.temperature != 0:
             try:
                 temperature, top_p = float(params.temperature), float(params.top_p)
-                limits[i] = _Limit(temperature, int(params.top_k), top_p, _uniform(seed, position))
+                uniform = _uniform(draw.seed, draw.position)
+                limits[i] = _Limit(temperature, int(params.top_k), top_p, uniform, draw.min_p)
             except Exception as error:
                 faults[i] = error
     return limits, faults
@@ -113,6 +148,9 @@ def _draw(logits: Tensor, limits: Sequence[_Limit], ordered: bool) -> tuple[Tens
     temperature, uniform, top_p, top_k = torch.tensor(numbers, dtype=torch.float64).to(logits.device).unbind(-1)
     # At most 0 before the division, so that with a small temperature scores overflow only to a probability of 0.
     scores = (logits - logits.amax(-1, keepdim=True)) / temperature.unsqueeze(-1)
+    if any(of.min_p for of in limits):
+        least = torch.tensor([of.min_p for of in limits], dtype=torch.float64).log().to(logits.device)
+        scores = scores.masked_fill(scores < least.unsqueeze(-1), -math.inf)
     last = torch.full_like(top_k, columns - 1, dtype=torch.int64)
     if ordered:
         scores, order = scores.sort(dim=-1, descending=True, stable=True)
@@ -152,9 +190,15 @@ def _uniform(seed: int, position: int) -> float:
 def as_numbers(token: Token | Exception, most: int) -> list[float]:
     """A token, or the error in its place, as 2 + 2 * `most` numbers, with space for `most` pairs of `Token.top`."""
     if isinstance(token, Exception):
-        return [-1.0 if isinstance(token, FloatingPointError) else -2.0] * (2 + 2 * most)
+        return [_fault_number(token)] * (2 + 2 * most)
     pairs = [x for pair in token.top for x in pair]
     return [token.id, token.logprob, *pairs, *[-1.0] * (2 * most - len(pairs))]
+
+
+def _fault_number(error: Exception) -> float:
+    if isinstance(error, FloatingPointError):
+        return -1.0
+    return -3.0 if isinstance(error, GrammarFault) else -2.0
 
 
 def from_numbers(numbers: Sequence[float], top: int) -> Token | str:

@@ -3,7 +3,7 @@
 All ranks of the group (and of tensor parallelism) make the same calls with the same arguments.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,10 @@ class Session:
         cluster: the cluster whose rates `auto`, `alg1` and `alg5` use.
         constants: the constants of `empirical`.
         page: rows of a page.
+
+    Attributes:
+        scored: of the last pass: for each scored sequence with new rows on this rank, their positions, and their logits
+            float32 [rows, vocabulary].
 
     Raises:
         UsageError: the model is not supported, or a choice is invalid.
@@ -86,6 +90,7 @@ class Session:
         }
         self._groups = {variant: ContextParallel(spec, group=cp.group) for variant, spec in specs.items()}
         self.variant = DECODE
+        self.scored: dict[int, tuple[list[int], Tensor]] = {}
         self._sequences: list[int] = []  # in the last pass
         self._heads = Heads(self.sizes.heads, *shapes[0])
         self._layers = plain_layers(self._model)
@@ -130,12 +135,15 @@ class Session:
 
     # -- passes ------------------------------------------------------------------------------------------------
 
-    def forward(self, new: Mapping[int, Sequence[int]], prefill: str | None = None) -> dict[int, Tensor]:
+    def forward(
+        self, new: Mapping[int, Sequence[int]], prefill: str | None = None, scored: Collection[int] = ()
+    ) -> dict[int, Tensor]:
         """Appends new tokens to sequences in one pass: whole prompts, parts of them, and single tokens.
 
         Args:
             new: for each sequence its new tokens, 1 or more.
             prefill: one of `choose.CHOICES`; default: that of the session.
+            scored: sequences of which the logits of all new tokens are kept in `self.scored` until the next pass.
 
         Returns:
             For each sequence whose last token is on this rank, its logits float32 [vocabulary]. All tensor-parallel
@@ -148,22 +156,32 @@ class Session:
         self._check_tokens(new)
         self._sequences = sorted(new)
         counts = {sequence: len(new[sequence]) for sequence in self._sequences}
+        self.scored = {}
         with torch.no_grad():
-            if max(counts.values()) == 1:
-                return self._decode(new, counts)
-            return self._prefill(new, counts, prefill or self.prefill)
+            if max(counts.values()) > 1:
+                return self._prefill(new, counts, prefill or self.prefill, scored)
+            logits = self._decode(new, counts)
+        for sequence in logits.keys() & scored:
+            self.scored[sequence] = [self.tables.length(sequence) - 1], logits[sequence].unsqueeze(0)
+        return logits
 
-    def _prefill(self, new: Mapping[int, Sequence[int]], counts: dict[int, int], prefill: str) -> dict[int, Tensor]:
+    def _prefill(
+        self, new: Mapping[int, Sequence[int]], counts: dict[int, int], prefill: str, scored: Collection[int]
+    ) -> dict[int, Tensor]:
         """A pass by a plan."""
         cached = sum(map(self.tables.length, counts))
         variant = self._choose(prefill, sum(counts.values()), cached)
         self.tables.add(counts)
         self.variant = variant
-        batch = BatchLayout(self.tables, new, self.cp.rank, self.device)
+        batch = BatchLayout(self.tables, new, self.cp.rank, self.device, scored)
         attend = CacheAttention(batch, self.cache, self._groups[variant])
         angles = self._model.angles(batch.positions, batch.longest)
         logits = self._model(attend, batch.tokens, batch.positions, angles, batch.wanted)
         rows = logits[:, : self.vocabulary].float()
+        first = len(batch.last)
+        for sequence, positions in batch.scored.items():
+            self.scored[sequence] = positions, rows[first : first + len(positions)]
+            first += len(positions)
         return {sequence: rows[i] for i, sequence in enumerate(batch.last)}
 
     def _decode(self, new: Mapping[int, Sequence[int]], counts: dict[int, int]) -> dict[int, Tensor]:
@@ -194,21 +212,26 @@ class Session:
             self._steps[attend.size] = DecodeStep(self.model, self._layers, attend, rotary)
         return self._steps[attend.size]
 
-    def share(self, values: Mapping[int, Sequence[float]], width: int = 1) -> dict[int, list[float]]:
+    def share(
+        self, values: Mapping[int, Sequence[float]], width: int = 1, of: Sequence[int] | None = None
+    ) -> dict[int, list[float]]:
         """Sends the results of the owners of the last pass's logits to every rank.
 
         Args:
             values: for each sequence whose logits this rank has, `width` numbers. Integers below 2^53 stay exact.
+                Numbers of several ranks are added.
+            of: the sequences; default: all of the last pass.
 
         Returns:
-            The numbers of all sequences of the last pass.
+            The numbers of these sequences.
         """
+        sequences = self._sequences if of is None else of
         if self.cp.n == 1:
-            return {sequence: [*map(float, values.get(sequence, [0.0] * width))] for sequence in self._sequences}
-        row = {sequence: i for i, sequence in enumerate(self._sequences)}
+            return {sequence: [*map(float, values.get(sequence, [0.0] * width))] for sequence in sequences}
+        row = {sequence: i for i, sequence in enumerate(sequences)}
         numbers = torch.zeros(len(row), width, dtype=torch.float64)
-        for sequence, of in values.items():
-            numbers[row[sequence]] = torch.tensor(of, dtype=torch.float64)
+        for sequence, given in values.items():
+            numbers[row[sequence]] = torch.tensor(given, dtype=torch.float64)
         numbers = numbers.to(self.device)
         dist.all_reduce(numbers, group=self.cp.group)
         return dict(zip(row, numbers.tolist(), strict=True))

@@ -12,13 +12,17 @@ class TextStream:
         decode: converts tokens to text.
         stop: strings that end the text; they are not part of it.
         prompt: the last tokens of the prompt; some tokenizers decode the first token of a text differently.
+        free: the number of first tokens in whose text no stop string is looked for.
 
     Attributes:
         stopped: whether a stop string was generated.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str], prompt: Sequence[int]) -> None:
+    def __init__(
+        self, decode: Callable[[list[int]], str], stop: Sequence[str], prompt: Sequence[int], free: int = 0
+    ) -> None:
         self._decode = decode
+        self._free = free
         self._stop = [text for text in stop if text]
         self._tokens = [*prompt[-8:]]
         self._shown = len(decode(self._tokens))
@@ -30,6 +34,7 @@ class TextStream:
         """The text that has become final with one more token."""
         self._tokens.append(token)
         self._new += 1
+        self._free -= 1
         text = self._decode(self._tokens)
         certain = text.rstrip(_BROKEN)
         found = certain[self._shown :]
@@ -38,7 +43,7 @@ class TextStream:
             # Later decodes need only the tokens since here, and these before them.
             self._tokens, self._new = self._tokens[-self._new :], 0
             self._shown = len(self._decode(self._tokens))
-        return self._before_stop(found)
+        return found if self._free >= 0 else self._before_stop(found)
 
     def finish(self) -> str:
         """The rest: a possible start of a stop string, and bytes that are not a character, as U+FFFD."""
@@ -53,12 +58,12 @@ class TextStream:
         if places := [text.index(stop) for stop in self._stop if stop in text]:
             self.stopped, self._held = True, ""
             return text[: min(places)]
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The length of the longest end of `text` that is a start of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)

@@ -3,10 +3,14 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.context_parallel.errors import UsageError
+
+from .token_bytes import pieces_of
 
 
 class Tokenizer(Protocol):
@@ -16,20 +20,31 @@ class Tokenizer(Protocol):
         ends: tokens that end a text.
         has_chat: whether there is a chat template.
         longest: the number of characters of the longest token.
+        pieces: the bytes that each token adds to a text; b"" for special tokens.
     """
 
     ends: frozenset[int]
     has_chat: bool
     longest: int
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt, including special tokens that the model expects before it."""
+    @property
+    def pieces(self) -> Sequence[bytes]: ...
+
+    def encode(self, text: str, special: bool | None = None) -> list[int]:
+        """The tokens of a prompt, including special tokens that the model expects before it.
+
+        `special` says whether to include them, if the tokenizer has any.
+        """
 
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens, without special ones; bytes that are not a character become U+FFFD."""
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The tokens of a conversation, up to the start of the answer; messages have `role` and `content`.
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """The tokens of a conversation, up to the start of the answer.
+
+        Args:
+            messages: each has a `role` and `content`, and may have `tool_calls` or a `tool_call_id`.
+            options: variables of the template, such as `tools`.
 
         Raises:
             UsageError: there is no chat template, or it rejects the messages.
@@ -48,14 +63,15 @@ class ByteTokenizer:
 
     def __init__(self, end: int) -> None:
         self.ends = frozenset([end])
+        self.pieces = [bytes([byte]) for byte in range(256)]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool | None = None) -> list[int]:
         return list(text.encode())
 
     def decode(self, tokens: list[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         raise _no_chat("a byte-level tokenizer")
 
 
@@ -71,13 +87,25 @@ class SentencePieceTokenizer:
         self.longest = max(map(len, self._model.id_to_piece([*range(self._model.vocab_size())])))
         self.ends = frozenset() if end is None else frozenset([end])
 
-    def encode(self, text: str) -> list[int]:
+    @cached_property
+    def pieces(self) -> list[bytes]:
+        return [self._piece(token) for token in range(self._model.vocab_size())]
+
+    def _piece(self, token: int) -> bytes:
+        text = self._model.id_to_piece(token)
+        if self._model.is_byte(token):
+            return bytes.fromhex(text[3:5])
+        if self._model.is_control(token) or self._model.is_unknown(token) or self._model.is_unused(token):
+            return b""
+        return text.replace("\u2581", " ").encode()
+
+    def encode(self, text: str, special: bool | None = None) -> list[int]:
         return self._model.encode(text)
 
     def decode(self, tokens: list[int]) -> str:
         return self._model.decode(tokens)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         raise _no_chat("a SentencePiece tokenizer")
 
 
@@ -88,6 +116,9 @@ class HuggingFaceTokenizer:
         folder: a folder with tokenizer.json.
         special: whether a prompt gets the special tokens that the folder configures, such as Llama's BOS.
 
+    Attributes:
+        of_transformers: the tokenizer of transformers.
+
     Raises:
         UsageError: the folder has no readable tokenizer.
     """
@@ -97,29 +128,38 @@ class HuggingFaceTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            self.longest = max(map(len, self._tokenizer.get_vocab()))
+            self.of_transformers: Any = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
+            self.longest = max(map(len, self.of_transformers.get_vocab()))
         except BaseException as error:
             why = _reason(error)
             raise UsageError(f"{folder}: its tokenizer cannot be read ({why}); copy tokenizer.json there") from error
         self._folder, self._special = folder, special
-        self.has_chat = bool(self._tokenizer.chat_template)
-        self.ends = frozenset(_end_tokens(Path(folder)) or [self._tokenizer.eos_token_id]) - {None}
+        self.has_chat = bool(self.of_transformers.chat_template)
+        self.ends = frozenset(_end_tokens(Path(folder)) or [self.of_transformers.eos_token_id]) - {None}
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=self._special)
+    def encode(self, text: str, special: bool | None = None) -> list[int]:
+        return self.of_transformers.encode(text, add_special_tokens=self._special if special is None else special)
 
     def decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.of_transformers.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    @cached_property
+    def pieces(self) -> list[bytes]:
+        return pieces_of(self.of_transformers)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         if not self.has_chat:
             raise _no_chat(self._folder)
+        apply = self.of_transformers.apply_chat_template
+        if taken := [name for name in options if name in signature(apply).parameters and name != "tools"]:
+            raise UsageError(f"chat_template_kwargs: {taken[0]!r} is no variable of a template; leave it out")
         try:
-            text = self._tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=True)
+            text = apply([*messages], tokenize=False, add_generation_prompt=True, **options)
         except Exception as error:  # a template can raise anything
             raise UsageError(f"messages: the chat template rejects them ({_reason(error)})") from None
-        return self._tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
+        return self.of_transformers.encode(text, add_special_tokens=False)  # the template wrote them
 
 
 def _reason(error: BaseException) -> str:

@@ -25,16 +25,18 @@ from megatron.context_parallel.inference.engine import RequestOutput
 
 from .handoff import Tickets
 from .hosts import check_host
-from .protocol import Body, Chat, Completion, Refused, check_model
+from .protocol import AnyBody, Body, Chat, Completion, Detokenize, Refused, Tokenize, check_model
 from .reader import Reader, reader_of
 from .reply import Chats, Completions, Texts
 from .requests import requests_of
+from .token_texts import TokenTexts
 from .worker import Worker
 
 log = logging.getLogger(__name__)
 Answer = Callable[[HttpRequest], Awaitable[Response]]
 _CLIENT_GONE = 499  # only for the log
 _SHOWN = 200  # maximum characters of client input in a log line
+_TRACE = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")  # W3C's traceparent
 _BODIES = 16  # maximum bodies of the largest size in memory
 
 
@@ -72,6 +74,7 @@ class Service:
     ) -> None:
         self.worker, self.settings, self.readers, self.tickets = worker, settings, readers, tickets
         self.started = int(time.time())
+        self.token_texts = TokenTexts(worker.loop.engine.tokenizer.pieces)
         self._held = 0
 
     def app(self) -> ASGIApp:
@@ -79,6 +82,8 @@ class Service:
         routes = [
             Route("/v1/completions", self._at_our_name(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", self._at_our_name(self.chat), methods=["POST"]),
+            Route("/tokenize", self._at_our_name(self.tokenize), methods=["POST"]),
+            Route("/detokenize", self._at_our_name(self.detokenize), methods=["POST"]),
             Route("/v1/models", self._at_our_name(self.models)),
             Route("/v1/models/{name:path}", self._at_our_name(self.models)),
             Route("/health", self._at_our_name(self.health)),
@@ -145,14 +150,15 @@ class Service:
 
     async def _answer(self, request: HttpRequest, kind: type[Body], reply: type, prefix: str) -> Response:
         key = self._key(request)
-        _check_content_type(request.headers.get("content-type", ""))
-        async with self._body(request) as data:
-            body, prompts = await reader_of(self.readers, data).read(kind, data)
+        body, prompts = await self._read(request, kind)
+        assert isinstance(body, Body)
         engine = self.worker.loop.engine
         name = f"{prefix}-{uuid.uuid4().hex}"
         requests = await run_in_threadpool(requests_of, body, prompts, name, key, engine, self.settings.new_tokens)
         logprobs = body.logprobs_returned is not None
-        texts = reply(name, self.settings.model, requests, body.n or 1, logprobs, engine.tokenizer.decode)
+        calls = body.call_reader() if isinstance(body, Chat) else None
+        model, decode = self.settings.model, engine.tokenizer.decode
+        texts = reply(name, model, requests, body.n or 1, logprobs, decode, self.token_texts, body.echoes, calls)
         request.state.texts = texts
         arriving = asyncio.Queue[RequestOutput]()
         loop = asyncio.get_running_loop()
@@ -161,6 +167,31 @@ class Service:
             chunks = self._stream(texts, arriving, body.streams_usage)
             return StreamingResponse(chunks, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         return await self._whole(request, texts, arriving)
+
+    async def tokenize(self, request: HttpRequest) -> Response:
+        """The tokens of a prompt or of messages, as with vLLM."""
+        self._key(request)
+        body, (tokens,) = await self._read(request, Tokenize)
+        assert isinstance(body, Tokenize)
+        texts = [self.token_texts.text(token) for token in tokens] if body.return_token_strs else None
+        length = self.worker.loop.engine.length
+        return JSONResponse({"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts})
+
+    async def detokenize(self, request: HttpRequest) -> Response:
+        """The text of tokens, as with vLLM."""
+        self._key(request)
+        _, (tokens,) = await self._read(request, Detokenize)
+        vocabulary = self.worker.loop.engine.cache.vocabulary
+        if wrong := [token for token in tokens if token >= vocabulary]:
+            why = f"tokens: token {wrong[0]}; the vocabulary is 0 to {vocabulary - 1}"
+            raise Refused(400, why, param="tokens")
+        text = await run_in_threadpool(self.worker.loop.engine.tokenizer.decode, tokens)
+        return JSONResponse({"prompt": text})
+
+    async def _read(self, request: HttpRequest, kind: type[AnyBody]) -> tuple[AnyBody, list[list[int]]]:
+        _check_content_type(request.headers.get("content-type", ""))
+        async with self._body(request) as data:
+            return await reader_of(self.readers, data).read(kind, data)
 
     async def _whole(self, request: HttpRequest, texts: Texts, arriving: asyncio.Queue[RequestOutput]) -> Response:
         """The answer when all texts are complete. If the client disconnects before, they are cancelled."""
@@ -285,7 +316,8 @@ class Logged:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        headers = {key: value.decode("latin-1") for key, value in scope["headers"]}
+        given = headers.get(b"x-request-id", "")
         name = given if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII) else uuid.uuid4().hex
         started = time.monotonic()
         status = 0
@@ -308,6 +340,8 @@ class Logged:
                 "status": status,
                 "seconds": round(time.monotonic() - started, 4),
             }
+            if trace := _TRACE.fullmatch(headers.get(b"traceparent", "")):
+                line |= {"trace_id": trace[1], "parent_id": trace[2]}
             if texts:
                 line |= {"id": texts.name, **texts.usage, "complete": not texts.unfinished}
             log.info(json.dumps(line))

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from megatron.context_parallel.inference.tokenizer import Tokenizer
 
-from .protocol import Body, Limits, Refused, read
+from .protocol import AnyBody, Limits, Refused, read
 
 _SHORT = 1 << 16  # maximum bytes of a short body, which never waits for a longer one
 _BYTES_A_SECOND = 1 << 18  # far below the speed of tokenizers
@@ -40,7 +40,7 @@ class Reader:
         self._thread = ThreadPoolExecutor(1, "reader")
         self._start()
 
-    async def read(self, kind: type[Body], data: bytes) -> tuple[Body, list[list[int]]]:
+    async def read(self, kind: type[AnyBody], data: bytes) -> tuple[AnyBody, list[list[int]]]:
         """A request without its prompts, and the tokens of the prompts. It does not block the event loop.
 
         Raises:
@@ -62,7 +62,7 @@ class Reader:
         theirs.close()
         self._ready = False
 
-    def _read(self, kind: type[Body], data: bytes) -> tuple[Body, list[list[int]]]:
+    def _read(self, kind: type[AnyBody], data: bytes) -> tuple[AnyBody, list[list[int]]]:
         seconds = _SECONDS + len(data) // _BYTES_A_SECOND
         try:
             if not self._ready:
@@ -152,7 +152,7 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory if most == resource.RLIM_INFINITY else min(memory, most), most))
 
 
-def _read_within(kind: type[Body], data: bytes, seconds: float, tokenizer: Tokenizer, limits: Limits) -> object:
+def _read_within(kind: type[AnyBody], data: bytes, seconds: float, tokenizer: Tokenizer, limits: Limits) -> object:
     """The result or error of `read`. Linux kills this fork when its CPU time is used up."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:

@@ -1,5 +1,6 @@
-"""The answers to clients: texts with log-probabilities and counts, whole or in chunks."""
+"""The answers to clients: texts with log-probabilities, calls of tools and counts, whole or in chunks."""
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +9,11 @@ from typing import Any
 from megatron.context_parallel.inference.engine import Request, RequestOutput
 from megatron.context_parallel.inference.sampling import Token
 
+from .token_texts import Offsets, TokenTexts
+from .tool_calls import Call, CallReader
+
 Decode = Callable[[list[int]], str]
+_LEAST = -9999.0  # instead of minus infinity, which JSON does not have
 
 
 @dataclass
@@ -21,6 +26,10 @@ class Texts:
         requests: the engine's requests, one for each text.
         n: texts per prompt.
         logprobs: whether log-probabilities are included.
+        decode: makes text of tokens.
+        token_texts: makes text of single tokens.
+        echo: whether texts begin with their prompts.
+        calls: finds calls of tools; None: there are no tools.
     """
 
     name: str
@@ -29,6 +38,9 @@ class Texts:
     n: int
     logprobs: bool
     decode: Decode
+    token_texts: TokenTexts
+    echo: bool = False
+    calls: CallReader | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     reused: int = 0
     generated: int = 0
@@ -36,7 +48,8 @@ class Texts:
     def __post_init__(self) -> None:
         self.index = {request.name: i for i, request in enumerate(self.requests)}
         self.outputs: list[list[RequestOutput]] = [[] for _ in self.requests]
-        self.offsets = [0] * len(self.requests)
+        self.offsets = [Offsets() for _ in self.requests]
+        self.readers = [copy.copy(self.calls) for _ in self.requests]
 
     def add(self, output: RequestOutput) -> int:
         """Record an output. Returns the text that it belongs to."""
@@ -105,30 +118,31 @@ class Completions(Texts):
         return self._envelope("text_completion", [], usage=self.usage)
 
     def _choice(self, i: int, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        text = "".join([output.text for output in outputs])
+        echoed = self.echo and outputs[0].first
         return {
             "index": i,
-            "text": "".join(output.text for output in outputs),
-            "logprobs": self._logprobs(i, [token for output in outputs for token in output.tokens]),
+            "text": self.decode([*self.requests[i].tokens]) + text if echoed else text,
+            "logprobs": self._logprobs(i, outputs, echoed),
             "finish_reason": outputs[-1].finish or None,
         }
 
-    def _logprobs(self, i: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
+    def _logprobs(self, i: int, outputs: Sequence[RequestOutput], echoed: bool) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
-        texts = [self.decode([token.id]) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(self.offsets[i])
-            self.offsets[i] += len(text)
+        tokens: list[Token | None] = [None] if echoed else []  # nothing predicts the first token of a prompt
+        for output in outputs:
+            tokens += [*output.prompt, *output.tokens]
+        ids = [token.id if token else self.requests[i].tokens[0] for token in tokens]
         return {
-            "tokens": texts,
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [self._top(token) for token in tokens],
-            "text_offset": offsets,
+            "tokens": [self.token_texts.text(token) for token in ids],
+            "token_logprobs": [max(token.logprob, _LEAST) if token else None for token in tokens],
+            "top_logprobs": [self._top(token) if token else None for token in tokens],
+            "text_offset": [self.offsets[i].of(self.token_texts.piece(token)) for token in ids],
         }
 
     def _top(self, token: Token) -> dict[str, float]:
-        return {self.decode([other]): logprob for other, logprob in token.top or [(token.id, token.logprob)]}
+        return self.token_texts.by_text(token.top or [(token.id, max(token.logprob, _LEAST))])
 
 
 class Chats(Texts):
@@ -142,20 +156,44 @@ class Chats(Texts):
         return [self._chunk(i, {"role": "assistant", "content": ""}) for i in range(len(self.requests))]
 
     def chunk(self, i: int, output: RequestOutput) -> dict[str, Any]:
-        delta = {"content": output.text} if output.text or not output.finish else {}
-        return self._chunk(i, delta, self._logprobs(output.tokens), output.finish or None)
+        logprobs, finish = self._logprobs(output.tokens), output.finish
+        if reader := self.readers[i]:
+            text, calls = reader.push(output.text), list[Call]()
+            if finish:
+                rest, calls = reader.finish()
+                text += rest
+            finish = self._finish(finish, calls)
+            delta: dict[str, Any] = {"content": text} if text or not finish else {}
+            if calls:
+                delta["tool_calls"] = [call.plain(index) for index, call in enumerate(calls)]
+        else:
+            delta = {"content": output.text} if output.text or not finish else {}
+        return self._chunk(i, delta, logprobs, finish or None)
 
     def last(self) -> dict[str, Any]:
         return self._envelope("chat.completion.chunk", [], usage=self.usage)
 
     def _choice(self, i: int, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        text = "".join(output.text for output in outputs)
+        text = "".join([output.text for output in outputs])
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        finish = outputs[-1].finish
+        if reader := self.readers[i]:
+            content = reader.push(text)
+            rest, calls = reader.finish()
+            finish = self._finish(finish, calls)
+            if calls:
+                message |= {"content": content + rest or None, "tool_calls": [call.plain() for call in calls]}
         return {
             "index": i,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs([token for output in outputs for token in output.tokens]),
-            "finish_reason": outputs[-1].finish,
+            "finish_reason": finish,
         }
+
+    def _finish(self, finish: str, calls: Sequence[Call]) -> str:
+        """How a text with calls has ended. A tool that the client named is no reason of the model, as with OpenAI."""
+        demanded = self.calls is not None and self.calls.forced is not None
+        return "tool_calls" if calls and finish == "stop" and not demanded else finish
 
     def _chunk(self, i: int, delta: dict, logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
         choice = {"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
@@ -170,5 +208,9 @@ class Chats(Texts):
         return [self._one(other, logprob) for other, logprob in token.top]
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+        piece = self.token_texts.piece(token)
+        return {
+            "token": self.token_texts.text(token),
+            "logprob": max(logprob, _LEAST),
+            "bytes": [*piece] if piece else None,
+        }

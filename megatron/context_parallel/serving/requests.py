@@ -7,6 +7,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.inference.engine import Engine, Request
+from megatron.context_parallel.inference.rules import Rules
 
 from .protocol import Body, Refused
 
@@ -33,19 +34,35 @@ def requests_of(
     if body.kv_transfer_params:
         _check_handoff(body, prompts, engine)
         handoff = secrets.token_hex(16)
+    rules = Rules() if handoff else _rules(body, engine)
+    scored = body.echoes and body.logprobs_returned is not None
     found = list[Request]()
     seed = secrets.randbits(62) if body.seed is None else body.seed
     for tokens in prompts:
-        wanted = body.new_tokens or max(1, min(new, engine.length - len(tokens)))
+        wanted = max(1, min(new, engine.length - len(tokens))) if body.new_tokens is None else body.new_tokens
         params = _params(body, 1 if handoff else wanted)
         try:
             engine.check(tokens, params.num_tokens_to_generate)
         except UsageError as error:
             raise Refused(400, str(error), param="prompt", code="context_length_exceeded") from None
+        if rules.min_tokens > wanted:
+            why = f"min_tokens: {rules.min_tokens} is above max_tokens {wanted}; give at most that"
+            raise Refused(400, why, param="min_tokens")
         for _ in range(body.n or 1):
-            found.append(Request(f"{name}-{len(found)}", tokens, params, seed + len(found), key, handoff))
-    _check_logprobs(body, sum(request.params.num_tokens_to_generate for request in found))
+            number = len(found)
+            found.append(Request(f"{name}-{number}", tokens, params, seed + number, key, handoff, rules, scored))
+    told = sum(request.params.num_tokens_to_generate + scored * len(request.tokens) for request in found)
+    _check_logprobs(body, told)
     return found
+
+
+def _rules(body: Body, engine: Engine) -> Rules:
+    rules = body.rules
+    vocabulary = engine.cache.vocabulary
+    if wrong := [token for token, _ in rules.logit_bias if token >= vocabulary]:
+        why = f"logit_bias: token {wrong[0]}; the vocabulary is 0 to {vocabulary - 1}"
+        raise Refused(400, why, param="logit_bias")
+    return rules
 
 
 def _check_handoff(body: Body, prompts: Sequence[list[int]], engine: Engine) -> None:
@@ -60,7 +77,7 @@ def _check_handoff(body: Body, prompts: Sequence[list[int]], engine: Engine) -> 
 def _check_logprobs(body: Body, new: int) -> None:
     told = 0 if body.logprobs_returned is None else 1 + body.logprobs_returned
     if told * new > _MOST_LOGPROBS:
-        why = f"logprobs: {told} for each of {new} new tokens; request fewer texts or tokens, at most {_MOST_LOGPROBS}"
+        why = f"logprobs: {told} for each of {new} tokens; request fewer texts or tokens, at most {_MOST_LOGPROBS}"
         raise Refused(400, f"{why} log-probabilities in total", param="logprobs")
 
 

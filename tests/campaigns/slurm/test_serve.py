@@ -27,7 +27,7 @@ def test_a_server_over_two_nodes_answers_and_ends(slurm, trained):
     flags = ["--load", trained, "--host", "0.0.0.0", "--port", "5000", "--cache-tokens", "512"]
     script = [str(ROOT / "examples/slurm/serve.sbatch"), *flags]
     job.took(slurm.run("sbatch", *job.options(), *script, RANKS_PER_NODE="2", GLOO_SOCKET_IFNAME="fast0"))
-    job.wait(lambda: "serving byte-model at" in job.text())
+    job.wait(lambda: "listening at" in job.text())
     assert "ranks meet at 10.78.0." in job.text()
     first = slurm.run("scontrol", "show", "hostnames", job.show("NodeList")).split()[0]
     url = f"http://{first}:5000"

@@ -1,0 +1,66 @@
+"""Changes logits by the rules of a request, before the next token of its text is chosen."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .faults import GrammarFault
+from .rules import Rules
+
+
+@dataclass(frozen=True)
+class TextSoFar:
+    """What the rules look at.
+
+    Attributes:
+        prompt, text: the tokens of the prompt, and of the text so far.
+        ends: the end tokens.
+        allowed: bool [vocabulary], what the grammar allows next, or why it cannot say; None: everything.
+    """
+
+    prompt: Sequence[int]
+    text: Sequence[int]
+    ends: frozenset[int]
+    allowed: Tensor | GrammarFault | None = None
+
+
+def change_logits(logits: Tensor, rules: Rules, so_far: TextSoFar) -> Tensor:
+    """The logits from which the next token is chosen, in the order of vLLM: masks, bias, penalties.
+
+    Args:
+        logits: float64 [vocabulary].
+
+    Raises:
+        GrammarFault: no token is left.
+    """
+    logits = logits.clone()
+    allowed = so_far.allowed
+    if isinstance(allowed, GrammarFault):
+        raise allowed
+    if allowed is not None:
+        logits.masked_fill_(~allowed.to(logits.device), -math.inf)
+    if len(so_far.text) < rules.min_tokens:
+        without = logits.clone()
+        without[_indices(so_far.ends, logits)] = -math.inf
+        if allowed is None or (without > -math.inf).any():  # a text that is complete may always end
+            logits = without
+    if rules.logit_bias:
+        tokens, bias = zip(*rules.logit_bias, strict=True)
+        logits[_indices(tokens, logits)] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
+    if rules.repetition_penalty != 1.0:
+        said = _indices({*so_far.prompt, *so_far.text}, logits)
+        old = logits[said]
+        logits[said] = torch.where(old > 0, old / rules.repetition_penalty, old * rules.repetition_penalty)
+    if rules.presence_penalty or rules.frequency_penalty:
+        counts = torch.bincount(_indices(so_far.text, logits), minlength=len(logits)).to(logits.dtype)
+        logits -= rules.frequency_penalty * counts + rules.presence_penalty * (counts > 0)
+    if not (logits != -math.inf).any():
+        raise GrammarFault
+    return logits
+
+
+def _indices(tokens: Sequence[int] | set[int] | frozenset[int], like: Tensor) -> Tensor:
+    return torch.tensor(sorted(tokens) if isinstance(tokens, set | frozenset) else [*tokens], device=like.device).long()

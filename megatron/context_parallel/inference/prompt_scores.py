@@ -1,0 +1,59 @@
+"""The log-probabilities of a prompt's own tokens."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .sampling import Token
+
+ROWS = 64  # rows of float64 logits at once
+
+
+class SharesNumbers(Protocol):
+    """What is needed of a session."""
+
+    scored: dict[int, tuple[list[int], Tensor]]
+
+    def share(
+        self, values: Mapping[int, Sequence[float]], width: int = 1, of: Sequence[int] | None = None
+    ) -> dict[int, list[float]]: ...
+
+
+def score_prompt(
+    session: SharesNumbers, sequence: int, prompt: Sequence[int], start: int, stop: int, top: int
+) -> list[Token]:
+    """The tokens of a prompt that follow its positions from `start` to `stop`, which the last pass has computed.
+
+    Each rank has the logits of some positions. Every rank calls it, and gets all of them.
+
+    Args:
+        session: the session of the pass.
+        sequence: its number, one of those that were scored.
+        prompt: its tokens.
+        start, stop: positions; the position after the last one is in the prompt.
+        top: the length of `Token.top`.
+    """
+    width = 1 + 2 * top
+    numbers = torch.zeros(stop - start, width, dtype=torch.float64)
+    positions, logits = session.scored.get(sequence, ([], torch.empty(0)))
+    wanted = [row for row, position in enumerate(positions) if start <= position < stop]
+    for first in range(0, len(wanted), ROWS):
+        rows = wanted[first : first + ROWS]
+        logprobs = logits[rows].double().log_softmax(-1)
+        next_tokens = torch.tensor([prompt[positions[row] + 1] for row in rows], device=logprobs.device)
+        values, tokens = logprobs.topk(min(top, logprobs.shape[-1]))
+        places = [positions[row] - start for row in rows]
+        numbers[places, 0] = logprobs.gather(-1, next_tokens.unsqueeze(-1)).squeeze(-1).cpu()
+        numbers[places, 1:] = -1.0
+        numbers[places, 1 : 1 + tokens.shape[-1]] = tokens.double().cpu()
+        numbers[places, 1 + top : 1 + top + tokens.shape[-1]] = values.cpu()
+    shared = session.share({sequence: numbers.flatten().tolist()}, numbers.numel(), of=[sequence])[sequence]
+    found = []
+    for i, (logprob, *pairs) in enumerate(torch.tensor(shared, dtype=torch.float64).view(-1, width).tolist()):
+        likeliest = zip(pairs[:top], pairs[top:], strict=True)
+        kept = [(int(token), value) for token, value in likeliest if token >= 0 and value > -math.inf]
+        found.append(Token(prompt[start + i + 1], logprob, tuple(kept)))
+    return found
