@@ -33,6 +33,9 @@ class PlainSession:
     def room(self) -> int:
         return self.cache_tokens - sum(map(len, self.sequences.values()))
 
+    def can_copy(self) -> bool:
+        return True
+
     @torch.no_grad()
     def forward(self, new: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
         self.steps.append({sequence: len(tokens) for sequence, tokens in new.items()})
