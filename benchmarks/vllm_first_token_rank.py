@@ -11,8 +11,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PORT = 5000
+CHUNK = 2048  # prompt tokens of a step; short chunks of a long prompt exchange the cached keys often
 SECONDS = 300  # for the server to start
-VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 VLLM["VLLM_CPU_OMP_THREADS_BIND"] = "0"  # one thread, as each rank has
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -28,7 +29,7 @@ def serve(job: dict) -> None:
     """A rank of the server, until there are results."""
     words = [sys.executable, str(ROOT / "tools/run_text_generation_server.py"), "--load", job["model"]]
     words += ["--host", os.environ["MASTER_ADDR"], "--port", str(PORT), "--handoff-host", address()]
-    words += ["--cache-tokens", str(3 * job["tokens"][-1])]
+    words += ["--cache-tokens", str(3 * job["tokens"][-1]), "--inference-dynamic-batching-max-tokens", str(CHUNK)]
     server = subprocess.Popen(words, env={**os.environ, "WORLD_SIZE": str(job["ranks"]), "PYTHONPATH": str(ROOT)})
     while not Path(job["results"]).exists():
         if server.poll() is not None:
