@@ -13,6 +13,10 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+from megatron.context_parallel.integration.vllm import connector
 
 from .decode import counts, decode, difference, equal_tokens, start
 from .relay import FIELD, MIDDLE, Hang, cut, damage, through
@@ -79,9 +83,30 @@ def recomputed(llm: object, what: str, text: dict, params: dict, failures: int) 
     check(f"{what}: within 20 s", seconds < 20, True)
 
 
+def refused_settings(llm: object) -> None:
+    """What ends the start of vLLM with a line: a release that was not tested, and rows that no rank has."""
+    config = llm.llm_engine.vllm_config
+    one, two = (SimpleNamespace(kv_cache_groups=["full attention"] * n) for n in (1, 2))
+    connector._check(config, one)
+    check("two kinds of attention", refusal(config, two), "all layers must have full attention")
+    with patch.object(connector, "CHECKED", ("0.1.0",)):
+        check("another release", refusal(config, one), "vLLM 0.32.0 was not tested; use 0.1.0")
+    with patch.object(config.parallel_config, "decode_context_parallel_size", 2):
+        check("a cache of several ranks", refusal(config, one), "decode_context_parallel_size: give 1")
+
+
+def refusal(config: object, caches: object) -> str:
+    try:
+        connector._check(config, caches)
+    except ValueError as error:
+        return str(error).removeprefix("ContextParallelConnector: ")
+    return ""
+
+
 def main(folder: Path, port: int, short: int, torchrun: int) -> None:
     text = json.loads((folder / "texts.json").read_text())[-1]
     llm = start(folder / "model", 1, 32, silence=3, max_num_batched_tokens=64, max_num_seqs=16)
+    refused_settings(llm)
     for what, (spoil, failures) in CASES.items():
         recomputed(llm, what, text, spoil(ticket(port, text["prompt"])), failures)
     recomputed(llm, "its lease is over", text, late(ticket(short, text["prompt"])), 1)
