@@ -22,6 +22,7 @@ trap end_all EXIT
 serve() { # NAME RANKS [flags]: a server, whose port is then in $port
     local name=$1 ranks=$2
     shift 2
+    : >"$work/server-$name.log" # the server below may be slower than the first look into it
     .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
         tools/run_text_generation_server.py --load "$work/model" --port 0 --handoff-host 127.0.0.1 \
         --cache-tokens 8192 "$@" >"$work/server-$name.log" 2>&1 &
