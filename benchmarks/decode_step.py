@@ -178,6 +178,9 @@ class Full:
     def room(self) -> int:
         return self.space
 
+    def can_copy(self) -> bool:
+        return True
+
     def forward(self, new: dict, prefill=None, scored=()) -> dict:
         return {1: torch.zeros(VOCABULARY)}
 

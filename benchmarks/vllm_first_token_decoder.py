@@ -7,26 +7,30 @@ import time
 from pathlib import Path
 from random import Random
 
-from tests.vllm.decode import counts, decode, difference, start, ticket_of
+from tests.vllm.decode import counts, decode, difference, start
+from tests.vllm.servers import ticket
 
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
-    model = Path(job["model"])
-    llm = start(model.parent, 1, 128, model.name, length=2 * job["tokens"], silence=60)
+    host, port = os.environ["PREFILL"].split(":")
+    llm = start(Path(job["model"]), 1, 128, silence=60, max_model_len=2 * job["tokens"][-1])
     draw = Random(1)
+
+    def time_first_token(tokens: int, prefilled: bool) -> float:
+        prompt = draw.choices(range(3, 259), k=tokens)
+        before, begin = counts(llm), time.perf_counter()
+        decode(llm, [prompt], [ticket(int(port), prompt, host) if prefilled else None], 1)
+        seconds = time.perf_counter() - begin
+        fetched = difference(counts(llm), before).get("external_kv_transfer", 0)
+        assert fetched == tokens * prefilled, fetched
+        return seconds
+
     found = {"alone": [], "prefilled": []}
-    for _ in range(job["rounds"] + 1):
-        for kind, seconds in found.items():
-            prompt = draw.choices(range(3, 259), k=job["tokens"])
-            before, begin = counts(llm), time.perf_counter()
-            params = ticket_of(os.environ["PREFILL"], prompt) if kind == "prefilled" else None
-            decode(llm, [prompt], [params], 1)
-            seconds.append(time.perf_counter() - begin)
-            fetched = difference(counts(llm), before).get("external_kv_transfer", 0)
-            assert fetched == (job["tokens"] if kind == "prefilled" else 0), fetched
-    for seconds in found.values():
-        del seconds[0]  # the first round warms up
+    for tokens in job["tokens"]:
+        for kind, times in found.items():
+            time_first_token(tokens, kind == "prefilled")  # warms up
+            times.append([time_first_token(tokens, kind == "prefilled") for _ in range(job["rounds"])])
     Path(job["results"]).write_text(json.dumps(found))
 
 

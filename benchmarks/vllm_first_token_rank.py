@@ -11,8 +11,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PORT = 5000
+CHUNK = 2048  # prompt tokens of a step; short chunks of a long prompt exchange the cached keys often
 SECONDS = 300  # for the server to start
-VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+VLLM["VLLM_CPU_OMP_THREADS_BIND"] = "0"  # one thread, as each rank has
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -27,7 +29,7 @@ def serve(job: dict) -> None:
     """A rank of the server, until there are results."""
     words = [sys.executable, str(ROOT / "tools/run_text_generation_server.py"), "--load", job["model"]]
     words += ["--host", os.environ["MASTER_ADDR"], "--port", str(PORT), "--handoff-host", address()]
-    words += ["--cache-tokens", str(3 * job["tokens"])]
+    words += ["--cache-tokens", str(3 * job["tokens"][-1]), "--inference-dynamic-batching-max-tokens", str(CHUNK)]
     server = subprocess.Popen(words, env={**os.environ, "WORLD_SIZE": str(job["ranks"]), "PYTHONPATH": str(ROOT)})
     while not Path(job["results"]).exists():
         if server.poll() is not None:
@@ -39,22 +41,22 @@ def serve(job: dict) -> None:
 
 def decode(job: dict, job_file: str) -> None:
     """vLLM in its environment."""
-    url = f"http://{os.environ['MASTER_ADDR']}:{PORT}"
+    server = f"{os.environ['MASTER_ADDR']}:{PORT}"
     end = time.monotonic() + SECONDS
-    while not ready(url):
+    while not ready(server):
         if time.monotonic() > end:
             raise SystemExit("the server was not ready in time")
         time.sleep(1)
     kept = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
-    settings = {**VLLM, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "PREFILL": url}
+    settings = {**VLLM, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "PREFILL": server}
     words = [job["vllm"], "-m", "benchmarks.vllm_first_token_decoder", job_file]
     subprocess.run(words, env=kept | settings, check=True)
 
 
-def ready(url: str) -> bool:
+def ready(server: str) -> bool:
     """Whether the server takes requests."""
     try:
-        with urllib.request.urlopen(f"{url}/ready", timeout=5):
+        with urllib.request.urlopen(f"http://{server}/ready", timeout=5):
             return True
     except OSError:
         return False

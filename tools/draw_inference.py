@@ -53,6 +53,9 @@ class Cache:
     def room(self) -> int:
         return self.tables.room()
 
+    def can_copy(self) -> bool:
+        return self.tables.can_copy()
+
     def forward(self, new: Mapping[int, Sequence[int]], prefill=None, scored=()) -> dict[int, torch.Tensor]:
         step = {waiting.request.name: 0 for waiting in self.engine.waiting}
         for name, run in self.engine.running.items():

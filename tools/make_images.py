@@ -15,7 +15,7 @@ from megatron.context_parallel.plan.pictures.draw import draw, figure_of, file_n
 from megatron.context_parallel.plan.pictures.lanes import picture
 from megatron.context_parallel.strategies import parse_spec
 
-from . import draw_causal, draw_comparison, draw_documents, draw_inference, draw_layers
+from . import draw_causal, draw_comparison, draw_documents, draw_handoff, draw_inference, draw_layers
 from .compare_strategies import FILE as COMPARISON
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
@@ -33,6 +33,7 @@ IMAGES = (
 CACHE = "cache-4-ranks.png"
 CAUSAL = "causal-ring-8-ranks.png"
 DOCUMENTS = "documents-32-ranks.png"
+HANDOFF = "handoff.png"
 LAYERS = "layers.png"
 LOGO = "logo.svg"
 MOVING = "mesh-grid-3x3-9-ranks.gif"
@@ -159,6 +160,7 @@ def digests() -> dict[str, str]:
     shown = {name: picture(plan).digest for name, plan in plans().items()}
     shown |= {CACHE: str(cache()), CAUSAL: draw_causal.digest(), LAYERS: draw_layers.digest()}
     shown[DOCUMENTS] = draw_documents.digest()
+    shown[HANDOFF] = draw_handoff.digest()
     shown |= dict.fromkeys((draw_inference.STEP, draw_inference.ENGINE), draw_inference.digest())
     return shown | dict.fromkeys(draw_comparison.PICTURES, draw_comparison.digest())
 
@@ -168,6 +170,7 @@ def main() -> None:
         draw(plan, FOLDER / name)
     draw_cache(FOLDER / CACHE)
     draw_causal.draw_causal(FOLDER / CAUSAL)
+    draw_handoff.draw_handoff(FOLDER / HANDOFF)
     draw_layers.draw_layers(FOLDER / LAYERS)
     draw_documents.draw_documents(FOLDER / DOCUMENTS)
     draw_inference.draw_inference(FOLDER)

@@ -184,7 +184,8 @@ class Tables:
 
     def __init__(self, n: int, pages: int) -> None:
         self.tables = PageTables(n, pages, page=4)
-        self.room, self.open, self.free = self.tables.room, self.tables.open, self.tables.free
+        self.room, self.can_copy = self.tables.room, self.tables.can_copy
+        self.open, self.free = self.tables.open, self.tables.free
 
     def fork(self, sequence: int, tokens: int) -> int:
         return self.tables.fork(sequence, tokens)[0]
@@ -227,6 +228,20 @@ def test_what_was_admitted_always_fits(n, pages):
     while not engine.idle:
         ended += sum(bool(output.finish) for output in engine.step())
     assert most == n * pages * 4
+
+
+def test_a_prompt_is_not_forked_on_a_full_rank():
+    """One rank has no page for a copy of the last page, and the other one has space for the whole prompt."""
+    cache = Tables(2, 10)
+    engine = Engine(cache, ByteTokenizer(256), waste=8)
+    prompt = [*range(20)]
+    engine.add(request("first", prompt, 1, top_k=1))
+    engine.step()
+    cache.tables._deal(cache.open(), [28, 0])
+    assert cache.room() == 28 and not cache.can_copy()
+    engine.add(request("second", [*prompt[:17], 99], 1, top_k=1))
+    (output,) = engine.step()
+    assert output.finish == "length" and output.reused == 0
 
 
 def test_the_tokenizer_of_a_folder(llama):

@@ -1,6 +1,7 @@
 """Rows of handed sequences: all of them, once, right, and never those of another sequence."""
 
 import socket
+import struct
 import threading
 import time
 
@@ -239,10 +240,43 @@ def test_a_damaged_byte_is_found():
         assert pull.report.error and pull.first_missing() == 0, place
 
 
-def test_a_rank_that_hangs_is_given_up():
-    pull, _ = fetch(Ticket("a", 2, "", MODEL, (_rank_that(lambda connection: _parts(FRAMES[:3])),)), silence=0.3)
-    assert pull.report.error == "a rank sent nothing for 0.3 s" and pull.first_missing() == 0
+@pytest.mark.parametrize("sent", [0, 3])
+def test_a_rank_that_hangs_is_given_up(sent):
+    """It accepts, and then sends nothing, or not enough."""
+    pull, _ = fetch(Ticket("a", 2, "", MODEL, (_rank_that(lambda connection: _parts(FRAMES[:sent])),)), silence=0.2)
+    assert pull.report.error == "a rank sent nothing for 0.2 s" and pull.first_missing() == 0
     assert pull.report.seconds < 3
+
+
+def test_a_rank_that_hangs_with_the_lease_is_given_up():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = Place("127.0.0.1", silent.getsockname()[1], 0, 0, HEADS)
+        pull, _ = fetch(Ticket("a", 2, "", MODEL, (place,)), silence=0.2)
+    assert pull.report.error == "a rank sent nothing for 0.2 s" and pull.first_missing() == 0
+
+
+def test_a_decoder_that_dies():
+    """Its connections end in the middle of a transfer, and nothing is reported. The lease ends by time."""
+    rows = dense(300, 1)
+    with handing_ranks(1, seconds=0.4, pages=128) as of:
+        sequence = of.tables.open()
+        of.prefill(sequence, rows, 0, 200)
+        of.each("open", "a", 300)
+        of.each("finish_rows", "a", sequence, 200)
+        place = of.places[0]
+        hellos = {"worker": [0, 1]}, {"first": 0, "heads": [0, HEADS]}
+        connections = [socket.create_connection((place.host, place.port)) for _ in hellos]
+        for connection, fields in zip(connections, hellos, strict=True):
+            connection.sendall(wire.hello(id="a", **fields))
+            assert connection.recv(10)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # as of a dead process
+            connection.close()
+        assert not of.released
+        wait_until(lambda: of.released == [("a", True)])
+        assert not of.reports
+        of.hand_over("b", rows)
+        pull, fetched = fetch(of.ticket("b", 300))
+        assert not pull.report.error and same(fetched, rows)
 
 
 def test_rows_before_the_loss_are_used():

@@ -34,6 +34,9 @@ class PlainSession:
     def room(self) -> int:
         return self.cache_tokens - sum(map(len, self.sequences.values()))
 
+    def can_copy(self) -> bool:
+        return True
+
     @torch.no_grad()
     def forward(
         self, new: Mapping[int, Sequence[int]], prefill: str | None = None, scored: Collection[int] = ()

@@ -15,10 +15,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_si
 
 def main(folder: Path) -> None:
     model = save_llama(folder / "model", "llama3", **SIZES, max_position_embeddings=2048)
-    other = save_llama(folder / "other", "llama3", **SIZES, max_position_embeddings=2048, rms_norm_eps=1e-5)
-    del other
-    for name in ("model", "other"):
-        save_tokenizer(folder / name, chat=False)
+    save_tokenizer(folder / "model", chat=False)
     draw = torch.Generator().manual_seed(1)
     texts = []
     for length in LENGTHS:

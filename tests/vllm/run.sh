@@ -11,6 +11,7 @@ export VLLM_ENABLE_V1_MULTIPROCESSING=0
 work=$(mktemp -d)
 started=()
 end_all() {
+    (($? == 0)) || tail -n 20 "$work"/server-*.log # why a server ended, if one did
     kill "${started[@]}" 2>/dev/null || true
     wait
     rm -rf "$work"
@@ -21,16 +22,16 @@ trap end_all EXIT
 serve() { # NAME RANKS [flags]: a server, whose port is then in $port
     local name=$1 ranks=$2
     shift 2
+    : >"$work/server-$name.log" # the server below may be slower than the first look into it
     .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
         tools/run_text_generation_server.py --load "$work/model" --port 0 --handoff-host 127.0.0.1 \
-        --cache-tokens 8192 "$@" >"$work/$name.log" 2>&1 &
+        --cache-tokens 8192 "$@" >"$work/server-$name.log" 2>&1 &
     started+=($!)
     for _ in $(seq 180); do
-        port=$(sed -n 's#^listening at .*:\([0-9]*\), model .*$#\1#p' "$work/$name.log")
+        port=$(sed -n 's#^listening at .*:\([0-9]*\), model .*$#\1#p' "$work/server-$name.log")
         [[ -z $port ]] || return 0
         sleep 1
     done
-    cat "$work/$name.log"
     return 1
 }
 decode() { # NAME ...: a part of the test in vLLM's environment
@@ -43,8 +44,8 @@ decode() { # NAME ...: a part of the test in vLLM's environment
 }
 
 ports=()
-for ranks in 1 2 4; do
-    serve "ranks$ranks" "$ranks"
+for ranks in 1 2 4; do # the prompts of 300 and 700 tokens come in chunks
+    serve "ranks$ranks" "$ranks" --inference-dynamic-batching-max-tokens 256
     ports+=("$port")
 done
 for tensor in 1 2; do
@@ -57,5 +58,6 @@ done
 export VLLM_CPU_OMP_THREADS_BIND=auto
 decode proxy tests.vllm.proxy "$work" "$vllm/bin/python" "${ports[1]}"
 serve short 2 --handoff-seconds 2
+decode decoders tests.vllm.decoders "$work" "$vllm/bin/python" "${ports[1]}" "$port"
 decode failures tests.vllm.failures "$work" "${ports[1]}" "$port" "${started[1]}"
 echo "vLLM: all passed"

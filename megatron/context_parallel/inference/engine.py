@@ -37,6 +37,7 @@ class CacheSession(Protocol):
     def fork(self, sequence: int, tokens: int) -> int: ...
     def free(self, sequence: int) -> None: ...
     def room(self) -> int: ...
+    def can_copy(self) -> bool: ...
     def forward(
         self, new: Mapping[int, Sequence[int]], prefill: str | None = None, scored: Collection[int] = ()
     ) -> dict[int, Tensor]: ...
@@ -383,7 +384,7 @@ class Engine:
         while True:
             source, reused = (not request.scored and self._prefixes.longest(waiting.prompt)) or (None, 0)
             copies = source is not None and self._kept.get(source) != reused
-            if self._make_room(request.end - reused + self.waste * copies, spare=source):
+            if self._make_room(request.end - reused, source, copies):
                 break
             if self.running or source is None or source not in self._kept:
                 return False
@@ -418,16 +419,21 @@ class Engine:
             self._kept.move_to_end(source)
         return self.cache.fork(source, reused)
 
-    def _make_room(self, tokens: int, spare: int | None) -> bool:
-        """Evict sequences until so many tokens fit besides the reserved ones. Returns whether they fit."""
-        needed = tokens + sum(run.request.end - run.cached for run in self.running.values())
+    def _make_room(self, tokens: int, spare: int | None, copies: bool) -> bool:
+        """Evict sequences until so many tokens fit besides the reserved ones, and copies if `spare` is forked within a
+        page. Returns whether they fit."""
+        needed = tokens + self.waste * copies + sum(run.request.end - run.cached for run in self.running.values())
         if self.running:  # a single sequence uses all pages; several may each leave some unfilled
             needed += self.waste * (len(self.running) + 1)
         for oldest in [sequence for sequence in self._kept if sequence != spare]:
-            if self.cache.room() >= needed:
+            if self._fits(needed, copies):
                 break
             self._forget(oldest)
-        return self.cache.room() >= needed
+        return self._fits(needed, copies)
+
+    def _fits(self, tokens: int, copies: bool) -> bool:
+        """Whether so many tokens fit; for copies, no rank may be full, however much space the others have."""
+        return self.cache.room() >= tokens and (not copies or self.cache.can_copy())
 
     def _end(self, run: _Running) -> None:
         """Keep the sequence of a request for requests with the same prefix."""

@@ -43,12 +43,13 @@ class Grammars:
 
         if not self.tokenizer.ends:
             raise UsageError("a text that follows a grammar must be able to end, but the tokenizer has no end token")
-        how = {"n_vocab": self.vocabulary, "eos_token": sorted(self.tokenizer.ends)}
+        ends = sorted(self.tokenizer.ends)
         if isinstance(self.tokenizer, HuggingFaceTokenizer):
             from llguidance.hf import from_tokenizer  # imports transformers
 
-            return from_tokenizer(self.tokenizer.of_transformers, **how)
-        return LLTokenizer(TokenizerWrapper(_Pieces(self.tokenizer, self.vocabulary)), **how)
+            return from_tokenizer(self.tokenizer.of_transformers, n_vocab=self.vocabulary, eos_token=ends)
+        pieces = TokenizerWrapper(_Pieces(self.tokenizer, self.vocabulary))
+        return LLTokenizer(pieces, n_vocab=self.vocabulary, eos_token=ends)
 
 
 class _Pieces:

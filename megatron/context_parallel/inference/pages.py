@@ -222,6 +222,10 @@ class PageTables:
         parts = self._parts[sequence] if sequence is not None else [RankRows() for _ in self._stores]
         return sum(self._rooms(parts, [len(store.free) for store in self._stores]))
 
+    def can_copy(self) -> bool:
+        """Whether each rank has a free page, as a fork needs that copies the last ones."""
+        return all(store.free for store in self._stores)
+
     def _rooms(self, parts: list[RankRows], free: list[int]) -> list[int]:
         """The number of further rows of a sequence that fit on each rank."""
         return [

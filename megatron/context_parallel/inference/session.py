@@ -129,6 +129,10 @@ class Session:
         """The number of tokens of a new sequence that fit now."""
         return self.tables.room()
 
+    def can_copy(self) -> bool:
+        """Whether each rank has a free page, as a fork needs that copies the last ones."""
+        return self.tables.can_copy()
+
     def _known(self, sequence: int) -> None:
         if sequence not in self.tables:
             raise UsageError(f"sequence {sequence}: not open; give a number that open() or fork() returned")
