@@ -1,13 +1,15 @@
 """Fitting a cluster: a fit finds the true fields, stays within bounds and reports how well it predicts other cells."""
 
 import csv
+import re
 from dataclasses import replace
 
 import pytest
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.cluster.description import load_cluster
-from megatron.context_parallel.cluster.search.calibrate import Calibration, Cell, Field, field_of, with_field
+from megatron.context_parallel.cluster.fields import field_of, what_if, with_field
+from megatron.context_parallel.cluster.search.calibrate import Calibration, Cell, Field
 from megatron.context_parallel.commands.calibrate import main
 from tests.support.box import BOX
 
@@ -81,6 +83,20 @@ def test_a_field_has_a_path():
     changed = with_field(BOX, path, 0.5)
     assert (field_of(BOX, path), field_of(changed, path)) == (1, 0.5)
     assert with_field(changed, path, 1) == BOX
+
+
+def test_what_if_a_field_had_another_value():
+    cluster = load_cluster("dgx-h100")
+    changed = what_if(cluster, "nics.GB_s=20,nodes=2,device.attention[0].forward_TFLOP_s=0.5")
+    assert (changed.nics.GB_s, changed.nodes, changed.device.attention[0].forward_TFLOP_s) == (20, 2, 0.5)
+    for wrong, message in (
+        ("nics.GBs=20", "GBs: no such field"),
+        ("nics.GB_s=fast", "--what-if nics.GB_s=fast: need a number, such as nics.GB_s=50"),
+        ("nics.GB_s=-1", "--what-if nics.GB_s -1.0: need a number above 0"),
+        ("name=box", "--what-if name=box: not a number in"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(message)):
+            what_if(cluster, wrong)
 
 
 PREDICT = """

@@ -113,7 +113,7 @@ def _show(fit: "Calibration") -> None:
     from rich.table import Table
 
     from megatron.context_parallel.cli.tables import show
-    from megatron.context_parallel.cluster.search.calibrate import field_of
+    from megatron.context_parallel.cluster.fields import field_of
 
     fields = Table("field", "start", "fitted", "least", "most", title=f"{fit.fitted.name}: {fit.steps} steps")
     for name, (start, least, most) in zip(fit.names, fit.fields, strict=True):

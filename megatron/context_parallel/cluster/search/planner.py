@@ -20,6 +20,7 @@ from megatron.context_parallel.strategies import AUTO, parse_spec
 
 from .candidates import Candidate, Rejected, Workload, candidates, in_rounds
 from .lower_bound import PassBound, lower_bound
+from .plainness import plainest
 
 SIMULATED = 64  # choices, those with the best estimates
 GAIN = 0.01  # fraction of the time that another strategy for the backward pass, or more rounds, must save
@@ -162,11 +163,11 @@ class Search:
 
     @property
     def best(self) -> str:
-        """The fastest. Raises UsageError if nothing can run."""
+        """The fastest, or a plainer one that is about as fast. Raises UsageError if nothing can run."""
         if not self.ranked:
             why = self.rejected[0].reason if self.rejected else "no strategy has the given options"
             raise UsageError(f"--cp-strategy {AUTO}: no strategy works for this run ({why})")
-        return next(iter(self.ranked))
+        return plainest({spec: of.seconds for spec, of in self.ranked.items()})
 
 
 def search(

@@ -104,7 +104,8 @@ class BlockTime:
 
     def repeats(self, period: int) -> bool:
         """Whether the blocks of chunks q and kv, and of chunks q + `period` and kv + `period`, look alike, for all."""
-        return numpy.array_equal(self._looks, numpy.roll(self._looks, (period, period), (0, 1)))
+        looks, n = self._looks, self.chunks.n
+        return all(numpy.array_equal(looks[(q + period) % n], numpy.roll(looks[q], period)) for q in range(n))
 
     @cached_property
     def _kinds(self) -> "_Kinds":
@@ -131,7 +132,8 @@ class BlockTime:
         """The look of the block of each two chunks, as a number, [query chunk, key chunk]."""
         numbers: dict[Hashable, int] = {}
         looks = [self._pieces((q,), (kv,)) for q, kv in self._kinds.examples]
-        return numpy.array([numbers.setdefault(look, len(numbers)) for look in looks])[self._kinds.of_pair]
+        of_kind = [numbers.setdefault(look, len(numbers)) for look in looks]
+        return numpy.array(of_kind, numpy.int32)[self._kinds.of_pair]
 
     def _computed(self, part: PieceShare) -> float:
         """Seconds of a call of the kernel."""
