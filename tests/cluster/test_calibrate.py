@@ -12,6 +12,7 @@ from megatron.context_parallel.cluster.fields import field_of, what_if, with_fie
 from megatron.context_parallel.cluster.search.calibrate import Calibration, Cell, Field
 from megatron.context_parallel.commands.calibrate import main
 from tests.support.box import BOX
+from tools import make_presets_table
 
 SIZES = (1.0, 2.0, 5.0, 20.0, 100.0)  # GB
 FIELDS = {"nics.GB_s": Field(10, 2, 25), "iteration_ms": Field(100, 1, 1000)}
@@ -99,6 +100,11 @@ def test_what_if_a_field_had_another_value():
             what_if(cluster, wrong)
 
 
+def test_the_page_has_the_presets_of_today():
+    """Run tools/make_presets_table.py if this fails."""
+    assert make_presets_table.BEGIN + make_presets_table.table() in make_presets_table.PAGE.read_text()
+
+
 PREDICT = """
 CLUSTER = {"table_1": "dgx-a100"}
 FIELDS = {"dgx-a100": {"nics.GB_s": (25, 5, 25)}}
@@ -123,6 +129,7 @@ def test_the_tool_writes_the_cluster_and_what_it_was_fitted_to(tmp_path, monkeyp
     assert fitted.source.endswith("Fitted by tools/calibrate.py to table_1 (1 GB): nics.GB_s.")
     said = capsys.readouterr().out
     assert "20.0% / 20.0% (1)" in said and "wrote fitted.yaml" in said
+    assert said.count("64.0% / 68.0% (2)") == 3  # the column or the table left out, and nothing fitted: 25 GB/s
     with pytest.raises(UsageError, match="--cluster dgx: not in its FIELDS; give one of dgx-a100"):
         main(["paper", "--cluster", "dgx", "--output", "fitted.yaml"])
     with pytest.raises(UsageError, match=r"DIR none: no predict\.py"):

@@ -59,6 +59,7 @@ class Calibration:
 
     Attributes:
         fitted: the cluster that fits best.
+        begun: the cluster with every field at its start: what data sheets and guesses give.
         steps: how many times all fields were changed.
 
     Raises:
@@ -91,7 +92,7 @@ class Calibration:
             max_nfev=MOST_STEPS,
         )
         self.steps, self.at, self.residuals = found.nfev, found.x, found.fun
-        self.fitted = self._cluster(self.at)
+        self.fitted, self.begun = self._cluster(self.at), self._cluster(self.start)
 
     def errors(self, cells: Collection[Cell], cluster: Cluster) -> dict[Cell, float]:
         """|predicted / known - 1| of cells, without those that are not known or not predicted."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from megatron.context_parallel.strategies import Choice, parse_spec
 
 SURE = 0.03  # of the time: a more complicated choice must save more, because predictions are off by as much
-PLAINEST_FIRST = ("ring", "ulysses", "allgather", "usp", "lightseq", "loongtrain", "attention2d", "mesh")
+PLAINEST_FIRST = ("ring", "ulysses", "usp", "allgather", "lightseq", "loongtrain", "attention2d", "mesh")
 
 
 def plainest(seconds: Mapping[str, float]) -> str:
@@ -15,8 +15,8 @@ def plainest(seconds: Mapping[str, float]) -> str:
     return min(near, key=lambda spec: (_complexity(parse_spec(spec)), seconds[spec]))
 
 
-def _complexity(choice: Choice) -> tuple[bool, int, int]:
-    """Whether it mixes two strategies, the place of its strategy in `PLAINEST_FIRST`, and how many options it gives."""
+def _complexity(choice: Choice) -> tuple[bool, int]:
+    """Whether it mixes two strategies; the place of its strategy in `PLAINEST_FIRST` plus the number of its options."""
     name = choice.strategy.name
     place = PLAINEST_FIRST.index(name) if name in PLAINEST_FIRST else len(PLAINEST_FIRST)
-    return choice.back is not None, place, len(choice.common) + len(choice.options)
+    return choice.back is not None, place + len(choice.common) + len(choice.options)
