@@ -80,6 +80,19 @@ def draw(tables: Mapping[str, Sequence[Result]], title: str, path: Path) -> None
     pyplot.close(figure)
 
 
+def draw_all(results: Sequence[Result], title: str, path: Path) -> None:
+    """Predicted against the papers: all cells of all units in one panel, as in `draw`."""
+    figure, axes = pyplot.subplots(figsize=(6.4, 6.6), layout="constrained")
+    _scatter(axes, results)
+    axes.set_title(textwrap.fill(title, 60), fontsize=10)
+    axes.set_xlabel("paper")
+    axes.set_ylabel("predicted")
+    handles = _legend(results)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
+    figure.savefig(path, dpi=80, metadata={"Software": None, "Description": digest({"all": results})})
+    pyplot.close(figure)
+
+
 def digest(tables: Mapping[str, Sequence[Result]]) -> str:
     """Equal for equal pictures, also of results that were written and read."""
     shown = []

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from .cells import HERE, PAPERS, ROOT, Result, words
-from .drawing import draw
+from .constants import by_hand, fitted
+from .drawing import draw, draw_all
 from .judged import BARS, CHOICES, Errors, as_printed, percent, regret
 from .predictions import predictor
 from .simulate import table_name
@@ -21,6 +22,8 @@ VOLUMES = (
 )
 EACH = "<!-- the papers -->\n"
 OPENING = "<!-- the opening -->\n"
+BY_HAND, FITTED = "<!-- set by hand -->\n", "<!-- fitted -->\n"
+ALL = "Every cell of the five papers that is known: predicted against printed, in the unit of its table"
 NEAR = 0.1  # an error that the opening counts as small
 
 
@@ -41,7 +44,10 @@ def write_page(results: dict[tuple[str, str], Sequence[Result]], beyond: dict[st
     for paper in PAPERS:
         own = {table: of for (name, table), of in results.items() if name == paper}
         sections.append(_section(paper, own, beyond))
-    page = page.replace(OPENING, opening([result for of in results.values() for result in of]) + "\n")
+    every = [result for of in results.values() for result in of]
+    draw_all(every, ALL, PICTURES / "all.png")
+    page = page.replace(OPENING, f"{opening(every)}\n\n![{ALL}](reproduction/all.png)\n")
+    page = page.replace(BY_HAND, by_hand() + "\n").replace(FITTED, fitted() + "\n")
     page = page.replace(SUMMARY, "\n".join(summary) + "\n").replace(EACH, "\n".join(filter(None, sections)))
     PAGE.write_text(re.sub(r"\n{3,}", "\n\n", page).rstrip() + "\n")
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron.context_parallel.cluster.search.candidates import Workload
+from megatron.context_parallel.cluster.search.plainness import plainest
 from megatron.context_parallel.cluster.search.planner import GroupDevices, Prediction, fastest, search
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.options import divisors
@@ -70,16 +71,18 @@ def plans_of(names: Iterator[str], workload: Workload, n: int) -> Mapping[str, S
 def best_of(paper: str, workload: Workload, place: GroupDevices, passes: int = 2) -> tuple[str, float]:
     """The fastest choice of a paper's system, and the seconds of its forward pass, or of both, by prediction."""
     ranked, _ = fastest(plans_of(specs(paper, place.n, workload.heads), workload, place.n), place, workload, SIMULATED)
-    return _first(ranked, passes)
+    return min(_seconds(ranked, passes).items(), key=lambda item: item[1])
 
 
 def best_of_all(workload: Workload, place: GroupDevices, passes: int = 2) -> tuple[str, float]:
-    """The choice of `--cp-strategy auto`; for one pass, the fastest of the simulated ones."""
-    return _first(search(workload, place, most=SEARCHED).ranked, passes)
+    """The choice of `--cp-strategy auto`; for one pass, the same rule for the simulated ones."""
+    seconds = _seconds(search(workload, place, most=SEARCHED).ranked, passes)
+    best = plainest(seconds)
+    return best, seconds[best]
 
 
-def _first(ranked: Mapping[str, Prediction], passes: int) -> tuple[str, float]:
+def _seconds(ranked: Mapping[str, Prediction], passes: int) -> dict[str, float]:
     seconds = {}
     for spec, found in ranked.items():
         seconds[spec] = sum(of.seconds for of in found.passes[:passes])
-    return min(seconds.items(), key=lambda item: item[1])
+    return seconds

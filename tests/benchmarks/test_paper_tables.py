@@ -26,6 +26,7 @@ from examples.paper_tables.cells import (
     tables_of,
 )
 from examples.paper_tables.commands import attention_command, inference_command, training_command
+from examples.paper_tables.constants import by_hand, fitted
 from examples.paper_tables.drawing import digest
 from examples.paper_tables.judged import Errors, as_printed, regret
 from examples.paper_tables.measure import changed
@@ -123,6 +124,16 @@ def test_pictures_show_the_files_of_today(paper):
     for table, found in results.items():
         assert description(output / f"{paper}_{table}.png") == digest({table_name(table): found})
     assert description(PICTURES / f"{paper}.png") == digest(drawn(results))
+
+
+def test_the_page_shows_all_cells_and_the_constants_of_today():
+    """Run examples/paper_tables/all.sh if this fails."""
+    files = [results_file(paper, table, ROOT / "paper_tables_out") for paper in PAPERS for table in tables_of(paper)]
+    every = [result for file in files for result in read_results(file)]
+    assert description(PICTURES / "all.png") == digest({"all": every})
+    page = (ROOT / "docs" / "reproduction.md").read_text()
+    assert by_hand() in page and fitted() in page
+    assert "| `lightseq` | `device.gemm[0].TFLOP_s` | 200 | 80 to 218 | 218, at its bound |" in fitted()
 
 
 def description(path: Path) -> str:

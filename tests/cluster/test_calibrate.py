@@ -1,15 +1,18 @@
 """Fitting a cluster: a fit finds the true fields, stays within bounds and reports how well it predicts other cells."""
 
 import csv
+import re
 from dataclasses import replace
 
 import pytest
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.cluster.description import load_cluster
-from megatron.context_parallel.cluster.search.calibrate import Calibration, Cell, Field, field_of, with_field
+from megatron.context_parallel.cluster.fields import field_of, what_if, with_field
+from megatron.context_parallel.cluster.search.calibrate import Calibration, Cell, Field
 from megatron.context_parallel.commands.calibrate import main
 from tests.support.box import BOX
+from tools import make_presets_table
 
 SIZES = (1.0, 2.0, 5.0, 20.0, 100.0)  # GB
 FIELDS = {"nics.GB_s": Field(10, 2, 25), "iteration_ms": Field(100, 1, 1000)}
@@ -83,6 +86,25 @@ def test_a_field_has_a_path():
     assert with_field(changed, path, 1) == BOX
 
 
+def test_what_if_a_field_had_another_value():
+    cluster = load_cluster("dgx-h100")
+    changed = what_if(cluster, "nics.GB_s=20,nodes=2,device.attention[0].forward_TFLOP_s=0.5")
+    assert (changed.nics.GB_s, changed.nodes, changed.device.attention[0].forward_TFLOP_s) == (20, 2, 0.5)
+    for wrong, message in (
+        ("nics.GBs=20", "GBs: no such field"),
+        ("nics.GB_s=fast", "--what-if nics.GB_s=fast: need a number, such as nics.GB_s=50"),
+        ("nics.GB_s=-1", "--what-if nics.GB_s -1.0: need a number above 0"),
+        ("name=box", "--what-if name=box: not a number in"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(message)):
+            what_if(cluster, wrong)
+
+
+def test_the_page_has_the_presets_of_today():
+    """Run tools/make_presets_table.py if this fails."""
+    assert make_presets_table.BEGIN + make_presets_table.table() in make_presets_table.PAGE.read_text()
+
+
 PREDICT = """
 CLUSTER = {"table_1": "dgx-a100"}
 FIELDS = {"dgx-a100": {"nics.GB_s": (25, 5, 25)}}
@@ -107,6 +129,7 @@ def test_the_tool_writes_the_cluster_and_what_it_was_fitted_to(tmp_path, monkeyp
     assert fitted.source.endswith("Fitted by tools/calibrate.py to table_1 (1 GB): nics.GB_s.")
     said = capsys.readouterr().out
     assert "20.0% / 20.0% (1)" in said and "wrote fitted.yaml" in said
+    assert said.count("64.0% / 68.0% (2)") == 3  # the column or the table left out, and nothing fitted: 25 GB/s
     with pytest.raises(UsageError, match="--cluster dgx: not in its FIELDS; give one of dgx-a100"):
         main(["paper", "--cluster", "dgx", "--output", "fitted.yaml"])
     with pytest.raises(UsageError, match=r"DIR none: no predict\.py"):

@@ -11,8 +11,9 @@ import torch
 
 from benchmarks.auto_rank import sweep
 from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError, context_parallel_attention
-from megatron.context_parallel.cluster.search.auto import resolve
+from megatron.context_parallel.cluster.search.auto import headline, resolve
 from megatron.context_parallel.cluster.search.candidates import Candidate, Workload, candidates
+from megatron.context_parallel.cluster.search.plainness import SURE, plainest
 from megatron.context_parallel.cluster.search.planner import GroupDevices, fastest, memory, search
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
@@ -293,7 +294,7 @@ def test_plan_search(capsys, tmp_path):
         assert float(row[3].replace(",", "")) == pytest.approx(131072 / 8 / seconds, rel=1e-3)
     assert "predicting the strategies for 8 x H100" in said.err
     assert "needs more than the 80 GiB of a device" in rejected
-    flags = re.search(r"To train with the fastest: (.*)", rejected)[1]
+    flags = re.search(r"To train with the .*: (--.*)", rejected)[1]
     parse_args(f"--preset llama3-8b --micro-batch-size 1 --seq-length 131072 --dry-run {flags}".split())
     trace = tmp_path / "t.json"
     plan_search([*SEARCH, "--explain", "1", "--timeline", str(trace)])
@@ -343,3 +344,15 @@ def test_a_mask_counts():
     assert search(workload, GroupDevices(SLOW), {"head_parallel_size": 1}).best.startswith(
         ("ring:layout=contiguous", "lightseq")
     )
+
+
+def test_a_more_complicated_choice_must_gain_more_than_predictions_are_off():
+    seconds = {"mesh": 1.0, "usp:head_parallel_size=2,placement=context-first": 1.02, "usp:head_parallel_size=2": 1.025}
+    assert plainest(seconds) == "usp:head_parallel_size=2"
+    assert plainest(seconds | {"ring": 1.04}) == "usp:head_parallel_size=2"
+    assert plainest(seconds | {"ring": 1.02, "attention2d:grid=8x1": 1.0}) == "ring"
+    assert plainest({"ring+mesh:grid=2x4": 0.98, "ring": 1.0}) == "ring"
+    found = search(WORKLOAD, GroupDevices(BOX), {"head_parallel_size": 1})
+    best, fastest = (found.ranked[spec].seconds for spec in (found.best, next(iter(found.ranked))))
+    assert fastest <= best <= (1 + SURE) * fastest
+    assert f"chose --cp-strategy {found.best}" in headline(found)

@@ -19,8 +19,9 @@ from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.cluster.simulate.symmetry import symmetry_of
 from megatron.context_parallel.commands.plan import main as plan_tool
 from megatron.context_parallel.plan.flows import Flows, Task
-from megatron.context_parallel.plan.ir import Attend, Step
+from megatron.context_parallel.plan.ir import Attend, PlanError, Step
 from megatron.context_parallel.plan.schedule import schedule
+from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.plan.volume import Shape
 from megatron.context_parallel.runtime.head_swap import place_of
 from megatron.context_parallel.strategies import parse_spec
@@ -158,6 +159,27 @@ def test_ranks_that_do_the_same_are_simulated_once(spec):
         assert few.compute == pytest.approx(every.compute, rel=1e-9)
         assert len(few.spans) == len(every.spans) * few.symmetry.ranks / plan.n
     assert simulate(plan, cluster, SHAPE).spans == every.spans  # the same numbers on every run
+
+
+@pytest.mark.parametrize("spec", ["ring", "mesh:grid=4x8", "loongtrain", "allgather", "attention2d:grid=1x32"])
+def test_few_ranks_give_the_digits_of_all(spec):
+    cluster = load_cluster("dgx-h100")
+    for backward in (False, True):
+        plan = parse_spec(spec).plan(32, backward=backward, heads=8, kv_heads=8)
+        every, few = (simulate(plan, cluster, SHAPE, all_up_to=ranks) for ranks in (32, 1))
+        assert few.symmetry.ranks == 8
+        assert few.seconds == every.seconds
+
+
+def test_a_declared_period_is_checked():
+    """Of a mesh with groups of 4, only every fourth rank does the same."""
+    good = parse_spec("mesh:grid=4x4").plan(16)
+    assert good.period == 4 and verify(good).steps
+    with pytest.raises(PlanError, match="rank 2: does not do what rank 0 does, but mesh declares period 2"):
+        verify(replace(good, period=2))
+    blocks = BlockTime(DEVICE, good, SHAPE, Mask(), 16 * 1024, "bf16")
+    for period, ranks in ((None, 8), (4, 8), (16, 16)):  # None: the steps are compared
+        assert symmetry_of(replace(good, period=period), blocks, 8).ranks == ranks
 
 
 def test_what_readers_keep_of_a_plan_goes_with_it():

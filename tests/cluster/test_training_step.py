@@ -57,6 +57,12 @@ def test_an_ideal_device_takes_the_models_operations():
     assert forecast.seconds == pytest.approx((flops + 0.5 * attention_flops(MODEL, 1024)) / 1e12, rel=1e-3)
     assert forecast.mfu == pytest.approx(flops / 1e12 / forecast.seconds)
     assert sum(forecast.parts.values()) == pytest.approx(forecast.seconds)
+    experts = {"num_experts": 8, "moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 32}
+    sparse = replace(MODEL, ffn_hidden_size=4096, moe_router_topk=3, **experts)
+    operations = sparse.flops_per_sequence(1024) + 0.5 * attention_flops(sparse, 1024)
+    for over in (1, 4):  # a rank that has fewer experts computes more tokens with each
+        sharded = replace(sparse, expert_model_parallel_size=over)
+        assert forecast_step(sharded, RUN, ALONE).seconds == pytest.approx(operations / 1e12, rel=1e-3)
     assert forecast.fits and not forecast_step(MODEL, RUN, replace(ALONE, device=replace(IDEAL, memory_GiB=0.001))).fits
     assert seconds(replace(RUN, micro_batch_size=2, global_batch_size=4), ALONE) == pytest.approx(4 * forecast.seconds)
 

@@ -5,7 +5,7 @@ from functools import cache
 from typing import NamedTuple
 
 from megatron.context_parallel.cluster.description import Cluster
-from megatron.context_parallel.cluster.search.calibrate import with_field
+from megatron.context_parallel.cluster.fields import with_field
 from megatron.context_parallel.cluster.step.attention_pass import attention_plan, attention_seconds, attention_shape
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.step_time import forecast_step

@@ -226,6 +226,12 @@ def _read(kind: Any, value: object, where: str) -> Any:
     )
 
 
+def check_number(value: int | float, where: str) -> int | float:
+    """The value of the field at the path `where`. Raises UsageError for one that it may not have."""
+    checked: int | float = _checked(type(value), value, where)
+    return checked
+
+
 _MAY_BE_ZERO = ("_us", "_ms", "_slowdown", "_ns_per_byte", "crowding", "spread")
 
 

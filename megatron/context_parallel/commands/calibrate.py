@@ -109,16 +109,17 @@ def _said(cells: "list[Cell]") -> str:
 
 
 def _show(fit: "Calibration") -> None:
-    """Fields, and the errors of each table: of fitted cells, of other cells, and of columns that are left out."""
+    """Fields, and the errors of each table: also where a column or the table is left out, or nothing is fitted."""
     from rich.table import Table
 
     from megatron.context_parallel.cli.tables import show
-    from megatron.context_parallel.cluster.search.calibrate import field_of
+    from megatron.context_parallel.cluster.fields import field_of
 
     fields = Table("field", "start", "fitted", "least", "most", title=f"{fit.fitted.name}: {fit.steps} steps")
     for name, (start, least, most) in zip(fit.names, fit.fields, strict=True):
         fields.add_row(name, *(f"{value:g}" for value in (start, field_of(fit.fitted, name), least, most)))
-    errors = Table("table", "fitted cells", "other cells", "column left out", title="median / worst error (cells)")
+    kinds = "fitted cells", "other cells", "column left out", "table left out", "nothing fitted"
+    errors = Table("table", *kinds, title="median / worst error (cells)")
     for table in dict.fromkeys(cell.table for cell in fit.cells):
         own = [cell for cell in fit.cells if cell.table == table and cell.counts]
         found, left_out = fit.errors(own, fit.fitted), list[float]()
@@ -127,8 +128,11 @@ def _show(fit: "Calibration") -> None:
             left_out += fit.errors(out, fit.without(out)).values()
         columns = {cell.column for cell in own if cell.fitted}
         left_out += [error for cell, error in found.items() if cell.column not in columns]
-        kinds = [error for cell, error in found.items() if cell.fitted], [e for c, e in found.items() if not c.fitted]
-        errors.add_row(table, *map(_median, (*kinds, left_out)))
+        table_out = [*fit.errors(own, fit.without(own)).values()]
+        unfitted = [*fit.errors(own, fit.begun).values()]
+        of_fitted = [error for cell, error in found.items() if cell.fitted]
+        others = [error for cell, error in found.items() if not cell.fitted]
+        errors.add_row(table, *map(_median, (of_fitted, others, left_out, table_out, unfitted)))
     show(fields, errors)
 
 

@@ -13,6 +13,7 @@ from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.cli.run_main import announce
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
+from megatron.context_parallel.cluster.fields import what_if
 from megatron.context_parallel.errors import raise_all
 from megatron.context_parallel.plan.ir import Plan, PlanError
 from megatron.context_parallel.plan.verify import PlanReport, verify
@@ -39,6 +40,12 @@ class PlanFlags(FlagSection):
     kv_channels: int = flag("width of a head", 128)
     cluster: str | None = flag(
         "predict times on this cluster, a preset or a .yaml file", unit="NAME", example="dgx-h100", needs="seq_length"
+    )
+    what_if: str | None = flag(
+        "predict for a cluster with other values of these fields",
+        unit="FIELD=NUMBER,...",
+        example="nics.GB_s=100",
+        needs="cluster",
     )
     documents: str | None = flag(
         "packed documents: also show their work and keys by layout, and placed by length",
@@ -173,6 +180,8 @@ def main(argv: list[str] | None = None) -> None:
     table.add_column("pass")
     shape, pages, volumes, forecasts = shape_of(args), dict[str, list[Plan]](), list[str](), dict[str, "PassForecast"]()
     cluster = load_cluster(args.cluster).part(args.ranks) if args.cluster else None
+    if cluster and args.what_if:
+        cluster = what_if(cluster, args.what_if)
     documents_table = show_documents(args, cluster) if args.documents else None
     times = ["ms", "exposed"] if cluster else []
     for heading in ("received", *(["MiB"] if shape else []), "steps", "idle", "peak", *times):

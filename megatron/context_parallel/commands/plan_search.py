@@ -14,6 +14,8 @@ from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.cli.run_main import announce
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
+from megatron.context_parallel.cluster.fields import what_if
+from megatron.context_parallel.cluster.search.plainness import SURE
 from megatron.context_parallel.cluster.step.train_config import ITEMSIZE, SHARDING, TrainConfig
 from megatron.context_parallel.strategies import STRATEGIES, parse_spec
 from megatron.context_parallel.trainer.config.flags import PRESETS
@@ -39,6 +41,9 @@ class SearchFlags(FlagSection):
     model: str = flag("model preset of the trainer", unit="NAME", choices=(*PRESETS,), example="llama3-8b")
     seq_length: int = flag("number of tokens, such as 131072, 128K or 1M", read=tokens, example="128K")
     cluster: str = flag("preset or .yaml file of the cluster", unit="NAME", example="dgx-h100")
+    what_if: str | None = flag(
+        "predict for a cluster with other values of these fields", unit="FIELD=NUMBER,...", example="nics.GB_s=100"
+    )
     nodes: int | None = flag("number of nodes", derived="that of the cluster's description", example=4)
     micro_batch_size: int = flag("sequences per rank and forward pass", 1)
     global_batch_size: int | None = flag("number of sequences per update", derived="a micro batch per data rank")
@@ -79,6 +84,7 @@ def found_by(args: SearchFlags) -> "tuple[StepSearch, ModelShape, Cluster, str]"
     from megatron.context_parallel.trainer.arguments.preset_model import preset_model
 
     cluster = load_cluster(args.cluster)
+    cluster = what_if(cluster, args.what_if) if args.what_if else cluster
     cluster = replace(cluster, nodes=args.nodes) if args.nodes else cluster
     tensor, data = args.tensor_model_parallel_size, args.data_parallel_size
     context, over = divmod(cluster.ranks, tensor * args.pipeline_model_parallel_size * data)
@@ -222,8 +228,10 @@ def legend(found: "StepSearch", shown: "list[FeasibleRun]", room: float, longest
         lines.append(f"{len(found.rejected)} candidates were rejected; --why lists the reasons.")
     if gain := gain_of_placement(found):
         lines.append(gain)
-    if trained := next((one for one in found.ranked if one.trains), None):
-        lines.append(f"To train with the fastest: {flags(trained.run, trained.placed)}")
+    if best := found.best:
+        fastest = next(one for one in found.ranked if one.trains)
+        named = "fastest" if best == fastest else f"plainest strategy within {SURE:.0%} of the fastest"
+        lines.append(f"To train with the {named}: {flags(best.run, best.placed)}")
     return "\n".join(lines)
 
 

@@ -5,7 +5,7 @@ A message uses the links that it crosses, a block the compute of its rank.
 
 import heapq
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 SAME = 1e-9  # fractions of a rate or a time that count as 0
 MANY = 128  # tasks that share resources; the rates of more are computed as arrays, of all that run
 NO_RESOURCE = 0
+KNOWN = 4096  # groups of tasks whose rates are kept
 
 
 class Task(NamedTuple):
@@ -36,7 +37,7 @@ class _Running:
 
     __slots__ = ("end", "left", "order", "rate", "row", "since", "task", "uses")
 
-    def __init__(self, task: Task, uses: Sequence[int], now: float, order: int) -> None:
+    def __init__(self, task: Task, uses: tuple[int, ...], now: float, order: int) -> None:
         self.task, self.uses, self.order = task, uses, order
         self.left = task.size
         self.since = now
@@ -51,11 +52,13 @@ class _Table:
     Rows of ended tasks use no resource, and are used again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, running: Iterable[_Running]) -> None:
         self.tasks: list[_Running | None] = []
         self.uses = np.zeros((0, 1), np.int64)
         self.rates = np.zeros(0)
         self.free: list[int] = []
+        for one in running:
+            self.add(one)
 
     def add(self, running: _Running) -> None:
         if not self.free:
@@ -65,6 +68,7 @@ class _Table:
         running.row = self.free.pop()
         self.tasks[running.row] = running
         self.uses[running.row, : len(running.uses)] = running.uses
+        self.rates[running.row] = running.rate
 
     def remove(self, running: _Running) -> None:
         self.tasks[running.row] = None
@@ -132,7 +136,8 @@ class Flows:
         self._timed: list[tuple[float, int, Task, bool]] = []  # time, order, task, whether it starts then
         self._ends: list[tuple[float, int, _Running]] = []  # may include tasks that have ended or whose end changed
         self._order = 0
-        self._table = _Table()
+        self._table: _Table | None = None  # once many tasks share resources
+        self._known: dict[tuple[tuple[int, ...], ...], list[float]] = {}  # rates of tasks by the resources of each
         self._alone = not any(slowdown)  # a rate depends on nothing but the resources
         self.resource(None, math.inf)  # NO_RESOURCE
 
@@ -193,15 +198,17 @@ class Flows:
         if any(self._slowdown):  # computation and communication of a rank slow each other down
             uses = (*uses, *(self.resource(("rank", rank), math.inf) for rank in dict.fromkeys(task.ranks)))
         self._order += 1
-        running = _Running(task, uses, self.now, self._order)
-        self._table.add(running)
+        running = _Running(task, tuple(uses), self.now, self._order)
+        if self._table:
+            self._table.add(running)
         for resource in uses:
             self._users[resource][running] = None
             self._changed[resource] = None
 
     def _finish(self, running: _Running) -> Any:
         running.end = -1.0
-        self._table.remove(running)
+        if self._table:
+            self._table.remove(running)
         for resource in running.uses:
             del self._users[resource][running]
             self._changed[resource] = None
@@ -212,14 +219,16 @@ class Flows:
         now = self.now
         for together in self._concerned():
             if self._alone and len(together) > MANY:
+                self._table = self._table or _Table(dict.fromkeys(one for users in self._users for one in users))
                 together, rates = self._table.share(self._capacity)
             else:
-                rates = self._fair(together)
+                rates = self._rates(together)
             if any(self._slowdown):
                 rates = self._slowed(together, rates)
             for running, rate in zip(together, rates, strict=True):
                 if rate != running.rate:
-                    self._table.rates[running.row] = rate
+                    if self._table:
+                        self._table.rates[running.row] = rate
                     running.left -= running.rate * (now - running.since)
                     running.since = now
                     running.rate = rate
@@ -231,7 +240,12 @@ class Flows:
         """The tasks that use changed resources, directly or indirectly, in groups that share resources."""
         found: set[int] = set()
         for first in self._changed:
-            if first in found:
+            if first in found or not self._users[first]:
+                continue
+            running = next(iter(self._users[first]))
+            if self._shares_nothing(running):
+                found.update(running.uses)
+                yield [running]
                 continue
             found.add(first)
             together = dict[_Running, None]()
@@ -246,8 +260,21 @@ class Flows:
                         new = [use for use in running.uses if use not in found]
                         found.update(new)
                         resources += new
-            if together:
-                yield list(together)
+            yield list(together)
+
+    def _shares_nothing(self, running: _Running) -> bool:
+        return all([len(self._users[use]) == 1 for use in running.uses])
+
+    def _rates(self, tasks: list[_Running]) -> list[float]:
+        """The fair rate of each task. Where it depends on nothing but the resources, it is computed once."""
+        if not self._alone:
+            return self._fair(tasks)
+        key = tuple([running.uses for running in tasks])
+        if key not in self._known:
+            if len(self._known) == KNOWN:
+                self._known.clear()
+            self._known[key] = self._fair(tasks)
+        return self._known[key]
 
     def _fair(self, tasks: list[_Running]) -> list[float]:
         """The rate of each task. The tightest resource is divided equally, then the next, and so on."""

@@ -243,6 +243,9 @@ class Plan:
 
     With `partials_in_16_bits` a partial output or gradient that the steps send is rounded to the model's dtype. Its
     log-sum-exp stays wide, and partials are merged and kept in float32.
+
+    With a `period`, the strategy says that rank r + `period` of the steps does what rank r does, with all ranks and
+    chunks further, if the chunks that the mask shows repeat after it too. `verify` checks this.
     """
 
     name: str
@@ -255,6 +258,7 @@ class Plan:
     placement: str = PLACEMENTS[0]
     rounds: int = 1
     partials_in_16_bits: bool = False
+    period: int | None = None
 
     @property
     def n(self) -> int:

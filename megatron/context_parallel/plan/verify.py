@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from .ir import PARTIAL, Key, Plan, PlanError, Recv, T
 from .liveness import last_reads, peak
+from .repeats import check_period
 from .trace import trace
 from .volume import received
 
@@ -36,8 +37,9 @@ def verify(plan: Plan, kv_ratio: float = 1.0) -> PlanReport:
     """Proves that `plan` computes exact attention and terminates, and counts its costs.
 
     Each pair of chunks that the mask does not empty is computed exactly once, and its result reaches its owner. Sends
-    match receives in order. There is no deadlock. No partial is lost. Under a full mask each received chunk is used;
-    under other masks a strategy may send chunks that some ranks do not need.
+    match receives in order. There is no deadlock. No partial is lost. The steps repeat after the period that a strategy
+    declares. Under a full mask each received chunk is used; under other masks a strategy may send chunks that some
+    ranks do not need.
 
     Args:
         plan: the plan.
@@ -55,6 +57,7 @@ def verify(plan: Plan, kv_ratio: float = 1.0) -> PlanReport:
             _check_complete(plan, r, tensor, held.get((tensor, r), 0))
         if plan.visible_pairs.full:
             _check_used(plan, r, last_reads(plan, r))
+    check_period(plan)
     busy = sum(span.end - span.start for span in run.spans if not span.channel)
     return PlanReport(
         volume=tuple(received(plan, plan.grid.rank(context=r), kv_ratio) for r in range(plan.n)),

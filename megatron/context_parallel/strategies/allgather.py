@@ -10,7 +10,7 @@ from megatron.context_parallel.plan.ir import AllGather, Attend, ReduceScatter, 
 from .registry import Pass, register
 
 
-@register("allgather", layouts=("zigzag", "cyclic", "contiguous"), channels=("gather",))
+@register("allgather", layouts=("zigzag", "cyclic", "contiguous"), channels=("gather",), period=1)
 def allgather(at: Pass) -> Iterator[Step]:
     everyone = tuple(range(at.n))
     own = (at.rank,)

@@ -29,7 +29,12 @@ from .messages import Ring, relay
 from .registry import Pass, register
 
 
-@register("attention2d", layouts=("zigzag", "cyclic"), channels=("column", "row", "transpose"))
+def _period(at: Pass, grid: Grid | None = None, overlap: bool = True) -> int | None:
+    """In a single row or column no keys are transposed, and every rank does the same."""
+    return 1 if 1 in grid_of(at.n, grid) else None
+
+
+@register("attention2d", layouts=("zigzag", "cyclic"), channels=("column", "row", "transpose"), period=_period)
 def attention2d(
     at: Pass,
     *,

@@ -17,7 +17,7 @@ from megatron.context_parallel.plan.ir import Attend, Comm, Recv, Send, Step, T
 from .registry import Pass, register
 
 
-@register("direct", layouts=("zigzag", "cyclic", "contiguous"), channels=("fetch", "results"), planned=False)
+@register("direct", layouts=("zigzag", "cyclic", "contiguous"), channels=("fetch", "results"), planned=False, period=1)
 def direct(at: Pass) -> Iterator[Step]:
     rank, n = at.rank, at.n
     groups = groups_of_distances(n)

@@ -25,7 +25,11 @@ from .ring import gradients, keys
 Hops = Callable[..., tuple[Comm, ...]]  # `keys` or `gradients`
 
 
-@register("loongtrain", layouts=("zigzag", "cyclic", "contiguous"), channels=("inner", "outer"))
+def _inner_ring(at: Pass, inner_ring_size: int | None = None) -> int:
+    return _inner(at.n, inner_ring_size)
+
+
+@register("loongtrain", layouts=("zigzag", "cyclic", "contiguous"), channels=("inner", "outer"), period=_inner_ring)
 def double_ring(
     at: Pass,
     *,

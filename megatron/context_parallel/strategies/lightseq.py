@@ -25,7 +25,7 @@ from .messages import Ring, Rule
 from .registry import Pass, register
 
 
-@register("lightseq", layouts=("contiguous",), channels=("fetch", "results"))
+@register("lightseq", layouts=("contiguous",), channels=("fetch", "results"), period=1)
 def lightseq(
     at: Pass,
     *,

@@ -28,7 +28,12 @@ def _near(n: int, q_transfer_blocks: float) -> list[float]:
     return sorted({1.0, *(2.0**power for power in (nearest - 1, nearest, nearest + 1))})
 
 
-@register("mesh", layouts=("zigzag", "cyclic"), channels=("keys", "queries"))
+def _query_group(at: Pass, grid: Grid | None = None, q_transfer_blocks: float = 1.0) -> int:
+    """The ranks after which the groups repeat."""
+    return (best_grid(at.n, at.kv_ratio) if grid is None else grid)[0]
+
+
+@register("mesh", layouts=("zigzag", "cyclic"), channels=("keys", "queries"), period=_query_group)
 def mesh(
     at: Pass,
     *,

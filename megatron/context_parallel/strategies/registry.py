@@ -54,6 +54,8 @@ class Strategy:
         channels: the channels of its messages and reduce-scatters. An all-gather may use others.
         head_parallel: "optional": any size; "required": 2 or more; "all": the heads are split over all ranks.
         planned: whether the planner considers it for any mask. It considers the others for packed documents only.
+        period: rank r + `period` does what rank r does, with all ranks and chunks further, if the mask allows. It is a
+            number, or a function of the same arguments as `write`. None: not known; steps are compared when needed.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Strategy:
     channels: tuple[str, ...]
     head_parallel: Literal["optional", "required", "all"] = "optional"
     planned: bool = True
+    period: int | Callable[..., int | None] | None = None
 
     def renamed(self, options: dict[str, Any]) -> dict[str, Any]:
         """`options` by their current names. Raises UsageError if an option is given under both names."""
@@ -141,12 +144,12 @@ class Strategy:
             visible_pairs = Mask(causal).pairs(*Chunks.pair(layout, n // size, 4 * n // size))
         ratio = kv_heads / heads if heads and kv_heads else 1.0
         options = self.read(self.renamed(options), n)
-        next(
-            iter(self.write(Pass(0, n // size, visible_pairs, backward, ratio), **options)), None
-        )  # checks first, steps later
+        first = Pass(0, n // size, visible_pairs, backward, ratio)
+        next(iter(self.write(first, **options)), None)  # checks first, steps later
+        period = self.period(first, **options) if callable(self.period) else self.period
         write = partial(self._write, n // size, visible_pairs, backward, ratio, options)
         steps = Steps(n // size, write)
-        how = self.channels, size, placement, head_rounds, partials_in_16_bits
+        how = self.channels, size, placement, head_rounds, partials_in_16_bits, period
         return Plan(self.name, layout, visible_pairs, backward, steps, *how)
 
     def _write(
@@ -216,6 +219,7 @@ def register(
     channels: tuple[str, ...] = ("ring",),
     head_parallel: Literal["optional", "required", "all"] = "optional",
     planned: bool = True,
+    period: int | Callable[..., int | None] | None = None,
 ) -> Callable[[Callable[..., Iterable[Step]]], Strategy]:
     """Decorator: registers a function that yields the steps of one rank as `--cp-strategy name`.
 
@@ -224,7 +228,7 @@ def register(
         layouts: the layouts that it supports; the first is its default.
         channels: the channels of its messages and reduce-scatters.
         head_parallel: as in `Strategy`.
-        planned: as in `Strategy`.
+        planned, period: as in `Strategy`.
 
     Raises:
         UsageError: the name is taken, a layout is unknown, or the signature is not that of a strategy.
@@ -236,7 +240,8 @@ def register(
         if not layouts or (unknown := [layout for layout in layouts if layout not in LAYOUTS]):
             given = ", ".join(unknown) if layouts else "missing"
             raise UsageError(f"strategy {name}: layouts {given}; choose among {', '.join(LAYOUTS)}")
-        STRATEGIES[name] = Strategy(name, tuple(layouts), write, options_of(write), channels, head_parallel, planned)
+        how = channels, head_parallel, planned, period
+        STRATEGIES[name] = Strategy(name, tuple(layouts), write, options_of(write), *how)
         return STRATEGIES[name]
 
     return add

@@ -18,7 +18,7 @@ from .registry import Pass, register
 ChunkCount = Callable[[int], int]  # of the chunk that starts at a ring position: visited positions, or its number
 
 
-@register("ring", layouts=("zigzag", "cyclic", "contiguous"))
+@register("ring", layouts=("zigzag", "cyclic", "contiguous"), period=1)
 def ring(at: Pass) -> Iterator[Step]:
     circle = Ring(at.rank, at.n)
     stops = at.visible_pairs.stops.__getitem__

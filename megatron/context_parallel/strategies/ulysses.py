@@ -18,4 +18,4 @@ def ulysses(at: Pass) -> Iterator[Step]:
     yield Step(attend=(Attend((0,), (0,)),))
 
 
-usp = register("usp", layouts=ring.layouts, head_parallel="required")(ring.write)
+usp = register("usp", layouts=ring.layouts, head_parallel="required", period=ring.period)(ring.write)

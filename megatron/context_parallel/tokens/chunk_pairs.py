@@ -36,6 +36,11 @@ class Pairs:
         """Every chunk sees every chunk."""
         return all(row == (1 << self.n) - 1 for row in self.rows)
 
+    def repeats(self, period: int) -> bool:
+        """Whether chunk q + `period` sees what chunk q sees, each `period` further, modulo n."""
+        n = self.n
+        return all(rotated(self.rows[(q + period) % n], period, n) == self.rows[q] for q in range(n))
+
     @cached_property
     def look_back(self) -> bool:
         """No chunk sees a later one."""

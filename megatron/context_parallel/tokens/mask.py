@@ -21,6 +21,8 @@ from .layout import Chunks
 from .placement import Placement
 from .slices import Slices
 
+PAIRS_AT_ONCE = 2**22  # of progressions that are compared; limits memory
+
 
 class Documents(HasHandle):
     """Packed documents: a token sees only tokens of its document. Make one per batch and pass it to every layer.
@@ -292,12 +294,17 @@ class Mask:
         kv_first, stride, kv_last = _progressions(kv)
         # The union of what the queries of a progression see: [samples, query progressions, 1].
         low, high = self.seen(q_first)[0].unsqueeze(2), self.seen(q_last)[1].unsqueeze(2)
-        # The first key of each progression not before this union: [samples, query progressions, key progressions].
-        nearest = kv_first + ((low - kv_first).clamp_min(0) + stride - 1) // stride * stride
-        some = ((nearest < high) & (nearest <= kv_last)).any(0)
-        seen = some.view(n, len(q_first) // n, n, len(kv_first) // n).any(3).any(1)  # by chunks: [n, n]
-        rows = np.packbits(seen.numpy(), axis=1, bitorder="little")
-        return Pairs(tuple(int.from_bytes(row.tobytes(), "little") for row in rows))
+        rows = list[int]()
+        each = len(q_first) // n  # progressions of a chunk
+        at_once = max(1, PAIRS_AT_ONCE // (each * len(kv_first)))  # query chunks
+        for low_of, high_of in zip(low.split(at_once * each, 1), high.split(at_once * each, 1), strict=True):
+            # The first key of each progression not before this union: [samples, query progressions, key progressions].
+            nearest = kv_first + ((low_of - kv_first).clamp_min(0) + stride - 1) // stride * stride
+            some = ((nearest < high_of) & (nearest <= kv_last)).any(0)
+            seen = some.view(-1, each, n, len(kv_first) // n).any(3).any(1)  # by chunks: [query chunks, n]
+            bits = np.packbits(seen.numpy(), axis=1, bitorder="little")
+            rows += [int.from_bytes(row.tobytes(), "little") for row in bits]
+        return Pairs(tuple(rows))
 
     def spans(self, chunks: Slices, chunk: int) -> tuple[np.ndarray, np.ndarray]:
         """The keys that the queries of a chunk see: first positions and ends (exclusive), in any order.

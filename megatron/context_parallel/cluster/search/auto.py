@@ -15,6 +15,7 @@ from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
 from megatron.context_parallel.strategies import AUTO, COMMON, Choice, asked, parse_spec
 
 from .candidates import DTYPES, Workload
+from .plainness import SURE
 from .planner import GroupDevices, Search, search
 
 logger = logging.getLogger(__name__)
@@ -98,9 +99,13 @@ def measured(workload: Workload, group: dist.ProcessGroup) -> Cluster:
 
 def headline(result: Search) -> str:
     """One line: the choice, as a flag that reproduces it, and what was predicted."""
-    milliseconds = 1e3 * result.ranked[result.best].seconds
+    best, fastest = result.best, next(iter(result.ranked))
+    milliseconds = 1e3 * result.ranked[best].seconds
     all_found = len(result.ranked) + len(result.slower)
+    why = f"the fastest of {all_found}"
+    if best != fastest:
+        why = f"the plainest of {all_found} within {SURE:.0%} of the fastest, {fastest}"
     return (
-        f"--cp-strategy {AUTO}: chose --cp-strategy {result.best}; predicted: {milliseconds:.4g} ms of attention per "
-        f"layer and micro batch, the fastest of {all_found}"
+        f"--cp-strategy {AUTO}: chose --cp-strategy {best}; predicted: {milliseconds:.4g} ms of attention per "
+        f"layer and micro batch, {why}"
     )

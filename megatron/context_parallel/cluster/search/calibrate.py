@@ -1,15 +1,14 @@
 """Fits numbers of a cluster's description to published or measured numbers, within physical limits."""
 
 import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import is_dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy
 
 from megatron.context_parallel.cluster.description import Cluster
+from megatron.context_parallel.cluster.fields import field_of, with_field
 from megatron.context_parallel.errors import UsageError
 
 MOST_FIELDS = 16  # that are fitted to one testbed
@@ -60,6 +59,7 @@ class Calibration:
 
     Attributes:
         fitted: the cluster that fits best.
+        begun: the cluster with every field at its start: what data sheets and guesses give.
         steps: how many times all fields were changed.
 
     Raises:
@@ -92,7 +92,7 @@ class Calibration:
             max_nfev=MOST_STEPS,
         )
         self.steps, self.at, self.residuals = found.nfev, found.x, found.fun
-        self.fitted = self._cluster(self.at)
+        self.fitted, self.begun = self._cluster(self.at), self._cluster(self.start)
 
     def errors(self, cells: Collection[Cell], cluster: Cluster) -> dict[Cell, float]:
         """|predicted / known - 1| of cells, without those that are not known or not predicted."""
@@ -155,43 +155,6 @@ class Calibration:
 
 def _is_in(places: Collection[tuple[str, str]], row: str, column: str) -> bool:
     return (row, column) in places
-
-
-def field_of(described: Any, path: str) -> Any:
-    """The value of a field of a description, such as `nics.GB_s` or `device.gemm[0].TFLOP_s` of a cluster.
-
-    Raises:
-        UsageError: there is no such field.
-    """
-    first, *rest = path.split(".", 1)
-    name, place = _place(first)
-    if not is_dataclass(described) or not hasattr(described, name):
-        raise UsageError(f"{path}: no such field")
-    value = getattr(described, name)
-    if place is not None:
-        if not isinstance(value, tuple) or place >= len(value):
-            raise UsageError(f"{path}: no such field")
-        value = value[place]
-    return field_of(value, rest[0]) if rest else value
-
-
-def with_field(described: Any, path: str, value: float) -> Any:
-    """The description with another value of a field."""
-    first, *rest = path.split(".", 1)
-    name, place = _place(first)
-    old = getattr(described, name)
-    whole = old if place is None else old[place]
-    new = with_field(whole, rest[0], value) if rest else value
-    if place is not None:
-        new = (*old[:place], new, *old[place + 1 :])
-    return replace(described, **{name: new})
-
-
-def _place(part: str) -> tuple[str, int | None]:
-    found = re.fullmatch(r"(\w+)(?:\[(\d+)\])?", part)
-    if not found:
-        raise UsageError(f"{part}: no such field")
-    return found[1], int(found[2]) if found[2] else None
 
 
 def _check(cluster: Cluster, fields: Mapping[str, Field]) -> None:

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from megatron.context_parallel.cluster.description import Cluster
@@ -12,7 +12,7 @@ from megatron.context_parallel.cluster.simulate.block_time import BlockTime
 from megatron.context_parallel.cluster.simulate.links import Links
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.plan.ir import Attend, Plan, T
+from megatron.context_parallel.plan.ir import Plan, T
 from megatron.context_parallel.plan.liveness import peak_bytes
 from megatron.context_parallel.plan.volume import chunk_bytes
 from megatron.context_parallel.progress import Progress, tracked
@@ -20,6 +20,7 @@ from megatron.context_parallel.strategies import AUTO, parse_spec
 
 from .candidates import Candidate, Rejected, Workload, candidates, in_rounds
 from .lower_bound import PassBound, lower_bound
+from .plainness import plainest
 
 SIMULATED = 64  # choices, those with the best estimates
 GAIN = 0.01  # fraction of the time that another strategy for the backward pass, or more rounds, must save
@@ -162,11 +163,11 @@ class Search:
 
     @property
     def best(self) -> str:
-        """The fastest. Raises UsageError if nothing can run."""
+        """The fastest, or a plainer one that is about as fast. Raises UsageError if nothing can run."""
         if not self.ranked:
             why = self.rejected[0].reason if self.rejected else "no strategy has the given options"
             raise UsageError(f"--cp-strategy {AUTO}: no strategy works for this run ({why})")
-        return next(iter(self.ranked))
+        return plainest({spec: of.seconds for spec, of in self.ranked.items()})
 
 
 def search(
@@ -188,7 +189,8 @@ def search(
     choices, rejected = dict[str, Candidate](), list[Rejected]()
     fixed = fixed or {}
     room = place.cluster.device.memory_GiB * 2**30 if room is None else room
-    for found in candidates(workload, place.n, partial(_q_transfer_blocks, workload, place), fixed):
+    q_transfer_blocks = cache(partial(_q_transfer_blocks, workload, place))
+    for found in candidates(workload, place.n, q_transfer_blocks, fixed):
         if isinstance(found, Rejected):
             rejected.append(found)
             continue
@@ -257,7 +259,7 @@ def _q_transfer_blocks(workload: Workload, place: GroupDevices, head_parallel_si
         return 1.0
     plan = parse_spec("ring", layout="cyclic", head_parallel_size=head_parallel_size).plan(n)
     waiting = max(1.0, n / (place.cluster.shared_cores or n))  # for a processor
-    block = _block_time(plan, place, workload)(Attend((1,), (0,))) * waiting
+    block = _block_time(plan, place, workload).seconds((1,), (0,)) * waiting
     size = chunk_bytes(plan, T.Q, workload.shape(n), swap=False)
     links = Links(place.cluster, devices=place.devices, others=place.others)
     seconds = defaultdict[tuple, float](float)

@@ -17,6 +17,7 @@ from megatron.context_parallel.progress import tracked
 from megatron.context_parallel.strategies import parse_spec
 
 from .candidates import Rejected, Workload
+from .plainness import plainest
 from .planner import SIMULATED, GroupDevices, search
 
 TAKEN = 8  # specs that a whole step is predicted with for each split of the ranks, beside one of each strategy
@@ -53,6 +54,18 @@ class StepSearch:
     ranked: list[FeasibleRun]
     rejected: list[Rejected]
     slower: int
+
+    @property
+    def best(self) -> FeasibleRun | None:
+        """The fastest run that the trainer can run; with a plainer strategy if that is about as fast."""
+        fastest = next((one for one in self.ranked if one.trains), None)
+        if fastest is None:
+            return None
+        alike = dict[str, FeasibleRun]()
+        for one in self.ranked:
+            if one.placed == fastest.placed and replace(one.run, cp_strategy=fastest.run.cp_strategy) == fastest.run:
+                alike.setdefault(one.run.cp_strategy, one)
+        return alike[plainest({spec: one.forecast.seconds for spec, one in alike.items()})]
 
 
 def search_steps(model: ModelShape, cluster: Cluster, base: TrainConfig, every_split: bool = False) -> StepSearch:

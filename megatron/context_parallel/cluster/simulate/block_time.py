@@ -82,7 +82,7 @@ class BlockTime:
     def __call__(self, attend: Attend) -> float:
         """Seconds of a block."""
         if len(attend.q_chunks) == len(attend.kv_chunks) == 1:
-            return self._pairs[attend.q_chunks[0]][attend.kv_chunks[0]]
+            return self._seconds_of_kind[self._kinds.of_pair.item(attend.q_chunks[0], attend.kv_chunks[0])]
         return self.seconds(attend.q_chunks, tuple(sorted(attend.kv_chunks)))
 
     def look(self, attend: Attend) -> Hashable:
@@ -102,15 +102,38 @@ class BlockTime:
             moved += len(kv_chunks) * self.key_numbers * (2 * self.itemsize + 16 * self.backward)
         return sum(map(self._computed, parts)) + moved / (self.device.memory_GB_s * 1e9)
 
+    def repeats(self, period: int) -> bool:
+        """Whether the blocks of chunks q and kv, and of chunks q + `period` and kv + `period`, look alike, for all."""
+        looks, n = self._looks, self.chunks.n
+        return all(numpy.array_equal(looks[(q + period) % n], numpy.roll(looks[q], period)) for q in range(n))
+
     @cached_property
-    def _pairs(self) -> list[list[float]]:
-        """Seconds of the block of two chunks, [query chunk][key chunk]. Those that look alike are computed once."""
+    def _kinds(self) -> "_Kinds":
         n = self.chunks.n
-        shares = numpy.stack([self.seen(q) for q in range(n)]).transpose(0, 2, 1, 3).reshape(n * n, -1)
-        looks = (shares * 1000).round().astype(numpy.int64) @ (1001 ** numpy.arange(shares.shape[1]))
-        _, first, kind = numpy.unique(looks, return_index=True, return_inverse=True)
-        seconds = numpy.array([self._seconds((int(i) // n,), (int(i) % n,)) for i in first])
-        return seconds[kind].reshape(n, n).tolist()
+        of_pair = numpy.empty((n, n), numpy.int32)
+        numbers: dict[int, int] = {}
+        examples = list[tuple[int, int]]()
+        for q in range(n):
+            shares = self._seen(q).transpose(1, 0, 2).reshape(n, -1)
+            keys = (shares * 1000).round().astype(numpy.int64) @ (1001 ** numpy.arange(shares.shape[1]))
+            own, first, which = numpy.unique(keys, return_index=True, return_inverse=True)
+            for key, kv in zip(own.tolist(), first.tolist(), strict=True):
+                if numbers.setdefault(key, len(examples)) == len(examples):
+                    examples.append((q, kv))
+            of_pair[q] = numpy.array([numbers[key] for key in own.tolist()])[which]
+        return _Kinds(of_pair, examples)
+
+    @cached_property
+    def _seconds_of_kind(self) -> list[float]:
+        return [self._seconds((q,), (kv,)) for q, kv in self._kinds.examples]
+
+    @cached_property
+    def _looks(self) -> numpy.ndarray:
+        """The look of the block of each two chunks, as a number, [query chunk, key chunk]."""
+        numbers: dict[Hashable, int] = {}
+        looks = [self._pieces((q,), (kv,)) for q, kv in self._kinds.examples]
+        of_kind = [numbers.setdefault(look, len(numbers)) for look in looks]
+        return numpy.array(of_kind, numpy.int32)[self._kinds.of_pair]
 
     def _computed(self, part: PieceShare) -> float:
         """Seconds of a call of the kernel."""
@@ -165,14 +188,34 @@ class BlockTime:
             # Every other one is rounded down, so that their mean is that of all.
             places = torch.tensor([int((i + 0.5) * rows.length / count - i % 2 / 2) for i in range(count)])
             first, end = (bound[0].numpy() for bound in self.mask.seen(rows.start + places * rows.stride))
-            seen = (self._before(end) - self._before(first)).clip(0).sum(0)
+            seen = self._before(numpy.maximum(first, end)) - self._before(first)
             shares.append((rows.length / count / self.rows**2 * seen).reshape(self.chunks.n, -1))
         return numpy.stack(shares).round(3)
 
-    def _before(self, bound: numpy.ndarray) -> numpy.ndarray:
-        """How many keys of each progression are before each bound, [bounds, progressions of all chunks]."""
+    def _before(self, bounds: numpy.ndarray) -> numpy.ndarray:
+        """The keys of each progression before a bound, the sum over all bounds, [progressions of all chunks]."""
         start, stride, length = self.keys
-        return (-((start - bound[:, None]) // stride)).clip(0, length)
+        if not bounds.any():
+            return numpy.zeros_like(start)
+        if (stride > 1).any():
+            return (-((start - bounds[:, None]) // stride)).clip(0, length).sum(0)
+        bounds = numpy.sort(bounds)
+        sums = numpy.concatenate([[0], bounds.cumsum()])
+        beyond = numpy.searchsorted(bounds, start)  # the first bound with keys before it
+        after = numpy.searchsorted(bounds, start + length)  # the first with all of them
+        return sums[after] - sums[beyond] - (after - beyond) * start + (len(bounds) - after) * length
+
+
+class _Kinds(NamedTuple):
+    """The blocks of two chunks by kind: those of a kind see equal shares of their pairs of rows.
+
+    Attributes:
+        of_pair: the number of its kind, [query chunk, key chunk].
+        examples: the first block of each kind.
+    """
+
+    of_pair: numpy.ndarray
+    examples: list[tuple[int, int]]
 
 
 def small_blocks(plan: Plan, mask: Mask, length: int) -> Blocks:

@@ -119,7 +119,7 @@ def _symmetry(plan: Plan, blocks: Callable[[Attend], float], links: int) -> Symm
     of_plan = _symmetries.setdefault(plan, {})
     key = links, blocks.mask, blocks.length
     if key not in of_plan:
-        of_plan[key] = symmetry_of(plan, blocks.look, links)
+        of_plan[key] = symmetry_of(plan, blocks, links)
     return of_plan[key]
 
 

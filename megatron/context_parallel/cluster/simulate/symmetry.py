@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from functools import cache
 
-from megatron.context_parallel.plan.ir import AllGather, Attend, Comm, Plan, ReduceScatter, Send, Steps
-from megatron.context_parallel.tokens.chunk_pairs import rotated
+from megatron.context_parallel.plan.ir import Attend, Plan, Steps
+from megatron.context_parallel.plan.repeats import seen_from
 from megatron.context_parallel.tokens.rank_grid import ProcessMesh
+
+from .block_time import BlockTime
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,22 @@ class Symmetry:
         return self.grid.rank(heads=at["heads"] % self.groups, context=at["context"] % self.ranks)
 
 
-def symmetry_of(plan: Plan, look: Callable[[Attend], Hashable], links: int) -> Symmetry:
+def symmetry_of(plan: Plan, blocks: BlockTime | Callable[[Attend], Hashable], links: int) -> Symmetry:
     """The fewest ranks that stand for all.
+
+    The steps of a plan that declares its period are not read; `verify` checks what it declares. Otherwise the steps of
+    all ranks are compared.
 
     Args:
         plan: the pass.
-        look: blocks of the same look take the same time.
+        blocks: the time of each block. Blocks for which a function returns the same take the same time.
         links: devices after which the links of the cluster repeat.
     """
-    work = _Work(plan, look)
-    periods = _periods(plan.n, plan.grid.rank(context=1), links)
-    ranks = next(period for period in periods if work.repeats(period))
+    ranks = plan.n
+    for period in _periods(plan.n, plan.grid.rank(context=1), links):
+        if period == plan.n or (plan.visible_pairs.repeats(period) and _repeats(plan, blocks, period)):
+            ranks = period
+            break
     groups = next(_periods(plan.heads, plan.grid.rank(heads=1), links))
     return Symmetry(plan.grid, ranks, groups)
 
@@ -65,40 +71,36 @@ def _periods(size: int, apart: int, links: int) -> Iterator[int]:
     yield size
 
 
-class _Work:
-    """What the ranks of a plan do."""
-
-    def __init__(self, plan: Plan, look: Callable[[Attend], Hashable]) -> None:
-        self.plan, self.look = plan, look
-        self.write = plan.steps.write if isinstance(plan.steps, Steps) else plan.steps.__getitem__  # keeps nothing
-        self.of_first = cache(self._does)  # each of the first ranks is compared with many
-
-    def repeats(self, period: int) -> bool:
-        """Whether rank r + period does what rank r does, for every r."""
-        n = self.plan.n
-        rows = self.plan.visible_pairs.rows
-        if period == n:
-            return True
-        if any(rotated(rows[(q + period) % n], period, n) != rows[q] for q in range(n)):
+def _repeats(plan: Plan, blocks: BlockTime | Callable[[Attend], Hashable], period: int) -> bool:
+    """Whether rank r + `period` does what rank r does, for every r, in blocks that take the same time."""
+    if plan.period and isinstance(blocks, BlockTime):
+        return period % plan.period == 0 and blocks.repeats(period) and _gathered_repeat(plan, blocks, period)
+    look = blocks.look if isinstance(blocks, BlockTime) else blocks
+    write = plan.steps.write if isinstance(plan.steps, Steps) else plan.steps.__getitem__  # keeps nothing
+    first = dict[int, list]()
+    for rank in range(period, plan.n):
+        like = rank % period
+        if like not in first:
+            first[like] = seen_from(like, plan.n, write(like), look)
+        if seen_from(rank, plan.n, write(rank), look) != first[like]:
             return False
-        return all(self.of_first(rank % period) == self._does(rank) for rank in range(period, n))
+    return True
 
-    def _does(self, rank: int) -> list:
-        """The work of a rank, seen from it."""
-        n = self.plan.n
-        work = list[tuple]()
-        for s, step in enumerate(self.write(rank)):
-            for op in step.comm:
-                work.append((s, *_turned(op, rank, n)))
+
+def _gathered_repeat(plan: Plan, blocks: BlockTime, period: int) -> bool:
+    """Whether blocks of several chunks look alike after the first period, in the middle, and in the last."""
+    shifts = {period, plan.n // (2 * period) * period, plan.n - period}
+    for rank in range(period):
+        for step in plan.steps[rank]:
             for block in step.attend:
-                queries = sorted([(chunk - rank) % n for chunk in block.q_chunks])
-                keys = sorted([(chunk - rank) % n for chunk in block.kv_chunks])
-                work.append((s, queries, keys, self.look(block)))
-        return work
+                if len(block.q_chunks) == len(block.kv_chunks) == 1:
+                    continue
+                look = blocks.look(block)
+                if any(blocks.look(_shifted(block, shift, plan.n)) != look for shift in shifts):
+                    return False
+    return True
 
 
-def _turned(op: Comm, rank: int, n: int) -> tuple:
-    if isinstance(op, AllGather | ReduceScatter):
-        members = sorted(((r - rank) % n, (c - rank) % n) for r, c in zip(op.group, op.chunks, strict=True))
-        return type(op), op.tensor, op.channel, members
-    return type(op) is Send, op.tensor, op.channel, (op.peer - rank) % n, (op.chunk - rank) % n
+def _shifted(block: Attend, by: int, n: int) -> Attend:
+    q_chunks, kv_chunks = (tuple((chunk + by) % n for chunk in chunks) for chunks in (block.q_chunks, block.kv_chunks))
+    return Attend(q_chunks, kv_chunks)

@@ -111,7 +111,7 @@ class StageTime:
         return [layers, self._attention(count, False)]
 
     def _computed_again(self, module: str) -> SecondsByKind:
-        """A module of all layers once more, by its name in `--recompute-modules`. Experts count as an MLP."""
+        """A module of all layers once more, by its name in `--recompute-modules`."""
         if module == "core_attn":
             return self._attention(self.layers, False)
         if module == "layernorm":
@@ -120,8 +120,10 @@ class StageTime:
             return self._mlp_again()
         if module == "shared_experts" and "moe" in self.run.computed_again:
             return {}  # they are inside
+        if module == "moe":
+            return self._forward(self.layers, "router", "dispatch", *MLP)
         shared = (self.model.moe_shared_expert_intermediate_size or 0) / self.model.mlp_width
-        return self._forward(self.layers * (shared if module == "shared_experts" else 1), *MLP)
+        return self._forward(self.layers * shared, *MLP)
 
     def _mlp_again(self) -> SecondsByKind:
         """The MLPs of all layers once more. This ends with their last product, before its sum over ranks."""
