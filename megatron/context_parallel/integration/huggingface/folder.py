@@ -66,6 +66,19 @@ class SafetensorsFolder:
         self.check_has(name)
         return self._files[self._file_of[name]].get_tensor(name)
 
+    def read_row(self, name: str, row: int, rows: int) -> Tensor:
+        """Row `row` of a weight of `rows` rows, without reading the others.
+
+        Raises:
+            UsageError: there is none of that name, or it has another number of rows.
+        """
+        self.check_has(name)
+        found = self._files[self._file_of[name]].get_slice(name)
+        shape = found.get_shape()
+        if not shape or shape[0] != rows:
+            raise UsageError(f"{self.folder}: {name} has shape {shape}, and config.json says {rows} rows")
+        return found[row]
+
     def check_has(self, name: str) -> None:
         """Reject the name of a weight that does not exist.
 

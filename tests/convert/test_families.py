@@ -1,0 +1,170 @@
+"""Each family of models: converted both ways, its logits and texts as transformers', trained on several ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from megatron.context_parallel import UsageError
+from megatron.context_parallel.inference.session import Session
+from megatron.context_parallel.integration.huggingface.config import config_of, model_flags
+from megatron.context_parallel.integration.huggingface.families import FAMILIES, WITHOUT_EFFECT
+from megatron.context_parallel.integration.huggingface.folder import SafetensorsFolder
+from megatron.context_parallel.trainer.config.workload import model_of
+from tests.support.convert_case import convert, finetune
+from tests.support.llama_case import VOCABULARY, load_llama
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+MODELS = {
+    "qwen2": {
+        "model_type": "qwen2",
+        **{"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+        "rope_parameters": YARN | {"attention_factor": 1.3, "truncate": False, "beta_fast": 16.0},
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+        "rope_parameters": YARN,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "swiglu_limit": 1.5},
+        "rope_parameters": YARN | {"factor": 32.0, "truncate": False, "rope_theta": 150000.0},
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **{"sliding_window": 8, "query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]},
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "rope_local_base_freq": 500.0,
+    },
+}
+TEXT = torch.randint(VOCABULARY, (2, 96), generator=torch.Generator().manual_seed(3))
+PROMPTS, NEW = [TEXT[0, :70].tolist(), TEXT[1, :5].tolist()], 5
+
+
+def save_model(folder: Path, family: str) -> PreTrainedModel:
+    """A random model of 2 layers, also saved in `folder`."""
+    values = {
+        **{"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCABULARY, "max_position_embeddings": 512},
+        **{"initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2},
+        **MODELS[family],
+    }
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).eval()
+    for weight in model.parameters():
+        if weight.ndim == 1:
+            torch.nn.init.normal_(weight, 0.6, 0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def continued(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    tokens = [*prompt]
+    for _ in range(NEW):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@torch.no_grad()
+def there_and_back(folder: Path) -> list[torch.Tensor]:
+    """Logits of the HuggingFace folder and of the checkpoint made of it."""
+    convert("to-megatron", folder / "hf", folder / "run")
+    convert("to-hf", folder / "run", folder / "back")
+    found = []
+    for source in ("hf", "run"):
+        args, _, model = load_llama(folder / source)
+        assert model_of(args).parameters == sum(weight.numel() for weight in model.parameters())
+        found.append(model(TEXT, torch.arange(96).expand(2, -1), None)[..., :VOCABULARY])
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def texts(folder: Path) -> list[list[int]]:
+    """The most likely continuations, generated together with a cache that the ranks share."""
+    _, cp, model = load_llama(folder)
+    session = Session(model, cp, cache_tokens=1024)
+    new = {session.open(): prompt for prompt in PROMPTS}
+    found: dict[int, list[int]] = {sequence: [] for sequence in new}
+    for _ in range(NEW):
+        logits = session.forward(new)
+        chosen = session.share({sequence: [float(row.argmax())] for sequence, row in logits.items()})
+        new = {sequence: [int(token)] for sequence, (token,) in chosen.items()}
+        for sequence, tokens in new.items():
+            found[sequence] += tokens
+    parallel_state.destroy_model_parallel()
+    return [*found.values()]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_family_is_that_of_transformers_in_both_directions(ranks, tmp_path, family):
+    theirs = save_model(tmp_path / "hf", family)
+    (logits,) = ranks(1, there_and_back, tmp_path)
+    with torch.no_grad():
+        expected = theirs(TEXT).logits
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+        assert type(again) is type(theirs) and torch.equal(again(TEXT).logits, expected)
+    for ours in logits:
+        assert (ours - expected).norm() < 1e-5 * expected.norm()
+    first, last = SafetensorsFolder(tmp_path / "hf"), SafetensorsFolder(tmp_path / "back")
+    assert first.names == last.names
+    for name in first.names:
+        assert torch.equal(first.read(name), last.read(name)), name
+    assert ranks(3, texts, tmp_path / "run")[0] == [continued(theirs, prompt) for prompt in PROMPTS]
+
+
+MESH = {"cp_strategy": "mesh", "context_parallel_size": 2, "pipeline_model_parallel_size": 2}
+USP = {"cp_strategy": "usp", "context_parallel_size": 4, "cp_options": {"head_parallel_size": 2}}
+
+
+@pytest.mark.parametrize(("family", "spreads"), [("gpt_oss", [MESH, USP]), ("gemma3", [MESH])])
+def test_training_does_not_depend_on_the_ranks(ranks, tmp_path, family, spreads):
+    save_model(tmp_path / "hf", family)
+    ranks(1, convert, "to-megatron", tmp_path / "hf", tmp_path / "run")
+    (expected,) = ranks(1, finetune, tmp_path / "run", None, {})
+    for spread in spreads:
+        losses = ranks(4, finetune, tmp_path / "run", None, {"cp_layout": None, **spread})[0]
+        assert losses == pytest.approx(expected, rel=1e-5), spread
+
+
+def changed(value: object) -> object:
+    """Another value of the kind of `value`."""
+    match value:
+        case bool():
+            return not value
+        case int() | float():
+            return value + 1
+        case None:
+            return 7
+        case str():
+            return "other"
+        case [*kinds]:
+            return [1] if not kinds else [*reversed(kinds)]
+    return {}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_every_field_of_transformers_is_read_or_refused(tmp_path, family):
+    save_model(tmp_path, family)
+    path = tmp_path / "config.json"
+    good, flags = json.loads(path.read_text()), model_flags(tmp_path)
+    model_type = good["model_type"]
+    without_effect = {*PreTrainedConfig().to_dict(), *WITHOUT_EFFECT, *FAMILIES[model_type].ignores} - {"dtype"}
+    silent = set()
+    fields = AutoConfig.from_pretrained(tmp_path).to_dict().items()
+    for name, value in ((name, value) for name, value in fields if name != "rope_parameters"):
+        path.write_text(json.dumps(good | {name: changed(value)}))
+        try:
+            if model_flags(tmp_path) == flags:
+                silent.add(name)
+        except UsageError as refusal:
+            said = str(refusal)
+            assert any(word in said for word in (name, "layer_types", "rejected by transformers")), said
+    # these decide layer_types or the window, which are given here, or a reversed list is the same
+    assert silent - without_effect <= {"use_sliding_window", "max_window_layers", "sliding_window", "layer_types"}
+    path.write_text(json.dumps(config_of(flags | {"bf16": False, "fp16": False}, VOCABULARY)))
+    assert model_flags(tmp_path) == flags
