@@ -14,11 +14,8 @@ from megatron.context_parallel import UsageError
 from megatron.context_parallel.commands import convert_hf
 from megatron.context_parallel.convert.to_huggingface import to_folder
 from megatron.context_parallel.integration.huggingface.folder import SafetensorsFolder
-from megatron.context_parallel.trainer.arguments.command_line import read_flags
-from megatron.context_parallel.trainer.checkpoint.store import iteration_directory, read_saved_args
-from megatron.context_parallel.trainer.config.flags import FLAGS
 from tests.support import training_case
-from tests.support.convert_case import convert, finetune
+from tests.support.convert_case import check_flags_file, convert, finetune
 from tests.support.llama_case import VOCABULARY, load_llama, save_llama
 
 PP, CP = "pipeline_model_parallel_size", "context_parallel_size"
@@ -60,17 +57,6 @@ def test_weights_come_back_bit_for_bit(ranks, tmp_path, family):
     if family == "qwen3":
         for split in ranks(2, logits, tmp_path / "run", 2):
             assert (split - direct).norm() < 1e-5 * direct.norm()
-
-
-def check_flags_file(run: Path, window: tuple[int, int] | None) -> None:
-    flags = read_flags(["--config", str(run / "model.yaml")])
-    saved = read_saved_args(iteration_directory(run, 0))
-    for name, flag in FLAGS.items():
-        if flag.decides in ("weights", "model"):
-            value = getattr(flags, name)
-            assert (list(value) if isinstance(value, tuple) else value) == saved[name], name
-    assert flags.window_size == window
-    assert flags.bf16 == saved["bf16"]
 
 
 def test_finetuning_from_them_on_any_ranks_and_what_is_trained_goes_back(ranks, tmp_path):

@@ -7,6 +7,7 @@ from megatron.core import parallel_state
 from megatron.context_parallel.commands import convert_hf
 from megatron.context_parallel.generation.flags import Source
 from megatron.context_parallel.generation.model_source import model_arguments
+from megatron.context_parallel.trainer.arguments.command_line import read_flags
 from megatron.context_parallel.trainer.checkpoint.store import iteration_directory, read_saved_args
 from megatron.context_parallel.trainer.config.flags import FLAGS
 from megatron.context_parallel.trainer.setup import initialize_model_parallel
@@ -37,3 +38,15 @@ def finetune(run: Path, save: Path | None, layout: dict[str, int]) -> list[float
     where = {"load": str(run), "save": save and str(save), "no_verify_checkpoint": False}
     changes = model | sizes | where | layout | {"padded_vocab_size": rows, "tokenizer_model": None}
     return training_case.train("llama", train_iters=3, finetune=True, **changes).losses
+
+
+def check_flags_file(run: Path, window: tuple[int, int] | None) -> None:
+    """Compares the flags in model.yaml with those in the checkpoint."""
+    flags = read_flags(["--config", str(run / "model.yaml")])
+    saved = read_saved_args(iteration_directory(run, 0))
+    for name, flag in FLAGS.items():
+        if flag.decides in ("weights", "model"):
+            value = getattr(flags, name)
+            assert (list(value) if isinstance(value, tuple) else value) == saved[name], name
+    assert flags.window_size == window
+    assert flags.bf16 == saved["bf16"]

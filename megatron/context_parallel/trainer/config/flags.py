@@ -111,7 +111,7 @@ class ModelFlags(FlagSection, title="model"):
     yarn_beta_fast: float = model("frequencies with more turns in these tokens are kept by YaRN", 32.0, needs=YARN)
     yarn_beta_slow: float = model("frequencies with fewer turns are divided by YaRN's factor", 1.0, needs=YARN)
     yarn_correction_range_round_to_int: bool = model(
-        "do not round the range of dimensions between the two to whole ones",
+        "let the dimensions between the two begin and end at fractions",
         True,
         option="--no-yarn-correction-range-round-to-int",
         needs=YARN,
