@@ -15,7 +15,9 @@ from megatron.context_parallel.inference.session import Session
 from megatron.context_parallel.integration.huggingface.config import config_of, model_flags
 from megatron.context_parallel.integration.huggingface.families import FAMILIES, WITHOUT_EFFECT
 from megatron.context_parallel.integration.huggingface.folder import SafetensorsFolder
+from megatron.context_parallel.integration.huggingface.weights import to_huggingface
 from megatron.context_parallel.trainer.config.workload import model_of
+from tests.support import training_case
 from tests.support.convert_case import check_flags_file, convert, finetune
 from tests.support.llama_case import VOCABULARY, load_llama
 
@@ -44,6 +46,7 @@ MODELS = {
     },
 }
 TEXT = torch.randint(VOCABULARY, (2, 96), generator=torch.Generator().manual_seed(3))
+SHARES = torch.randn(2, 96, VOCABULARY, generator=torch.Generator().manual_seed(4))  # of the logits in a loss
 PROMPTS, NEW = [TEXT[0, :70].tolist(), TEXT[1, :5].tolist()], 5
 
 
@@ -72,16 +75,20 @@ def continued(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@torch.no_grad()
-def there_and_back(folder: Path) -> list[torch.Tensor]:
-    """Logits of the HuggingFace folder and of the checkpoint made of it."""
+def there_and_back(folder: Path) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Logits and gradients of the HuggingFace folder and of the checkpoint made of it."""
     convert("to-megatron", folder / "hf", folder / "run")
     convert("to-hf", folder / "run", folder / "back")
     found = []
     for source in ("hf", "run"):
         args, _, model = load_llama(folder / source)
         assert model_of(args).parameters == sum(weight.numel() for weight in model.parameters())
-        found.append(model(TEXT, torch.arange(96).expand(2, -1), None)[..., :VOCABULARY])
+        model.requires_grad_()
+        logits = model(TEXT, torch.arange(96).expand(2, -1), None)[..., :VOCABULARY]
+        (logits * SHARES).sum().backward()
+        gradients = ((name, weight.grad) for name, weight in model.named_parameters())
+        found.append((logits.detach(), dict(to_huggingface(gradients, model.config, VOCABULARY))))
+        training_case.forget_graphs([model])
         parallel_state.destroy_model_parallel()
     return found
 
@@ -102,17 +109,35 @@ def texts(folder: Path, tensor: int) -> list[list[int]]:
     return [*found.values()]
 
 
+def split_experts(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients of all experts of a layer in memory, by the names that their weights have in files."""
+    found = {}
+    for name, whole in gradients.items():
+        for expert, part in enumerate(whole if ".experts." in name else ()):
+            prefix, _, kind = name.rpartition(".")
+            kinds = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
+            for weight, rows in zip(kinds, part.chunk(len(kinds)), strict=True):
+                found[f"{prefix}.{expert}.{weight}.weight"] = rows
+    return found
+
+
 @pytest.mark.parametrize("family", MODELS)
 def test_a_family_is_that_of_transformers_in_both_directions(ranks, tmp_path, family):
     theirs = save_model(tmp_path / "hf", family)
-    (logits,) = ranks(1, there_and_back, tmp_path)
+    (found,) = ranks(1, there_and_back, tmp_path)
+    expected = theirs(TEXT).logits
+    (expected * SHARES).sum().backward()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     with torch.no_grad():
-        expected = theirs(TEXT).logits
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
         assert type(again) is type(theirs) and torch.equal(again(TEXT).logits, expected)
     check_flags_file(tmp_path / "run", model_flags(tmp_path / "hf")["window_size"])
-    for ours in logits:
+    gradients = {name: weight.grad for name, weight in theirs.named_parameters()}
+    if family == "qwen3_moe":
+        gradients |= split_experts(gradients)
+    for ours, named in found:
         assert (ours - expected).norm() < 1e-5 * expected.norm()
+        for name, gradient in named.items():
+            assert (gradient - gradients[name]).norm() < 1e-5 * gradients[name].norm(), name
     first, last = SafetensorsFolder(tmp_path / "hf"), SafetensorsFolder(tmp_path / "back")
     assert first.names == last.names
     for name in first.names:
