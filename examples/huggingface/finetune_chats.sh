@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Fine-tune a model of HuggingFace on chats, with context parallelism on 2 ranks, and convert it back.
 #   bash examples/huggingface/finetune_chats.sh [MODEL CHATS.jsonl]
-# MODEL is a folder of a Llama, Mistral or Qwen3 whose tokenizer has a chat template (default: a small Llama of random
-# weights, and chats about sums). RUN_DIR (default runs/chats) gets everything.
+# MODEL is a folder of a supported model (docs/convert.md) whose tokenizer has a chat template (default: a small Llama
+# of random weights, and chats about sums). RUN_DIR (default runs/chats) gets everything.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONPATH=$PWD OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Convert a model of HuggingFace, fine-tune it with context parallelism on 4 ranks, and convert it back.
 #   bash examples/huggingface/finetune_megatron.sh [MODEL [TEXT]]
-# MODEL is a folder of a Llama, Mistral or Qwen3 (default: a small Llama of random weights), TEXT a text or .jsonl file
-# (default: a module of the Python standard library). RUN_DIR (default runs/finetune) gets everything.
+# MODEL is a folder of a supported model (docs/convert.md; default: a small Llama of random weights), TEXT a text or
+# .jsonl file (default: a module of the Python standard library). RUN_DIR (default runs/finetune) gets everything.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONPATH=$PWD OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore

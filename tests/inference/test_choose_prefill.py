@@ -7,16 +7,18 @@ import pytest
 from examples.paper_tables.cp_inference.prefill_choices import LLAMA_405B, RATES, TABLE_4, lost
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.cluster.description import AttentionRate, Cluster, Device, IntraNode, Nics
-from megatron.context_parallel.commands import generate, run_text_generation_server
+from megatron.context_parallel.commands import calibrate, generate, run_text_generation_server
 from megatron.context_parallel.inference.choose import (
     PASS_KV,
     PASS_Q,
     LayerShape,
+    MeasuredPrefill,
     Rates,
     algorithm_1,
     algorithm_5,
     choose_prefill,
     empirical,
+    empirical_loss,
     seconds,
     sent_bytes,
 )
@@ -46,6 +48,37 @@ def test_the_printed_constants_contradict_table_4():
     assert empirical(1000, 0, (1.0, 0.0, -6.9)) == PASS_KV and empirical(1000, 0, (1.0, 0.0, -7.0)) == PASS_Q
     assert choose_prefill("empirical", 1000, 3000, 4, LLAMA_405B, constants=(0.0, 1.0, 1.38)) == PASS_Q
     assert choose_prefill("empirical", 1000, 3000, 4, LLAMA_405B, constants=(0.0, 1.0, 1.39)) == PASS_KV
+
+
+PASSES = "ranks,batch,new,cached,choice,milliseconds\n"
+
+
+def test_constants_are_fitted_to_measured_passes(tmp_path, capsys):
+    """Times that follow the formula give its constants back, through the file of benchmarks/inference.py."""
+    path, true = tmp_path / "passes.csv", (0.1, 0.5, 0.3)
+    lines = ["4,1,100,0,auto,3", "4,1,1,100,decode,2"]
+    for batch, new, cached in ((1, 100, 900), (2, 200, 1800), (1, 50, 4000), (1, 1000, 0)):
+        h = true[0] * math.log(batch * new) + true[1] * math.log(new / (new + cached)) + true[2]
+        lines += [f"4,{batch},{new},{cached},pass-kv,7", f"4,{batch},{new},{cached},pass-q,{7 * math.exp(h)}"]
+    path.write_text(PASSES + "\n".join(lines))
+    calibrate.main(["--prefill-times", str(path)])
+    report, flags = capsys.readouterr().out.splitlines()
+    assert report == "4 of 4 prefills take the faster variant; the others cost 0.0% at most"
+    assert [float(word) for word in flags.split()[-3:]] == pytest.approx(true, rel=1e-4)
+    same = [f"4,1,{new},{1000 - new},{choice},{new}" for new in (9, 99, 999) for choice in ("pass-kv", "pass-q")]
+    path.write_text(PASSES + "\n".join(same))
+    calibrate.main(["--prefill-times", str(path)])
+    assert capsys.readouterr().out.splitlines()[1].startswith("all have 1000 tokens, new and cached: the constants")
+    slow = MeasuredPrefill(1000, 0, pass_kv=5.0, pass_q=4.0)
+    assert empirical_loss(slow, (0.0, 0.0, 1.0)) == 0.25 and empirical_loss(slow, (0.0, 0.0, -1.0)) == 0
+    for text, said in (
+        (PASSES + "\n".join(lines[:6]), "2 prefills do not determine three constants"),
+        (PASSES + "2,1,9,9,pass-kv,1\n4,1,9,9,pass-q,1", "has passes of 2, 4 ranks"),
+        ("ranks\n4", "cannot be read .KeyError"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=said):
+            calibrate.main(["--prefill-times", str(path)])
 
 
 # 10 Mbit/s, 4 ranks, T + P = 4096, 16 heads, 1 KV head, d = 64, fp32: milliseconds of ring and attention2d 1x4.

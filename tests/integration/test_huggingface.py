@@ -57,7 +57,7 @@ CONFIGS = {
     "attention_bias": True,
     "mlp_bias": True,
     "quantization_config": {"bits": 4},
-    "rope_type": "yarn",
+    "rope_type": "longrope",
     "partial_rotary_factor": 0.5,
     "low_freq_factor": 2.0,
     "original_max_position_embeddings": 4096,
@@ -89,7 +89,7 @@ def test_a_config_that_gpt_model_does_not_compute_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("family", "name", "value"),
     [
-        ("qwen3", "use_sliding_window", True),
+        ("llama3", "dual_chunk_attention_config", {"chunk_size": 262144}),
         ("qwen3", "layer_types", ["full_attention", "sliding_attention"]),
         ("mistral", "layer_types", ["sliding_attention", "full_attention"]),
         ("mistral", "sliding_window", 0),

@@ -128,16 +128,20 @@ class _Config:
     params_dtype = torch.float32
     sequence_parallel = True
 
-    def __init__(self, normalization: str) -> None:
-        self.normalization = normalization
+    def __init__(self, normalization: str, zero_centered: bool) -> None:
+        self.normalization, self.layernorm_zero_centered_gamma = normalization, zero_centered
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 def test_norm(normalization):
-    norm = Norm(config=_Config(normalization), hidden_size=5, eps=1e-3)
+    norm = Norm(config=_Config(normalization, False), hidden_size=5, eps=1e-3)
     x = torch.arange(10.0).view(2, 5)
     centred = x - x.mean(-1, keepdim=True) if normalization == "LayerNorm" else x
     expected = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt()
     torch.testing.assert_close(norm(x), expected)
+    added = Norm(config=_Config(normalization, True), hidden_size=5, eps=1e-3)
+    with torch.no_grad():
+        added.weight += 0.5  # from 0
+    torch.testing.assert_close(added(x), 1.5 * expected)
     assert len(list(norm.parameters())) == (2 if normalization == "LayerNorm" else 1)
     assert all(p.sequence_parallel for p in norm.parameters())

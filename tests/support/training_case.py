@@ -15,6 +15,7 @@ from megatron.context_parallel.strategies import choose_by_layer
 from megatron.context_parallel.trainer import setup, training
 from megatron.context_parallel.trainer.checkpoint.save_load import Save
 from megatron.context_parallel.trainer.checkpoint.train_state import Progress, TrainState
+from megatron.context_parallel.trainer.config.flags import FLAGS
 from megatron.context_parallel.trainer.data.batches import collate, document_options
 from tests.support.case_args import CaseArgs
 
@@ -48,15 +49,13 @@ FAMILIES["sinks"] = FAMILIES["llama"] | {"softmax_type": "learnable"}
 def case_args(family: str, **changes) -> CaseArgs:
     """Arguments of a tiny run, as `parse_args` derives them, on the world this rank is in."""
     values = {
-        **{"softmax_type": "vanilla", "qk_layernorm": False},
+        **{name: flag.default for name, flag in FLAGS.items() if flag.decides in ("weights", "model")},
         **{"num_experts": None, "expert_model_parallel_size": 1, "moe_router_topk": 2, "moe_ffn_hidden_size": None},
         **FAMILIES[family],
         **{"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "kv_channels": 8},
         **{"seq_length": SEQUENCE, "max_position_embeddings": SEQUENCE},
         **{"check_for_nan_in_loss_and_grad": True, "check_for_spiky_loss": False, "rerun_mode": "disabled"},
         **{"loss_scale": None, "vocabulary": VOCABULARY, "padded_vocab_size": VOCABULARY},
-        **{"rotary_base": 10000, "rotary_percent": 1.0, "add_qkv_bias": False, "norm_epsilon": 1e-5},
-        **{"use_rope_scaling": False, "rope_scaling_factor": 8.0},
         **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "init_method_std": 0.1, "params_dtype": torch.float32},
         **{
             "bf16": False,
@@ -66,7 +65,6 @@ def case_args(family: str, **changes) -> CaseArgs:
             "transformer_impl": "local",
             "fp8": None,
             "cp_layout": "zigzag",
-            "window_size": None,
             "cp_attention_backend": "auto",
             "reset_attention_mask": False,
             "cp_place_documents": False,

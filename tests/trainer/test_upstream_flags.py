@@ -60,7 +60,7 @@ MIXTRAL = """--use-mcore-models --disable-bias-linear --seq-length 4096 --max-po
 SCRIPTS = {"gpt3": GPT3, "llama": LLAMA, "mixtral": MIXTRAL}
 REFUSED = {
     "gpt3": {"--step-batch-size-schedule", "--vocab-file", "--merge-file"},
-    "llama": {"--apply-layernorm-1p", "--grad-reduce-in-bf16", "--fp8-param-gather"},
+    "llama": {"--grad-reduce-in-bf16", "--fp8-param-gather"},
     "mixtral": {"--no-position-embedding"},
 }
 # Others that Megatron's users type, each of which is accepted.

@@ -5,9 +5,6 @@
 Yang et al., Context Parallelism for Scalable Million-Token Inference (2024): Llama 3 405B, 4 nodes, T + P = 128,000.
 """
 
-import math
-
-import numpy
 from rich.table import Table
 
 from megatron.context_parallel.cli.tables import show
@@ -16,9 +13,11 @@ from megatron.context_parallel.inference.choose import (
     PASS_KV,
     PASS_Q,
     LayerShape,
+    MeasuredPrefill,
     Rates,
     choose_prefill,
     empirical,
+    fit_empirical,
 )
 
 from ..cells import read_cells
@@ -43,10 +42,7 @@ TABLE_4 = measured()
 
 def fitted() -> tuple[float, float, float]:
     """Constants of Appendix D that fit the logarithm of pass-Q's time over pass-KV's best: least squares."""
-    known = [[math.log(new), math.log(new / CONTEXT), 1.0] for new in TABLE_4]
-    wanted = [math.log(q / kv) for kv, q in TABLE_4.values()]
-    a, b, c = numpy.linalg.lstsq(numpy.array(known), numpy.array(wanted), rcond=None)[0].tolist()
-    return a, b, c
+    return fit_empirical([MeasuredPrefill(new, CONTEXT - new, kv, q) for new, (kv, q) in TABLE_4.items()])
 
 
 def choices(how: str) -> dict[int, str]:

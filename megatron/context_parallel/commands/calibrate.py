@@ -6,6 +6,8 @@ DIR contains the numbers, NAME.csv with the columns row, column, unit and paper,
     FIELDS      {preset: {field: (start, least, most)}}, such as {"nics.GB_s": (25, 10, 25)}
     FITTED      {NAME: (row, column) -> whether the fit may use the cell}
     predict     (NAME, cluster, wanted) -> a number or None for each cell; wanted(row, column) may be heeded for speed
+
+With --prefill-times it fits the constants of --cp-prefill empirical to measured passes instead.
 """
 
 import csv
@@ -24,16 +26,23 @@ from megatron.context_parallel.errors import UsageError
 
 if TYPE_CHECKING:
     from megatron.context_parallel.cluster.search.calibrate import Calibration, Cell
+    from megatron.context_parallel.inference.choose import MeasuredPrefill
 
 FITTED_TO = " Fitted by tools/calibrate.py"
 
 
 class CalibrateFlags(FlagSection):
     folder: Path = flag(
-        "folder of the numbers and predict.py", option="DIR", example="examples/paper_tables/loongtrain"
+        "folder of the numbers and predict.py",
+        option="DIR",
+        example="examples/paper_tables/loongtrain",
+        excludes="prefill_times",
     )
-    cluster: str = flag("preset to fit", unit="NAME", example="loongtrain")
-    output: Path = flag("YAML file to write", endings=(".yaml", ".yml"))
+    cluster: str = flag("preset to fit", unit="NAME", example="loongtrain", excludes="prefill_times")
+    output: Path = flag("YAML file to write", endings=(".yaml", ".yml"), excludes="prefill_times")
+    prefill_times: Path | None = flag(
+        "passes.csv of benchmarks/inference.py on some ranks: times of pass-kv and pass-q", example="passes.csv"
+    )
 
 
 PARSER = FlagParser(
@@ -43,12 +52,16 @@ PARSER = FlagParser(
     [
         "examples/paper_tables/loongtrain --cluster loongtrain --output fitted.yaml",
         "examples/paper_tables/mesh_attention --cluster mesh-attention --output fitted.yaml",
+        "--prefill-times runs/inference/passes.csv",
     ],
 )
 
 
 def main(argv: list[str] | None = None) -> None:
     args = PARSER.parse(argv)
+    if args.prefill_times:
+        _fit_prefill(args.prefill_times)
+        return
     if not (args.folder / "predict.py").is_file():
         raise UsageError(f"DIR {args.folder}: no predict.py; give a folder such as examples/paper_tables/loongtrain")
     paper = _module(args.folder)
@@ -68,6 +81,49 @@ def main(argv: list[str] | None = None) -> None:
     )
     _show(fit)
     print(f"wrote {args.output}")
+
+
+def _fit_prefill(path: Path) -> None:
+    """Print the constants that best fit the measured prefills in `path`, and what their choices cost there."""
+    from megatron.context_parallel.inference.choose import empirical_loss, fit_empirical
+
+    measured = read_prefills(path)
+    constants = fit_empirical(measured)
+    losses = [empirical_loss(of, constants) for of in measured]
+    right = losses.count(0)
+    print(f"{right} of {len(measured)} prefills take the faster variant; the others cost {max(losses):.1%} at most")
+    totals = {of.new + of.cached for of in measured}
+    if len(totals) == 1:
+        print(f"all have {min(totals)} tokens, new and cached: the constants hold for so many only")
+    print("--cp-prefill empirical --cp-prefill-constants", *(f"{number:.6g}" for number in constants))
+
+
+def read_prefills(path: Path) -> "list[MeasuredPrefill]":
+    """The prefills in the file of benchmarks/inference.py for which both variants were measured.
+
+    Raises:
+        UsageError: the file cannot be read, lacks a column, or has passes of several numbers of ranks.
+    """
+    from megatron.context_parallel.inference.choose import PASS_KV, PASS_Q, MeasuredPrefill
+
+    times: dict[tuple[int, int], dict[str, float]] = {}
+    ranks = set()
+    try:
+        with path.open(newline="") as file:
+            for line in csv.DictReader(file):
+                if line["choice"] in (PASS_KV, PASS_Q):
+                    batch = int(line["batch"])
+                    tokens = batch * int(line["new"]), batch * int(line["cached"])
+                    times.setdefault(tokens, {})[line["choice"]] = float(line["milliseconds"])
+                    ranks.add(line["ranks"])
+    except (OSError, ValueError, KeyError) as error:
+        why = f"cannot be read ({type(error).__name__}: {error})"
+        raise UsageError(f"--prefill-times {path}: {why}; give the passes.csv of benchmarks/inference.py") from None
+    if len(ranks) > 1:
+        why = f"has passes of {', '.join(sorted(ranks))} ranks, which need constants of their own"
+        raise UsageError(f"--prefill-times {path}: {why}; give a file of one number of ranks")
+    both = {tokens: of for tokens, of in times.items() if len(of) == 2}
+    return [MeasuredPrefill(*tokens, of[PASS_KV], of[PASS_Q]) for tokens, of in both.items()]
 
 
 def _module(folder: Path) -> ModuleType:

@@ -1,6 +1,7 @@
 """Convert a HuggingFace model to a checkpoint of the trainer, or a checkpoint to a HuggingFace model.
 
-Supports Llama 2 and 3, Mistral and Qwen3, in safetensors. One weight, or one file of weights, is in memory at a time.
+Supports Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, GPT-OSS and Gemma 3, in safetensors. One weight, or one file of
+weights, is in memory at a time.
 """
 
 import os

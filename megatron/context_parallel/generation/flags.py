@@ -11,7 +11,7 @@ from megatron.context_parallel.trainer.config.flags import Arguments
 
 class Source(FlagSection, title="model"):
     load: str = flag(
-        "a directory of trainer checkpoints, or a HuggingFace folder with Llama, Mistral or Qwen3 in safetensors",
+        "a directory of trainer checkpoints, or a HuggingFace folder, such as of Llama, in safetensors",
         unit="DIR",
         example="runs/quickstart",
     )

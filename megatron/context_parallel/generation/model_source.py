@@ -27,8 +27,8 @@ def model_arguments(source: Source) -> Arguments:
     wanted: dict[str, Any] = {name: getattr(source, name) for name in ("load", "ckpt_step", "load_fallback")}
     foreign = is_huggingface(source.load)
     given = model_flags(Path(source.load)) if foreign else saved_flags(Flags(**wanted), "bf16", "fp16")
-    if given.get("num_experts"):
-        raise UsageError(f"--load {source.load}: has experts, which were not tested in generation; give another model")
+    if given.get("num_experts") and tensor > 1:
+        raise UsageError(f"--tensor-model-parallel-size {tensor}: --load {source.load} has experts; give 1")
     if source.bf16:
         given |= {"bf16": True, "fp16": False}
     context = ranks // tensor

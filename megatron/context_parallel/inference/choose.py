@@ -5,7 +5,9 @@ Million-Token Inference (2024), except those in `seconds`, which are ours.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.context_parallel.cluster.description import AttentionRate, Cluster
 from megatron.context_parallel.cluster.simulate.links import Links
@@ -123,6 +125,40 @@ def empirical(new: int, cached: int, constants: tuple[float, float, float] = EMP
     """Appendix D: pass-KV if a log(T) + b log(T / (T + P)) + c is positive; natural logarithms."""
     a, b, c = constants
     return PASS_KV if a * math.log(new) + b * math.log(new / (new + cached)) + c > 0 else PASS_Q
+
+
+class MeasuredPrefill(NamedTuple):
+    """Times of one prefill of `new` tokens with `cached` ones, in total over all sequences; in any unit."""
+
+    new: int
+    cached: int
+    pass_kv: float
+    pass_q: float
+
+
+def fit_empirical(measured: Sequence[MeasuredPrefill]) -> tuple[float, float, float]:
+    """The constants of `empirical` whose h best fits log(pass-Q's time / pass-KV's): least squares.
+
+    If all measurements have the same T + P, the constants hold for it only, and the smallest ones are taken.
+
+    Raises:
+        UsageError: fewer than three measurements, or all have the same T.
+    """
+    import numpy
+
+    known = [[math.log(of.new), math.log(of.new / (of.new + of.cached)), 1.0] for of in measured]
+    wanted = [math.log(of.pass_q / of.pass_kv) for of in measured]
+    found, _, rank, _ = numpy.linalg.lstsq(numpy.array(known).reshape(-1, 3), numpy.array(wanted), rcond=None)
+    if rank < 2 or len(measured) < 3:
+        raise UsageError(f"{len(measured)} prefills do not determine three constants; measure more T and more T + P")
+    a, b, c = found.tolist()
+    return a, b, c
+
+
+def empirical_loss(of: MeasuredPrefill, constants: tuple[float, float, float]) -> float:
+    """How much longer than the faster variant `empirical` takes, as a share of it: 0 if it chooses that variant."""
+    taken = of.pass_kv if empirical(of.new, of.cached, constants) == PASS_KV else of.pass_q
+    return taken / min(of.pass_kv, of.pass_q) - 1
 
 
 def choose_prefill(

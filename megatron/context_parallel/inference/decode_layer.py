@@ -13,8 +13,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron.context_parallel.integration.model_config import ModelConfig
 from megatron.context_parallel.integration.norm import Norm
 from megatron.context_parallel.integration.spec import ContextParallelAttention
+from megatron.context_parallel.patches.megatron_rope import rotary_scale
 
 ACTIVATIONS = {F.silu: torch.ops.aten.silu.out, F.gelu: torch.ops.aten.gelu.out}
 
@@ -117,6 +119,7 @@ class LayerBuffers:
         self.normed_q = torch.zeros_like(self.turned_q) if config.qk_layernorm else self.q
         self.normed_k = torch.zeros_like(self.turned_k) if config.qk_layernorm else self.k
         self.cos, self.sin = new(1, angles), new(1, angles)
+        self.rotary_scale = rotary_scale(config)
         self.rotations = [
             Rotation(self.normed_q, self.turned_q, self.cos.unsqueeze(1), self.sin.unsqueeze(1)),
             Rotation(self.normed_k, self.turned_k, self.cos, self.sin),
@@ -136,8 +139,8 @@ class LayerBuffers:
 
     def set_angles(self, angles: Tensor) -> None:
         """The angles [rows, 1, 1, angles] of the rows of a step."""
-        self.cos.copy_(angles.squeeze(1).cos())
-        sin = angles.squeeze(1).sin()
+        self.cos.copy_(angles.squeeze(1).cos() * self.rotary_scale)
+        sin = angles.squeeze(1).sin() * self.rotary_scale
         half = sin.shape[-1] // 2
         self.sin.copy_(sin)
         self.sin[..., :half].neg_()
@@ -195,6 +198,8 @@ def plain(model: GPTModel) -> bool:
         and config.activation_func in ACTIVATIONS
         and not (config.multi_latent_attention or config.rotary_interleaved or config.fp32_residual_connection)
         and not (config.mtp_num_layers or config.attention_output_gate or config.no_rope_freq)
+        and not (config.layernorm_zero_centered_gamma or config.glu_linear_offset or config.activation_func_clamp_value)
+        and not (isinstance(config, ModelConfig) and config.scale_embeddings)
     )
     return known and all(map(_plain, model.decoder.layers))
 

@@ -1,8 +1,9 @@
-"""The router of megatron-core's experts, with losses that do not depend on the number of context ranks."""
+"""The router of megatron-core's experts, with losses that do not depend on the context ranks, and biased experts."""
 
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -32,3 +33,15 @@ class Router(TopKRouter):
         n = reduce_group.size() if self.calculate_per_token_loss and WEIGHED_BY_OWN_TOKENS else 1
         given = activation, aux_loss_coeff * n, aux_loss * n, aux_loss_name, reduce_group  # the log divides them
         return super().attach_and_log_load_balancing_loss(*given, *others, **named)
+
+
+class ExpertProjection(RowParallelLinear):
+    """The last projection of an expert with biases.
+
+    megatron-core adds the weighted bias to the output in place, which autograd forbids for what its reduction returns.
+    """
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The output [tokens, hidden] and the bias [hidden]."""
+        out, bias = super().forward(x)
+        return out.clone(), bias

@@ -13,6 +13,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.patches.megatron_rope import share_cos_and_sin
 from megatron.context_parallel.tokens.mask import Documents, placement_of
 
+from .model_config import ModelConfig
 from .packed import PackedDocuments, accept_thd
 from .spec import ContextParallelAttention
 
@@ -22,18 +23,26 @@ _CALL = ("input_ids", "position_ids", "attention_mask", "decoder_input", "labels
 class LayoutRotaryEmbedding(torch.nn.Module):
     """Replaces a model's rotary embedding: the same table, in the order of this rank's tokens.
 
+    Args:
+        table: the rotary embedding of megatron-core.
+        of_windows: that of the layers with a window, if they have another. Angles then have twice the width.
+
     Attributes:
         documents: those of the current batch, if it brings its own placement.
     """
 
-    def __init__(self, table: RotaryEmbedding, cp: ContextParallel) -> None:
+    def __init__(self, table: RotaryEmbedding, cp: ContextParallel, of_windows: RotaryEmbedding | None = None) -> None:
         super().__init__()
-        self.table, self.cp = table, cp
+        self.table, self.cp, self.of_windows = table, cp, of_windows
         self.documents: Documents | None = None
-        self._rows, self._tables = cache(self._make_rows), cache(table.get_emb)
+        self._rows, self._tables = cache(self._make_rows), cache(self._make_table)
+
+    def _make_table(self, length: int) -> Tensor:
+        angles = self.table.get_emb(length)
+        return torch.cat([angles, self.of_windows.get_emb(length)], dim=-1) if self.of_windows else angles
 
     def _make_rows(self, length: int) -> Tensor:
-        whole = self.table.get_emb(length)
+        whole = self._make_table(length)
         return whole.index_select(0, self.cp.positions(length).to(whole.device))
 
     def get_rotary_seq_len(self, context, decoder, decoder_input, config, packed_seq_params) -> int:
@@ -70,7 +79,12 @@ def use_layout(model: GPTModel, cp: ContextParallel) -> None:
     Megatron's `thd` packed sequences are expected in the order of the layout too. The table of rotations has no
     parameters, so checkpoints do not change. A call of the model raises UsageError for labels or positions that are
     not sharded like the tokens, and for a cache of megatron-core.
+
+    Raises:
+        UsageError: megatron-core's YaRN, which has positions of its own.
     """
+    if model.position_embedding_type == "yarn":
+        raise UsageError("position_embedding_type yarn: give rope, and call use_yarn(model, ...) before use_layout")
     model.context_parallel = cp
     accept_thd(model)
     model.register_forward_pre_hook(_check_call, with_kwargs=True)
@@ -79,7 +93,21 @@ def use_layout(model: GPTModel, cp: ContextParallel) -> None:
             module.follows_layout = True
     if model.position_embedding_type == "rope":
         share_cos_and_sin()
-        model.rotary_pos_emb = LayoutRotaryEmbedding(model.rotary_pos_emb, cp)
+        model.rotary_pos_emb = LayoutRotaryEmbedding(model.rotary_pos_emb, cp, _of_windows(model))
+
+
+def _of_windows(model: GPTModel) -> RotaryEmbedding | None:
+    """The rotary embedding of the layers with a window, if they have another base."""
+    config = model.config
+    if not isinstance(config, ModelConfig) or not config.rotary_base_of_windows:
+        return None
+    return RotaryEmbedding(
+        config.kv_channels,
+        model.rotary_percent,
+        rotary_base=config.rotary_base_of_windows,
+        use_cpu_initialization=config.use_cpu_initialization,
+        cp_group=model.pg_collection.cp,
+    )
 
 
 def _check_call(model: GPTModel, args: tuple, kwargs: dict[str, Any]) -> None:

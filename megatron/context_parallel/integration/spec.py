@@ -29,7 +29,9 @@ from megatron.context_parallel.patches.megatron_experts import parts_of_mlp
 from megatron.context_parallel.patches.megatron_norms import recompute_without_fp8
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
-from .experts import Router
+from .experts import ExpertProjection, Router
+from .gemma import RowParallelLinearWithNorm, SelfAttentionWithOwnAngles
+from .model_config import ModelConfig
 from .norm import Norm
 from .packed import PackedDocuments
 from .transformer_engine import check_importable
@@ -225,9 +227,23 @@ def _local_layer(config: TransformerConfig) -> ModuleSpec:
         config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
     if config.num_moe_experts:
-        parts_of_mlp(layer.submodules.mlp).router = Router
+        mlp = parts_of_mlp(layer.submodules.mlp)
+        mlp.router = Router
+        if config.add_bias_linear:
+            mlp.experts.submodules.linear_fc2 = ExpertProjection
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     if config.qk_layernorm:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = Norm
+    if isinstance(config, ModelConfig):
+        _change_as_in_gemma(layer, config)
     return layer
+
+
+def _change_as_in_gemma(layer: ModuleSpec, config: ModelConfig) -> None:
+    attention = layer.submodules.self_attention
+    if config.sandwich_norm:
+        attention.submodules.linear_proj = RowParallelLinearWithNorm
+        layer.submodules.mlp.submodules.linear_fc2 = RowParallelLinearWithNorm
+    if config.rotary_base_of_windows:
+        attention.module = SelfAttentionWithOwnAngles

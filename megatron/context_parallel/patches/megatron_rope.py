@@ -6,13 +6,15 @@ megatron-core computes them again for each rotation, and autograd keeps every co
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings import rope_utils, yarn_rotary_pos_embedding
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 CHECKED = {"megatron-core": "0.16 to 0.19"}
 
 _rotate = rope_utils._apply_rotary_pos_emb_bshd
+_scale_of = yarn_rotary_pos_embedding._yarn_get_concentration_factor_from_config
 _tables = WeakTensorKeyDictionary()  # by angles: cos and sin by dtype and version
 
 
@@ -23,16 +25,23 @@ def share_cos_and_sin() -> None:
 
 
 def _rotate_by_shared(t: Tensor, freqs: Tensor, rotary_interleaved: bool = False, *others: Any, **named: Any) -> Tensor:
-    # `others` and `named` are those of latent attention, whose releases differ; they are off or 1 elsewhere.
-    latent = any(value is True or value not in (False, None, 1.0) for value in (*others, *named.values()))
+    # The rest of `others` and `named` is of latent attention, whose releases differ; it is off or 1 elsewhere.
+    scale = named.get("mscale", 1.0)
+    rest = [value for name, value in named.items() if name != "mscale"]
+    latent = any(value is True or value not in (False, None, 1.0) for value in (*others, *rest))
     # Without gradients nothing is kept.
     if latent or not torch.is_grad_enabled() or freqs.is_inference():
         return _rotate(t, freqs, rotary_interleaved, *others, **named)
     kept = _tables.setdefault(freqs, {})
-    key = t.dtype, freqs._version  # angles may be overwritten in place
+    key = t.dtype, scale, freqs._version  # angles may be overwritten in place
     if key not in kept:
-        kept[key] = torch.cos(freqs).to(t.dtype), torch.sin(freqs).to(t.dtype)
+        kept[key] = (torch.cos(freqs) * scale).to(t.dtype), (torch.sin(freqs) * scale).to(t.dtype)
     cos, sin = kept[key]
-    rotated, rest = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
+    rotated, others_of_head = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
     rotated = rotated * cos + rope_utils._rotate_half(rotated, rotary_interleaved) * sin
-    return torch.cat((rotated, rest), dim=-1)
+    return torch.cat((rotated, others_of_head), dim=-1)
+
+
+def rotary_scale(config: TransformerConfig) -> float:
+    """The number that rotated queries and keys are multiplied by: YaRN's, or 1."""
+    return _scale_of(config)

@@ -11,6 +11,8 @@ class ModelShape:
         padded_vocab_size: rows of the embedding. It depends on the tensor-parallel size.
         positions: rows of a learned position table; 0: RoPE.
         window_size: tokens that each sees before itself; None: all.
+        full_layers: layers without that window.
+        swiglu: whether the MLP is a gated linear unit, of any kind.
         num_experts: MLPs of a layer, of width `moe_ffn_hidden_size`; None: one, of width `ffn_hidden_size`.
         expert_model_parallel_size: ranks that the experts are sharded over.
     """
@@ -24,9 +26,11 @@ class ModelShape:
     padded_vocab_size: int
     positions: int = 0
     window_size: int | None = None
+    full_layers: int = 0
     normalization: str = "RMSNorm"
     softmax_type: str = "vanilla"
     qk_layernorm: bool = False
+    sandwich_norm: bool = False
     swiglu: bool = True
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
@@ -89,13 +93,18 @@ class ModelShape:
         """
         h, qkv = self.hidden_size, self.queries + 2 * self.keys
         split = h * qkv + self.queries * h + self._mlp_parameters(experts_over)
-        whole = 2 * self._norm(h) + (2 * self._norm(self.kv_channels) if self.qk_layernorm else 0)
+        norms = 4 if self.sandwich_norm else 2
+        whole = norms * self._norm(h) + (2 * self._norm(self.kv_channels) if self.qk_layernorm else 0)
         whole += (self.num_experts or 0) * h  # the router
         if self.softmax_type == "learnable":
             split += self.num_attention_heads
         if self.add_bias_linear or self.add_qkv_bias:
             split += qkv
-        if self.add_bias_linear:
+        if self.add_bias_linear and self.num_experts:
+            gates = 2 if self.swiglu else 1
+            whole += h + self.num_experts  # projection, router
+            whole += self.num_experts // experts_over * ((self.moe_ffn_hidden_size or 0) * gates + h)
+        elif self.add_bias_linear:
             split += self.mlp_inputs
             whole += 2 * h
         return split // tensor + whole
@@ -132,7 +141,8 @@ class ModelShape:
         with h = hidden_size, a = kv_channels * num_attention_heads and g = kv_channels * num_query_groups:
 
             2h(a + 2g) + 2ah        projections
-            2 * 2 * a * seen        attention: QK^T and PV; of s tokens s / 2 are seen, of a window w < s, w - w^2 / 2s
+            2 * 2 * a * seen        attention: QK^T and PV; of s tokens s / 2 are seen, of a window w < s, w - w^2 / 2s,
+                                    averaged over layers with and without a window
             2h * ffn * (3 or 2)     MLP: three products for SwiGLU, else two; ffn = mlp_width
 
         and 2h * padded_vocab_size for the logits. Recomputation does not count; packed documents count as one.
@@ -140,6 +150,7 @@ class ModelShape:
         h, s, a, g = self.hidden_size, seq_length, self.queries, self.keys
         window = s if self.window_size is None else min(self.window_size, s)
         seen = window - window**2 / (2 * s)
+        seen += self.full_layers / self.num_layers * (s / 2 - seen)
         layer = 2 * h * (a + 2 * g) + 2 * a * h + 4 * a * seen + 2 * h * self.mlp_width * (3 if self.swiglu else 2)
         layer += 2 * h * (self.num_experts or 0)  # the router
         return 3.0 * s * (self.num_layers * layer + 2 * h * self.padded_vocab_size)

@@ -1,39 +1,26 @@
-"""Converts a HuggingFace config.json (Llama, Mistral, Qwen3) to Megatron's arguments, and back.
+"""Converts a HuggingFace config.json to Megatron's arguments, and back.
 
 transformers' own config object reads it: it has the defaults of each family and supports the fields of earlier
 releases. transformers is imported when it is needed.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.context_parallel.cli.layer_list import chosen_layers
 from megatron.context_parallel.errors import UsageError
+
+from .families import EVERY_FAMILY_READS, FAMILIES, PLAIN, WITHOUT_EFFECT
+from .rope_fields import rope_fields, rope_flags
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# The fields of each family that GPTModel supports, by model_type.
-_FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    "mistral": {"hidden_act": "silu"},
-    "qwen3": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
-}
-_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _DTYPES = {"float32": {}, "bfloat16": {"bf16": True}, "float16": {"fp16": True}}
-# Megatron's flags that have the same value for all families.
-_SHARED = {
-    "position_embedding_type": "rope",
-    "rotary_percent": 1.0,
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "softmax_type": "vanilla",
-    "num_experts": None,
-}
+_NOTHING: tuple[object, ...] = (None, False, 0, "", [], {})  # values of a field that changes nothing
 
 
 def is_huggingface(folder: str | Path) -> bool:
@@ -47,30 +34,32 @@ def model_flags(folder: Path) -> dict[str, Any]:
     Raises:
         UsageError: config.json cannot be read, is of another family, or needs a feature that GPTModel lacks.
     """
-    path = folder / "config.json"
-    config = read_config(folder)
-    family = config.model_type
-    _check_family(config, path)
+    return _flags_of(read_config(folder), folder / "config.json")
+
+
+def _flags_of(config: "PreTrainedConfig", path: Path) -> dict[str, Any]:
+    _check_fields(config, path)
     dtype = str(config.dtype or "float32").removeprefix("torch.")
     if dtype not in _DTYPES:
         raise UsageError(f"{path}: dtype {dtype} is not supported; use one of {', '.join(_DTYPES)}")
     return {
-        **_SHARED,
+        **PLAIN,
+        **FAMILIES[config.model_type].flags,
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "ffn_hidden_size": config.intermediate_size,
         "num_attention_heads": config.num_attention_heads,
-        "kv_channels": config.head_dim or config.hidden_size // config.num_attention_heads,
+        "kv_channels": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "group_query_attention": True,
         "num_query_groups": config.num_key_value_heads,
         "max_position_embeddings": config.max_position_embeddings,
         "norm_epsilon": config.rms_norm_eps,
-        "qk_layernorm": family == "qwen3",
         "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
         "vocab_size": config.vocab_size,
         "make_vocab_size_divisible_by": 1,
-        **_window(config, path),
-        **_rope(config.rope_parameters, path),
+        **_window_flags(config, path),
+        **rope_flags(config, path),
+        **_family_flags(config),
         **_DTYPES[dtype],
     }
 
@@ -88,8 +77,8 @@ def read_config(folder: Path) -> "PreTrainedConfig":
         raise UsageError(f"{path}: cannot be read ({error}); copy it again") from None
     if not isinstance(given, dict):
         raise UsageError(f"{path}: contains no fields; copy it again")
-    if (family := given.get("model_type")) not in _FAMILIES:
-        raise UsageError(f"{path}: model_type {family} is not supported; use one of {', '.join(_FAMILIES)}")
+    if (family := given.get("model_type")) not in FAMILIES:
+        raise UsageError(f"{path}: model_type {family} is not supported; use one of {', '.join(FAMILIES)}")
     return _parse(given, path)
 
 
@@ -105,45 +94,66 @@ def _parse(given: dict[str, Any], path: Path) -> "PreTrainedConfig":
     return config
 
 
-def _check_family(config: "PreTrainedConfig", path: Path) -> None:
-    family = config.model_type
-    for name, value in _FAMILIES[family].items():
-        if getattr(config, name) != value:
-            given = getattr(config, name)
-            raise UsageError(f"{path}: {name} {given} is not supported; use a {family} with {name} {value}")
-    if getattr(config, "quantization_config", None):
-        raise UsageError(f"{path}: quantization_config is not supported; use weights that are not quantized")
+def _check_fields(config: "PreTrainedConfig", path: Path) -> None:
+    """Reject a field that the flags do not express, unless its value changes nothing."""
+    from transformers import PreTrainedConfig
+
+    family = FAMILIES[config.model_type]
+    for name, value in family.fields.items():
+        if (given := getattr(config, name)) != value:
+            raise UsageError(f"{path}: {name} {given} is not supported; use a {config.model_type} with {name} {value}")
+    fields = config.to_dict()
+    quantized = fields.pop("quantization_config", None)
+    if quantized is not None and (quantized.get("quant_method") != "mxfp4" or config.model_type != "gpt_oss"):
+        method = quantized.get("quant_method", "")
+        why = "only MXFP4 of gpt_oss is read; use weights that are not quantized"
+        raise UsageError(f"{path}: quantization_config {method}: {why}")
+    known = {*family.fields, *EVERY_FAMILY_READS, *family.reads, *WITHOUT_EFFECT, *family.ignores}
+    known |= PreTrainedConfig().to_dict().keys()
+    for name in fields.keys() - known:
+        if (given := fields[name]) not in _NOTHING:
+            why = f"transformers' {config.model_type} has no such field; remove it if it changes nothing"
+            raise UsageError(f"{path}: {name} {str(given)[:60]} is not supported: {why}")
 
 
-def _window(config: "PreTrainedConfig", path: Path) -> dict[str, Any]:
+def _window_flags(config: "PreTrainedConfig", path: Path) -> dict[str, Any]:
     """A token sees itself and the `sliding_window` - 1 tokens before it."""
-    window = config.sliding_window if config.model_type == "mistral" else None
+    window: int | None = None
+    if config.model_type != "llama":
+        window = config.sliding_window
     if window is not None and window < 1:
         raise UsageError(f"{path}: sliding_window {window}: a token would not see itself; give null for no window")
-    kind = "full_attention" if window is None else "sliding_attention"
-    if others := {*(getattr(config, "layer_types", None) or ())} - {kind}:
-        raise UsageError(f"{path}: layer_types {min(others)} is not supported; use a model whose layers are all {kind}")
-    return {} if window is None else {"window_size": (window - 1, 0)}
+    same = "full_attention" if window is None else "sliding_attention"
+    types = getattr(config, "layer_types", None) or [same]
+    possible = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
+    if not FAMILIES[config.model_type].layer_types:
+        possible = {same}
+    if others := {*types} - possible:
+        of_window = f"with sliding_window {window} use layers that are {' or '.join(sorted(possible))}"
+        raise UsageError(f"{path}: layer_types {min(others)} is not supported; {of_window}")
+    if window is None or "sliding_attention" not in types:
+        return {}
+    windows = [int(kind == "sliding_attention") for kind in types]
+    skipped = None
+    if 0 in windows:
+        skipped = str(windows.index(0) + 1)
+        if chosen_layers(skipped, len(windows)) != windows:
+            skipped = str(windows).replace(" ", "")
+    return {"window_size": (window - 1, 0), "window_attn_skip_freq": skipped}
 
 
-def _rope(rope: dict[str, Any], path: Path) -> dict[str, Any]:
-    base, kind = rope.get("rope_theta"), rope.get("rope_type")
-    if not isinstance(base, int | float) or base != int(base):
-        raise UsageError(f"{path}: rope_theta {base} is not supported; use an integer")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UsageError(f"{path}: partial_rotary_factor {rope['partial_rotary_factor']} is not supported; use 1.0")
-    if kind == "default":
-        return {"rotary_base": int(base)}
-    if kind != "llama3":
-        raise UsageError(f"{path}: rope_type {kind} is not supported; use default or llama3")
-    for name, value in _SCALED.items():
-        if rope.get(name) != value:
-            raise UsageError(
-                f"{path}: {name} {rope.get(name)} of rope_type llama3; megatron-core supports only {value}"
-            )
-    if not isinstance(rope.get("factor"), int | float):
-        raise UsageError(f"{path}: factor {rope.get('factor')} of rope_type llama3; give a number, such as 8.0")
-    return {"rotary_base": int(base), "use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+def _family_flags(config: "PreTrainedConfig") -> dict[str, Any]:
+    """The flags of fields that one family has."""
+    if config.model_type == "gemma3_text":
+        return {"softmax_scale": config.query_pre_attn_scalar**-0.5}
+    if config.model_type not in ("qwen3_moe", "gpt_oss"):
+        return {}
+    flags = {"num_experts": config.num_local_experts, "moe_router_topk": config.num_experts_per_tok}
+    if config.model_type == "gpt_oss":
+        limit = {"activation_func_clamp_value": config.swiglu_limit}
+        return flags | limit | {"moe_ffn_hidden_size": config.intermediate_size, "moe_router_pre_softmax": False}
+    width = {"moe_ffn_hidden_size": config.moe_intermediate_size}
+    return flags | width | {"moe_router_pre_softmax": not config.norm_topk_prob}
 
 
 def config_of(flags: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
@@ -156,19 +166,39 @@ def config_of(flags: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
     Raises:
         UsageError: a flag has a value that no supported HuggingFace family has.
     """
-    window = flags["window_size"] if flags["window_size"] and flags["window_size"][0] >= 0 else None
-    family = "qwen3" if flags["qk_layernorm"] else "mistral" if window else "llama"
-    needed = {**_SHARED, "qk_layernorm": False} if window else _SHARED
-    for name, value in needed.items():
-        if flags[name] != value:
-            why = f"no {', '.join(_FAMILIES)} model has it" + " together with a window" * (name == "qk_layernorm")
-            raise UsageError(f"{name} {flags[name]}: {why}; all of them have {value}")
+    if flags["window_size"] and flags["window_size"][0] < 0:
+        flags = {**flags, "window_size": None}
+    family = _closest_family(flags)
+    config = _fields_of(family, flags, vocabulary)
+    read = _flags_of(_parse(config, Path("config.json")), Path("config.json"))
+    if family == "gemma3_text":
+        flags = {**flags, "softmax_scale": flags["softmax_scale"] or flags["kv_channels"] ** -0.5}
+    for name in [*PLAIN, "moe_ffn_hidden_size", "moe_router_pre_softmax"]:
+        given, has = flags.get(name), read.get(name)
+        close = isinstance(given, float) and isinstance(has, float) and math.isclose(given, has)
+        if (given or None) != (has or None) and not close:
+            raise UsageError(f"{name} {given}: no {', '.join(FAMILIES)} model has it; {family}, the closest, has {has}")
+    return config
+
+
+def _closest_family(flags: Mapping[str, Any]) -> str:
+    if flags["num_experts"]:
+        return "gpt_oss" if flags["quick_geglu"] else "qwen3_moe"
+    if flags["sandwich_norm"]:
+        return "gemma3_text"
+    if flags["add_qkv_bias"]:
+        return "qwen2"
+    if flags["qk_layernorm"]:
+        return "qwen3"
+    return "mistral" if flags["window_size"] else "llama"
+
+
+def _fields_of(family: str, flags: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
     dtype = "bfloat16" if flags["bf16"] else "float16" if flags["fp16"] else "float32"
-    scaling = {"rope_type": "llama3", "factor": flags["rope_scaling_factor"], **_SCALED}
     return {
-        "architectures": [_CLASSES[family]],
+        "architectures": [FAMILIES[family].architecture],
         "model_type": family,
-        **_FAMILIES[family],
+        **FAMILIES[family].fields,
         "num_hidden_layers": flags["num_layers"],
         "hidden_size": flags["hidden_size"],
         "intermediate_size": flags["ffn_hidden_size"],
@@ -177,12 +207,43 @@ def config_of(flags: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
         "head_dim": flags["kv_channels"],
         "max_position_embeddings": flags["max_position_embeddings"],
         "rms_norm_eps": flags["norm_epsilon"],
-        "rope_theta": float(flags["rotary_base"]),
-        "rope_scaling": scaling if flags["use_rope_scaling"] else None,
-        **({"sliding_window": window[0] + 1 if window else None} if family != "llama" else {}),
+        **rope_fields(flags),
+        **_window_fields(family, flags),
+        **_fields_of_family(family, flags),
         "tie_word_embeddings": not flags["untie_embeddings_and_output_weights"],
         "vocab_size": vocabulary,
         "dtype": dtype,
         "torch_dtype": dtype,  # for transformers before 4.56
         "use_cache": True,
     }
+
+
+def _window_fields(family: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+    if family == "llama":
+        return {}
+    window = flags["window_size"]
+    fields: dict[str, Any] = {"sliding_window": window[0] + 1 if window else None}
+    if "use_sliding_window" in FAMILIES[family].reads:
+        fields["use_sliding_window"] = bool(window)
+    if FAMILIES[family].layer_types:
+        windows = chosen_layers(flags["window_attn_skip_freq"], flags["num_layers"])
+        fields["layer_types"] = ["sliding_attention" if window and here else "full_attention" for here in windows]
+    return fields
+
+
+def _fields_of_family(family: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+    if family == "gemma3_text":
+        scale = flags["softmax_scale"] or flags["kv_channels"] ** -0.5
+        base = flags["rotary_base_of_windows"] or flags["rotary_base"]
+        return {"query_pre_attn_scalar": round(scale**-2), "rope_local_base_freq": float(base)}
+    if family == "qwen3_moe":
+        return {
+            "num_experts": flags["num_experts"],
+            "num_experts_per_tok": flags["moe_router_topk"],
+            "moe_intermediate_size": flags["moe_ffn_hidden_size"],
+            "norm_topk_prob": not flags["moe_router_pre_softmax"],
+        }
+    if family == "gpt_oss":
+        experts = {"num_local_experts": flags["num_experts"], "num_experts_per_tok": flags["moe_router_topk"]}
+        return experts | {"swiglu_limit": flags["activation_func_clamp_value"]}
+    return {}

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from megatron.context_parallel.errors import UsageError
 
+from .mxfp4 import unpack
+
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -18,7 +20,7 @@ class SafetensorsFolder:
     """Reads one weight at a time from `model.safetensors`, or the shards that `model.safetensors.index.json` names.
 
     Attributes:
-        names: the names of all weights.
+        names: the names of all weights. One in MXFP4 is in the files as NAME_blocks and NAME_scales.
 
     Raises:
         UsageError: neither exists, or a file is missing or damaged.
@@ -32,7 +34,10 @@ class SafetensorsFolder:
             for name in opened.keys():  # noqa: SIM118
                 if (other := self._file_of.setdefault(name, file)) != file:
                     raise UsageError(f"{folder}: {name} is in {other} and in {file}; remove one of the files")
-        self.names = frozenset(self._file_of)
+        packed = {name.removesuffix("_blocks") for name in self._file_of if name.endswith("_blocks")}
+        halves = {name + half for name in packed for half in ("_blocks", "_scales")}
+        self._packed = packed
+        self.names = frozenset(self._file_of.keys() - halves | packed)
 
     def _shards(self) -> dict[str, str]:
         if not (self.folder / _INDEX).exists():
@@ -66,13 +71,29 @@ class SafetensorsFolder:
         self.check_has(name)
         return self._files[self._file_of[name]].get_tensor(name)
 
+    def read_row(self, name: str, row: int, rows: int) -> Tensor:
+        """Row `row` of a weight of `rows` rows, without reading the others.
+
+        Raises:
+            UsageError: there is none of that name, or it has another number of rows.
+        """
+        if name in self._packed:
+            halves = (self.read_row(f"{name}_{half}", row, rows) for half in ("blocks", "scales"))
+            return unpack(*halves).t()  # transformers has the transposed weight
+        self.check_has(name)
+        found = self._files[self._file_of[name]].get_slice(name)
+        shape = found.get_shape()
+        if not shape or shape[0] != rows:
+            raise UsageError(f"{self.folder}: {name} has shape {shape}, and config.json says {rows} rows")
+        return found[row]
+
     def check_has(self, name: str) -> None:
         """Reject the name of a weight that does not exist.
 
         Raises:
             UsageError: there is none of that name.
         """
-        if name not in self._file_of:
+        if name not in self._file_of and name not in self._packed:
             raise UsageError(f"{self.folder}: no weight {name} in its .safetensors files")
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.progress import tracked
 
+from ..model_config import ModelConfig
 from .folder import SafetensorsFolder
 
 
@@ -24,7 +25,7 @@ class Weight:
     This class copies a single weight, and stacks several along the rows: `linear_fc1` is [gate; up].
 
     Attributes:
-        ours, theirs: names; `{}` is the layer, from 0.
+        ours, theirs: names; the first `{}` is the layer and the second the expert, both from 0.
         along: the dimension that tensor parallelism splits; None: every rank has the whole weight.
     """
 
@@ -59,29 +60,94 @@ class Table(Weight):
     """A row for each token. Ours is padded with rows of zeros to a multiple of the tensor-parallel size."""
 
 
-_ATTENTION, _MLP = "model.layers.{}.self_attn", "model.layers.{}.mlp"
+class OfExperts(Weight):
+    """A weight of an expert. HuggingFace has those of all experts of a layer in one, of which each is a row."""
+
+    def split(self, ours: Tensor, config: TransformerConfig) -> list[Tensor]:
+        return [ours]
+
+
+class Gates(OfExperts):
+    """Gate and up projection of an expert, [gate; up], or their biases. Theirs alternate, and are transposed."""
+
+    def join(self, theirs: list[Tensor], config: TransformerConfig) -> list[Tensor]:
+        rows = theirs[0].t() if theirs[0].ndim > 1 else theirs[0]
+        return [rows[0::2], rows[1::2]]
+
+    def split(self, ours: Tensor, config: TransformerConfig) -> list[Tensor]:
+        rows = torch.stack(ours.chunk(2), dim=1).flatten(0, 1)
+        return [rows.t() if rows.ndim > 1 else rows]
+
+
+class Transposed(OfExperts):
+    """The down projection of an expert."""
+
+    def join(self, theirs: list[Tensor], config: TransformerConfig) -> list[Tensor]:
+        return [theirs[0].t()]
+
+    def split(self, ours: Tensor, config: TransformerConfig) -> list[Tensor]:
+        return [ours.t()]
+
+
+_OURS, _THEIRS = "decoder.layers.{}", "model.layers.{}"
+_ATTENTION, _MLP = f"{_THEIRS}.self_attn", f"{_THEIRS}.mlp"
+_EXPERT, _THEIR_EXPERT = f"{_OURS}.mlp.experts.local_experts.{{}}", f"{_MLP}.experts.{{}}"
+_NORM_BEFORE_MLP = f"{_OURS}.pre_mlp_layernorm.weight"
+_QKV = f"{_OURS}.self_attention.linear_qkv"
 OUTPUT = Table("output_layer.weight", ("lm_head.weight",), along=0)
-WEIGHTS = (
+_ALL = (
     Table("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), along=0),
-    Weight("decoder.layers.{}.input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",)),
-    QKV(
-        "decoder.layers.{}.self_attention.linear_qkv.weight",
-        tuple(f"{_ATTENTION}.{x}_proj.weight" for x in "qkv"),
-        along=0,
-    ),
-    Weight("decoder.layers.{}.self_attention.q_layernorm.weight", (f"{_ATTENTION}.q_norm.weight",)),
-    Weight("decoder.layers.{}.self_attention.k_layernorm.weight", (f"{_ATTENTION}.k_norm.weight",)),
-    Weight("decoder.layers.{}.self_attention.linear_proj.weight", (f"{_ATTENTION}.o_proj.weight",), along=1),
-    Weight("decoder.layers.{}.pre_mlp_layernorm.weight", ("model.layers.{}.post_attention_layernorm.weight",)),
+    Weight(f"{_OURS}.input_layernorm.weight", (f"{_THEIRS}.input_layernorm.weight",)),
+    QKV(f"{_QKV}.weight", tuple(f"{_ATTENTION}.{x}_proj.weight" for x in "qkv"), along=0),
+    QKV(f"{_QKV}.bias", tuple(f"{_ATTENTION}.{x}_proj.bias" for x in "qkv"), along=0),
+    Weight(f"{_OURS}.self_attention.q_layernorm.weight", (f"{_ATTENTION}.q_norm.weight",)),
+    Weight(f"{_OURS}.self_attention.k_layernorm.weight", (f"{_ATTENTION}.k_norm.weight",)),
+    Weight(f"{_OURS}.self_attention.core_attention.softmax_offset", (f"{_ATTENTION}.sinks",), along=0),
+    Weight(f"{_OURS}.self_attention.linear_proj.weight", (f"{_ATTENTION}.o_proj.weight",), along=1),
+    Weight(f"{_OURS}.self_attention.linear_proj.bias", (f"{_ATTENTION}.o_proj.bias",)),
+    Weight(_NORM_BEFORE_MLP, (f"{_THEIRS}.post_attention_layernorm.weight",)),
     Weight(
-        "decoder.layers.{}.mlp.linear_fc1.weight",
+        f"{_OURS}.mlp.linear_fc1.weight",
         (f"{_MLP}.gate_proj.weight", f"{_MLP}.up_proj.weight"),
         along=0,
     ),
-    Weight("decoder.layers.{}.mlp.linear_fc2.weight", (f"{_MLP}.down_proj.weight",), along=1),
+    Weight(f"{_OURS}.mlp.linear_fc2.weight", (f"{_MLP}.down_proj.weight",), along=1),
     Weight("decoder.final_layernorm.weight", ("model.norm.weight",)),
     OUTPUT,
 )
+_QWEN_EXPERTS = (
+    Weight(f"{_OURS}.mlp.router.weight", (f"{_MLP}.gate.weight",)),
+    Weight(
+        f"{_EXPERT}.linear_fc1.weight",
+        (f"{_THEIR_EXPERT}.gate_proj.weight", f"{_THEIR_EXPERT}.up_proj.weight"),
+    ),
+    Weight(f"{_EXPERT}.linear_fc2.weight", (f"{_THEIR_EXPERT}.down_proj.weight",)),
+)
+_GPT_OSS_EXPERTS = (
+    Weight(f"{_OURS}.mlp.router.weight", (f"{_MLP}.router.weight",)),
+    Weight(f"{_OURS}.mlp.router.bias", (f"{_MLP}.router.bias",)),
+    Gates(f"{_EXPERT}.linear_fc1.weight", (f"{_MLP}.experts.gate_up_proj",)),
+    Gates(f"{_EXPERT}.linear_fc1.bias", (f"{_MLP}.experts.gate_up_proj_bias",)),
+    Transposed(f"{_EXPERT}.linear_fc2.weight", (f"{_MLP}.experts.down_proj",)),
+    OfExperts(f"{_EXPERT}.linear_fc2.bias", (f"{_MLP}.experts.down_proj_bias",)),
+)
+_GEMMA_NORMS = (
+    Weight(f"{_OURS}.self_attention.linear_proj.post_norm.weight", (f"{_THEIRS}.post_attention_layernorm.weight",)),
+    Weight(_NORM_BEFORE_MLP, (f"{_THEIRS}.pre_feedforward_layernorm.weight",)),
+    Weight(f"{_OURS}.mlp.linear_fc2.post_norm.weight", (f"{_THEIRS}.post_feedforward_layernorm.weight",)),
+)
+
+
+def _weights_of(config: TransformerConfig) -> dict[str, Weight]:
+    """The map of a model of this configuration, by our names."""
+    special: tuple[Weight, ...] = ()
+    if config.num_moe_experts:
+        special = _GPT_OSS_EXPERTS if config.add_bias_linear else _QWEN_EXPERTS
+    elif isinstance(config, ModelConfig) and config.sandwich_norm:
+        special = _GEMMA_NORMS
+    return {weight.ours: weight for weight in (*_ALL, *special)}
+
+
 _NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq")  # older folders contain this RoPE table
 
 
@@ -115,10 +181,10 @@ def check_names(model: GPTModel, source: SafetensorsFolder) -> None:
     if model.share_embeddings_and_output_weights:
         unread.discard(OUTPUT.theirs[0])  # some folders contain the tied weight twice
     for name, _ in model.named_parameters():
-        weight, layer = _find(name)
+        weight, place = _find(name, model.config)
         for theirs in weight.theirs:
-            source.check_has(theirs.format(layer))
-            unread.discard(theirs.format(layer))
+            source.check_has(theirs.format(*place))
+            unread.discard(theirs.format(*place))
     if unread:
         more = f" and {len(unread) - 1} more weights" if len(unread) > 1 else ""
         raise UsageError(f"{source.folder}: {min(unread)}{more}, which the model of its config.json does not have")
@@ -130,19 +196,23 @@ def fill(name: str, parameter: Tensor, source: SafetensorsFolder, config: Transf
     Raises:
         UsageError: the folder lacks a weight for it, or has one of another shape.
     """
-    weight, layer = _find(name)
-    parts = weight.join([source.read(theirs.format(layer)) for theirs in weight.theirs], config)
-    _fill(parameter, parts, weight, vocabulary)
+    weight, place = _find(name, config)
+    names = [theirs.format(*place) for theirs in weight.theirs]
+    if isinstance(weight, OfExperts):
+        assert config.num_moe_experts
+        theirs = [source.read_row(name, place[1], config.num_moe_experts) for name in names]
+    else:
+        theirs = [source.read(name) for name in names]
+    _fill(parameter, weight.join(theirs, config), weight, vocabulary)
 
 
-def _find(name: str) -> tuple[Weight, int]:
-    """The map entry of one of our weights, and its layer (0 outside of layers)."""
-    layer = re.search(r"\.layers\.(\d+)\.", name)
-    pattern = name.replace(layer[0], ".layers.{}.") if layer else name
-    found = next((weight for weight in WEIGHTS if weight.ours == pattern), None)
+def _find(name: str, config: TransformerConfig) -> tuple[Weight, list[int]]:
+    """The map entry of one of our weights, and the numbers in its name: its layer and its expert, if it has them."""
+    place = [int(number) for number in re.findall(r"\.(\d+)(?=\.)", name)]
+    found = _weights_of(config).get(re.sub(r"\.\d+(?=\.)", ".{}", name))
     if found is None:
         raise UsageError(f"{name}: no supported HuggingFace family has this weight")
-    return found, int(layer[1]) if layer else 0
+    return found, place
 
 
 def _fill(parameter: Tensor, parts: list[Tensor], weight: Weight, vocabulary: int) -> None:
@@ -174,11 +244,20 @@ def to_huggingface(
 ) -> Iterator[tuple[str, Tensor]]:
     """HuggingFace's names and weights for the whole weights of a GPTModel (tensor-parallel size 1), given by name.
 
+    Where HuggingFace has the weights of all experts in one, those of a layer are in memory at a time.
+
     Raises:
         UsageError: a weight that no supported family has.
     """
+    experts: dict[str, list[Tensor]] = {}
     for name, tensor in weights:
-        weight, layer = _find(name)
+        weight, place = _find(name, config)
         whole = tensor[:vocabulary] if isinstance(weight, Table) else tensor
-        for theirs, part in zip(weight.theirs, weight.split(whole, config), strict=True):
-            yield theirs.format(layer), part
+        for pattern, part in zip(weight.theirs, weight.split(whole, config), strict=True):
+            theirs = pattern.format(*place)
+            if not isinstance(weight, OfExperts):
+                yield theirs, part
+                continue
+            experts.setdefault(theirs, []).append(part)
+            if len(experts[theirs]) == config.num_moe_experts:
+                yield theirs, torch.stack(experts.pop(theirs))

@@ -16,8 +16,12 @@ def check_experts(args: Arguments) -> Iterator[UsageError]:
     experts = f"--num-experts {args.num_experts}"
     if args.moe_router_topk == 1 and not args.moe_router_pre_softmax:
         yield refusal(args, "moe_router_topk", "the softmax of one score is always 1", moe_router_pre_softmax=True)
-    if args.add_bias_linear:
-        yield refusal(args, "num_experts", "biases in experts are not supported; give --disable-bias-linear")
+    if args.add_bias_linear and args.tensor_model_parallel_size > 1:
+        why = "experts with biases are not split; give --disable-bias-linear, or one tensor-parallel rank"
+        yield refusal(args, "tensor_model_parallel_size", why)
+    if args.add_bias_linear and args.moe_shared_expert_intermediate_size:
+        why = "megatron-core's shared experts have no biases; give --disable-bias-linear, or leave it out"
+        yield refusal(args, "moe_shared_expert_intermediate_size", why)
     if args.transformer_impl != "local":
         yield refusal(args, "transformer_impl", f"was not tested with {experts}", transformer_impl="local")
     if not args.cp_layers:

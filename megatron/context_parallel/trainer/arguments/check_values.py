@@ -8,6 +8,7 @@ from traceback import extract_tb
 from typing import cast
 
 from megatron.context_parallel.cli.flag_checks import refusal, refuse
+from megatron.context_parallel.cli.layer_list import chosen_layers
 from megatron.context_parallel.errors import UsageError, caught
 from megatron.context_parallel.strategies import Choice, check_same_tokens, distinct
 from megatron.context_parallel.tokens.layout import granularity
@@ -66,13 +67,31 @@ def _check_model(args: Arguments) -> Iterator[UsageError]:
     if groups % tensor and tensor % groups:
         why = f"neither divides nor is a multiple of --tensor-model-parallel-size {tensor}"
         yield refusal(args, "num_query_groups", why, tensor_model_parallel_size=math.gcd(groups, tensor))
-    if args.position_embedding_type == "rope" and int(args.kv_channels * args.rotary_percent) % 2:
+    yield from _check_special_layers(args)
+    if args.position_embedding_type != "learned_absolute" and int(args.kv_channels * args.rotary_percent) % 2:
         yield refusal(args, "kv_channels", "RoPE needs an even head dimension", kv_channels=args.kv_channels + 1)
     narrow = args.cp_partials_in_16_bits or any(choice.partials_in_16_bits for choice in args.cp_layers)
     if narrow and args.params_dtype.itemsize > 2:
         yield UsageError("--cp-partials-in-16-bits: the model is float32; give --bf16, or leave it out")
     if args.attention_dropout:
         yield refusal(args, "attention_dropout", "context-parallel attention has no dropout", attention_dropout=0)
+
+
+def _check_special_layers(args: Arguments) -> Iterator[UsageError]:
+    """The errors about what only some families of models have."""
+    if args.position_embedding_type == "yarn" and args.rotary_percent != 1:
+        yield refusal(args, "rotary_percent", "YaRN rotates whole heads", rotary_percent=1.0)
+    for name in ("sandwich_norm", "rotary_base_of_windows"):
+        if getattr(args, name) and args.transformer_impl != "local":
+            yield refusal(args, name, "Transformer Engine's layers have none", transformer_impl="local")
+    if not args.window_attn_skip_freq:
+        return
+    if len(chosen_layers(args.window_attn_skip_freq, args.num_layers)) != args.num_layers:
+        why = f"must have a number for each of --num-layers {args.num_layers}"
+        yield refusal(args, "window_attn_skip_freq", why, window_attn_skip_freq="2")
+    if not args.cp_layers:
+        why = "its time model has one window for all layers; with --window-attn-skip-freq"
+        yield refusal(args, "cp_strategy", why, cp_strategy="ring")
 
 
 def _check_sequence(args: Arguments) -> Iterator[UsageError]:

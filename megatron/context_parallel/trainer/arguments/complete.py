@@ -136,7 +136,8 @@ def complete_model(flags: Flags) -> Flags:
     ffn = flags.ffn_hidden_size or (wide * 2 // 3 // 64 * 64 if flags.swiglu else wide)
     groups = (flags.num_query_groups or 1) if flags.group_query_attention else flags.num_attention_heads
     planned = flags.dry_run and flags.fp8  # for hosts that have Transformer Engine
-    local = flags.num_experts or (not planned and why_not_importable())
+    own = flags.num_experts or flags.sandwich_norm or flags.rotary_base_of_windows  # layers that only local ones have
+    local = own or (not planned and why_not_importable())
     selective = "selective" if flags.recompute_activations else None
     return replace(
         flags,

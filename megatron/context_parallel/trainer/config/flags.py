@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.context_parallel.cli.flag import FlagSection, flag
+from megatron.context_parallel.cli.layer_list import layer_list_text
 
 from .context_parallel_flags import ContextParallel
 from .expert_flags import Experts
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 PRESETS = {path.stem: path for path in sorted((Path(__file__).parent / "presets").glob("*.yaml"))}
 FULL = "recompute_granularity=full"
 SPLIT = "969,30,1"
-POSITIONS = ("learned_absolute", "rope")
+POSITIONS = ("learned_absolute", "rope", "yarn")
+ROPE = "position_embedding_type=rope"
+YARN = "position_embedding_type=yarn"
 SOFTMAX = ("vanilla", "off-by-one", "learnable")
 FP8_RECIPES = ("tensorwise", "delayed", "mxfp8", "blockwise")
 IMPLEMENTATIONS = ("local", "transformer_engine")
@@ -90,10 +93,38 @@ class ModelFlags(FlagSection, title="model"):
     position_embedding_type: str = weights("kind of position embedding", "learned_absolute", choices=POSITIONS)
     rotary_base: int = model("base of the rotary frequencies", 10000)
     rotary_percent: float = weights("fraction of each head that RoPE rotates", 1.0, at_most=1)
-    use_rope_scaling: bool = model("scale down the low rotary frequencies for long sequences, as in Llama 3", False)
+    use_rope_scaling: bool = model(
+        "scale down the low rotary frequencies for long sequences, as in Llama 3", False, excludes=YARN
+    )
     rope_scaling_factor: float = model("scaling factor of --use-rope-scaling", 8.0, needs="use_rope_scaling")
+    rotary_seq_len_interpolation_factor: float = model("divide positions by this", 1.0, example=8.0, needs=ROPE)
+    rotary_base_of_windows: int | None = model(
+        "rotary base of the layers with a window; positions are not divided there",
+        derived="rotary-base",
+        example=10000,
+        needs=f"window_size {ROPE}",
+    )
+    rotary_scaling_factor: float = model("factor by which YaRN extends sequences", 1.0, at_least=1, needs=YARN)
+    yarn_original_max_position_embeddings: int = model(
+        "tokens of a sequence before YaRN extended it", 4096, example=32768, needs=YARN
+    )
+    yarn_beta_fast: float = model("frequencies with more turns in these tokens are kept by YaRN", 32.0, needs=YARN)
+    yarn_beta_slow: float = model("frequencies with fewer turns are divided by YaRN's factor", 1.0, needs=YARN)
+    yarn_correction_range_round_to_int: bool = model(
+        "let the dimensions between the two begin and end at fractions",
+        True,
+        option="--no-yarn-correction-range-round-to-int",
+        needs=YARN,
+    )
+    mscale: float = model(
+        "YaRN multiplies rotated queries and keys by 0.1 MSCALE log(factor) + 1", 1.0, at_least=0, needs=YARN
+    )
+    mscale_all_dim: float = model("and divides them by the same of this number", 0.0, at_least=0, needs=YARN)
     normalization: str = weights("kind of normalization layers", "LayerNorm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = weights("epsilon of the normalization layers", 1e-5)
+    apply_layernorm_1p: bool = weights("add 1 to the weights of normalization layers, which start at 0", False)
+    sandwich_norm: bool = weights("also normalize the outputs of attention and MLP", False)
+    scale_embeddings: bool = model("multiply the embeddings of tokens by sqrt(hidden-size)", False)
     window_size: tuple[int, int] | None = model(
         "tokens that each token sees before and after it; -1: all",
         at_least=-1,
@@ -101,9 +132,28 @@ class ModelFlags(FlagSection, title="model"):
         unit="BEFORE,AFTER",
         example=(4096, 0),
     )
+    window_attn_skip_freq: str | None = model(
+        "layers with a window: all but every N-th, or a list with 1 for a window, such as [1,1,0] or [1]*5+[0]",
+        derived="all",
+        unit="N|LIST",
+        read=layer_list_text,
+        example="2",
+        needs="window_size",
+    )
+    softmax_scale: float | None = model("factor of the scores", derived="1 / sqrt(kv-channels)", example=0.0625)
     softmax_type: str = weights("extra score per head: none, 0, or learned (a sink)", "vanilla", choices=SOFTMAX)
     qk_layernorm: bool = weights("normalize queries and keys in each head", False)
     swiglu: bool = weights("use gated linear units with SiLU instead of GELU", False)
+    fast_geglu: bool = weights(
+        "use gated linear units with the tanh approximation of GELU", False, excludes="swiglu quick_geglu"
+    )
+    quick_geglu: bool = weights("use gated linear units with x sigmoid(1.702 x)", False, excludes="swiglu")
+    glu_linear_offset: float = model(
+        "number that is added to the linear half of --quick-geglu", 0.0, example=1.0, needs="quick_geglu"
+    )
+    activation_func_clamp_value: float | None = model(
+        "largest input of --quick-geglu; the linear half is clamped on both sides", example=7.0, needs="quick_geglu"
+    )
     bias_gelu_fusion: bool = flag(
         "compute GELU and its bias in two kernels on GPUs; the fused kernel uses the tanh approximation",
         True,

@@ -1,6 +1,7 @@
 """Describes a run of the trainer for the cost model: model sizes and training configuration."""
 
 from megatron.context_parallel.cli.flag import fields_given
+from megatron.context_parallel.cli.layer_list import chosen_layers
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
@@ -22,6 +23,8 @@ def model_from(flags: Flags, padded: int) -> ModelShape:
         "padded_vocab_size": padded,
         "positions": flags.max_position_embeddings if flags.position_embedding_type == "learned_absolute" else 0,
         "window_size": window if window >= 0 else None,
+        "full_layers": chosen_layers(flags.window_attn_skip_freq, flags.num_layers).count(0),
+        "swiglu": flags.swiglu or flags.fast_geglu or flags.quick_geglu,
     }
     return ModelShape(**given)
 

@@ -1,6 +1,6 @@
 """From the arguments to megatron-core's objects: model chunks, optimizer, learning-rate schedule."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -16,14 +16,18 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch import Tensor
 
 from megatron.context_parallel.cli.flag import fields_given
+from megatron.context_parallel.cli.layer_list import read_layer_list
+from megatron.context_parallel.integration.gemma import scale_embeddings
 from megatron.context_parallel.integration.groups import contexts_by_layer
 from megatron.context_parallel.integration.host_memory import HostMemory, offload
 from megatron.context_parallel.integration.kept_outputs import keep_outputs
 from megatron.context_parallel.integration.loss import ModelWithLoss
 from megatron.context_parallel.integration.mlp import recompute_mlps
+from megatron.context_parallel.integration.model_config import ModelConfig
 from megatron.context_parallel.integration.rope import use_layout
 from megatron.context_parallel.integration.spec import Contexts, block_spec
 from megatron.context_parallel.integration.vocabulary import draw_rows, leave_out_padding
+from megatron.context_parallel.integration.yarn import use_yarn
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.config.samples import decay_samples, train_samples, warmup_samples
 
@@ -47,6 +51,7 @@ def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage
     whitelist = args.recompute_whitelist or []
     layers = get_num_layers_to_build(config, vp_stage)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
+    yarn = args.position_embedding_type == "yarn"
     model = ModelWithLoss(
         config,
         block_spec(config, cp, layers, args.cp_attention_backend, "core_attention" in whitelist),
@@ -55,13 +60,26 @@ def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
         post_process=parallel_state.is_pipeline_last_stage(**stage),
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
+        position_embedding_type="rope" if yarn else args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=_divided_by(args),
         vp_stage=vp_stage,
     )
+    if yarn:
+        use_yarn(
+            model,
+            args.rotary_base,
+            args.rotary_scaling_factor,
+            args.yarn_original_max_position_embeddings,
+            args.yarn_beta_fast,
+            args.yarn_beta_slow,
+            args.yarn_correction_range_round_to_int,
+        )
+    if args.scale_embeddings and model.pre_process:
+        scale_embeddings(model)
     model.chunk_size = args.cross_entropy_chunk_size
     use_layout(model, cp[0] if isinstance(cp, Sequence) else cp)  # all layers have the same layout
     if args.mlp_chunks_for_training > 1 or "mlp" in (args.recompute_modules or ()):
@@ -88,13 +106,37 @@ def _draw_vocabulary(args: Arguments, table: str, weight: Tensor) -> None:
     draw_rows(weight, first, args.vocabulary, args.init_method_std, seed=f"{args.seed} {table}")
 
 
-def transformer_config(args: Arguments) -> TransformerConfig:
-    """megatron-core's model configuration: all arguments with the name of one of its fields, and derived values."""
-    given = fields_given(args, TransformerConfig)
-    interleaved = bool(args.virtual_pipeline_model_parallel_size)
+def _divided_by(args: Arguments) -> float | None:
+    return None if args.rotary_seq_len_interpolation_factor == 1 else args.rotary_seq_len_interpolation_factor
+
+
+def _gate(args: Arguments) -> Callable[[Tensor], Tensor] | None:
+    """The activation of gated linear units; None: the MLP is not gated."""
     if args.swiglu:
-        given.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
+        return torch.nn.functional.silu
+    if args.fast_geglu:
+        return partial(torch.nn.functional.gelu, approximate="tanh")
+    return _quick_gelu if args.quick_geglu else None
+
+
+def _quick_gelu(x: Tensor) -> Tensor:  # megatron-core compiles its own, which needs a C++ compiler
+    return x * torch.sigmoid(1.702 * x)
+
+
+def transformer_config(args: Arguments) -> ModelConfig:
+    """The model configuration: all arguments with the name of one of its fields, and derived values."""
+    given = fields_given(args, ModelConfig)
+    interleaved = bool(args.virtual_pipeline_model_parallel_size)
+    gate = _gate(args)
+    if gate:
+        given.update(gated_linear_unit=True, activation_func=gate)
+    if args.window_attn_skip_freq:
+        given["window_attn_skip_freq"] = read_layer_list(args.window_attn_skip_freq)
     given.update(
+        layernorm_zero_centered_gamma=args.apply_layernorm_1p,
+        yarn_rotary_scaling_factor=args.rotary_scaling_factor,
+        yarn_mscale=args.mscale,
+        yarn_mscale_all_dim=args.mscale_all_dim,
         num_moe_experts=args.num_experts,
         layernorm_epsilon=args.norm_epsilon,
         cp_comm_type=None,  # each layer has its own strategy
@@ -111,12 +153,12 @@ def transformer_config(args: Arguments) -> TransformerConfig:
         # These two fusions are compiled, which needs a GPU or a C++ compiler.
         bias_dropout_fusion=torch.cuda.is_available(),
         bias_activation_fusion=torch.cuda.is_available()
-        and (args.swiglu or (args.add_bias_linear and args.bias_gelu_fusion)),
+        and (args.swiglu or (not gate and args.add_bias_linear and args.bias_gelu_fusion)),
     )
     given.pop("mlp_chunks_for_training", None)  # from 0.18 on megatron-core cuts too, but keeps every part
     if args.recompute_modules:  # of these the MLP is ours
         given["recompute_modules"] = [module for module in args.recompute_modules if module != "mlp"]
-    return TransformerConfig(**given)
+    return ModelConfig(**given)
 
 
 def _wrap(args: Arguments, config: TransformerConfig, index: int, gpt: GPTModel) -> DataParallel:
