@@ -88,14 +88,14 @@ def second_turn(llm: LLM, port: int, what: str, text: dict) -> None:
     """A longer prompt: vLLM has the full blocks of the first turn, and our ranks have all of it."""
     prompt = text["prompt"] + text["answer"]
     before, sent = counts(llm), metric(port, "handoff_bytes_total")
-    reused = metric(port, "prompt_tokens_cached_total")
+    reused = metric(port, "vllm:prompt_tokens_cached_total")
     (output,) = decode(llm, [prompt[:-12]], [ticket(port, prompt[:-12])], 12)
     check(f"{what}: second turn", [*output.outputs[0].token_ids], text["answer"][-12:])
     found = difference(counts(llm), before)
     fetched = found["external_kv_transfer"]
     check(f"{what}: all tokens of it", fetched + found["local_cache_hit"], len(prompt) - 12)
     check(f"{what}: some are cached", found["local_cache_hit"] >= 512, True)
-    kept = metric(port, "prompt_tokens_cached_total") - reused
+    kept = metric(port, "vllm:prompt_tokens_cached_total") - reused
     check(f"{what}: our ranks compute the new tokens only", kept >= len(text["prompt"]), True)
     check(
         f"{what}: bytes of the rest",

@@ -46,13 +46,13 @@ def one_prompt(decoders: list[Server], port: int, text: dict) -> None:
     sent, leases = metric(port, "handoff_rows_total"), ends(port)
     first = ticket(port, text["prompt"])
     check("one prompt: pinned", settled(port, "handoffs_pinned", 1), 1)
-    cached = metric(port, "prompt_tokens_cached_total")
+    cached = metric(port, "vllm:prompt_tokens_cached_total")
     tickets = [first, ticket(port, text["prompt"])]
     check("one prompt: right texts of two decoders at once", at_once(decoders, text, tickets), 2)
     check("one prompt: fetched by each", [fetched(server.port) for server in decoders], [tokens, tokens])
     check("one prompt: failed loads", [metric(server.port, FAILED) for server in decoders], [0, 0])
     check("one prompt: rows sent", settled(port, "handoff_rows_total", sent + 2 * tokens) - sent, 2 * tokens)
-    reused = metric(port, "prompt_tokens_cached_total") - cached
+    reused = metric(port, "vllm:prompt_tokens_cached_total") - cached
     check("one prompt: prefilled once", reused >= tokens - 1, True)
     check("one prompt: pinned at last", settled(port, "handoffs_pinned", 0), 0)
     check("one prompt: leases", ends(port), leases | {"reported": leases["reported"] + 2})
