@@ -142,6 +142,23 @@ def test_rules_of_a_request_reach_its_text(server):
         assert call(server[1], path, wrong)[0] == 400
 
 
+def test_tokens_come_with_the_texts(server):
+    api = client(server[1])
+    how = {"model": "parrot", "temperature": 0, "max_tokens": 2, "extra_body": {"return_token_ids": True}}
+    whole = api.completions.create(prompt="12", **how).choices[0]
+    assert (whole.prompt_token_ids, whole.token_ids) == ([49, 50], [*whole.text.encode()])
+    parts = [chunk.choices[0] for chunk in api.completions.create(prompt="12", stream=True, **how)]
+    assert [getattr(part, "prompt_token_ids", None) for part in parts] == [[49, 50], *[None] * (len(parts) - 1)]
+    assert [token for part in parts for token in part.token_ids] == whole.token_ids
+    answer = api.chat.completions.create(messages=SAID["messages"], **how)
+    assert answer.prompt_token_ids == [49, 50, 51, 52]
+    assert answer.choices[0].token_ids == [*answer.choices[0].message.content.encode()]
+    first, *others = api.chat.completions.create(messages=SAID["messages"], stream=True, **how)
+    assert first.prompt_token_ids == answer.prompt_token_ids
+    streamed = [token for chunk in others for token in chunk.choices[0].token_ids]
+    assert streamed == answer.choices[0].token_ids
+
+
 def test_fields_of_openai_are_known_and_neutral_values_accepted():
     of_openai = [
         completion_create_params.CompletionCreateParamsStreaming,

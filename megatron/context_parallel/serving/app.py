@@ -158,7 +158,8 @@ class Service:
         logprobs = body.logprobs_returned is not None
         calls = body.call_reader() if isinstance(body, Chat) else None
         model, decode = self.settings.model, engine.tokenizer.decode
-        texts = reply(name, model, requests, body.n or 1, logprobs, decode, self.token_texts, body.echoes, calls)
+        how = logprobs, decode, self.token_texts, body.echoes, bool(body.return_token_ids), calls
+        texts = reply(name, model, requests, body.n or 1, *how)
         request.state.texts = texts
         arriving = asyncio.Queue[RequestOutput]()
         loop = asyncio.get_running_loop()

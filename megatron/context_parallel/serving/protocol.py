@@ -105,6 +105,7 @@ class Body(Structured):
     stream_options: StreamOptions | None = Field(None, description='an object with "include_usage": true or false')
     min_tokens: int | None = Field(None, ge=0, description="an integer from 0 to max_tokens")
     ignore_eos: bool | None = Field(None, description="true or false")
+    return_token_ids: bool | None = Field(None, description="true or false")
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="a number from -2 to 2")
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="a number from -2 to 2")
     repetition_penalty: float | None = Field(None, gt=0, description="a number above 0; 1 for none")

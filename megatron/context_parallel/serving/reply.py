@@ -29,6 +29,7 @@ class Texts:
         decode: makes text of tokens.
         token_texts: makes text of single tokens.
         echo: whether texts begin with their prompts.
+        token_ids: whether the tokens of prompts and texts are included, as with vLLM.
         calls: finds calls of tools; None: there are no tools.
     """
 
@@ -40,6 +41,7 @@ class Texts:
     decode: Decode
     token_texts: TokenTexts
     echo: bool = False
+    token_ids: bool = False
     calls: CallReader | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     reused: int = 0
@@ -91,6 +93,14 @@ class Texts:
         """The chunk with the counts."""
         raise NotImplementedError
 
+    def _ids(self, outputs: Sequence[RequestOutput]) -> dict[str, list[int]]:
+        """The tokens of outputs, if they are wanted."""
+        return {"token_ids": [token.id for output in outputs for token in output.tokens]} if self.token_ids else {}
+
+    def _prompt_ids(self, i: int) -> dict[str, list[int]]:
+        """The tokens of the prompt of text i, if they are wanted."""
+        return {"prompt_token_ids": [*self.requests[i].tokens]} if self.token_ids else {}
+
     def _envelope(self, kind: str, choices: list[dict], **more: Any) -> dict[str, Any]:
         return {
             "id": self.name,
@@ -120,12 +130,14 @@ class Completions(Texts):
     def _choice(self, i: int, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         text = "".join([output.text for output in outputs])
         echoed = self.echo and outputs[0].first
-        return {
+        choice = {
             "index": i,
             "text": self.decode([*self.requests[i].tokens]) + text if echoed else text,
             "logprobs": self._logprobs(i, outputs, echoed),
             "finish_reason": outputs[-1].finish or None,
         }
+        prompt = self._prompt_ids(i) if outputs[0].first else {}
+        return choice | prompt | self._ids(outputs)
 
     def _logprobs(self, i: int, outputs: Sequence[RequestOutput], echoed: bool) -> dict[str, Any] | None:
         if not self.logprobs:
@@ -150,10 +162,11 @@ class Chats(Texts):
 
     def whole(self) -> dict[str, Any]:
         choices = [self._choice(i, outputs) for i, outputs in enumerate(self.outputs)]
-        return self._envelope("chat.completion", choices, usage=self.usage)
+        return self._envelope("chat.completion", choices, usage=self.usage, **self._prompt_ids(0))
 
     def first(self) -> list[dict[str, Any]]:
-        return [self._chunk(i, {"role": "assistant", "content": ""}) for i in range(len(self.requests))]
+        begin = {"role": "assistant", "content": ""}
+        return [self._chunk(i, begin) | self._prompt_ids(i) for i in range(len(self.requests))]
 
     def chunk(self, i: int, output: RequestOutput) -> dict[str, Any]:
         logprobs, finish = self._logprobs(output.tokens), output.finish
@@ -168,7 +181,7 @@ class Chats(Texts):
                 delta["tool_calls"] = [call.plain(index) for index, call in enumerate(calls)]
         else:
             delta = {"content": output.text} if output.text or not finish else {}
-        return self._chunk(i, delta, logprobs, finish or None)
+        return self._chunk(i, delta, logprobs, finish or None, **self._ids([output]))
 
     def last(self) -> dict[str, Any]:
         return self._envelope("chat.completion.chunk", [], usage=self.usage)
@@ -188,15 +201,17 @@ class Chats(Texts):
             "message": message,
             "logprobs": self._logprobs([token for output in outputs for token in output.tokens]),
             "finish_reason": finish,
-        }
+        } | self._ids(outputs)
 
     def _finish(self, finish: str, calls: Sequence[Call]) -> str:
         """How a text with calls has ended. A tool that the client named is no reason of the model, as with OpenAI."""
         demanded = self.calls is not None and self.calls.forced is not None
         return "tool_calls" if calls and finish == "stop" and not demanded else finish
 
-    def _chunk(self, i: int, delta: dict, logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
-        choice = {"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+    def _chunk(
+        self, i: int, delta: dict, logprobs: Any = None, finish: str | None = None, **ids: list[int]
+    ) -> dict[str, Any]:
+        choice = {"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **ids}
         return self._envelope("chat.completion.chunk", [choice])
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
