@@ -228,7 +228,8 @@ def register(
         layouts: the layouts that it supports; the first is its default.
         channels: the channels of its messages and reduce-scatters.
         head_parallel: as in `Strategy`.
-        planned, period: as in `Strategy`.
+        planned: as in `Strategy`.
+        period: as in `Strategy`.
 
     Raises:
         UsageError: the name is taken, a layout is unknown, or the signature is not that of a strategy.
