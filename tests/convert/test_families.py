@@ -150,14 +150,13 @@ MESH = {"cp_strategy": "mesh", "context_parallel_size": 2, "pipeline_model_paral
 USP = {"cp_strategy": "usp", "context_parallel_size": 4, "cp_options": {"head_parallel_size": 2}}
 
 
-@pytest.mark.parametrize(("family", "spreads"), [("gpt_oss", [MESH, USP]), ("gemma3", [MESH])])
-def test_training_does_not_depend_on_the_ranks(ranks, tmp_path, family, spreads):
+@pytest.mark.parametrize(("family", "spread"), [("gpt_oss", USP), ("gemma3", MESH)])
+def test_training_does_not_depend_on_the_ranks(ranks, tmp_path, family, spread):
     save_model(tmp_path / "hf", family)
     ranks(1, convert, "to-megatron", tmp_path / "hf", tmp_path / "run")
     (expected,) = ranks(1, finetune, tmp_path / "run", None, {})
-    for spread in spreads:
-        losses = ranks(4, finetune, tmp_path / "run", None, {"cp_layout": None, **spread})[0]
-        assert losses == pytest.approx(expected, rel=1e-5), spread
+    losses = ranks(4, finetune, tmp_path / "run", None, {"cp_layout": None, **spread})[0]
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def changed(value: object) -> object:

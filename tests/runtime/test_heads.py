@@ -50,11 +50,11 @@ def gradient_hops(r: int, n: int, w: int) -> int:
     return i * (w - 1) + ring(j, w) + ring(i, n // w)
 
 
-@pytest.mark.parametrize("n", [*range(1, 13), 16, 24, 36, 64])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8, 12, 16, 24, 36])
 def test_double_ring_is_proved_and_moves_what_a_ring_moves(n):
     """LoongTrain section 4.5.3: w-1 transfers an inner ring and one an outer step but the last, (n-1) Size(kv)."""
-    for layout in LAYOUTS if n <= 8 else ("zigzag", "contiguous") if n < 64 else ("zigzag",):
-        for causal, backward in PASSES if n <= 12 else [(True, True)]:
+    for layout in LAYOUTS if n <= 8 else ("zigzag", "contiguous"):
+        for causal, backward in PASSES if n <= 8 else [(True, True)]:
             case = {"layout": layout, "causal": causal, "backward": backward}
             ring = verify(STRATEGIES["ring"].plan(n, **case))
             for w in divisors(n) if n <= 24 else (4,):
