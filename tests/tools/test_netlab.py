@@ -127,6 +127,10 @@ def shapes(lab: Lab) -> list[tuple[int, int]]:
         devices = {q["dev"] for q in json.loads(told) if q["kind"] == "htb"}
         for device in sorted(devices):
             classes = subprocess.check_output(["tc", "-n", namespace, "class", "show", "dev", device], text=True)
+            (link,) = json.loads(
+                subprocess.check_output(["ip", "-n", namespace, "-json", "-d", "link", "show", device])
+            )
+            assert link["gso_max_segs"] == 1  # else a turn of long messages is several frames
             ceilings = re.findall(r"rate (\S+) ceil (\d+)Mbit burst \d+\S* cburst (\S+)", classes)
             assert sum(own != "1Kbit" for own, _, _ in ceilings) == 1  # else a burst to each peer passes
             found += [(int(rate) * 10**6, 2**14 if burst == "16Kb" else burst) for _, rate, burst in ceilings]

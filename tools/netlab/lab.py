@@ -26,6 +26,7 @@ MTU = 9000
 MIN_BURST = 16 * 1024  # bytes; a tenth of it would cost a third of the rate
 QUEUE_MS = 1000
 QUEUE_PACKETS = 10000  # of a fair queue
+ONE_FRAME = "gso_max_segs 1"  # queues take turns by packet: one of 64 KiB would get seven times the share of a frame
 CONGESTION_CONTROL = "cubic"  # BBR retransmits behind a token bucket
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
@@ -215,6 +216,8 @@ class Lab:
                     f"link add {port}{i} mtu {MTU} type veth peer name {interface} mtu {MTU} netns {namespace}",
                     f"link set {port}{i} master {bridge} addrgenmode none up",
                 ]
+            if self.fair:
+                lines.append(f"link set port{i} {ONE_FRAME}")
         return lines
 
     def _host_lines(self, host: int) -> list[str]:
@@ -227,6 +230,8 @@ class Lab:
             f"address add {address}/32 dev {SHAPED}",
             f"route add 10.77.0.0/16 dev {SHAPED} {options}",
         ]
+        if self.fair:
+            lines.append(f"link set {SHAPED} {ONE_FRAME}")
         if self.inner_links:
             lines += [f"link set {INNER} addrgenmode none up", f"route add 10.77.{node}.0/24 dev {INNER} {options}"]
         return lines
