@@ -7,6 +7,7 @@ Each is first compared with exact attention; cases that are not exact are not ti
 """
 
 import argparse
+import os
 import statistics
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.cli.run_main import run_main
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.plan.ir import SwapHeads
 from tools.netlab import add_device_flags, add_flags, exits_as_ranks_did, with_devices
 
 RANK = Path(__file__).with_name("attention_rank.py")
@@ -119,14 +121,26 @@ def cases_of(args: argparse.Namespace, problem: Workload) -> tuple[list[Case], l
 
 
 def with_python(described: Cluster, cases: list[Case], problem: Workload, entries: list[dict]) -> Cluster:
-    """The description of an emulated cluster, with Python's own time of a step: the median over the strategies."""
-    times = []
+    """The description of an emulated cluster, with Python's own time of a step and of a head swap.
+
+    They are medians over the strategies. All ranks swap at once, so they take turns on the processors of this machine.
+    """
+    plain, swapping = list[float](), list[tuple[float, int, int]]()
     for case, entry in zip(cases, entries, strict=True):
-        if not case.peer and "python" in entry:
-            steps = sum(len(plan.steps[0]) for plan in case.plans(problem))
-            times.append(entry["python"]["seconds"] / steps)
-    step_us = round(statistics.median(times) * 1e6) if times else 0
-    return replace(described, device=replace(described.device, step_us=float(step_us)))
+        if case.peer or "python" not in entry:
+            continue
+        steps = [step for plan in case.plans(problem) for step in plan.steps[0]]
+        swaps = sum(isinstance(op, SwapHeads) for step in steps for op in step.comm)
+        seconds = entry["python"]["seconds"]
+        if swaps:
+            swapping.append((seconds, len(steps), swaps))
+        else:
+            plain.append(seconds / len(steps))
+    step = statistics.median(plain or [seconds / steps for seconds, steps, _ in swapping] or [0.0])
+    turns = max(1.0, problem.ranks / len(os.sched_getaffinity(0)))
+    swap = statistics.median([(seconds - steps * step) / swaps for seconds, steps, swaps in swapping] or [0.0])
+    step_us, swap_us = float(round(step * 1e6)), float(round(max(swap, 0) * turns * 1e6))
+    return replace(described, device=replace(described.device, step_us=step_us, swap_us=swap_us))
 
 
 @exits_as_ranks_did

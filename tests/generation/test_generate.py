@@ -217,6 +217,7 @@ class Letters:
 
     ends = frozenset([2])
     has_chat = False
+    pieces = [chr(256 + token).encode() for token in range(400)]
 
     def encode(self, text: str) -> list[int]:
         return [ord(character) - 256 for character in text]
@@ -531,6 +532,15 @@ def test_the_watch_hears_of_turns_and_that_rank_0_may_idle():
     assert (seen[-1].phase, seen[-1].iteration, recorder.position.phase) == ("forward", 2, "idle")
     loop.turn()
     assert (seen[-1].phase, seen[-1].iteration) == ("forward", 3)
+
+
+def test_the_first_grammar_finds_the_vocabulary_read(monkeypatch):
+    pytest.importorskip("llguidance")
+    engine = Engine(Fixed(400).session, ByteTokenizer(100), 512)
+    engine.warm_up()
+    monkeypatch.setattr("llguidance.LLTokenizer", None)
+    matcher = engine._grammars.matcher(json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}]}))
+    assert matcher.allowed().nonzero().tolist() == [[97]]
 
 
 def test_a_text_ends_at_end_tokens_and_stop_strings():

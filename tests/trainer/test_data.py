@@ -5,6 +5,7 @@ import re
 import runpy
 import sys
 from argparse import Namespace
+from multiprocessing.queues import Queue
 from pathlib import Path
 
 import numpy
@@ -18,6 +19,7 @@ from megatron.context_parallel.trainer.data import index_file
 from megatron.context_parallel.trainer.data.batches import build_data_iterator
 from megatron.context_parallel.trainer.data.index_cache import record
 from megatron.context_parallel.trainer.data.tokenizer import build_tokenizer
+from megatron.context_parallel.trainer.data.worker_end import prepare_worker
 from tests.support.data_case import EOD, SEQUENCE, arguments, corpus, datasets, preprocess
 
 
@@ -462,3 +464,12 @@ def test_ranks_build_one_cache_and_see_one_blend(tmp_path, ranks):
     assert len(one) == len(other) and all(map(torch.equal, one, other))
     letters = sum(int(sample.min() >= 97) for batch in one for sample in batch)
     assert letters / sum(map(len, one)) == pytest.approx(0.25, abs=0.02)
+
+
+def test_a_worker_whose_rank_ended_says_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(Queue, "_on_queue_feeder_error", Queue._on_queue_feeder_error)
+    prepare_worker(0)
+    for error in (ConnectionResetError("gone"), EOFError(), ValueError("of its own")):
+        sys.excepthook(type(error), error, None)
+    assert capsys.readouterr().err == "ValueError: of its own\n"

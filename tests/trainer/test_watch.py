@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -602,14 +603,22 @@ def test_rank_0_that_ends_while_a_rank_connects_is_named(monkeypatch, capfd):
 # ------------------------------------------------------------------------------------------------- real ranks
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> dict:
-    """The outcomes of a job whose rank 1 was killed, and of one whose rank 0 was stopped."""
+@pytest.fixture(scope="module", autouse=True)
+def jobs(tmp_path_factory) -> Iterator[subprocess.Popen]:
+    """Two jobs that run beside the other tests: one whose rank 1 is killed, and one whose rank 0 is stopped."""
     case = Path(__file__).parents[1] / "support" / "watch_case.py"
     command = [sys.executable, case, tmp_path_factory.mktemp("watch")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def outcomes(jobs) -> dict:
+    """The outcomes of the two jobs."""
+    printed, errors = jobs.communicate(timeout=300)
+    assert jobs.returncode == 0, errors
+    return json.loads(printed.splitlines()[-1])
 
 
 def test_the_first_line_after_a_death_names_the_dead_rank(outcomes):

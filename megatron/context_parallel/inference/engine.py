@@ -180,6 +180,7 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compute a dummy prompt and token, so that lazy initialization happens now. Every rank calls it."""
+        self._grammars.prepare()
         recorder.enter("forward", 1)
         sequence = self.cache.open()
         for tokens in ([0, 0], [0]):

@@ -1,6 +1,7 @@
 """Texts that follow a grammar: which tokens may come next, by the library llguidance."""
 
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,6 +23,12 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
+        self._ends = sorted([end for end in tokenizer.ends if end < vocabulary])
+
+    def prepare(self) -> None:
+        """Read the vocabulary now, if llguidance is installed: the first matcher would do it while all texts wait."""
+        if find_spec("llguidance") and self._ends:
+            _ = self._tokens
 
     def matcher(self, grammar: str) -> "Matcher":
         """A matcher at the start of a text.
@@ -41,15 +48,14 @@ class Grammars:
         """llguidance's tokenizer: the bytes of all tokens."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        if not self.tokenizer.ends:
+        if not self._ends:
             raise UsageError("a text that follows a grammar must be able to end, but the tokenizer has no end token")
-        ends = sorted(self.tokenizer.ends)
         if isinstance(self.tokenizer, HuggingFaceTokenizer):
             from llguidance.hf import from_tokenizer  # imports transformers
 
-            return from_tokenizer(self.tokenizer.of_transformers, n_vocab=self.vocabulary, eos_token=ends)
+            return from_tokenizer(self.tokenizer.of_transformers, n_vocab=self.vocabulary, eos_token=self._ends)
         pieces = TokenizerWrapper(_Pieces(self.tokenizer, self.vocabulary))
-        return LLTokenizer(pieces, n_vocab=self.vocabulary, eos_token=ends)
+        return LLTokenizer(pieces, n_vocab=self.vocabulary, eos_token=self._ends)
 
 
 class _Pieces:

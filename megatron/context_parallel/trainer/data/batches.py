@@ -36,7 +36,7 @@ from .chat_tokens import write_chat_tokens
 from .index_cache import drop_damaged, record
 from .packed import PackedChats, PackedDocuments
 from .tokenizer import tokenizer_files
-from .worker_end import end_without_room
+from .worker_end import prepare_worker
 
 Splits: TypeAlias = tuple[Dataset | None, Dataset | None, Dataset | None]
 Batch: TypeAlias = dict[str, Any]  # a tensor [micro batch, sequence] for each of KEYS, and documents
@@ -224,7 +224,7 @@ def build_data_iterator(
         num_workers=args.num_workers,
         collate_fn=partial(collate, **document_options(args)),
         generator=torch.Generator(),  # otherwise the loader seeds its workers from the global generator
-        worker_init_fn=end_without_room,
+        worker_init_fn=prepare_worker,
     )
     # A generator, so that loader workers start with the first batch. Some ranks never ask for one.
     for samples, batch in zip(batches, _started(loader), strict=True):
