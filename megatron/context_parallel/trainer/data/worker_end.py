@@ -20,9 +20,7 @@ def prepare_worker(worker: int) -> None:
     sys.excepthook = _print_unless_rank_ended
 
 
-def _print_unless_rank_ended(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-) -> None:
+def _print_unless_rank_ended(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     """Print an error of the thread that hands batches over, except when the rank hung up."""
     if not isinstance(error, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, traceback)
