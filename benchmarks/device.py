@@ -12,8 +12,9 @@ from torch import Tensor
 from benchmarks.cases import Workload
 from megatron.context_parallel.cluster.description import BACKWARD, Device, load_cluster
 from megatron.context_parallel.cluster.simulate.block_time import CallTime
+from megatron.context_parallel.kernels.choose import MOST_PIECES
 from megatron.context_parallel.kernels.interface import BlockGrad, Kernel, Scores
-from megatron.context_parallel.kernels.masks import CAUSAL, Piece, PieceMask, Runs
+from megatron.context_parallel.kernels.masks import CAUSAL, Piece, PieceMask, Runs, cut
 from tools.netlab import Busy
 
 PYTHON = 0.03  # of the time of the device's work: the most that Python's own time may be
@@ -82,7 +83,9 @@ class DeviceKernel:
         self.kernel, self.device = kernel, device
 
     def pieces(self, block: Runs, keys: int) -> list[Piece]:
-        return self.kernel.pieces(block, keys)
+        """As on a GPU (`LibraryAndPosition`): a block of many pieces, such as of documents, is one launch."""
+        found = cut(block, most=MOST_PIECES + 1)
+        return found if len(found) <= MOST_PIECES else [Piece(slice(0, block.first.shape[1]), slice(0, keys), block)]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
         if self.device.computes:

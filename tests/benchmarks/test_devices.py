@@ -102,6 +102,17 @@ def test_libraries_that_import_flash_attn_take_the_time():
     assert not any(x.any() for x in (out, *into)) and 0 < forward < device.seconds
 
 
+def test_a_block_of_many_documents_is_one_launch():
+    kernel = DeviceKernel(AtenFlash(), resting())
+    rows = torch.arange(64).unsqueeze(0)
+    for documents, pieces in ((2, 2), (3, 3), (4, 1)):
+        length = 64 // documents
+        block = Runs((rows // length * length).clamp(max=64 - length), rows + 1)
+        found = kernel.pieces(block, 64)
+        assert len(found) == pieces
+        assert sum(seen_pairs(*sizes(piece, 64), piece.mask) for piece in found) >= 0
+
+
 def test_irregular_pieces_take_the_time_of_the_pairs_they_see():
     device = resting(replace(H100, block_us=0.0))
     with device.call(2, 3, 8, Runs(torch.tensor([[0, 1, 2]]), torch.tensor([[2, 4, 7]])), backward=False):
