@@ -6,8 +6,9 @@ groups, and a group begins two steps before it is needed: a rank seldom waits fo
 grow from one distance between ranks to a quarter of all, and shrink again: little is sent before the first block and
 after the last one.
 
-The forward pass computes its own pair while the first group arrives. The backward pass computes it last, while the last
-gradients return to the owners of the keys. Units received with all pairs visible: forward 2(n-1), backward 4(n-1).
+The forward pass computes its own pair while the first group arrives. The backward pass computes it after a little more
+than half of the groups: gradients that return to their owners until then are not waited for. Units received with all
+pairs visible: forward 2(n-1), backward 4(n-1).
 """
 
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ def direct(at: Pass) -> Iterator[Step]:
     if not groups:
         yield Step(attend=own)
         return
+    own_after = len(groups) // 2 + 1
     yield Step(fetch(groups[0]))
     if not at.backward:
         yield Step(fetch(groups[1]) if len(groups) > 1 else (), own)
@@ -51,10 +53,13 @@ def direct(at: Pass) -> Iterator[Step]:
         comm = fetch(groups[ahead]) if ahead < len(groups) else ()
         if at.backward and before:
             comm += give_back(before)
+        if at.backward and g == own_after:
+            yield Step(comm, own)
+            comm = ()
         yield Step(comm, blocks(group))
         before = group
     if at.backward:
-        yield Step(give_back(before), own)
+        yield Step(give_back(before), own if own_after >= len(groups) else ())
 
 
 def groups_of_distances(n: int) -> list[list[int]]:
