@@ -23,7 +23,7 @@ from megatron.context_parallel.cluster.description import load_cluster
 DOCS = Path(__file__).parents[1] / "docs"
 SCRIPT = "benchmarks/device_table.py"
 PROBLEM = "--seq-length 1024 --num-attention-heads 16 --kv-channels 32"
-DEVICES = "--devices dgx-h100 --scale 6.25e-5 --stands-for 262144"
+DEVICES = "--devices benchmarks/h100.yaml --scale 6.25e-5 --stands-for 262144"
 CLUSTERS = {"16 x 1": "--nodes 16", "4 x 4": "--nodes 4 --ranks-per-node 4"}
 KV_HEADS = {"MHA": 16, "GQA": 4}
 DTYPES = {"float32": "fp32", "bf16": "bf16"}
