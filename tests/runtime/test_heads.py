@@ -206,19 +206,39 @@ def test_swap_takes_its_time():
 
 
 def test_a_round_hides_the_swaps_beside_it():
-    """Three rounds of 6 hide a swap of 3 and a swap back of 2 each; the first and the last swap are not hidden."""
+    """Three rounds of 9 hide a swap of 3 and a swap back of 2 each; the first and the last swap are not hidden."""
     plan = STRATEGIES["usp"].plan(6, head_parallel_size=2, head_rounds=3)
 
     def time(transfer) -> float:
         return {T.Q: 2.0, T.KV: 1.0, T.O: 2.0}[transfer.tensor] if transfer.share == 1 / 2 else 0
 
-    assert trace(plan, transfer_time=time, block_time=lambda block, plan: 2.0).finish == 3 + 3 * 6 + 2
+    assert trace(plan, transfer_time=time, block_time=lambda block, plan: 3.0).finish == 3 + 3 * 9 + 2
     whole = replace(plan, rounds=1)
     assert verify(plan).volume == verify(whole).volume
     assert "3 of 6 ranks, for 1/2 of the heads in 3 rounds" in picture(plan).title
     # The rank's own tensors, 3 + 1; a round of what one round has; the swaps before and after it.
     steps = max(verify(STRATEGIES["ring"].plan(3)).peak)
     assert verify(plan).peak == pytest.approx(3 * [4 + max(steps, 6) / 3 + 4 / 3])
+    # With two ranks the first step has the most. The results of the round before are there too.
+    two = STRATEGIES["usp"].plan(4, head_parallel_size=2, head_rounds=3)
+    assert verify(two).peak == pytest.approx(2 * [4 + (max(verify(STRATEGIES["ring"].plan(2)).peak) + 1) / 3 + 4 / 3])
+
+
+@pytest.mark.parametrize("name", ["ring", "mesh"])
+def test_the_last_messages_of_a_round_travel_during_the_next(name):
+    """A gradient takes 1, and a rank waits only for those of the last round."""
+    plan = STRATEGIES[name].plan(8, backward=True, head_parallel_size=2, head_rounds=3)
+
+    def time(transfer) -> float:
+        return float(transfer.tensor in (T.DKV, T.DQ)) if transfer.share == 1 else 0.0
+
+    def seconds(rounds: int) -> float:
+        several = replace(plan, rounds=rounds)
+        return trace(several, transfer_time=time, block_time=lambda block, plan: 4.0).finish
+
+    blocks = trace(replace(plan, rounds=1), block_time=lambda block, plan: 4.0).finish
+    assert seconds(1) > blocks
+    assert seconds(3) - seconds(1) == pytest.approx(2 * blocks)
 
 
 # -- placement and data ---------------------------------------------------------------------------------------

@@ -299,6 +299,15 @@ class Plan:
         """
         return self.heads > 1 and self.rounds == 1
 
+    @cached_property
+    def rounds_overlap(self) -> bool:
+        """Whether a rank waits for the last messages of a round, and swaps, after the first block of the next round.
+
+        The swaps then do not share links with the first messages of a round, and blocks hide the last ones. This needs
+        a round with more than one step of blocks. All ranks do as rank 0, because they swap in one order.
+        """
+        return self.rounds > 1 and sum(bool(step.attend) for step in self.steps[0]) > 1
+
     @property
     def before(self) -> tuple[SwapHeads, ...]:
         """The swap before the steps of a round."""

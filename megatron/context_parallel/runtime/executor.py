@@ -62,8 +62,8 @@ class Executor:
         self.widen = Tensor.double if self.wide is torch.float64 else Tensor.float  # faster than `to`
         self.sizes = *self.q.shape[1:], self.v.shape[-1]
 
-    def run(self) -> Program[dict[T, Value]]:
-        """Yields each communication that it must wait for. Returns the final tensors of the plan."""
+    def run(self, meanwhile: Iterable[Work] = ()) -> Program[None]:
+        """Runs the steps. Yields each communication that it must wait for, and after the first block `meanwhile`."""
         steps = schedule(self.plan, self.rank)
         for s, step in enumerate(steps):
             recorder.at_step(s)
@@ -81,7 +81,15 @@ class Executor:
                 else:
                     self._block(block)
             self._free(step.freed)
+            if step.blocks:
+                yield from meanwhile
         recorder.at_step(len(steps))
+        if self.plan.rounds_overlap:  # the next round is computed before the results of this one are there
+            self._free([(t, self.rank) for t in self.plan.starts])
+            self.q, self.k, self.v = (x[:0].clone() for x in (self.q, self.k, self.v))  # for their dtype and device
+
+    def results(self) -> Program[dict[T, Value]]:
+        """Waits for what the steps launched last. Returns the final tensors of the plan."""
         for t in self.plan.ends:
             if (t, self.rank) in self.arriving:
                 yield from self._arrive((t, self.rank))
@@ -257,7 +265,7 @@ class Executor:
         value = self.held.pop(key, None) or self._zero(*key)
         return (value[0], self.widen(value[1]).contiguous()) if key[0] is T.O else value
 
-    def _free(self, keys: tuple[Key, ...]) -> None:
+    def _free(self, keys: Iterable[Key]) -> None:
         for key in keys:
             self.held.pop(key, None)
 

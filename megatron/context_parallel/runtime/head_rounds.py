@@ -1,43 +1,62 @@
 """The rounds of a head-parallel pass: a rank computes a part of its heads while the next and the last are swapped."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 from torch import Tensor
 
-from .comm.transport import Program
+from .comm.transport import Program, Work
 from .head_swap import HeadGroup, StartedSwap
 
-Compute = Callable[..., Program[list[Tensor]]]  # (round, *swapped tensors) to results
+Results = list[Tensor]
+Compute = Callable[..., Program[Program[Results]]]  # (round, meanwhile, *swapped tensors) to what waits for results
 
 
 def in_rounds(
     group: HeadGroup, tensors: Sequence[Tensor], compute: Compute, kv_heads: int | None = None
-) -> Program[list[Tensor]]:
+) -> Program[Results]:
     """Swaps, computes and swaps back, round by round. Returns the results for this rank's chunk.
 
     Args:
         group: of this rank.
         tensors: each [s, b, heads, ...] of this rank's chunk.
-        compute: gets the tensors [s * size, b, h, ...] of the group's chunk; returns results of this form.
+        compute: gets a round, what else is to do after its first block, and the tensors [s * size, b, h, ...] of the
+            group's chunk. It runs the steps, and returns a program that waits for the results, of the tensors' form.
         kv_heads: all results but the first are partial gradients of so many heads, of which parts share some. None:
             each result belongs to one part.
     """
     if len(group.members) == 1:
-        return (yield from compute(0, *tensors))
-    back = _Results(group, kv_heads)
+        return (yield from (yield from compute(0, (), *tensors)))
+    plan, back = group.plan, _Results(group, kv_heads)
     arriving = [group.to_heads(tensors, 0)]  # lists, because buffers are freed when their swap leaves them
-    leaving: list[StartedSwap] = []
-    for turn in range(group.plan.rounds):
+    departing: list[StartedSwap] = []
+
+    def enter(turn: int) -> Program[None]:
+        if turn < plan.rounds:
+            arriving.append(group.to_heads(tensors, turn))
+        yield from ()
+
+    def leave(turn: int, ending: Program[Results]) -> Program[None]:
+        results = yield from ending
+        if departing:
+            back.add((yield from departing.pop().wait()), turn - 1)
+        departing.append(group.to_chunks(results, back.of_round(results, turn)))
+
+    leaving: Iterable[Work] = ()
+    for turn in range(plan.rounds):
         swapped = yield from arriving.pop().wait()
-        if turn + 1 < group.plan.rounds:
-            arriving.append(group.to_heads(tensors, turn + 1))
-        results = yield from compute(turn, *swapped)
+        entering = enter(turn + 1)
+        if not plan.rounds_overlap:
+            yield from entering
+        meanwhile = chain(entering, leaving)
+        ending = yield from compute(turn, meanwhile, *swapped)
         del swapped
-        if leaving:
-            back.add((yield from leaving.pop().wait()), turn - 1)
-        leaving.append(group.to_chunks(results, back.of_round(results, turn)))
-        del results
-    back.add((yield from leaving.pop().wait()), group.plan.rounds - 1)
+        yield from meanwhile  # if no step of this rank has a block
+        leaving = leave(turn, ending)
+        if not plan.rounds_overlap:
+            yield from leaving
+    yield from leaving
+    back.add((yield from departing.pop().wait()), plan.rounds - 1)
     return back.wholes
 
 
@@ -52,7 +71,7 @@ class _Results:
         self.group, self.kv_heads = group, kv_heads
         self.wholes: list[Tensor] = []
 
-    def of_round(self, results: list[Tensor], turn: int) -> list[Tensor]:
+    def of_round(self, results: Results, turn: int) -> list[Tensor]:
         """Where to receive the results of a round, each [s, b, size, h, ...]: in `wholes`; partial gradients apart."""
         size, rounds = len(self.group.members), self.group.plan.rounds
         into = []

@@ -1,12 +1,14 @@
 """The passes of one rank: swap heads, execute a plan, swap heads back."""
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from megatron.context_parallel.plan.ir import Plan, T
 
-from .comm.transport import Program, Transport
+from .comm.transport import Program, Transport, Work
 from .executor import Executor, Problem
-from .head_rounds import in_rounds
+from .head_rounds import Results, in_rounds
 from .head_swap import HeadGroup
 from .sinks import add_sinks, sink_gradients
 
@@ -26,15 +28,21 @@ def forward(
     heads, dtype = q.shape[2], q.dtype
     seen: list[Tensor] = []
 
-    def compute(turn: int, *swapped: Tensor) -> Program[list[Tensor]]:
+    def compute(turn: int, meanwhile: Iterable[Work], *swapped: Tensor) -> Program[Program[Results]]:
         b, ours = swapped[0].shape[1:3]
         q, k, v = fold_heads(*swapped)
         executor = Executor(plan, group.context_rank, problem, group.context, {T.Q: (q,), T.KV: (k, v)})
-        out, lse = (yield from executor.run())[T.O]
-        out, lse = (x.view(len(x), b, ours, *x.shape[3:]) for x in (out, lse))
+        yield from executor.run(meanwhile)
+        seen[:] = [q, k, v] if plan.rounds == 1 else []
+        return results(executor, turn, b, ours)
+
+    def results(executor: Executor, turn: int, b: int, ours: int) -> Program[Results]:
+        folded, folded_lse = (yield from executor.results())[T.O]
+        out, lse = (x.view(len(x), b, ours, *x.shape[3:]) for x in (folded, folded_lse))
         if sinks is not None:
             lse = add_sinks(out, lse, sinks[group.slice_of(heads, turn)])
-        seen[:] = [q, k, v, lse.view(q.shape[:-1])] if plan.rounds == 1 else []
+        if seen:
+            seen.append(lse.view(folded_lse.shape))
         return [out.to(dtype), lse]
 
     out, lse = yield from in_rounds(group, (q, k, v), compute)
@@ -82,7 +90,9 @@ def backward(
     again = plan.rounds > 1
     shared = plan.head_parts > problem.kv_heads  # ranks or rounds have partial sums of the gradient of a key/value head
 
-    def compute(turn: int, dout: Tensor, delta: Tensor, *swapped: Tensor) -> Program[list[Tensor]]:
+    def compute(
+        turn: int, meanwhile: Iterable[Work], dout: Tensor, delta: Tensor, *swapped: Tensor
+    ) -> Program[Program[Results]]:
         folded_q, folded_k, folded_v, folded_lse = fold_heads(*swapped) if again else (q, k, v, lse)
         if sinks is not None and dsinks is not None:
             ours = group.slice_of(len(sinks), turn)
@@ -90,9 +100,14 @@ def backward(
         folded = dout.reshape(*folded_q.shape[:-1], -1).contiguous()
         queries = folded_q, folded, folded_lse, delta.reshape(folded_lse.shape)
         inputs = {T.QDO: queries, T.KV: (folded_k, folded_v)}
-        ends = yield from Executor(plan, group.context_rank, problem, group.context, inputs).run()
-        dq = ends[T.DQ][0].to(q.dtype).view(*dout.shape[:2], -1, q.shape[-1])
-        dk, dv = (x.view(len(x), dout.shape[1], -1, x.shape[-1]) for x in ends[T.DKV])
+        executor = Executor(plan, group.context_rank, problem, group.context, inputs)
+        yield from executor.run(meanwhile)
+        return results(executor, dout.shape[1])
+
+    def results(executor: Executor, b: int) -> Program[Results]:
+        ends = yield from executor.results()
+        (dq,), dkv = ends[T.DQ], ends[T.DKV]
+        dq, dk, dv = (x.view(len(x), b, -1, x.shape[-1]) for x in (dq.to(q.dtype), *dkv))
         return [dq, dk, dv] if shared else [dq, dk.to(q.dtype), dv.to(q.dtype)]
 
     tensors = (dout, delta, q, k, v, lse) if again else (dout, delta)
