@@ -241,6 +241,10 @@ class Plan:
     With `rounds` > 1 a rank runs the steps that often, each time for a part of its heads. The swap before a round
     travels during the round before it, and the swap after a round during the next one.
 
+    With `token_rounds` > 1 a rank does the same for parts of the tokens instead, in the order of their positions, and
+    backward from the last. In a round, the new queries see all keys that are there, or get their gradients from them.
+    This needs one rank that runs the steps, and a mask that hides later tokens.
+
     With `partials_in_16_bits` a partial output or gradient that the steps send is rounded to the model's dtype. Its
     log-sum-exp stays wide, and partials are merged and kept in float32.
 
@@ -259,6 +263,7 @@ class Plan:
     rounds: int = 1
     partials_in_16_bits: bool = False
     period: int | None = None
+    token_rounds: int = 1
 
     @property
     def n(self) -> int:
@@ -286,6 +291,23 @@ class Plan:
     def head_parts(self) -> int:
         """The parts of the heads. A rank computes `rounds` of them, one after the other."""
         return self.heads * self.rounds
+
+    @property
+    def turns(self) -> int:
+        """How often a rank swaps and runs the steps."""
+        return self.rounds * self.token_rounds
+
+    def head_round(self, turn: int) -> int:
+        """The round of heads of a turn."""
+        return turn if self.token_rounds == 1 else 0
+
+    def range_of(self, turn: int) -> int:
+        """The part of the tokens, in the order of positions, of a round of tokens."""
+        return self.token_rounds - 1 - turn if self.backward else turn
+
+    def block_share(self, turn: int) -> float:
+        """The share of a block's pairs of tokens that are computed in a round, with a causal mask."""
+        return (2 * self.range_of(turn) + 1) / self.token_rounds**2 if self.token_rounds > 1 else 1.0
 
     def kv_ratio(self, heads: int, kv_heads: int) -> float:
         """Key/value heads that are sent per query head. With fewer heads than parts, this includes replicas."""

@@ -146,10 +146,10 @@ class Machine:
         """The waits of rank `r`, in order. The steps of round k are counted from k times their number."""
         plan = self.plan
         count = len(plan.steps[r])
-        last = plan.rounds - 1
+        last = plan.turns - 1
         yield from _start(plan.before, 0, 0)
         leaving: Iterable[Event] = ()
-        for k in range(plan.rounds):
+        for k in range(plan.turns):
             yield from [SwapWait(Swap(op, k)) for op in plan.before]
             entering = _start(plan.before if k < last else (), k + 1, (k + 1) * count)
             if not plan.rounds_overlap:

@@ -6,7 +6,7 @@ kv_heads. These are views of Megatron's [s, b, heads, d], and rows stay contiguo
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 import torch
@@ -35,6 +35,7 @@ class Problem:
 
     Attributes:
         row_sets: the rows that are sent; None: whole chunks.
+        ranges: with rounds of tokens, the blocks of each part of the queries, with the keys up to its end.
     """
 
     blocks: Blocks
@@ -42,6 +43,11 @@ class Problem:
     kernel: Kernel
     scores: Scores
     row_sets: RowSets | None = None
+    ranges: tuple[Blocks, ...] = ()
+
+    def of_range(self, number: int) -> "Problem":
+        """The problem of a part of the queries; itself without rounds of tokens."""
+        return replace(self, blocks=self.ranges[number], row_sets=None) if self.ranges else self
 
 
 class Executor:

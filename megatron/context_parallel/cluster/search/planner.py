@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from megatron.context_parallel.cluster.description import Cluster
@@ -18,7 +19,7 @@ from megatron.context_parallel.plan.volume import chunk_bytes
 from megatron.context_parallel.progress import Progress, tracked
 from megatron.context_parallel.strategies import AUTO, parse_spec
 
-from .candidates import Candidate, Rejected, Workload, candidates, in_rounds
+from .candidates import Candidate, Rejected, Workload, candidates, in_rounds, in_token_rounds
 from .lower_bound import PassBound, lower_bound
 from .plainness import plainest
 
@@ -205,7 +206,7 @@ def search(
     simulated = {spec: choices[spec] for spec in ranked}
     ranked |= _mixed({spec: found.plans for spec, found in simulated.items()}, ranked)
     if "head_rounds" not in fixed:
-        ranked |= _faster_in_rounds(simulated, ranked, place, workload, room)
+        ranked |= _faster_in_rounds(simulated, ranked, place, workload, room, fixed)
     return Search(dict(sorted(ranked.items(), key=lambda item: item[1].seconds)), slower, rejected)
 
 
@@ -219,12 +220,17 @@ def _faster_in_rounds(
     place: GroupDevices,
     workload: Workload,
     room: float,
+    fixed: Mapping[str, Any],
 ) -> dict[str, Prediction]:
-    """More rounds for the fastest choices that split heads, where they gain enough. `choices` has the fastest first."""
+    """More rounds, of heads or tokens, for the fastest choices that split heads, where they gain enough.
+
+    `choices` has the fastest first.
+    """
     found = dict[str, Prediction]()
     split = [spec for spec, one in choices.items() if one.plans[0].keeps_swapped]
     for spec in split[:TRIED_IN_ROUNDS]:
-        for more in in_rounds(choices[spec], workload):
+        both = in_rounds(choices[spec], workload), in_token_rounds(choices[spec], workload, fixed)
+        for more in chain(*both):
             if _needed(more, workload) <= room:
                 predicted = _predict(more.plans, place, workload)
                 if predicted.seconds < (1 - GAIN) * ranked[spec].seconds:

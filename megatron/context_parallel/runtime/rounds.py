@@ -1,9 +1,11 @@
-"""The rounds of a head-parallel pass: a rank computes a part of its heads while the next and the last are swapped."""
+"""The rounds of a head-parallel pass: a rank computes a part of its heads or tokens while others are swapped."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 from torch import Tensor
+
+from megatron.context_parallel.plan.ir import Plan
 
 from .comm.transport import Program, Work
 from .head_swap import HeadGroup, StartedSwap
@@ -28,12 +30,14 @@ def in_rounds(
     if len(group.members) == 1:
         return (yield from (yield from compute(0, (), *tensors)))
     plan, back = group.plan, _Results(group, kv_heads)
-    arriving = [group.to_heads(tensors, 0)]  # lists, because buffers are freed when their swap leaves them
+    arriving = [
+        group.to_heads([rows_of(plan, x, 0) for x in tensors], 0)
+    ]  # lists, because buffers are freed when their swap leaves them
     departing: list[StartedSwap] = []
 
     def enter(turn: int) -> Program[None]:
-        if turn < plan.rounds:
-            arriving.append(group.to_heads(tensors, turn))
+        if turn < plan.turns:
+            arriving.append(group.to_heads([rows_of(plan, x, turn) for x in tensors], turn))
         yield from ()
 
     def leave(turn: int, ending: Program[Results]) -> Program[None]:
@@ -43,7 +47,7 @@ def in_rounds(
         departing.append(group.to_chunks(results, back.of_round(results, turn)))
 
     leaving: Iterable[Work] = ()
-    for turn in range(plan.rounds):
+    for turn in range(plan.turns):
         swapped = yield from arriving.pop().wait()
         entering = enter(turn + 1)
         if not plan.rounds_overlap:
@@ -56,8 +60,13 @@ def in_rounds(
         if not plan.rounds_overlap:
             yield from leaving
     yield from leaving
-    back.add((yield from departing.pop().wait()), plan.rounds - 1)
+    back.add((yield from departing.pop().wait()), plan.turns - 1)
     return back.wholes
+
+
+def rows_of(plan: Plan, x: Tensor, turn: int) -> Tensor:
+    """The rows of a round of tokens, out of [s, ...]; all of them without such rounds."""
+    return x.chunk(plan.token_rounds)[plan.range_of(turn)] if plan.token_rounds > 1 else x
 
 
 class _Results:
@@ -73,7 +82,7 @@ class _Results:
 
     def of_round(self, results: Results, turn: int) -> list[Tensor]:
         """Where to receive the results of a round, each [s, b, size, h, ...]: in `wholes`; partial gradients apart."""
-        size, rounds = len(self.group.members), self.group.plan.rounds
+        size, plan = len(self.group.members), self.group.plan
         into = []
         for i, x in enumerate(results):
             rows, b, heads = len(x) // size, *x.shape[1:3]
@@ -81,21 +90,22 @@ class _Results:
                 into.append(x.new_empty(rows, b, size, heads, *x.shape[3:]))
                 continue
             if turn == 0:
-                self.wholes.append(x.new_empty(rows, b, size * rounds * heads, *x.shape[3:]))
-            into.append(self.group.by_member(self.wholes[i], turn))
+                self.wholes.append(x.new_empty(plan.token_rounds * rows, b, size * plan.rounds * heads, *x.shape[3:]))
+            into.append(self.group.by_member(rows_of(plan, self.wholes[i], turn), turn))
         return into
 
     def add(self, received: list[Tensor], turn: int) -> None:
         """Adds partial gradients of a round to their heads. Each of the ranks that share a head has sent one."""
         if self.kv_heads is None:
             return
-        size, rounds = len(self.group.members), self.group.plan.rounds
+        size, plan = len(self.group.members), self.group.plan
         of_rank = max(1, self.kv_heads // size)  # heads
         for i, x in enumerate(received[1:], 1):
             sums = x.flatten(2, 3).unflatten(2, (self.kv_heads // of_rank, -1)).sum(3)
-            if turn == 0 and of_rank == 1:
+            if turn == 0 and of_rank == plan.token_rounds == 1:
                 self.wholes.append(sums)
                 continue
             if turn == 0:
-                self.wholes.append(x.new_zeros(*x.shape[:2], self.kv_heads, *x.shape[4:]))
-            self.wholes[i].unflatten(2, (-1, of_rank))[:, :, :, turn * of_rank // rounds] += sums
+                self.wholes.append(x.new_zeros(plan.token_rounds * len(x), x.shape[1], self.kv_heads, *x.shape[4:]))
+            rows = rows_of(plan, self.wholes[i], turn).unflatten(2, (-1, of_rank))
+            rows[:, :, :, plan.head_round(turn) * of_rank // plan.rounds] += sums
