@@ -83,7 +83,8 @@ def _incoming(plan: Plan, rank: int) -> Iterator[tuple[Transfer, bool]]:
 def chunk_bytes(plan: Plan, tensor: T, shape: Shape, swap: bool, sent: bool = True) -> int:
     """Bytes of one chunk, for the heads of one round: of its message if `sent`, else in the memory of a rank.
 
-    In a swap, also for the tokens of one round. Swapped tensors have the model's dtype, except gradients of replicated key/value heads.
+    In a swap, also for the tokens of one round. Swapped tensors have the model's dtype, except gradients of replicated
+    key/value heads.
     """
     value_dim = shape.head_dim if shape.value_dim is None else shape.value_dim
     statistic = 4 * shape.rows * shape.heads  # log-sum-exp or delta

@@ -147,7 +147,10 @@ class _Costs:
         self.held = {t: chunk_bytes(plan, t, shape, False, sent=False) for t in T}
 
     def block(self, group: int, rank: int, attend: Attend, turn: int) -> Task:
-        return self._on_rank(group, rank, self.plan.block_share(turn) * self.blocks(attend))
+        rounds, blocks = self.plan.token_rounds, self.blocks
+        if rounds > 1 and isinstance(blocks, BlockTime) and blocks.mask.plain:
+            return self._on_rank(group, rank, blocks.of_range(self.plan.range_of(turn), rounds))
+        return self._on_rank(group, rank, self.plan.block_share(turn) * blocks(attend))
 
     def overhead(self, group: int, rank: int, work: Launch | Merge) -> Task | None:
         memory = self.cluster.device.memory_GB_s * 1e9
