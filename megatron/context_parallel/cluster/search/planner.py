@@ -12,6 +12,7 @@ from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.simulate.block_time import BlockTime
 from megatron.context_parallel.cluster.simulate.links import Links
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
+from megatron.context_parallel.cluster.step.block_memory import gradient_swap_bytes, packed_bytes
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.ir import Plan, T
 from megatron.context_parallel.plan.liveness import peak_bytes
@@ -254,8 +255,13 @@ def _mixed(choices: Mapping[str, tuple[Plan, ...]], ranked: Mapping[str, Predict
 
 
 def memory(plan: Plan, workload: Workload) -> int:
-    """Bytes of chunks and partials of one attention that a rank has at once, of the first or the last rank."""
-    return max(peak_bytes(plan, rank, workload.shape(plan.size)) for rank in {0, plan.n - 1})
+    """Bytes of chunks, partials and swapped heads of one attention at once, of the first or the last rank."""
+    shape = workload.shape(plan.size)
+    most = max(peak_bytes(plan, rank, shape) for rank in {0, plan.n - 1}) + packed_bytes(plan, shape)
+    if plan.backward and plan.keeps_swapped:
+        own = chunk_bytes(plan, T.Q, shape, swap=False) + chunk_bytes(plan, T.KV, shape, swap=False)
+        most = max(most, own + gradient_swap_bytes(plan, shape))
+    return round(most)
 
 
 def _q_transfer_blocks(workload: Workload, place: GroupDevices, head_parallel_size: int) -> float:
