@@ -53,7 +53,7 @@ def sent_by(plan: Plan, place: int, shape: Shape) -> int:
         for transfer in op.transfers(place):
             if transfer.sender == place:
                 total += chunk_bytes(plan, transfer.tensor, shape, swap=False) * transfer.share
-    return round(plan.rounds * total)
+    return round(plan.turns * total)
 
 
 def row(name: str, ranks: int, length: int, kv_heads: int, timed: bool) -> dict:

@@ -75,8 +75,9 @@ def test_a_rank_has_two_batches_of_a_channel_under_way(ops):
     plan = Plan("own", "cyclic", Pairs.all(4), False, (steps, (), (), ()))
     q, kv = torch.zeros(2, 1, 1, 4), torch.zeros(2, 1, 4)
     problem = Problem(Blocks(Mask(False), *Chunks.pair("cyclic", 4, 8), Reference()), 1, Reference(), Scores(1.0))
-    for work in Executor(plan, 0, problem, Noted(), {T.Q: (q,), T.KV: (kv, kv)}).run():
-        log.append(work)
+    executor = Executor(plan, 0, problem, Noted(), {T.Q: (q,), T.KV: (kv, kv)})
+    log += executor.run()
+    log += executor.results()
     assert log[:4] == ["start", "start", "end 1", "start"]
     assert {*log[4:]} == {"end 2", "end 3"}
 

@@ -102,6 +102,16 @@ def test_rounds_of_heads_where_they_are_faster_or_fit():
     assert [*search(workload, place, fixed | {"head_rounds": 1}).ranked] == ["ulysses"]
 
 
+def test_rounds_of_tokens_where_a_rank_has_one_head():
+    place = GroupDevices(replace(SLOW, nics=replace(SLOW.nics, GB_s=0.5)))
+    fixed = {"head_parallel_size": 8, "layout": "cyclic"}
+    found = search(replace(WORKLOAD, length=16384, heads=8, kv_heads=8), place, fixed)
+    assert found.best == "ulysses:layout=cyclic,token_rounds=8"
+    assert search(replace(WORKLOAD, length=16384, heads=8, kv_heads=8, mask=Mask(False)), place, fixed).best == (
+        "ulysses:layout=cyclic"
+    )
+
+
 # -- bounds and ranking ----------------------------------------------------------------------------------------------
 
 

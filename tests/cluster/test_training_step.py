@@ -19,7 +19,15 @@ from megatron.context_parallel.cluster.step.attention_pass import (
 )
 from megatron.context_parallel.cluster.step.block_memory import BlockMemory
 from megatron.context_parallel.cluster.step.layer_time import LayerTime
-from megatron.context_parallel.cluster.step.memory import HEAD, MLP, fullest_stage, host_memory, moments, peak
+from megatron.context_parallel.cluster.step.memory import (
+    GRADIENTS,
+    HEAD,
+    MLP,
+    fullest_stage,
+    host_memory,
+    moments,
+    peak,
+)
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.step_time import forecast_step
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
@@ -279,10 +287,17 @@ def test_sharding_divides_what_it_names():
         "no_shard": whole,
         "optim": whole | {"optimizer": 12 * count // 8},
         "optim_grads": {"weights": 2 * count, "gradients": 4 * count // 8, "optimizer": 12 * count // 8},
-        "optim_grads_params": {what: size // 8 for what, size in whole.items()} | {"gathered weights": 2 * 2 * layer},
+        "optim_grads_params": {what: size // 8 for what, size in whole.items()},
     }
     for sharding, parts in expected.items():
         assert sizes(sharding).items() >= parts.items()
+    assert sizes("optim_grads_params")["gathered weights"] == 2 * count  # Megatron-FSDP gathers 10^9 / 2 ahead
+    own = sizes_of(replace(run, data_parallel_sharding_strategy="optim_grads_params", use_torch_fsdp2=True))
+    rest = count - MODEL.num_layers * layer - MODEL.padded_vocab_size * MODEL.hidden_size
+    assert own["gathered weights"] == 2 * (2 * layer + rest)
+    whole = replace(run, data_parallel_sharding_strategy="optim_grads")
+    (last,) = [one for one in moments(MODEL, whole) if one.name == GRADIENTS]
+    assert last.items[-1].bytes == 4 * count
 
 
 def test_the_buffers_of_a_ring():

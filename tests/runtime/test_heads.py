@@ -20,7 +20,7 @@ from megatron.context_parallel.plan.ir import PLACEMENTS, Plan, Step, T
 from megatron.context_parallel.plan.pictures.lanes import picture
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.verify import verify
-from megatron.context_parallel.plan.volume import units
+from megatron.context_parallel.plan.volume import Shape, chunk_bytes, received_bytes, units
 from megatron.context_parallel.runtime import head_swap
 from megatron.context_parallel.runtime.comm.transport import LocalTransport
 from megatron.context_parallel.strategies import head_parallel_sizes
@@ -206,19 +206,57 @@ def test_swap_takes_its_time():
 
 
 def test_a_round_hides_the_swaps_beside_it():
-    """Three rounds of 6 hide a swap of 3 and a swap back of 2 each; the first and the last swap are not hidden."""
+    """Three rounds of 9 hide a swap of 3 and a swap back of 2 each; the first and the last swap are not hidden."""
     plan = STRATEGIES["usp"].plan(6, head_parallel_size=2, head_rounds=3)
 
     def time(transfer) -> float:
         return {T.Q: 2.0, T.KV: 1.0, T.O: 2.0}[transfer.tensor] if transfer.share == 1 / 2 else 0
 
-    assert trace(plan, transfer_time=time, block_time=lambda block, plan: 2.0).finish == 3 + 3 * 6 + 2
+    assert trace(plan, transfer_time=time, block_time=lambda block, plan: 3.0).finish == 3 + 3 * 9 + 2
     whole = replace(plan, rounds=1)
     assert verify(plan).volume == verify(whole).volume
     assert "3 of 6 ranks, for 1/2 of the heads in 3 rounds" in picture(plan).title
     # The rank's own tensors, 3 + 1; a round of what one round has; the swaps before and after it.
     steps = max(verify(STRATEGIES["ring"].plan(3)).peak)
     assert verify(plan).peak == pytest.approx(3 * [4 + max(steps, 6) / 3 + 4 / 3])
+    # With two ranks the first step has the most. The results of the round before are there too.
+    two = STRATEGIES["usp"].plan(4, head_parallel_size=2, head_rounds=3)
+    assert verify(two).peak == pytest.approx(2 * [4 + (max(verify(STRATEGIES["ring"].plan(2)).peak) + 1) / 3 + 4 / 3])
+
+
+@pytest.mark.parametrize("name", ["ring", "mesh"])
+def test_the_last_messages_of_a_round_travel_during_the_next(name):
+    """A gradient takes 1, and a rank waits only for those of the last round."""
+    plan = STRATEGIES[name].plan(8, backward=True, head_parallel_size=2, head_rounds=3)
+
+    def time(transfer) -> float:
+        return float(transfer.tensor in (T.DKV, T.DQ)) if transfer.share == 1 else 0.0
+
+    def seconds(rounds: int) -> float:
+        several = replace(plan, rounds=rounds)
+        return trace(several, transfer_time=time, block_time=lambda block, plan: 4.0).finish
+
+    blocks = trace(replace(plan, rounds=1), block_time=lambda block, plan: 4.0).finish
+    assert seconds(1) > blocks
+    assert seconds(3) - seconds(1) == pytest.approx(2 * blocks)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_rounds_of_tokens_hide_the_swaps_beside_them(backward):
+    """The later half of the tokens has 3/4 of the pairs. A swap and a swap back are hidden."""
+    plan = STRATEGIES["ulysses"].plan(2, layout="cyclic", token_rounds=2, backward=backward)
+    comes = T.DO if backward else T.Q
+
+    def time(transfer) -> float:
+        return 3.0 if transfer.tensor is comes else 2.0 * (transfer.tensor in (T.O, T.DQ))
+
+    assert trace(plan, transfer_time=time, block_time=lambda block, plan: 16.0).finish == 3 + 16 + 2
+    whole = replace(plan, token_rounds=1)
+    assert trace(whole, transfer_time=time, block_time=lambda block, plan: 16.0).finish == 3 + 16 + 2
+    shape = Shape(12, 4, 4, 8, 2)
+    assert verify(plan).volume == verify(whole).volume
+    assert received_bytes(plan, 0, shape) == received_bytes(whole, 0, shape)
+    assert chunk_bytes(plan, comes, shape, True) == chunk_bytes(whole, comes, shape, True) / 2
 
 
 # -- placement and data ---------------------------------------------------------------------------------------
@@ -328,6 +366,33 @@ def test_rounds_are_exact(name, heads, kv_heads, rounds):
         assert max(errors(got, exact(8, heads, kv_heads, torch.float64, causal))) < 1e-14
 
 
+@pytest.mark.parametrize("heads,kv_heads,sinks", [(4, 4, False), (8, 2, True), (4, 1, False)])
+def test_rounds_of_tokens_are_exact(heads, kv_heads, sinks):
+    """A causal mask computes the ranges of tokens in turn; a full one all of them at once."""
+    tensors = problem(8, heads, kv_heads, torch.float64)
+    for rounds in (3, 6):
+        ranks = AllRanks(4, "ulysses", "cyclic", token_rounds=rounds)
+        for causal in (True, False):
+            got = attend(ranks, causal, *tensors, kernel=Reference())
+            assert max(errors(got, exact(8, heads, kv_heads, torch.float64, causal))) < 1e-14
+    if sinks:
+        own = torch.linspace(-1, 1, heads, dtype=torch.float64)
+        both = []
+        for options in ({}, {"token_rounds": 3}):
+            ranks, given = AllRanks(4, "ulysses", "cyclic", **options), own.clone().requires_grad_()
+            q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
+            out = context_parallel_attention(q, k, v, ranks, window=(5, 0), sinks=given, kernel=Reference())
+            both.append(torch.autograd.grad(out, (q, k, v, given), tensors[3]))
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-13) for a, b in zip(*both, strict=True))
+
+
+def test_rounds_of_tokens_divide_them():
+    ranks = AllRanks(4, "ulysses", "cyclic", token_rounds=4)
+    with pytest.raises(UsageError) as refusal:
+        context_parallel_attention(*(torch.zeros(24, 1, 4, 8) for _ in range(3)), ranks)
+    assert str(refusal.value) == "--cp-token-rounds 4: does not divide the 6 tokens of a rank; give 1, 2, 3, 6"
+
+
 def test_gradients_of_replicas_are_summed_in_float32():
     """In bfloat16 eight replicas of one head lose no more than a ring does, which rounds once."""
     want = exact(8, 8, 1, torch.bfloat16, True)
@@ -391,6 +456,7 @@ def _on_rank(name: str, layout: str, heads: int, kv_heads: int, options: dict) -
     [
         ("ulysses", {}),
         ("usp", {"head_parallel_size": 2, "head_rounds": 2}),
+        ("ulysses", {"token_rounds": 3}),
         ("loongtrain", {"head_parallel_size": 2, "placement": "context-first"}),
         ("allgather", {"head_parallel_size": 2, "placement": "context-first"}),
         ("loongtrain", {"inner_ring_size": 2}),
@@ -398,7 +464,7 @@ def _on_rank(name: str, layout: str, heads: int, kv_heads: int, options: dict) -
 )
 def test_exact_between_processes(ranks, name, options):
     for heads, kv_heads in [(4, 4), (4, 1)]:
-        for layout in STRATEGIES[name].layouts:
+        for layout in ["cyclic"] if "token_rounds" in options else STRATEGIES[name].layouts:
             replies = sorted(ranks(4, _on_rank, name, layout, heads, kv_heads, options), key=lambda reply: reply[0])
             assert [chunk for chunk, _ in replies] == [0, 1, 2, 3]
             for mask, causal in enumerate((True, False)):
@@ -428,6 +494,12 @@ def test_exact_between_processes(ranks, name, options):
         ("ulysses", 4, {"head_rounds": 3, "heads": 16, "kv_heads": 8},
          "--cp-head-rounds 3: cannot split the 4 heads of a rank, of 16 with 8 key/value heads; give one of 1, 2, 4"),
         ("usp", 4, {"placement": "node"}, "--cp-placement node: unknown; choose head-first or context-first"),
+        ("ulysses", 4, {"token_rounds": 2},
+         "--cp-token-rounds 2: does not work with --cp-layout contiguous; give cyclic"),
+        ("ulysses", 4, {"token_rounds": 2, "layout": "cyclic", "head_rounds": 4},
+         "--cp-token-rounds 2: does not work with --cp-head-rounds 4; leave one out"),
+        ("usp", 4, {"head_parallel_size": 2, "token_rounds": 2},
+         "--cp-token-rounds 2: not an option of usp; give --cp-strategy ulysses"),
         ("loongtrain", 8, {"inner_ring_size": 3},
          "--cp-inner-ring-size 3: does not divide 8 context ranks; give one of 1, 2, 4, 8"),
         ("loongtrain", 8, {"inner_ring_size": 8, "head_parallel_size": 2},

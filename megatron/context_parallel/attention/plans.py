@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.interface import Kernel
+from megatron.context_parallel.options import divisors
 from megatron.context_parallel.plan.ir import Plan
 from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.verify import verify
@@ -61,9 +63,13 @@ class Plans:
             )
             if plan.n <= ALL_RANKS_UP_TO and self._is_to_be_verified(mask, backward):
                 verify(plan)
+            if not in_order:
+                plan = replace(plan, token_rounds=1)
             return _placed(plan) if placed else plan
 
-        return self.cached(("plan", visible_pairs, placed, heads, kv_heads, backward), make)
+        # Rounds of tokens need queries that see no later keys. Other masks have one round.
+        in_order = mask.causal and mask.documents is None and lengths[0] == lengths[1]
+        return self.cached(("plan", visible_pairs, placed, in_order, heads, kv_heads, backward), make)
 
     def _is_to_be_verified(self, mask: Mask, backward: bool) -> bool:
         """Each batch of documents has its own plans, so only the first ones are verified: it would take too long."""
@@ -85,6 +91,21 @@ class Plans:
         if mask.documents and placement_of(mask.documents) is None:
             undivided = self.blocks(Mask(mask.causal, mask.window), lengths, kernel)
         return self.cached(key, lambda: Blocks(mask, *self._chunks(mask, lengths), kernel, undivided))
+
+    def ranges(self, plan: Plan, mask: Mask, length: int, kernel: Kernel) -> tuple[Blocks, ...]:
+        """With rounds of tokens, the blocks of each part of the queries and the keys up to its end.
+
+        Raises:
+            UsageError: the rounds do not divide the tokens of a rank.
+        """
+        tokens, rounds = length // plan.size, plan.token_rounds
+        if rounds == 1:
+            return ()
+        if tokens % rounds:
+            fits = ", ".join(str(d) for d in divisors(tokens) if d < 2 * rounds)
+            raise UsageError(f"--cp-token-rounds {rounds}: does not divide the {tokens} tokens of a rank; give {fits}")
+        each = length // rounds
+        return tuple([self.blocks(mask, (each, (t + 1) * each), kernel) for t in range(rounds)])
 
     def row_sets(self, plan: Plan, blocks: Blocks) -> RowSets | None:
         """The rows that are sent, if the mask leaves any out; None: whole chunks."""

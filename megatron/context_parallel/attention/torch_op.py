@@ -103,7 +103,8 @@ def _call(how: OpArgs, sizes: _Sizes, q: Tensor, v: Tensor) -> _Call:
         blocks = cp.plans.blocks(mask, lengths, kernel)
         plan = cp.plans.of(mask, lengths, heads, kv_heads, backward=sizes.backward)
         sets = cp.plans.row_sets(plan, blocks)
-        return plan, Problem(blocks, kv_heads, kernel, Scores(how.scale, how.softcap), sets)
+        ranges = cp.plans.ranges(plan, mask, lengths[0], kernel)
+        return plan, Problem(blocks, kv_heads, kernel, Scores(how.scale, how.softcap), sets, ranges)
 
     key = "call", how.causal, window, how.documents, how.scale, how.softcap, kernel, sizes
     plan, problem = cp.plans.cached(key, make)

@@ -241,6 +241,10 @@ class Plan:
     With `rounds` > 1 a rank runs the steps that often, each time for a part of its heads. The swap before a round
     travels during the round before it, and the swap after a round during the next one.
 
+    With `token_rounds` > 1 a rank does the same for parts of the tokens instead, in the order of their positions, and
+    backward from the last. In a round, the new queries see all keys that are there, or get their gradients from them.
+    This needs one rank that runs the steps, and a mask that hides later tokens.
+
     With `partials_in_16_bits` a partial output or gradient that the steps send is rounded to the model's dtype. Its
     log-sum-exp stays wide, and partials are merged and kept in float32.
 
@@ -259,6 +263,7 @@ class Plan:
     rounds: int = 1
     partials_in_16_bits: bool = False
     period: int | None = None
+    token_rounds: int = 1
 
     @property
     def n(self) -> int:
@@ -287,6 +292,23 @@ class Plan:
         """The parts of the heads. A rank computes `rounds` of them, one after the other."""
         return self.heads * self.rounds
 
+    @property
+    def turns(self) -> int:
+        """How often a rank swaps and runs the steps."""
+        return self.rounds * self.token_rounds
+
+    def head_round(self, turn: int) -> int:
+        """The round of heads of a turn."""
+        return turn if self.token_rounds == 1 else 0
+
+    def range_of(self, turn: int) -> int:
+        """The part of the tokens, in the order of positions, of a round of tokens."""
+        return self.token_rounds - 1 - turn if self.backward else turn
+
+    def block_share(self, turn: int) -> float:
+        """The share of a block's pairs of tokens that are computed in a round, with a causal mask."""
+        return (2 * self.range_of(turn) + 1) / self.token_rounds**2 if self.token_rounds > 1 else 1.0
+
     def kv_ratio(self, heads: int, kv_heads: int) -> float:
         """Key/value heads that are sent per query head. With fewer heads than parts, this includes replicas."""
         return max(kv_heads, self.head_parts) / heads
@@ -298,6 +320,15 @@ class Plan:
         With several rounds it gets its own ones and swaps them again.
         """
         return self.heads > 1 and self.rounds == 1
+
+    @cached_property
+    def rounds_overlap(self) -> bool:
+        """Whether a rank waits for the last messages of a round, and swaps, after the first block of the next round.
+
+        The swaps then do not share links with the first messages of a round, and blocks hide the last ones. This needs
+        a round with more than one step of blocks. All ranks do as rank 0, because they swap in one order.
+        """
+        return self.rounds > 1 and sum(bool(step.attend) for step in self.steps[0]) > 1
 
     @property
     def before(self) -> tuple[SwapHeads, ...]:

@@ -43,6 +43,11 @@ def _peak(plan: Plan, r: int, size: Callable[[T, bool], float], own: float, work
     for tensor, first, final in _alive(plan, r):
         change[first] += sizes[tensor]
         change[final + 1] -= sizes[tensor]
+    if plan.rounds_overlap:  # the results of the round before, until the first block is computed
+        first = next((s for s, step in enumerate(plan.steps[r]) if step.attend), 0)
+        results = sum(sizes[t] for t in plan.ends)
+        change[0] += results
+        change[first + 1] -= results
     peaks = [*accumulate(change)]
     for s, needed in enumerate(work):
         peaks[s] += needed

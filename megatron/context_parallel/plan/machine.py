@@ -11,9 +11,10 @@ So a plan that passes here does not hang with NCCL or gloo. A partial is represe
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from .ir import IN_FLIGHT, PARTIAL, Attend, Comm, Key, Plan, PlanError, Recv, ReduceScatter, Send, SwapHeads, T, batches
@@ -108,6 +109,7 @@ class SwapWait(NamedTuple):
 
 
 Event = Wait | RankTask | SwapStart | SwapWait
+Arriving = dict[Key, list[tuple[Operation, CommBatch, Comm]]]  # by what it brings
 
 
 class Machine:
@@ -131,7 +133,7 @@ class Machine:
         self.ends = plan.ends
         self.buffered = buffered
         self.held: list[dict[Key, int]] = [{} for _ in range(self.period)]  # in the round at work
-        self.arriving: list[dict[Key, list[tuple[Operation, CommBatch, Comm]]]] = [{} for _ in self.held]
+        self.arriving: list[Arriving] = [{} for _ in self.held]
         self.groups: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
         self.launched: dict[tuple[int, str], deque[CommBatch]] = defaultdict(partial(deque, maxlen=IN_FLIGHT))
         self.lines: dict[tuple, OperationQueue] = defaultdict(lambda: OperationQueue({}, {}))
@@ -144,31 +146,40 @@ class Machine:
         """The waits of rank `r`, in order. The steps of round k are counted from k times their number."""
         plan = self.plan
         count = len(plan.steps[r])
-        last = plan.rounds - 1
+        last = plan.turns - 1
         yield from _start(plan.before, 0, 0)
-        for k in range(plan.rounds):
+        leaving: Iterable[Event] = ()
+        for k in range(plan.turns):
             yield from [SwapWait(Swap(op, k)) for op in plan.before]
-            if k < last:
-                yield from _start(plan.before, k + 1, (k + 1) * count)
-            yield from self._steps(r, k * count)
-            if k > 0:
-                yield from [SwapWait(Swap(op, k - 1)) for op in plan.after]
-            yield from _start(plan.after, k, (k + 1) * count)
+            entering = _start(plan.before if k < last else (), k + 1, (k + 1) * count)
+            if not plan.rounds_overlap:
+                yield from entering
+            yield from self._steps(r, k * count, chain(entering, leaving))
+            leaving = self._leave(r, k, (k + 1) * count, self.held[r], self.arriving[r])
+            if not plan.rounds_overlap:
+                yield from leaving
+        yield from leaving
         yield from [SwapWait(Swap(op, last)) for op in plan.after]
 
-    def _steps(self, r: int, first: int) -> Iterator[Event]:
-        """The steps of a round of rank `r`, counted from `first`."""
-        held = self.held[r]
-        arriving = self.arriving[r]
+    def _leave(self, r: int, k: int, end: int, held: dict[Key, int], arriving: Arriving) -> Iterator[Event]:
+        """The end of round k: what its last steps bring, and the swap back."""
+        for key in list(arriving):
+            yield from self._receive(r, end, key, held, arriving)
+        if k > 0:
+            yield from [SwapWait(Swap(op, k - 1)) for op in self.plan.after]
+        yield from _start(self.plan.after, k, end)
+
+    def _steps(self, r: int, first: int, meanwhile: Iterable[Event]) -> Iterator[Event]:
+        """The steps of a round of rank `r`, counted from `first`, with other events after the first block."""
+        held = self.held[r] = {(t, r): 1 << r for t in self.plan.starts}
+        arriving = self.arriving[r] = {}
         backward = self.plan.backward
-        held.clear()
-        held.update({(t, r): 1 << r for t in self.plan.starts})
         for s, step in enumerate(self.plan.steps[r], first):
             yield RankTask(s, Launch(step.comm, s == 0))
             for op in step.comm:
                 for key in op.reads(r):
                     if key in arriving:
-                        yield from self._receive(r, s, key)
+                        yield from self._receive(r, s, key, held, arriving)
                     elif key not in held:
                         if key[0] not in PARTIAL:
                             kind = type(op).__name__
@@ -182,19 +193,18 @@ class Machine:
             for attend in step.attend:
                 for key in attend.reads(backward):
                     if key in arriving:
-                        yield from self._receive(r, s, key)
+                        yield from self._receive(r, s, key, held, arriving)
                     elif key not in held:
                         raise PlanError(f"rank {r}, step {s}: block needs {say(key)}, which the rank does not have")
                 self._compute(r, s, attend)
                 yield RankTask(s, attend)
-        end = first + len(self.plan.steps[r])
-        for key in list(arriving):
-            yield from self._receive(r, end, key)
+            if step.attend:
+                yield from meanwhile
+        yield from meanwhile
 
-    def _receive(self, r: int, s: int, key: Key) -> Iterator[Event]:
+    def _receive(self, r: int, s: int, key: Key, held: dict[Key, int], arriving: Arriving) -> Iterator[Event]:
         """Waits for a chunk, and merges the partials that have arrived."""
-        held = self.held[r]
-        for operation, batch, op in self.arriving[r].pop(key):
+        for operation, batch, op in arriving.pop(key):
             if not batch.done:
                 yield Wait(s, say(key), batch)
             value = self._contributions(r, s, operation, op, key)

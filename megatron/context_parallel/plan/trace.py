@@ -47,8 +47,8 @@ class Costs(Protocol):
 
     flows: Flows
 
-    def block(self, group: int, rank: int, attend: Attend) -> Task:
-        """The task of a block; its `what` is None."""
+    def block(self, group: int, rank: int, attend: Attend, turn: int) -> Task:
+        """The task of a block in a round; its `what` is None."""
         ...
 
     def overhead(self, group: int, rank: int, work: Launch | Merge) -> Task | None:
@@ -69,8 +69,8 @@ class _Alone:
         self.transfer_time = transfer_time or _no_time
         self.flows = Flows()
 
-    def block(self, group: int, rank: int, attend: Attend) -> Task:
-        return Task(None, self.block_time(attend, self.plan))
+    def block(self, group: int, rank: int, attend: Attend, turn: int) -> Task:
+        return Task(None, self.plan.block_share(turn) * self.block_time(attend, self.plan))
 
     def overhead(self, group: int, rank: int, work: Launch | Merge) -> None:
         return None
@@ -202,7 +202,8 @@ class Clock:
                 self.waiting_for_swap[rank] = event.swap
         elif isinstance(event.work, Attend):
             start = self.flows.now
-            task = self.costs.block(group, place, event.work)
+            turn = event.step // len(self.plan.steps[place])
+            task = self.costs.block(group, place, event.work, turn)
             self.flows.add(Task(partial(self._computed, rank, event, start), *task[1:]))
 
     def _computed(self, rank: Rank, event: RankTask, start: float) -> None:

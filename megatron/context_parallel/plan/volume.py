@@ -68,7 +68,7 @@ def received_bytes(plan: Plan, rank: int, shape: Shape, rows: "RowCounts | RowSe
         elif rows is not None and not swap:
             share *= rows.share(t)
         total += chunk_bytes(plan, t.tensor, sizes, swap) * share
-    return round(plan.rounds * total)
+    return round(plan.turns * total)
 
 
 def _incoming(plan: Plan, rank: int) -> Iterator[tuple[Transfer, bool]]:
@@ -83,7 +83,8 @@ def _incoming(plan: Plan, rank: int) -> Iterator[tuple[Transfer, bool]]:
 def chunk_bytes(plan: Plan, tensor: T, shape: Shape, swap: bool, sent: bool = True) -> int:
     """Bytes of one chunk, for the heads of one round: of its message if `sent`, else in the memory of a rank.
 
-    Swapped tensors have the model's dtype, except gradients of replicated key/value heads.
+    In a swap, also for the tokens of one round. Swapped tensors have the model's dtype, except gradients of replicated
+    key/value heads.
     """
     value_dim = shape.head_dim if shape.value_dim is None else shape.value_dim
     statistic = 4 * shape.rows * shape.heads  # log-sum-exp or delta
@@ -101,4 +102,4 @@ def chunk_bytes(plan: Plan, tensor: T, shape: Shape, swap: bool, sent: bool = Tr
     }[tensor]
     narrow = whole or (sent and not swap and plan.partials_in_16_bits)
     size = numbers * (shape.itemsize if narrow else shape.partial_itemsize) + statistics * statistic
-    return size // plan.rounds
+    return size // (plan.turns if swap else plan.rounds)

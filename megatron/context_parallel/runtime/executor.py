@@ -6,7 +6,7 @@ kv_heads. These are views of Megatron's [s, b, heads, d], and rows stay contiguo
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 import torch
@@ -35,6 +35,7 @@ class Problem:
 
     Attributes:
         row_sets: the rows that are sent; None: whole chunks.
+        ranges: with rounds of tokens, the blocks of each part of the queries, with the keys up to its end.
     """
 
     blocks: Blocks
@@ -42,6 +43,11 @@ class Problem:
     kernel: Kernel
     scores: Scores
     row_sets: RowSets | None = None
+    ranges: tuple[Blocks, ...] = ()
+
+    def of_range(self, number: int) -> "Problem":
+        """The problem of a part of the queries; itself without rounds of tokens."""
+        return replace(self, blocks=self.ranges[number], row_sets=None) if self.ranges else self
 
 
 class Executor:
@@ -62,8 +68,8 @@ class Executor:
         self.widen = Tensor.double if self.wide is torch.float64 else Tensor.float  # faster than `to`
         self.sizes = *self.q.shape[1:], self.v.shape[-1]
 
-    def run(self) -> Program[dict[T, Value]]:
-        """Yields each communication that it must wait for. Returns the final tensors of the plan."""
+    def run(self, meanwhile: Iterable[Work] = ()) -> Program[None]:
+        """Runs the steps. Yields each communication that it must wait for, and after the first block `meanwhile`."""
         steps = schedule(self.plan, self.rank)
         for s, step in enumerate(steps):
             recorder.at_step(s)
@@ -81,7 +87,15 @@ class Executor:
                 else:
                     self._block(block)
             self._free(step.freed)
+            if step.blocks:
+                yield from meanwhile
         recorder.at_step(len(steps))
+        if self.plan.rounds_overlap:  # the next round is computed before the results of this one are there
+            self._free([(t, self.rank) for t in self.plan.starts])
+            self.q, self.k, self.v = (x[:0].clone() for x in (self.q, self.k, self.v))  # for their dtype and device
+
+    def results(self) -> Program[dict[T, Value]]:
+        """Waits for what the steps launched last. Returns the final tensors of the plan."""
         for t in self.plan.ends:
             if (t, self.rank) in self.arriving:
                 yield from self._arrive((t, self.rank))
@@ -257,7 +271,7 @@ class Executor:
         value = self.held.pop(key, None) or self._zero(*key)
         return (value[0], self.widen(value[1]).contiguous()) if key[0] is T.O else value
 
-    def _free(self, keys: tuple[Key, ...]) -> None:
+    def _free(self, keys: Iterable[Key]) -> None:
         for key in keys:
             self.held.pop(key, None)
 

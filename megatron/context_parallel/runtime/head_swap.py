@@ -75,7 +75,7 @@ class HeadGroup:
     def slice_of(self, heads: int, turn: int) -> slice:
         """The heads, out of `heads`, that this rank computes in round `turn`."""
         parts = self.plan.head_parts
-        first = (self.part * self.plan.rounds + turn) * heads // parts
+        first = (self.part * self.plan.rounds + self.plan.head_round(turn)) * heads // parts
         return slice(first, first + max(1, heads // parts))
 
     def by_member(self, x: Tensor, turn: int) -> Tensor:
@@ -83,7 +83,7 @@ class HeadGroup:
 
         With at least as many heads as parts it is a view. Otherwise each rank gets the head that its queries read.
         """
-        size, rounds = len(self.members), self.plan.rounds
+        size, rounds, turn = len(self.members), self.plan.rounds, self.plan.head_round(turn)
         heads = x.shape[2]
         if heads >= size * rounds:
             return x.unflatten(2, (size, rounds, -1))[:, :, :, turn]
@@ -110,7 +110,7 @@ class HeadGroup:
             _copy(self._by_rows(wholes, landed))
             return wholes
 
-        if self.plan.rounds == 1:  # otherwise the copies would take memory while another round is computed
+        if self.plan.turns == 1:  # otherwise the copies would take memory while another round is computed
             copy_own()
         return StartedSwap(marks.batch("heads", (self.plan.before[0],), work), land)
 
@@ -131,7 +131,7 @@ class HeadGroup:
 
     def _trade(self, packed: Tensor, received: Tensor) -> Work:
         """Starts the messages of a swap; with several rounds so that they travel while this rank computes."""
-        return self.transport.trade("heads", self.members, packed, received, at_once=self.plan.rounds > 1)
+        return self.transport.trade("heads", self.members, packed, received, at_once=self.plan.turns > 1)
 
     def _rows(self, whole: Tensor) -> list[tuple[tuple[slice, slice], ...]]:
         """The rows of each member's tokens: (rows of its own chunk, rows of the group's chunk)."""

@@ -1,13 +1,16 @@
 """The passes of one rank: swap heads, execute a plan, swap heads back."""
 
+from collections.abc import Iterable
+
+import torch
 from torch import Tensor
 
 from megatron.context_parallel.plan.ir import Plan, T
 
-from .comm.transport import Program, Transport
+from .comm.transport import Program, Transport, Work
 from .executor import Executor, Problem
-from .head_rounds import in_rounds
 from .head_swap import HeadGroup
+from .rounds import Results, in_rounds, rows_of
 from .sinks import add_sinks, sink_gradients
 
 
@@ -24,21 +27,35 @@ def forward(
     """A rank's output and log-sum-exp; if the plan has one round, also the swapped q, k, v and log-sum-exp."""
     group = HeadGroup(plan, rank, transport)
     heads, dtype = q.shape[2], q.dtype
-    seen: list[Tensor] = []
+    seen, lses = list[Tensor](), list[Tensor]()  # with one round of heads: what all ranges of tokens bring
 
-    def compute(turn: int, *swapped: Tensor) -> Program[list[Tensor]]:
+    def compute(turn: int, meanwhile: Iterable[Work], *swapped: Tensor) -> Program[Program[Results]]:
         b, ours = swapped[0].shape[1:3]
-        q, k, v = fold_heads(*swapped)
-        executor = Executor(plan, group.context_rank, problem, group.context, {T.Q: (q,), T.KV: (k, v)})
-        out, lse = (yield from executor.run())[T.O]
-        out, lse = (x.view(len(x), b, ours, *x.shape[3:]) for x in (out, lse))
+        q, k, v = folded = fold_heads(*swapped)
+        if plan.token_rounds > 1:
+            if turn == 0:
+                seen[:] = [x.new_empty(plan.token_rounds * len(x), *x.shape[1:]) for x in folded]
+            for whole, x in zip(seen, folded, strict=True):
+                rows_of(plan, whole, turn).copy_(x)
+            k, v = (whole[: (turn + 1) * len(q)] for whole in seen[1:])
+        elif plan.rounds == 1:
+            seen[:] = folded
+        here = problem.of_range(plan.range_of(turn))
+        executor = Executor(plan, group.context_rank, here, group.context, {T.Q: (q,), T.KV: (k, v)})
+        yield from executor.run(meanwhile)
+        return results(executor, turn, b, ours)
+
+    def results(executor: Executor, turn: int, b: int, ours: int) -> Program[Results]:
+        folded, folded_lse = (yield from executor.results())[T.O]
+        out, lse = (x.view(len(x), b, ours, *x.shape[3:]) for x in (folded, folded_lse))
         if sinks is not None:
             lse = add_sinks(out, lse, sinks[group.slice_of(heads, turn)])
-        seen[:] = [q, k, v, lse.view(q.shape[:-1])] if plan.rounds == 1 else []
+        if seen:
+            lses.append(lse.view(folded_lse.shape))
         return [out.to(dtype), lse]
 
     out, lse = yield from in_rounds(group, (q, k, v), compute)
-    return out, lse, *seen
+    return out, lse, *seen, *([torch.cat(lses) if len(lses) > 1 else lses[0]] if seen else [])
 
 
 def swap(
@@ -80,19 +97,37 @@ def backward(
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     dsinks = None if sinks is None else lse.new_zeros(len(sinks))
     again = plan.rounds > 1
+    of_keys: list[Tensor] = []  # with rounds of tokens: gradients of keys and values so far
     shared = plan.head_parts > problem.kv_heads  # ranks or rounds have partial sums of the gradient of a key/value head
 
-    def compute(turn: int, dout: Tensor, delta: Tensor, *swapped: Tensor) -> Program[list[Tensor]]:
+    def compute(
+        turn: int, meanwhile: Iterable[Work], dout: Tensor, delta: Tensor, *swapped: Tensor
+    ) -> Program[Program[Results]]:
         folded_q, folded_k, folded_v, folded_lse = fold_heads(*swapped) if again else (q, k, v, lse)
+        if plan.token_rounds > 1:
+            folded_q, folded_lse = rows_of(plan, q, turn), rows_of(plan, lse, turn)
+            folded_k, folded_v = (x[: (plan.range_of(turn) + 1) * len(folded_q)] for x in (k, v))
         if sinks is not None and dsinks is not None:
             ours = group.slice_of(len(sinks), turn)
-            dsinks[ours] = sink_gradients(folded_lse.view(delta.shape), delta, sinks[ours])
+            dsinks[ours] += sink_gradients(folded_lse.view(delta.shape), delta, sinks[ours])
         folded = dout.reshape(*folded_q.shape[:-1], -1).contiguous()
         queries = folded_q, folded, folded_lse, delta.reshape(folded_lse.shape)
         inputs = {T.QDO: queries, T.KV: (folded_k, folded_v)}
-        ends = yield from Executor(plan, group.context_rank, problem, group.context, inputs).run()
-        dq = ends[T.DQ][0].to(q.dtype).view(*dout.shape[:2], -1, q.shape[-1])
-        dk, dv = (x.view(len(x), dout.shape[1], -1, x.shape[-1]) for x in ends[T.DKV])
+        executor = Executor(plan, group.context_rank, problem.of_range(plan.range_of(turn)), group.context, inputs)
+        yield from executor.run(meanwhile)
+        return results(executor, turn, dout.shape[1])
+
+    def results(executor: Executor, turn: int, b: int) -> Program[Results]:
+        ends = yield from executor.results()
+        (dq,), dkv = ends[T.DQ], ends[T.DKV]
+        if plan.token_rounds > 1:
+            if turn == 0:
+                of_keys[:] = dkv
+            else:
+                for total, x in zip(of_keys, dkv, strict=True):
+                    total[: len(x)] += x
+            dkv = tuple([rows_of(plan, total, turn) for total in of_keys])
+        dq, dk, dv = (x.view(len(x), b, -1, x.shape[-1]) for x in (dq.to(q.dtype), *dkv))
         return [dq, dk, dv] if shared else [dq, dk.to(q.dtype), dv.to(q.dtype)]
 
     tensors = (dout, delta, q, k, v, lse) if again else (dout, delta)

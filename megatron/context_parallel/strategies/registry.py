@@ -146,10 +146,11 @@ class Strategy:
         options = self.read(self.renamed(options), n)
         first = Pass(0, n // size, visible_pairs, backward, ratio)
         next(iter(self.write(first, **options)), None)  # checks first, steps later
+        token_rounds = _checked_token_rounds(options.get("token_rounds", 1), size, layout, head_rounds)
         period = self.period(first, **options) if callable(self.period) else self.period
         write = partial(self._write, n // size, visible_pairs, backward, ratio, options)
         steps = Steps(n // size, write)
-        how = self.channels, size, placement, head_rounds, partials_in_16_bits, period
+        how = self.channels, size, placement, head_rounds, partials_in_16_bits, period, token_rounds
         return Plan(self.name, layout, visible_pairs, backward, steps, *how)
 
     def _write(
@@ -198,6 +199,17 @@ def _check_rounds(rounds: int, size: int, heads: int | None, kv_heads: int | Non
             f"{flag}: cannot split the {heads // size} heads of a rank, of {heads} with {kv_heads} key/value heads; "
             f"give one of {', '.join(map(str, fits))}"
         )
+
+
+def _checked_token_rounds(rounds: Any, size: int, layout: str, head_rounds: int) -> int:
+    """The rounds of tokens; one if no head is swapped. Raises UsageError for a layout or rounds that do not fit."""
+    if rounds > 1 and layout != "cyclic":
+        raise UsageError(f"--cp-token-rounds {rounds}: does not work with --cp-layout {layout}; give cyclic")
+    if rounds > 1 and head_rounds > 1:
+        raise UsageError(
+            f"--cp-token-rounds {rounds}: does not work with --cp-head-rounds {head_rounds}; leave one out"
+        )
+    return rounds if size > 1 else 1
 
 
 def rounds_of_heads(size: int, heads: int, kv_heads: int) -> list[int]:

@@ -6,7 +6,9 @@ forward 4(n-1)/n, backward the same.
 """
 
 from collections.abc import Iterator
+from typing import Annotated
 
+from megatron.context_parallel.options import Option
 from megatron.context_parallel.plan.ir import Attend, Step
 
 from .registry import Pass, register
@@ -14,7 +16,14 @@ from .ring import ring
 
 
 @register("ulysses", layouts=("contiguous", "zigzag", "cyclic"), channels=(), head_parallel="all")
-def ulysses(at: Pass) -> Iterator[Step]:
+def ulysses(
+    at: Pass,
+    *,
+    token_rounds: Annotated[
+        int, Option("number of rounds in which a rank swaps and computes its tokens; needs the layout cyclic", 4)
+    ] = 1,
+) -> Iterator[Step]:
+    """`Strategy.plan` gives `token_rounds` to the plan; the block is the same."""
     yield Step(attend=(Attend((0,), (0,)),))
 
 

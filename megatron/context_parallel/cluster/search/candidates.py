@@ -17,7 +17,7 @@ from megatron.context_parallel.strategies import STRATEGIES, Choice, Strategy, r
 from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Mask
 
-ROUNDS = (2, 4, 8)  # of heads, that are tried
+ROUNDS = (2, 4, 8)  # of heads or tokens, that are tried
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -128,6 +128,18 @@ def in_rounds(found: Candidate, workload: Workload) -> Iterator[Candidate]:
         if rounds in fits:
             choice = replace(found.choice, common=found.choice.common | {"head_rounds": rounds})
             yield Candidate(choice, tuple([replace(plan, rounds=rounds) for plan in found.plans]))
+
+
+def in_token_rounds(found: Candidate, workload: Workload, fixed: Mapping[str, Any]) -> Iterator[Candidate]:
+    """The same choice with more rounds of tokens, in the layout that these need, where its strategy has them."""
+    if "token_rounds" not in found.choice.strategy.options or fixed.get("layout", "cyclic") != "cyclic":
+        return
+    tokens = workload.length // found.plans[0].size
+    for rounds in ROUNDS:
+        if workload.mask.causal and tokens % rounds == 0:
+            common, options = found.choice.common | {"layout": "cyclic"}, {"token_rounds": rounds}
+            plans = [replace(plan, layout="cyclic", token_rounds=rounds) for plan in found.plans]
+            yield Candidate(replace(found.choice, common=common, options=options), tuple(plans))
 
 
 def _choices(

@@ -118,7 +118,10 @@ class _Rank:
         before = [message for swap in plan.before for message in self._swapped(swap)]
         after = [message for swap in plan.after for message in self._swapped(swap)]
         yield (), before
-        for k in range(plan.rounds):
+        if plan.token_rounds > 1:
+            for step in plan.steps[self.place]:
+                yield step.attend, (plan.token_rounds - 1) * [*before, *after]
+        for k in range(plan.rounds if plan.token_rounds == 1 else 0):
             beside = (before if k < plan.rounds - 1 else []) + (after if k else [])
             for step in plan.steps[self.place]:
                 yield step.attend, [*self._moved(step.comm), *beside]

@@ -5,12 +5,14 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.simulate.block_time import BlockTime
 from megatron.context_parallel.cluster.simulate.links import Links
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
+from megatron.context_parallel.cluster.step.block_memory import gradient_swap_bytes, packed_bytes
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.ir import Plan, T
 from megatron.context_parallel.plan.liveness import peak_bytes
@@ -18,7 +20,7 @@ from megatron.context_parallel.plan.volume import chunk_bytes
 from megatron.context_parallel.progress import Progress, tracked
 from megatron.context_parallel.strategies import AUTO, parse_spec
 
-from .candidates import Candidate, Rejected, Workload, candidates, in_rounds
+from .candidates import Candidate, Rejected, Workload, candidates, in_rounds, in_token_rounds
 from .lower_bound import PassBound, lower_bound
 from .plainness import plainest
 
@@ -205,7 +207,7 @@ def search(
     simulated = {spec: choices[spec] for spec in ranked}
     ranked |= _mixed({spec: found.plans for spec, found in simulated.items()}, ranked)
     if "head_rounds" not in fixed:
-        ranked |= _faster_in_rounds(simulated, ranked, place, workload, room)
+        ranked |= _faster_in_rounds(simulated, ranked, place, workload, room, fixed)
     return Search(dict(sorted(ranked.items(), key=lambda item: item[1].seconds)), slower, rejected)
 
 
@@ -219,12 +221,17 @@ def _faster_in_rounds(
     place: GroupDevices,
     workload: Workload,
     room: float,
+    fixed: Mapping[str, Any],
 ) -> dict[str, Prediction]:
-    """More rounds for the fastest choices that split heads, where they gain enough. `choices` has the fastest first."""
+    """More rounds, of heads or tokens, for the fastest choices that split heads, where they gain enough.
+
+    `choices` has the fastest first.
+    """
     found = dict[str, Prediction]()
     split = [spec for spec, one in choices.items() if one.plans[0].keeps_swapped]
     for spec in split[:TRIED_IN_ROUNDS]:
-        for more in in_rounds(choices[spec], workload):
+        both = in_rounds(choices[spec], workload), in_token_rounds(choices[spec], workload, fixed)
+        for more in chain(*both):
             if _needed(more, workload) <= room:
                 predicted = _predict(more.plans, place, workload)
                 if predicted.seconds < (1 - GAIN) * ranked[spec].seconds:
@@ -248,8 +255,13 @@ def _mixed(choices: Mapping[str, tuple[Plan, ...]], ranked: Mapping[str, Predict
 
 
 def memory(plan: Plan, workload: Workload) -> int:
-    """Bytes of chunks and partials of one attention that a rank has at once, of the first or the last rank."""
-    return max(peak_bytes(plan, rank, workload.shape(plan.size)) for rank in {0, plan.n - 1})
+    """Bytes of chunks, partials and swapped heads of one attention at once, of the first or the last rank."""
+    shape = workload.shape(plan.size)
+    most = max(peak_bytes(plan, rank, shape) for rank in {0, plan.n - 1}) + packed_bytes(plan, shape)
+    if plan.backward and plan.keeps_swapped:
+        own = chunk_bytes(plan, T.Q, shape, swap=False) + chunk_bytes(plan, T.KV, shape, swap=False)
+        most = max(most, own + gradient_swap_bytes(plan, shape))
+    return round(most)
 
 
 def _q_transfer_blocks(workload: Workload, place: GroupDevices, head_parallel_size: int) -> float:

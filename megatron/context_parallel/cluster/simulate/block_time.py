@@ -85,6 +85,16 @@ class BlockTime:
             return self._seconds_of_kind[self._kinds.of_pair.item(attend.q_chunks[0], attend.kv_chunks[0])]
         return self.seconds(attend.q_chunks, tuple(sorted(attend.kv_chunks)))
 
+    def of_range(self, number: int, rounds: int) -> float:
+        """Seconds of the block of a round of tokens: its queries with the keys of earlier ranges, and with its own."""
+        rows = self.rows / rounds
+        operations = self.operations * rows**2 * (BACKWARD if self.backward else 1)
+        seconds = self.call(True, rows, rows, operations / 2, self.backward)
+        if number:
+            seconds += self.call(False, rows, number * rows, operations * number, self.backward)
+        added = self.query_numbers + (number + 1) * self.key_numbers * self.backward
+        return seconds + 12 * added / rounds / (self.device.memory_GB_s * 1e9)
+
     def look(self, attend: Attend) -> Hashable:
         """What the time of a block depends on, on any device. What would differ by less than 1e-9 is the same."""
         return self.pieces(attend.q_chunks, tuple(sorted(attend.kv_chunks)))

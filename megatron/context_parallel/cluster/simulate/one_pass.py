@@ -146,8 +146,11 @@ class _Costs:
         self.bytes = {(t, swap): chunk_bytes(plan, t, shape, swap) for swap in (False, True) for t in T}
         self.held = {t: chunk_bytes(plan, t, shape, False, sent=False) for t in T}
 
-    def block(self, group: int, rank: int, attend: Attend) -> Task:
-        return self._on_rank(group, rank, self.blocks(attend))
+    def block(self, group: int, rank: int, attend: Attend, turn: int) -> Task:
+        rounds, blocks = self.plan.token_rounds, self.blocks
+        if rounds > 1 and isinstance(blocks, BlockTime) and blocks.mask.plain:
+            return self._on_rank(group, rank, blocks.of_range(self.plan.range_of(turn), rounds))
+        return self._on_rank(group, rank, self.plan.block_share(turn) * blocks(attend))
 
     def overhead(self, group: int, rank: int, work: Launch | Merge) -> Task | None:
         memory = self.cluster.device.memory_GB_s * 1e9
@@ -163,7 +166,7 @@ class _Costs:
                 seconds += self.cluster.device.pass_us * 1e-6
             moved = 0
             if work.first and self.plan.backward:  # delta reads output and gradient, and writes and reads their product
-                moved = 4 * self.bytes[T.DO, True] * self.plan.rounds
+                moved = 4 * self.bytes[T.DO, True] * self.plan.turns
             seconds += moved / memory
         return self._on_rank(group, rank, seconds) if seconds else None
 
@@ -229,7 +232,7 @@ class _Costs:
         if group is not None:
             sender, receiver = self.ranks[group][sender], self.ranks[group][receiver]
         path = self.links.path(sender, receiver)
-        if group is None and self.plan.rounds == 1:  # one peer after the other, which no stream limits, and all alone
+        if group is None and self.plan.turns == 1:  # one peer after the other, which no stream limits, and all alone
             uses = [self.flows.resource((link, True), rate) for link, rate in path.links]
         else:  # swaps of rounds share the links with the messages of the steps
             uses = [self.flows.resource((link, False), rate, path.crowding) for link, rate in path.links]

@@ -100,6 +100,7 @@ def documents_forecast(
         plan = choice.plan(
             n, visible_pairs=visible_pairs, backward=backward, heads=shape.heads, kv_heads=shape.kv_heads
         )
+        plan = replace(plan, token_rounds=1)  # as `Plans` does for documents
         rows = RowSets(plan, mask, chunks, chunks) if placed or steps_on <= ROWS_UP_TO else None
         received += [received_bytes(plan, rank, shape, rows) for rank in range(n)]
         blocks = _block_seconds(cluster, plan, shape, run.dtype, pairs)

@@ -13,6 +13,9 @@ from .model_shape import ModelShape
 from .saved_bytes import Part, Widths
 from .train_config import TrainConfig
 
+# Of Megatron-FSDP (megatron-core 0.16.1, `megatron_fsdp.py`): the default of `suggested_communication_unit_size`.
+REDUCED_AT_ONCE = 10**9  # whole gradients that wait for their reduction
+GATHERED_AHEAD = REDUCED_AT_ONCE // 2  # weights
 BATCH = 8 + 8 + 8 + 4  # bytes of a token: itself, its label and position (int64), its weight in the loss
 
 
@@ -24,9 +27,11 @@ class MemoryItem(NamedTuple):
     formula: str
 
 
+GATHERED = "gathered weights"
 LOGITS, BUFFERS = "logits and loss", "attention buffers"
 HEAD, MLP, ATTENTION = "head", "MLP backward", "attention backward"
 REDUCTION, OPTIMIZER = "gradient reduction", "optimizer step"
+GRADIENTS = "whole gradients"
 
 
 class Moment(NamedTuple):
@@ -76,7 +81,10 @@ def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]
     if run.implementation == "cpu" and run.shards("optim") > run.shards("grads"):
         copy = MemoryItem(REDUCTION, 4 * count, "gloo's reduce-scatter copies the gradients")
         found.append(Moment(REDUCTION, [*states, copy]))
-    found.append(Moment(OPTIMIZER, [*states, _update(model, run, count)]))
+    resting = [item for item in states if item.what not in (GATHERED, GRADIENTS)]
+    if run.shards("grads") > 1 and not run.use_torch_fsdp2:
+        found.append(Moment(GRADIENTS, [*resting, _waiting_gradients(model, run, count)]))
+    found.append(Moment(OPTIMIZER, [*resting, _update(model, run, count)]))
     return found
 
 
@@ -100,13 +108,37 @@ def _states(model: ModelShape, run: TrainConfig, count: int, shared: int) -> Ite
     kept = 4 if run.use_torch_fsdp2 else dtype
     yield MemoryItem("weights", count * kept // over["params"], f"{count:,} parameters x {kept} bytes{by['params']}")
     if over["params"] > 1:
-        yield MemoryItem("gathered weights", 2 * layer * dtype, f"2 layers of {layer:,} parameters x {dtype} bytes")
+        layers = 2 if run.use_torch_fsdp2 else _layers_within(GATHERED_AHEAD, model, run)
+        whole = count - model.num_layers // run.pipeline_model_parallel_size * layer  # embedding, output layer, norm
+        if run.use_torch_fsdp2 and model.untie_embeddings_and_output_weights:  # it gathers the embedding by itself
+            whole -= model.padded_vocab_size * model.hidden_size
+        size, formula = layers * layer + whole, f"({layers} layers of {layer:,} parameters + {whole:,}) x {dtype} bytes"
+        yield MemoryItem(GATHERED, size * dtype, formula)
+        if run.implementation == "cpu":
+            yield MemoryItem("gloo's copy", layer * dtype, f"1 layer of {layer:,} parameters x {dtype} bytes")
     yield MemoryItem("gradients", count * 4 // over["grads"], f"4 bytes (float32){by['grads']}")
     if over["grads"] > 1:
-        yield MemoryItem("whole gradients", layer * 4, f"1 layer of {layer:,} parameters x 4 bytes")
+        yield MemoryItem(GRADIENTS, layer * 4, f"1 layer of {layer:,} parameters x 4 bytes")
     state, parts = (12, "float32 copy and two moments") if kept == 2 else (8, "two moments")
     optimizer = (shared if over["optim"] > 1 else count) * state // over["optim"]
     yield MemoryItem("optimizer", optimizer, f"{state} bytes ({parts}){by['optim']}")
+
+
+def _waiting_gradients(model: ModelShape, run: TrainConfig, count: int) -> MemoryItem:
+    """Whole gradients that Megatron-FSDP has at the end of the backward pass."""
+    layer = model.layer_parameters(run.tensor_model_parallel_size)
+    reduced = layer
+    whole = _layers_within(REDUCED_AT_ONCE, model, run) * layer
+    if run.shards("params") == 1:  # all in one piece
+        reduced = whole = min(count, REDUCED_AT_ONCE + layer)
+    copy = reduced if run.implementation == "cpu" else 0  # gloo's, in the reduce-scatter
+    return MemoryItem(GRADIENTS, 4 * (whole + copy), f"4 bytes x {whole + copy:,} that are reduced")
+
+
+def _layers_within(numbers: int, model: ModelShape, run: TrainConfig) -> int:
+    """Layers of a stage that Megatron-FSDP has whole: that at work, and others until they have so many numbers."""
+    layers = model.num_layers // run.pipeline_model_parallel_size
+    return min(layers, 1 + -(-numbers // model.layer_parameters(run.tensor_model_parallel_size)))
 
 
 def _update(model: ModelShape, run: TrainConfig, count: int) -> MemoryItem:

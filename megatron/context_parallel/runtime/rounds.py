@@ -1,0 +1,111 @@
+"""The rounds of a head-parallel pass: a rank computes a part of its heads or tokens while others are swapped."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+
+from torch import Tensor
+
+from megatron.context_parallel.plan.ir import Plan
+
+from .comm.transport import Program, Work
+from .head_swap import HeadGroup, StartedSwap
+
+Results = list[Tensor]
+Compute = Callable[..., Program[Program[Results]]]  # (round, meanwhile, *swapped tensors) to what waits for results
+
+
+def in_rounds(
+    group: HeadGroup, tensors: Sequence[Tensor], compute: Compute, kv_heads: int | None = None
+) -> Program[Results]:
+    """Swaps, computes and swaps back, round by round. Returns the results for this rank's chunk.
+
+    Args:
+        group: of this rank.
+        tensors: each [s, b, heads, ...] of this rank's chunk.
+        compute: gets a round, what else is to do after its first block, and the tensors [s * size, b, h, ...] of the
+            group's chunk. It runs the steps, and returns a program that waits for the results, of the tensors' form.
+        kv_heads: all results but the first are partial gradients of so many heads, of which parts share some. None:
+            each result belongs to one part.
+    """
+    if len(group.members) == 1:
+        return (yield from (yield from compute(0, (), *tensors)))
+    plan, back = group.plan, _Results(group, kv_heads)
+    arriving = [
+        group.to_heads([rows_of(plan, x, 0) for x in tensors], 0)
+    ]  # lists, because buffers are freed when their swap leaves them
+    departing: list[StartedSwap] = []
+
+    def enter(turn: int) -> Program[None]:
+        if turn < plan.turns:
+            arriving.append(group.to_heads([rows_of(plan, x, turn) for x in tensors], turn))
+        yield from ()
+
+    def leave(turn: int, ending: Program[Results]) -> Program[None]:
+        results = yield from ending
+        if departing:
+            back.add((yield from departing.pop().wait()), turn - 1)
+        departing.append(group.to_chunks(results, back.of_round(results, turn)))
+
+    leaving: Iterable[Work] = ()
+    for turn in range(plan.turns):
+        swapped = yield from arriving.pop().wait()
+        entering = enter(turn + 1)
+        if not plan.rounds_overlap:
+            yield from entering
+        meanwhile = chain(entering, leaving)
+        ending = yield from compute(turn, meanwhile, *swapped)
+        del swapped
+        yield from meanwhile  # if no step of this rank has a block
+        leaving = leave(turn, ending)
+        if not plan.rounds_overlap:
+            yield from leaving
+    yield from leaving
+    back.add((yield from departing.pop().wait()), plan.turns - 1)
+    return back.wholes
+
+
+def rows_of(plan: Plan, x: Tensor, turn: int) -> Tensor:
+    """The rows of a round of tokens, out of [s, ...]; all of them without such rounds."""
+    return x.chunk(plan.token_rounds)[plan.range_of(turn)] if plan.token_rounds > 1 else x
+
+
+class _Results:
+    """Results of all rounds, for the chunk of a rank.
+
+    Attributes:
+        wholes: each [s, b, heads, ...].
+    """
+
+    def __init__(self, group: HeadGroup, kv_heads: int | None) -> None:
+        self.group, self.kv_heads = group, kv_heads
+        self.wholes: list[Tensor] = []
+
+    def of_round(self, results: Results, turn: int) -> list[Tensor]:
+        """Where to receive the results of a round, each [s, b, size, h, ...]: in `wholes`; partial gradients apart."""
+        size, plan = len(self.group.members), self.group.plan
+        into = []
+        for i, x in enumerate(results):
+            rows, b, heads = len(x) // size, *x.shape[1:3]
+            if i > 0 and self.kv_heads:
+                into.append(x.new_empty(rows, b, size, heads, *x.shape[3:]))
+                continue
+            if turn == 0:
+                self.wholes.append(x.new_empty(plan.token_rounds * rows, b, size * plan.rounds * heads, *x.shape[3:]))
+            into.append(self.group.by_member(rows_of(plan, self.wholes[i], turn), turn))
+        return into
+
+    def add(self, received: list[Tensor], turn: int) -> None:
+        """Adds partial gradients of a round to their heads. Each of the ranks that share a head has sent one."""
+        if self.kv_heads is None:
+            return
+        size, plan = len(self.group.members), self.group.plan
+        of_rank = max(1, self.kv_heads // size)  # heads
+        for i, x in enumerate(received[1:], 1):
+            sums = x.flatten(2, 3).unflatten(2, (self.kv_heads // of_rank, -1)).sum(3)
+            if turn == 0 and of_rank == plan.token_rounds == 1:
+                self.wholes.append(sums)
+                continue
+            if turn == 0:
+                self.wholes.append(x.new_zeros(plan.token_rounds * len(x), x.shape[1], self.kv_heads, *x.shape[4:]))
+            rows = rows_of(plan, self.wholes[i], turn).unflatten(2, (-1, of_rank))
+            rows[:, :, :, plan.head_round(turn) * of_rank // plan.rounds] += sums
