@@ -1,8 +1,11 @@
 """Ranks for the tests: processes that start once per run. Each call forms a gloo world of the requested size."""
 
+import os
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests run on CPUs, also on a host with GPUs; set before torch is imported
+
 import gc
 import multiprocessing
-import os
 import tempfile
 import time
 import traceback

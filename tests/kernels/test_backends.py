@@ -606,6 +606,29 @@ def test_few_plain_pieces_go_to_the_library_and_the_others_in_one_launch():
     assert kernel.forward(None, None, None, window[0], Scores(1.0)) == "position"
 
 
+@pytest.mark.parametrize(
+    "name,rows,keys,expected",
+    [
+        ("cudnn", 1, 1280, "position"),  # a decoding step: else cuDNN would build a graph for each length of the cache
+        ("aten", 1, 1280, "position"),
+        ("aten", 15, 1280, "position"),
+        ("cudnn", 16, 16, "position"),
+        ("cudnn", 128, 300, "position"),
+        ("cudnn", 128, 1280, "library"),
+        ("aten", 16, 300, "library"),
+    ],
+)
+def test_blocks_that_were_not_cut_go_to_a_kernel_that_takes_them(name, rows, keys, expected, monkeypatch):
+    library = LIBRARIES[name]()
+    for way in ("forward", "backward"):
+        monkeypatch.setattr(library, way, lambda *_: "library")
+        monkeypatch.setattr(Position, way, lambda *_: "position", raising=False)
+    kernel = LibraryAndPosition(library, Position())
+    q, k, v, dout = block(rows, keys, 1, 1, 8)
+    assert kernel.forward(q, k, v, FULL, Scores(1.0)) == expected
+    assert kernel.backward(BlockGrad(dout, q, k, v, None, None, FULL), Scores(1.0)) == expected
+
+
 def test_cudnn_gets_whole_and_half_chunks_of_multiples_of_128():
     """Documents would give it a new shape, and so a new graph, in every batch. Other lengths trigger its bugs."""
     library = LIBRARIES["cudnn"]()

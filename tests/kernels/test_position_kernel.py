@@ -15,6 +15,7 @@ import torch
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs
+from megatron.context_parallel.kernels.position.tiles import Tiles
 from tests.support.dense import dense_attention, visible
 from tests.support.releases import installed
 
@@ -99,10 +100,13 @@ def inputs(dtype, s=S, t=T, batch=2, group=1, d=64, dv=None, size=1.0):
     return q * size, k * size, v, dout
 
 
-def errors(mask, dtype, strided=False, tiles=(32, 32), softcap=0.0, processors=1, **shape) -> dict[str, float]:
+def errors(
+    mask, dtype, strided=False, tiles=(32, 32), softcap=0.0, processors=1, copies=1, **shape
+) -> dict[str, float]:
     """Runs in the interpreter: the largest error of each result, relative to its largest value."""
     from megatron.context_parallel.kernels.position import kernel as position
 
+    position._copies = lambda tiles: copies
     position.FLOAT32 = position.FLOAT32._replace(rows=tiles[0], keys=tiles[1])
     q, k, v, dout = inputs(dtype, **shape)
     if strided:  # every second key row of a wider tensor, heads before rows
@@ -133,6 +137,22 @@ def test_exact_for_every_mask(interpreted, name):
     batch = 2 if name == "two_samples" else 1
     found = interpreted(partial(errors, batch=batch), MASKS[name], torch.float32)
     assert all(error < 2e-6 for error in found.values()), found
+
+
+@pytest.mark.parametrize("name", ["window", "two_samples", "empty"])
+def test_exact_as_triton_3_6_reads_numbers_of_rows(interpreted, name):
+    found = interpreted(partial(errors, batch=2, copies=4), MASKS[name], torch.float32)
+    assert all(error < 2e-6 for error in found.values()), found
+
+
+def test_triton_3_6_gets_a_copy_for_each_thread(monkeypatch):
+    triton = pytest.importorskip("triton")
+    from megatron.context_parallel.kernels.position import kernel as position
+
+    for version, copies in (("3.6.0", (4, 2, 16)), ("3.7.1", (1, 1, 1)), ("3.9.0", (1, 1, 1))):
+        monkeypatch.setattr(triton, "__version__", version)
+        tiles = (Tiles(64, 128, 8, 2), Tiles(64, 64, 4, 2), Tiles(16, 128, 8, 2))
+        assert tuple(map(position._copies, tiles)) == copies
 
 
 def test_exact_causal_square(interpreted):
@@ -581,12 +601,13 @@ def test_fused_merge_keeps_the_digits_of_small_weights(interpreted):
 )
 def test_compiles_without_spills(compiled, architecture, head_dim, dtype, others):
     """`tests/campaigns/compile_position_kernel.py` does more. `others`: head_dim of the values, and a softcap."""
-    from tests.campaigns.compile_position_kernel import SHARED, compile_block
+    from tests.campaigns.compile_position_kernel import SCALAR_COPIES, SHARED, compile_block
 
-    spilled = 0 if installed("triton") >= (3, 9) else 16  # bytes: 3.6 spills up to four registers
+    spilled = 0 if installed("triton") >= (3, 7) else 8  # bytes: with 3.6, dq on sm_100 spills two registers
     for kernel in compiled(compile_block, architecture, head_dim, dtype, "runs", *others):
         assert kernel.spilled <= spilled, kernel
         assert kernel.shared <= SHARED[architecture], kernel
+        assert kernel.scalar_copies <= SCALAR_COPIES, kernel
         if kernel.kernel in ("by_head_kernel", "output_kernel", "merge_parts_kernel", "few_rows_kernel"):
             continue  # no matrix products, or of fewer rows than wgmma takes
         small = head_dim == 256 and kernel.kernel == "key_grad_kernel"  # its tiles have fewer rows than wgmma takes

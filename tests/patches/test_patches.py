@@ -113,6 +113,7 @@ SHAPES: Table = {
             "P2PCommunicator._communicate.prev_rank": "prev_rank = self.prev_rank",
         },
     },
+    "torch_gpu_sleep": {"torch/cuda/__init__.py": {"_sleep": "cycles"}},
     "cpu_host": {
         "torch/utils/_device.py": {"_device_constructors": ""},
         "torch/cuda/__init__.py": {

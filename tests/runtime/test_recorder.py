@@ -8,6 +8,8 @@ import torch
 from megatron.context_parallel import ContextParallel, context_parallel_attention
 from megatron.context_parallel.runtime.comm import torch_works as works
 from megatron.context_parallel.runtime.comm.flight_recorder import KEPT, Position, Recorder, recorder
+from megatron.context_parallel.trainer.faults import rank_file
+from megatron.context_parallel.trainer.faults.wait_graph import culprits, describe_culprits
 
 
 def in_mesh() -> Recorder:
@@ -79,6 +81,109 @@ def test_the_last_operations_are_kept():
         "launch ring: receive from rank 56, send to rank 0 (iteration 118, layer 7, forward of mesh, step 3)"
     )
     assert "rank 7," in lines[0]
+
+
+class GpuEvent:
+    """As `torch.cuda.Event`: it is reached when the GPU gets there."""
+
+    def __init__(self, reached: bool = False) -> None:
+        self.reached = reached
+
+    def record(self) -> None:
+        self.reached = False
+
+    def query(self) -> bool:
+        if self.reached is None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return self.reached
+
+
+def on_a_gpu(rank: int, batches: int) -> tuple[Recorder, list[GpuEvent]]:
+    """A rank of a ring of 3 whose host has queued an iteration. Its GPU will wait for both neighbours in each batch."""
+    notes, events = Recorder(), []
+    notes.enter("forward", 5)
+    for step in range(batches):
+        notes.begin("ring", backward=False)
+        notes.at_step(step)
+        ends = [("receive", (rank - 1) % 3), ("send", (rank + 1) % 3)]
+        notes.launch("ring", ends)
+        notes.wait("ring", ends)
+        events.append(GpuEvent())
+        notes.waited("ring", ends, events[-1])
+        notes.end()
+    notes.enter("optimizer")
+    return notes, events
+
+
+def test_a_rank_that_stalls_is_named_though_all_hosts_are_at_the_optimizer():
+    """The host of rank 1 stands still in the data; those of the others wait for their GPUs to finish the iteration."""
+    (first, events), (third, others) = on_a_gpu(0, 3), on_a_gpu(2, 3)
+    stalled = Recorder()
+    stalled.enter("data", 5)
+    for queued in (events, others):
+        queued[0].reached = True
+    positions = {0: first.awaited_by_gpu, 1: stalled.position, 2: third.awaited_by_gpu}
+    assert str(first.position) == "iteration 5, optimizer"
+    assert str(positions[0]) == "iteration 5, forward of ring, step 1, waiting for ranks 2, 1 on channel ring"
+    assert culprits(positions) == [1]
+    assert describe_culprits([1], positions) == "rank 1 makes no progress at iteration 5, data"
+    for event in events:
+        event.reached = True
+    assert first.awaited_by_gpu is None
+    events[2].reached = None  # the GPU failed
+    assert first.awaited_by_gpu.step == 2
+
+
+def test_waits_that_a_gpu_has_passed_are_forgotten():
+    notes = Recorder()
+    for _ in range(100):
+        notes.waited("ring", [("send", 1)], GpuEvent(reached=True))
+    assert len(notes._queued) <= 1
+    held = GpuEvent()
+    notes.waited("ring", [("send", 1)], held)
+    for _ in range(100):
+        notes.waited("ring", [("send", 1)], GpuEvent(reached=True))
+    assert len(notes._queued) == 101  # in order: nothing after it has been reached
+    held.reached = True
+    for _ in range(110):
+        notes.waited("ring", [("send", 1)], GpuEvent(reached=True))
+    assert len(notes._queued) < 5
+
+
+def test_on_a_gpu_an_event_follows_each_wait(monkeypatch):
+    order = []
+
+    class Work:
+        def wait(self):
+            order.append("wait")
+
+    class Event(GpuEvent):
+        def record(self):
+            order.append("record")
+
+    monkeypatch.setattr(works.recorder, "_queued", type(works.recorder._queued)())
+    works.WorkBatch([Work()], "ring", [("receive", 1)]).wait()
+    assert order == ["wait"] and works.recorder.awaited_by_gpu is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    works.WorkBatch([Work()], "ring", [("receive", 1)]).wait()
+    assert order == ["wait", "wait", "record"]
+    assert works.recorder.awaited_by_gpu.waits == ("receive", "ring", (1,))
+
+
+def test_a_stuck_rank_is_where_its_gpu_is(monkeypatch):
+    notes, events = on_a_gpu(0, 2)
+    monkeypatch.setattr(rank_file, "recorder", notes)
+    file = rank_file.RankFile(0, 3, "job")
+    try:
+        at = file.look_up(set())
+        assert at.waits == ("receive", "ring", (2, 1)) and at.step == 0 and at.notes == notes.position.notes
+        assert rank_file.read_rank_file(file.path)[1] == at
+        for event in events:
+            event.reached = True
+        assert file.look_up(set()).phase == "optimizer"
+    finally:
+        file.remove()
 
 
 def recorded(strategy: str) -> tuple[list[str], Position, list[Position]]:

@@ -5,10 +5,12 @@ from argparse import Namespace
 from collections import Counter
 
 import pytest
+import torch
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.plan.ir import batches
+from megatron.context_parallel.plan.ir import Send, T, batches
 from megatron.context_parallel.plan.pictures.labels import label
+from megatron.context_parallel.runtime import profiler_ranges
 from megatron.context_parallel.runtime.profiler_ranges import marks
 from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.trainer.arguments.complete import parse_args
@@ -50,6 +52,42 @@ def test_a_trace_has_the_blocks_and_batches_of_the_plans(strategy, ranks, tmp_pa
     steps = [e for e in events if e.get("ph") == "X" and e["name"] == "aten::mm"]
     first, last = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
     assert all(first < e["ts"] and e["ts"] + e["dur"] < last for *_, e in lanes)  # all lanes have one clock
+
+
+def test_on_a_gpu_batches_have_the_times_of_its_stream(monkeypatch):
+    """The host only queues a wait: it takes no time there."""
+
+    class Stream:
+        now = 7.0  # milliseconds
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = Stream.now
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    class Work:
+        def wait(self):
+            Stream.now += 40
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(profiler_ranges, "time_ns", lambda: 10**9)
+    marks.start()
+    Stream.now += 2
+    work = marks.batch("ring", (Send(T.KV, 0, 1),), Work())
+    work.wait()
+    work.wait()
+    (batch,) = marks.stop()
+    assert (batch.channel, batch.begin, batch.end) == ("ring", 10**9 + 2 * 10**6, 10**9 + 42 * 10**6)
+    assert not marks.on and marks.stop() == []
 
 
 FLAGS = "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1 "

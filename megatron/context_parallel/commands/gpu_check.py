@@ -7,6 +7,7 @@ causal half): 4 x pairs x heads x head_dim forward, 2.5 times that backward.
 
 import json
 import time
+import traceback
 from pathlib import Path
 
 from megatron.context_parallel.cli.flag import FlagSection, flag
@@ -14,7 +15,7 @@ from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.names import BACKENDS
 
-from .gpu_checks.bars import SECONDS, STAGES
+from .gpu_checks.bars import SECONDS, STAGES, judge_end
 
 
 class CheckFlags(FlagSection):
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     # These take seconds to import. `--help` and mistakes in flags are reported before.
     import torch
 
-    from .gpu_checks.common import CheckReport, CheckSizes, print_table
+    from .gpu_checks.common import CheckReport, CheckSizes, print_table, said
     from .gpu_checks.memory import GpuMeter
     from .gpu_checks.speed import GpuClock
     from .gpu_checks.stages import Host, run_stage, setup
@@ -60,14 +61,19 @@ def main(argv: list[str] | None = None) -> int:
             left_out.append(stage)
             continue
         shown, start = set(report.numbers), time.monotonic()
-        reached = run_stage(stage, report, list(BACKENDS[1:]), CheckSizes(), host)
-        seconds = round(time.monotonic() - start, 1)
-        report.write(stage=stage, seconds=seconds, bars=reached)
+        try:
+            reached = run_stage(stage, report, list(BACKENDS[1:]), CheckSizes(), host)
+        except Exception as error:  # the other stages run all the same; without its line in the file, it runs again
+            traceback.print_exc()
+            reached = judge_end(stage, said(error))
+            report.write(failed=stage, wrong=said(error))
+        else:
+            report.write(stage=stage, seconds=round(time.monotonic() - start, 1), bars=reached)
         bars += reached
         for title, rows in report.numbers.items():
             if rows and title not in shown:
                 print_table(title, rows)
-        print(f"\n{stage}: {seconds:.0f} s; wrote {args.output}", flush=True)
+        print(f"\n{stage}: {time.monotonic() - start:.0f} s; wrote {args.output}", flush=True)
     if bars:
         print_table("bars", bars)
     if left_out:

@@ -54,14 +54,19 @@ class LibraryAndPosition:
             return found
         return self.position.pieces(block, keys)
 
-    def _for(self, mask: PieceMask) -> Kernel:
-        return self.position if isinstance(mask, Runs) else self.plain
+    def _for(self, mask: PieceMask, q: Tensor, k: Tensor) -> Kernel:
+        """Decoding and measurements compute blocks that `pieces` did not cut."""
+        if isinstance(mask, Runs):
+            return self.position
+        rows, keys = len(q), len(k)
+        whole = Piece(slice(0, rows), slice(0, keys), mask)
+        return self.plain if _worth_a_launch(whole) and self.plain.takes(whole, rows, keys) else self.position
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
-        return self._for(mask).forward(q, k, v, mask, scores)
+        return self._for(mask, q, k).forward(q, k, v, mask, scores)
 
     def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
-        return self._for(grad.mask).backward(grad, scores)
+        return self._for(grad.mask, grad.q, grad.k).backward(grad, scores)
 
 
 def _worth_a_launch(piece: Piece) -> bool:

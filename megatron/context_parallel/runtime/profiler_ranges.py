@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import time_ns
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,10 @@ _NOTHING = nullcontext()
 
 
 class Mark(NamedTuple):
-    """A batch of a channel, from its launch until the rank has waited for it, in nanoseconds since 1970."""
+    """A batch of a channel, from its launch until the rank has waited for it, in nanoseconds since 1970.
+
+    On a GPU these are times of the current stream. The host only queues a wait there.
+    """
 
     channel: str
     name: str
@@ -24,17 +27,58 @@ class Mark(NamedTuple):
     end: int
 
 
+class _HostClock:
+    def now(self) -> int:
+        return time_ns()
+
+    def nanoseconds(self, moment: int) -> int:
+        return moment
+
+
+class _GpuClock:
+    """Moments are events of the current stream."""
+
+    def __init__(self) -> None:
+        self.start = self.now()
+        self.start.synchronize()
+        self.started = time_ns()
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def nanoseconds(self, moment: torch.cuda.Event) -> int:
+        """It waits for the event."""
+        moment.synchronize()
+        return self.started + round(1e6 * self.start.elapsed_time(moment))
+
+
 class Marks:
     """The profiler ranges of this process.
 
     Attributes:
         on: whether a profiler runs.
-        batches: the finished batches.
     """
 
     def __init__(self) -> None:
         self.on = False
-        self.batches: list[Mark] = []
+        self.clock: Any = _HostClock()
+        self.batches: list[tuple[str, str, Any, Any]] = []  # channel, name, begin, end
+
+    def start(self) -> None:
+        """A profiler has started."""
+        self.clock = _GpuClock() if torch.cuda.is_initialized() else _HostClock()
+        self.batches = []
+        self.on = True
+
+    def stop(self) -> list[Mark]:
+        """The profiler stops. Returns the finished batches."""
+        self.on = False
+        at = self.clock.nanoseconds
+        finished = [Mark(channel, name, at(begin), at(end)) for channel, name, begin, end in self.batches]
+        self.batches = []
+        return finished
 
     def block(self, attend: Attend) -> AbstractContextManager:
         """Around a block."""
@@ -50,13 +94,13 @@ class _Marked:
         self.channel = channel
         self.name = name
         self.work = work
-        self.begin = time_ns()
+        self.begin = marks.clock.now()
 
     def wait(self) -> None:
         self.work.wait()
-        if self.begin:
-            marks.batches.append(Mark(self.channel, self.name, self.begin, time_ns()))
-        self.begin = 0  # there may be several waits for it
+        if self.begin is not None:
+            marks.batches.append((self.channel, self.name, self.begin, marks.clock.now()))
+        self.begin = None  # there may be several waits for it
 
 
 marks = Marks()

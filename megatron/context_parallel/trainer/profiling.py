@@ -36,8 +36,7 @@ class Profile:
         self._first = False
 
     def _begin(self) -> None:
-        marks.on = True
-        marks.batches = []
+        marks.start()
         if self.args.use_pytorch_profiler:
             kinds = torch.profiler.ProfilerActivity
             on_gpu = [kinds.CUDA] if torch.cuda.is_available() else []
@@ -52,14 +51,14 @@ class Profile:
         """Writes the profile, if profiling has started."""
         if not marks.on:
             return
-        marks.on = False
+        batches = marks.stop()
         if self._torch:
             self._torch.stop()
             assert self.args.tensorboard_dir  # checked with the flags
             path = trace_path(self.args.tensorboard_dir, self.args.rank)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._torch.export_chrome_trace(str(path))
-            _add(path, marks.batches, self.args.rank)
+            _add(path, batches, self.args.rank)
             self._torch = None
         else:
             torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())

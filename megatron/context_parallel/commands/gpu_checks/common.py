@@ -29,7 +29,7 @@ class CheckSizes:
     rows_per_rank: tuple[int, ...] = (96, 256)  # the position kernel computes the first, libraries the second
     value_dims: tuple[int, int] = (192, 128)  # of queries and keys, and of values
     far_rows: int = 2**17 + 256  # of 128 heads of 128: more than 2^31 elements
-    lengths: tuple[int, ...] = (4096, 16384, 65536)
+    lengths: tuple[int, ...] = (16384, 4096, 65536)  # the most useful first
     speed_head_dims: tuple[int, ...] = (64, 128)
     heads: tuple[tuple[int, int], ...] = ((16, 1), (2, 8))  # key/value heads, query heads of each: MHA, 8:1 GQA
     repeats: int = 5
@@ -51,7 +51,7 @@ def synchronisations(device: torch.device) -> Iterator[Callable[[], int]]:
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield lambda: sum("synchroniz" in str(warning.message) for warning in caught)
+            yield lambda: sum("called a synchronizing" in str(warning.message) for warning in caught)
         finally:
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
@@ -94,6 +94,11 @@ def _cell(value: object) -> str:
     if value is None:
         return "not measured"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def said(error: Exception) -> str:
+    """The kind of an error and its first line."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
 
 class RandomBlock(NamedTuple):

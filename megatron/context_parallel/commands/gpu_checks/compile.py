@@ -13,8 +13,8 @@ from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, PieceMask, Runs
 
-from .common import CheckReport, CheckSizes, RandomBlock, deterministic_mode
-from .errors import BOUNDS, SOFTCAP
+from .common import CheckReport, CheckSizes, RandomBlock, deterministic_mode, said
+from .errors import BOUNDS, SOFTCAP, last_keys
 
 
 class Compiled(NamedTuple):
@@ -68,7 +68,7 @@ def _compile(one: Compiled, rows: int, device: torch.device) -> tuple[float, str
         with deterministic_mode() if one.deterministic else nullcontext():
             _run(one, rows, device)
     except Exception as error:  # whatever Triton or its compiler raises: the other sets are compiled all the same
-        return time.monotonic() - start, f"{type(error).__name__}: {error}"
+        return time.monotonic() - start, said(error)
     return time.monotonic() - start, ""
 
 
@@ -83,3 +83,6 @@ def _run(one: Compiled, rows: int, device: torch.device) -> None:
             scores = Scores(one.dim**-0.5, one.softcap)
             _, lse = kernel.forward(q, k, v, mask, scores)
             kernel.backward(BlockGrad(dout, q, k, v, lse, torch.zeros_like(lse), mask), scores)
+        few = RandomBlock.random(3, rows, heads, group, one.dim, dtype, device, one.value_dim)
+        for mask in (FULL, last_keys(few)):
+            kernel.forward(*few[:3], mask, Scores(one.dim**-0.5, one.softcap))

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,7 +18,7 @@ from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Piece, PieceMa
 from megatron.context_parallel.kernels.reference import Reference, attention
 from megatron.context_parallel.tokens.mask import Documents, Mask
 
-from .common import STEP, CheckReport, CheckSizes, RandomBlock, deterministic_mode, kernels
+from .common import STEP, CheckReport, CheckSizes, RandomBlock, deterministic_mode, kernels, said
 
 WHAT = ("out", "lse", "dq", "dk", "dv")
 BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}  # relative error of a whole tensor
@@ -44,6 +46,12 @@ def run_masks(rows: int, device: torch.device) -> dict[str, tuple[Runs, int]]:
     return masks
 
 
+def last_keys(block: RandomBlock) -> Runs:
+    """Each row sees the keys up to its own, as the last rows of a sequence do."""
+    ends = torch.arange(len(block.k) - len(block.q) + 1, len(block.k) + 1, dtype=torch.int32, device=block.q.device)
+    return Runs(torch.zeros_like(ends)[None], ends[None])
+
+
 def compare(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]:
     """Relative error of each tensor; infinite if only one of the two has infinities or NaN."""
     errors = []
@@ -55,11 +63,25 @@ def compare(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float
     return errors
 
 
-def add_errors(report: CheckReport, table: str, errors: list[float], dtype: torch.dtype, **row: object) -> None:
+def add_errors(
+    report: CheckReport, table: str, compute: Callable[[], list[float]], dtype: torch.dtype, **row: object
+) -> None:
+    """Adds a row with the errors. If they cannot be computed, they are infinite, and the row says why.
+
+    Raises:
+        UsageError: from `compute`: this case is not supported.
+    """
+    wrong = ""
+    try:
+        errors = compute()
+    except UsageError:
+        raise
+    except Exception as error:  # of a library, or of Triton's compiler: the other rows are computed all the same
+        errors, wrong = [math.inf] * len(WHAT), said(error)
     bounds = [LSE_BOUND if what == "lse" else BOUNDS[dtype] for what in WHAT]
     good = all(e <= bound for e, bound in zip(errors, bounds, strict=True))
-    name = str(dtype).removeprefix("torch.")
-    report.add(table, **row, dtype=name, **dict(zip(WHAT, errors, strict=True)), verdict="PASS" if good else "FAIL")
+    named = {"dtype": str(dtype).removeprefix("torch."), **dict(zip(WHAT, errors, strict=True))}
+    report.add(table, **row, **named, verdict="PASS" if good else "FAIL", wrong=wrong)
 
 
 def check_blocks(report: CheckReport, names: list[str], sizes: CheckSizes, device: torch.device) -> None:
@@ -93,10 +115,16 @@ def check_other_blocks(report: CheckReport, names: list[str], sizes: CheckSizes,
         for name, kernel in kernels(names, device, dtype, dim, softcap=SOFTCAP):
             _add_block(report, name, kernel, "causal, softcap", block, CAUSAL, SOFTCAP)
         with deterministic_mode():
-            for name, kernel in kernels(names, device, dtype, dim):
-                _add_block(report, name, kernel, "causal, deterministic", block, CAUSAL)
-                if name == "triton":
-                    _add_block(report, name, kernel, "window, deterministic", block, window)
+            of_names = list(kernels(names, device, dtype, dim))
+        for name, kernel in of_names:
+            _add_block(report, name, kernel, "causal, deterministic", block, CAUSAL, deterministic=True)
+            if name == "triton":
+                _add_block(report, name, kernel, "window, deterministic", block, window, deterministic=True)
+        for few in (1, 3, 15):  # as in decoding: programs share the keys
+            block = RandomBlock.random(few, 8 * rows, 2, 8, dim, dtype, device)
+            for name, kernel in kernels([name for name in names if name == "triton"], device, dtype, dim):
+                _add_block(report, name, kernel, f"full, {few} rows", block, FULL)
+                _add_block(report, name, kernel, f"last keys, {few} rows", block, last_keys(block))
     dim, value_dim = sizes.value_dims
     block = RandomBlock.random(rows, rows, 2, 8, dim, dtype, device, value_dim)
     for name, kernel in kernels(names, device, dtype, dim, value_dim=value_dim):
@@ -136,24 +164,33 @@ def _add_block(
     block: RandomBlock,
     mask: PieceMask,
     softcap: float = 0.0,
+    deterministic: bool = False,
 ) -> None:
     """Adds the errors of a block, unless the kernel computes no such block."""
     rows, heads, group, dim = block.q.shape
     if not _takes(kernel, mask, rows, len(block.k)):
         return
-    errors = block_errors(kernel, block, mask, softcap)
+
+    def errors() -> list[float]:
+        return block_errors(kernel, block, mask, softcap, deterministic)
+
     row = {"backend": name, "mask": what, "head_dim": dim, "heads": f"{heads * group}:{heads}"}
     add_errors(report, "blocks against float64", errors, block.q.dtype, **row)
 
 
-def block_errors(kernel: Kernel, block: RandomBlock, mask: PieceMask, softcap: float = 0.0) -> list[float]:
+def block_errors(
+    kernel: Kernel, block: RandomBlock, mask: PieceMask, softcap: float = 0.0, deterministic: bool = False
+) -> list[float]:
+    """The errors of a block. Only the kernel runs in deterministic mode: cuBLAS would refuse the definition there."""
     q, k, v, dout = block
     scores, reference = Scores(q.shape[-1] ** -0.5, softcap), Reference()
     out, lse = reference.forward(q, k, v, mask, scores)
     delta = (dout.double() * out).sum(-1)
     expected = out, lse, *reference.backward(BlockGrad(dout, q, k, v, lse, delta, mask), scores)
     grad = BlockGrad(dout, q, k, v, lse.float(), delta.float(), mask)
-    return compare((*kernel.forward(q, k, v, mask, scores), *kernel.backward(grad, scores)), expected)
+    with deterministic_mode() if deterministic else nullcontext():
+        got = *kernel.forward(q, k, v, mask, scores), *kernel.backward(grad, scores)
+    return compare(got, expected)
 
 
 def _add_far(
@@ -166,6 +203,13 @@ def _add_far(
     mask: PieceMask,
 ) -> None:
     """Adds the errors in the compared rows of queries and keys, which alone see each other and have gradients."""
+    q = block.q
+    row = {"backend": name, "mask": what, "head_dim": q.shape[-1], "heads": f"{q.shape[1] * q.shape[2]}:{q.shape[1]}"}
+    table = "blocks against float64"
+    add_errors(report, table, lambda: _far_errors(kernel, block, compared, mask), q.dtype, **row)
+
+
+def _far_errors(kernel: Kernel, block: RandomBlock, compared: tuple[slice, slice], mask: PieceMask) -> list[float]:
     rows, keys = compared
     q, k, v, dout = block
     scores, reference = Scores(q.shape[-1] ** -0.5), Reference()
@@ -178,9 +222,7 @@ def _add_far(
     whole_lse.copy_(got_lse)
     whole_delta[rows] = delta.float()
     dq, dk, dv = kernel.backward(BlockGrad(dout, q, k, v, whole_lse, whole_delta, mask), scores)
-    errors = compare((got_out[rows], got_lse[rows], dq[rows], dk[keys], dv[keys]), expected)
-    row = {"backend": name, "mask": what, "head_dim": q.shape[-1], "heads": f"{q.shape[1] * q.shape[2]}:{q.shape[1]}"}
-    add_errors(report, "blocks against float64", errors, q.dtype, **row)
+    return compare((got_out[rows], got_lse[rows], dq[rows], dk[keys], dv[keys]), expected)
 
 
 def check_strategies(report: CheckReport, names: list[str], sizes: CheckSizes, device: torch.device) -> None:
@@ -203,14 +245,18 @@ def check_strategies(report: CheckReport, names: list[str], sizes: CheckSizes, d
             for name, kernel in [("auto", auto), *kernels(names, device, dtype, dim)]:
                 for strategy in STRATEGIES if name == "auto" else ["attention2d"]:
                     options: dict[str, Any] = {"head_parallel_size": 2} if strategy in ("usp", "loongtrain") else {}
-                    try:
+                    with suppress(UsageError):  # the strategy does not support the rank count, or the backend the mask
                         cp = AllRanks(n, strategy, **options)
-                        got = distributed(cp, kernel, q, k, v, dout, **mask)
-                    except UsageError:
-                        continue  # the strategy does not support the rank count, or the backend the mask
-                    row = {"strategy": strategy, "layout": cp.layout, "ranks": n, "rows": rows, "mask": what}
-                    row["backend"] = name
-                    add_errors(report, "strategies against float64", compare(got, expected), dtype, **row)
+                        compute = partial(_strategy_errors, cp, kernel, (q, k, v, dout), expected, mask)
+                        row = {"strategy": strategy, "layout": cp.layout, "ranks": n, "rows": rows, "mask": what}
+                        row["backend"] = name
+                        add_errors(report, "strategies against float64", compute, dtype, **row)
+
+
+def _strategy_errors(
+    cp: AllRanks, kernel: Kernel, tensors: tuple[Tensor, ...], expected: tuple[Tensor, ...], mask: dict[str, Any]
+) -> list[float]:
+    return compare(distributed(cp, kernel, *tensors, **mask), expected)
 
 
 def with_gradients(function: Callable, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:

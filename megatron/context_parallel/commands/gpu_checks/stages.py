@@ -17,6 +17,7 @@ from .memory import PeakMemory, measure_memory
 from .nccl import check_nccl
 from .speed import GpuClock, check_repeats, measure_overhead, measure_speed, ratios
 from .te import check_te
+from .tiles import time_tiles
 
 
 class Host(NamedTuple):
@@ -47,6 +48,9 @@ def run_stage(stage: str, report: CheckReport, names: list[str], sizes: CheckSiz
             measure_speed(report, names, sizes, device, host.clock)
             speeds = tables["TFLOP/s, bfloat16"]
             return judge(stage, *(min(ratios(speeds, way), default=None) for way in ("forward", "backward")))
+        case "tiles":
+            time_tiles(report, sizes, device, host.clock)
+            return []
         case "executor":
             measure_overhead(report, names, sizes, device, host.clock)
             check_repeats(report, sizes, device)
@@ -91,10 +95,14 @@ def setup(device: torch.device) -> dict[str, object]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        driver = "unknown"
     return {
         "gpu": torch.cuda.get_device_name(device),
         "capability": torch.cuda.get_device_capability(device),
-        "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip(),
+        "driver": driver,
         "versions": versions,
         "command": shlex.join(["python", *sys.argv]),
     }

@@ -8,6 +8,7 @@ from .parts import (
     add_outer,
     inner,
     load_keys,
+    load_numbers,
     load_rows,
     load_some,
     row_of,
@@ -104,7 +105,7 @@ def _grad_of_keys(
     group, first, end, s, t, scale,
     MASKED: tl.constexpr, MASK: tl.constexpr, WITH_DQ: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, DV: tl.constexpr, EV: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of a tile of query rows to dk / scale and dv of a key tile, and to dq if `WITH_DQ`."""
     dk, dv = state
@@ -116,19 +117,19 @@ def _grad_of_keys(
     if MASKED:
         inside = rows < hi
         local = tl.minimum(local, hi - 1 - start)
-        lse2 = tl.load(lse2 + (start + local))
+        lse2 = load_numbers(lse2 + (start + local), COPIES)
         queries = load_some(row_of(q, at_q, start, head, g), local, at_q[0], lse2 > float("-inf"), D, E)
     else:
-        lse2 = tl.load(lse2 + rows)
+        lse2 = load_numbers(lse2 + rows, COPIES)
         queries = load_rows(row_of(q, at_q, start, head, g), local, at_q[0], D, E)
     scores, slope = scores_of(k, queries, scale, E, SOFTCAP, PRECISION)
     p = tl.math.exp2(scores * unit_of(scale, SOFTCAP) - lse2[None, :])
     if MASKED:
         cols = key + tl.arange(0, KEYS)[:, None]
-        f, e = seen_by(rows, inside, first, end, t, MASK)
+        f, e = seen_by(rows, inside, first, end, t, MASK, COPIES)
         p = tl.where((cols >= f[None, :]) & (cols < e[None, :]), p, 0.0)
     grads = load_rows(row_of(dout, at_dout, start, head, g), local, at_dout[0], DV, EV)
-    delta = tl.load(delta + (start + local))
+    delta = load_numbers(delta + (start + local), COPIES)
     dv = add_outer(dv, p.to(grads[0].dtype), grads, EV, PRECISION)
     ds = p * (inner(v, grads, EV, PRECISION) - delta[None, :])
     if SOFTCAP > 0:
@@ -149,6 +150,7 @@ def key_grad_kernel(
     at_q, at_k, at_v, at_dout, at_dq, at_dk, at_dv,
     MASK: tl.constexpr, WITH_DQ: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, DV: tl.constexpr, EV: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    COPIES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one key tile, summed over the query heads that read it; with `WITH_DQ` adds to dq atomically.
 
@@ -181,6 +183,7 @@ def key_grad_kernel(
         state = _grad_of_keys(
             state, keys, values, dout, q, lse2, delta, dq, at_q, at_dout, at_dq, start, hi, key, head, g,
             group, first, end, s, t, scale, True, MASK, WITH_DQ, ROWS, KEYS, D, E, DV, EV, SOFTCAP, PRECISION,
+            COPIES,
         )  # fmt: skip
         i += 1
         if i == masked:  # on to the next head; cheaper in registers than a division
@@ -192,6 +195,7 @@ def key_grad_kernel(
         state = _grad_of_keys(
             state, keys, values, dout, q, lse2, delta, dq, at_q, at_dout, at_dq, start, hi, key, head, g,
             group, first, end, s, t, scale, False, MASK, WITH_DQ, ROWS, KEYS, D, E, DV, EV, SOFTCAP, PRECISION,
+            COPIES,
         )  # fmt: skip
         i += 1
         if i == full:  # on to the next head; cheaper in registers than a division

@@ -2,10 +2,12 @@
 
 import importlib.util
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron.context_parallel.errors import UsageError
@@ -20,6 +22,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _of_runs = WeakTensorKeyDictionary()  # by the ends of runs
 FEW_ROWS = 16  # below, programs share the keys of a block: its rows alone would not occupy a GPU
 PROGRAMS = 2  # for each multiprocessor, of a block with few rows
+THREADS = 32  # of a warp
 FURTHEST = 2**31 // 256  # elements between rows: offsets inside a tile are 32 bits wide
 
 
@@ -48,6 +51,7 @@ class PositionKernel:
     def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
         self.device, self.deterministic = device, deterministic
         self.architecture = _architecture(device)
+        self.tiles = TILES.get(self.architecture, {})  # none in the interpreter
         on_gpu = device.type == "cuda"
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
 
@@ -135,8 +139,9 @@ class PositionKernel:
         at_grads = _strides(dk=dk) | ({"at_dv": None} if alike else _strides(dv=dv))
         ranges = _once(_rows_seeing, mask, len(k), tiles.keys) if isinstance(mask, Runs) else None
         key_grad_kernel[programs[0], dk.shape[1]](
-            dk=dk, dv=dv, ranges=ranges, parts=parts, WITH_DQ=bool(joint), **common, **_launch(tiles), **at_grads
-        )
+            dk=dk, dv=dv, ranges=ranges, parts=parts, WITH_DQ=bool(joint), COPIES=_copies(tiles),
+            **common, **_launch(tiles), **at_grads,
+        )  # fmt: skip
         if parts > 1:
             dk, dv = (x.unflatten(1, (-1, parts)).sum(2) for x in (dk, dv))
         return dq, dk, dv
@@ -149,7 +154,7 @@ class PositionKernel:
     def _tiles_if_any(self, kernel: str, q: Tensor, v: Tensor, scores: Scores) -> Tiles | None:
         if q.dtype is torch.float32 or self.device.type == "cpu":
             return FLOAT32
-        found = TILES[self.architecture]
+        found = self.tiles
         size = max(q.shape[-1], v.shape[-1])
         capped = found.get(f"capped {kernel}", {}).get(size) if scores.softcap else None
         return capped or found[kernel].get(size)
@@ -241,6 +246,23 @@ def _launch(tiles: Tiles) -> dict[str, object]:
         "num_stages": tiles.stages,
         "enable_fp_fusion": True,
     }
+
+
+def _copies(tiles: Tiles) -> int:
+    """How often the kernel for dk and dv reads each number of a row, such as its log-sum-exp.
+
+    In Triton 3.6 each thread of a loop copies all numbers that it uses to shared memory itself, unless a load has as
+    many elements as the program has threads.
+    """
+    import triton
+
+    return max(1, THREADS * tiles.warps // tiles.rows) if _copies_alone(triton.__version__) else 1
+
+
+@cache
+def _copies_alone(version: str) -> bool:
+    """Whether threads do that in this version of Triton."""
+    return TorchVersion(version) < "3.7"
 
 
 def _count(length: int, tile: int) -> int:

@@ -51,6 +51,17 @@ def load_keys(base, start, rows, stride, seen, D: tl.constexpr, E: tl.constexpr)
 
 
 @triton.jit
+def load_numbers(places, COPIES: tl.constexpr):
+    """A number for each row, at the pointers `places`. It is read `COPIES` times (see `_copies` in kernel.py)."""
+    if COPIES == 1:
+        x = tl.load(places)
+    else:
+        several = places[:, None] + tl.arange(0, COPIES)[None, :] * 0
+        x = tl.max(tl.load(several), 1)
+    return x
+
+
+@triton.jit
 def store_rows(base, rows, stride, parts, mask, D: tl.constexpr, E: tl.constexpr):
     at = base + rows[:, None] * stride
     tl.store(at + tl.arange(0, D)[None, :], parts[0].to(base.dtype.element_ty), mask[:, None])

@@ -6,11 +6,16 @@
 import triton
 import triton.language as tl
 
+from .parts import load_numbers
+
 
 @triton.jit
-def seen_by(rows, inside, first, end, t, MASK: tl.constexpr):
+def seen_by(rows, inside, first, end, t, MASK: tl.constexpr, COPIES: tl.constexpr = 1):
     """The run of key rows that each of these query rows sees; empty for rows not `inside`."""
-    if MASK == "runs":
+    if MASK == "runs" and COPIES > 1:
+        places = tl.where(inside, rows, 0)
+        bounds = (load_numbers(first + places, COPIES), tl.where(inside, load_numbers(end + places, COPIES), 0))
+    elif MASK == "runs":
         bounds = (tl.load(first + rows, inside, 0), tl.load(end + rows, inside, 0))
     elif MASK == "causal":
         bounds = (rows * 0, tl.where(inside, rows + 1, 0))

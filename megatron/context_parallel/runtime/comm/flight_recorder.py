@@ -11,6 +11,7 @@ from time import localtime, strftime, time
 from typing import NamedTuple, Protocol
 
 KEPT = 50  # operations
+_FORGOTTEN = 2  # complete waits on a GPU, at most, for each new one: their number stays small, and few are asked for
 Ends = list[tuple[str, int]]  # "receive", "send" or "gather", and the rank at the other end
 
 
@@ -73,8 +74,17 @@ class Memory(Protocol):
     def __setitem__(self, where: slice, content: bytes) -> None: ...
 
 
+class Event(Protocol):
+    """As `torch.cuda.Event`: whether a GPU has reached a place in its queue. Any thread may ask."""
+
+    def query(self) -> bool: ...
+
+
 class Recorder:
     """The recorder of this process. A note takes a few microseconds and no lock.
+
+    On a GPU, the host only queues a wait and goes on. So an event follows each wait there, and the oldest one that the
+    GPU has not reached tells where it is.
 
     Attributes:
         now: the position of this process, the fields of a `Position` except the last.
@@ -87,10 +97,16 @@ class Recorder:
         self.memory: Memory | None = None
         self.size = 0
         self._operations: deque[tuple[float, tuple, str, str, Ends]] = deque(maxlen=KEPT)
+        self._queued: deque[tuple[Event, tuple]] = deque()  # waits on a GPU, with the position of each
 
     @property
     def position(self) -> Position:
         return Position(*self.now)
+
+    @property
+    def awaited_by_gpu(self) -> Position | None:
+        """The position of the oldest wait that the GPU has not passed; None if it has passed all of them."""
+        return next((Position(*at) for event, at in list(self._queued) if not _passed(event)), None)
 
     def _note(self, now: tuple) -> None:
         self.now = now
@@ -138,8 +154,13 @@ class Recorder:
         notes, *where = self.now[:9]
         self._note((notes + 1, *where, (ends[0][0], channel, tuple([rank for _, rank in ends]))))
 
-    def waited(self, channel: str, ends: Ends) -> None:
-        """An operation is complete."""
+    def waited(self, channel: str, ends: Ends, event: Event | None = None) -> None:
+        """An operation is complete; on a GPU, once it has reached `event`."""
+        if event is not None:
+            self._queued.append((event, self.now))
+            for _ in range(_FORGOTTEN):
+                if self._queued and _passed(self._queued[0][0]):
+                    self._queued.popleft()
         notes, *where = self.now[:8]
         self._note((notes + 1, *where, None, None))
         self._operations.append((time(), self.now, "done", channel, ends))
@@ -151,6 +172,13 @@ class Recorder:
             f"({Position(*now)._replace(waits=None)})"
             for at, now, what, channel, ends in list(self._operations)
         ]
+
+
+def _passed(event: Event) -> bool:
+    try:
+        return event.query()
+    except RuntimeError:  # the GPU failed
+        return False
 
 
 def _told(ends: Ends) -> str:

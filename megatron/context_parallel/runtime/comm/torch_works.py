@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -44,8 +45,17 @@ class WorkBatch:
                 work.wait()
         except RuntimeError as error:  # the recorder's position remains and names what failed
             raise RuntimeError(f"context parallel communication failed: {recorder.position}: {error}") from error
-        recorder.waited(self.channel, self.ends)
+        recorder.waited(self.channel, self.ends, _reached())
         self.works = []
+
+
+def _reached() -> torch.cuda.Event | None:
+    """An event that the current stream of the GPU reaches after all waits so far; None without a GPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 class SendInTurn:

@@ -45,7 +45,10 @@ def _write(directory: Path, me: int, error: BaseException | str, rank: int | Non
             log.write(f"written by rank {me} on {socket.gethostname()}, {when}\n\n{error}\n")
             return path
         log.write(f"rank {me}, process {os.getpid()} on {socket.gethostname()}, {when}\n")
-        log.write(f"at {recorder.position}\n\n")
+        log.write(f"at {recorder.position}\n")
+        if on_gpu := recorder.awaited_by_gpu:
+            log.write(f"its GPU at {on_gpu}\n")
+        log.write("\n")
         if isinstance(error, str):
             log.write(f"{error}\n")
         else:

@@ -53,8 +53,14 @@ class RankFile:
         recorder.memory = self.memory
 
     def look_up(self, threads: set[int]) -> Position:
-        """The position of this process, and what its threads, except for `threads`, wait for outside of plans."""
-        position = _looked_up(recorder.position, threads)
+        """The position of this process, and what its threads, except for `threads`, wait for outside of plans.
+
+        If its GPU has not passed a wait of a plan yet, it is the position of that wait.
+        """
+        position = recorder.position
+        if on_gpu := recorder.awaited_by_gpu:
+            position = on_gpu._replace(notes=position.notes, done=position.done)
+        position = _looked_up(position, threads)
         self._write("looked up", repr(tuple(position)))
         return position
 
