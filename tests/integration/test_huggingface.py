@@ -167,6 +167,11 @@ def refusals(folder: Path) -> list[str]:
     ):
         save_file(changed, file)
         attempt()
+    model.share_embeddings_and_output_weights = True  # as with tie_word_embeddings
+    save_file(good | {"lm_head.weight": good["model.embed_tokens.weight"].clone()}, file)
+    load_weights(model, folder, args.vocabulary)
+    save_file(good, file)
+    attempt()
     file.write_bytes(file.read_bytes()[:5000])
     attempt()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: "../other.safetensors"}}))
@@ -186,6 +191,7 @@ def test_weights_that_are_not_those_of_the_config_are_refused(ranks, tmp_path):
         "model.layers.2.mlp.up_proj.weight",
         "up_proj.weight: shape [55, 32] in the file, [56, 32]",
         "lm_head.weight: shape [100, 32] in the file, [101, 32]",
+        "lm_head.weight and model.embed_tokens.weight differ, and its config.json ties them",
         "model.safetensors: cannot be read",
         "names ../other.safetensors",
         "pickles such as pytorch_model.bin are not read",

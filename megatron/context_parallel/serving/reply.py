@@ -44,7 +44,6 @@ class Texts:
     token_ids: bool = False
     calls: CallReader | None = None
     created: int = field(default_factory=lambda: int(time.time()))
-    reused: int = 0
     generated: int = 0
 
     def __post_init__(self) -> None:
@@ -52,13 +51,15 @@ class Texts:
         self.outputs: list[list[RequestOutput]] = [[] for _ in self.requests]
         self.offsets = [Offsets() for _ in self.requests]
         self.readers = [copy.copy(self.calls) for _ in self.requests]
+        self.reused = [0] * len(self.requests)  # prompt tokens of each text that were in the cache
 
     def add(self, output: RequestOutput) -> int:
         """Record an output. Returns the text that it belongs to."""
-        self.outputs[self.index[output.request]].append(output)
-        self.reused += output.reused
+        i = self.index[output.request]
+        self.outputs[i].append(output)
+        self.reused[i] += output.reused
         self.generated += len(output.tokens)
-        return self.index[output.request]
+        return i
 
     @property
     def unfinished(self) -> list[str]:
@@ -68,13 +69,14 @@ class Texts:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """The tokens of all prompts, each counted once, and of all texts."""
+        """The tokens of all prompts, each counted once, and of all texts. No text computed the cached ones."""
         prompt = sum(len(request.tokens) for request in self.requests) // self.n
+        cached = sum(min(self.reused[first : first + self.n]) for first in range(0, len(self.requests), self.n))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.generated,
             "total_tokens": prompt + self.generated,
-            "prompt_tokens_details": {"cached_tokens": min(self.reused, prompt)},
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
     def whole(self) -> dict[str, Any]:
@@ -154,7 +156,9 @@ class Completions(Texts):
         }
 
     def _top(self, token: Token) -> dict[str, float]:
-        return self.token_texts.by_text(token.top or [(token.id, max(token.logprob, _LEAST))])
+        """The likeliest tokens, and the chosen one if it is not among them, as with OpenAI."""
+        own = () if token.id in dict(token.top) else [(token.id, max(token.logprob, _LEAST))]
+        return self.token_texts.by_text([*token.top, *own])
 
 
 class Chats(Texts):

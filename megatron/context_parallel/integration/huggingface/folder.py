@@ -14,6 +14,7 @@ from megatron.context_parallel.errors import UsageError
 from .mxfp4 import unpack
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_ROWS = 4096  # that are compared at a time
 
 
 class SafetensorsFolder:
@@ -86,6 +87,14 @@ class SafetensorsFolder:
         if not shape or shape[0] != rows:
             raise UsageError(f"{self.folder}: {name} has shape {shape}, and config.json says {rows} rows")
         return found[row]
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two weights are the same numbers. Some of their rows are in memory at a time."""
+        one, two = (self._files[self._file_of[of]].get_slice(of) for of in (name, other))
+        if one.get_shape() != two.get_shape():
+            return False
+        starts = range(0, one.get_shape()[0], _ROWS)
+        return all(torch.equal(one[start : start + _ROWS], two[start : start + _ROWS]) for start in starts)
 
     def check_has(self, name: str) -> None:
         """Reject the name of a weight that does not exist.

@@ -94,9 +94,10 @@ _ATTENTION, _MLP = f"{_THEIRS}.self_attn", f"{_THEIRS}.mlp"
 _EXPERT, _THEIR_EXPERT = f"{_OURS}.mlp.experts.local_experts.{{}}", f"{_MLP}.experts.{{}}"
 _NORM_BEFORE_MLP = f"{_OURS}.pre_mlp_layernorm.weight"
 _QKV = f"{_OURS}.self_attention.linear_qkv"
+EMBEDDING = Table("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), along=0)
 OUTPUT = Table("output_layer.weight", ("lm_head.weight",), along=0)
 _ALL = (
-    Table("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), along=0),
+    EMBEDDING,
     Weight(f"{_OURS}.input_layernorm.weight", (f"{_THEIRS}.input_layernorm.weight",)),
     QKV(f"{_QKV}.weight", tuple(f"{_ATTENTION}.{x}_proj.weight" for x in "qkv"), along=0),
     QKV(f"{_QKV}.bias", tuple(f"{_ATTENTION}.{x}_proj.bias" for x in "qkv"), along=0),
@@ -172,14 +173,20 @@ def load_weights(model: GPTModel, folder: Path, vocabulary: int) -> None:
 
 
 def check_names(model: GPTModel, source: SafetensorsFolder) -> None:
-    """Reject a folder that lacks a weight of `model`, or has an unknown one.
+    """Reject a folder that lacks a weight of `model`, has an unknown one, or has two where config.json ties them.
 
     Raises:
-        UsageError: a weight is missing or unknown; the message names it.
+        UsageError: a weight is missing, unknown or not tied; the message names it.
     """
     unread = {name for name in source.names if not _NOT_WEIGHTS.fullmatch(name)}
-    if model.share_embeddings_and_output_weights:
-        unread.discard(OUTPUT.theirs[0])  # some folders contain the tied weight twice
+    (embedding,), (output,) = EMBEDDING.theirs, OUTPUT.theirs
+    if model.share_embeddings_and_output_weights and output in unread and embedding in unread:
+        if not source.equal(output, embedding):  # transformers does not tie them then, whatever config.json says
+            why = (
+                f"{output} and {embedding} differ, and its config.json ties them; correct tie_word_embeddings to false"
+            )
+            raise UsageError(f"{source.folder}: {why}")
+        unread.discard(output)  # some folders contain the tied weight twice
     for name, _ in model.named_parameters():
         weight, place = _find(name, model.config)
         for theirs in weight.theirs:
