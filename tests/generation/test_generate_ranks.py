@@ -146,7 +146,7 @@ def texts_among_faults(asked: list[Request]) -> tuple[dict[str, list], bool]:
     """The tokens and the end of each request on rank 0, and whether all pages of this rank are free after them."""
     session_case.start()
     session = session_case.session(cache_tokens=400)
-    engine = Engine(session, Fragile(29), step_tokens=7, waste=session.tables.n * session.tables.page)
+    engine = Engine(session, Fragile(29), chunks=7, waste=session.tables.n * session.tables.page)
     loop, found = RankLoop(engine), {}
     if dist.get_rank():
         loop.follow()
@@ -206,7 +206,7 @@ def test_what_was_admitted_always_fits(n, pages):
         return int(torch.randint(most, (1,), generator=draw))
 
     cache = Tables(n, pages)
-    engine = Engine(cache, ByteTokenizer(256), step_tokens=9, waste=n * 4)
+    engine = Engine(cache, ByteTokenizer(256), chunks=9, waste=n * 4)
     most, prompts, ended = engine.length, [[3] * 20, [4] * 33], 0
     for turn in range(5000):
         if turn > 300 and engine.idle:
@@ -296,7 +296,7 @@ def load_and_generate(folder: str, tensor: int, tokens: list[int]) -> list[int]:
     args = model_arguments(Source(load=folder, tensor_model_parallel_size=tensor))
     initialize_model_parallel(args)
     cp = ContextParallel(args.cp_layers[0], group=parallel_state.get_context_parallel_group())
-    engine = Engine(Session(load_model(args, cp), cp, cache_tokens=256), ByteTokenizer(256), step_tokens=7)
+    engine = Engine(Session(load_model(args, cp), cp, cache_tokens=256), ByteTokenizer(256), chunks=7)
     engine.add(request("0", tokens, 12))
     found = tokens_of(engine, 16)
     parallel_state.destroy_model_parallel()

@@ -27,7 +27,7 @@ class CacheFlags(FlagSection, title="cache"):
     )
     cp_prefill: str = flag("what a prefill sends: keys and values, or queries", "auto", choices=CHOICES)
     cluster: str | None = flag(
-        "preset or file of a cluster, for the rates of --cp-prefill",
+        "preset or file of a cluster, for predicted times of prefills",
         unit="NAME",
         derived="auto counts bytes",
         example="dgx-h100",
@@ -38,7 +38,12 @@ class CacheFlags(FlagSection, title="cache"):
         read=float,
         example=1.0,
     )
-    inference_dynamic_batching_max_tokens: int = flag("maximum prompt tokens in one step", 512)
+    inference_dynamic_batching_max_tokens: int | None = flag(
+        "maximum prompt tokens in one step",
+        derived="by predicted time with --cluster, otherwise 512 for each context rank",
+        at_least=1,
+        example=8192,
+    )
 
 
 class TimeLimits(FlagSection, title="time limits"):

@@ -17,6 +17,7 @@ from .change_logits import TextSoFar, change_logits
 from .faults import GRAMMAR, MISTAKE, NAN, GrammarFault, log_fault
 from .grammar import Grammars, Matcher
 from .handoff.sequences import HandedSequences
+from .prefill_chunks import PrefillChunks
 from .prefixes import Prefixes, Prompt
 from .prompt_scores import score_prompt
 from .rules import NO_RULES, Rules
@@ -25,6 +26,7 @@ from .text_stream import TextStream
 from .tokenizer import Tokenizer
 
 OVERTAKE = 8  # requests that may start before one that does not fit
+SCORED = 512  # prompt tokens of a step that keeps the logits of all of them
 
 
 class CacheSession(Protocol):
@@ -140,7 +142,7 @@ class Engine:
     Args:
         cache: a `Session` that nothing else uses.
         tokenizer: converts tokens to text.
-        step_tokens: maximum number of prompt tokens per step, besides one token of each text that is being generated.
+        chunks: the maximum number of prompt tokens per step, besides one token of each text that is being generated.
             Prompts share them evenly, so that a long prompt does not delay the short ones.
         length: maximum tokens of a request, prompt and text together; default: the size of the cache.
         waste: rows of pages that a sequence may leave unused, in total over all ranks.
@@ -151,12 +153,13 @@ class Engine:
         self,
         cache: CacheSession,
         tokenizer: Tokenizer,
-        step_tokens: int = 512,
+        chunks: int | PrefillChunks = 512,
         length: int | None = None,
         waste: int = 0,
         handed: HandedSequences | None = None,
     ) -> None:
-        self.cache, self.tokenizer, self.step_tokens, self.waste = cache, tokenizer, step_tokens, waste
+        self.cache, self.tokenizer, self.waste = cache, tokenizer, waste
+        self.chunks = PrefillChunks.fixed(chunks) if isinstance(chunks, int) else chunks
         self.handed = handed
         self.pinned: dict[str, _Running] = {}  # prefilled and not yet released, by the name of the handoff
         self.capacity = cache.room()
@@ -266,12 +269,20 @@ class Engine:
                 new[run.sequence] = run.tokens[-1:]
             else:
                 prompts.append((missing, run.sequence, run))
-        left = self.step_tokens
+        left = self._prompt_tokens([run for _, _, run in prompts])
         for place, (count, sequence, run) in enumerate(sorted(prompts)):
             if share := min(count, left // (len(prompts) - place)):
                 new[sequence] = run.tokens[run.cached : run.cached + share]
                 left -= share
         return new
+
+    def _prompt_tokens(self, prompts: list[_Running]) -> int:
+        """How many tokens of some prompts a step computes."""
+        if not prompts:
+            return 0
+        cached = max(run.cached for run in prompts)
+        chosen = self.chunks(cached, any(run.chosen for run in self.running.values()))
+        return min(chosen, SCORED) if any(run.request.scored for run in prompts) else chosen
 
     def _score(self, run: _Running, count: int) -> None:
         """Add the log-probabilities of the tokens that follow `count` new tokens of a prompt."""
