@@ -81,7 +81,7 @@ def test_windows_shorten_steps(llama):
 class Counted:
     """A cache that counts the tokens of each step."""
 
-    vocabulary = 256
+    vocabulary, window = 256, None
     scored: dict = {}
 
     def __init__(self) -> None:

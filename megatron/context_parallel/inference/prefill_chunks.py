@@ -142,6 +142,7 @@ class PrefillChunks:
 
     def __init__(self, table: Sequence[Sequence[int]]) -> None:
         self.table = table
+        self.most = max(map(max, table))
 
     @classmethod
     def fixed(cls, tokens: int) -> "PrefillChunks":

@@ -44,6 +44,7 @@ class Session:
         page: rows of a page.
 
     Attributes:
+        window: the most tokens before itself that a token sees; None if a layer sees all.
         scored: of the last pass: for each scored sequence with new rows on this rank, their positions, and their logits
             float32 [rows, vocabulary].
 
@@ -80,7 +81,9 @@ class Session:
         self.rates = Rates.of(cluster, cp.n, DTYPES.get(dtype, "fp32"), self.sizes.head_dim) if cluster else None
         self._choose(prefill, 1, 0)  # raises UsageError if it is unknown
         pages = -(-cache_tokens // (cp.n * page))
-        self.tables = PageTables(cp.n, pages, page)
+        windows = [core.window[0] for core in self._model.cores]
+        self.window = max(windows) if min(windows) >= 0 else None
+        self.tables = PageTables(cp.n, pages, page, self.window)
         self.cache = KVCache(pages, page, shapes, dtype, self.device)
         grid = f"attention2d:grid=1x{cp.n}"
         specs: dict[str, str | Choice] = {
@@ -107,7 +110,8 @@ class Session:
         """Creates a sequence that begins with the first `tokens` of another, and shares their full pages.
 
         Raises:
-            UsageError: no such sequence, more tokens than it has, or (`CacheFull`) no page to copy the last one.
+            UsageError: no such sequence, more tokens than it has, keys that were freed by `trim`, or (`CacheFull`) no
+                page to copy the last one.
         """
         self._known(sequence)
         new, copies = self.tables.fork(sequence, tokens)
@@ -119,6 +123,16 @@ class Session:
         """Frees a sequence. Raises UsageError if there is none with that number."""
         self._known(sequence)
         self.tables.free(sequence)
+
+    def trim(self, sequence: int) -> None:
+        """Frees the pages of a sequence whose keys no later token of it sees. Only if all layers have windows."""
+        self._known(sequence)
+        self.tables.trim(sequence)
+
+    def holds(self, sequence: int, tokens: int) -> bool:
+        """Whether a sequence can be forked after so many tokens: the keys that the next one sees are cached."""
+        self._known(sequence)
+        return self.tables.holds(sequence, tokens)
 
     def length(self, sequence: int) -> int:
         """The number of cached tokens of a sequence. Raises UsageError if there is none with that number."""
