@@ -128,24 +128,27 @@ class _Store:
         """A free page for a sequence whose last page is `before`.
 
         It is the page after it, or one with many free pages after it. So pages of a sequence are neighbours, also while
-        several sequences grow. If there are few free pages in a row, it is the next free page.
+        several sequences grow. If there are few free pages in a row, a new sequence takes the first of most of them,
+        and another one the next free page.
         """
         place = 0 if before is None else bisect_left(self.free, before)
         if before is None or self.free[place : place + 1] != [before + 1]:
-            place = self._far() or place % len(self.free)
+            begin, length = self._longest_run()
+            if length >= SHORT and self.free[begin]:
+                place = begin + length // 2
+            else:
+                place = begin if before is None else place % len(self.free)
         page = self.free.pop(place)
         self.users[page] = 1
         return page
 
-    def _far(self) -> int:
-        """The place in `free` of the middle of the longest run of free pages. 0 if it is short, or begins at page 0."""
+    def _longest_run(self) -> tuple[int, int]:
+        """The place in `free` of the first page of the longest run of free pages, and the length of the run."""
         free = numpy.array(self.free)
         begins = numpy.concatenate([[0], numpy.flatnonzero(numpy.diff(free) != 1) + 1, [len(free)]])
         lengths = numpy.diff(begins)
         longest = int(lengths.argmax())
-        if lengths[longest] < SHORT or free[begins[longest]] == 0:
-            return 0
-        return int(begins[longest] + lengths[longest] // 2)
+        return int(begins[longest]), int(lengths[longest])
 
     def fill(self, page: int, rows: int) -> None:
         self.filled[page] += rows
