@@ -217,8 +217,9 @@ def _a_model_stays_what_it_was() -> None:
 
 def _steps_and_plans() -> None:
     """The attention of decode steps against that of the plan with the same messages, and what a step allocates."""
-    for changes in ({}, {"num_query_groups": 4, "window_size": (6, 0), "softmax_type": "off-by-one"}):
-        of = session(changes=changes)
+    sinks = {"num_query_groups": 4, "window_size": (6, 0), "softmax_type": "off-by-one"}
+    for changes, kv_cache_dtype in (({}, "auto"), (sinks, "auto"), (sinks, "int8")):
+        of = session(changes=changes, kv_cache_dtype=kv_cache_dtype)
         plan = ContextParallel(f"attention2d:grid=1x{of.cp.n},overlap=false", group=of.cp.group)
         core = of.model.decoder.layers[0].self_attention.core_attention
         for length in (13, 30, 5, 1, 2):

@@ -6,6 +6,7 @@ from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.inference.choose import CHOICES
+from megatron.context_parallel.kernels.names import KV_CACHE_DTYPES
 from megatron.context_parallel.trainer.config.flags import Arguments
 
 
@@ -37,6 +38,12 @@ class CacheFlags(FlagSection, title="cache"):
         needs="cp_prefill=empirical",
         read=float,
         example=1.0,
+    )
+    kv_cache_dtype: str = flag(
+        "keys and values in the cache and between ranks: auto is the dtype of the model, the others have 8 bits and a "
+        "scale for each row and head",
+        "auto",
+        choices=KV_CACHE_DTYPES,
     )
     inference_dynamic_batching_max_tokens: int | None = flag(
         "maximum prompt tokens in one step",

@@ -44,6 +44,7 @@ def build_engine(args: Arguments, flags: CacheFlags, length: int | None = None) 
         prefill=flags.cp_prefill,
         cluster=load_cluster(flags.cluster) if flags.cluster else None,
         constants=(alpha, beta, gamma),
+        kv_cache_dtype=flags.kv_cache_dtype,
     )
     length = min(length or positions, positions)
     waste = session.tables.n * session.tables.page
@@ -64,6 +65,7 @@ def _chunks(args: Arguments, flags: CacheFlags, session: Session) -> PrefillChun
         DTYPES[args.params_dtype],
         flags.cp_prefill,
         session.constants,
+        session.sizes.packed,
     )
     return PrefillChunks.predicted(time, session.room()).agreed(session.device)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.context_parallel.cluster.description import AttentionRate, Cluster, Device
-from megatron.context_parallel.cluster.simulate.block_time import rate_at
 from megatron.context_parallel.cluster.simulate.links import Links
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.kernels.names import SCALE_BYTES
 
 PASS_KV, PASS_Q = "pass-kv", "pass-q"
 PASS_Q_PAPER = "pass-q-all-to-all"
@@ -29,6 +29,7 @@ class LayerShape:
         heads, kv_heads: the heads of this tensor-parallel rank.
         head_dim: of queries and keys; value_dim: of values.
         itemsize: bytes of a number. Partial outputs and their log-sum-exp are sent in at least 4 bytes.
+        packed: whether keys and values have 8 bits, and a scale for each row and head.
     """
 
     heads: int
@@ -36,6 +37,7 @@ class LayerShape:
     head_dim: int
     value_dim: int
     itemsize: int
+    packed: bool = False
 
     @property
     def query_bytes(self) -> int:
@@ -45,6 +47,8 @@ class LayerShape:
     @property
     def key_bytes(self) -> int:
         """Bytes of a row of keys and values."""
+        if self.packed:
+            return self.kv_heads * (self.head_dim + self.value_dim + 2 * SCALE_BYTES)
         return self.kv_heads * (self.head_dim + self.value_dim) * self.itemsize
 
     @property
@@ -96,6 +100,8 @@ class Rates:
         computed = 2 * pairs * sizes.heads * (sizes.head_dim + sizes.value_dim)
         if not self.device:
             return computed / self.compute
+        from megatron.context_parallel.cluster.simulate.block_time import rate_at  # imports torch, and commands do not
+
         whole = math.ceil(rows / TILE) * TILE
         rate = rate_at(self.device, self.dtype, sizes.head_dim, False, math.sqrt(whole * keys), False)
         read = keys * sizes.key_bytes / (self.device.memory_GB_s * 1e9)

@@ -37,6 +37,7 @@ class PassTime:
         n, tensor: context ranks and tensor-parallel ranks.
         dtype: of weights and activations: "bf16", "fp16" or "fp32".
         rule: one of `choose.CHOICES`, what is sent; constants: of `empirical`.
+        packed: whether cached keys and values have 8 bits.
     """
 
     model: ModelShape
@@ -46,13 +47,15 @@ class PassTime:
     dtype: str = "bf16"
     rule: str = "auto"
     constants: tuple[float, float, float] = EMPIRICAL
+    packed: bool = False
 
     @cached_property
     def sizes(self) -> LayerShape:
         heads, kv_heads = (
             max(1, count // self.tensor) for count in (self.model.num_attention_heads, self.model.num_query_groups)
         )
-        return LayerShape(heads, kv_heads, self.model.kv_channels, self.model.kv_channels, ITEMSIZE[self.dtype])
+        dim = self.model.kv_channels
+        return LayerShape(heads, kv_heads, dim, dim, ITEMSIZE[self.dtype], self.packed)
 
     @cached_property
     def rates(self) -> Rates:

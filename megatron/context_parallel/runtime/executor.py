@@ -35,6 +35,7 @@ class Problem:
 
     Attributes:
         row_sets: the rows that are sent; None: whole chunks.
+        value_dim: of outputs; None: that of the values as they are stored.
     """
 
     blocks: Blocks
@@ -42,6 +43,7 @@ class Problem:
     kernel: Kernel
     scores: Scores
     row_sets: RowSets | None = None
+    value_dim: int | None = None
 
 
 class Executor:
@@ -60,7 +62,7 @@ class Executor:
         self.k, self.v = inputs[T.KV]
         self.wide = torch.promote_types(self.q.dtype, torch.float32)
         self.widen = Tensor.double if self.wide is torch.float64 else Tensor.float  # faster than `to`
-        self.sizes = *self.q.shape[1:], self.v.shape[-1]
+        self.sizes = *self.q.shape[1:], problem.value_dim or self.v.shape[-1]
 
     def run(self) -> Program[dict[T, Value]]:
         """Yields each communication that it must wait for. Returns the final tensors of the plan."""
@@ -265,6 +267,8 @@ class Executor:
 
     def _buffer(self, tensor: T, rows: int) -> Value:
         """Where a message is received."""
+        if tensor is T.KV:
+            return tuple([x.new_empty(rows, *x.shape[1:]) for x in (self.k, self.v)])
         return empty(tensor, rows, self.sizes, self.q, self.plan.partials_in_16_bits)
 
     def _empty(self, tensor: T, chunk: int) -> Value:
