@@ -169,7 +169,7 @@ def long_caches() -> dict[str, float]:
 class Full:
     """A cache in which one sequence decodes and nothing else fits."""
 
-    vocabulary = VOCABULARY
+    vocabulary, window = VOCABULARY, None
     space = 2 * MILLION
 
     def open(self) -> int:

@@ -34,7 +34,7 @@ STAGES = [  # of a layer: its name, what it does, whether it is a collective
 class Cache:
     """A cache whose text is always the same. It notes the tokens of each step by request; 0 if a request waits."""
 
-    vocabulary = VOCABULARY
+    vocabulary, window = VOCABULARY, None
     engine: Engine
 
     def __init__(self) -> None:
@@ -49,6 +49,9 @@ class Cache:
 
     def free(self, sequence: int) -> None:
         self.tables.free(sequence)
+
+    def holds(self, sequence: int, tokens: int) -> bool:
+        return True
 
     def room(self) -> int:
         return self.tables.room()

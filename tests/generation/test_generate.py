@@ -440,7 +440,7 @@ def test_who_is_cancelled_leaves_at_once_and_the_others_do_not_notice():
 
 
 def test_of_who_is_cancelled_before_anything_is_cached_nothing_is_kept():
-    engine = Engine(Fixed(1000).session, Letters(), step_tokens=1)
+    engine = Engine(Fixed(1000).session, Letters(), chunks=1)
     for name, length in (("first", 30), ("second", 3)):  # a step has a token for the longer one alone
         engine.add(request(name, prompt(length), 2, top_k=1))
     engine.step()

@@ -146,7 +146,7 @@ def texts_among_faults(asked: list[Request]) -> tuple[dict[str, list], bool]:
     """The tokens and the end of each request on rank 0, and whether all pages of this rank are free after them."""
     session_case.start()
     session = session_case.session(cache_tokens=400)
-    engine = Engine(session, Fragile(29), step_tokens=7, waste=session.tables.n * session.tables.page)
+    engine = Engine(session, Fragile(29), chunks=7, waste=session.tables.n * session.tables.page)
     loop, found = RankLoop(engine), {}
     if dist.get_rank():
         loop.follow()
@@ -182,15 +182,16 @@ class Tables:
 
     vocabulary = 257
 
-    def __init__(self, n: int, pages: int) -> None:
-        self.tables = PageTables(n, pages, page=4)
-        self.room, self.can_copy = self.tables.room, self.tables.can_copy
-        self.open, self.free = self.tables.open, self.tables.free
+    def __init__(self, n: int, pages: int, window: int | None = None) -> None:
+        self.tables, self.window = PageTables(n, pages, 4, window), window
+        self.room, self.can_copy, self.holds = self.tables.room, self.tables.can_copy, self.tables.holds
+        self.open, self.free, self.trim = self.tables.open, self.tables.free, self.tables.trim
 
     def fork(self, sequence: int, tokens: int) -> int:
         return self.tables.fork(sequence, tokens)[0]
 
     def forward(self, new, scored):
+        assert all(self.tables.holds(sequence, self.tables.length(sequence)) for sequence in new)
         self.tables.add({sequence: len(tokens) for sequence, tokens in new.items()})
         return {sequence: torch.eye(257)[(tokens[-1] * 7 + 3) % 256] for sequence, tokens in new.items()}
 
@@ -198,15 +199,16 @@ class Tables:
         return values
 
 
-@pytest.mark.parametrize(("n", "pages"), [(1, 30), (3, 9), (4, 20)])
-def test_what_was_admitted_always_fits(n, pages):
+@pytest.mark.parametrize(("n", "pages", "window"), [(1, 30, None), (3, 9, None), (4, 20, None), (3, 20, 7), (1, 30, 9)])
+def test_what_was_admitted_always_fits(n, pages, window):
     draw = torch.Generator().manual_seed(n)
 
     def number(most: int) -> int:
         return int(torch.randint(most, (1,), generator=draw))
 
-    cache = Tables(n, pages)
-    engine = Engine(cache, ByteTokenizer(256), step_tokens=9, waste=n * 4)
+    cache = Tables(n, pages, window)
+    length = 3 * n * pages * 4 if window else None  # with windows, requests may be longer than the cache
+    engine = Engine(cache, ByteTokenizer(256), 9, length, n * 4)
     most, prompts, ended = engine.length, [[3] * 20, [4] * 33], 0
     for turn in range(5000):
         if turn > 300 and engine.idle:
@@ -225,9 +227,10 @@ def test_what_was_admitted_always_fits(n, pages):
     assert engine.cache.room() == engine.capacity
     whole = request("whole", [5] * (most - 1), 1, top_k=1)
     engine.add(whole)
+    outputs = []
     while not engine.idle:
-        ended += sum(bool(output.finish) for output in engine.step())
-    assert most == n * pages * 4
+        outputs += engine.step()
+    assert most == (length or n * pages * 4) and all(output.finish != "error" for output in outputs)
 
 
 def test_a_prompt_is_not_forked_on_a_full_rank():
@@ -296,7 +299,7 @@ def load_and_generate(folder: str, tensor: int, tokens: list[int]) -> list[int]:
     args = model_arguments(Source(load=folder, tensor_model_parallel_size=tensor))
     initialize_model_parallel(args)
     cp = ContextParallel(args.cp_layers[0], group=parallel_state.get_context_parallel_group())
-    engine = Engine(Session(load_model(args, cp), cp, cache_tokens=256), ByteTokenizer(256), step_tokens=7)
+    engine = Engine(Session(load_model(args, cp), cp, cache_tokens=256), ByteTokenizer(256), chunks=7)
     engine.add(request("0", tokens, 12))
     found = tokens_of(engine, 16)
     parallel_state.destroy_model_parallel()

@@ -127,10 +127,11 @@ def cluster(**inside) -> Cluster:
 
 def test_rates_of_a_cluster():
     """Between nodes the NIC is the slowest; inside one, a shared link carries what both devices send."""
-    assert Rates.of(cluster(), 8) == Rates(4e12, 0.5e9, 1e-3)
-    assert Rates.of(cluster(), 2) == Rates(4e12, 4e9, 1e-6)
-    assert Rates.of(cluster(shared=True), 2) == Rates(4e12, 2e9, 1e-6)
-    assert Rates.of(cluster(), 1) == Rates(4e12, math.inf, 0.0)
+    device = cluster().device
+    assert Rates.of(cluster(), 8) == Rates(4e12, 0.5e9, 1e-3, device)
+    assert Rates.of(cluster(), 2) == Rates(4e12, 4e9, 1e-6, device)
+    assert Rates.of(cluster(shared=True), 2) == Rates(4e12, 2e9, 1e-6, device)
+    assert Rates.of(cluster(), 1) == Rates(4e12, math.inf, 0.0, device)
     assert Rates.of(cluster(), 1, "fp32").compute == 5e11
 
 

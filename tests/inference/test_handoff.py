@@ -327,7 +327,7 @@ LATE = "its lease has ended"
 
 def plain_engine(size: int = 100, waste: int = 0) -> tuple[Engine, Calls]:
     calls, cache = Calls(), PlainSession(Parrot(), size, 257)
-    return Engine(cache, ByteTokenizer(256), step_tokens=16, waste=waste, handed=calls), calls
+    return Engine(cache, ByteTokenizer(256), chunks=16, waste=waste, handed=calls), calls
 
 
 def ended(outputs) -> list[tuple[str, str]]:
@@ -406,7 +406,7 @@ def _hand_over(prompts: list[list[int]]) -> None:
     start()
     of = session(cache_tokens=512)
     handed = HandedSequences(of.tables, of.cache, of.cp.rank)
-    engine = Engine(of, ByteTokenizer(256), step_tokens=16, handed=handed)
+    engine = Engine(of, ByteTokenizer(256), chunks=16, handed=handed)
     listener = bind("127.0.0.1", 0)
     shape = of.cache.layers[0][0].shape[2:]
     rows = rows_port.RowsFormat(2, 0, *shape, shape[1], "float32")

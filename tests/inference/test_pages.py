@@ -191,6 +191,40 @@ def test_a_fork_for_which_no_page_is_left_is_refused():
     assert tables.rows() == [4, 3] and tables.room(a) == 1
 
 
+def test_pages_outside_a_window_are_freed():
+    """Window 5, pages of 4 on 2 ranks: of 40 tokens, the next one sees the last 5."""
+    tables = PageTables(2, 8, 4, window=5)
+    old, first = tables.open(), tables.open()
+    tables.add({old: 40})
+    assert tables.fork(old, 39)[0] == 3 and tables.room() == 64 - 40 - 4  # one page is copied
+    tables.free(3)
+    for rows in (1, 1, 1, 2):
+        tables.add({old: rows})
+    kept = [tables.slots(old, rank, 40).tolist() for rank in range(2)]
+    tables.trim(old)
+    tables.trim(old)
+    assert [part.freed for part in tables._parts[old]] == [5, 5] and tables.room() == 64 - 2 * 4
+    assert tables.length(old) == 45 and [tables.slots(old, rank, 40).tolist() for rank in range(2)] == kept
+    assert tables.holds(old, 45) and not tables.holds(old, 36)
+    with pytest.raises(UsageError, match=r"fork of 36 tokens of sequence 1: keys .* were freed; give 45"):
+        tables.fork(old, 36)
+    tables.add({first: tables.room(first) - 16})
+    twin = tables.fork(old, 45)[0]
+    tables.add({old: 2, twin: 2})  # the freed pages are in use, and both have pages of their own
+    used = [tables.slots(s, rank, f).tolist() for s, f in ((first, 0), (old, 40), (twin, 45)) for rank in range(2)]
+    for rank in range(2):
+        mine = [slot for part in used[rank::2] for slot in part]
+        assert len(mine) == len({*mine})
+    for sequence in (first, old, twin):
+        tables.free(sequence)
+    assert tables.room() == 64 and tables.rows() == [0, 0]
+    whole = PageTables(1, 4, 4)
+    sequence = whole.open()
+    whole.add({sequence: 16})
+    whole.trim(sequence)
+    assert whole.room() == 0 and whole.holds(sequence, 1)
+
+
 def test_random_lives():
     """Random valid requests on tables that are often full."""
     for seed in range(30):

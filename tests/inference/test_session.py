@@ -120,6 +120,31 @@ def _life() -> None:
     assert of.room() == of.tables.capacity == 160 + (-160 % (4 * of.cp.n))
 
 
+def _window() -> None:
+    """Pages outside the window are freed, filled with NaN, and used again; the text is that from the start."""
+    changes = {"window_size": (6, 0), "num_query_groups": 4}
+    of, whole = session(cache_tokens=48, changes=changes), model(False, num_query_groups=4).eval()
+    assert of.window == 6 and session(changes=changes | {"window_attn_skip_freq": 2}).window is None
+    sequence, text = of.open(), [*range(20)]
+    new = [*text]
+    for number in range(8):
+        if number % 3 == 1:
+            more = [(number * 7 + x) % VOCABULARY for x in range(12)]
+            new, text = new + more, text + more
+        logits = of.forward({sequence: new})
+        chosen = of.share({s: [int(row.argmax())] for s, row in logits.items()})
+        token, expected = next_token(whole, text, 6)
+        assert int(chosen[sequence][0]) == token
+        for row in logits.values():
+            assert (row - expected).norm() < 1e-5 * expected.norm()
+        new = [token]
+        text.append(token)
+        of.trim(sequence)
+        poison(of)
+        assert of.room() >= 48 - 6 - 2 * 4 * of.cp.n
+    assert len(text) > 48 and of.fork(sequence, of.length(sequence))
+
+
 def _neighbours() -> list[torch.Tensor]:
     """Logits of a sequence in passes of equal shapes, beside sequences with other tokens."""
     found = list[dict[int, torch.Tensor]]()
@@ -192,8 +217,9 @@ def _a_model_stays_what_it_was() -> None:
 
 def _steps_and_plans() -> None:
     """The attention of decode steps against that of the plan with the same messages, and what a step allocates."""
-    for changes in ({}, {"num_query_groups": 4, "window_size": (6, 0), "softmax_type": "off-by-one"}):
-        of = session(changes=changes)
+    sinks = {"num_query_groups": 4, "window_size": (6, 0), "softmax_type": "off-by-one"}
+    for changes, kv_cache_dtype in (({}, "auto"), (sinks, "auto"), (sinks, "int8")):
+        of = session(changes=changes, kv_cache_dtype=kv_cache_dtype)
         plan = ContextParallel(f"attention2d:grid=1x{of.cp.n},overlap=false", group=of.cp.group)
         core = of.model.decoder.layers[0].self_attention.core_attention
         for length in (13, 30, 5, 1, 2):
@@ -303,6 +329,7 @@ def _two_ranks() -> None:
     start()
     _steps_and_plans()
     _life()
+    _window()
     _neighbours()
     _refusals()
     _a_model_stays_what_it_was()

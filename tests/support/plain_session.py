@@ -10,6 +10,8 @@ from torch import Tensor
 class PlainSession:
     """A slow and simple session. An engine over a real session must generate the same."""
 
+    window = None
+
     def __init__(self, model: GPTModel, cache_tokens: int, vocabulary: int) -> None:
         self.model, self.cache_tokens, self.vocabulary = model, cache_tokens, vocabulary
         self.sequences: dict[int, list[int]] = {}
@@ -30,6 +32,9 @@ class PlainSession:
 
     def free(self, sequence: int) -> None:
         del self.sequences[sequence]
+
+    def holds(self, sequence: int, tokens: int) -> bool:
+        return tokens <= len(self.sequences[sequence])
 
     def room(self) -> int:
         return self.cache_tokens - sum(map(len, self.sequences.values()))

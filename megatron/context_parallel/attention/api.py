@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.interface import Kernel, Scores
 from megatron.context_parallel.kernels.merge import merge
+from megatron.context_parallel.kernels.quantized import QuantizedKernel
 from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.runtime.executor import Problem
 from megatron.context_parallel.runtime.passes import forward
@@ -132,7 +133,7 @@ def attention_of_rows(
 
     Args:
         inputs: for each rank of this process q [s, b, heads, d], k [t, b, kv_heads, d] and v [t, b, kv_heads, dv], in
-            the order of its chunks.
+            the order of its chunks. With a `QuantizedKernel`, k and v are packed.
         cp: the context group, without head parallelism.
         blocks: the chunks of all ranks, the mask and the kernel; the same object for each layer.
         scale, softcap, sinks: as in `context_parallel_attention`.
@@ -144,8 +145,9 @@ def attention_of_rows(
         UsageError: shapes, dtypes or heads that do not fit; other numbers of rows than in `blocks`; head parallelism;
             partials in 16 bits for wider inputs.
     """
+    packed = blocks.kernel if isinstance(blocks.kernel, QuantizedKernel) else None
     for rank, (q, k, v) in zip(cp.local_ranks, inputs, strict=True):
-        check(q, k, v, sinks, smallest=0)
+        check(q, *(packed.unpacked_like(q, k, v) if packed else (k, v)), sinks, smallest=0)
         check_partials(cp.choice, q.dtype)
         given = len(q), len(k)
         chunks = blocks.q.rows(rank), blocks.kv.rows(rank)
@@ -158,7 +160,7 @@ def attention_of_rows(
     plan = cp.plans.full(q.shape[2], k.shape[2])
     if plan.heads > 1:
         raise UsageError(f"--cp-head-parallel-size {plan.heads}: head parallelism needs chunks of equal size; give 1")
-    problem = Problem(blocks, k.shape[2], blocks.kernel, scores)
+    problem = Problem(blocks, k.shape[2], blocks.kernel, scores, value_dim=packed.value_dim if packed else None)
     results = cp.run(forward, plan, problem, [(sinks, *part) for part in inputs])
     return [out for out, *_ in results]
 
@@ -166,7 +168,7 @@ def attention_of_rows(
 def _of_one_rank(blocks: Blocks, scores: Scores, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The single block of a one-rank plan, without the plan: in decoding, the plan would take as long as the block."""
     s, b, heads, d = q.shape
-    kv_heads, value_dim = v.shape[2:]
+    kv_heads = v.shape[2]
     queries = q.reshape(s, b * kv_heads, heads // kv_heads, d)
     keys = k.flatten(1, 2)
     values = v.flatten(1, 2)
@@ -176,6 +178,7 @@ def _of_one_rank(blocks: Blocks, scores: Scores, sinks: Tensor | None, q: Tensor
     if _one_after_another(rows, s):
         out, lse = next(results) if len(pieces) == 1 else map(torch.cat, zip(*results, strict=True))
     else:
+        value_dim = blocks.kernel.value_dim if isinstance(blocks.kernel, QuantizedKernel) else v.shape[-1]
         out = q.new_zeros((*queries.shape[:3], value_dim), dtype=torch.promote_types(q.dtype, torch.float32))
         lse = q.new_full(queries.shape[:3], -math.inf, dtype=torch.float64)
         done = 0  # rows before it may already have a result
@@ -185,7 +188,7 @@ def _of_one_rank(blocks: Blocks, scores: Scores, sinks: Tensor | None, q: Tensor
             else:
                 out[piece.q], lse[piece.q] = result
             done = max(done, stop)
-    out = out.reshape(s, b, heads, value_dim)
+    out = out.reshape(s, b, heads, out.shape[-1])
     if sinks is not None:
         out = out.to(torch.promote_types(out.dtype, torch.float32))
         add_sinks(out, lse.reshape(s, b, heads), sinks)

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     if flags.dry_run:
         from megatron.context_parallel.generation.cache_size import describe
 
-        describe(args, flags.cache_tokens)
+        describe(args, flags.cache_tokens, flags.kv_cache_dtype)
         return
     announce(f"loading {flags.load} on {args.world_size} ranks")
     # These take seconds to import. Mistakes in flags are reported before.
@@ -87,7 +87,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check_handoff(flags: Serve) -> None:
-    """Raises UsageError if the model is not one that a decoder can have too."""
+    """Raises UsageError if the model is not one that a decoder can have too, or its cache not one that it reads."""
+    if flags.handoff_host and flags.kv_cache_dtype != "auto":
+        why = "decoders take keys and values in the dtype of the model"
+        raise UsageError(f"--kv-cache-dtype {flags.kv_cache_dtype}: {why}; give auto, or leave out --handoff-host")
     if flags.handoff_host and not is_huggingface(flags.load):
         why = "decoders compare their weights with those of a HuggingFace folder"
         raise UsageError(f"--handoff-host {flags.handoff_host}: {why}; convert {flags.load} with tools/convert_hf.py")

@@ -6,6 +6,7 @@ from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.inference.choose import CHOICES
+from megatron.context_parallel.kernels.names import KV_CACHE_DTYPES
 from megatron.context_parallel.trainer.config.flags import Arguments
 
 
@@ -27,7 +28,7 @@ class CacheFlags(FlagSection, title="cache"):
     )
     cp_prefill: str = flag("what a prefill sends: keys and values, or queries", "auto", choices=CHOICES)
     cluster: str | None = flag(
-        "preset or file of a cluster, for the rates of --cp-prefill",
+        "preset or file of a cluster, for predicted times of prefills",
         unit="NAME",
         derived="auto counts bytes",
         example="dgx-h100",
@@ -38,7 +39,18 @@ class CacheFlags(FlagSection, title="cache"):
         read=float,
         example=1.0,
     )
-    inference_dynamic_batching_max_tokens: int = flag("maximum prompt tokens in one step", 512)
+    kv_cache_dtype: str = flag(
+        "keys and values in the cache and between ranks: auto is the dtype of the model, the others have 8 bits and a "
+        "scale for each row and head",
+        "auto",
+        choices=KV_CACHE_DTYPES,
+    )
+    inference_dynamic_batching_max_tokens: int | None = flag(
+        "maximum prompt tokens in one step",
+        derived="by predicted time with --cluster, otherwise 512 for each context rank",
+        at_least=1,
+        example=8192,
+    )
 
 
 class TimeLimits(FlagSection, title="time limits"):

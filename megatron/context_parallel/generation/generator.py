@@ -7,7 +7,8 @@ from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.inference.choose import EMPIRICAL
 from megatron.context_parallel.inference.engine import Engine
-from megatron.context_parallel.inference.session import Session
+from megatron.context_parallel.inference.prefill_chunks import UNKNOWN, PassTime, PrefillChunks
+from megatron.context_parallel.inference.session import DTYPES, Session
 from megatron.context_parallel.inference.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
@@ -16,6 +17,7 @@ from megatron.context_parallel.inference.tokenizer import (
 )
 from megatron.context_parallel.integration.huggingface.config import is_huggingface
 from megatron.context_parallel.trainer.config.flags import Arguments
+from megatron.context_parallel.trainer.config.workload import model_of
 from megatron.context_parallel.trainer.data.tokenizer import BYTES
 
 from .flags import CacheFlags
@@ -42,10 +44,30 @@ def build_engine(args: Arguments, flags: CacheFlags, length: int | None = None) 
         prefill=flags.cp_prefill,
         cluster=load_cluster(flags.cluster) if flags.cluster else None,
         constants=(alpha, beta, gamma),
+        kv_cache_dtype=flags.kv_cache_dtype,
     )
     length = min(length or positions, positions)
     waste = session.tables.n * session.tables.page
-    return Engine(session, tokenizer, flags.inference_dynamic_batching_max_tokens, length, waste)
+    return Engine(session, tokenizer, _chunks(args, flags, session), length, waste)
+
+
+def _chunks(args: Arguments, flags: CacheFlags, session: Session) -> PrefillChunks:
+    """The prompt tokens of a step: given, predicted, or as many for each rank."""
+    if flags.inference_dynamic_batching_max_tokens:
+        return PrefillChunks.fixed(flags.inference_dynamic_batching_max_tokens)
+    if not flags.cluster:
+        return PrefillChunks.fixed(UNKNOWN * session.cp.n)
+    time = PassTime(
+        model_of(args),
+        load_cluster(flags.cluster),
+        session.cp.n,
+        args.tensor_model_parallel_size,
+        DTYPES[args.params_dtype],
+        flags.cp_prefill,
+        session.constants,
+        session.sizes.packed,
+    )
+    return PrefillChunks.predicted(time, session.room()).agreed(session.device)
 
 
 def text_tokenizer(args: Arguments) -> Tokenizer:

@@ -3,6 +3,10 @@
 import torch
 from torch import Tensor
 
+from megatron.context_parallel.kernels.interface import Kernel
+from megatron.context_parallel.kernels.names import SCALE_BYTES
+from megatron.context_parallel.kernels.quantized import QuantizedKernel, pack
+
 
 class KVCache:
     """Keys (rotated) and values of one rank in pages, for each layer. All memory is allocated at once.
@@ -11,15 +15,26 @@ class KVCache:
         pages, page: the number of pages, and the rows per page.
         shapes: for each layer, the key/value heads, and head_dim of keys and of values.
         dtype, device: those of the tensors.
+        form: one of `kernels.quantized.FORMATS`, if rows are stored in 8 bits: uint8 [..., d + 4].
     """
 
     def __init__(
-        self, pages: int, page: int, shapes: list[tuple[int, int, int]], dtype: torch.dtype, device: torch.device
+        self,
+        pages: int,
+        page: int,
+        shapes: list[tuple[int, int, int]],
+        dtype: torch.dtype,
+        device: torch.device,
+        form: str | None = None,
     ) -> None:
+        self.form = form
         self._rows = list[tuple[Tensor, Tensor]]()
         self.layers = list[tuple[Tensor, ...]]()  # views
         rows = pages * page
-        for heads, key_dim, value_dim in shapes:
+        for heads, *widths in shapes:
+            if form:
+                widths, dtype = [width + SCALE_BYTES for width in widths], torch.uint8
+            key_dim, value_dim = widths
             keys = torch.empty(rows + 1, heads, key_dim, dtype=dtype, device=device)
             values = torch.empty(rows + 1, heads, value_dim, dtype=dtype, device=device)
             self._rows.append((keys, values))
@@ -28,12 +43,16 @@ class KVCache:
     def append(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores rows [rows, kv_heads, d] of a layer at `slots` int64 [rows]; padding after the last page."""
         for rows, x in zip(self._rows[layer], (keys, values), strict=True):
-            rows.index_copy_(0, slots, x)
+            rows.index_copy_(0, slots, pack(x, self.form) if self.form else x)
 
     def rows(self, layer: int, slots: Tensor | slice) -> tuple[Tensor, ...]:
-        """Keys and values [rows, kv_heads, d] of a layer at `slots`; a view if `slots` is a slice."""
+        """Keys and values [rows, kv_heads, d] of a layer at `slots`, as they are stored; a view if it is a slice."""
         whole = self._rows[layer]
         return tuple([x[slots] if isinstance(slots, slice) else x.index_select(0, slots) for x in whole])
+
+    def kernel(self, kernel: Kernel, key_dim: int, value_dim: int) -> Kernel:
+        """A kernel that reads stored rows, from one for rows of these head_dims."""
+        return QuantizedKernel(kernel, self.form, key_dim, value_dim) if self.form else kernel
 
     def copy(self, source: int, target: int) -> None:
         """Copies a page in all layers."""

@@ -35,6 +35,7 @@ class CacheAttention:
         rows = self.batch.rows
         layer = core.layer_number - 1
         kernel = kernel_for(q.device, q.dtype, q.shape[-1], core.backend, value_dim=v.shape[-1])
+        kernel = self.cache.kernel(kernel, q.shape[-1], v.shape[-1])
         blocks, slots = self.batch.view(core.window, kernel)
         self.cache.append(layer, self.batch.new_slots, k[:rows, 0], v[:rows, 0])
         keys, values = (x.unsqueeze(1) for x in self.cache.rows(layer, slots))

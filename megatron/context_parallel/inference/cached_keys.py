@@ -22,10 +22,11 @@ def attend_to(
         q: [kv_heads, group, d].
         keys, values: all pages of a layer, [pages, page, kv_heads, d].
     """
-    results = [*_of_rows(seen, q, keys, values, kernel, scores), *_of_pages(seen, q, keys, values, kernel, scores)]
-    if len(results) == 1 and len(results[0][0]) == 1:
-        out, lse = results[0]
+    if len(seen.rows) == 1 and not seen.pages:  # the usual case, with few calls
+        keys, values = (x.flatten(0, 1)[seen.rows[0]] for x in (keys, values))
+        out, lse = kernel.forward(q.unsqueeze(0), keys, values, FULL, scores)
         return out[0], lse[0]
+    results = [*_of_rows(seen, q, keys, values, kernel, scores), *_of_pages(seen, q, keys, values, kernel, scores)]
     outs, lses = map(torch.cat, zip(*results, strict=True))
     return outs.mul_(lses.softmax(0).unsqueeze(-1)).sum(0), lses.logsumexp(0)
 

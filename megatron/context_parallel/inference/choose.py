@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.context_parallel.cluster.description import AttentionRate, Cluster
+from megatron.context_parallel.cluster.description import AttentionRate, Cluster, Device
 from megatron.context_parallel.cluster.simulate.links import Links
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.kernels.names import SCALE_BYTES
 
 PASS_KV, PASS_Q = "pass-kv", "pass-q"
 PASS_Q_PAPER = "pass-q-all-to-all"
 CHOICES = (PASS_KV, PASS_Q, PASS_Q_PAPER, "auto", "alg1", "alg5", "empirical")
+TILE = 128  # query rows that an attention kernel computes at once, also if it has fewer
 EMPIRICAL = (-1.059, 1.145, 12.112)  # Appendix D as printed; it contradicts Table 4, so fit your own constants
 
 
@@ -27,6 +29,7 @@ class LayerShape:
         heads, kv_heads: the heads of this tensor-parallel rank.
         head_dim: of queries and keys; value_dim: of values.
         itemsize: bytes of a number. Partial outputs and their log-sum-exp are sent in at least 4 bytes.
+        packed: whether keys and values have 8 bits, and a scale for each row and head.
     """
 
     heads: int
@@ -34,6 +37,7 @@ class LayerShape:
     head_dim: int
     value_dim: int
     itemsize: int
+    packed: bool = False
 
     @property
     def query_bytes(self) -> int:
@@ -43,6 +47,8 @@ class LayerShape:
     @property
     def key_bytes(self) -> int:
         """Bytes of a row of keys and values."""
+        if self.packed:
+            return self.kv_heads * (self.head_dim + self.value_dim + 2 * SCALE_BYTES)
         return self.kv_heads * (self.head_dim + self.value_dim) * self.itemsize
 
     @property
@@ -59,11 +65,14 @@ class Rates:
         compute: FLOP/s of one rank's attention.
         bandwidth: bytes per second from a rank to the next one.
         latency: seconds before a message arrives.
+        device: computes blocks at its rates for their sizes, in `dtype`; without it, all at the rate `compute`.
     """
 
     compute: float
     bandwidth: float
     latency: float = 0.0
+    device: Device | None = None
+    dtype: str = "bf16"
 
     @classmethod
     def of(cls, cluster: Cluster, n: int, dtype: str = "bf16", head_dim: int = 128) -> "Rates":
@@ -80,18 +89,38 @@ class Rates:
             return rate.dtype != dtype, abs(rate.head_dim - head_dim), -rate.rows
 
         best = min(part.device.attention, key=apart)
-        return cls(best.forward_TFLOP_s * 1e12, bandwidth, max((path.seconds for path in paths), default=0.0))
+        latency = max((path.seconds for path in paths), default=0.0)
+        return cls(best.forward_TFLOP_s * 1e12, bandwidth, latency, part.device, dtype)
+
+    def block(self, rows: float, keys: float, pairs: float, sizes: LayerShape) -> float:
+        """Seconds of a block of `rows` queries and `keys`, of which `pairs` are seen.
+
+        On a device, few rows take as long as a tile of them, and a block at least as long as reading its keys.
+        """
+        computed = 2 * pairs * sizes.heads * (sizes.head_dim + sizes.value_dim)
+        if not self.device:
+            return computed / self.compute
+        from megatron.context_parallel.cluster.simulate.block_time import rate_at  # imports torch, and commands do not
+
+        whole = math.ceil(rows / TILE) * TILE
+        rate = rate_at(self.device, self.dtype, sizes.head_dim, False, math.sqrt(whole * keys), False)
+        read = keys * sizes.key_bytes / (self.device.memory_GB_s * 1e9)
+        return self.device.block_us * 1e-6 + max(computed * whole / rows / rate, read)
 
 
-def seconds(variant: str, new: int, cached: int, n: int, sizes: LayerShape, rates: Rates) -> float:
+def seconds(
+    variant: str, new: int, cached: int, n: int, sizes: LayerShape, rates: Rates, window: int | None = None
+) -> float:
     """Predicted seconds of one layer's attention, if each step takes the longer of its messages and its block.
 
     All ranks have the same number of rows; each query sees half of the new tokens. The steps are those of the plans:
     pass-KV is `ring`, pass-Q is `attention2d` on a grid of 1 x n, where partial outputs move along with the queries.
     """
     rows = new / n
-    pairs = rows * (cached + new / 2) / n  # in one block
-    block = 2 * pairs * sizes.heads * (sizes.head_dim + sizes.value_dim) / rates.compute
+    seen = cached + new / 2
+    if window is not None:
+        cached, seen = min(cached, window), min(seen, window)
+    block = rates.block(rows, (cached + new) / n, rows * seen / n, sizes)
     if variant == PASS_KV:
         sent = [(cached + new) / n * sizes.key_bytes] * (n - 1) + [0.0]
     else:

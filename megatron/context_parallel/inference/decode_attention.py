@@ -112,7 +112,9 @@ class DecodeAttention:
     def _attend(self, core: ContextParallelAttention, layer: int) -> None:
         """Computes the partial output of each row, at the place from which it is sent."""
         keys, values = self.cache.layers[layer]
-        kernel = kernel_for(keys.device, keys.dtype, self.heads.key_dim, core.backend, value_dim=self.heads.value_dim)
+        sizes = self.heads.key_dim, self.heads.value_dim
+        kernel = kernel_for(keys.device, self.mine.dtype, sizes[0], core.backend, value_dim=sizes[1])
+        kernel = self.cache.kernel(kernel, *sizes)
         scores = Scores(core.scale)
         for rank, row, seen in self.rows.keys(core.window[0]):
             place = self.places[rank][row]

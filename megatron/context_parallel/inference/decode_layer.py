@@ -18,6 +18,8 @@ from megatron.context_parallel.integration.norm import Norm
 from megatron.context_parallel.integration.spec import ContextParallelAttention
 from megatron.context_parallel.patches.megatron_rope import rotary_scale
 
+from .decode_product import Product
+
 ACTIVATIONS = {F.silu: torch.ops.aten.silu.out, F.gelu: torch.ops.aten.gelu.out}
 
 
@@ -132,6 +134,10 @@ class LayerBuffers:
         self.inner = new((1 + self.gated) * ffn)
         self.gate, self.linear = self.inner[:, :ffn], self.inner[:, ffn:]
         self.active = new(ffn)
+        self.to_qkv = Product(self.normed, self.mixed)
+        self.to_residual = Product(self.attended, self.residual)
+        self.to_inner = Product(self.normed, self.inner)
+        self.from_inner = Product(self.active, self.residual)
         self.norm = NormBuffers(self.x.shape, dtype, device)
         if config.qk_layernorm:
             self.q_norm = NormBuffers(self.turned_q.shape, dtype, device)
@@ -165,28 +171,22 @@ class DecodeLayer:
     def __call__(self, of: LayerBuffers, attend: Attention) -> None:
         """Computes `of.x` from `of.x`."""
         of.norm(self.input_norm, of.x, of.normed)
-        _linear(self.qkv, of.normed, of.mixed)
+        of.to_qkv(self.qkv.weight, self.qkv.bias)
         if self.normed:
             of.q_norm(self.q_norm, of.q, of.normed_q)
             of.k_norm(self.k_norm, of.k, of.normed_k)
         for rotate in of.rotations:
             rotate()
         attend.write(self.core, of.queries, of.turned_k, of.v, of.by_head)
-        _linear(self.proj, of.attended, of.residual)
+        of.to_residual(self.proj.weight, self.proj.bias)
         of.x.add_(of.residual)
         of.norm(self.mlp_norm, of.x, of.normed)
-        _linear(self.fc1, of.normed, of.inner)
+        of.to_inner(self.fc1.weight, self.fc1.bias)
         self.activate(of.gate, out=of.active)
         if of.gated:
             of.active.mul_(of.linear)
-        _linear(self.fc2, of.active, of.residual)
+        of.from_inner(self.fc2.weight, self.fc2.bias)
         of.x.add_(of.residual)
-
-
-def _linear(of: Any, x: Tensor, out: Tensor) -> None:
-    torch.mm(x, of.weight.t(), out=out)
-    if of.bias is not None:
-        out.add_(of.bias)
 
 
 def plain(model: GPTModel) -> bool:

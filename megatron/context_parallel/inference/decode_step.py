@@ -10,6 +10,7 @@ from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
 from .cached_model import CachedModel
 from .decode_layer import Attention, DecodeLayer, LayerBuffers, plain
+from .decode_product import Product
 
 
 class DecodeStep:
@@ -30,6 +31,7 @@ class DecodeStep:
         self.buffers = LayerBuffers(model.config, attend.size, rotary, parameter.dtype, parameter.device)
         self._inputs = torch.zeros(2, attend.size, dtype=torch.int64, device=parameter.device)
         self.logits = torch.zeros(attend.size, model.vocab_size, dtype=parameter.dtype, device=parameter.device)
+        self._to_logits = Product(self.buffers.normed, self.logits)
 
     def __call__(self, tokens: Tensor, positions: Tensor, angles: Tensor | None) -> Tensor:
         """The logits [rows, vocabulary] of tokens int64 [rows]. The next step overwrites them.
@@ -56,7 +58,7 @@ class DecodeStep:
             recorder.at_layer(number)
             layer(of, self.attend)
         of.norm(self.model.decoder.final_layernorm, of.x, of.normed)
-        torch.mm(of.normed, output_weight(self.model).t(), out=self.logits)
+        self._to_logits(output_weight(self.model))
         return self.logits
 
 

@@ -2,10 +2,9 @@
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from megatron.core.inference.sampling_params import SamplingParams
 from torch import Tensor
@@ -13,10 +12,12 @@ from torch import Tensor
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
+from .cache_session import CacheSession
 from .change_logits import TextSoFar, change_logits
 from .faults import GRAMMAR, MISTAKE, NAN, GrammarFault, log_fault
 from .grammar import Grammars, Matcher
 from .handoff.sequences import HandedSequences
+from .prefill_chunks import PrefillChunks
 from .prefixes import Prefixes, Prompt
 from .prompt_scores import score_prompt
 from .rules import NO_RULES, Rules
@@ -25,25 +26,7 @@ from .text_stream import TextStream
 from .tokenizer import Tokenizer
 
 OVERTAKE = 8  # requests that may start before one that does not fit
-
-
-class CacheSession(Protocol):
-    """The interface of a `Session` that the engine needs."""
-
-    vocabulary: int
-    scored: dict[int, tuple[list[int], Tensor]]
-
-    def open(self) -> int: ...
-    def fork(self, sequence: int, tokens: int) -> int: ...
-    def free(self, sequence: int) -> None: ...
-    def room(self) -> int: ...
-    def can_copy(self) -> bool: ...
-    def forward(
-        self, new: Mapping[int, Sequence[int]], prefill: str | None = None, scored: Collection[int] = ()
-    ) -> dict[int, Tensor]: ...
-    def share(
-        self, values: Mapping[int, Sequence[float]], width: int = 1, of: Sequence[int] | None = None
-    ) -> dict[int, list[float]]: ...
+SCORED = 512  # prompt tokens of a step that keeps the logits of all of them
 
 
 @dataclass(frozen=True)
@@ -140,9 +123,10 @@ class Engine:
     Args:
         cache: a `Session` that nothing else uses.
         tokenizer: converts tokens to text.
-        step_tokens: maximum number of prompt tokens per step, besides one token of each text that is being generated.
+        chunks: the maximum number of prompt tokens per step, besides one token of each text that is being generated.
             Prompts share them evenly, so that a long prompt does not delay the short ones.
-        length: maximum tokens of a request, prompt and text together; default: the size of the cache.
+        length: maximum tokens of a request, prompt and text together; default: the size of the cache. If all layers
+            have windows, a request may be longer than the cache.
         waste: rows of pages that a sequence may leave unused, in total over all ranks.
         handed: what decoders of other programs may fetch of this rank's rows; without it, requests have no handoff.
     """
@@ -151,16 +135,19 @@ class Engine:
         self,
         cache: CacheSession,
         tokenizer: Tokenizer,
-        step_tokens: int = 512,
+        chunks: int | PrefillChunks = 512,
         length: int | None = None,
         waste: int = 0,
         handed: HandedSequences | None = None,
     ) -> None:
-        self.cache, self.tokenizer, self.step_tokens, self.waste = cache, tokenizer, step_tokens, waste
+        self.cache, self.tokenizer, self.waste = cache, tokenizer, waste
+        self.chunks = PrefillChunks.fixed(chunks) if isinstance(chunks, int) else chunks
         self.handed = handed
         self.pinned: dict[str, _Running] = {}  # prefilled and not yet released, by the name of the handoff
         self.capacity = cache.room()
-        self.length = min(length or self.capacity, self.capacity)
+        self.length = length or self.capacity
+        if self.capacity < self._most_rows(self.length):
+            self.length = self.capacity
         self.waiting: deque[_Waiting] = deque()
         self.running: dict[str, _Running] = {}
         self._kept: OrderedDict[int, int] = OrderedDict()  # cached tokens by sequence; the most recently used is last
@@ -209,6 +196,8 @@ class Engine:
             UsageError: it can never run.
         """
         self.check(request.tokens, request.params.num_tokens_to_generate)
+        if request.handoff and request.end > self.capacity:
+            raise UsageError(f"prompt of {request.end} tokens: more than {self.capacity} for a decoder; give fewer")
         self.waiting.append(_Waiting(request, Prompt(request.key, request.tokens)))
 
     def cancel(self, name: str) -> None:
@@ -240,6 +229,7 @@ class Engine:
         outputs, self._ended = self._ended, []
         if not (new := self._deal()):
             return outputs
+        self._find_room(sum(map(len, new.values())))
         logits = self.cache.forward(new, scored=[run.sequence for run in self.running.values() if run.request.scored])
         complete = []
         for run in self.running.values():
@@ -266,12 +256,20 @@ class Engine:
                 new[run.sequence] = run.tokens[-1:]
             else:
                 prompts.append((missing, run.sequence, run))
-        left = self.step_tokens
+        left = self._prompt_tokens([run for _, _, run in prompts])
         for place, (count, sequence, run) in enumerate(sorted(prompts)):
             if share := min(count, left // (len(prompts) - place)):
                 new[sequence] = run.tokens[run.cached : run.cached + share]
                 left -= share
         return new
+
+    def _prompt_tokens(self, prompts: list[_Running]) -> int:
+        """How many tokens of some prompts a step computes."""
+        if not prompts:
+            return 0
+        cached = max(run.cached for run in prompts)
+        chosen = self.chunks(cached, any(run.chosen for run in self.running.values()))
+        return min(chosen, SCORED) if any(run.request.scored for run in prompts) else chosen
 
     def _score(self, run: _Running, count: int) -> None:
         """Add the log-probabilities of the tokens that follow `count` new tokens of a prompt."""
@@ -384,8 +382,13 @@ class Engine:
         request = waiting.request
         while True:
             source, reused = (not request.scored and self._prefixes.longest(waiting.prompt)) or (None, 0)
+            if source is not None and not self.cache.holds(source, reused):
+                source, reused = None, 0
             copies = source is not None and self._kept.get(source) != reused
-            if self._make_room(request.end - reused, source, copies):
+            fits = self._make_room(self._rows_to_come(request, reused), source, copies)
+            if source is not None and not self.cache.holds(source, reused):
+                continue  # keys of the prefix were freed for this room
+            if fits:
                 break
             if self.running or source is None or source not in self._kept:
                 return False
@@ -423,14 +426,47 @@ class Engine:
     def _make_room(self, tokens: int, spare: int | None, copies: bool) -> bool:
         """Evict sequences until so many tokens fit besides the reserved ones, and copies if `spare` is forked within a
         page. Returns whether they fit."""
-        needed = tokens + self.waste * copies + sum(run.request.end - run.cached for run in self.running.values())
+        needed = tokens + self.waste * copies
+        needed += sum(self._rows_to_come(run.request, run.cached) for run in self.running.values())
         if self.running:  # a single sequence uses all pages; several may each leave some unfilled
             needed += self.waste * (len(self.running) + 1)
+        if not self._fits(needed, copies):
+            self._trim()
         for oldest in [sequence for sequence in self._kept if sequence != spare]:
             if self._fits(needed, copies):
                 break
             self._forget(oldest)
         return self._fits(needed, copies)
+
+    def _rows_to_come(self, request: Request, cached: int) -> int:
+        """How many rows a request with so many cached ones may still take at a time."""
+        left = request.end - cached
+        return left if request.handoff else min(left, self._most_rows(left))
+
+    def _most_rows(self, tokens: int) -> int:
+        """How many rows a text takes at a time: with windows those that are seen, a chunk, and partly used pages."""
+        if self.cache.window is None:
+            return tokens
+        return min(tokens, self.cache.window + self.chunks.most + 2 * self.waste)
+
+    def _trim(self) -> None:
+        """Free keys outside every window. Prompts with a common prefix cannot share them any more."""
+        if self.cache.window is not None:
+            for sequence in self._kept:
+                self.cache.trim(sequence)
+            for run in self.running.values():
+                if not run.request.handoff:  # a decoder reads all keys
+                    self.cache.trim(run.sequence)
+
+    def _find_room(self, tokens: int) -> None:
+        """Free keys outside every window, and then sequences, if a step's tokens may not fit."""
+        if self.cache.window is None or self._fits(needed := tokens + self.waste * (len(self.running) + 1), False):
+            return
+        self._trim()
+        for oldest in [*self._kept]:
+            if self._fits(needed, False):
+                return
+            self._forget(oldest)
 
     def _fits(self, tokens: int, copies: bool) -> bool:
         """Whether so many tokens fit; for copies, no rank may be full, however much space the others have."""

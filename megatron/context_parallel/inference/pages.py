@@ -68,6 +68,7 @@ class RankRows:
         strides: the same pages as start, step and count of pages at equal distances.
         full: the rows of all strides but the last.
         inherited: the number of rows inherited by a fork.
+        freed: the number of pages, the first ones, that were freed because no later token sees their rows.
     """
 
     pages: list[int] = field(default_factory=list)
@@ -75,6 +76,7 @@ class RankRows:
     strides: list[tuple[int, int, int]] = field(default_factory=list)
     full: KeyRows = field(default_factory=lambda: KeyRows([], []))
     inherited: int = 0
+    freed: int = 0
 
     @property
     def own(self) -> int:
@@ -126,24 +128,27 @@ class _Store:
         """A free page for a sequence whose last page is `before`.
 
         It is the page after it, or one with many free pages after it. So pages of a sequence are neighbours, also while
-        several sequences grow. If there are few free pages in a row, it is the next free page.
+        several sequences grow. If there are few free pages in a row, a new sequence takes the first of most of them,
+        and another one the next free page.
         """
         place = 0 if before is None else bisect_left(self.free, before)
         if before is None or self.free[place : place + 1] != [before + 1]:
-            place = self._far() or place % len(self.free)
+            begin, length = self._longest_run()
+            if length >= SHORT and self.free[begin]:
+                place = begin + length // 2
+            else:
+                place = begin if before is None else place % len(self.free)
         page = self.free.pop(place)
         self.users[page] = 1
         return page
 
-    def _far(self) -> int:
-        """The place in `free` of the middle of the longest run of free pages. 0 if it is short, or begins at page 0."""
+    def _longest_run(self) -> tuple[int, int]:
+        """The place in `free` of the first page of the longest run of free pages, and the length of the run."""
         free = numpy.array(self.free)
         begins = numpy.concatenate([[0], numpy.flatnonzero(numpy.diff(free) != 1) + 1, [len(free)]])
         lengths = numpy.diff(begins)
         longest = int(lengths.argmax())
-        if lengths[longest] < SHORT or free[begins[longest]] == 0:
-            return 0
-        return int(begins[longest] + lengths[longest] // 2)
+        return int(begins[longest]), int(lengths[longest])
 
     def fill(self, page: int, rows: int) -> None:
         self.filled[page] += rows
@@ -163,16 +168,18 @@ class PageTables:
         n: the number of ranks.
         pages: pages per rank.
         page: rows per page, at most 64, so that ranks differ by at most a page.
+        window: the most tokens before itself that a token sees in any layer; None: all.
 
     Raises:
         UsageError: a page has more than 64 rows, or there are no pages.
     """
 
-    def __init__(self, n: int, pages: int, page: int = PAGE) -> None:
+    def __init__(self, n: int, pages: int, page: int = PAGE, window: int | None = None) -> None:
         if not 1 <= page <= PAGE or pages < 1:
             raise UsageError(f"{pages} pages of {page} rows: need 1 page or more of 1 to {PAGE} rows, such as {PAGE}")
         self.n = n
         self.page = page
+        self.window = window
         self.slots_per_rank = pages * page
         self.capacity = n * pages * page
         self._stores = [_Store(pages) for _ in range(n)]
@@ -221,6 +228,13 @@ class PageTables:
         """The number of tokens that fit now, of a new sequence or of an existing one."""
         parts = self._parts[sequence] if sequence is not None else [RankRows() for _ in self._stores]
         return sum(self._rooms(parts, [len(store.free) for store in self._stores]))
+
+    def holds(self, sequence: int, tokens: int) -> bool:
+        """Whether the cache has all rows that a token after the first `tokens` of a sequence sees."""
+        if self.window is None:
+            return True
+        first = max(0, tokens - self.window)
+        return all(bisect_left(part.positions, first) >= part.freed * self.page for part in self._parts[sequence])
 
     def can_copy(self) -> bool:
         """Whether each rank has a free page, as a fork needs that copies the last ones."""
@@ -313,6 +327,11 @@ class PageTables:
             raise UsageError(
                 f"fork of {tokens} tokens of sequence {sequence}: it has {self.length(sequence)}; give at most that"
             )
+        if not self.holds(sequence, tokens):
+            raise UsageError(
+                f"fork of {tokens} tokens of sequence {sequence}: keys that the next token sees were freed; give "
+                f"{self.length(sequence)}"
+            )
         parts = self._parts[sequence]
         rows = [bisect_left(part.positions, tokens) for part in parts]
         if any(count % self.page and not store.free for count, store in zip(rows, self._stores, strict=True)):
@@ -326,9 +345,10 @@ class PageTables:
         for part, store, count, own in zip(parts, self._stores, rows, self._parts[new], strict=True):
             full, rest = divmod(count, self.page)
             own.positions, own.inherited = part.positions[:count], count
-            for page in part.pages[:full]:
+            own.freed = min(part.freed, full)
+            for place, page in enumerate(part.pages[:full]):
                 own.append(page, self.page)
-                store.users[page] += 1
+                store.users[page] += place >= own.freed
             if rest:
                 own.append(store.take(own.pages[-1] if own.pages else None), self.page)
                 store.fill(own.pages[-1], rest)
@@ -338,8 +358,22 @@ class PageTables:
     def free(self, sequence: int) -> None:
         """Frees a sequence and its pages, except pages shared with forks."""
         for part, store in zip(self._parts.pop(sequence), self._stores, strict=True):
-            for page in part.pages:
+            for page in part.pages[part.freed :]:
                 store.release(page)
+
+    def trim(self, sequence: int) -> None:
+        """Frees the pages of a sequence of which its later tokens see no row, because of the window.
+
+        Its length, and the positions and slots of the rows that are seen, stay as they are.
+        """
+        if self.window is None:
+            return
+        first = self.length(sequence) - self.window
+        for part, store in zip(self._parts[sequence], self._stores, strict=True):
+            unseen = bisect_left(part.positions, first) // self.page
+            for page in part.pages[part.freed : unseen]:
+                store.release(page)
+            part.freed = max(part.freed, unseen)
 
 
 def _array(numbers: array) -> Ints:

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.kernels.names import KV_CACHE_DTYPES
 from megatron.context_parallel.strategies import Choice
 
 from .batch_layout import BatchLayout
@@ -42,8 +43,11 @@ class Session:
         cluster: the cluster whose rates `auto`, `alg1` and `alg5` use.
         constants: the constants of `empirical`.
         page: rows of a page.
+        kv_cache_dtype: "auto", the dtype of the model, or "int8" or "fp8": keys and values have 8
+            bits in the cache and between ranks, and a scale for each row and head.
 
     Attributes:
+        window: the most tokens before itself that a token sees; None if a layer sees all.
         scored: of the last pass: for each scored sequence with new rows on this rank, their positions, and their logits
             float32 [rows, vocabulary].
 
@@ -61,6 +65,7 @@ class Session:
         cluster: Cluster | None = None,
         constants: tuple[float, float, float] = EMPIRICAL,
         page: int = PAGE,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         if cache_tokens < 1:
             raise UsageError(f"--cache-tokens {cache_tokens}: give 1 or more, such as {16 * PAGE}")
@@ -76,12 +81,18 @@ class Session:
         attentions = [layer.self_attention for layer in model.decoder.layers]
         shapes = [(a.num_query_groups_per_partition, a.key_hidden_size, a.val_hidden_size) for a in attentions]
         dtype = parameter.dtype
-        self.sizes = LayerShape(model.config.num_attention_heads // tensor, *shapes[0], dtype.itemsize)
+        if kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise UsageError(f"--kv-cache-dtype {kv_cache_dtype}: give one of {', '.join(KV_CACHE_DTYPES)}")
+        form = None if kv_cache_dtype == "auto" else kv_cache_dtype
+        heads = model.config.num_attention_heads // tensor
+        self.sizes = LayerShape(heads, *shapes[0], dtype.itemsize, form is not None)
         self.rates = Rates.of(cluster, cp.n, DTYPES.get(dtype, "fp32"), self.sizes.head_dim) if cluster else None
         self._choose(prefill, 1, 0)  # raises UsageError if it is unknown
         pages = -(-cache_tokens // (cp.n * page))
-        self.tables = PageTables(cp.n, pages, page)
-        self.cache = KVCache(pages, page, shapes, dtype, self.device)
+        windows = [core.window[0] for core in self._model.cores]
+        self.window = max(windows) if min(windows) >= 0 else None
+        self.tables = PageTables(cp.n, pages, page, self.window)
+        self.cache = KVCache(pages, page, shapes, dtype, self.device, form)
         grid = f"attention2d:grid=1x{cp.n}"
         specs: dict[str, str | Choice] = {
             PASS_KV: "ring",
@@ -107,7 +118,8 @@ class Session:
         """Creates a sequence that begins with the first `tokens` of another, and shares their full pages.
 
         Raises:
-            UsageError: no such sequence, more tokens than it has, or (`CacheFull`) no page to copy the last one.
+            UsageError: no such sequence, more tokens than it has, keys that were freed by `trim`, or (`CacheFull`) no
+                page to copy the last one.
         """
         self._known(sequence)
         new, copies = self.tables.fork(sequence, tokens)
@@ -119,6 +131,16 @@ class Session:
         """Frees a sequence. Raises UsageError if there is none with that number."""
         self._known(sequence)
         self.tables.free(sequence)
+
+    def trim(self, sequence: int) -> None:
+        """Frees the pages of a sequence whose keys no later token of it sees. Only if all layers have windows."""
+        self._known(sequence)
+        self.tables.trim(sequence)
+
+    def holds(self, sequence: int, tokens: int) -> bool:
+        """Whether a sequence can be forked after so many tokens: the keys that the next one sees are cached."""
+        self._known(sequence)
+        return self.tables.holds(sequence, tokens)
 
     def length(self, sequence: int) -> int:
         """The number of cached tokens of a sequence. Raises UsageError if there is none with that number."""
@@ -206,7 +228,7 @@ class Session:
 
     def _attention(self, size: int) -> DecodeAttention:
         if size not in self._attentions:
-            dtype = self.cache.layers[0][0].dtype
+            dtype = next(self.model.parameters()).dtype
             self._attentions[size] = DecodeAttention(self.cache, self.cp, size, self._heads, dtype, self.device)
         return self._attentions[size]
 

@@ -53,7 +53,7 @@ class AtenFlash:
         group = q.shape[2]
         scale = _uncapped(scores)
         value_dim = v.shape[-1]
-        q, k, v = _same_width(*_widen(q, k, v))
+        q, k, v = _as_aten_takes(q, k, v)
         if mask == FULL and len(q) == 1:  # as in decoding: heads of a group become rows, to read their keys once
             k, v = k.transpose(0, 1).unsqueeze(1), v.transpose(0, 1).unsqueeze(1)
             out, lse = cpu_attention(q.transpose(0, 1), k, v, 0.0, False, scale=scale)
@@ -78,7 +78,7 @@ class AtenFlash:
         """
         scale = _uncapped(scores)
         value_dim = v.shape[-1]
-        q, k, v = _same_width(*_widen(q, k, v))
+        q, k, v = _as_aten_takes(q, k, v)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         out, lse = cpu_attention(q.expand(len(k), -1, -1, -1), k, v, 0.0, False, scale=scale)
         return out[..., :value_dim], lse
@@ -102,6 +102,13 @@ class AtenFlash:
         if group > 1:
             return dq, dk.sum(2), dv.sum(2)
         return dq, dk.squeeze(2), dv.squeeze(2)
+
+
+def _as_aten_takes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """In float32 or wider, and with one head_dim."""
+    if q.dtype == k.dtype == torch.float32 and q.shape[-1] == v.shape[-1]:
+        return q, k, v
+    return _same_width(*_widen(q, k, v))
 
 
 def _widen(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,3 +1,5 @@
-"""The values of `--cp-attention-backend`; `kernels/choose.py` has the limits of each."""
+"""The values of `--cp-attention-backend` and `--kv-cache-dtype`, for commands that do not import torch yet."""
 
-BACKENDS = ("auto", "aten", "cudnn", "flash2", "flash3", "flash4", "triton")
+BACKENDS = ("auto", "aten", "cudnn", "flash2", "flash3", "flash4", "triton")  # `kernels/choose.py` has their limits
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")  # `kernels/quantized.py` has the formats
+SCALE_BYTES = 4  # of a row of a head in 8 bits

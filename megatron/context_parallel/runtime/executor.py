@@ -36,6 +36,7 @@ class Problem:
     Attributes:
         row_sets: the rows that are sent; None: whole chunks.
         ranges: with rounds of tokens, the blocks of each part of the queries, with the keys up to its end.
+        value_dim: of outputs; None: that of the values as they are stored.
     """
 
     blocks: Blocks
@@ -44,6 +45,7 @@ class Problem:
     scores: Scores
     row_sets: RowSets | None = None
     ranges: tuple[Blocks, ...] = ()
+    value_dim: int | None = None
 
     def of_range(self, number: int) -> "Problem":
         """The problem of a part of the queries; itself without rounds of tokens."""
@@ -66,7 +68,7 @@ class Executor:
         self.k, self.v = inputs[T.KV]
         self.wide = torch.promote_types(self.q.dtype, torch.float32)
         self.widen = Tensor.double if self.wide is torch.float64 else Tensor.float  # faster than `to`
-        self.sizes = *self.q.shape[1:], self.v.shape[-1]
+        self.sizes = *self.q.shape[1:], problem.value_dim or self.v.shape[-1]
 
     def run(self, meanwhile: Iterable[Work] = ()) -> Program[None]:
         """Runs the steps. Yields each communication that it must wait for, and after the first block `meanwhile`."""
@@ -279,6 +281,8 @@ class Executor:
 
     def _buffer(self, tensor: T, rows: int) -> Value:
         """Where a message is received."""
+        if tensor is T.KV:
+            return tuple([x.new_empty(rows, *x.shape[1:]) for x in (self.k, self.v)])
         return empty(tensor, rows, self.sizes, self.q, self.plan.partials_in_16_bits)
 
     def _empty(self, tensor: T, chunk: int) -> Value:

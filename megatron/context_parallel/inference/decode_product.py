@@ -1,0 +1,37 @@
+"""The product of the few rows of a decode step with a weight, into a buffer."""
+
+import torch
+from torch import Tensor
+
+FEW = 6  # rows
+
+
+class Product:
+    """x [rows, in] times the transpose of a weight [out, in].
+
+    For few float32 rows on CPU, the weight is the first factor. That reads it up to three times as fast as a product
+    with x as the first factor, or with a vector: so a single row gets a row of zeros beside it.
+
+    Args:
+        x, out: the buffers [rows, in] and [rows, out] of a step.
+    """
+
+    def __init__(self, x: Tensor, out: Tensor) -> None:
+        self.x, self.out = x, out
+        self.few = len(x) <= FEW and x.device.type == "cpu" and x.dtype is torch.float32
+        if self.few:
+            self.padded = x.new_zeros(2, x.shape[1]) if len(x) == 1 else x
+            self.columns = out.new_zeros(out.shape[1], len(self.padded))
+            self.result = self.columns.t()[: len(x)]
+
+    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Writes the product to `out`."""
+        if self.few:
+            if self.padded is not self.x:
+                self.padded[:1].copy_(self.x)
+            torch.mm(weight, self.padded.t(), out=self.columns)
+            self.out.copy_(self.result)
+        else:
+            torch.mm(self.x, weight.t(), out=self.out)
+        if bias is not None:
+            self.out.add_(bias)
