@@ -121,7 +121,7 @@ class LayerTime:
 
     @property
     def _sizes(self) -> dict[str, list[tuple[int, float, int, int]]]:
-        """The products of a layer's forward pass that may be in FP8, by part: number, tokens, width before and after."""
+        """The products of a layer's forward pass that may be in FP8: number, tokens, width before and after."""
         h, tensor, tokens = self.model.hidden_size, self.run.tensor_model_parallel_size, self.run.tokens
         queries, gates = self.model.queries // tensor, 2 if self.model.swiglu else 1
         keys = max(self.model.kv_channels, self.model.keys // tensor)
