@@ -5,6 +5,7 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
+from . import nemo_table
 from .cells import HERE, PAPERS, ROOT, Result, words
 from .constants import by_hand, fitted
 from .drawing import draw, draw_all
@@ -22,7 +23,7 @@ VOLUMES = (
 )
 EACH = "<!-- the papers -->\n"
 OPENING = "<!-- the opening -->\n"
-BY_HAND, FITTED = "<!-- set by hand -->\n", "<!-- fitted -->\n"
+BY_HAND, FITTED, OTHERS = "<!-- set by hand -->\n", "<!-- fitted -->\n", "<!-- other numbers -->\n"
 ALL = "Every cell of the five papers that is known: predicted against printed, in the unit of its table"
 NEAR = 0.1  # an error that the opening counts as small
 
@@ -48,6 +49,7 @@ def write_page(results: dict[tuple[str, str], Sequence[Result]], beyond: dict[st
     draw_all(every, ALL, PICTURES / "all.png")
     page = page.replace(OPENING, f"{opening(every)}\n\n![{ALL}](reproduction/all.png)\n")
     page = page.replace(BY_HAND, by_hand() + "\n").replace(FITTED, fitted() + "\n")
+    page = page.replace(OTHERS, nemo_table.section())
     page = page.replace(SUMMARY, "\n".join(summary) + "\n").replace(EACH, "\n".join(filter(None, sections)))
     PAGE.write_text(re.sub(r"\n{3,}", "\n\n", page).rstrip() + "\n")
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from benchmarks import attention_time
-from examples.paper_tables import drawing, measure, predictions, tables
+from examples.paper_tables import drawing, measure, nemo_table, predictions, tables
 from examples.paper_tables.cells import (
     COLUMNS,
     HERE,
@@ -134,6 +134,16 @@ def test_the_page_shows_all_cells_and_the_constants_of_today():
     page = (ROOT / "docs" / "reproduction.md").read_text()
     assert by_hand() in page and fitted() in page
     assert "| `lightseq` | `device.gemm[0].TFLOP_s` | 200 | 80 to 218 | 218, at its bound |" in fitted()
+
+
+def test_numbers_of_nvidia_are_predicted_within_a_tenth():
+    page = (ROOT / "docs" / "reproduction.md").read_text()
+    assert nemo_table.words(nemo_table.FOLDER / "notes.md") in page
+    row = next(row for row in nemo_table.rows() if row.tokens == 2**14)
+    (line,) = [line.split(" | ") for line in page.splitlines() if line.startswith("| 16K | 16 |")]
+    numbers = [nemo_table.predicted(row, *reading) for reading in nemo_table.readings().values()]
+    assert [cell.split()[0] for cell in line[-2:]] == [f"{number:.0f}" for number in numbers]
+    assert numbers[1] == pytest.approx(row.TFLOP_s, rel=0.1)
 
 
 def description(path: Path) -> str:

@@ -171,12 +171,27 @@ def test_few_ranks_give_the_digits_of_all(spec):
         assert few.seconds == every.seconds
 
 
+@pytest.mark.parametrize("spec", ["attention2d:layout=cyclic", "attention2d:layout=cyclic,head_parallel_size=2"])
+def test_diagonals_of_a_square_give_the_digits_of_all(spec):
+    box = load_cluster("dgx-h100")
+    cluster = replace(box, devices_per_node=2, nics=replace(box.nics, per_node=1, stream_GB_s=20.0))
+    for backward in (False, True):
+        plan = parse_spec(spec).plan(16 * spec.count("2"), backward=backward, heads=8, kv_heads=8)
+        every, few = (simulate(plan, cluster.part(plan.size), SHAPE, all_up_to=ranks) for ranks in (plan.size, 1))
+        assert (plan.n, few.symmetry.ranks) in ((16, 8), (16, 4))
+        assert (few.seconds, few.compute) == (every.seconds, every.compute)
+
+
 def test_a_declared_period_is_checked():
     """Of a mesh with groups of 4, only every fourth rank does the same."""
     good = parse_spec("mesh:grid=4x4").plan(16)
     assert good.period == 4 and verify(good).steps
     with pytest.raises(PlanError, match="rank 2: does not do what rank 0 does, but mesh declares period 2"):
         verify(replace(good, period=2))
+    square = parse_spec("attention2d").plan(16)
+    assert (square.period, square.width) == (4, 4) and verify(square).steps
+    with pytest.raises(PlanError, match="rank 4: does not do what rank 0 does, but attention2d declares period 4"):
+        verify(replace(square, width=1))
     blocks = BlockTime(DEVICE, good, SHAPE, Mask(), 16 * 1024, "bf16")
     for period, ranks in ((None, 8), (4, 8), (16, 16)):  # None: the steps are compared
         assert symmetry_of(replace(good, period=period), blocks, 8).ranks == ranks

@@ -138,6 +138,23 @@ def test_rates_of_products_memory_and_launches_count():
     assert parts["products of matrices"] == pytest.approx(3 * 4 * per_layer, rel=1e-6)
 
 
+def test_products_in_fp8_take_their_own_rate_and_casts():
+    run = replace(RUN, fp8="hybrid")
+    device = replace(IDEAL, gemm=None, peak_fp8_TFLOP_s=2.0)
+    kinds = ("products of matrices", "logits and loss", "kernel launches")
+    wide, narrow = (forecast_step(MODEL, one, replace(ALONE, device=device)).parts for one in (RUN, run))
+    assert [narrow[kind] / wide[kind] for kind in kinds[:2]] == pytest.approx([0.5, 1.0])
+    slow = replace(device, memory_GB_s=1e-3, kernel_us=1e6)
+    wide, narrow = (forecast_step(MODEL, one, replace(ALONE, device=slow)).parts for one in (RUN, run))
+    widths = (256 + 256 + 256 + 512) + (512 + 256 + 1024 + 256)  # of inputs, and of gradients of outputs
+    weights = 256 * 512 + 256 * 256 + 256 * 1024 + 512 * 256
+    casts = narrow["norms and the like"] - wide["norms and the like"]
+    assert casts == pytest.approx(4 * 4 * (1024 * widths + weights) / 1e6)
+    assert narrow["kernel launches"] - wide["kernel launches"] == 4 * (4 + 4)
+    with pytest.raises(UsageError, match=r"^--fp8-format hybrid: ideal has no device.peak_fp8_TFLOP_s; leave it out$"):
+        forecast_step(MODEL, run, ALONE)
+
+
 def test_a_collective_uses_every_nic_of_its_nodes():
     """8 ranks on 2 nodes: 4 rings, each with a quarter, cross by a NIC of their own; or by the one they share."""
     everyone = (tuple(range(8)),)

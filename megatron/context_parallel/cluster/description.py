@@ -60,6 +60,7 @@ class Device:
 
     name: str
     peak_TFLOP_s: float  # dense, 16-bit
+    peak_fp8_TFLOP_s: float | None = None  # dense, 8-bit; None: it has no such products
     memory_GiB: float
     memory_GB_s: float
     attention: tuple[AttentionRate, ...]

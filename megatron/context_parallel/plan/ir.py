@@ -249,7 +249,8 @@ class Plan:
     log-sum-exp stays wide, and partials are merged and kept in float32.
 
     With a `period`, the strategy says that rank r + `period` of the steps does what rank r does, with all ranks and
-    chunks further, if the chunks that the mask shows repeat after it too. `verify` checks this.
+    chunks further, if the chunks that the mask shows repeat after it too. With a `width`, further is as in `Shift`.
+    `verify` checks this.
     """
 
     name: str
@@ -263,6 +264,7 @@ class Plan:
     rounds: int = 1
     partials_in_16_bits: bool = False
     period: int | None = None
+    width: int = 1
     token_rounds: int = 1
 
     @property

@@ -17,6 +17,8 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
+from megatron.context_parallel.tokens.shift import Shift
+
 from .ir import IN_FLIGHT, PARTIAL, Attend, Comm, Key, Plan, PlanError, Recv, ReduceScatter, Send, SwapHeads, T, batches
 
 
@@ -115,8 +117,8 @@ Arriving = dict[Key, list[tuple[Operation, CommBatch, Comm]]]  # by what it brin
 class Machine:
     """The ranks of a plan. `program` is the program of one rank: it yields what the rank must wait for.
 
-    If rank r + `period` does the same as rank r, with all ranks and chunks shifted by `period`, only the ranks below
-    `period` run. Each represents all ranks shifted by multiples of `period`.
+    If rank r + `period` does the same as rank r, with all ranks and chunks moved by `period`, only the ranks below
+    `period` run. Each represents all ranks moved by multiples of `period` (`Shift`, with the width of the plan).
 
     With `buffered`, a message is complete for its sender when it starts, and the batches of a channel may overlap, as
     with gloo.
@@ -129,10 +131,10 @@ class Machine:
     def __init__(self, plan: Plan, period: int | None = None, buffered: bool = False) -> None:
         self.plan = plan
         self.n = plan.n
-        self.period = period or plan.n
+        self.shift = Shift(plan.n, period, plan.width) if period else Shift(plan.n, plan.n)
         self.ends = plan.ends
         self.buffered = buffered
-        self.held: list[dict[Key, int]] = [{} for _ in range(self.period)]  # in the round at work
+        self.held: list[dict[Key, int]] = [{} for _ in range(self.shift.period)]  # in the round at work
         self.arriving: list[Arriving] = [{} for _ in self.held]
         self.groups: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
         self.launched: dict[tuple[int, str], deque[CommBatch]] = defaultdict(partial(deque, maxlen=IN_FLIGHT))
@@ -262,20 +264,22 @@ class Machine:
 
     def _meet(self, batch: CommBatch, op: Comm) -> Operation:
         """This operation with its parties: the next of its kind on the channel between its ranks."""
-        r, n = batch.rank, self.n
+        r, shift = batch.rank, self.shift
         line: OperationQueue
         party: object  # identifies this rank among the operation's parties
         if isinstance(op, Send | Recv):
             sender, receiver = (r, op.peer) if isinstance(op, Send) else (op.peer, r)
-            like = sender % self.period
-            line = self.lines[like, (receiver - sender) % n, op.channel]
+            chunk = op.chunk
+            if by := shift.back(sender):
+                sender, receiver, chunk = [shift.moved(number, by) for number in (sender, receiver, chunk)]
+            line = self.lines[sender, receiver, op.channel]
             party, parties = type(op), 2
-            label: tuple = "p2p", op.tensor, ((op.chunk - sender + like) % n,)
+            label: tuple = "p2p", op.tensor, (chunk,)
         else:
-            group, shift = self._first(op.group)
+            group, by = self._first(op.group)
             line = self.lines[group, op.channel]
-            party, parties = r, len({member % self.period for member in group})
-            label = type(op).__name__, op.tensor, tuple((chunk + shift) % n for chunk in op.chunks)
+            party, parties = r, len({shift.like(member) for member in group})
+            label = type(op).__name__, op.tensor, tuple(shift.moved(chunk, by) for chunk in op.chunks)
         number = line.launched.get(party, 0)
         line.launched[party] = number + 1
         operation = line.unmatched.get(number)
@@ -293,30 +297,30 @@ class Machine:
         return operation
 
     def _first(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-        """The first of the groups shifted by multiples of the period, and the shift."""
+        """The first of the groups that are moved by multiples of the period, and the move."""
         if group not in self.groups:
-            shifted = []
-            for shift in range(0, self.n, self.period):
-                members = sorted((member + shift) % self.n for member in group)
-                shifted.append((tuple(members), shift))
-            self.groups[group] = min(shifted)
+            moved = []
+            for by in range(0, self.n, self.shift.period):
+                members = sorted([self.shift.moved(member, by) for member in group])
+                moved.append((tuple(members), by))
+            self.groups[group] = min(moved)
         return self.groups[group]
 
     def _contributions(self, r: int, s: int, operation: Operation, op: Comm, key: Key) -> int:
         """The contributions to a chunk that rank `r` receives."""
         total = 0
-        n = self.n
+        shift = self.shift
         tensor, chunk = key
         if isinstance(op, Send | Recv):
             givers: tuple[int, ...] = (op.peer,)
         else:
             givers = op.group if isinstance(op, ReduceScatter) else (op.group[op.chunks.index(chunk)],)
         for giver in givers:
-            like = giver % self.period
-            shift = giver - like
-            value = operation.contributions[like, (tensor, (chunk - shift) % n)]
-            if shift:
-                value = (value << shift | value >> (n - shift)) & ((1 << n) - 1)
+            if by := shift.back(giver):
+                like = shift.moved(giver, by), (tensor, shift.moved(chunk, by))
+                value = shift.moved_bits(operation.contributions[like], -by)
+            else:
+                value = operation.contributions[giver, key]
             if total & value:
                 raise PlanError(f"rank {r}, step {s}: {say(key)} reduced with blocks counted twice")
             total |= value

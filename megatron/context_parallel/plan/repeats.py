@@ -2,44 +2,54 @@
 
 from collections.abc import Callable, Hashable
 
+from megatron.context_parallel.tokens.shift import Shift
+
 from .ir import AllGather, Attend, Comm, Plan, PlanError, ReduceScatter, Send, Step
 
 
-def seen_from(rank: int, n: int, steps: tuple[Step, ...], look: Callable[[Attend], Hashable] | None = None) -> list:
-    """The steps of a rank with its own number subtracted from all ranks and chunks, modulo n.
+def moved_back(
+    rank: int, shift: Shift, steps: tuple[Step, ...], look: Callable[[Attend], Hashable] | None = None
+) -> list:
+    """The steps of a rank with all ranks and chunks moved, so that it is the rank that stands for it.
 
     Args:
-        rank, n: the rank, and the number of ranks.
+        rank, shift: the rank, and how ranks are moved.
         steps: what it does.
         look: a property of blocks in which ranks that do the same must agree too.
     """
+    by = shift.back(rank)
     work = list[tuple]()
     for s, step in enumerate(steps):
         for op in step.comm:
-            work.append((s, *_turned(op, rank, n)))
+            work.append((s, *_moved(op, shift, by)))
         for block in step.attend:
-            queries = sorted([(chunk - rank) % n for chunk in block.q_chunks])
-            keys = sorted([(chunk - rank) % n for chunk in block.kv_chunks])
+            queries = sorted([shift.moved(chunk, by) for chunk in block.q_chunks])
+            keys = sorted([shift.moved(chunk, by) for chunk in block.kv_chunks])
             work.append((s, queries, keys, look(block) if look else None))
     return work
 
 
-def _turned(op: Comm, rank: int, n: int) -> tuple:
+def _moved(op: Comm, shift: Shift, by: int) -> tuple:
     if isinstance(op, AllGather | ReduceScatter):
-        members = sorted(((r - rank) % n, (c - rank) % n) for r, c in zip(op.group, op.chunks, strict=True))
+        pairs = zip(op.group, op.chunks, strict=True)
+        members = sorted([(shift.moved(r, by), shift.moved(c, by)) for r, c in pairs])
         return type(op), op.tensor, op.channel, members
-    return type(op) is Send, op.tensor, op.channel, (op.peer - rank) % n, (op.chunk - rank) % n
+    return type(op) is Send, op.tensor, op.channel, shift.moved(op.peer, by), shift.moved(op.chunk, by)
 
 
 def check_period(plan: Plan) -> None:
     """Raises PlanError if a rank does not do what the plan's period says."""
     n, period = plan.n, plan.period
-    if period is None or not plan.visible_pairs.repeats(period):
+    if period is None or period >= n:
         return
-    first = [seen_from(rank, n, plan.steps[rank]) for rank in range(min(period, n))]
+    shift = Shift(n, period, plan.width)
+    if not plan.visible_pairs.repeats(shift):
+        return
+    first = [moved_back(rank, shift, plan.steps[rank]) for rank in range(period)]
     for rank in range(period, n):
-        if seen_from(rank, n, plan.steps[rank]) != first[rank % period]:
+        like = shift.like(rank)
+        if moved_back(rank, shift, plan.steps[rank]) != first[like]:
             raise PlanError(
-                f"rank {rank}: does not do what rank {rank % period} does, but {plan.name} declares period {period}; "
+                f"rank {rank}: does not do what rank {like} does, but {plan.name} declares period {period}; "
                 "declare the true one, or none"
             )

@@ -29,9 +29,15 @@ from .messages import Ring, relay
 from .registry import Pass, register
 
 
-def _period(at: Pass, grid: Grid | None = None, overlap: bool = True) -> int | None:
-    """In a single row or column no keys are transposed, and every rank does the same."""
-    return 1 if 1 in grid_of(at.n, grid) else None
+def _period(at: Pass, grid: Grid | None = None, overlap: bool = True) -> int | tuple[int, int] | None:
+    """In a single row or column no keys are transposed, and every rank does the same.
+
+    In a square, so do the ranks of a diagonal: where queries are a row further, keys are a column further.
+    """
+    rows, cols = grid_of(at.n, grid)
+    if 1 in (rows, cols):
+        return 1
+    return (rows, rows) if rows == cols and overlap else None  # collectives are matched by their whole groups
 
 
 @register("attention2d", layouts=("zigzag", "cyclic"), channels=("column", "row", "transpose"), period=_period)

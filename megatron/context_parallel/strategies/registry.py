@@ -55,7 +55,8 @@ class Strategy:
         head_parallel: "optional": any size; "required": 2 or more; "all": the heads are split over all ranks.
         planned: whether the planner considers it for any mask. It considers the others for packed documents only.
         period: rank r + `period` does what rank r does, with all ranks and chunks further, if the mask allows. It is a
-            number, or a function of the same arguments as `write`. None: not known; steps are compared when needed.
+            number, or a function of the same arguments as `write` that returns one, or the period and width of a
+            `Shift`. None: not known; steps are compared when needed.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Strategy:
     channels: tuple[str, ...]
     head_parallel: Literal["optional", "required", "all"] = "optional"
     planned: bool = True
-    period: int | Callable[..., int | None] | None = None
+    period: int | Callable[..., int | tuple[int, int] | None] | None = None
 
     def renamed(self, options: dict[str, Any]) -> dict[str, Any]:
         """`options` by their current names. Raises UsageError if an option is given under both names."""
@@ -147,10 +148,11 @@ class Strategy:
         first = Pass(0, n // size, visible_pairs, backward, ratio)
         next(iter(self.write(first, **options)), None)  # checks first, steps later
         token_rounds = _checked_token_rounds(options.get("token_rounds", 1), size, layout, head_rounds)
-        period = self.period(first, **options) if callable(self.period) else self.period
+        declared = self.period(first, **options) if callable(self.period) else self.period
+        period, width = declared if isinstance(declared, tuple) else (declared, 1)
         write = partial(self._write, n // size, visible_pairs, backward, ratio, options)
         steps = Steps(n // size, write)
-        how = self.channels, size, placement, head_rounds, partials_in_16_bits, period, token_rounds
+        how = self.channels, size, placement, head_rounds, partials_in_16_bits, period, width, token_rounds
         return Plan(self.name, layout, visible_pairs, backward, steps, *how)
 
     def _write(
@@ -231,7 +233,7 @@ def register(
     channels: tuple[str, ...] = ("ring",),
     head_parallel: Literal["optional", "required", "all"] = "optional",
     planned: bool = True,
-    period: int | Callable[..., int | None] | None = None,
+    period: int | Callable[..., int | tuple[int, int] | None] | None = None,
 ) -> Callable[[Callable[..., Iterable[Step]]], Strategy]:
     """Decorator: registers a function that yields the steps of one rank as `--cp-strategy name`.
 

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from .shift import Shift
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -36,10 +38,10 @@ class Pairs:
         """Every chunk sees every chunk."""
         return all(row == (1 << self.n) - 1 for row in self.rows)
 
-    def repeats(self, period: int) -> bool:
-        """Whether chunk q + `period` sees what chunk q sees, each `period` further, modulo n."""
-        n = self.n
-        return all(rotated(self.rows[(q + period) % n], period, n) == self.rows[q] for q in range(n))
+    def repeats(self, shift: Shift) -> bool:
+        """Whether a chunk that is moved by the period sees what it saw before, moved."""
+        by = shift.period
+        return all(shift.moved_bits(row, by) == self.rows[shift.moved(q, by)] for q, row in enumerate(self.rows))
 
     @cached_property
     def look_back(self) -> bool:

@@ -17,6 +17,7 @@ from megatron.context_parallel.plan.volume import Shape
 from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Mask
+from megatron.context_parallel.tokens.shift import Shift
 
 SAMPLES = 32  # queries of a progression that stand for the others
 SMALL = 64  # rows of a progression in the small sequence that shows how blocks are cut
@@ -112,10 +113,11 @@ class BlockTime:
             moved += len(kv_chunks) * self.key_numbers * (2 * self.itemsize + 16 * self.backward)
         return sum(map(self._computed, parts)) + moved / (self.device.memory_GB_s * 1e9)
 
-    def repeats(self, period: int) -> bool:
-        """Whether the blocks of chunks q and kv, and of chunks q + `period` and kv + `period`, look alike, for all."""
-        looks, n = self._looks, self.chunks.n
-        return all(numpy.array_equal(looks[(q + period) % n], numpy.roll(looks[q], period)) for q in range(n))
+    def repeats(self, shift: Shift) -> bool:
+        """Whether the block of any two chunks looks as that of the chunks that are the period further."""
+        looks = self._looks
+        further = numpy.array([shift.moved(chunk, shift.period) for chunk in range(shift.n)])
+        return all(numpy.array_equal(looks[further[q], further], looks[q]) for q in range(shift.n))
 
     @cached_property
     def _kinds(self) -> "_Kinds":

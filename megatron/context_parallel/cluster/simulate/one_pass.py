@@ -228,8 +228,10 @@ class _Costs:
 
     def _route(self, group: int | None, sender: int, receiver: int) -> tuple[Path, list[int], tuple[int, int]]:
         """The path, its resources and the devices of a message between two ranks: of a group, or of all."""
-        stream = "stream", group, sender % self.symmetry.ranks, (receiver - sender) % self.plan.n
+        stream: tuple = ()
         if group is not None:
+            by = self.symmetry.shift.back(sender)
+            stream = "stream", group, *(self.symmetry.shift.moved(rank, by) for rank in (sender, receiver))
             sender, receiver = self.ranks[group][sender], self.ranks[group][receiver]
         path = self.links.path(sender, receiver)
         if group is None and self.plan.turns == 1:  # one peer after the other, which no stream limits, and all alone

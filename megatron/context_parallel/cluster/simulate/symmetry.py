@@ -1,11 +1,12 @@
 """The ranks that represent all ranks: after them, the steps, blocks and links of a plan repeat."""
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.context_parallel.plan.ir import Attend, Plan, Steps
-from megatron.context_parallel.plan.repeats import seen_from
+from megatron.context_parallel.plan.repeats import moved_back
 from megatron.context_parallel.tokens.rank_grid import ProcessMesh
+from megatron.context_parallel.tokens.shift import Shift
 
 from .block_time import BlockTime
 
@@ -16,18 +17,23 @@ class Symmetry:
 
     Attributes:
         grid: all ranks of the plan.
-        ranks: of a group. Rank r + `ranks` of the steps does what rank r does, with all ranks and chunks further.
+        shift: of the ranks of a group. A rank of the steps does what the rank does that stands for it.
         groups: of heads. Group g + `groups` is to the links what group g is.
     """
 
     grid: ProcessMesh
-    ranks: int
+    shift: Shift
     groups: int
 
     @classmethod
     def none(cls, plan: Plan) -> "Symmetry":
         """Every rank stands for itself."""
-        return cls(plan.grid, plan.n, plan.heads)
+        return cls(plan.grid, Shift(plan.n, plan.n), plan.heads)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a group that are simulated: the first."""
+        return self.shift.period
 
     @property
     def share(self) -> float:
@@ -37,7 +43,7 @@ class Symmetry:
     def like(self, device: int) -> int:
         """The simulated device that stands for a device."""
         at = self.grid.coordinates(device)
-        return self.grid.rank(heads=at["heads"] % self.groups, context=at["context"] % self.ranks)
+        return self.grid.rank(heads=at["heads"] % self.groups, context=self.shift.like(at["context"]))
 
 
 def symmetry_of(plan: Plan, blocks: BlockTime | Callable[[Attend], Hashable], links: int) -> Symmetry:
@@ -51,13 +57,15 @@ def symmetry_of(plan: Plan, blocks: BlockTime | Callable[[Attend], Hashable], li
         blocks: the time of each block. Blocks for which a function returns the same take the same time.
         links: devices after which the links of the cluster repeat.
     """
-    ranks = plan.n
-    for period in _periods(plan.n, plan.grid.rank(context=1), links):
-        if period == plan.n or (plan.visible_pairs.repeats(period) and _repeats(plan, blocks, period)):
-            ranks = period
-            break
+    apart = plan.grid.rank(context=1)
+    if plan.width > 1:  # rows and columns move together, both by whole nodes
+        periods = [columns * plan.width for columns in _periods(plan.width, apart, links)]
+    else:
+        periods = [*_periods(plan.n, apart, links)]
+    shifts = [Shift(plan.n, period, plan.width) for period in periods if period < plan.n]
+    same = (shift for shift in shifts if plan.visible_pairs.repeats(shift) and _repeats(plan, blocks, shift))
     groups = next(_periods(plan.heads, plan.grid.rank(heads=1), links))
-    return Symmetry(plan.grid, ranks, groups)
+    return replace(Symmetry.none(plan), shift=next(same, Shift(plan.n, plan.n)), groups=groups)
 
 
 def _periods(size: int, apart: int, links: int) -> Iterator[int]:
@@ -71,36 +79,36 @@ def _periods(size: int, apart: int, links: int) -> Iterator[int]:
     yield size
 
 
-def _repeats(plan: Plan, blocks: BlockTime | Callable[[Attend], Hashable], period: int) -> bool:
-    """Whether rank r + `period` does what rank r does, for every r, in blocks that take the same time."""
+def _repeats(plan: Plan, blocks: BlockTime | Callable[[Attend], Hashable], shift: Shift) -> bool:
+    """Whether every rank does what the rank does that stands for it, in blocks that take the same time."""
     if plan.period and isinstance(blocks, BlockTime):
-        return period % plan.period == 0 and blocks.repeats(period) and _gathered_repeat(plan, blocks, period)
+        return shift.period % plan.period == 0 and blocks.repeats(shift) and _gathered_repeat(plan, blocks, shift)
     look = blocks.look if isinstance(blocks, BlockTime) else blocks
     write = plan.steps.write if isinstance(plan.steps, Steps) else plan.steps.__getitem__  # keeps nothing
     first = dict[int, list]()
-    for rank in range(period, plan.n):
-        like = rank % period
+    for rank in range(shift.period, plan.n):
+        like = shift.like(rank)
         if like not in first:
-            first[like] = seen_from(like, plan.n, write(like), look)
-        if seen_from(rank, plan.n, write(rank), look) != first[like]:
+            first[like] = moved_back(like, shift, write(like), look)
+        if moved_back(rank, shift, write(rank), look) != first[like]:
             return False
     return True
 
 
-def _gathered_repeat(plan: Plan, blocks: BlockTime, period: int) -> bool:
+def _gathered_repeat(plan: Plan, blocks: BlockTime, shift: Shift) -> bool:
     """Whether blocks of several chunks look alike after the first period, in the middle, and in the last."""
-    shifts = {period, plan.n // (2 * period) * period, plan.n - period}
-    for rank in range(period):
+    moves = {shift.period, plan.n // (2 * shift.period) * shift.period, plan.n - shift.period}
+    for rank in range(shift.period):
         for step in plan.steps[rank]:
             for block in step.attend:
                 if len(block.q_chunks) == len(block.kv_chunks) == 1:
                     continue
                 look = blocks.look(block)
-                if any(blocks.look(_shifted(block, shift, plan.n)) != look for shift in shifts):
+                if any(blocks.look(_moved(block, shift, by)) != look for by in moves):
                     return False
     return True
 
 
-def _shifted(block: Attend, by: int, n: int) -> Attend:
-    q_chunks, kv_chunks = (tuple((chunk + by) % n for chunk in chunks) for chunks in (block.q_chunks, block.kv_chunks))
-    return Attend(q_chunks, kv_chunks)
+def _moved(block: Attend, shift: Shift, by: int) -> Attend:
+    q_chunks, kv_chunks = ([shift.moved(chunk, by) for chunk in of] for of in (block.q_chunks, block.kv_chunks))
+    return Attend(tuple(q_chunks), tuple(kv_chunks))

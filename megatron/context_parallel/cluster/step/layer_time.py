@@ -7,12 +7,14 @@ from typing import NamedTuple
 import numpy
 
 from megatron.context_parallel.cluster.description import Device, GemmRate
+from megatron.context_parallel.errors import UsageError
 
 from .model_shape import ModelShape
 from .train_config import TrainConfig
 
 OF_PEAK = 0.7  # of a device whose products were not measured
 LOSS_READS = 9, 4  # float32 numbers that move for a logit, forward and backward
+CAST = 2 + 2 * 1  # bytes of a number cast to FP8: it is read, and written as it is and transposed
 
 
 class Mlp(NamedTuple):
@@ -39,12 +41,20 @@ class LayerTime:
 
     Attributes:
         slower: how many times longer all takes, where ranks share processors.
+
+    Raises:
+        UsageError: products in FP8 on a device that has none.
     """
 
     model: ModelShape
     run: TrainConfig
     device: Device
     slower: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.run.fp8 and self.device.peak_fp8_TFLOP_s is None:
+            name = self.device.name
+            raise UsageError(f"--fp8-format {self.run.fp8}: {name} has no device.peak_fp8_TFLOP_s; leave it out")
 
     def layer(self, backward: bool) -> KernelTime:
         """A layer without its attention. The backward pass has two products for each one of the forward pass."""
@@ -54,7 +64,9 @@ class LayerTime:
         numbers = 2 * 3 * hidden + 2 * 3 * hidden + rotated + (5 if self.model.swiglu else 3) * inner
         moved = self.forward(*({"dispatch"} & {*self.forward_parts}))
         kernels = 2 * sum(self._product_kernels.values()) + 6 + sum(mlp.number for mlp in self._mlps) + moved.kernels
-        return KernelTime(2 * sum(self.products.values()), self._moving(numbers) + moved.moving, kernels)
+        kernels += len(self._cast_numbers(backward))
+        moving = self._moving(numbers) + moved.moving + self._seconds(CAST * sum(self._cast_numbers(backward).values()))
+        return KernelTime(2 * sum(self.products.values()), moving, kernels)
 
     def forward(self, *names: str) -> KernelTime:
         """Some of the parts of a layer's forward pass."""
@@ -67,8 +79,11 @@ class LayerTime:
     def forward_parts(self) -> dict[str, KernelTime]:
         """The forward pass of a layer without its attention, by part."""
         hidden, rotated, inner = self._widths
-        kernels = self._product_kernels
-        parts = {name: KernelTime(seconds, 0.0, kernels[name]) for name, seconds in self.products.items()}
+        kernels, cast = self._product_kernels, self._cast_numbers(False)
+        parts = {
+            name: KernelTime(seconds, self._seconds(CAST * cast.get(name, 0.0)), kernels[name] + (name in cast))
+            for name, seconds in self.products.items()
+        }
         parts["norms"] = KernelTime(0.0, self._moving(2 * 2 * hidden), 2)
         parts["residual sums"] = KernelTime(0.0, self._moving(2 * 3 * hidden), 2)
         parts["RoPE"] = KernelTime(0.0, self._moving(rotated), 2)
@@ -105,33 +120,58 @@ class LayerTime:
         return {"qkv": 1, "proj": 1, **router, "fc1": mlps, "fc2": mlps}
 
     @property
+    def _sizes(self) -> dict[str, list[tuple[int, float, int, int]]]:
+        """The products of a layer's forward pass that may be in FP8: number, tokens, width before and after."""
+        h, tensor, tokens = self.model.hidden_size, self.run.tensor_model_parallel_size, self.run.tokens
+        queries, gates = self.model.queries // tensor, 2 if self.model.swiglu else 1
+        keys = max(self.model.kv_channels, self.model.keys // tensor)
+        return {
+            "qkv": [(1, tokens, h, queries + 2 * keys)],
+            "proj": [(1, tokens, queries, h)],
+            "fc1": [(mlp.number, mlp.tokens, h, gates * mlp.width // tensor) for mlp in self._mlps],
+            "fc2": [(mlp.number, mlp.tokens, mlp.width // tensor, h) for mlp in self._mlps],
+        }
+
+    def _cast_numbers(self, backward: bool) -> dict[str, float]:
+        """Numbers that are cast to FP8, by part: inputs and weights, and in the backward pass gradients of outputs."""
+        if not self.run.fp8:
+            return {}
+        return {
+            name: sum(count * (m * n if backward else (m + n) * k) for count, m, k, n in sizes)
+            for name, sizes in self._sizes.items()
+        }
+
+    @property
     def products(self) -> dict[str, float]:
         """Seconds of the products of a layer's forward pass."""
-        h, tensor = self.model.hidden_size, self.run.tensor_model_parallel_size
-        queries, gates = self.model.queries // tensor, 2 if self.model.swiglu else 1
-        parts = {
-            "qkv": self.product(h, queries + 2 * max(self.model.kv_channels, self.model.keys // tensor)),
-            "proj": self.product(queries, h),
-        }
+        parts = dict[str, float]()
+        for name, sizes in self._sizes.items():
+            parts[name] = sum(count * self.product(k, n, m, self.run.fp8 is not None) for count, m, k, n in sizes)
         if self.model.num_experts:
-            parts["router"] = self.product(h, self.model.num_experts)
-        parts["fc1"] = sum(mlp.number * self.product(h, gates * mlp.width // tensor, mlp.tokens) for mlp in self._mlps)
-        parts["fc2"] = sum(mlp.number * self.product(mlp.width // tensor, h, mlp.tokens) for mlp in self._mlps)
+            parts["router"] = self.product(self.model.hidden_size, self.model.num_experts)
         return parts
 
-    def product(self, k: int, n: int, tokens: float | None = None) -> float:
+    def product(self, k: int, n: int, tokens: float | None = None, fp8: bool = False) -> float:
         """Seconds of [tokens, k] by [k, n]: at the rate for its size, or as fast as memory allows.
 
-        By default they are the tokens of the rank.
+        By default they are the tokens of the rank, and numbers of the model's dtype.
         """
         m = tokens or self.run.tokens
-        rates = self.device.gemm or (GemmRate(size=1, TFLOP_s=OF_PEAK * self.device.peak_TFLOP_s),)
-        dtype = min((rate.dtype for rate in rates), key=lambda dtype: dtype != self.run.dtype)
-        sizes, speeds = zip(*sorted((math.log(r.size), r.TFLOP_s) for r in rates if r.dtype == dtype), strict=True)
+        sizes, speeds = self._rates("fp8" if fp8 else self.run.dtype)
         speed = 1e12 * float(numpy.interp(math.log(m * k * n) / 3, sizes, speeds))
         computing = 2 * m * k * n / speed * self.slower
-        moving = self._seconds(self.run.itemsize * (m * k + k * n + m * n))
+        moving = self._seconds((1 if fp8 else self.run.itemsize) * (m * k + k * n) + self.run.itemsize * m * n)
         return max(computing, moving)
+
+    def _rates(self, dtype: str) -> tuple[list[float], list[float]]:
+        """Logarithms of the sizes of products, and their TFLOP/s: those of `dtype`, or of another 16-bit one."""
+        device = self.device
+        known = [rate for rate in device.gemm or () if (rate.dtype == "fp8") == (dtype == "fp8")]
+        peak = device.peak_fp8_TFLOP_s if dtype == "fp8" else device.peak_TFLOP_s
+        rates = known or [GemmRate(size=1, TFLOP_s=OF_PEAK * (peak or 0.0))]
+        nearest = min((rate.dtype for rate in rates), key=lambda known: known != dtype)
+        chosen = sorted((math.log(rate.size), rate.TFLOP_s) for rate in rates if rate.dtype == nearest)
+        return [size for size, _ in chosen], [speed for _, speed in chosen]
 
     def embedding(self, backward: bool) -> KernelTime:
         """The first stage's embedding: rows are read and written, and in the backward pass added."""

@@ -30,6 +30,7 @@ class TrainConfig:
         mlp_chunks_for_training: parts of the tokens that an MLP computes in turn, and again in the backward pass.
         cross_entropy_chunk_size: tokens whose logits exist at once; None: those of a micro batch.
         dtype: of weights and activations: "bf16", "fp16" or "fp32".
+        fp8: format of the inputs of a layer's products ("e4m3" or "hybrid"); None: as `dtype`.
         partial_dtype: of partial outputs and gradients between context ranks. The trainer sends float32.
         implementation: of the layers: megatron-core's own, on a "cpu" or "fused" on a GPU, or "transformer_engine".
 
@@ -62,6 +63,7 @@ class TrainConfig:
     mlp_chunks_for_training: int = 1
     cross_entropy_chunk_size: int | None = None
     dtype: str = "bf16"
+    fp8: str | None = None
     partial_dtype: str = "fp32"
     implementation: str = "fused"
 
