@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import json
 import sys
 from dataclasses import replace
 from unittest import mock
@@ -193,4 +192,4 @@ def test_every_run_of_the_table_can_be_made():
     for setting in (Setting("4 x 4", heads, "bf16") for heads in device_table.KV_HEADS):
         args = attention.parse_args(setting.flags(5, device_table.Path("runs")))
         cases, _ = attention.cases_of(args, attention.problem_of(args, 16))
-        assert len(cases) == len(args.strategies) and json.dumps(args.devices) == '"dgx-h100"'
+        assert len(cases) == len(args.strategies) and args.devices == "benchmarks/h100.yaml"
