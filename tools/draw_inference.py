@@ -75,7 +75,7 @@ class Cache:
 def steps() -> list[dict[str, int]]:
     """The tokens of each request in each step of an engine."""
     shown = Cache()
-    shown.engine = Engine(shown, ByteTokenizer(1), step_tokens=16)
+    shown.engine = Engine(shown, ByteTokenizer(1), chunks=16)
     for i, (prompt, text) in enumerate(REQUESTS):
         params = SamplingParams(num_tokens_to_generate=text, top_k=1)
         shown.engine.add(Request(str(i), [i + 2] * prompt, params, key=str(i)))

@@ -86,7 +86,7 @@ def host(monkeypatch):
         yield gpu
 
 
-TIMES = ("step / best", "executor: all but kernels", "documents, ms")  # targets about times, which mean nothing here
+TIMES = ("step / best", "executor: all but kernels", "documents, ms")  # targets about times
 
 
 def test_every_stage_is_right_and_runs_to_its_end(host, tmp_path):
