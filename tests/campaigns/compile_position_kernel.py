@@ -1,7 +1,11 @@
-"""Compiles the position kernel ahead of time, without a GPU, through the same calls that launch it."""
+"""Compiles the position kernel ahead of time, without a GPU, through the same calls that launch it.
+
+python -m tests.campaigns.compile_position_kernel   # fails if a kernel spills, or takes too much shared memory
+"""
 
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -102,6 +106,7 @@ def _inspect(compiled) -> Compiled:
 
 
 if __name__ == "__main__":
+    bad = 0
     cases = [(d, d, softcap) for d in position.PARTS for softcap in (0.0, 30.0)] + [(192, 128, 0.0)]
     for architecture in TILES:
         for head_dim, value_dim, softcap in cases:
@@ -109,5 +114,7 @@ if __name__ == "__main__":
                 for mask in ("full", "causal", "runs"):
                     for c in compile_block(architecture, head_dim, dtype, mask, value_dim, softcap):
                         good = not c.spilled and c.shared <= SHARED[architecture] and c.scalar_copies <= SCALAR_COPIES
+                        bad += not good
                         case = architecture, head_dim, value_dim, softcap, dtype, mask
                         print("ok  " if good else "BAD ", *case, *c, flush=True)
+    sys.exit(bad > 0)

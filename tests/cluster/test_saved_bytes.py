@@ -86,8 +86,9 @@ def all_kept(family: str, cases: list[dict]) -> list[tuple[dict, dict]]:
     return [kept(family, changes) for changes in cases]
 
 
-@pytest.mark.parametrize("ranks_of_a_sequence", [1, 2])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "ranks_of_a_sequence"), [("llama", 2), *[(name, 1) for name in MODELS if name != "llama"]]
+)
 def test_the_table_is_that_of_a_listing(ranks, name, ranks_of_a_sequence):
     family, changes = MODELS[name]
     cases = [changes | case for case in EACH] + MORE[name]

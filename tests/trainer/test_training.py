@@ -78,7 +78,6 @@ MASKED_SPREADS = [
         4,
         PLACED | {CP: 2, "cp_strategy": "direct", "use_torch_fsdp2": True, "use_distributed_optimizer": False},
     ),
-    ("gpt3", 4, PACKED | {CP: 2, PP: 2}),
     ("llama", 2, PACKED | {CP: 2, "recompute_granularity": "selective"}),
     ("llama", 4, PACKED | {CP: 4, "cp_strategy": "lightseq", "cp_layout": "contiguous", "window_size": (9, 0)}),
     ("llama", 4, {CP: 4, "cp_layout": "contiguous", "window_size": (5, 0)}),
