@@ -17,7 +17,7 @@ from megatron.context_parallel.runtime.comm import transport
 from tests.runtime.test_nccl import as_nccl
 from tests.support.pretended_gpu import GPU, KERNELS, LIBRARIES, pretended_gpu
 
-real_init = dist.init_process_group
+real_init, real_sets = dist.init_process_group, compile.sets
 
 SMALL = common.CheckSizes(
     block_rows=32,
@@ -81,7 +81,9 @@ def host(monkeypatch):
     monkeypatch.setattr(stages.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="580.159.04\n"))
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setattr(transport, "post", to_itself)
-    monkeypatch.setattr(errors, "STRATEGIES", ["ring", "attention2d", "ulysses"])
+    monkeypatch.setattr(errors, "STRATEGIES", ["ring", "attention2d"])
+    monkeypatch.setattr(errors, "BOUNDS", {kind: errors.BOUNDS[kind] for kind in (torch.bfloat16, torch.float32)})
+    monkeypatch.setattr(compile, "sets", lambda sizes: real_sets(sizes)[:2])
     with pretended_gpu() as gpu, as_nccl():
         yield gpu
 
@@ -120,7 +122,6 @@ def test_an_error_ends_a_row_or_a_stage_and_no_more(host, tmp_path, monkeypatch,
     monkeypatch.setattr(stages, "measure_memory", broken)
     path = tmp_path / "check.jsonl"
     monkeypatch.setattr(SMALL, "block_rows", 128)
-    monkeypatch.setattr(errors, "BOUNDS", {torch.bfloat16: 2e-2})
     assert gpu_check.main(["--output", str(path), "--stage", "blocks", "memory", "te"]) == 1
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     rows = [line for line in lines if line.get("table") == "blocks against float64"]
