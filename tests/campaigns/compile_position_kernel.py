@@ -32,7 +32,7 @@ class Compiled(NamedTuple):
     scalar_copies: int  # instructions that copy a single number of 4 bytes to shared memory
 
 
-class _Driver:
+class Driver:
     """The part of a driver that compilation needs."""
 
     def __init__(self, architecture: int) -> None:
@@ -67,7 +67,7 @@ def compile_block(
     def only_compile(self, *args, warmup, **kwargs):
         compiled.append(run(self, *args, warmup=True, **kwargs))
 
-    triton.runtime.driver.set_active(_Driver(architecture))
+    triton.runtime.driver.set_active(Driver(architecture))
     position._architecture = lambda device: architecture
     triton.runtime.jit.JITFunction.run = only_compile
     try:

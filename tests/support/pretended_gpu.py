@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from megatron.context_parallel.kernels.delta import output_with
@@ -227,7 +227,8 @@ def _launch(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **how: Any
             )
     assert min(grid) > 0, (kernel.__name__, grid)
     gpu.launches[kernel.__name__] += 1
-    KERNELS[kernel.__name__](**{name: x.host if isinstance(x, OnGpu) else x for name, x in given.items()})
+    with _disable_current_modes():
+        KERNELS[kernel.__name__](**{name: x.host if isinstance(x, OnGpu) else x for name, x in given.items()})
 
 
 def _mask(x: dict) -> PieceMask:
