@@ -340,6 +340,10 @@ BAD = [
     (400, "colour: unknown field; leave it out", GOOD | {"colour": "red"}),
     (400, "min_tokens: 3 is above max_tokens 2; give at most that", GOOD | {"min_tokens": 3}),
     (400, "logit_bias: token 257; the vocabulary is 0 to 256", GOOD | {"logit_bias": {"257": 1}}),
+    (400, "prompt: not supported; give a text", GOOD | {"prompt": ["a", 5]}),
+    (400, "prompt: not supported; give a text", GOOD | {"prompt": ["a"] * 129}),
+    (400, "prompt[1]: not supported; give a text", GOOD | {"prompt": [[1], []]}),
+    (400, "prompt[0]: -1 is not supported; give a text", GOOD | {"prompt": [-1]}),
     (400, "logit_bias: 'x' is no token; give numbers as text", GOOD | {"logit_bias": {"x": 1}}),
     (404, "'other'", GOOD | {"model": "other"}),
     *[
@@ -375,18 +379,26 @@ BAD = [
     (400, "give at most 996 new tokens", GOOD | {"max_tokens": 997}),
     (400, "token 257", GOOD | {"prompt": [257]}),
 ]
+_IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 BAD_CHATS = [
-    (400, name, SAID | {name: value})
-    for name, values in {
-        "messages": [[], "hello", [{"role": "user"}], [{"role": "king", "content": "a"}], [{"content": "a"}], [5]],
-        "tools": [[{"type": "function"}]],
-        "tool_choice": ["maybe", "required", {"type": "function", "function": {"name": "look"}}],
-        "logprobs": [2],
-        "top_logprobs": [21, 3],
-        "max_tokens": [0],
-        "prompt": ["1234"],
-    }.items()
-    for value in values
+    (400, 'messages[0].role: "king" is not supported; give', SAID | {"messages": [{"role": "king", "content": "a"}]}),
+    (400, "messages[0].role: missing; give", SAID | {"messages": [{"content": "a"}]}),
+    (400, 'messages[0].content[0].type: "image_url" is', SAID | {"messages": [{"role": "user", "content": [_IMAGE]}]}),
+    (400, "tools[0].function: missing; give", SAID | {"tools": [{"type": "function"}]}),
+    (400, "messages[0].colour: 5 is not", SAID | {"messages": [{"role": "user", "content": "a", "colour": 5}]}),
+    *[
+        (400, name, SAID | {name: value})
+        for name, values in {
+            "messages": [[], "hello", [{"role": "user"}], [{"role": "king", "content": "a"}], [{"content": "a"}], [5]],
+            "tools": [[{"type": "function"}]],
+            "tool_choice": ["maybe", "required", {"type": "function", "function": {"name": "look"}}],
+            "logprobs": [2],
+            "top_logprobs": [21, 3],
+            "max_tokens": [0],
+            "prompt": ["1234"],
+        }.items()
+        for value in values
+    ],
 ]
 
 
@@ -400,9 +412,13 @@ def test_what_is_malformed_is_refused_with_the_name_of_the_field(server):
             assert found == status and part in f"{error['message']} {error['param']}", (body, found, text)
             assert "\n" not in error["message"]
             assert not re.search("Input should|Extra inputs|Field required|Value error", error["message"]), error
-    for method, path, status in (("GET", "/v1/completions", 405), ("POST", "/health", 405), ("GET", "/v2/models", 404)):
+    for method, path, status, said in (
+        ("GET", "/v1/completions", 405, "GET '/v1/completions': use POST"),
+        ("POST", "/health", 405, "use GET or HEAD"),
+        ("POST", "/v1/responses", 404, "not a route of this server; use /v1/chat/completions, /v1/completions"),
+    ):
         found, _, text = call(port, path, b"{}" if method == "POST" else None, method=method)
-        assert found == status and json.loads(text)["error"]["message"]
+        assert found == status and said in json.loads(text)["error"]["message"], text
     assert call(port, "/v1/completions", GOOD)[0] == 200
     assert worker.loop.engine.idle
 

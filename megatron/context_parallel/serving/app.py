@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 Answer = Callable[[HttpRequest], Awaitable[Response]]
 _CLIENT_GONE = 499  # only for the log
 _SHOWN = 200  # maximum characters of client input in a log line
+_ROUTES = "/v1/chat/completions, /v1/completions, /v1/models, /tokenize or /detokenize"
 _TRACE = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")  # W3C's traceparent
 _BODIES = 16  # maximum bodies of the largest size in memory
 
@@ -129,9 +130,12 @@ class Service:
 
     async def refuse_route(self, request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        refused = Refused(error.status_code, f"{request.method} {request.scope['path'][:100]!r}: {error.detail}")
-        refused.headers |= error.headers or {}
-        return await self.refuse(request, refused)
+        headers = dict(error.headers or {})
+        why = f"not a route of this server; use {_ROUTES}"
+        if error.status_code == 405:
+            why = f"use {' or '.join(sorted(headers['Allow'].split(', ')))}"
+        where = f"{request.method} {request.scope['path'][:100]!r}"
+        return await self.refuse(request, Refused(error.status_code, f"{where}: {why}", headers=headers))
 
     async def gone(self, request: HttpRequest, error: Exception) -> Response:
         return Response(status_code=_CLIENT_GONE)

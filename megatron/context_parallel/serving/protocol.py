@@ -1,10 +1,11 @@
 """The requests that clients may send: OpenAI's completions and chat completions with vLLM's additions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictStr, ValidationError
-from pydantic_core import from_json
+from pydantic_core import ErrorDetails, from_json
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.inference.rules import Rules
@@ -409,11 +410,48 @@ def _parse(kind: type[AnyBody], data: bytes) -> AnyBody:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        name, *inside = fault["loc"]
-        place = f"{name}[{inside[0]}]" if inside and isinstance(inside[0], int) else str(name)
-        what = "missing" if name not in fields else f"{shown(fields[name])}not supported"
-        raise _wrong(str(name), f"{what}; give {kind.model_fields[str(name)].description}", place) from None
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        place, missing = _wrong_place(fields, faults)
+        name = str(faults[0]["loc"][0])
+        what = "missing" if missing else f"{shown(_value(fields, place))}not supported"
+        raise _wrong(name, f"{what}; give {kind.model_fields[name].description}", _named(place)) from None
+
+
+def _wrong_place(fields: dict[str, Any], faults: Sequence[ErrorDetails]) -> tuple[Sequence[str | int], bool]:
+    """The steps to the value that is wrong, and whether it is missing.
+
+    Of a field of several types, pydantic has the faults of all. A value of a wrong kind is a fault of most of them, so
+    another fault says more, and a deeper one more than the one around it.
+    """
+    telling = [fault for fault in faults if not fault["type"].endswith("_type")]
+    found = [(_place(fields, fault["loc"]), fault) for fault in telling or faults]
+    place, fault = max(found, key=lambda one: len(one[0]))
+    if not telling and len(faults) > 1:
+        return place[:1], False
+    missing = fault["type"] == "missing"
+    return [*place, fault["loc"][-1]] if missing else place, missing
+
+
+def _place(given: Any, steps: Sequence[str | int]) -> list[str | int]:
+    """The steps without pydantic's names of types between them."""
+    place = list[str | int]()
+    for step in steps:
+        if step in given if isinstance(given, dict) else isinstance(given, list) and isinstance(step, int):
+            place.append(step)
+            given = given[step]
+    return place
+
+
+def _value(given: Any, place: Sequence[str | int]) -> Any:
+    for step in place:
+        given = given[step]
+    return given
+
+
+def _named(place: Sequence[str | int]) -> str:
+    """As `messages[0].role`."""
+    steps = [f"[{step}]" if isinstance(step, int) else f".{' '.join(step[:_SHOWN].split())}" for step in place]
+    return "".join(steps).removeprefix(".")
 
 
 def _wrong(name: str, why: str, place: str = "") -> Refused:
