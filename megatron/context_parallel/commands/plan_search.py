@@ -37,8 +37,21 @@ def tokens(text: str) -> int:
     return int(found[1]) * UNITS[found[2]]
 
 
+def model_name(text: str) -> str:
+    """A preset of the trainer, or a folder with a config.json."""
+    if text not in PRESETS and not (Path(text) / "config.json").is_file():
+        known = ", ".join(PRESETS)
+        raise UsageError(f"--model {text}: unknown; choose one of {known}, or give a folder with a config.json")
+    return text
+
+
 class SearchFlags(FlagSection):
-    model: str = flag("model preset of the trainer", unit="NAME", choices=(*PRESETS,), example="llama3-8b")
+    model: str = flag(
+        f"model preset of the trainer ({', '.join(PRESETS)}), or a folder with HuggingFace's config.json",
+        unit="NAME|DIR",
+        read=model_name,
+        example="llama3-8b",
+    )
     seq_length: int = flag("number of tokens, such as 131072, 128K or 1M", read=tokens, example="128K")
     cluster: str = flag("preset or .yaml file of the cluster", unit="NAME", example="dgx-h100")
     what_if: str | None = flag(
@@ -105,7 +118,7 @@ def found_by(args: SearchFlags) -> "tuple[StepSearch, ModelShape, Cluster, str]"
     )
     model = preset_model(args.model, args.seq_length, tensor)
     devices = f"{cluster.ranks} x {cluster.device.name}"
-    title = f"{args.model}, {args.seq_length} tokens, global batch {base.global_batch_size}, {devices}"
+    title = f"{Path(args.model).name}, {args.seq_length} tokens, global batch {base.global_batch_size}, {devices}"
     announce(f"predicting the strategies for {devices}")
     if args.documents is None:
         return search_steps(model, cluster, base, args.all), model, cluster, title
