@@ -25,6 +25,7 @@ EACH = "<!-- the papers -->\n"
 OPENING = "<!-- the opening -->\n"
 BY_HAND, FITTED, OTHERS = "<!-- set by hand -->\n", "<!-- fitted -->\n", "<!-- other numbers -->\n"
 ALL = "Every cell of the five papers that is known: predicted against printed, in the unit of its table"
+LEFT_OUT = "<!-- left out -->\n"
 NEAR = 0.1  # an error that the opening counts as small
 
 
@@ -49,7 +50,7 @@ def write_page(results: dict[tuple[str, str], Sequence[Result]], beyond: dict[st
     draw_all(every, ALL, PICTURES / "all.png")
     page = page.replace(OPENING, f"{opening(every)}\n\n![{ALL}](reproduction/all.png)\n")
     page = page.replace(BY_HAND, by_hand() + "\n").replace(FITTED, fitted() + "\n")
-    page = page.replace(OTHERS, nemo_table.section())
+    page = page.replace(OTHERS, nemo_table.section()).replace(LEFT_OUT, left_out_table() + "\n")
     page = page.replace(SUMMARY, "\n".join(summary) + "\n").replace(EACH, "\n".join(filter(None, sections)))
     PAGE.write_text(re.sub(r"\n{3,}", "\n\n", page).rstrip() + "\n")
 
@@ -67,13 +68,30 @@ def opening(results: Sequence[Result]) -> str:
     )
 
 
-def left_out(paper: str) -> dict[str, float]:
-    """The median errors in percent that the calibration found when it left out one column after the other."""
+def left_out(paper: str, what: str = "error") -> dict[str, float]:
+    """The median errors in percent that the calibration found, by table, where it is known.
+
+    Args:
+        paper: its folder.
+        what: was left out: one column after the other ("error"), the "table", or the "testbed".
+    """
     path = HERE / paper / "left_out.csv"
     if not path.exists():
         return {}
     with path.open(newline="") as file:
-        return {line["table"]: float(line["error_percent"]) for line in csv.DictReader(file)}
+        found = {line["table"]: line.get(f"{what}_percent") for line in csv.DictReader(file)}
+    return {table: float(number) for table, number in found.items() if number}
+
+
+def left_out_table() -> str:
+    """What predictions owe to a column, to a table, and to the testbed."""
+    lines = ["| table | a column left out | the table left out | the testbed left out |", "|---|---|---|---|"]
+    for paper, name in PAPERS.items():
+        of = {what: left_out(paper, what) for what in ("error", "table", "testbed")}
+        for table in of["testbed"]:
+            cells = [f"{percent(found[table])} %" for found in of.values()]
+            lines.append(f"| {name} {table.replace('_', ' ')} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _line(paper: str, table: str, results: Sequence[Result]) -> str:

@@ -14,7 +14,7 @@ ROW = 2 * 2 * 8 * 128 * 2  # bytes of keys and values of a row, in both passes
 
 def test_costs_are_those_of_the_description():
     costs = placement_costs(SHAPE, load_cluster("dgx-h100"))
-    assert costs.pair == pytest.approx(4 * 32 * 128 * (1 / 640e12 + 2.5 / 540e12))
+    assert costs.pair == pytest.approx(4 * 32 * 128 * (1 / 648e12 + 2.5 / 561e12))
     assert (costs.row_inside, costs.row_between) == pytest.approx((ROW / 450e9, ROW / 50e9))
     assert costs.ranks_per_node == 8
     assert placement_costs(SHAPE, load_cluster("dgx-h100"), ranks_per_node=2).ranks_per_node == 2

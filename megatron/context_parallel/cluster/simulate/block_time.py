@@ -77,6 +77,7 @@ class BlockTime:
         self.key_numbers = 2 * self.query_numbers * max(shape.kv_heads, plan.head_parts) / shape.heads
         self.itemsize = shape.itemsize
         self.seen, self.seconds, self.pieces = cache(self._seen), cache(self._seconds), cache(self._pieces)
+        self.order = cache(self._order)
         self._small = small_blocks(plan, mask, length)
         self._parts: dict[tuple, list[PieceShare]] = {}
 
@@ -159,15 +160,20 @@ class BlockTime:
 
     def parts(self, q: int, kv_chunks: tuple[int, ...]) -> list[PieceShare]:
         """The pieces of a query chunk against gathered key chunks, in ascending order."""
-        shares = self.seen(q)[:, kv_chunks].reshape(len(self.chunks.progressions[q]), -1)
-        if not shares.any():
-            return []
-        starts = [p.start for chunk in kv_chunks for p in self.chunks.progressions[chunk]]
-        looks = shares[:, numpy.argsort(starts)]
+        seen = self.seen(q)
+        looks = seen.reshape(len(seen), -1)[:, self.order(kv_chunks)]
         key = looks.shape, looks.tobytes()
         if key not in self._parts:
-            self._parts[key] = self._cut(q, kv_chunks, float(shares.sum()))
+            self._parts[key] = self._cut(q, kv_chunks, float(looks.sum())) if looks.any() else []
         return self._parts[key]
+
+    def _order(self, kv_chunks: tuple[int, ...]) -> numpy.ndarray:
+        """The progressions of gathered chunks, counted over all chunks, in the order of their starts."""
+        starts = self.keys[0].reshape(self.chunks.n, -1)
+        each = starts.shape[1]
+        own = (numpy.array(kv_chunks)[:, None] * each + numpy.arange(each)).ravel()
+        order: numpy.ndarray = own[numpy.argsort(starts.ravel()[own])]
+        return order
 
     def _cut(self, q: int, kv_chunks: tuple[int, ...], share: float) -> list[PieceShare]:
         """The pieces of a small sequence; full ones count as one. Together they have the share of pairs that is seen.

@@ -1,6 +1,10 @@
 """The sizes of a published model."""
 
+from pathlib import Path
+
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
+from megatron.context_parallel.integration.huggingface.config import is_huggingface, model_flags
+from megatron.context_parallel.trainer.config.flags import Flags
 from megatron.context_parallel.trainer.config.workload import model_from
 from megatron.context_parallel.trainer.data.tokenizer import vocabulary
 
@@ -9,11 +13,19 @@ from .complete import complete_model, padded_vocab_size
 
 
 def preset_model(preset: str, seq_length: int, tensor_model_parallel_size: int = 1) -> ModelShape:
-    """The sizes of a published model (`--preset`), trained on sequences of `seq_length` tokens.
+    """The sizes of a published model, trained on sequences of `seq_length` tokens.
+
+    Args:
+        preset: as `--preset`, or a folder with HuggingFace's config.json.
+        seq_length, tensor_model_parallel_size: as the trainer's flags.
 
     Raises:
-        UsageError: no such preset.
+        UsageError: no such preset, or a config.json that the trainer cannot build.
     """
+    if is_huggingface(preset):
+        sizes = {"seq_length": seq_length, "tensor_model_parallel_size": tensor_model_parallel_size}
+        described = complete_model(Flags(**(model_flags(Path(preset)) | sizes)))
+        return model_from(described, padded_vocab_size(described, described.vocab_size or 0))
     flags = ["--preset", preset, "--seq-length", str(seq_length), "--max-position-embeddings", str(seq_length)]
     given = read_flags([*flags, "--tensor-model-parallel-size", str(tensor_model_parallel_size)])
     given = complete_model(given)
