@@ -256,14 +256,14 @@ class SixteenBitsWidened(SixteenBits):
 
 @pytest.mark.parametrize("spec,merges", [("ulysses", False), ("ring", True), ("attention2d", True), ("mesh", True)])
 def test_outputs_of_16_bits_are_widened_when_something_is_added(spec, merges, monkeypatch):
-    dtypes, run = set(), Executor.run
+    dtypes, results = set(), Executor.results
 
     def record(self):
-        ends = yield from run(self)
+        ends = yield from results(self)
         dtypes.update(ends[t][0].dtype for t in ends if t is T.O)
         return ends
 
-    monkeypatch.setattr(Executor, "run", record)
+    monkeypatch.setattr(Executor, "results", record)
     torch.manual_seed(0)
     shapes = (64, 1, 4, 16), (64, 1, 4, 16), (64, 1, 4, 16)
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes)

@@ -414,7 +414,8 @@ def masks_of_the_gpu_check() -> set[str]:
 
 def test_the_gpu_check_runs_this_kernel(interpreted):
     masks = {"causal, softcap", "causal, deterministic", "window, deterministic", "causal, values of 64"}
-    assert interpreted(masks_of_the_gpu_check) == masks
+    few = {f"{mask}, {rows} rows" for mask in ("full", "last keys") for rows in (1, 3, 15)}
+    assert interpreted(masks_of_the_gpu_check) == masks | few
 
 
 # -- refusals, pieces ----------------------------------------------------------------------------------------------
