@@ -166,8 +166,10 @@ def test_on_a_gpu_an_event_follows_each_wait(monkeypatch):
     assert order == ["wait"] and works.recorder.awaited_by_gpu is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    works.WorkBatch([Work()], "ring", [("receive", 1)]).wait()
-    assert order == ["wait", "wait", "record"]
+    for captures in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
+        works.WorkBatch([Work()], "ring", [("receive", 1)]).wait()
+    assert order == ["wait", "wait", "wait", "record"]
     assert works.recorder.awaited_by_gpu.waits == ("receive", "ring", (1,))
 
 

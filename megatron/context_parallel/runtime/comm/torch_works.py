@@ -50,8 +50,11 @@ class WorkBatch:
 
 
 def _reached() -> torch.cuda.Event | None:
-    """An event that the current stream of the GPU reaches after all waits so far; None without a GPU."""
-    if not torch.cuda.is_initialized():
+    """An event that the current stream of the GPU reaches after all waits so far.
+
+    None without a GPU, and while a graph is captured: its events cannot be asked for.
+    """
+    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return None
     event = torch.cuda.Event()
     event.record()
