@@ -23,7 +23,6 @@ from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.cli.run_main import run_main
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.plan.ir import SwapHeads
 from tools.netlab import add_device_flags, add_flags, exits_as_ranks_did, with_devices
 
 RANK = Path(__file__).with_name("attention_rank.py")
@@ -129,13 +128,14 @@ def with_python(described: Cluster, cases: list[Case], problem: Workload, entrie
     for case, entry in zip(cases, entries, strict=True):
         if case.peer or "python" not in entry:
             continue
-        steps = [step for plan in case.plans(problem) for step in plan.steps[0]]
-        swaps = sum(isinstance(op, SwapHeads) for step in steps for op in step.comm)
+        plans = case.plans(problem)
+        steps = sum(len(plan.steps[0]) for plan in plans)
+        swaps = sum(len(plan.before) + len(plan.after) for plan in plans)
         seconds = entry["python"]["seconds"]
         if swaps:
-            swapping.append((seconds, len(steps), swaps))
+            swapping.append((seconds, steps, swaps))
         else:
-            plain.append(seconds / len(steps))
+            plain.append(seconds / steps)
     step = statistics.median(plain or [seconds / steps for seconds, steps, _ in swapping] or [0.0])
     turns = max(1.0, problem.ranks / len(os.sched_getaffinity(0)))
     swap = statistics.median([(seconds - steps * step) / swaps for seconds, steps, swaps in swapping] or [0.0])

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import os
 import sys
 from dataclasses import replace
 from unittest import mock
@@ -153,13 +154,15 @@ def test_too_fast_devices_are_refused():
     assert "60.0 ms, 6.0% of the 1000 ms" in told and "at most 3%" in told and "2.0 times as slow" in told
 
 
-def test_the_description_gets_the_time_of_a_step():
-    problem = Workload(4, 64, 1, 2, 2, 16, "fp32", True)
-    cases = [parse_case(text) for text in ("ring", "allgather", "peer:torch")]
-    steps = [sum(len(plan.steps[0]) for plan in case.plans(problem)) for case in cases[:2]]
-    entries = [{"python": {"seconds": seconds}} for seconds in (steps[0] * 2e-3, steps[1] * 4e-3, 9.0)]
+def test_the_description_gets_the_time_of_a_step_and_of_a_swap():
+    problem = Workload(4, 64, 1, 4, 4, 16, "fp32", True)
+    cases = [parse_case(text) for text in ("ring", "allgather", "ulysses", "peer:torch")]
+    steps = [sum(len(plan.steps[0]) for plan in case.plans(problem)) for case in cases[:3]]
+    seconds = [steps[0] * 2e-3, steps[1] * 4e-3, steps[2] * 3e-3 + 4 * 1e-3, 9.0]  # a swap before and after each pass
+    entries = [{"python": {"seconds": of_case}} for of_case in seconds]
     cluster = attention.with_python(load_cluster("dgx-h100"), cases, problem, entries)
-    assert cluster.device == replace(H100, step_us=3000.0)
+    turns = max(1.0, 4 / len(os.sched_getaffinity(0)))  # all ranks swap at once
+    assert cluster.device == replace(H100, step_us=3000.0, swap_us=1000.0 * turns)
 
 
 # ------------------------------------------------------------------------------------------------- the table
