@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 import sys
+import time
 from argparse import Namespace
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -16,10 +17,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megatron.context_parallel.commands import preprocess_data
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.data import index_file
-from megatron.context_parallel.trainer.data.batches import build_data_iterator
+from megatron.context_parallel.trainer.data.batches import _received, build_data_iterator
 from megatron.context_parallel.trainer.data.index_cache import record
 from megatron.context_parallel.trainer.data.tokenizer import build_tokenizer
 from megatron.context_parallel.trainer.data.worker_end import prepare_worker
+from megatron.context_parallel.trainer.faults.cause import describe_error
 from tests.support.data_case import EOD, SEQUENCE, arguments, corpus, datasets, preprocess
 
 
@@ -473,3 +475,21 @@ def test_a_worker_whose_rank_ended_says_nothing(capsys, monkeypatch):
     for error in (ConnectionResetError("gone"), EOFError(), ValueError("of its own")):
         sys.excepthook(type(error), error, None)
     assert capsys.readouterr().err == "ValueError: of its own\n"
+
+
+def test_a_worker_whose_connection_breaks_is_named(monkeypatch):
+    """The system reports the end of a killed worker a moment after its connections broke."""
+
+    def broken():
+        yield {"tokens": 1}
+        raise ConnectionResetError("gone")
+
+    def reported(seconds: float) -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+    monkeypatch.setattr(time, "sleep", reported)
+    received = _received(broken())
+    assert next(received) == {"tokens": 1}
+    with pytest.raises(RuntimeError) as error:
+        next(received)
+    assert describe_error(error.value).startswith("its data worker (process 7) was ended by a signal (Killed)")

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,6 +43,7 @@ Splits: TypeAlias = tuple[Dataset | None, Dataset | None, Dataset | None]
 Batch: TypeAlias = dict[str, Any]  # a tensor [micro batch, sequence] for each of KEYS, and documents
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 SAMPLED = 3  # micro batches that stand for all
+UNTIL_REPORTED = 1.0  # seconds after which the system has reported the end of a killed worker
 PLACED_FOR = "dgx-h100"  # the cluster for which documents are placed, if no other is named
 
 
@@ -227,7 +229,7 @@ def build_data_iterator(
         worker_init_fn=prepare_worker,
     )
     # A generator, so that loader workers start with the first batch. Some ranks never ask for one.
-    for samples, batch in zip(batches, _started(loader), strict=True):
+    for samples, batch in zip(batches, _received(_started(loader)), strict=True):
         for name in ("tokens", "labels"):
             smallest, largest = torch.aminmax(batch[name])
             if smallest < 0 or largest >= args.vocabulary:
@@ -245,6 +247,15 @@ def _started(loader: DataLoader) -> Iterator[Batch]:
         forget_workers()
         why = f"{error.strerror}{' in /dev/shm' if error.errno == errno.ENOSPC else ''}"
         raise UsageError(f"--num-workers {loader.num_workers}: the workers cannot start ({why}); give 0") from error
+
+
+def _received(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The batches of the workers. A worker that is killed closes its connections before the system reports its end."""
+    try:
+        yield from batches
+    except (ConnectionError, EOFError):
+        time.sleep(UNTIL_REPORTED)  # then torch raises an error that names the worker
+        raise
 
 
 def _wrong_token(dataset: Dataset, samples: range, tokens: torch.Tensor, vocabulary: int) -> str:
