@@ -110,5 +110,6 @@ def _gathered_repeat(plan: Plan, blocks: BlockTime, shift: Shift) -> bool:
 
 
 def _moved(block: Attend, shift: Shift, by: int) -> Attend:
-    q_chunks, kv_chunks = ([shift.moved(chunk, by) for chunk in of] for of in (block.q_chunks, block.kv_chunks))
-    return Attend(tuple(q_chunks), tuple(kv_chunks))
+    q_chunks = tuple([shift.moved(chunk, by) for chunk in block.q_chunks])
+    kv_chunks = tuple([shift.moved(chunk, by) for chunk in block.kv_chunks])
+    return Attend(q_chunks, kv_chunks)

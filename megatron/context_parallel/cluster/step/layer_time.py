@@ -136,10 +136,10 @@ class LayerTime:
         """Numbers that are cast to FP8, by part: inputs and weights, and in the backward pass gradients of outputs."""
         if not self.run.fp8:
             return {}
-        return {
-            name: sum(count * (m * n if backward else (m + n) * k) for count, m, k, n in sizes)
-            for name, sizes in self._sizes.items()
-        }
+        numbers = dict[str, float]()
+        for name, sizes in self._sizes.items():
+            numbers[name] = sum(count * (m * n if backward else (m + n) * k) for count, m, k, n in sizes)
+        return numbers
 
     @property
     def products(self) -> dict[str, float]:
