@@ -14,7 +14,7 @@ from megatron.context_parallel.trainer import log, setup
 from tests.support import training_case
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
-STEPS, EVALUATED = 5, 3  # of the layouts: training continues after an evaluation
+STEPS, EVALUATED = 3, 2  # of the layouts: training continues after an evaluation
 
 INTERLEAVED = {CP: 2, PP: 2, "num_layers": 4, "virtual_pipeline_model_parallel_size": 2}
 RECOMPUTED = {CP: 2, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
