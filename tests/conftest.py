@@ -1,125 +1,15 @@
-"""Ranks for the tests: processes that start once per run. Each call forms a gloo world of the requested size."""
+"""Ranks for the tests, and what every test relies on."""
 
 import os
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests run on CPUs, also on a host with GPUs; set before torch is imported
 
 import gc
-import multiprocessing
-import tempfile
-import time
-import traceback
-from datetime import timedelta
-from multiprocessing.connection import wait
-from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
 
-from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries
-from tests.support.backtrace import backtrace, record_crash
-
-WORLD = 6
-torch.set_num_threads(1)
-
-
-def _serve(rank: int, pipe, directory: str) -> None:
-    record_crash(Path(directory) / f"rank{rank}")
-    torch.set_num_threads(1)
-    ignore_warnings_of_libraries()
-    gc.freeze()  # what is imported stays: no collection looks at it
-    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    while True:
-        try:
-            job = pipe.recv()
-        except EOFError:  # the test run is over, or died
-            return
-        world, store, function, args = job
-        os.environ["WORLD_SIZE"] = str(world)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-        )
-        try:
-            pipe.send((True, function(*args)))
-        except BaseException:
-            pipe.send((False, traceback.format_exc()))
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()  # with every group made in it: their threads would pile up
-        gc.collect()
-        _empty_models()
-        gc.freeze()  # the next collection looks at what is new alone
-
-
-def _empty_models() -> None:
-    """Garbage of Megatron's models: autograd's graphs keep some alive, with their groups and the groups' threads."""
-    left = [model for model in gc.get_objects() if type(model) is DistributedDataParallel]
-    for module in [module for model in left for module in model.modules()]:
-        vars(module).clear()
-    if left:
-        gc.collect()
-
-
-class Ranks:
-    """`ranks(n, function, *args)` runs `function(*args)` on n ranks and returns their results in rank order."""
-
-    def __init__(self, world: int = WORLD) -> None:
-        context = multiprocessing.get_context("forkserver")
-        # What most of them import, once for all; megatron-core brings torch.
-        context.set_forkserver_preload(
-            ["megatron.core.parallel_state", "tests.support.llama_case", "tests.support.training_case"]
-        )
-        self.directory = tempfile.TemporaryDirectory()
-        self.context, self.world, self.calls = context, world, 0
-        self._start()
-
-    def _start(self) -> None:
-        self.pipes, self.processes, self.began = [], [], time.time()
-        for rank in range(self.world):
-            ours, theirs = self.context.Pipe()
-            arguments = rank, theirs, self.directory.name
-            process = self.context.Process(target=_serve, args=arguments)  # no daemon: it has children
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
-
-    def __call__(self, n: int, function, *args) -> list:
-        self.calls += 1
-        store = os.path.join(self.directory.name, f"store{self.calls}")
-        try:
-            for pipe in self.pipes[:n]:
-                pipe.send((n, store, function, args))
-            replies = [pipe.recv() for pipe in self.pipes[:n]]
-        except (EOFError, ConnectionError):
-            raise AssertionError(self._restart()) from None
-        failures = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(replies) if not good]
-        if failures:
-            raise AssertionError("\n".join(failures))
-        return [result for _, result in replies]
-
-    def _restart(self) -> str:
-        """Starts other ranks, so that a dead one fails a single test. Returns which ranks died, how, and where."""
-        wait([process.sentinel for process in self.processes], timeout=30)
-        died = {rank: process.exitcode for rank, process in enumerate(self.processes) if process.exitcode is not None}
-        text = f"ranks that died, with their exit codes: {died}"
-        for rank in died:
-            text += f"\nrank {rank}:\n{backtrace(Path(self.directory.name) / f'rank{rank}', self.began)}"
-        self._end(patience=0)
-        self._start()
-        return text
-
-    def _end(self, patience: float) -> None:
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
-            pipe.close()
-            process.join(patience)
-            process.kill()
-
-    def close(self) -> None:
-        self._end(patience=5)
-        self.directory.cleanup()
+# Nothing heavy is imported here: the process that only hands out the tests reads this file too.
+RANKS = pytest.StashKey()
 
 
 @pytest.fixture(autouse=True)
@@ -130,18 +20,25 @@ def _one_rank():
     assert os.environ.get("WORLD_SIZE") == before
 
 
-@pytest.fixture(scope="session")
-def ranks():
-    pool = Ranks()
-    yield pool
-    pool.close()
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Imported modules stay alive, so garbage collections skip them. Ranks begin with them, before any test runs."""
+    import torch
 
-
-def pytest_collection_finish() -> None:
-    """Imported modules stay alive, so garbage collections skip them."""
+    torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
+    if any("ranks" in item.fixturenames for item in session.items) and not session.config.option.collectonly:
+        from tests.support.ranks import Ranks
+
+        session.config.stash[RANKS] = Ranks()
 
 
-def pytest_sessionfinish() -> None:
+@pytest.fixture(scope="session")
+def ranks(request):
+    return request.config.stash[RANKS]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if RANKS in session.config.stash:
+        session.config.stash[RANKS].close()
     gc.unfreeze()  # some libraries complain at the end of what is left

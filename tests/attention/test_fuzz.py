@@ -45,8 +45,8 @@ def failures(fuzzing: fuzz.Fuzz, cases: int) -> Iterator[str]:
 def test_the_package_passes(pool):
     fuzzing = fuzz.Fuzz(2)
     fuzzing.pool = pool
-    assert list(failures(fuzzing, 24)) == []
-    assert fuzzing.came["passed"] > 20
+    assert list(failures(fuzzing, 10)) == []
+    assert fuzzing.came["passed"] > 7
 
 
 def test_a_case_survives_its_line():

@@ -15,8 +15,8 @@ import torch
 from megatron.context_parallel import STRATEGIES, ContextParallel, context_parallel_attention
 from megatron.context_parallel.kernels.reference import attention
 from megatron.context_parallel.tokens.layout import unshard
-from tests.conftest import Ranks
 from tests.support.backtrace import backtrace
+from tests.support.ranks import Ranks
 
 LENGTH, BATCH, DIM = 48, 2, 16
 

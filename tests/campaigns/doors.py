@@ -10,10 +10,10 @@ import sys
 from functools import partial
 
 from megatron.context_parallel.strategies import STRATEGIES
-from tests.conftest import Ranks
 from tests.integration import test_megatron_lm, test_transformers
 from tests.support import torch_case, training_case
 from tests.support.gpt_case import batch
+from tests.support.ranks import Ranks
 
 RANKS, STEPS, BOUND = 4, 5, 1e-6
 SPECS = ("ring", "mesh", "lightseq", "ulysses")

@@ -18,8 +18,8 @@ import torch
 from megatron.context_parallel import AllRanks
 from megatron.context_parallel.inference.pages import PageTables
 from megatron.context_parallel.plan.verify import verify
-from tests.conftest import Ranks
 from tests.support import trained_case
+from tests.support.ranks import Ranks
 from tests.support.rows_case import VARIANTS, Batch, error
 
 EXACT = 2e-6

@@ -11,8 +11,8 @@ import tempfile
 
 import torch
 
-from tests.conftest import Ranks
 from tests.support import zero_case
+from tests.support.ranks import Ranks
 
 STOP, END, BOUND = 4, 8, 1e-6
 

@@ -7,16 +7,28 @@ import torch
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.cluster.description import load_cluster, save_cluster
-from megatron.context_parallel.cluster.measure.probe import probe
+from megatron.context_parallel.cluster.measure import meter, probe, probe_device
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.commands.cluster_probe import read_flags
 from megatron.context_parallel.plan.volume import Shape
 from megatron.context_parallel.strategies import parse_spec
 
 
+class BriefMeter(meter.Meter):
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.target = 0.002
+
+
 def measured(each: int):
-    os.environ["LOCAL_WORLD_SIZE"] = str(each)
-    return probe(device=torch.device("cpu"), dtype=torch.bfloat16, heads=2, kv_heads=1, head_dim=32, quick=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(each))
+        patch.setattr(probe, "Meter", BriefMeter)
+        patch.setattr(meter, "LARGEST", {"cpu": 2**20})
+        patch.setattr(probe_device, "LEAST", 0.002)
+        patch.setattr(probe_device, "COLD", 2**22)
+        how = {"dtype": torch.bfloat16, "heads": 2, "kv_heads": 1, "head_dim": 32}
+        return probe.probe(device=torch.device("cpu"), quick=True, **how)
 
 
 def test_what_is_measured_is_the_same_on_all_ranks_and_predicts(ranks, tmp_path):

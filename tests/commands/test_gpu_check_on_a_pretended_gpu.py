@@ -25,7 +25,7 @@ SMALL = common.CheckSizes(
     ranks=(2,),
     rows_per_rank=(64,),
     value_dims=(192, 128),
-    far_rows=384,
+    far_rows=256,
     lengths=(256,),
     speed_head_dims=(64,),
     heads=((2, 2),),
@@ -104,7 +104,8 @@ def test_every_stage_is_right_and_runs_to_its_end(host, tmp_path):
     rows = [line for line in lines if line.get("table") == "blocks against float64"]
     assert {row["backend"] for row in rows} == {"aten", "cudnn", "triton"}
     few = {f"{mask}, {count} rows" for mask in ("full", "last keys") for count in (1, 3, 15)}
-    assert few < {row["mask"] for row in rows if row["backend"] == "triton"}
+    others = {"causal, softcap", "causal, deterministic", "window, deterministic", "causal, values of 128"}
+    assert few | others < {row["mask"] for row in rows if row["backend"] == "triton"}
     assert [row["call"] for row in lines if row.get("table") == "calls of one rank" and row["bound"]] == [
         "all_gather", "trade", "reduce_scatter", "messages_to_itself"
     ]  # fmt: skip

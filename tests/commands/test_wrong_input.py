@@ -359,17 +359,10 @@ def test_other_ranks_let_rank_0_speak_first(folder, monkeypatch, capsys):
     _check_one_line(leaving.value.code, capsys.readouterr().err, ["rank 1: --data-path", "none.idx"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "parts"),
-    [
-        ("--context-parallel-size 3", ["--context-parallel-size 3", "start 3 ranks"]),
-        ("--load {folder}/deeper", ["--num-layers 2", "--num-layers 7"]),
-    ],
-)
-def test_the_program_itself(flags, parts, folder):
-    words = f"{RUN} {flags}".format(data=folder / "data", folder=folder).split()
+def test_the_program_itself(folder):
+    words = f"{RUN} --context-parallel-size 3".format(data=folder / "data").split()
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     program = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words]
     done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, env=environment)
-    _check_one_line(done.returncode, done.stderr, parts)
+    _check_one_line(done.returncode, done.stderr, ["--context-parallel-size 3", "start 3 ranks"])
     assert done.stdout == ""

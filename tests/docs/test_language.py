@@ -73,19 +73,22 @@ def remarks(source: str) -> Iterator[str]:
             yield token.string
 
 
-PAGES = {path: prose(path.read_text()) for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))}
-PAGES |= {path: prose(path.read_text()) for path in ROOT.glob("examples/**/*.md")}
-for _path in (ROOT / "megatron" / "context_parallel").rglob("*.py"):
-    PAGES[_path] = "\n".join(map(prose, strings(_path.read_text())))
-for _folder, _read in (("tests", remarks), ("examples", strings), ("benchmarks", strings), ("tools", strings)):
-    for _path in (ROOT / _folder).rglob("*.py"):
-        PAGES[_path] = "\n".join(map(prose, _read(_path.read_text())))
+@pytest.fixture(scope="module")
+def pages() -> dict[Path, str]:
+    documents = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+    found = {path: prose(path.read_text()) for path in documents}
+    readers = {"megatron/context_parallel": strings, "tests": remarks}
+    readers |= dict.fromkeys(("examples", "benchmarks", "tools"), strings)
+    for folder, read in readers.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            found[path] = "\n".join(map(prose, read(path.read_text())))
+    return found
 
 
 @pytest.mark.parametrize("pattern", BANNED)
-def test_phrases_that_do_not_come_back(pattern):
+def test_phrases_that_do_not_come_back(pages, pattern):
     compiled = re.compile(pattern, re.MULTILINE)
-    found = [f"{page.relative_to(ROOT)}: {m[0]}" for page, text in PAGES.items() for m in compiled.finditer(text)]
+    found = [f"{page.relative_to(ROOT)}: {m[0]}" for page, text in pages.items() for m in compiled.finditer(text)]
     assert not found, f"write: {BANNED[pattern]}"
 
 

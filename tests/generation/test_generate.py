@@ -39,21 +39,21 @@ def choose_token(logits: torch.Tensor, params: SamplingParams, seed: int, positi
 
 
 def shares(**params) -> dict[int, float]:
-    """How often each token is drawn at 4,000 positions."""
-    draws = Counter(choose_token(LOGITS, SamplingParams(**params), 7, at).id for at in range(4000))
-    return {token: count / 4000 for token, count in draws.items()}
+    """How often each token is drawn at 1,000 positions."""
+    draws = Counter(choose_token(LOGITS, SamplingParams(**params), 7, at).id for at in range(1000))
+    return {token: count / 1000 for token, count in draws.items()}
 
 
 def test_draws_have_the_probabilities_of_the_model():
     expected = LOGITS.softmax(0)
-    assert shares() == pytest.approx(dict(enumerate(expected.tolist()[:4])), abs=0.025)
+    assert shares() == pytest.approx(dict(enumerate(expected.tolist()[:4])), abs=0.04)
     warm = (LOGITS / 2).softmax(0)
-    assert shares(temperature=2.0) == pytest.approx(dict(enumerate(warm.tolist()[:4])), abs=0.025)
+    assert shares(temperature=2.0) == pytest.approx(dict(enumerate(warm.tolist()[:4])), abs=0.04)
     two = LOGITS[2:4].softmax(0).tolist()
-    assert shares(top_k=2) == pytest.approx({2: two[0], 3: two[1]}, abs=0.025)
+    assert shares(top_k=2) == pytest.approx({2: two[0], 3: two[1]}, abs=0.04)
     # The likeliest token has 0.64 and the next 0.24: 0.63 needs one of them, 0.65 two.
     assert shares(top_p=0.63) == {2: 1.0}
-    assert shares(top_p=0.65) == pytest.approx({2: two[0], 3: two[1]}, abs=0.025)
+    assert shares(top_p=0.65) == pytest.approx({2: two[0], 3: two[1]}, abs=0.04)
 
 
 def test_greedy_takes_the_first_of_the_likeliest_and_tells_probabilities_of_the_model():

@@ -271,7 +271,7 @@ def attend(n, heads, kv_heads, causal, layout, dtype=torch.float32, **options):
     return gradients(run, *problem(n, heads, kv_heads, dtype))
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 6, 9, 12, 16])
+@pytest.mark.parametrize("n", [1, 2, 4, 6, 9, 12])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_float32(n, causal):
     for i, grid in enumerate([None, *grids(n)]):
@@ -282,7 +282,7 @@ def test_float32(n, causal):
             assert error < 2e-6, f"{grid} {layout} {heads}/{kv_heads} {what}: {error:.1e}"
 
 
-@pytest.mark.parametrize("n,layout", [(15, "zigzag"), (36, "zigzag"), (48, "cyclic")])
+@pytest.mark.parametrize("n,layout", [(15, "zigzag"), (36, "cyclic")])
 def test_float32_on_many_ranks(n, layout):
     got = attend(n, 4, 4, True, layout)
     assert max(errors(got, exact(n, 4, 4, torch.float32, True))) < 2e-6

@@ -81,10 +81,14 @@ def test_skipped_files_are_counted_and_the_rest_described(tmp_path, capsys):
     }
 
 
-def test_workers_keep_the_order(tmp_path):
+def test_workers_keep_the_order(tmp_path, monkeypatch):
+    methods = []
+    fork = preprocess_data.multiprocessing.get_context("fork")  # spawned workers would import everything again
+    monkeypatch.setattr(preprocess_data.multiprocessing, "get_context", lambda method: methods.append(method) or fork)
     (tmp_path / "in.jsonl").write_text("".join(f'{{"text": "{number}"}}\n' for number in range(100)))
     index = preprocess(tmp_path, "--input", tmp_path / "in.jsonl", "--workers", 2)
     assert [bytes(ids.tolist()) for ids in index] == [str(number).encode() for number in range(100)]
+    assert methods == ["spawn"]
 
 
 def test_a_failed_run_leaves_the_earlier_result_alone(tmp_path):
