@@ -188,6 +188,11 @@ class LayerTime:
         product = self.product(self.model.hidden_size, logits)
         return KernelTime(product * (2 if backward else 1), moving, 8 if backward else 12)
 
+    def gradient_sum(self, parameters: int) -> float:
+        """Gradients of a micro batch are added to the sums of those before it."""
+        read = 0 if self.run.gradient_accumulation_fusion else self.run.itemsize
+        return self._seconds((read + 2 * self.run.grad_itemsize) * parameters)
+
     def optimizer(self, parameters: int) -> float:
         """Adam for the parameters of a rank's part: norm and clipping of gradients, moments, weights."""
         copies = 2 if self.run.itemsize == 2 else 0  # 16-bit weights are written beside their float32 copies
