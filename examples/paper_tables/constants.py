@@ -47,11 +47,6 @@ BY_HAND = (
     ByHand("gtt", "sizes of the two attention rates", "a guess", "4096 and 32768 rows"),
     ByHand("gtt", "`MERGE_KERNELS` of a decode step", "the parts of Algorithm 4", "4"),
     ByHand("mesh-attention", "device.peak_TFLOP_s", "Tables 3 and 4: throughput over MFU"),
-    ByHand(
-        "mesh-attention",
-        "device.attention[0].backward_TFLOP_s",
-        "the 512K rows of Tables 3 and 4, by an earlier fit in which both passes had one rate",
-    ),
     ByHand("mesh-attention", "device.block_us", "a guess: short sequences on 128 GPUs of Tables 3 and 4 are slow"),
     ByHand("mesh-attention", "device.step_us", "a guess: the same cells"),
     ByHand("mesh-attention", "inside.GB_s", "a guess: PCIe 4"),

@@ -15,8 +15,9 @@ BARS = {  # percent, of the median error over cells that were not fitted
     ("cp_inference", "table_5"): 4.0,
     ("cp_inference", "table_6"): 4.0,
     ("cp_inference", "table_7"): 12.0,
-    ("mesh_attention", "table_3"): 8.0,
-    ("mesh_attention", "table_4"): 8.0,
+    ("mesh_attention", "table_3"): 4.0,
+    ("mesh_attention", "table_4"): 4.0,
+    ("mesh_attention", "table_5"): 15.0,
     ("loongtrain", "table_2"): 4.0,
     ("loongtrain", "table_3"): 4.0,
     ("loongtrain", "table_4"): 3.0,
@@ -68,6 +69,12 @@ def _system(result: Result) -> object:
     return (row, result.column) if result.unit == "s" else None
 
 
+def smallest_near(group: Sequence[Result], key: Callable[[Result], float]) -> Result:
+    """Of inner rings, sorted by size: the smallest whose time is within `EQUAL` of the shortest."""
+    best = min(map(key, group))
+    return next(result for result in group if key(result) <= best * (1 + EQUAL))
+
+
 CHOICES: dict[tuple[str, str], Choices] = {
     ("lightseq", "table_1"): (_system, min),
     ("lightseq", "table_4"): (_system, min),
@@ -76,7 +83,7 @@ CHOICES: dict[tuple[str, str], Choices] = {
     ("loongtrain", "table_2"): (lambda r: r.column if "TGS" in r.column and r.row.startswith("HP") else None, max),
     ("loongtrain", "table_3"): (lambda r: (r.row.split()[0], r.column), max),
     ("loongtrain", "table_4"): (lambda r: r.column if r.row.startswith("overall") else None, min),
-    ("loongtrain", "table_5"): (lambda r: r.column, min),
+    ("loongtrain", "table_5"): (lambda r: r.column, smallest_near),
     ("loongtrain", "table_6"): (lambda r: (r.row.split()[0], r.column), max),
 }
 

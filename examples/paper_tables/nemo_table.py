@@ -48,6 +48,7 @@ class Row(NamedTuple):
             data_parallel_sharding_strategy="optim",
             overlap_grad_reduce=True,
             overlap_param_gather=True,
+            gradient_accumulation_fusion=True,
             fp8="hybrid",
             partial_dtype="bf16",
             implementation="transformer_engine",

@@ -5,9 +5,10 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from . import nemo_table
+from . import mlperf_table, nemo_table
 from .cells import HERE, PAPERS, ROOT, Result, words
 from .constants import by_hand, fitted
+from .contradictions import consistent, contradiction_table
 from .drawing import draw, draw_all
 from .judged import BARS, CHOICES, Errors, as_printed, percent, regret
 from .predictions import predictor
@@ -25,7 +26,7 @@ EACH = "<!-- the papers -->\n"
 OPENING = "<!-- the opening -->\n"
 BY_HAND, FITTED, OTHERS = "<!-- set by hand -->\n", "<!-- fitted -->\n", "<!-- other numbers -->\n"
 ALL = "Every cell of the five papers that is known: predicted against printed, in the unit of its table"
-LEFT_OUT = "<!-- left out -->\n"
+LEFT_OUT, CONTRADICTIONS = "<!-- left out -->\n", "<!-- contradictions -->\n"
 NEAR = 0.1  # an error that the opening counts as small
 
 
@@ -48,32 +49,35 @@ def write_page(results: dict[tuple[str, str], Sequence[Result]], beyond: dict[st
         sections.append(_section(paper, own, beyond))
     every = [result for of in results.values() for result in of]
     draw_all(every, ALL, PICTURES / "all.png")
-    page = page.replace(OPENING, f"{opening(every)}\n\n![{ALL}](reproduction/all.png)\n")
+    page = page.replace(OPENING, f"{opening([*consistent(results)])}\n\n![{ALL}](reproduction/all.png)\n")
     page = page.replace(BY_HAND, by_hand() + "\n").replace(FITTED, fitted() + "\n")
-    page = page.replace(OTHERS, nemo_table.section()).replace(LEFT_OUT, left_out_table() + "\n")
+    page = page.replace(OTHERS, f"{nemo_table.section()}\n### GPT-3 of MLPerf\n\n{mlperf_table.section()}").replace(
+        LEFT_OUT, left_out_table() + "\n"
+    )
+    page = page.replace(CONTRADICTIONS, contradiction_table(results) + "\n")
     page = page.replace(SUMMARY, "\n".join(summary) + "\n").replace(EACH, "\n".join(filter(None, sections)))
     PAGE.write_text(re.sub(r"\n{3,}", "\n\n", page).rstrip() + "\n")
 
 
 def opening(results: Sequence[Result]) -> str:
-    """How far predictions are from the papers, over all cells that judge them."""
+    """How far predictions are from the papers, over the cells that judge them."""
     errors = [abs(r.error) for r in results if not r.fitted and r.error is not None]
     near = sum(error <= NEAR for error in errors) / len(errors)
     withheld = sum(not r.paper for r in results)
     return (
         f"**The median error is {percent(100 * statistics.median(errors))} % over {len(errors)} cells\n"
-        f"that no parameter was fitted to, and {100 * near:.0f} % of these cells are\n"
-        f"predicted within {100 * NEAR:.0f} %.** Another {withheld} cells are withheld:\n"
-        "their numbers are not known here."
+        "that no parameter was fitted to and that do not contradict their paper.\n"
+        f"{100 * near:.0f} % of these cells are predicted within {100 * NEAR:.0f} %.** Another {withheld} cells are\n"
+        "withheld: their numbers are not known here."
     )
 
 
-def left_out(paper: str, what: str = "error") -> dict[str, float]:
+def left_out(paper: str, what: str = "column") -> dict[str, float]:
     """The median errors in percent that the calibration found, by table, where it is known.
 
     Args:
         paper: its folder.
-        what: was left out: one column after the other ("error"), the "table", or the "testbed".
+        what: was left out: one "column" after the other, the "table", or the "testbed".
     """
     path = HERE / paper / "left_out.csv"
     if not path.exists():
@@ -87,7 +91,7 @@ def left_out_table() -> str:
     """What predictions owe to a column, to a table, and to the testbed."""
     lines = ["| table | a column left out | the table left out | the testbed left out |", "|---|---|---|---|"]
     for paper, name in PAPERS.items():
-        of = {what: left_out(paper, what) for what in ("error", "table", "testbed")}
+        of = {what: left_out(paper, what) for what in ("column", "table", "testbed")}
         for table in of["testbed"]:
             cells = [f"{percent(found[table])} %" for found in of.values()]
             lines.append(f"| {name} {table.replace('_', ' ')} | {' | '.join(cells)} |")

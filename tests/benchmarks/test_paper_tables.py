@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from benchmarks import attention_time
-from examples.paper_tables import drawing, measure, nemo_table, predictions, tables
+from examples.paper_tables import drawing, measure, mlperf_table, nemo_table, predictions, tables, testbeds
 from examples.paper_tables.cells import (
     COLUMNS,
     HERE,
@@ -27,8 +27,9 @@ from examples.paper_tables.cells import (
 )
 from examples.paper_tables.commands import attention_command, inference_command, training_command
 from examples.paper_tables.constants import by_hand, fitted
+from examples.paper_tables.contradictions import contradictions
 from examples.paper_tables.drawing import digest
-from examples.paper_tables.judged import Errors, as_printed, regret
+from examples.paper_tables.judged import CHOICES, Errors, as_printed, regret
 from examples.paper_tables.measure import changed
 from examples.paper_tables.measured import measured
 from examples.paper_tables.mesh_attention import predict
@@ -144,6 +145,67 @@ def test_numbers_of_nvidia_are_predicted_within_a_tenth():
     numbers = [nemo_table.predicted(row, *reading) for reading in nemo_table.readings().values()]
     assert [cell.split()[0] for cell in line[-2:]] == [f"{number:.0f}" for number in numbers]
     assert numbers[1] == pytest.approx(row.TFLOP_s, rel=0.1)
+
+
+def test_a_preset_is_what_its_fit_finds():
+    """The fastest fit; `python -m examples.paper_tables.testbeds` fits them all."""
+    assert testbeds.differences(testbeds.fitted("cp_inference", "gtt")) == {}
+    assert [testbed for _, testbed in testbeds.testbeds()] == ["lightseq", "gtt", "mesh-attention", "loongtrain"]
+
+
+def test_numbers_of_mlperf_are_predicted():
+    page = (ROOT / "docs" / "reproduction.md").read_text()
+    assert mlperf_table.words(mlperf_table.FOLDER / "notes.md") in page
+    row = mlperf_table.rows()[0]
+    number = mlperf_table.predicted(row)
+    assert row.run.micro_batches == 128 and row.run.world_size == 512
+    assert f"| {row.seconds:.3f} | {number:.3f} (" in page
+
+
+def results_of(paper: str, table: str) -> dict[str, dict[str, float]]:
+    """The predictions of today, by column and row."""
+    found = defaultdict(dict)
+    for result in read_results(results_file(paper, table, ROOT / "paper_tables_out")):
+        found[result.column][result.row] = result.predicted
+    return found
+
+
+def test_withheld_decode_times_agree_with_the_text():
+    """Section 4.3 of Million-Token Inference, which explains Tables 7 and 8."""
+    token = results_of("cp_inference", "table_7")["TTIT"]
+    for systems in (("CP1+TP8", "CP2+TP8", "CP4+TP8"), ("CP1+TP8", "TP16", "TP32")):
+        times = [token[system] for system in systems]
+        assert times == sorted(times)
+    found = results_of("cp_inference", "table_8")
+    hosts = [found[system] for system in ("TP8", "CP2+TP8", "CP4+TP8")]
+    for case in ("128K batch 1", "32K batch 4"):
+        one = [of[f"{case} Individual attention op"] for of in hosts]
+        assert one == sorted(one, reverse=True)
+        for what in ("SendRecv", "All2All", "Whole pass-Q"):
+            times = [of[f"{case} {what}"] for of in hosts]
+            assert times == sorted(times)
+
+
+def test_withheld_double_rings_agree_with_the_text():
+    """Section 6 of LoongTrain explains Table 5: short MHA gains most, 1.2 with cp 16 at 128K, and 4 is the best."""
+    found = results_of("loongtrain", "table_5")
+    gains = {column: of["inner ring 1"] / min(of.values()) for column, of in found.items()}
+    for heads in ("MHA", "GQA"):
+        for sizes in ("cp 64 hp 1", "cp 16 hp 4"):
+            of_length = [gains[f"{heads} {sizes} {length}"] for length in ("128K", "256K", "512K", "1M")]
+            assert of_length[0] >= max(of_length[2:])
+    assert gains["MHA cp 16 hp 4 128K"] == pytest.approx(1.2, rel=0.1)
+    choose = CHOICES["loongtrain", "table_5"][1]
+    for length in ("128K", "256K", "512K", "1M"):
+        rings = [result(row, "", "1", ms) for row, ms in found[f"MHA cp 64 hp 1 {length}"].items()]
+        assert choose(rings, key=lambda r: r.predicted).row == "inner ring 4"
+
+
+def test_contradictions_are_cells():
+    for paper in PAPERS:
+        cells = {(table, cell.row, cell.column) for table in tables_of(paper) for cell in read_cells(paper, table)}
+        assert contradictions(paper).keys() <= cells
+    assert contradictions("mesh_attention")["table_5", "full 1M", "mesh 32 GPUs forward"].startswith("a misprint")
 
 
 def description(path: Path) -> str:

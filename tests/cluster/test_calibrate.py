@@ -42,6 +42,15 @@ def test_a_fit_finds_what_made_the_numbers():
     assert replace(fit.fitted, nics=BOX.nics, iteration_ms=0.0) == BOX
 
 
+def test_cells_that_no_field_changes_do_not_hide_what_a_fit_still_gains():
+    def and_constants(table, cluster, wanted):
+        return [1.0] * 100 if table == "kept" else [*predict(table, cluster, wanted)]
+
+    kept = [Cell("kept", f"{i}", "all", 3.0, True) for i in range(100)]
+    fit = Calibration(BOX, FIELDS, [*cells(TRUTH), *kept], and_constants)
+    assert fit.fitted == Calibration(BOX, FIELDS, cells(TRUTH), predict).fitted
+
+
 def test_a_fit_stays_within_what_is_possible():
     fast = replace(TRUTH, nics=replace(TRUTH.nics, GB_s=80.0))
     assert Calibration(BOX, FIELDS, cells(fast), predict).fitted.nics.GB_s == pytest.approx(25, rel=1e-3)

@@ -187,6 +187,27 @@ def test_what_ranks_share_is_sent_and_hidden():
     assert sent(**batch) == pytest.approx((3 * 4 + 2) * count * whole)
 
 
+def test_gradients_of_micro_batches_are_added():
+    run, part = replace(RUN, global_batch_size=4), "sums of gradients"
+    count, memory = MODEL.parameters, 1e9 * IDEAL.memory_GB_s
+
+    def added(**changes) -> float:
+        return forecast_step(MODEL, replace(run, **changes), BOX).parts[part]
+
+    assert added(global_batch_size=1) == 0
+    assert added() == pytest.approx(3 * (2 + 8) * count / memory)
+    assert added(gradient_accumulation_fusion=True) == pytest.approx(3 * 8 * count / memory)
+    assert added(grad_reduce_in_bf16=True) == pytest.approx(3 * (2 + 4) * count / memory)
+    shared = {"context_parallel_size": 8, "seq_length": 8192, "data_parallel_sharding_strategy": "optim_grads"}
+    assert added(**shared) == pytest.approx(3 * (2 + 8) * (count // 8) / memory)
+
+
+def test_what_is_sent_in_fewer_bits():
+    run, part = replace(RUN, context_parallel_size=8, seq_length=8192), "gradients and weights, exposed"
+    run = replace(run, data_parallel_sharding_strategy="optim", grad_reduce_in_bf16=True, fp8_param_gather=True)
+    assert forecast_step(MODEL, run, BOX).parts[part] == pytest.approx((2 + 1) * MODEL.parameters * 7 / 8 / 4 / 10e9)
+
+
 def test_tensor_parallel_ranks_exchange_hidden_states():
     run, part = replace(RUN, tensor_model_parallel_size=4), "tensor-parallel traffic"
     fast = replace(BOX, device=replace(IDEAL, gemm=(GemmRate(size=1, TFLOP_s=1e9),)))
@@ -200,6 +221,10 @@ def test_tensor_parallel_ranks_exchange_hidden_states():
     hidden = sum(min(2 * one, 2 * 1024 * 256 * n / 4 / 100e12) for n in (512, 1024))
     expected = (4 * 8 + 2 + 2) * one + loss - 4 * hidden
     assert forecast_step(MODEL, run, slow).parts[part] == pytest.approx(expected, rel=1e-4)
+    # With user buffers each product hides its own gather or sum, here all of it.
+    slow = replace(BOX, device=replace(IDEAL, gemm=(GemmRate(size=1, TFLOP_s=1),)))
+    beside = replace(parallel, tp_comm_overlap=True)
+    assert forecast_step(MODEL, beside, slow).parts[part] == pytest.approx(4 * one + loss, rel=1e-4)
 
 
 def test_a_pipeline_waits_for_its_first_and_last_micro_batches():

@@ -37,6 +37,7 @@ CLUSTER = dict.fromkeys(("table_2", "table_3", "table_4", "table_5", "figure_8",
 FIELDS = {
     TESTBED: {
         "device.attention[0].forward_TFLOP_s": (92, 60, 119.2),
+        "device.attention[0].backward_TFLOP_s": (80, 50, 119.2),
         "nics.GB_s": (6, 1, 12.5),
         "nics.stream_GB_s": (2, 0.5, 12.5),
         "nics.spread": (0.05, 0.001, 0.3),

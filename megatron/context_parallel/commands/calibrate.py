@@ -14,6 +14,7 @@ import csv
 import importlib
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -69,18 +70,25 @@ def main(argv: list[str] | None = None) -> None:
         raise UsageError(f"--cluster {args.cluster}: not in its FIELDS; give one of {', '.join(paper.FIELDS)}")
     announce(f"fitting {args.cluster} to the cells of {args.folder}")
 
-    from megatron.context_parallel.cluster.description import load_cluster, save_cluster
-    from megatron.context_parallel.cluster.search.calibrate import Calibration, Field
+    from megatron.context_parallel.cluster.description import save_cluster
 
-    cells = read_cells(args.folder, args.cluster, paper)
-    fields = {path: Field(*given) for path, given in paper.FIELDS[args.cluster].items()}
-    fit = Calibration(load_cluster(args.cluster), fields, cells, paper.predict)
+    fit = calibrate(args.folder, args.cluster, paper)
+    cells = fit.cells
     known = fit.fitted.source.split(FITTED_TO)[0]
     save_cluster(
-        replace(fit.fitted, source=known + f"{FITTED_TO} to {_said(cells)}: {', '.join(fields)}."), args.output
+        replace(fit.fitted, source=known + f"{FITTED_TO} to {_said(cells)}: {', '.join(fit.names)}."), args.output
     )
     _show(fit)
     print(f"wrote {args.output}")
+
+
+def calibrate(folder: Path, preset: str, paper: ModuleType) -> "Calibration":
+    """Fits a preset to the numbers in a folder; `paper` is the module of its predict.py."""
+    from megatron.context_parallel.cluster.description import load_cluster
+    from megatron.context_parallel.cluster.search.calibrate import Calibration, Field
+
+    fields = {path: Field(*given) for path, given in paper.FIELDS[preset].items()}
+    return Calibration(load_cluster(preset), fields, read_cells(folder, preset, paper), paper.predict)
 
 
 def _fit_prefill(path: Path) -> None:
@@ -151,7 +159,7 @@ def read_cells(folder: Path, preset: str, paper: ModuleType) -> "list[Cell]":
     return cells
 
 
-def _said(cells: "list[Cell]") -> str:
+def _said(cells: "Sequence[Cell]") -> str:
     """The cells that were used: rows of tables, and their columns if not all cells of these rows were used."""
     tables = []
     for table in dict.fromkeys(cell.table for cell in cells if cell.fitted):
@@ -177,18 +185,7 @@ def _show(fit: "Calibration") -> None:
     kinds = "fitted cells", "other cells", "column left out", "table left out", "nothing fitted"
     errors = Table("table", *kinds, title="median / worst error (cells)")
     for table in dict.fromkeys(cell.table for cell in fit.cells):
-        own = [cell for cell in fit.cells if cell.table == table and cell.counts]
-        found, left_out = fit.errors(own, fit.fitted), list[float]()
-        for column in dict.fromkeys(cell.column for cell in own if cell.fitted):
-            out = [cell for cell in own if cell.column == column]
-            left_out += fit.errors(out, fit.without(out)).values()
-        columns = {cell.column for cell in own if cell.fitted}
-        left_out += [error for cell, error in found.items() if cell.column not in columns]
-        table_out = [*fit.errors(own, fit.without(own)).values()]
-        unfitted = [*fit.errors(own, fit.begun).values()]
-        of_fitted = [error for cell, error in found.items() if cell.fitted]
-        others = [error for cell, error in found.items() if not cell.fitted]
-        errors.add_row(table, *map(_median, (of_fitted, others, left_out, table_out, unfitted)))
+        errors.add_row(table, *map(_median, fit.judge(table)))
     show(fields, errors)
 
 

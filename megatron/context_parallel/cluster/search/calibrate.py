@@ -41,6 +41,23 @@ class Cell(NamedTuple):
         return bool(self.value)
 
 
+class TableErrors(NamedTuple):
+    """|predicted / known - 1| of the cells of a table.
+
+    Attributes:
+        fitted, others: of the cells that were used, and of those that were not.
+        column: of each column, fitted without its cells.
+        table: of all cells, fitted without any of them.
+        testbed: of all cells, with every field at its start.
+    """
+
+    fitted: list[float]
+    others: list[float]
+    column: list[float]
+    table: list[float]
+    testbed: list[float]
+
+
 class Predict(Protocol):
     def __call__(self, table: str, cluster: Cluster, wanted: Callable[[str, str], bool]) -> Sequence[float | None]:
         """A number for each cell of a table; anything for cells whose row and column are not wanted."""
@@ -80,6 +97,7 @@ class Calibration:
         least = numpy.log([field.least for field in self.fields])
         most = numpy.log([field.most for field in self.fields])
         self.bounds = least, most
+        self.used = self._that_change()
         found = least_squares(
             self._off,
             self.start.clip(least, most),
@@ -98,6 +116,22 @@ class Calibration:
         """|predicted / known - 1| of cells, without those that are not known or not predicted."""
         return {cell: abs(math.exp(off) - 1) for cell, off in self._logs(cells, cluster).items()}
 
+    def judge(self, table: str) -> "TableErrors":
+        """How well the cells of a table are predicted, also where fewer cells were used."""
+        own = [cell for cell in self.cells if cell.table == table and cell.counts]
+        found, columns = self.errors(own, self.fitted), {cell.column for cell in own if cell.fitted}
+        column = [error for cell, error in found.items() if cell.column not in columns]
+        for name in columns:
+            out = [cell for cell in own if cell.column == name]
+            column += self.errors(out, self.without(out)).values()
+        return TableErrors(
+            [error for cell, error in found.items() if cell.fitted],
+            [error for cell, error in found.items() if not cell.fitted],
+            column,
+            [*self.errors(own, self.without(own)).values()],
+            [*self.errors(own, self.begun).values()],
+        )
+
     def without(self, left_out: Collection[Cell]) -> Cluster:
         """The cluster that fits the fitted cells beside some: one step from the best fit, as all cells change it."""
         from scipy.optimize import lsq_linear
@@ -113,6 +147,11 @@ class Calibration:
         least, most = (side - self.at for side in self.bounds)
         step = lsq_linear(matrix, goal, (least - 1e-9, most + 1e-9)).x
         return self._cluster((self.at + step).clip(*self.bounds))
+
+    def _that_change(self) -> list[Cell]:
+        """The used cells that some field changes. The others would hide from the fit how much it still gains."""
+        here, there = (self._logs(self.used, self._cluster(self.start + step)) for step in (0, -STEP))
+        return [cell for cell in self.used if here.get(cell) != there.get(cell) or cell not in here]
 
     def _off(self, at: numpy.ndarray) -> numpy.ndarray:
         logs = self._logs(self.used, self._cluster(at))

@@ -17,6 +17,28 @@ LOSS_READS = 9, 4  # float32 numbers that move for a logit, forward and backward
 CAST = 2 + 2 * 1  # bytes of a number cast to FP8: it is read, and written as it is and transposed
 
 
+class Traffic(NamedTuple):
+    """Numbers of a token that a layer's kernels move, forward and backward, for each number of its widths.
+
+    Attributes:
+        norms, sums: for the hidden size. The backward pass of both is in `hidden_back`.
+        rope, rope_back: for the width of queries and keys together; splitting queries, keys and values included.
+        gate, gate_back: for the width of a gated MLP.
+    """
+
+    norms: int
+    sums: int
+    rope: int
+    gate: int
+    hidden_back: int
+    rope_back: int
+    gate_back: int
+
+
+FUSED = Traffic(norms=4, sums=6, rope=2, gate=3, hidden_back=12, rope_back=2, gate_back=5)
+EAGER = Traffic(norms=14, sums=6, rope=13, gate=7, hidden_back=56, rope_back=16, gate_back=13)  # PyTorch's, on a CPU
+
+
 class Mlp(NamedTuple):
     """The MLPs of a rank that compute equally many tokens: how many, of which width, and the tokens of each."""
 
@@ -61,7 +83,9 @@ class LayerTime:
         if not backward:
             return self.forward(*self.forward_parts)
         hidden, rotated, inner = self._widths
-        numbers = 2 * 3 * hidden + 2 * 3 * hidden + rotated + (5 if self.model.swiglu else 3) * inner
+        traffic = self._traffic
+        numbers = traffic.hidden_back * hidden + traffic.rope_back * rotated
+        numbers += (traffic.gate_back if self.model.swiglu else 3) * inner
         moved = self.forward(*({"dispatch"} & {*self.forward_parts}))
         kernels = 2 * sum(self._product_kernels.values()) + 6 + sum(mlp.number for mlp in self._mlps) + moved.kernels
         kernels += len(self._cast_numbers(backward))
@@ -79,26 +103,33 @@ class LayerTime:
     def forward_parts(self) -> dict[str, KernelTime]:
         """The forward pass of a layer without its attention, by part."""
         hidden, rotated, inner = self._widths
-        kernels, cast = self._product_kernels, self._cast_numbers(False)
+        kernels, cast, traffic = self._product_kernels, self._cast_numbers(False), self._traffic
         parts = {
             name: KernelTime(seconds, self._seconds(CAST * cast.get(name, 0.0)), kernels[name] + (name in cast))
             for name, seconds in self.products.items()
         }
-        parts["norms"] = KernelTime(0.0, self._moving(2 * 2 * hidden), 2)
-        parts["residual sums"] = KernelTime(0.0, self._moving(2 * 3 * hidden), 2)
-        parts["RoPE"] = KernelTime(0.0, self._moving(rotated), 2)
+        parts["norms"] = KernelTime(0.0, self._moving(traffic.norms * hidden), 2)
+        parts["residual sums"] = KernelTime(0.0, self._moving(traffic.sums * hidden), 2)
+        parts["RoPE"] = KernelTime(0.0, self._moving(traffic.rope * rotated), 2)
         mlps = sum(mlp.number for mlp in self._mlps)
-        parts["activation"] = KernelTime(0.0, self._moving((3 if self.model.swiglu else 2) * inner), mlps)
+        parts["activation"] = KernelTime(0.0, self._moving((traffic.gate if self.model.swiglu else 2) * inner), mlps)
         if self.model.num_experts:  # tokens are sorted by expert and back, each time a read and a write
             parts["dispatch"] = KernelTime(0.0, self._moving(2 * 2 * self.model.moe_router_topk * hidden), 2)
         return parts
 
     @property
+    def _traffic(self) -> Traffic:
+        """Megatron-core's layers on a CPU are PyTorch's operations one by one. Its LayerNorm is one of them."""
+        if self.run.implementation != "cpu":
+            return FUSED
+        return EAGER if self.model.normalization == "RMSNorm" else EAGER._replace(norms=4, hidden_back=12)
+
+    @property
     def _widths(self) -> tuple[float, float, float]:
-        """Numbers of a token on a rank: hidden states, what RoPE reads and writes, the MLP's inner numbers."""
+        """Numbers of a token on a rank: hidden states, what RoPE rotates, the MLP's inner numbers."""
         model, tensor = self.model, self.run.tensor_model_parallel_size
         hidden = model.hidden_size / (tensor if self.run.sequence_parallel else 1)
-        rotated = 0 if model.positions else 2 * (model.queries + model.keys) / tensor
+        rotated = 0 if model.positions else (model.queries + model.keys) / tensor
         return hidden, rotated, model.mlp_width / tensor
 
     @property
@@ -187,6 +218,11 @@ class LayerTime:
             moving += self._seconds(3 * 4 * (chunks - 1) * logits * self.model.hidden_size)
         product = self.product(self.model.hidden_size, logits)
         return KernelTime(product * (2 if backward else 1), moving, 8 if backward else 12)
+
+    def gradient_sum(self, parameters: int) -> float:
+        """Gradients of a micro batch are added to the sums of those before it."""
+        read = 0 if self.run.gradient_accumulation_fusion else self.run.itemsize
+        return self._seconds((read + 2 * self.run.grad_itemsize) * parameters)
 
     def optimizer(self, parameters: int) -> float:
         """Adam for the parameters of a rank's part: norm and clipping of gradients, moments, weights."""

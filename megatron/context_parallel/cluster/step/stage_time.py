@@ -22,10 +22,11 @@ PARTS = (
     "pipeline traffic",
     "pipeline bubble",
     "gradients and weights, exposed",
+    "sums of gradients",
     "optimizer",
     "fixed cost",
 )
-ATTENTION, EXPOSED, PRODUCTS, NORMS, LOGITS, LAUNCHES, TENSOR, PIPELINE, BUBBLE, SHARED, OPTIMIZER, FIXED = PARTS
+ATTENTION, EXPOSED, PRODUCTS, NORMS, LOGITS, LAUNCHES, TENSOR, PIPELINE, BUBBLE, SHARED, SUMS, OPTIMIZER, FIXED = PARTS
 MLP = ("fc1", "activation", "fc2")
 SecondsByKind = dict[str, float]
 AttentionTime = Callable[[ModelShape, TrainConfig, Cluster, bool], Attention]  # of a layer and micro batch; backward?
@@ -65,8 +66,9 @@ class StageTime:
         self.micro_batch = add((forward, backward))
         count = model.parameters_on_stage(stage, run.pipeline_model_parallel_size, run.tensor_model_parallel_size)
         shared = self._shared(count, *(parts[PRODUCTS] + parts[NORMS] for parts in (forward, backward)))
+        sums = (run.micro_batches - 1) * self.time.gradient_sum(count // run.shards("grads"))
         optimizer = self.time.optimizer(count // run.shards("optim"))
-        self.once = {SHARED: shared, OPTIMIZER: optimizer, FIXED: cluster.iteration_ms * 1e-3}
+        self.once = {SHARED: shared, SUMS: sums, OPTIMIZER: optimizer, FIXED: cluster.iteration_ms * 1e-3}
 
     def _pass(self, backward: bool) -> SecondsByKind:
         several = [self._layers(self.layers, backward), self._attention(self.layers, backward)]
@@ -156,16 +158,22 @@ class StageTime:
         one = self._ring("tensor").seconds(self._hidden_states())
         beside = [self.time.products[name] for name in ("qkv", "fc1")]
         if self.run.sequence_parallel:
-            return 2 * one + 2 * sum(max(0.0, one - product) for product in beside)
+            gathers = sum(self._beside(name, one) for name in ("proj", "fc2"))  # gradients of outputs
+            return gathers + 2 * sum(max(0.0, one - product) for product in beside)
         return sum(max(0.0, 2 * one - product) for product in beside)
 
     def _tensor_of_products(self, *names: str) -> float:
         """The same of products in the forward pass: hidden states are gathered before, or summed after them."""
         if self.run.tensor_model_parallel_size == 1:
             return 0.0
-        rings = (1, 1) if self.run.sequence_parallel else (0, 2)
-        count = rings[0] * len({"qkv", "fc1"} & {*names}) + rings[1] * len({"proj", "fc2"} & {*names})
-        return count * self._ring("tensor").seconds(self._hidden_states())
+        one = self._ring("tensor").seconds(self._hidden_states())
+        before, after = (one, one) if self.run.sequence_parallel else (0.0, 2 * one)
+        seconds = {"qkv": before, "fc1": before, "proj": after, "fc2": after}
+        return sum(self._beside(name, seconds[name]) for name in seconds.keys() & {*names})
+
+    def _beside(self, product: str, seconds: float) -> float:
+        """What of a product's tensor-parallel traffic the product does not hide."""
+        return max(0.0, seconds - self.time.products[product]) if self.run.tp_comm_overlap else seconds
 
     def _tensor_at_ends(self, backward: bool) -> float:
         """The same of embedding, logits and loss."""
@@ -203,8 +211,8 @@ class StageTime:
         if run.sharers == 1:
             return 0.0
         rate = self._ring("context", "data")
-        gather = rate.seconds(run.itemsize * parameters) if run.shards("optim") > 1 else 0.0
-        reduce = rate.seconds(4 * parameters) * (1 if gather else 2)
+        gather = rate.seconds(run.gathered_itemsize * parameters) if run.shards("optim") > 1 else 0.0
+        reduce = rate.seconds(run.grad_itemsize * parameters) * (1 if gather else 2)
 
         def exposed(busy: float, gathered: float, reduced: float) -> float:
             both = ((gathered, run.overlap_param_gather), (reduced, run.overlap_grad_reduce))

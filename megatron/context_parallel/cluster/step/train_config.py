@@ -31,6 +31,12 @@ class TrainConfig:
         cross_entropy_chunk_size: tokens whose logits exist at once; None: those of a micro batch.
         dtype: of weights and activations: "bf16", "fp16" or "fp32".
         fp8: format of the inputs of a layer's products ("e4m3" or "hybrid"); None: as `dtype`.
+        tp_comm_overlap: tensor-parallel gathers and sums run beside the product that they belong to (user buffers of
+            Transformer Engine). The trainer does not do this.
+        grad_reduce_in_bf16: gradients are added and sent in bf16; the trainer does both in float32.
+        fp8_param_gather: weights are gathered in 8 bits; the trainer gathers them in `dtype`.
+        gradient_accumulation_fusion: products of weight gradients add to the gradients. In the trainer a kernel of its
+            own does.
         partial_dtype: of partial outputs and gradients between context ranks. The trainer sends float32.
         implementation: of the layers: megatron-core's own, on a "cpu" or "fused" on a GPU, or "transformer_engine".
 
@@ -53,6 +59,10 @@ class TrainConfig:
     use_torch_fsdp2: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    tp_comm_overlap: bool = False
+    grad_reduce_in_bf16: bool = False
+    fp8_param_gather: bool = False
+    gradient_accumulation_fusion: bool = False
     recompute_granularity: str | None = None
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
@@ -116,6 +126,16 @@ class TrainConfig:
     def itemsize(self) -> int:
         """Bytes of a weight or an activation."""
         return ITEMSIZE[self.dtype]
+
+    @property
+    def grad_itemsize(self) -> int:
+        """Bytes of a gradient that is added to others, or sent."""
+        return 2 if self.grad_reduce_in_bf16 else 4
+
+    @property
+    def gathered_itemsize(self) -> int:
+        """Bytes of a weight that is gathered."""
+        return 1 if self.fp8_param_gather else self.itemsize
 
     @property
     def tokens(self) -> int:
