@@ -171,14 +171,14 @@ def test_few_ranks_give_the_digits_of_all(spec):
         assert few.seconds == every.seconds
 
 
-@pytest.mark.parametrize("spec", ["attention2d", "attention2d:layout=cyclic,head_parallel_size=2"])
-def test_diagonals_of_a_square_give_the_digits_of_all(spec):
+@pytest.mark.parametrize("spec,n", [("attention2d", 100), ("attention2d:layout=cyclic,head_parallel_size=2", 32)])
+def test_diagonals_of_a_square_give_the_digits_of_all(spec, n):
     box = load_cluster("dgx-h100")
-    cluster = replace(box, devices_per_node=2, nics=replace(box.nics, per_node=1, stream_GB_s=20.0))
+    cluster = replace(box, nodes=50, devices_per_node=2, nics=replace(box.nics, per_node=1, stream_GB_s=20.0))
     for backward in (False, True):
-        plan = parse_spec(spec).plan(16 if spec == "attention2d" else 32, backward=backward, heads=8, kv_heads=8)
+        plan = parse_spec(spec).plan(n, backward=backward, heads=8, kv_heads=8)
         every, few = (simulate(plan, cluster.part(plan.size), SHAPE, all_up_to=ranks) for ranks in (plan.size, 1))
-        assert (plan.n, few.symmetry.ranks) in ((16, 8), (16, 4))
+        assert few.symmetry.ranks < plan.n
         assert (few.seconds, few.compute) == (every.seconds, every.compute)
 
 

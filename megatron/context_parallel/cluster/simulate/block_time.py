@@ -21,6 +21,7 @@ from megatron.context_parallel.tokens.shift import Shift
 
 SAMPLES = 32  # queries of a progression that stand for the others
 THOUSANDTHS = 1000  # of the pairs of rows of two chunks
+MANY_RANKS = 64  # more are simulated by few that stand for all
 SMALL = 64  # rows of a progression in the small sequence that shows how blocks are cut
 
 
@@ -72,6 +73,7 @@ class BlockTime:
         self.chunks = Chunks.of(plan.layout, plan.n, length)
         self.keys = numpy.array([p for chunk in self.chunks.progressions for p in chunk]).T
         self.rows = length / plan.n
+        self.many = plan.size > MANY_RANKS
         heads = shape.heads / plan.head_parts * (shape.rows * plan.size / length)  # times batch
         self.operations = 2 * heads * (shape.head_dim + (shape.value_dim or shape.head_dim))  # a seen pair of rows
         self.query_numbers = heads * self.rows * shape.head_dim
@@ -180,8 +182,8 @@ class BlockTime:
     def _cut(self, q: int, kv_chunks: tuple[int, ...], share: float) -> tuple[PieceShare, ...]:
         """The pieces of a small sequence; full ones count as one. Together they have the share of pairs that is seen.
 
-        So ranks whose blocks differ only in where they are cut take the same time. Among gathered keys, a causal square
-        has the queries of one progression: two that are neighbours count as if keys lay between them.
+        So ranks whose blocks differ only in where they are cut take the same time. Of many ranks, a causal square among
+        gathered keys has the queries of one progression: two that are neighbours count as if keys lay between them.
         """
         rows = self._small.q.rows(q)
         full = 0.0
@@ -196,6 +198,7 @@ class BlockTime:
         side = min(1.0, math.sqrt(full))
         if len(kv_chunks) > 1:  # gathered keys are many, for the queries of a progression
             side = 1 / len(self.chunks.progressions[q])
+        if len(kv_chunks) > 1 and self.many:
             full += sum([square * (square - side) / 2 for square in squares if square > side])
             squares = [piece for square in squares for piece in max(1, round(square / side)) * [min(square, side)]]
         parts = [PieceShare(False, side, full / side, full)] if full else []
