@@ -1,6 +1,6 @@
 """Prints how long the prediction of one pass takes, with how much memory, for each strategy and many ranks.
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/planner_scale.py [--ranks 256 1024] [--check 32 128] [SPEC ...]
+    PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/planner_scale.py [SPEC ...] [--ranks 256 1024] [--check 32 128]
 
 Each pass is predicted in a process of its own: grouped-query attention, 4096 tokens a rank, on the preset dgx-h100. The
 times are those of the processor, so that other work on the machine counts little.

@@ -1,6 +1,7 @@
 """The planner: candidates and rejections, its bounds against the simulator, the choice of all ranks, the tools."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,8 @@ import torch
 
 from benchmarks.auto_rank import sweep
 from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError, context_parallel_attention
+from megatron.context_parallel.cluster.description import load_cluster
+from megatron.context_parallel.cluster.search import step_search
 from megatron.context_parallel.cluster.search.auto import headline, resolve
 from megatron.context_parallel.cluster.search.candidates import Candidate, Workload, candidates
 from megatron.context_parallel.cluster.search.plainness import SURE, plainest
@@ -317,6 +320,37 @@ def test_plan_search(capsys, tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+def test_parallel_sizes_that_cannot_be_fast_are_not_tried(monkeypatch):
+    """Every run takes at least as long as said before its attention is simulated, so the best is found without some."""
+    model = preset_model("tiny-llama", 4096)
+    cluster, base = load_cluster("dgx-h100").part(2), TrainConfig(seq_length=4096, global_batch_size=2)
+    monkeypatch.setattr(step_search, "SIMULATED_OF_MANY", 1)
+    found = []
+    for far in (math.inf, 1.0):
+        monkeypatch.setattr(step_search, "FAR", far)
+        found.append(step_search.search_steps(model, cluster, base, every_split=True))
+    every, some = found
+    assert some.ranked[0] == every.ranked[0] and len(some.ranked) < len(every.ranked)
+    assert {one.run.micro_batch_size for one in every.ranked} == {1, 2}
+    for run, forecast, _ in every.ranked:
+        assert step_search._least(model, run, cluster) <= forecast.seconds * (1 + 1e-9)
+
+
+def test_runs_of_every_dimension_are_told_in_flags_that_the_trainer_reads():
+    model = preset_model("llama3-8b", 131072)
+    sizes = {"context_parallel_size": 4, "pipeline_model_parallel_size": 2, "micro_batch_size": 2}
+    base = TrainConfig(seq_length=131072, global_batch_size=8, **sizes)
+    runs = [*step_search._variants(model, base)]
+    assert {run.turns for run in runs} == {1, 2, 4}
+    assert len({replace(run, virtual_pipeline_model_parallel_size=None) for run in runs}) == 4 * 4
+    run = next(run for run in runs if run.turns == 4 and run.recompute_modules)
+    words = "--preset llama3-8b --seq-length 131072 --global-batch-size 8 --dry-run "
+    args = parse_args((words + flags(run, model.num_layers)).split())
+    assert (args.virtual_pipeline_model_parallel_size, args.micro_batch_size) == (4, 2)
+    assert tuple(args.recompute_modules) == run.recompute_modules
+    assert not {run.turns for run in step_search._variants(model, replace(base, global_batch_size=6))} - {1}
+
+
 def test_models_are_read_from_a_config_of_huggingface(tmp_path):
     config = {
         "model_type": "llama",
@@ -353,7 +387,7 @@ def test_plan_search_places_documents(capsys):
     assert (said[1], float(said[2])) == (placed[1], best)
     assert float(said[3]) == pytest.approx(best / float(placed[1]), abs=0.01)
     run = TrainConfig(seq_length=64, cp_strategy="direct")
-    assert flags(run, placed=True).endswith("--cp-strategy direct --reset-attention-mask --cp-place-documents")
+    assert flags(run, 32, placed=True).endswith("--cp-strategy direct --reset-attention-mask --cp-place-documents")
 
 
 @pytest.mark.parametrize(

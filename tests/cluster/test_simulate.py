@@ -14,7 +14,7 @@ from megatron.context_parallel.cluster.description import (
     Cluster,
     load_cluster,
 )
-from megatron.context_parallel.cluster.simulate.block_time import BlockTime
+from megatron.context_parallel.cluster.simulate.block_time import THOUSANDTHS, BlockTime
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.cluster.simulate.symmetry import symmetry_of
 from megatron.context_parallel.commands.plan import main as plan_tool
@@ -106,7 +106,7 @@ def test_seen_shares_are_those_of_the_mask(layout):
     shares = {}
     for name, mask in {"causal": Mask(), "full": Mask(False), "window": Mask(True, (255, 0))}.items():
         time = BlockTime(DEVICE, plan, SHAPE, mask, 4096, "bf16")
-        shares[name] = sum(time.seen(q).sum() for q in range(4))
+        shares[name] = sum(time.seen(q).sum() for q in range(4)) / THOUSANDTHS
     assert shares["full"] == pytest.approx(16)
     assert shares["causal"] == pytest.approx(8, rel=0.01)
     assert shares["window"] == pytest.approx(4096 * 256 / 1024**2, rel=0.05)
@@ -171,14 +171,14 @@ def test_few_ranks_give_the_digits_of_all(spec):
         assert few.seconds == every.seconds
 
 
-@pytest.mark.parametrize("spec", ["attention2d:layout=cyclic", "attention2d:layout=cyclic,head_parallel_size=2"])
-def test_diagonals_of_a_square_give_the_digits_of_all(spec):
+@pytest.mark.parametrize("spec,n", [("attention2d", 100), ("attention2d:layout=cyclic,head_parallel_size=2", 32)])
+def test_diagonals_of_a_square_give_the_digits_of_all(spec, n):
     box = load_cluster("dgx-h100")
-    cluster = replace(box, devices_per_node=2, nics=replace(box.nics, per_node=1, stream_GB_s=20.0))
+    cluster = replace(box, nodes=50, devices_per_node=2, nics=replace(box.nics, per_node=1, stream_GB_s=20.0))
     for backward in (False, True):
-        plan = parse_spec(spec).plan(16 * spec.count("2"), backward=backward, heads=8, kv_heads=8)
+        plan = parse_spec(spec).plan(n, backward=backward, heads=8, kv_heads=8)
         every, few = (simulate(plan, cluster.part(plan.size), SHAPE, all_up_to=ranks) for ranks in (plan.size, 1))
-        assert (plan.n, few.symmetry.ranks) in ((16, 8), (16, 4))
+        assert few.symmetry.ranks < plan.n
         assert (few.seconds, few.compute) == (every.seconds, every.compute)
 
 

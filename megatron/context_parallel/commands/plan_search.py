@@ -137,8 +137,8 @@ def found_by(args: SearchFlags) -> "tuple[StepSearch, ModelShape, Cluster, str]"
 # ------------------------------------------------------------------------------------------------------ tables
 
 
-def flags(run: TrainConfig, placed: bool = False) -> str:
-    """A run as flags of the trainer, or as Megatron's flags for features that the trainer lacks."""
+def flags(run: TrainConfig, num_layers: int, placed: bool = False) -> str:
+    """A run of a model as flags of the trainer, or as Megatron's flags for features that the trainer lacks."""
     sizes = {
         "tensor-model-parallel-size": run.tensor_model_parallel_size,
         "pipeline-model-parallel-size": run.pipeline_model_parallel_size,
@@ -146,6 +146,10 @@ def flags(run: TrainConfig, placed: bool = False) -> str:
     words = [f"--context-parallel-size {run.context_parallel_size} --cp-strategy {run.cp_strategy}"]
     words += ["--reset-attention-mask --cp-place-documents"] if placed else []
     words += [f"--{name} {size}" for name, size in sizes.items() if size > 1]
+    if run.turns > 1:
+        layers = num_layers // (run.pipeline_model_parallel_size * run.turns)
+        words.append(f"--num-layers-per-virtual-pipeline-stage {layers}")
+    words += [f"--micro-batch-size {run.micro_batch_size}"] if run.micro_batch_size > 1 else []
     words += ["--sequence-parallel"] if run.sequence_parallel else []
     sharding = run.data_parallel_sharding_strategy
     if sharding == "optim":
@@ -155,9 +159,11 @@ def flags(run: TrainConfig, placed: bool = False) -> str:
     if sharding in SHARDING[:2]:  # Megatron-FSDP overlaps by default
         words += ["--overlap-grad-reduce"] if run.overlap_grad_reduce else []
         words += ["--overlap-param-gather"] if run.overlap_param_gather else []
-    if run.recompute_granularity:
+    if run.recompute_granularity == "full":
         words.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
         words += [f"--recompute-whitelist {' '.join(run.recompute_whitelist)}"] if run.recompute_whitelist else []
+    elif run.recompute_granularity:
+        words.append(f"--recompute-granularity selective --recompute-modules {' '.join(run.recompute_modules)}")
     return " ".join(words)
 
 
@@ -191,18 +197,21 @@ def ranking(shown: "list[FeasibleRun]", title: str, documents: bool, lengths: li
     from megatron.context_parallel.cluster.step.stage_time import EXPOSED
 
     splits = len({one.run.mesh for one in shown}) > 1
+    micro_batches = len({one.run.micro_batch_size for one in shown}) > 1
+    virtual = any(one.run.turns > 1 for one in shown)
+    shown_if = {"tp x cp x dp x pp": splits, "micro batch": micro_batches, "virtual stages": virtual}
+    others = [heading for heading, given in shown_if.items() if given]
     ring = next((one.forecast.seconds for one in shown if strategy_of(one) == BASELINE), None)
     numbers = ["seconds", *(["x ring"] if ring else []), "tokens/s/GPU", *([] if documents else ["MFU"])]
     numbers += ["GiB", "exposed", *(["longest"] if lengths else [])]
     table = Table("#", title=title)
     for heading in numbers:
         table.add_column(heading, justify="right")
-    for heading in ("strategy", "sharded", "recomputed", *(["tp x cp x dp x pp"] if splits else [])):
+    for heading in ("strategy", "sharded", "recomputed", *others):
         table.add_column(heading)
     for number, one in enumerate(shown, 1):
         run, forecast, placed = one
         sharding = run.data_parallel_sharding_strategy.removeprefix("no_shard").replace("_", " ")
-        recomputed = ("all but attention" if run.recompute_whitelist else "all") if run.recompute_granularity else ""
         rate = run.global_batch_size * run.seq_length / forecast.seconds / run.world_size
         table.add_row(
             f"{number}" if one.trains else f"{number}*",
@@ -215,14 +224,25 @@ def ranking(shown: "list[FeasibleRun]", title: str, documents: bool, lengths: li
             *([f"{lengths[number - 1]:,}"] if lengths else []),
             f"{run.cp_strategy}, placed" if placed else run.cp_strategy,
             sharding,
-            recomputed,
+            recomputed(run),
             *([" x ".join(map(str, run.mesh.sizes))] if splits else []),
+            *([str(run.micro_batch_size)] if micro_batches else []),
+            *([str(run.turns)] if virtual else []),
         )
     return table
 
 
-def legend(found: "StepSearch", shown: "list[FeasibleRun]", room: float, longest: bool) -> str:
+def recomputed(run: TrainConfig) -> str:
+    """What the backward pass computes again."""
+    if run.recompute_granularity == "full":
+        return "all but attention" if run.recompute_whitelist else "all"
+    return ", ".join(run.computed_again)
+
+
+def legend(found: "StepSearch", shown: "list[FeasibleRun]", model: "ModelShape", room: float, longest: bool) -> str:
     """The legend of the table, and the flags of the fastest run; `room` is the memory of a device in GiB."""
+    from megatron.context_parallel.cluster.search.step_search import FAR
+
     lines = [
         "Predicted: the fastest run of each strategy, then the fastest strategy with less memory.",
         f"Predicted seconds of published training steps, with nothing fitted, are off by {OFF} (docs/reproduction.md).",
@@ -241,12 +261,16 @@ def legend(found: "StepSearch", shown: "list[FeasibleRun]", room: float, longest
         lines.append(f"{name} is not shown: {why}")
     if found.rejected:
         lines.append(f"{len(found.rejected)} candidates were rejected; --why lists the reasons.")
+    if found.far:
+        lines.append(
+            f"{found.far} splits of the ranks were not tried: at best they take {FAR:g} times as long, or longer."
+        )
     if gain := gain_of_placement(found):
         lines.append(gain)
     if best := found.best:
         fastest = next(one for one in found.ranked if one.trains)
         named = "fastest" if best == fastest else f"plainest strategy within {SURE:.0%} of the fastest"
-        lines.append(f"To train with the {named}: {flags(best.run, best.placed)}")
+        lines.append(f"To train with the {named}: {flags(best.run, model.num_layers, best.placed)}")
     return "\n".join(lines)
 
 
@@ -278,10 +302,10 @@ def refusals(found: "StepSearch") -> Table:
     return table
 
 
-def explanation(found: "FeasibleRun") -> list[Table]:
+def explanation(found: "FeasibleRun", num_layers: int) -> list[Table]:
     """The parts of a run's time and memory."""
     run, forecast, placed = found
-    time = Table("part", title=f"{flags(run, placed)}\n\ntime of an iteration")
+    time = Table("part", title=f"{flags(run, num_layers, placed)}\n\ntime of an iteration")
     time.add_column("seconds", justify="right")
     time.add_column("share", justify="right")
     for name, seconds in forecast.parts.items():
@@ -317,10 +341,10 @@ def main(argv: list[str] | None = None) -> None:
         lengths = longest_of(shown, model, cluster) if args.longest else []
         table = ranking(shown, title, args.documents is not None, lengths)
         show(table, *([refusals(found)] if args.why and found.rejected else []))
-        print(legend(found, shown, cluster.device.memory_GiB, args.longest))
+        print(legend(found, shown, model, cluster.device.memory_GiB, args.longest))
         return
     one = asked(found, shown, args.explain)
-    show(*explanation(one))
+    show(*explanation(one, model.num_layers))
     if args.timeline:
         from megatron.context_parallel.cluster.simulate.timeline import write_timeline
         from megatron.context_parallel.cluster.step.attention_pass import attention_forecast

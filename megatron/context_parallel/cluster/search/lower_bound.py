@@ -12,6 +12,7 @@ from megatron.context_parallel.plan.ir import AllGather, Attend, Comm, Plan, Swa
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes
 
 ALL_UP_TO = 16  # ranks that are all looked at
+MANY = 64  # ranks; of more, one near the end stands for all
 
 MessageCost = tuple[int, int, float]  # sender, receiver, bytes
 
@@ -60,7 +61,11 @@ def lower_bound(plan: Plan, links: Links, shape: Shape, blocks: BlockTime) -> Pa
 
 
 def _looked_at(links: Links) -> list[int]:
-    """All ranks, or of many: those that share a link with the first, the last of its node, and the last of all."""
+    """All ranks, or of many: those that share a link with the first, the last of its node, and the last of all.
+
+    Of very many: those that share a link with the last of the last node but one. In every layout it computes about as
+    much as any, and sends to the next node.
+    """
     cluster, devices = links.cluster, links.devices
     ranks = range(len(devices))
     if len(ranks) <= ALL_UP_TO:
@@ -68,6 +73,10 @@ def _looked_at(links: Links) -> list[int]:
     sharers = cluster.devices_per_node  # devices on a link
     if cluster.nics and not (cluster.inside and cluster.inside.shared):
         sharers //= cluster.nics.per_node
+    if len(ranks) > MANY:
+        last = next((rank for rank in reversed(ranks) if links.nodes[rank] != links.nodes[-1]), ranks[-1])
+        node = [rank for rank in ranks if links.nodes[rank] == links.nodes[last]]
+        return [rank for rank in node if devices[last] - devices[rank] < sharers]
     node = [rank for rank in ranks if links.nodes[rank] == links.nodes[0]]
     near = [rank for rank in node if devices[rank] - devices[0] < sharers]
     return sorted({*near, node[-1], ranks[-1]})

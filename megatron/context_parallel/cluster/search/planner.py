@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
@@ -21,11 +21,12 @@ from megatron.context_parallel.progress import Progress, tracked
 from megatron.context_parallel.strategies import AUTO, parse_spec
 
 from .candidates import Candidate, Rejected, Workload, candidates, in_rounds, in_token_rounds
-from .lower_bound import PassBound, lower_bound
+from .lower_bound import MANY, PassBound, lower_bound
 from .plainness import plainest
 
 SIMULATED = 64  # choices, those with the best estimates
 GAIN = 0.01  # fraction of the time that another strategy for the backward pass, or more rounds, must save
+PROMISING = 16  # choices of many ranks whose layouts and weights are tried
 TRIED_IN_ROUNDS = 3  # of the fastest choices that split heads
 
 Name = TypeVar("Name", bound=Hashable)
@@ -82,7 +83,11 @@ class Prediction(NamedTuple):
 
 
 def fastest(
-    choices: Mapping[Name, Sequence[Plan]], place: GroupDevices, workload: Workload, most: int = SIMULATED
+    choices: Mapping[Name, Sequence[Plan]],
+    place: GroupDevices,
+    workload: Workload,
+    most: int = SIMULATED,
+    fitting: Callable[[Name], tuple[Name, Sequence[Plan]] | None] | None = None,
 ) -> tuple[dict[Name, Prediction], dict[Name, float]]:
     """Finds the fastest of several choices. Each has one or more plans, which run in turn.
 
@@ -94,9 +99,11 @@ def fastest(
         place: where plans run.
         workload: what is computed.
         most: choices that are simulated.
+        fitting: the choice that is simulated for a choice, if memory is enough. It is asked only for those that may be
+            the fastest. Default: the choice itself.
 
     Returns:
-        The times of simulated choices, fastest first; and the lower bounds of the others.
+        The times of simulated choices, fastest first; and the lower bounds of those that are slower.
     """
     looks = _looks(choices, place, workload)
     by_likely = sorted(choices, key=lambda name: looks[name].likely)
@@ -106,13 +113,18 @@ def fastest(
     found = dict[Name, Prediction]()
     best = math.inf
     progress = Progress("simulating strategies", min(most, len(choices)))
+    asked = set[Name]()
     for name in dict.fromkeys([*leaders.values(), *by_likely]):
-        if len(found) < most and looks[name].least < best:
-            found[name] = _predict(choices[name], place, workload)
-            best = min(best, found[name].seconds)
+        if len(found) == most or looks[name].least >= best:
+            continue
+        asked.add(name)
+        if kept := fitting(name) if fitting else (name, choices[name]):
+            spec, plans = kept
+            found[spec] = _predict(plans, place, workload)
+            best = min(best, found[spec].seconds)
             progress.advance()
     ranked = sorted(found, key=lambda name: found[name].seconds)
-    slower = {name: looks[name].least for name in by_likely if name not in found}
+    slower = {name: looks[name].least for name in by_likely if name not in asked}
     return {name: found[name] for name in ranked}, slower
 
 
@@ -196,19 +208,49 @@ def search(
         if isinstance(found, Rejected):
             rejected.append(found)
             continue
+        choices[found.choice.spec] = found
+
+    def fitting(spec: str) -> tuple[str, tuple[Plan, ...]] | None:
+        """The choice, or with more rounds of heads if it then fits."""
+        found = choices[spec]
         more = [] if "head_rounds" in fixed else in_rounds(found, workload)
-        if fitting := next((one for one in (found, *more) if _needed(one, workload) <= room), None):
-            choices[fitting.choice.spec] = fitting
-        else:
-            needed = _needed(found, workload)
-            why = f"attention needs {needed / 2**30:.3g} GiB of memory, but only {room / 2**30:.3g} GiB are left"
-            rejected.append(Rejected(found.choice.spec, why))
-    ranked, slower = fastest({spec: found.plans for spec, found in choices.items()}, place, workload, most)
+        for one in (found, *more):
+            if _needed(one, workload) <= room:
+                choices[one.choice.spec] = one
+                return one.choice.spec, one.plans
+        needed = _needed(found, workload)
+        why = f"attention needs {needed / 2**30:.3g} GiB of memory, but only {room / 2**30:.3g} GiB are left"
+        rejected.append(Rejected(spec, why))
+        return None
+
+    tried, far = _promising(choices, place, workload) if place.n > MANY else ([*choices], {})
+    ranked, slower = fastest({spec: choices[spec].plans for spec in tried}, place, workload, most, fitting)
     simulated = {spec: choices[spec] for spec in ranked}
     ranked |= _mixed({spec: found.plans for spec, found in simulated.items()}, ranked)
     if "head_rounds" not in fixed:
         ranked |= _faster_in_rounds(simulated, ranked, place, workload, room, fixed)
-    return Search(dict(sorted(ranked.items(), key=lambda item: item[1].seconds)), slower, rejected)
+    return Search(dict(sorted(ranked.items(), key=lambda item: item[1].seconds)), slower | far, rejected)
+
+
+def _promising(
+    choices: Mapping[str, Candidate], place: GroupDevices, workload: Workload
+) -> tuple[list[str], dict[str, float]]:
+    """The choices of many ranks that are tried, and the lower bounds of others.
+
+    Of choices that differ only in the layout and in weights, which change when a block is computed, the first is
+    looked at. All of them are tried if it is among the most promising, or the most promising of its strategy.
+    """
+    alike = defaultdict[tuple, list[str]](list)
+    for spec, (choice, _) in choices.items():
+        sizes = {name: value for name, value in choice.common.items() if name != "layout"}
+        options = {name: value for name, value in choice.options.items() if not isinstance(value, float)}
+        alike[choice.strategy.name, *sorted((sizes | options).items())].append(spec)
+    looks = _looks({family: choices[specs[0]].plans for family, specs in alike.items()}, place, workload)
+    by_likely = sorted(alike, key=lambda family: looks[family].likely)
+    leaders = {family[0]: family for family in reversed(by_likely)}
+    kept = dict.fromkeys([*by_likely[:PROMISING], *leaders.values()])
+    far = {alike[family][0]: looks[family].least for family in by_likely if family not in kept}
+    return [spec for family in kept for spec in alike[family]], far
 
 
 def _needed(found: Candidate, workload: Workload) -> int:

@@ -1,14 +1,22 @@
 """Finds the fastest way to train a model on a cluster: strategies, ZeRO, recomputation and parallel sizes."""
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, product
 from typing import Any, NamedTuple
 
-from megatron.context_parallel.cluster.description import Cluster
-from megatron.context_parallel.cluster.step.attention_pass import attention_mask, attention_seconds, attention_shape
+from megatron.context_parallel.cluster.description import BACKWARD, Cluster
+from megatron.context_parallel.cluster.step.attention_pass import (
+    Attention,
+    attention_mask,
+    attention_seconds,
+    attention_shape,
+)
 from megatron.context_parallel.cluster.step.memory import fullest
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
-from megatron.context_parallel.cluster.step.stage_time import AttentionTime
+from megatron.context_parallel.cluster.step.stage_time import EXPOSED, OPTIMIZER, SHARED, AttentionTime
 from megatron.context_parallel.cluster.step.step_time import StepForecast, check_sizes, forecast_step
 from megatron.context_parallel.cluster.step.train_config import SHARDING, TrainConfig, loss_chunk
 from megatron.context_parallel.errors import UsageError
@@ -22,8 +30,16 @@ from .planner import SIMULATED, GroupDevices, search
 
 TAKEN = 8  # specs that a whole step is predicted with for each split of the ranks, beside one of each strategy
 SIMULATED_OF_MANY = 8  # specs that are simulated for each of many splits
+FAR = 1.25  # parallel sizes that must take so many times as long as the fastest run found are not tried
 FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-RECOMPUTE: tuple[dict[str, Any], ...] = ({}, {**FULL, "recompute_whitelist": ("core_attention",)}, FULL)
+RECOMPUTE: tuple[dict[str, Any], ...] = (
+    {},
+    {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
+    {**FULL, "recompute_whitelist": ("core_attention",)},
+    FULL,
+)
+MICRO_BATCHES = (1, 2, 4)  # times the size that is given
+STAGE_PARTS = (1, 2, 4)  # virtual stages of a pipeline rank
 
 
 class FeasibleRun(NamedTuple):
@@ -49,11 +65,13 @@ class StepSearch:
         ranked: runs that fit, fastest first.
         rejected: what cannot run, or does not fit the memory.
         slower: how many specs were not taken for a whole step.
+        far: how many splits of the ranks were not tried, because they cannot be fast.
     """
 
     ranked: list[FeasibleRun]
     rejected: list[Rejected]
     slower: int
+    far: int = 0
 
     @property
     def best(self) -> FeasibleRun | None:
@@ -75,36 +93,67 @@ def search_steps(model: ModelShape, cluster: Cluster, base: TrainConfig, every_s
         model: what is trained.
         cluster: all of its devices are used.
         base: sequence, batch and dtype, and the parallel sizes.
-        every_split: try all tensor-, context-, data- and pipeline-parallel sizes instead.
+        every_split: try all tensor-, context-, data- and pipeline-parallel sizes instead, and larger micro batches.
     """
     splits = [*_splits(model, cluster, base)] if every_split else [base]
+    least = {split: _least(model, split, cluster) for split in splits} if every_split else {base: 0.0}
     ranked = list[FeasibleRun]()
     rejected = list[Rejected]()
-    slower = 0
-    for split in tracked(splits, "trying parallel sizes"):
+    slower = far = 0
+    for split in tracked(sorted(splits, key=least.__getitem__), "trying parallel sizes"):
+        fastest = min((one.forecast.seconds for one in ranked if one.trains), default=math.inf)
+        if least[split] > FAR * fastest:
+            far += 1
+            continue
         group, *others = split.groups("context")
         place = GroupDevices(cluster, group, others)
         most = SIMULATED if len(splits) == 1 else SIMULATED_OF_MANY
         found = search(workload_of(model, split), place, most=most)
         rejected += found.rejected
-        specs = _taken([*found.ranked], [*found.slower])
+        specs = _taken([*found.ranked], found.slower)
         slower += len(found.ranked) + len(found.slower) - len(specs)
         for spec in tracked(specs, "predicting whole iterations"):
             of_spec = forecasts(model, replace(split, cp_strategy=spec), cluster)
             ranked += of_spec.ranked
             rejected += of_spec.rejected
-    return StepSearch(sorted(ranked, key=lambda found: found.forecast.seconds), rejected, slower)
+    return StepSearch(sorted(ranked, key=lambda found: found.forecast.seconds), rejected, slower, far)
 
 
-def _taken(ranked: list[str], slower: list[str]) -> list[str]:
-    """The fastest specs, and the likeliest of each strategy that is not among them; both lists have the best first."""
+def _least(model: ModelShape, run: TrainConfig, cluster: Cluster) -> float:
+    """Seconds that every iteration of a run takes, in which no communication of attention or of weights is exposed."""
+    rate = 1e12 * max(max(rate.forward_TFLOP_s, rate.backward_TFLOP_s) for rate in cluster.device.attention)
+    window = min(model.window_size or run.seq_length, run.seq_length)
+    pairs = run.micro_batch_size * (run.seq_length * window - window**2 / 2)  # of tokens
+    width = model.queries / run.tensor_model_parallel_size
+    forward = 4 * width * pairs / run.context_parallel_size / rate
+
+    def ideal(model: ModelShape, run: TrainConfig, cluster: Cluster, backward: bool) -> Attention:
+        return Attention(forward * (BACKWARD if backward else 1), 0.0, 0.0, 0.0)
+
+    parts = forecast_step(model, run, cluster, ideal).parts
+    return sum(seconds for what, seconds in parts.items() if what not in (EXPOSED, SHARED, OPTIMIZER))
+
+
+def _taken(ranked: list[str], slower: dict[str, float]) -> list[str]:
+    """The fastest specs, and one of each strategy that is not among them: the fastest, or else the plainest likely one.
+
+    `ranked` has the fastest first, `slower` the lower bounds of others.
+    """
     taken = ranked[:TAKEN]
-    names = {parse_spec(spec).strategy.name for spec in taken}
-    for spec in [*ranked[TAKEN:], *slower]:
-        if (name := parse_spec(spec).strategy.name) not in names:
+    names = {_strategy_of(spec) for spec in taken}
+    for spec in ranked[TAKEN:]:
+        if (name := _strategy_of(spec)) not in names:
             names.add(name)
             taken.append(spec)
-    return taken
+    others = defaultdict[str, dict[str, float]](dict)
+    for spec, least in slower.items():
+        if (name := _strategy_of(spec)) not in names:
+            others[name][spec] = least
+    return taken + [plainest(specs) for specs in others.values()]
+
+
+def _strategy_of(spec: str) -> str:
+    return parse_spec(spec).strategy.name
 
 
 def workload_of(model: ModelShape, run: TrainConfig) -> Workload:
@@ -121,10 +170,10 @@ def forecasts(
     attention: AttentionTime = attention_seconds,
     placed: bool = False,
 ) -> StepSearch:
-    """Whole iterations of a run with every kind of sharding and recomputation, in any order."""
+    """Whole iterations of a run with every value of the `DIMENSIONS`, in any order."""
     found = StepSearch([], [], 0)
     chunk = loss_chunk(model.padded_vocab_size // base.tensor_model_parallel_size)
-    for run in _variants(replace(base, cross_entropy_chunk_size=chunk)):
+    for run in _variants(model, replace(base, cross_entropy_chunk_size=chunk)):
         try:
             check_sizes(model, run)
             if fullest(model, run)[1].bytes > cluster.device.memory_GiB * 2**30:
@@ -135,21 +184,41 @@ def forecasts(
     return found
 
 
-def _variants(run: TrainConfig) -> Iterator[TrainConfig]:
-    """A run with every kind of sharding and recomputation."""
+Values = Iterator[dict[str, Any]]  # fields of a `TrainConfig`
+
+
+def _shardings(model: ModelShape, run: TrainConfig) -> Values:
     for sharding in SHARDING if run.sharers > 1 else SHARDING[:1]:
-        for recompute in RECOMPUTE:
-            yield replace(
-                run,
-                data_parallel_sharding_strategy=sharding,
-                overlap_grad_reduce=run.sharers > 1,
-                overlap_param_gather=sharding != SHARDING[0],
-                **recompute,
-            )
+        yield {
+            "data_parallel_sharding_strategy": sharding,
+            "overlap_grad_reduce": run.sharers > 1,
+            "overlap_param_gather": sharding != SHARDING[0],
+        }
+
+
+def _recomputations(model: ModelShape, run: TrainConfig) -> Values:
+    yield from RECOMPUTE
+
+
+def _virtual_stages(model: ModelShape, run: TrainConfig) -> Values:
+    """Parts of a pipeline stage. Megatron interleaves them if its stages divide the micro batches."""
+    stages = run.pipeline_model_parallel_size
+    for parts in STAGE_PARTS if stages > 1 and run.micro_batches % stages == 0 else (1,):
+        if model.num_layers % (stages * parts) == 0:
+            yield {"virtual_pipeline_model_parallel_size": parts if parts > 1 else None}
+
+
+DIMENSIONS = (_shardings, _recomputations, _virtual_stages)  # searched for each strategy and split of the ranks
+
+
+def _variants(model: ModelShape, run: TrainConfig) -> Iterator[TrainConfig]:
+    """A run with every combination of values of the dimensions."""
+    for values in product(*(dimension(model, run) for dimension in DIMENSIONS)):
+        yield replace(run, **dict(chain.from_iterable(of.items() for of in values)))
 
 
 def _splits(model: ModelShape, cluster: Cluster, base: TrainConfig) -> Iterator[TrainConfig]:
-    """All parallel sizes that use all devices; tensor-parallel ranks stay in a node."""
+    """All parallel sizes that use all devices, and larger micro batches; tensor-parallel ranks stay in a node."""
     for tensor in divisors(cluster.devices_per_node):
         groups = model.num_query_groups
         split = (model.num_attention_heads, model.ffn_hidden_size)
@@ -159,13 +228,16 @@ def _splits(model: ModelShape, cluster: Cluster, base: TrainConfig) -> Iterator[
             left, over = divmod(cluster.ranks, tensor * pipeline)
             for context in () if over else divisors(left):
                 data = left // context
-                if base.seq_length % context or base.global_batch_size % (base.micro_batch_size * data):
-                    continue
-                yield replace(
-                    base,
-                    tensor_model_parallel_size=tensor,
-                    pipeline_model_parallel_size=pipeline,
-                    context_parallel_size=context,
-                    data_parallel_size=data,
-                    sequence_parallel=tensor > 1,
-                )
+                for times in MICRO_BATCHES:
+                    micro = times * base.micro_batch_size
+                    if base.seq_length % context or base.global_batch_size % (micro * data):
+                        continue
+                    yield replace(
+                        base,
+                        micro_batch_size=micro,
+                        tensor_model_parallel_size=tensor,
+                        pipeline_model_parallel_size=pipeline,
+                        context_parallel_size=context,
+                        data_parallel_size=data,
+                        sequence_parallel=tensor > 1,
+                    )

@@ -20,6 +20,8 @@ from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.shift import Shift
 
 SAMPLES = 32  # queries of a progression that stand for the others
+THOUSANDTHS = 1000  # of the pairs of rows of two chunks
+MANY_RANKS = 64  # more are simulated by few that stand for all
 SMALL = 64  # rows of a progression in the small sequence that shows how blocks are cut
 
 
@@ -71,15 +73,17 @@ class BlockTime:
         self.chunks = Chunks.of(plan.layout, plan.n, length)
         self.keys = numpy.array([p for chunk in self.chunks.progressions for p in chunk]).T
         self.rows = length / plan.n
+        self.many = plan.size > MANY_RANKS
         heads = shape.heads / plan.head_parts * (shape.rows * plan.size / length)  # times batch
         self.operations = 2 * heads * (shape.head_dim + (shape.value_dim or shape.head_dim))  # a seen pair of rows
         self.query_numbers = heads * self.rows * shape.head_dim
         self.key_numbers = 2 * self.query_numbers * max(shape.kv_heads, plan.head_parts) / shape.heads
         self.itemsize = shape.itemsize
         self.seen, self.seconds, self.pieces = cache(self._seen), cache(self._seconds), cache(self._pieces)
-        self.order = cache(self._order)
+        self.order, self._computed = cache(self._order), cache(self._call)
         self._small = small_blocks(plan, mask, length)
-        self._parts: dict[tuple, list[PieceShare]] = {}
+        self._parts: dict[tuple, tuple[PieceShare, ...]] = {}
+        self._look = cache(lambda parts: tuple([part.look for part in parts]))
 
     def __call__(self, attend: Attend) -> float:
         """Seconds of a block."""
@@ -102,8 +106,7 @@ class BlockTime:
         return self.pieces(attend.q_chunks, tuple(sorted(attend.kv_chunks)))
 
     def _pieces(self, q_chunks: tuple[int, ...], kv_chunks: tuple[int, ...]) -> Hashable:
-        parts = [part for q in q_chunks for part in self.parts(q, kv_chunks)]
-        return len(kv_chunks), tuple([part.look for part in parts])
+        return len(kv_chunks), tuple([self._look(self.parts(q, kv_chunks)) for q in q_chunks])
 
     def _seconds(self, q_chunks: tuple[int, ...], kv_chunks: tuple[int, ...]) -> float:
         parts = [part for q in q_chunks for part in self.parts(q, kv_chunks)]
@@ -128,7 +131,7 @@ class BlockTime:
         examples = list[tuple[int, int]]()
         for q in range(n):
             shares = self._seen(q).transpose(1, 0, 2).reshape(n, -1)
-            keys = (shares * 1000).round().astype(numpy.int64) @ (1001 ** numpy.arange(shares.shape[1]))
+            keys = shares.astype(numpy.int64) @ ((THOUSANDTHS + 1) ** numpy.arange(shares.shape[1]))
             own, first, which = numpy.unique(keys, return_index=True, return_inverse=True)
             for key, kv in zip(own.tolist(), first.tolist(), strict=True):
                 if numbers.setdefault(key, len(examples)) == len(examples):
@@ -148,7 +151,7 @@ class BlockTime:
         of_kind = [numbers.setdefault(look, len(numbers)) for look in looks]
         return numpy.array(of_kind, numpy.int32)[self._kinds.of_pair]
 
-    def _computed(self, part: PieceShare) -> float:
+    def _call(self, part: PieceShare) -> float:
         """Seconds of a call of the kernel."""
         operations = self.operations * part.pairs * self.rows**2 * (BACKWARD if self.backward else 1)
         rows, keys = self.rows * part.queries, self.rows * part.keys
@@ -158,13 +161,14 @@ class BlockTime:
         """Bytes: a result is added to the partial, two reads and a write of float32."""
         return 12 * (part.queries * self.query_numbers + part.keys * self.key_numbers * self.backward)
 
-    def parts(self, q: int, kv_chunks: tuple[int, ...]) -> list[PieceShare]:
+    def parts(self, q: int, kv_chunks: tuple[int, ...]) -> tuple[PieceShare, ...]:
         """The pieces of a query chunk against gathered key chunks, in ascending order."""
         seen = self.seen(q)
         looks = seen.reshape(len(seen), -1)[:, self.order(kv_chunks)]
         key = looks.shape, looks.tobytes()
         if key not in self._parts:
-            self._parts[key] = self._cut(q, kv_chunks, float(looks.sum())) if looks.any() else []
+            share = looks.sum(dtype=numpy.int64).item() / THOUSANDTHS
+            self._parts[key] = self._cut(q, kv_chunks, share) if share else ()
         return self._parts[key]
 
     def _order(self, kv_chunks: tuple[int, ...]) -> numpy.ndarray:
@@ -175,10 +179,11 @@ class BlockTime:
         order: numpy.ndarray = own[numpy.argsort(starts.ravel()[own])]
         return order
 
-    def _cut(self, q: int, kv_chunks: tuple[int, ...], share: float) -> list[PieceShare]:
+    def _cut(self, q: int, kv_chunks: tuple[int, ...], share: float) -> tuple[PieceShare, ...]:
         """The pieces of a small sequence; full ones count as one. Together they have the share of pairs that is seen.
 
-        So ranks whose blocks differ only in where they are cut take the same time.
+        So ranks whose blocks differ only in where they are cut take the same time. Of many ranks, a causal square among
+        gathered keys has the queries of one progression: two that are neighbours count as if keys lay between them.
         """
         rows = self._small.q.rows(q)
         full = 0.0
@@ -193,13 +198,20 @@ class BlockTime:
         side = min(1.0, math.sqrt(full))
         if len(kv_chunks) > 1:  # gathered keys are many, for the queries of a progression
             side = 1 / len(self.chunks.progressions[q])
+        if len(kv_chunks) > 1 and self.many:
+            full += sum([square * (square - side) / 2 for square in squares if square > side])
+            squares = [piece for square in squares for piece in max(1, round(square / side)) * [min(square, side)]]
         parts = [PieceShare(False, side, full / side, full)] if full else []
         parts += [PieceShare(True, square, square, square**2 / 2) for square in squares]
         total = sum(part.pairs for part in parts)
-        return [part._replace(pairs=part.pairs * share / total) for part in parts]
+        return tuple([part._replace(pairs=part.pairs * share / total) for part in parts])
 
     def _seen(self, q: int) -> numpy.ndarray:
-        """Shares of the pairs of rows that query chunk q sees, [its progressions, chunks, progressions of a chunk]."""
+        """Thousandths of the pairs of rows that query chunk q sees.
+
+        Returns:
+            int16, [its progressions, chunks, progressions of a chunk].
+        """
         shares = []
         for rows in self.chunks.progressions[q]:
             count = min(SAMPLES, rows.length)
@@ -208,7 +220,7 @@ class BlockTime:
             first, end = (bound[0].numpy() for bound in self.mask.seen(rows.start + places * rows.stride))
             seen = self._before(numpy.maximum(first, end)) - self._before(first)
             shares.append((rows.length / count / self.rows**2 * seen).reshape(self.chunks.n, -1))
-        return numpy.stack(shares).round(3)
+        return (numpy.stack(shares) * THOUSANDTHS).round().astype(numpy.int16)
 
     def _before(self, bounds: numpy.ndarray) -> numpy.ndarray:
         """The keys of each progression before a bound, the sum over all bounds, [progressions of all chunks]."""

@@ -26,11 +26,11 @@ from megatron.context_parallel.plan.trace import Clock, Rank, Span
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes
 from megatron.context_parallel.tokens.mask import Mask
 
-from .block_time import BlockTime
+from .block_time import MANY_RANKS, BlockTime
 from .links import Links, Path, period_of_links
 from .symmetry import Symmetry, symmetry_of
 
-ALL_UP_TO = 64  # ranks that are simulated one by one, even if a few could stand for all
+ALL_UP_TO = MANY_RANKS  # ranks that are simulated one by one, even if a few could stand for all
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,7 @@ def attention_only(model: ModelShape, run: TrainConfig) -> tuple[ModelShape, Tra
         recompute_granularity=None,
         recompute_method=None,
         recompute_num_layers=None,
+        recompute_modules=(),
         recompute_whitelist=(),
     )
     return model, run
