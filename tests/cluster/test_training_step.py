@@ -410,6 +410,13 @@ def test_checkpoints_in_host_memory_are_on_the_device_one_at_a_time():
     assert after["ends of the layer at work"] - before["ends of the layer at work"] == 1024 * 256 * 2
 
 
+def test_an_optimizer_in_host_memory_is_not_on_the_device():
+    run = replace(RUN, data_parallel_sharding_strategy="optim", context_parallel_size=2)
+    part = replace(run, optimizer_cpu_offload=True, optimizer_offload_fraction=0.25)
+    assert host_memory(MODEL, part) == 16 * MODEL.parameters // 2 // 4
+    assert sizes_of(part)["optimizer"] == 3 * sizes_of(run)["optimizer"] // 4 == 9 * MODEL.parameters // 2
+
+
 def test_gradients_may_travel_in_the_dtype_of_the_model():
     assert attention_shape(MODEL, RUN).partial_itemsize == 4
     assert attention_shape(MODEL, replace(RUN, partial_dtype="bf16")).partial_itemsize == 2
