@@ -61,10 +61,6 @@ CASES: dict[str, tuple[int, str]] = {  # ranks and flags by name
         2,
         f"{HEADS} {LLAMA} --cp-strategy ulysses --cp-token-rounds 4 --cp-layout cyclic",
     ),
-    "heads, shared keys, ulysses": (
-        2,
-        f"{HEADS} {LLAMA} --group-query-attention --num-query-groups 8 --cp-strategy ulysses",
-    ),
     "heads, kept": (1, f"{HEADS.replace('layers 12', 'layers 36')} {LLAMA} {KEPT}"),
     "heads, attention and norms recomputed": (1, f"{HEADS} {LLAMA} {SOME} core_attn layernorm"),
     "wide MLP": (1, f"{WIDE} {LLAMA}"),
