@@ -57,6 +57,10 @@ CASES: dict[str, tuple[int, str]] = {  # ranks and flags by name
     "heads, GPT": (1, HEADS),
     "heads, ulysses": (2, f"{HEADS} {LLAMA} --cp-strategy ulysses"),
     "heads, ulysses in 4 rounds": (2, f"{HEADS} {LLAMA} --cp-strategy ulysses --cp-head-rounds 4"),
+    "heads, ulysses in 4 rounds of tokens": (
+        2,
+        f"{HEADS} {LLAMA} --cp-strategy ulysses --cp-token-rounds 4 --cp-layout cyclic",
+    ),
     "heads, kept": (1, f"{HEADS.replace('layers 12', 'layers 36')} {LLAMA} {KEPT}"),
     "heads, attention and norms recomputed": (1, f"{HEADS} {LLAMA} {SOME} core_attn layernorm"),
     "wide MLP": (1, f"{WIDE} {LLAMA}"),

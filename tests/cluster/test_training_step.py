@@ -1,17 +1,19 @@
 """The predicted time and memory of a training step: against closed forms, and memory against a real tiny run."""
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch.distributed.tensor import DTensor
 
-from megatron.context_parallel import UsageError
+from megatron.context_parallel import ContextParallel, UsageError, context_parallel_attention
 from megatron.context_parallel.cluster.description import AttentionRate, Cluster, GemmRate, IntraNode, Nics
 from megatron.context_parallel.cluster.simulate.block_time import small_blocks
 from megatron.context_parallel.cluster.simulate.collectives import exchange, ring
 from megatron.context_parallel.cluster.step.attention_pass import (
+    attention_buffers,
     attention_forecast,
     attention_mask,
     attention_plan,
@@ -292,6 +294,30 @@ def test_the_fullest_stage_has_most_micro_batches_or_the_logits():
     assert (peak(MODEL, run).name, peak(larger, run, 1).name) == (MLP, HEAD)
 
 
+def _backward_peak(token_rounds: int, kv_heads: int) -> int:
+    """Bytes of the allocator at the peak of a backward pass of `ulysses`, above what the forward pass keeps."""
+    cp = ContextParallel(f"ulysses:layout=cyclic,token_rounds={token_rounds}")
+    q, k, v = (torch.randn(256, 1, heads, 64, requires_grad=True) for heads in (8, kv_heads, kv_heads))
+    out = context_parallel_attention(q, k, v, cp=cp, causal=True)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    gradient = torch.ones_like(out)
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        out.backward(gradient)
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    return gradient.nbytes + max(accumulate(sizes))
+
+
+@pytest.mark.parametrize(("token_rounds", "kv_heads"), [(1, 4), (2, 8), (4, 4)])
+def test_memory_of_rounds_of_tokens(ranks, token_rounds, kv_heads):
+    strategy = f"ulysses:layout=cyclic,token_rounds={token_rounds}"
+    how = {"dtype": "fp32", "implementation": "cpu", "context_parallel_size": 2}
+    run = TrainConfig(seq_length=512, cp_strategy=strategy, **how)
+    model = replace(MODEL, num_attention_heads=8, num_query_groups=kv_heads, kv_channels=64)
+    for measured in ranks(2, _backward_peak, token_rounds, kv_heads):
+        assert attention_buffers(model, run) == pytest.approx(measured, rel=0.06)
+
+
 def test_a_group_with_gaps_is_simulated_in_part():
     run = replace(RUN, context_parallel_size=32, tensor_model_parallel_size=2, seq_length=32768)
     cluster = replace(BOX, nodes=16)
@@ -433,6 +459,13 @@ def test_checkpoints_in_host_memory_are_on_the_device_one_at_a_time():
     before, after = sizes_of(run), sizes_of(host)
     assert before["recomputed layers"] - after["recomputed layers"] == inputs
     assert after["ends of the layer at work"] - before["ends of the layer at work"] == 1024 * 256 * 2
+
+
+def test_an_optimizer_in_host_memory_is_not_on_the_device():
+    run = replace(RUN, data_parallel_sharding_strategy="optim", context_parallel_size=2)
+    part = replace(run, optimizer_cpu_offload=True, optimizer_offload_fraction=0.25)
+    assert host_memory(MODEL, part) == 16 * MODEL.parameters // 2 // 4
+    assert sizes_of(part)["optimizer"] == 3 * sizes_of(run)["optimizer"] // 4 == 9 * MODEL.parameters // 2
 
 
 def test_gradients_may_travel_in_the_dtype_of_the_model():

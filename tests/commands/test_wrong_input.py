@@ -237,6 +237,9 @@ MISTAKES = [
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --recompute-whitelist qkv fc1 "
      "--mlp-chunks-for-training 2", 1, ["--recompute-whitelist fc1", "--mlp-chunks-for-training 2"], None),
     ("--offload-checkpoints", 1, ["--offload-checkpoints", "needs --recompute-granularity full"], None),
+    ("--optimizer-cpu-offload", 1, ["--optimizer-cpu-offload", "needs --use-precision-aware-optimizer --bf16"], None),
+    pytest.param("--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --optimizer-cpu-offload", 1,
+     ["--optimizer-cpu-offload", "GPU", "in host memory already"], None, marks=without_gpu),
     ("--offload-kept", 1, ["--offload-kept", "needs --recompute-whitelist core_attention"], None),
     ("--save-interval 5", 1, ["--save-interval 5", "--save DIR"], None),
     ("--exit-on-missing-checkpoint", 1, ["--exit-on-missing-checkpoint", "--load DIR"], None),

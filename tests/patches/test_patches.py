@@ -222,6 +222,12 @@ BODIES: Table = {
             "_apply_rotary_pos_emb_bshd": by_release({(0, 16): "0ef4824d5242", (0, 19): "7bd1c84e0953"})
         }
     },
+    "megatron_offloaded_optimizer": {
+        f"{_CORE}/optimizer/cpu_offloading/hybrid_optimizer.py": {
+            "HybridDeviceOptimizer._sync_sub_optimizers_state_to_hdo": "d86294975438",
+            "HybridDeviceOptimizer.dummy_step": "2dd2ff333c3c",
+        }
+    },
     "torch_data_workers": {
         "torch/utils/data/dataloader.py": {"_MultiProcessingDataLoaderIter.__del__": "d2dca4e3c727"}
     },

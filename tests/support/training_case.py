@@ -87,6 +87,8 @@ def case_args(family: str, **changes) -> CaseArgs:
         **{"decoupled_lr": None, "decoupled_min_lr": None, "skip_train": False, "bias_gelu_fusion": True},
         **{"lr_warmup_fraction": None, "weight_decay": 0.01, "clip_grad": 1.0},
         **{"use_distributed_optimizer": True, "overlap_grad_reduce": False, "overlap_param_gather": False},
+        **{"optimizer_cpu_offload": False, "use_precision_aware_optimizer": False},
+        **{"optimizer_offload_fraction": 1.0, "overlap_cpu_optimizer_d2h_h2d": False},
         **{"num_distributed_optimizer_instances": 1, "use_megatron_fsdp": False, "use_torch_fsdp2": False},
         **{"nccl_communicator_config_path": None, "high_priority_stream_groups": None},
         **{"data_parallel_sharding_strategy": "no_shard"},

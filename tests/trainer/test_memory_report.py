@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.context_parallel import UsageError
+from megatron.context_parallel.cluster.step import fit
 from megatron.context_parallel.cluster.step.fit import advice, bytes_needed, changes_to_fit
 from megatron.context_parallel.trainer.arguments.complete import parse_args
 from megatron.context_parallel.trainer.config.workload import model_of, run_of
@@ -91,6 +92,20 @@ def test_a_position_table_limits_the_longest_sequence(monkeypatch, capsys):
 def test_there_is_no_longest_sequence(flags, message, monkeypatch):
     with pytest.raises(UsageError, match=message):
         describe(parsed(f"{LLAMA} --longest {flags}", monkeypatch))
+
+
+def test_host_memory_comes_last(monkeypatch, capsys):
+    """On one GPU there is nothing to share."""
+    alone = f"{LLAMA} --context-parallel-size 1 --device-memory 80GB --mlp-chunks-for-training 16"
+    monkeypatch.setattr(fit, "MOST_RANKS", 1)
+    describe(parsed(alone, monkeypatch, 1))
+    flags, then = re.search(r"would fit with (.*) \(([\d.]+) GiB\)", capsys.readouterr().out).groups()
+    assert flags.endswith("--use-distributed-optimizer --optimizer-cpu-offload --use-precision-aware-optimizer")
+    describe(parsed(f"{alone} {flags}", monkeypatch, 1))
+    said = capsys.readouterr().out
+    assert f"fits: {then} GiB of 80" in said
+    on_host = 16 * 8_030_261_248 + 32 * 65536 * 4096 * 2  # and the inputs of layers
+    assert f"in host memory {on_host / 2**30:.2f} GiB" in re.sub(" +", " ", said)
 
 
 def test_rounds_of_heads_are_advised_before_sharding(monkeypatch):

@@ -393,6 +393,7 @@ class Executor:
             dq, *dkv = self.problem.kernel.backward(grad, self.problem.scores)
             dq_total = self._plus(dq_total, queries, rows, (dq,))
             dkv_total = self._plus(dkv_total, keys, kv_rows, dkv)
+            del dq, dkv  # the next piece needs the memory
         self._end((T.DQ, chunk), dq_total)
         if of_one_chunk:
             self._end((T.DKV, kv_chunks[0]), dkv_total)

@@ -17,7 +17,7 @@ from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.slices import Slices
 
-from .block_memory import BlockMemory, gradient_swap_bytes, packed_bytes
+from .block_memory import BlockMemory, gradient_swap_bytes, packed_bytes, token_rounds_bytes
 from .model_shape import ModelShape
 from .train_config import ITEMSIZE, TrainConfig
 
@@ -146,6 +146,11 @@ def _buffers(model: ModelShape, run: TrainConfig) -> int:
         kernels = BlockMemory(plan, shape, cut)
         whole = replace(plan, rounds=1)
         own = chunk_bytes(whole, T.Q, shape, False) + chunk_bytes(whole, T.KV, shape, False)
+        if backward and plan.token_rounds > 1:
+            most = max(most, token_rounds_bytes(plan, shape, kernels))
+            continue
+        if backward and plan.keeps_swapped:  # also the output gradient as it came
+            own -= shape.itemsize * shape.rows * shape.heads * shape.head_dim
         for rank in ranks:
             work = kernels.of_steps(rank) if backward else ()
             most = max(most, peak_bytes(plan, rank, shape, work) + packed_bytes(plan, shape) - own)

@@ -1,6 +1,6 @@
 """Memory of a backward pass beyond the chunks and partials of its plan: kernels at work, messages of a head swap."""
 
-from megatron.context_parallel.kernels.masks import CAUSAL, Piece
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL, PieceMask
 from megatron.context_parallel.plan.ir import AllGather, Attend, Key, Plan, T
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes
 from megatron.context_parallel.runtime.blocks import Blocks
@@ -24,7 +24,8 @@ class BlockMemory:
         self.part = shape.itemsize / 4
         # Bytes of a chunk in float32, for the heads of a round.
         self.queries = 4 * shape.rows * shape.heads * shape.head_dim // plan.rounds
-        self.keys = 4 * shape.rows * max(shape.kv_heads, plan.head_parts) * shape.head_dim // plan.rounds
+        self.kv_heads = max(shape.kv_heads, plan.head_parts)  # of all ranks of a head group, with replicas
+        self.keys = 4 * shape.rows * self.kv_heads * shape.head_dim // plan.rounds
         self.grouped = self.queries > self.keys
 
     def of_steps(self, rank: int) -> list[float]:
@@ -53,29 +54,44 @@ class BlockMemory:
         count = len(attend.kv_chunks)
         gathered = 2 * self.keys * (1 + self.part) * count if count > 1 else 0.0  # keys, and their gradients
         if self.blocks is None:
-            computing, results = self._fused(count)
+            computing, results = self._fused(1, count)
             return gathered + max(computing - counted, results)
         rows = self.blocks.q.rows(chunk)
         most = 0.0
         for piece in self.blocks.pieces(chunk, attend.kv_chunks):
-            computing, results = self._unfused(piece, rows, count)
+            q, kv = (
+                len(range(*part.indices(size))) / rows for part, size in ((piece.q, rows), (piece.kv, rows * count))
+            )
+            computing, results = self._unfused(q, kv, piece.mask)
             most = max(most, computing - counted, results)
             counted = 0
         return gathered + most
 
-    def _fused(self, count: int) -> tuple[float, float]:
-        """Bytes while a block with `count` key chunks is computed, and of its results."""
-        results = self.part * (self.queries + 2 * self.keys * count)
-        of_heads = 2 * self.part * self.queries * count if self.grouped else 0.0
-        return self.queries + self.part * self.queries + results + of_heads, results
+    def of_token_round(self, turn: int) -> float:
+        """The most bytes in a round of tokens: of its partial gradients, and of kernels at work on its queries."""
+        number, rounds = self.plan.range_of(turn), self.plan.token_rounds
+        each, end = 1 / rounds, (number + 1) / rounds
+        partials = each * self.queries + 2 * end * self.keys
+        if self.blocks is None:
+            return max(partials, *self._fused(each, end))
+        square, results = self._unfused(each, each, CAUSAL)
+        if number == 0:  # the results become the partials
+            return max(square, results)
+        before, results = self._unfused(each, number / rounds, FULL)  # a rectangle, then the square
+        return max(before, partials + max(square, results))
 
-    def _unfused(self, piece: Piece, rows: int, count: int) -> tuple[float, float]:
-        """Bytes while a piece is computed, and of its results."""
-        seen = len(range(*piece.kv.indices(rows * count))) / rows
-        queries = self.queries * len(range(*piece.q.indices(rows))) / rows
-        keys = self.keys * seen
-        gradients = queries + 2 * self.queries * seen  # of a key for each query head
-        computing = queries + gradients + (CAUSAL_PARTS if piece.mask == CAUSAL else 1) * queries
+    def _fused(self, q: float, kv: float) -> tuple[float, float]:
+        """Bytes while a block of so many query and key chunks is computed, and of its results."""
+        queries = q * self.queries
+        results = self.part * (queries + 2 * self.keys * kv)
+        of_heads = 2 * self.part * self.queries * kv if self.grouped else 0.0
+        return queries + self.part * queries + results + of_heads, results
+
+    def _unfused(self, q: float, kv: float, mask: PieceMask) -> tuple[float, float]:
+        """Bytes while a piece of so many query and key chunks is computed, and of its results."""
+        queries, keys = q * self.queries, kv * self.keys
+        gradients = queries + 2 * self.queries * kv  # of a key for each query head
+        computing = queries + gradients + (CAUSAL_PARTS if mask == CAUSAL else 1) * queries
         if self.shape.itemsize < 4:
             computing += 2 * queries + 2 * keys  # float32 copies of the inputs
         return computing, queries + 2 * keys if self.grouped else gradients
@@ -93,6 +109,27 @@ def gradient_swap_bytes(plan: Plan, shape: Shape) -> float:
     swapped = shape.itemsize * queries + of_keys * keys
     others = (plan.heads - 1) / plan.heads
     return shape.itemsize * queries + (2 + 2 * others) * swapped
+
+
+def token_rounds_bytes(plan: Plan, shape: Shape, kernels: BlockMemory) -> float:
+    """The most bytes in a backward pass in rounds of tokens, beyond queries, keys and values.
+
+    From the second round on, a rank also has the partial gradients of all keys, and the gradients of its own tokens.
+    """
+    queries = shape.rows * shape.heads * shape.head_dim
+    own_keys, keys = (2 * shape.rows * heads * shape.head_dim for heads in (shape.kv_heads, kernels.kv_heads))
+    of_keys = 4 if plan.heads > shape.kv_heads else shape.itemsize  # replicas are summed in float32
+    messages = 2 * (plan.heads - 1) / plan.heads / plan.token_rounds  # of a number: packed and received
+    most = 0.0
+    for turn in range(plan.token_rounds):
+        size = shape.itemsize * queries * (1 + 1 / plan.token_rounds)  # the output gradient as it came, and swapped
+        if turn < plan.token_rounds - 1:
+            size += messages * shape.itemsize * queries
+        if turn:
+            size += 4 * keys + shape.itemsize * queries + of_keys * own_keys
+            size += messages * (shape.itemsize * queries + of_keys * keys)
+        most = max(most, size + kernels.of_token_round(turn))
+    return most
 
 
 def packed_bytes(plan: Plan, shape: Shape) -> float:

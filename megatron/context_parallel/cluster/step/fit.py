@@ -35,7 +35,8 @@ def advice(model: ModelShape, run: TrainConfig, room: float) -> str:
     """The flags with which a run needs at most `room` bytes on each rank."""
     changes = changes_to_fit(model, run, room)
     if changes is None:
-        return "recomputation, chunks, sharding and context ranks are not enough: split the model over more ranks"
+        tried = "recomputation, chunks, sharding, context ranks and host memory"
+        return f"{tried} are not enough: split the model over more ranks"
     for change in changes:
         run = replace(run, **change.fields)
     flags = " ".join(change.flags for change in changes)
@@ -50,7 +51,7 @@ def changes_to_fit(model: ModelShape, run: TrainConfig, room: float) -> list[Cha
     """
     kept: list[Change] = []
     least = bytes_needed(model, run)
-    for kind in (_recomputations, _loss_chunks, _mlp_chunks, _head_rounds, _shardings, _ranks):
+    for kind in (_recomputations, _loss_chunks, _mlp_chunks, _head_rounds, _shardings, _ranks, _offloading):
         if least <= room:
             break
         best = None
@@ -113,3 +114,21 @@ def _ranks(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
     while ranks <= MOST_RANKS:
         yield Change(f"--context-parallel-size {ranks}", {"context_parallel_size": ranks})
         ranks *= 2
+
+
+def _offloading(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
+    """What moves to host memory: the checkpoints of layers, then the optimizer too."""
+    flags, fields = "", dict[str, Any]()
+    if run.recompute_granularity == "full" and not run.fp8 and not run.offload_checkpoints:
+        flags, fields = "--offload-checkpoints ", {"offload_checkpoints": True}
+        yield Change(flags.strip(), fields)
+    sharding = run.data_parallel_sharding_strategy
+    if run.implementation == "cpu" or run.dtype != "bf16" or sharding not in SHARDING[:2] or run.optimizer_cpu_offload:
+        return
+    if sharding == SHARDING[0]:
+        flags, fields = (
+            f"{flags}--use-distributed-optimizer ",
+            fields | {"data_parallel_sharding_strategy": SHARDING[1]},
+        )
+    flags += "--optimizer-cpu-offload --use-precision-aware-optimizer"
+    yield Change(flags, fields | {"optimizer_cpu_offload": True})

@@ -16,6 +16,7 @@ from .train_config import TrainConfig
 # Of Megatron-FSDP (megatron-core 0.16.1, `megatron_fsdp.py`): the default of `suggested_communication_unit_size`.
 REDUCED_AT_ONCE = 10**9  # whole gradients that wait for their reduction
 GATHERED_AHEAD = REDUCED_AT_ONCE // 2  # weights
+OPTIMIZER_ON_HOST = 4 * 4  # bytes of a parameter: float32 copy, gradient and two moments
 BATCH = 8 + 8 + 8 + 4  # bytes of a token: itself, its label and position (int64), its weight in the loss
 
 
@@ -94,7 +95,9 @@ def host_memory(model: ModelShape, run: TrainConfig, stage: int = 0) -> int:
     in_flight = _in_flight(run, stage)
     whole = sum(item.bytes for item in _LayerCounts(model, on_device).inputs(in_flight))
     left = sum(item.bytes for item in _LayerCounts(model, run).inputs(in_flight))
-    return whole - left
+    stages, tensor = run.pipeline_model_parallel_size, run.tensor_model_parallel_size
+    updated = model.parameters_on_stage(stage, stages, tensor) * run.optimizer_on_host / run.shards("optim")
+    return whole - left + round(OPTIMIZER_ON_HOST * updated)
 
 
 # ------------------------------------------------------------------------------------------ weights and the rest
@@ -121,6 +124,8 @@ def _states(model: ModelShape, run: TrainConfig, count: int, shared: int) -> Ite
         yield MemoryItem(GRADIENTS, layer * 4, f"1 layer of {layer:,} parameters x 4 bytes")
     state, parts = (12, "float32 copy and two moments") if kept == 2 else (8, "two moments")
     optimizer = (shared if over["optim"] > 1 else count) * state // over["optim"]
+    if run.optimizer_on_host:
+        optimizer, parts = round(optimizer * (1 - run.optimizer_on_host)), f"{parts}, less what is in host memory"
     yield MemoryItem("optimizer", optimizer, f"{state} bytes ({parts}){by['optim']}")
 
 
@@ -143,7 +148,7 @@ def _layers_within(numbers: int, model: ModelShape, run: TrainConfig) -> int:
 
 def _update(model: ModelShape, run: TrainConfig, count: int) -> MemoryItem:
     """Adam's own numbers: PyTorch's loop over weights, or its call for all of them; none in Transformer Engine's."""
-    shard = count // run.shards("optim")
+    shard = round(count // run.shards("optim") * (1 - run.optimizer_on_host))
     largest = min(shard, model.largest_weight(run.tensor_model_parallel_size))
     size, formula = {
         "cpu": (2 * 4 * largest, f"2 x 4 bytes x {largest:,} parameters, the largest weight"),

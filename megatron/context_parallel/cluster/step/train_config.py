@@ -24,6 +24,7 @@ class TrainConfig:
             `--use-distributed-optimizer` (ZeRO 1), "optim_grads" ZeRO 2, "optim_grads_params" ZeRO 3 or FSDP.
         num_distributed_optimizer_instances: copies of the sharded state.
         use_torch_fsdp2: sharded weights are float32, and the optimizer has no copy of them.
+        optimizer_cpu_offload: the optimizer of `optimizer_offload_fraction` of the parameters is in host memory.
         recompute_modules: the parts of layers that selective recomputation computes again; none: core attention.
         recompute_whitelist: the modules whose outputs full recomputation keeps.
         offload_checkpoints, offload_kept: the inputs of recomputed layers and those outputs are in host memory.
@@ -57,6 +58,8 @@ class TrainConfig:
     data_parallel_sharding_strategy: str = "no_shard"
     num_distributed_optimizer_instances: int = 1
     use_torch_fsdp2: bool = False
+    optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: float = 1.0
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     tp_comm_overlap: bool = False
@@ -161,6 +164,11 @@ class TrainConfig:
     def computed_again(self) -> tuple[str, ...]:
         """The parts of layers that selective recomputation computes again, by the names of `--recompute-modules`."""
         return (self.recompute_modules or ("core_attn",)) if self.recompute_granularity == "selective" else ()
+
+    @property
+    def optimizer_on_host(self) -> float:
+        """The share of the parameters whose optimizer is in host memory."""
+        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
 
     @property
     def turns(self) -> int:

@@ -171,7 +171,7 @@ def _check_devices(args: Arguments) -> Iterator[UsageError]:
     """The errors about GPUs. A dry run may plan for other hosts: it needs no GPU and no library for GPUs."""
     import torch
 
-    from megatron.context_parallel.integration.transformer_engine import check_importable
+    from megatron.context_parallel.integration.transformer_engine import check_importable, why_not_importable
     from megatron.context_parallel.kernels.choose import check_backend
 
     gpus = torch.cuda.device_count()
@@ -181,6 +181,12 @@ def _check_devices(args: Arguments) -> Iterator[UsageError]:
         yield UsageError(f"LOCAL_WORLD_SIZE={local}: {why}")
     if args.fp16 and not (gpus or args.dry_run):
         yield refusal(args, "fp16", "needs a GPU, and this host has none; give --bf16, or neither")
+    if args.optimizer_cpu_offload and not args.dry_run:
+        if not gpus:
+            why = "needs a GPU; on this host the optimizer is in host memory already; leave it out"
+            yield refusal(args, "optimizer_cpu_offload", why)
+        elif why := why_not_importable():
+            yield refusal(args, "optimizer_cpu_offload", f"needs Transformer Engine: {why}; leave it out")
     if args.distributed_backend == "nccl" and not (gpus or args.dry_run):
         yield refusal(args, "distributed_backend", "needs GPUs, and this host has none", distributed_backend="gloo")
     if args.distributed_backend == "gloo" and gpus and args.world_size > 1 and not args.dry_run:

@@ -8,9 +8,11 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from megatron.context_parallel.patches.megatron_offloaded_optimizer import prime_offloaded
 from megatron.context_parallel.trainer.model.data_parallel import DataParallel
 
 from .sharded_weights import RowSharding, copy_share, described, empty, gather_rows, install_weights, rows_of
@@ -115,7 +117,12 @@ def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
 
 def _sharded_buckets(optimizer: MegatronOptimizer, weights: dict[str, Any], loading: bool) -> dict[str, Any]:
     """The state of one optimizer, even if sharded experts have a separate optimizer."""
-    parts = [part.sharded_state_dict(weights, is_loading=loading, metadata=METADATA) for part in _parts(optimizer)]
+    parts = []
+    for part in _parts(optimizer):
+        sharded = part.sharded_state_dict(weights, is_loading=loading, metadata=METADATA)
+        for group, name in product(sharded["optimizer"]["param_groups"], _settings_of_offloading(part)):
+            group.pop(name, None)
+        parts.append(sharded)
     if len(parts) == 1:
         return parts[0]
     groups = [group for part in parts for group in part["optimizer"]["param_groups"]]
@@ -135,16 +142,26 @@ def _count_bucket_padding(model: list[DataParallel]) -> None:
 def _prime_adam(optimizer: MegatronOptimizer) -> None:
     # PyTorch's Adam creates its step counts at the first step. megatron-core reads them before that.
     for part in _parts(optimizer):
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            prime_offloaded(part.optimizer)
+            continue
         part.init_state_fn(part.optimizer, part.config)
         for parameter_state in part.optimizer.state.values() if _is_torchs(part) else ():
             parameter_state.setdefault("step", torch.tensor(0.0))
 
 
+def _settings_of_offloading(part: MegatronOptimizer) -> set[str]:
+    """The entries of a group of parameters that only an offloaded optimizer has."""
+    adam = part.optimizer
+    return {*adam.defaults} - {*_FROM_FLAGS, "lr", "weight_decay"} if isinstance(adam, HybridDeviceOptimizer) else set()
+
+
 def _load_buckets(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
     given = []
-    for group in optimizer.param_groups:
-        given.append({name: group[name] for name in _FROM_FLAGS})
     parts = _parts(optimizer)
+    for group in optimizer.param_groups:
+        names = {*_FROM_FLAGS, *_settings_of_offloading(parts[0])}
+        given.append({name: value for name, value in group.items() if name in names})
     both = []
     # Saved without sharded experts: their optimizer has the parameter groups of the other weights.
     for shared in (False, True):
@@ -160,6 +177,9 @@ def _load_buckets(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
 
 
 def _load_part(part: MegatronOptimizer, loaded: dict[str, Any], per_parameter: dict[int, Any]) -> None:
+    if isinstance(part.optimizer, HybridDeviceOptimizer):
+        _load_offloaded(part, loaded, per_parameter)
+        return
     if not _is_torchs(part):
         part.load_state_dict({**loaded, "param_state": per_parameter})
         return
@@ -170,6 +190,15 @@ def _load_part(part: MegatronOptimizer, loaded: dict[str, Any], per_parameter: d
     part.load_parameter_state_from_fully_reshardable(per_parameter)
     for state, step in zip(states, steps, strict=True):
         state["step"] = step.clone()  # it restored one shared tensor, which every parameter would advance
+
+
+def _load_offloaded(part: MegatronOptimizer, loaded: dict[str, Any], per_parameter: dict[int, Any]) -> None:
+    part.load_state_dict({**loaded, "param_state": per_parameter})
+    for state in part.optimizer.state.values():
+        for name, tensor in state.items():
+            state[name] = tensor.clone()  # it is a view of all ranks' rows, or the step of all weights
+    for group in part.optimizer.param_groups:
+        group.pop("step", None)  # which would set back the step of weights on the GPU in each step
 
 
 def _is_torchs(part: MegatronOptimizer) -> bool:

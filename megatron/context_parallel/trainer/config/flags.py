@@ -316,6 +316,21 @@ class Distributed(FlagSection, title="distributed"):
     )
     sequence_parallel: bool = flag("also split norms and residuals; off with one tensor-parallel rank", False)
     use_distributed_optimizer: bool = flag("shard the optimizer over data and context ranks (ZeRO 1)", False)
+    optimizer_cpu_offload: bool = flag(
+        "keep and update the optimizer in host memory",
+        False,
+        needs="use_precision_aware_optimizer bf16",
+        excludes="use_megatron_fsdp",
+    )
+    use_precision_aware_optimizer: bool = flag(
+        "let the optimizer keep the float32 weights", False, needs="optimizer_cpu_offload use_distributed_optimizer"
+    )
+    optimizer_offload_fraction: float = flag(
+        "share of the parameters whose optimizer is in host memory", 1.0, at_most=1, needs="optimizer_cpu_offload"
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(
+        "copy gradients and weights of some parameters while others are updated", False, needs="optimizer_cpu_offload"
+    )
     num_distributed_optimizer_instances: int = flag(
         "number of copies of the sharded state; each is sharded over data x context ranks / this", 1, example=2
     )
