@@ -60,7 +60,7 @@ def session(layers: int, cache_tokens: int) -> Session:
     cp = ContextParallel("ring", group=parallel_state.get_context_parallel_group())
     model = GPTModel(config, block_spec(config, cp, layers), VOCABULARY, 1, position_embedding_type="rope")
     use_layout(model, cp)
-    built = Session(model.eval(), cp, cache_tokens=cache_tokens)
+    built = Session(model.eval(), cp, cache_tokens=cache_tokens, frozen=True)
     for pages in (x for layer in built.cache.layers for x in layer):
         pages.normal_()
     return built

@@ -11,7 +11,8 @@ from megatron.context_parallel.integration.spec import ContextParallelAttention
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.interface import Scores
 from megatron.context_parallel.patches.torch_all_gather import all_gather
-from megatron.context_parallel.runtime.comm.torch_works import WorkBatch
+from megatron.context_parallel.runtime.comm.host_sockets import HostSockets
+from megatron.context_parallel.runtime.comm.torch_works import Work, WorkBatch
 from megatron.context_parallel.runtime.sinks import add_sinks
 
 from .cache import KVCache
@@ -42,6 +43,7 @@ class DecodeAttention:
         group: the context group.
         size: rows of each rank.
         heads: of each layer.
+        sockets: connections to the other ranks, if all are on this host.
         dtype: of queries, keys and values.
 
     Attributes:
@@ -53,7 +55,14 @@ class DecodeAttention:
     rows: DecodeRows
 
     def __init__(
-        self, cache: KVCache, group: ContextParallel, size: int, heads: Heads, dtype: torch.dtype, device: torch.device
+        self,
+        cache: KVCache,
+        group: ContextParallel,
+        size: int,
+        heads: Heads,
+        sockets: HostSockets | None,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.cache, self.group, self.size, self.heads = cache, group, size, heads
         n = group.n
@@ -76,7 +85,14 @@ class DecodeAttention:
         self.weights = self.parts.new_zeros(n, size, heads.queries)
         self.merged = self.parts.new_zeros(size, heads.queries, heads.value_dim)
         self.weighted = self.parts.new_zeros(n, size, heads.queries, heads.value_dim)
-        self.others = [rank for i, rank in enumerate(dist.get_process_group_ranks(group.group)) if i != group.rank]
+        self.others = {i: rank for i, rank in enumerate(dist.get_process_group_ranks(group.group)) if i != group.rank}
+        self.exchanges = []
+        if sockets:
+            by_rank = self.gathered.split(size)
+            self.exchanges = [
+                sockets.exchange(dict.fromkeys(self.others, self.mine), {i: by_rank[i] for i in self.others}),
+                sockets.exchange({i: self.sent[i] for i in self.others}, {i: self.parts[i] for i in self.others}),
+            ]
 
     def begin(self, rows: DecodeRows, slots: Tensor) -> None:
         """Takes the rows of a step, and the slots of this rank's, int64 [size]."""
@@ -100,14 +116,28 @@ class DecodeAttention:
         self.cache.append(layer, self.slots, k, v)
         self.mine.copy_(q)
         if self.group.n > 1:
-            self._wait("gather", all_gather(self.group.group, self.gathered, self.mine))
+            self._wait("gather", self._gather())
         self._attend(core, layer)
         if self.group.n > 1:
-            self._wait("receive", self.group.group.alltoall_base(self.parts, self.sent, [], []))
+            self._wait("receive", self._send_home())
         out.copy_(self._merged(core.softmax_offset))
 
-    def _wait(self, kind: str, work: dist.Work) -> None:
-        WorkBatch([work], CHANNEL, [(kind, rank) for rank in self.others]).wait()
+    def _gather(self) -> Work:
+        """Sends the queries of this rank to all others."""
+        if not self.exchanges:
+            return all_gather(self.group.group, self.gathered, self.mine)
+        self.gathered[self.group.rank * self.size :][: self.size].copy_(self.mine)
+        return self.exchanges[0]
+
+    def _send_home(self) -> Work:
+        """Sends the partial outputs of each rank's rows to it."""
+        if not self.exchanges:
+            return self.group.group.alltoall_base(self.parts, self.sent, [], [])
+        self.parts[self.group.rank].copy_(self.sent[self.group.rank])
+        return self.exchanges[1]
+
+    def _wait(self, kind: str, work: Work) -> None:
+        WorkBatch([work], CHANNEL, [(kind, rank) for rank in self.others.values()]).wait()
 
     def _attend(self, core: ContextParallelAttention, layer: int) -> None:
         """Computes the partial output of each row, at the place from which it is sent."""
