@@ -76,9 +76,8 @@ class DecodeAttention:
         # Partial outputs with their log-sum-exp behind them: of the rows of each rank, and of own rows from each rank.
         self.sent = torch.zeros(n, size, heads.queries, width, dtype=wide, device=device)
         self.parts = torch.zeros_like(self.sent) if n > 1 else self.sent
-        self.nothing = self.parts.new_zeros(*by_key, width)
-        self.nothing[..., -1] = -torch.inf
-        self.places = [place.view(size, *by_key, width).unbind() for place in self.sent]
+        by_row = [place.view(size, 1, *by_key, width).unbind() for place in self.sent]
+        self.places = [[(place[..., :-1], place[..., -1]) for place in places] for places in by_row]
         queries = self.gathered if n > 1 else self.mine
         self.queries = [part.view(size, *by_key, -1).unbind() for part in queries.split(size)]
         self.peak, self.total = (self.parts.new_zeros(size, heads.queries) for _ in range(2))
@@ -141,19 +140,20 @@ class DecodeAttention:
 
     def _attend(self, core: ContextParallelAttention, layer: int) -> None:
         """Computes the partial output of each row, at the place from which it is sent."""
-        keys, values = self.cache.layers[layer]
+        of_layer = self.cache.by_head[layer]
         sizes = self.heads.key_dim, self.heads.value_dim
-        kernel = kernel_for(keys.device, self.mine.dtype, sizes[0], core.backend, value_dim=sizes[1])
+        kernel = kernel_for(self.mine.device, self.mine.dtype, sizes[0], core.backend, value_dim=sizes[1])
         kernel = self.cache.kernel(kernel, *sizes)
         scores = Scores(core.scale)
         for rank, row, seen in self.rows.keys(core.window[0]):
-            place = self.places[rank][row]
+            place_of_out, place_of_lse = self.places[rank][row]
             if seen.rows or seen.pages:
-                out, lse = attend_to(seen, self.queries[rank][row], keys, values, kernel, scores)
-                place[..., :-1].copy_(out)
-                place[..., -1].copy_(lse)
+                out, lse = attend_to(seen, self.queries[rank][row], of_layer, kernel, scores)
+                place_of_out.copy_(out)
+                place_of_lse.copy_(lse)
             else:
-                place.copy_(self.nothing)
+                place_of_out.zero_()
+                place_of_lse.fill_(-torch.inf)
 
     def _merged(self, sinks: Tensor | None) -> Tensor:
         """The outputs [size, heads, dv] of this rank's rows, from their parts."""

@@ -1,4 +1,4 @@
-"""oneDNN's products with weights in a layout of its own. PyTorch has no public function for them, only its compiler uses them."""
+"""oneDNN's products with weights in a layout of its own. Only PyTorch's compiler uses them; no function is public."""
 
 import torch
 from torch import Tensor

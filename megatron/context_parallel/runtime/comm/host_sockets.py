@@ -50,8 +50,8 @@ class HostSockets:
                 links[other] = socket.socket(socket.AF_UNIX)
                 links[other].connect(found[other][1])
                 links[other].sendall(rank.to_bytes(4, "little"))
-            seconds = timeout_of(group).total_seconds()
-            seconds = seconds if seconds < _LONG else None
+            timeout = timeout_of(group).total_seconds()
+            seconds = timeout if timeout < _LONG else None
             listener.settimeout(seconds)
             for _ in range(rank + 1, n):
                 link, _address = listener.accept()
@@ -68,8 +68,8 @@ class Exchange:
 
     def __init__(self, sockets: HostSockets, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         self.seconds = sockets.seconds
-        self.sends = [(sockets.links[rank], _bytes(x)) for rank, x in sends.items()]
-        self.receives = [(sockets.links[rank], _bytes(x)) for rank, x in receives.items()]
+        self.sends = [(sockets.links[rank], _bytes(x)) for rank, x in sends.items() if x.numel()]
+        self.receives = [(sockets.links[rank], _bytes(x)) for rank, x in receives.items() if x.numel()]
 
     def wait(self) -> None:
         """Sends all messages and receives all of them, in any order and part by part: so ranks cannot block each other.
@@ -89,11 +89,12 @@ class Exchange:
 
     def _sleep(self, out: _Rest, into: _Rest) -> None:
         """Waits until something can be sent or received."""
-        poll = select.poll()
+        events = dict.fromkeys([link for link, _ in into], select.POLLIN)
         for link, _ in out:
-            poll.register(link, select.POLLOUT)
-        for link, _ in into:
-            poll.register(link, select.POLLIN)
+            events[link] = events.get(link, 0) | select.POLLOUT
+        poll = select.poll()
+        for link, awaited in events.items():
+            poll.register(link, awaited)
         if not poll.poll(None if self.seconds is None else self.seconds * 1000):
             raise RuntimeError(f"a rank of this host has not answered for {self.seconds:g} s")
 
@@ -118,7 +119,7 @@ def _receive(link: socket.socket, into: memoryview, flags: int) -> int:
 
 
 def _bytes(x: Tensor) -> memoryview:
-    return memoryview(x.view(-1).view(torch.uint8).numpy())
+    return x.view(-1).view(torch.uint8).numpy().data
 
 
 def _host() -> str:
