@@ -10,6 +10,7 @@ A rank, and vLLM's worker, have one thread. vLLM's environment is that of tests/
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -80,6 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     given = parser.parse_args(argv)
     vllm = given.vllm.absolute()
     os.environ.update(SETTINGS)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the servers end too
     table = Table("at a time", "server", "output tokens/s", "ratio", "first token, ms", "ratio")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

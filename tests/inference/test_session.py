@@ -16,6 +16,7 @@ from megatron.context_parallel.inference.cached_keys import attend_to
 from megatron.context_parallel.inference.decode_rows import DecodeRows
 from megatron.context_parallel.inference.pages import CacheFull
 from megatron.context_parallel.inference.session import Session
+from megatron.context_parallel.runtime.comm.host_sockets import HostSockets
 from tests.support.session_case import (
     VOCABULARY,
     greedy,
@@ -314,6 +315,28 @@ def test_steps_of_plain_layers(ranks):
     ranks(1, _plain_layers)
 
 
+def _frozen() -> None:
+    """Packed weights give the same logits, in steps of all numbers of rows and of ranks without rows."""
+    start()
+    for positions, changes in KINDS:
+        of, packed = session(positions, changes=changes), session(positions, changes=changes, frozen=True)
+        assert len(packed._packed) == 4 * len(packed._layers) + 1
+        for count in (1, 2, 3, 8):
+            new = {number: [number + count] for number in range(1, count + 1)}
+            for of_one in (of, packed):
+                while len(of_one.tables._parts) < count:
+                    of_one.open()
+            found, expected = packed.forward(new), of.forward(new)
+            assert found.keys() == expected.keys()
+            for sequence, row in found.items():
+                assert (row - expected[sequence]).norm() < 1e-5 * row.norm(), (positions, count)
+    assert {size for size, step in packed._steps.items() if step._to_logits.packed} >= {3, 4} & packed._steps.keys()
+
+
+def test_packed_weights(ranks):
+    ranks(2, _frozen)
+
+
 def _hooked() -> tuple[int, int]:
     start()
     of = session()
@@ -328,6 +351,8 @@ def test_a_model_with_hooks_calls_its_modules(ranks):
 def _two_ranks() -> None:
     start()
     _steps_and_plans()
+    with mock.patch.object(HostSockets, "connect", lambda group: None):  # as on several hosts
+        _steps_and_plans()
     _life()
     _window()
     _neighbours()

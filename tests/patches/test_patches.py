@@ -32,6 +32,7 @@ from megatron.context_parallel.patches import (
     torch_dispatcher,
     torch_fake_tensors,
     torch_foreach,
+    torch_packed_linear,
     torch_process_groups,
     torch_write_counter,
     waiting_frames,
@@ -464,6 +465,15 @@ def test_torch_cpu_attention():
     out, lse = torch_cpu_attention.cpu_attention(q, k, v, 0.0, False, scale=0.3)
     scores = q @ k.mT * 0.3
     assert torch.allclose(lse, scores.logsumexp(-1)) and torch.allclose(out, scores.softmax(-1) @ v)
+
+
+def test_torch_packed_linear():
+    x, weight, bias = torch.randn(5, 12), torch.randn(7, 12), torch.randn(7)
+    assert torch_packed_linear.can_pack(weight) and not torch_packed_linear.can_pack(weight.double())
+    packed = torch_packed_linear.pack(weight)
+    for given in (None, bias):
+        found = torch_packed_linear.packed_linear(x, packed, given)
+        assert torch.allclose(found, torch.nn.functional.linear(x, weight, given), rtol=1e-4, atol=1e-5)
 
 
 def test_torch_fake_tensors():

@@ -45,6 +45,7 @@ def build_engine(args: Arguments, flags: CacheFlags, length: int | None = None) 
         cluster=load_cluster(flags.cluster) if flags.cluster else None,
         constants=(alpha, beta, gamma),
         kv_cache_dtype=flags.kv_cache_dtype,
+        frozen=True,
     )
     length = min(length or positions, positions)
     waste = session.tables.n * session.tables.page

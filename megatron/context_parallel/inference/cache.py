@@ -7,6 +7,8 @@ from megatron.context_parallel.kernels.interface import Kernel
 from megatron.context_parallel.kernels.names import SCALE_BYTES
 from megatron.context_parallel.kernels.quantized import QuantizedKernel, pack
 
+from .cached_keys import LayerRows
+
 
 class KVCache:
     """Keys (rotated) and values of one rank in pages, for each layer. All memory is allocated at once.
@@ -16,6 +18,9 @@ class KVCache:
         shapes: for each layer, the key/value heads, and head_dim of keys and of values.
         dtype, device: those of the tensors.
         form: one of `kernels.quantized.FORMATS`, if rows are stored in 8 bits: uint8 [..., d + 4].
+
+    Attributes:
+        layers: keys and values [pages, page, kv_heads, d] of each layer; by_head: other views of the same.
     """
 
     def __init__(
@@ -29,7 +34,8 @@ class KVCache:
     ) -> None:
         self.form = form
         self._rows = list[tuple[Tensor, Tensor]]()
-        self.layers = list[tuple[Tensor, ...]]()  # views
+        self.layers = list[tuple[Tensor, ...]]()
+        self.by_head = list[LayerRows]()
         rows = pages * page
         for heads, *widths in shapes:
             if form:
@@ -39,6 +45,8 @@ class KVCache:
             values = torch.empty(rows + 1, heads, value_dim, dtype=dtype, device=device)
             self._rows.append((keys, values))
             self.layers.append(tuple([x[:rows].unflatten(0, (pages, page)) for x in (keys, values)]))
+            by_head = [x[:rows].transpose(0, 1).unsqueeze(0) for x in (keys, values)]
+            self.by_head.append(LayerRows(by_head[0], by_head[1], page))
 
     def append(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores rows [rows, kv_heads, d] of a layer at `slots` int64 [rows]; padding after the last page."""

@@ -11,7 +11,8 @@ from megatron.context_parallel.integration.spec import ContextParallelAttention
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.interface import Scores
 from megatron.context_parallel.patches.torch_all_gather import all_gather
-from megatron.context_parallel.runtime.comm.torch_works import WorkBatch
+from megatron.context_parallel.runtime.comm.host_sockets import HostSockets
+from megatron.context_parallel.runtime.comm.torch_works import Work, WorkBatch
 from megatron.context_parallel.runtime.sinks import add_sinks
 
 from .cache import KVCache
@@ -42,6 +43,7 @@ class DecodeAttention:
         group: the context group.
         size: rows of each rank.
         heads: of each layer.
+        sockets: connections to the other ranks, if all are on this host.
         dtype: of queries, keys and values.
 
     Attributes:
@@ -53,7 +55,14 @@ class DecodeAttention:
     rows: DecodeRows
 
     def __init__(
-        self, cache: KVCache, group: ContextParallel, size: int, heads: Heads, dtype: torch.dtype, device: torch.device
+        self,
+        cache: KVCache,
+        group: ContextParallel,
+        size: int,
+        heads: Heads,
+        sockets: HostSockets | None,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.cache, self.group, self.size, self.heads = cache, group, size, heads
         n = group.n
@@ -67,16 +76,22 @@ class DecodeAttention:
         # Partial outputs with their log-sum-exp behind them: of the rows of each rank, and of own rows from each rank.
         self.sent = torch.zeros(n, size, heads.queries, width, dtype=wide, device=device)
         self.parts = torch.zeros_like(self.sent) if n > 1 else self.sent
-        self.nothing = self.parts.new_zeros(*by_key, width)
-        self.nothing[..., -1] = -torch.inf
-        self.places = [place.view(size, *by_key, width).unbind() for place in self.sent]
+        by_row = [place.view(size, 1, *by_key, width).unbind() for place in self.sent]
+        self.places = [[(place[..., :-1], place[..., -1]) for place in places] for places in by_row]
         queries = self.gathered if n > 1 else self.mine
         self.queries = [part.view(size, *by_key, -1).unbind() for part in queries.split(size)]
         self.peak, self.total = (self.parts.new_zeros(size, heads.queries) for _ in range(2))
         self.weights = self.parts.new_zeros(n, size, heads.queries)
         self.merged = self.parts.new_zeros(size, heads.queries, heads.value_dim)
         self.weighted = self.parts.new_zeros(n, size, heads.queries, heads.value_dim)
-        self.others = [rank for i, rank in enumerate(dist.get_process_group_ranks(group.group)) if i != group.rank]
+        self.others = {i: rank for i, rank in enumerate(dist.get_process_group_ranks(group.group)) if i != group.rank}
+        self.exchanges = []
+        if sockets:
+            by_rank = self.gathered.split(size)
+            self.exchanges = [
+                sockets.exchange(dict.fromkeys(self.others, self.mine), {i: by_rank[i] for i in self.others}),
+                sockets.exchange({i: self.sent[i] for i in self.others}, {i: self.parts[i] for i in self.others}),
+            ]
 
     def begin(self, rows: DecodeRows, slots: Tensor) -> None:
         """Takes the rows of a step, and the slots of this rank's, int64 [size]."""
@@ -100,30 +115,45 @@ class DecodeAttention:
         self.cache.append(layer, self.slots, k, v)
         self.mine.copy_(q)
         if self.group.n > 1:
-            self._wait("gather", all_gather(self.group.group, self.gathered, self.mine))
+            self._wait("gather", self._gather())
         self._attend(core, layer)
         if self.group.n > 1:
-            self._wait("receive", self.group.group.alltoall_base(self.parts, self.sent, [], []))
+            self._wait("receive", self._send_home())
         out.copy_(self._merged(core.softmax_offset))
 
-    def _wait(self, kind: str, work: dist.Work) -> None:
-        WorkBatch([work], CHANNEL, [(kind, rank) for rank in self.others]).wait()
+    def _gather(self) -> Work:
+        """Sends the queries of this rank to all others."""
+        if not self.exchanges:
+            return all_gather(self.group.group, self.gathered, self.mine)
+        self.gathered[self.group.rank * self.size :][: self.size].copy_(self.mine)
+        return self.exchanges[0]
+
+    def _send_home(self) -> Work:
+        """Sends the partial outputs of each rank's rows to it."""
+        if not self.exchanges:
+            return self.group.group.alltoall_base(self.parts, self.sent, [], [])
+        self.parts[self.group.rank].copy_(self.sent[self.group.rank])
+        return self.exchanges[1]
+
+    def _wait(self, kind: str, work: Work) -> None:
+        WorkBatch([work], CHANNEL, [(kind, rank) for rank in self.others.values()]).wait()
 
     def _attend(self, core: ContextParallelAttention, layer: int) -> None:
         """Computes the partial output of each row, at the place from which it is sent."""
-        keys, values = self.cache.layers[layer]
+        of_layer = self.cache.by_head[layer]
         sizes = self.heads.key_dim, self.heads.value_dim
-        kernel = kernel_for(keys.device, self.mine.dtype, sizes[0], core.backend, value_dim=sizes[1])
+        kernel = kernel_for(self.mine.device, self.mine.dtype, sizes[0], core.backend, value_dim=sizes[1])
         kernel = self.cache.kernel(kernel, *sizes)
         scores = Scores(core.scale)
         for rank, row, seen in self.rows.keys(core.window[0]):
-            place = self.places[rank][row]
+            place_of_out, place_of_lse = self.places[rank][row]
             if seen.rows or seen.pages:
-                out, lse = attend_to(seen, self.queries[rank][row], keys, values, kernel, scores)
-                place[..., :-1].copy_(out)
-                place[..., -1].copy_(lse)
+                out, lse = attend_to(seen, self.queries[rank][row], of_layer, kernel, scores)
+                place_of_out.copy_(out)
+                place_of_lse.copy_(lse)
             else:
-                place.copy_(self.nothing)
+                place_of_out.zero_()
+                place_of_lse.fill_(-torch.inf)
 
     def _merged(self, sinks: Tensor | None) -> Tensor:
         """The outputs [size, heads, dv] of this rank's rows, from their parts."""

@@ -18,7 +18,7 @@ from megatron.context_parallel.integration.norm import Norm
 from megatron.context_parallel.integration.spec import ContextParallelAttention
 from megatron.context_parallel.patches.megatron_rope import rotary_scale
 
-from .decode_product import Product
+from .decode_product import PackedWeights, Product
 
 ACTIVATIONS = {F.silu: torch.ops.aten.silu.out, F.gelu: torch.ops.aten.gelu.out}
 
@@ -95,6 +95,7 @@ class LayerBuffers:
 
     Args:
         config: the model's configuration; rows: the rows of the step; angles: the width of the rotary angles, or 0.
+        packed: packed weights of the products, if the weights do not change.
 
     Attributes:
         x: [rows, hidden], the input of a layer and then its output.
@@ -102,7 +103,13 @@ class LayerBuffers:
     """
 
     def __init__(
-        self, config: TransformerConfig, rows: int, angles: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: TransformerConfig,
+        rows: int,
+        angles: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        packed: PackedWeights | None = None,
     ) -> None:
         def new(*shape: int) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=device)
@@ -134,10 +141,10 @@ class LayerBuffers:
         self.inner = new((1 + self.gated) * ffn)
         self.gate, self.linear = self.inner[:, :ffn], self.inner[:, ffn:]
         self.active = new(ffn)
-        self.to_qkv = Product(self.normed, self.mixed)
-        self.to_residual = Product(self.attended, self.residual)
-        self.to_inner = Product(self.normed, self.inner)
-        self.from_inner = Product(self.active, self.residual)
+        self.to_qkv = Product(self.normed, self.mixed, packed)
+        self.to_residual = Product(self.attended, self.residual, packed)
+        self.to_inner = Product(self.normed, self.inner, packed)
+        self.from_inner = Product(self.active, self.residual, packed)
         self.norm = NormBuffers(self.x.shape, dtype, device)
         if config.qk_layernorm:
             self.q_norm = NormBuffers(self.turned_q.shape, dtype, device)
@@ -166,6 +173,7 @@ class DecodeLayer:
         self.normed = layer.config.qk_layernorm
         self.q_norm, self.k_norm = attention.q_layernorm, attention.k_layernorm
         self.fc1, self.fc2 = layer.mlp.linear_fc1, layer.mlp.linear_fc2
+        self.linears = self.qkv, self.proj, self.fc1, self.fc2
         self.activate = ACTIVATIONS[layer.config.activation_func]
 
     def __call__(self, of: LayerBuffers, attend: Attention) -> None:

@@ -6,11 +6,12 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megatron.context_parallel.patches.torch_packed_linear import can_pack, pack
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
 from .cached_model import CachedModel
 from .decode_layer import Attention, DecodeLayer, LayerBuffers, plain
-from .decode_product import Product
+from .decode_product import PackedWeights, Product
 
 
 class DecodeStep:
@@ -23,15 +24,23 @@ class DecodeStep:
         model: the model; layers: its layers.
         attend: the attention of a step of so many rows.
         rotary: the width of the rotary angles, or 0.
+        packed: packed weights, if the weights do not change.
     """
 
-    def __init__(self, model: GPTModel, layers: list[DecodeLayer], attend: Attention, rotary: int) -> None:
+    def __init__(
+        self,
+        model: GPTModel,
+        layers: list[DecodeLayer],
+        attend: Attention,
+        rotary: int,
+        packed: PackedWeights | None = None,
+    ) -> None:
         self.model, self.layers, self.attend = model, layers, attend
         parameter = next(model.parameters())
-        self.buffers = LayerBuffers(model.config, attend.size, rotary, parameter.dtype, parameter.device)
+        self.buffers = LayerBuffers(model.config, attend.size, rotary, parameter.dtype, parameter.device, packed)
         self._inputs = torch.zeros(2, attend.size, dtype=torch.int64, device=parameter.device)
         self.logits = torch.zeros(attend.size, model.vocab_size, dtype=parameter.dtype, device=parameter.device)
-        self._to_logits = Product(self.buffers.normed, self.logits)
+        self._to_logits = Product(self.buffers.normed, self.logits, packed)
 
     def __call__(self, tokens: Tensor, positions: Tensor, angles: Tensor | None) -> Tensor:
         """The logits [rows, vocabulary] of tokens int64 [rows]. The next step overwrites them.
@@ -60,6 +69,13 @@ class DecodeStep:
         of.norm(self.model.decoder.final_layernorm, of.x, of.normed)
         self._to_logits(output_weight(self.model))
         return self.logits
+
+    def attend_only(self) -> None:
+        """The step of a rank without rows: attention over its keys for the rows of the others."""
+        of = self.buffers
+        for number, layer in enumerate(self.layers, 1):
+            recorder.at_layer(number)
+            self.attend.write(layer.core, of.queries, of.turned_k, of.v, of.by_head)
 
 
 class _StandIn:
@@ -97,6 +113,12 @@ def plain_layers(cached: CachedModel) -> list[DecodeLayer]:
         return layers
     logging.getLogger(__name__).warning("decode steps call the modules of the model, which do more than plain ones")
     return []
+
+
+def packed_weights(model: GPTModel, layers: list[DecodeLayer]) -> PackedWeights:
+    """Copies of the weights of a plain model that make products of a few rows faster; none where there is no gain."""
+    weights = [linear.weight for layer in layers for linear in layer.linears] + [output_weight(model)]
+    return {weight: pack(weight) for weight in weights if can_pack(weight)} if layers else {}
 
 
 def output_weight(model: GPTModel) -> Tensor:

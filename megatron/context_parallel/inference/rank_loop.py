@@ -13,6 +13,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
+from megatron.context_parallel.runtime.comm.host_sockets import HostSockets
 
 from .engine import Engine, Request, RequestOutput
 from .faults import MISTAKE, log_fault
@@ -34,6 +35,7 @@ class RankLoop:
         # On the host, so that no GPU busy-waits for requests.
         several = dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo", timeout=_LONG) if several else None
+        self._sockets = HostSockets.connect(self._group) if self._group else None
         _begin_turn("idle")
 
     def turn(
@@ -100,21 +102,30 @@ class RankLoop:
         if not self._group:
             return
         data = json.dumps(arrivals).encode() if arrivals else b""
-        dist.broadcast(torch.tensor([len(data), self._chosen]), 0, group=self._group)
+        self._broadcast(torch.tensor([len(data), self._chosen]))
         if data:
-            dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, group=self._group)
+            self._broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def _receive(self) -> dict[str, Any]:
         sent = torch.zeros(2, dtype=torch.int64)
-        dist.broadcast(sent, 0, group=self._group)
+        self._broadcast(sent)
         length, chosen = sent.tolist()
         if chosen != self._chosen:  # the next pass would be wrong or hang
             raise RuntimeError("this rank generated other tokens than rank 0, or ended other texts")
         if not length:
             return {}
         data = torch.empty(length, dtype=torch.uint8)
-        dist.broadcast(data, 0, group=self._group)
+        self._broadcast(data)
         return json.loads(data.numpy().tobytes())
+
+    def _broadcast(self, data: torch.Tensor) -> None:
+        """Sends rank 0's `data` to the others, into theirs."""
+        if not self._sockets:
+            dist.broadcast(data, 0, group=self._group)
+        elif dist.get_rank() == 0:
+            self._sockets.exchange(dict.fromkeys(self._sockets.links, data), {}).wait()
+        else:
+            self._sockets.exchange({}, {0: data}).wait()
 
 
 def _begin_turn(phase: str) -> None:

@@ -14,6 +14,7 @@ from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.names import KV_CACHE_DTYPES
+from megatron.context_parallel.runtime.comm.host_sockets import HostSockets
 from megatron.context_parallel.strategies import Choice
 
 from .batch_layout import BatchLayout
@@ -23,7 +24,7 @@ from .cached_model import CachedModel
 from .choose import EMPIRICAL, PASS_KV, PASS_Q, PASS_Q_PAPER, LayerShape, Rates, choose_prefill
 from .decode_attention import DecodeAttention, Heads
 from .decode_rows import DecodeRows
-from .decode_step import DecodeStep, plain_layers
+from .decode_step import DecodeStep, packed_weights, plain_layers
 from .pages import PAGE, PageTables
 from .pass_q import RING_PASS_Q
 
@@ -45,6 +46,8 @@ class Session:
         page: rows of a page.
         kv_cache_dtype: "auto", the dtype of the model, or "int8" or "fp8": keys and values have 8
             bits in the cache and between ranks, and a scale for each row and head.
+        frozen: whether the weights do not change any more. On CPU the session then keeps a packed copy of them, for
+            decode steps.
 
     Attributes:
         window: the most tokens before itself that a token sees; None if a layer sees all.
@@ -66,6 +69,7 @@ class Session:
         constants: tuple[float, float, float] = EMPIRICAL,
         page: int = PAGE,
         kv_cache_dtype: str = "auto",
+        frozen: bool = False,
     ) -> None:
         if cache_tokens < 1:
             raise UsageError(f"--cache-tokens {cache_tokens}: give 1 or more, such as {16 * PAGE}")
@@ -103,8 +107,10 @@ class Session:
         self.variant = DECODE
         self.scored: dict[int, tuple[list[int], Tensor]] = {}
         self._sequences: list[int] = []  # in the last pass
+        self._sockets = HostSockets.connect(cp.group) if self.device.type == "cpu" else None
         self._heads = Heads(self.sizes.heads, *shapes[0])
         self._layers = plain_layers(self._model)
+        self._packed = packed_weights(model, self._layers) if frozen else {}
         self._attentions: dict[int, DecodeAttention] = {}  # by rows of a rank
         self._steps: dict[int, DecodeStep] = {}
 
@@ -220,7 +226,11 @@ class Session:
         attend = self._attention(rows.size)
         attend.begin(rows, slots)
         if self._layers:
-            logits = self._step(attend, angles)(tokens, positions, angles)
+            step = self._step(attend, angles)
+            if not rows.last:
+                step.attend_only()
+                return {}
+            logits = step(tokens, positions, angles)
         else:
             logits = self._model(attend, tokens, positions, angles, attend.everywhere)
         logits = logits[: len(rows.last), : self.vocabulary].to(torch.float32, copy=True)
@@ -229,13 +239,14 @@ class Session:
     def _attention(self, size: int) -> DecodeAttention:
         if size not in self._attentions:
             dtype = next(self.model.parameters()).dtype
-            self._attentions[size] = DecodeAttention(self.cache, self.cp, size, self._heads, dtype, self.device)
+            given = self.cache, self.cp, size, self._heads, self._sockets, dtype, self.device
+            self._attentions[size] = DecodeAttention(*given)
         return self._attentions[size]
 
     def _step(self, attend: DecodeAttention, angles: Tensor | None) -> DecodeStep:
         if attend.size not in self._steps:
             rotary = 0 if angles is None else angles.shape[-1]
-            self._steps[attend.size] = DecodeStep(self.model, self._layers, attend, rotary)
+            self._steps[attend.size] = DecodeStep(self.model, self._layers, attend, rotary, self._packed)
         return self._steps[attend.size]
 
     def share(
@@ -258,8 +269,15 @@ class Session:
         numbers = torch.zeros(len(row), width, dtype=torch.float64)
         for sequence, given in values.items():
             numbers[row[sequence]] = torch.tensor(given, dtype=torch.float64)
-        numbers = numbers.to(self.device)
-        dist.all_reduce(numbers, group=self.cp.group)
+        if self._sockets:
+            parts = numbers.new_empty(self.cp.n, *numbers.shape)
+            parts[self.cp.rank] = numbers
+            others = self._sockets.links
+            self._sockets.exchange(dict.fromkeys(others, numbers), {i: parts[i] for i in others}).wait()
+            numbers = parts.sum(0)
+        else:
+            numbers = numbers.to(self.device)
+            dist.all_reduce(numbers, group=self.cp.group)
         return dict(zip(row, numbers.tolist(), strict=True))
 
     def _choose(self, how: str, new: int, cached: int) -> str:

@@ -67,21 +67,20 @@ class AtenFlash:
             out, lse = cpu_attention(q, k, v, 0.0, False, scale=scale)
         return _rows_first(out)[..., :value_dim], _rows_first(lse)
 
-    def forward_pages(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        """One query against each page alone, in one call.
+    def forward_parts(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        """One query against each of several parts of keys alone, in one call.
 
         Args:
-            q: [B, G, d]; k: [pages, rows, B, d]; v: [pages, rows, B, dv], which may be views.
+            q: [B, G, d]; k: [parts, B, rows, d]; v: [parts, B, rows, dv], which may be views.
 
         Returns:
-            The outputs [pages, B, G, dv] in q's dtype or wider, and their log-sum-exp [pages, B, G].
+            The outputs [parts, B, G, dv] in q's dtype or wider, and their log-sum-exp [parts, B, G].
         """
         scale = _uncapped(scores)
         value_dim = v.shape[-1]
         q, k, v = _as_aten_takes(q, k, v)
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
         out, lse = cpu_attention(q.expand(len(k), -1, -1, -1), k, v, 0.0, False, scale=scale)
-        return out[..., :value_dim], lse
+        return out if out.shape[-1] == value_dim else out[..., :value_dim], lse
 
     def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, lse, delta, mask = grad
