@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron.context_parallel.cluster.description import load_cluster
-from megatron.context_parallel.cluster.search.documents import GAIN, DocumentsChoice, DocumentsSearch, search_documents
+from megatron.context_parallel.cluster.search.documents import DocumentsChoice, DocumentsSearch, search_documents
+from megatron.context_parallel.cluster.search.plainness import SURE
 from megatron.context_parallel.cluster.step.documents_time import documents_forecast
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
@@ -63,7 +64,7 @@ def test_placed_documents_stay_whole(samples):
 
 def test_a_placement_must_save_more_than_predictions_are_off():
     static, placed = DocumentsChoice("mesh", False), DocumentsChoice("direct", True)
-    for saved, best in ((GAIN / 2, static), (2 * GAIN, placed)):
+    for saved, best in ((SURE / 2, static), (2 * SURE, placed)):
         found = DocumentsSearch({placed: 1 - saved, static: 1.0}, 3)
         assert found.best == best
     said = found.headline
@@ -72,6 +73,9 @@ def test_a_placement_must_save_more_than_predictions_are_off():
         "940 ms of attention per layer and micro batch, the fastest of 2; --cp-strategy mesh takes 1000 ms"
     )
     assert DocumentsSearch({placed: 1.0}, 3).best == placed
+    near = DocumentsSearch({DocumentsChoice("direct", False): 0.98, DocumentsChoice("ring", False): 1.0}, 3)
+    assert near.best == DocumentsChoice("ring", False)
+    assert near.headline.endswith("the plainest of 2 within 3% of the fastest, --cp-strategy direct")
 
 
 def test_documents_decide():

@@ -13,11 +13,11 @@ from megatron.context_parallel.strategies import AUTO, parse_spec
 from megatron.context_parallel.tokens.mask import Documents
 
 from .candidates import Candidate, candidates
+from .plainness import SURE, plainest
 from .planner import memory
 from .step_search import FeasibleRun, StepSearch, forecasts, search_steps, workload_of
 
 TAKEN = 8  # of the specs that are fastest without documents
-GAIN = 0.03  # of the time: what a placement must save, because predictions are not better than that
 
 
 class DocumentsChoice(NamedTuple):
@@ -44,12 +44,12 @@ class DocumentsSearch(NamedTuple):
 
     @property
     def best(self) -> DocumentsChoice:
-        """The fastest. It has a placement only if that saves enough (`GAIN`)."""
+        """The fastest with a placement, if that saves enough (`SURE`); otherwise the plainest without one."""
+        static = {choice.spec: seconds for choice, seconds in self.seconds.items() if not choice.placed}
         first = next(iter(self.seconds))
-        static = self._fastest(placed=False)
-        if not first.placed or static is None or self.seconds[first] < (1 - GAIN) * self.seconds[static]:
+        if not static or (first.placed and self.seconds[first] < (1 - SURE) * min(static.values())):
             return first
-        return static
+        return DocumentsChoice(plainest(static), False)
 
     @property
     def headline(self) -> str:
@@ -57,11 +57,14 @@ class DocumentsSearch(NamedTuple):
         best = self.best
         other = self._fastest(placed=not best.placed)
         milliseconds = 1e3 * self.seconds[best]
+        why = f"the fastest of {len(self.seconds)}"
+        if best != (fastest := next(iter(self.seconds))):
+            why = f"the plainest of {len(self.seconds)} within {SURE:.0%} of the fastest, {fastest.flags}"
         line = (
             f"--cp-strategy {AUTO}: chose {best.flags}; predicted for the documents of {self.batches} micro batches: "
-            f"{milliseconds:.4g} ms of attention per layer and micro batch, the fastest of {len(self.seconds)}"
+            f"{milliseconds:.4g} ms of attention per layer and micro batch, {why}"
         )
-        if other:
+        if other and other != fastest:
             line += f"; {other.flags} takes {1e3 * self.seconds[other]:.4g} ms"
         return line
 

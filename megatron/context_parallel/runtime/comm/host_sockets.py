@@ -38,8 +38,8 @@ class HostSockets:
         n, rank = group.size(), group.rank()
         if n == 1:
             return None
-        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(f"{folder}/rank")  # only this user may enter the folder
+        with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{folder}/rank")  # only this user may enter the folder; a path has at most 107 bytes
             listener.listen(n)
             found: list[tuple[str, str]] = [("", "")] * n
             dist.all_gather_object(found, (_host(), f"{folder}/rank"), group=group)
