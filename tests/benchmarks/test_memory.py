@@ -3,7 +3,7 @@
 import pytest
 from megatron.core import parallel_state
 
-from benchmarks import longest, memory, memory_rank
+from benchmarks import memory, memory_rank
 from megatron.context_parallel.cluster.step.memory import ATTENTION, HEAD, MLP, Moment, peak
 from megatron.context_parallel.trainer import setup
 from megatron.context_parallel.trainer.arguments.complete import parse_args
@@ -34,13 +34,3 @@ def test_the_peak_is_that_of_the_allocator(ranks, ranks_of_a_sequence, flags, na
     for moment, allocated in ranks(ranks_of_a_sequence, of_a_step, flags):
         assert moment.name == name
         assert moment.bytes == pytest.approx(allocated, rel=0.03)
-
-
-def test_a_sequence_that_is_too_long_lacks_memory(ranks, monkeypatch):
-    """Within the limit of longest.py; 9 MiB of logits fit it, and 300 do not."""
-    for name in (*memory.MMAP, "OMP_NUM_THREADS", "PYTHONWARNINGS", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "")  # put back what the benchmark changes; the ranks have started the fork server
-    flags = [*longest.COMMON.split(), *longest.CASES["full recomputation"].split()]
-    context = longest.fork_server()
-    assert longest.trains_with(flags, 1024, context)
-    assert not longest.trains_with(flags, 16384, context)
