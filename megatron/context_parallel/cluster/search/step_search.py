@@ -130,8 +130,11 @@ def _least(model: ModelShape, run: TrainConfig, cluster: Cluster) -> float:
     def ideal(model: ModelShape, run: TrainConfig, cluster: Cluster, backward: bool) -> Attention:
         return Attention(forward * (BACKWARD if backward else 1), 0.0, 0.0, 0.0)
 
-    parts = forecast_step(model, run, cluster, ideal).parts
-    return sum(seconds for what, seconds in parts.items() if what not in (EXPOSED, SHARED, OPTIMIZER))
+    least = math.inf
+    for stages in _virtual_stages(model, run):
+        parts = forecast_step(model, replace(run, **stages), cluster, ideal).parts
+        least = min(least, sum(seconds for what, seconds in parts.items() if what not in (EXPOSED, SHARED, OPTIMIZER)))
+    return least
 
 
 def _taken(ranked: list[str], slower: dict[str, float]) -> list[str]:
