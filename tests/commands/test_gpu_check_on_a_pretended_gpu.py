@@ -14,7 +14,7 @@ from megatron.context_parallel.commands.gpu_checks import common, compile, error
 from megatron.context_parallel.commands.gpu_checks.bars import STAGES
 from megatron.context_parallel.kernels.position.tiles import TILES, Tiles
 from megatron.context_parallel.runtime.comm import transport
-from tests.runtime.test_nccl import as_nccl
+from tests.support.as_nccl import as_nccl
 from tests.support.pretended_gpu import GPU, KERNELS, LIBRARIES, pretended_gpu
 
 real_init, real_sets = dist.init_process_group, compile.sets

@@ -14,6 +14,7 @@ from megatron.context_parallel.patches import torch_process_groups
 from megatron.context_parallel.runtime.comm import torch_works as works
 from megatron.context_parallel.runtime.comm import transport
 from megatron.context_parallel.runtime.comm.torch_works import post
+from tests.support.as_nccl import as_nccl
 from tests.support.exact import DIM, gradients
 
 CASES = [  # with head counts and the layout
@@ -22,17 +23,6 @@ CASES = [  # with head counts and the layout
     ("ulysses", {"layout": "contiguous"}, 4, 1),  # each rank gets a replica of the one key/value head
     ("usp", {"head_parallel_size": 2, "layout": "cyclic"}, 6, 2),
 ]
-
-
-@contextmanager
-def as_nccl():
-    """The backend of all groups is taken for NCCL."""
-    with (
-        patch("torch.distributed.get_backend_config", return_value="cuda:nccl"),
-        patch("torch.cuda.current_device", return_value=0),
-        patch("torch.distributed.barrier"),
-    ):
-        yield
 
 
 @contextmanager
