@@ -69,6 +69,12 @@ def _system(result: Result) -> object:
     return (row, result.column) if result.unit == "s" else None
 
 
+def median_and_worst(errors: Iterable[float]) -> str:
+    """Of signed errors, as fractions."""
+    off = [100 * abs(error) for error in errors]
+    return f"{statistics.median(off):.1f} and {max(off):.1f} %"
+
+
 def smallest_near(group: Sequence[Result], key: Callable[[Result], float]) -> Result:
     """Of inner rings, sorted by size: the smallest whose time is within `EQUAL` of the shortest."""
     best = min(map(key, group))

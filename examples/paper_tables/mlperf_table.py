@@ -4,7 +4,6 @@ PYTHONPATH=. python -m examples.paper_tables.mlperf_table
 """
 
 import csv
-import statistics
 from typing import NamedTuple
 
 from megatron.context_parallel.cluster.description import load_cluster
@@ -13,6 +12,7 @@ from megatron.context_parallel.cluster.step.step_time import forecast_step
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 
 from .cells import HERE, words
+from .judged import median_and_worst
 
 PRESET, DEVICES = "dgx-h100", 8
 FOLDER = HERE / "mlperf"
@@ -86,12 +86,11 @@ def section() -> str:
     errors = []
     for row in rows():
         seconds = predicted(row)
-        errors.append(100 * (seconds / row.seconds - 1))
+        errors.append(seconds / row.seconds - 1)
         sizes = f"{row.tp} x {row.pp} x {row.run.data_parallel_size}, {row.vp}"
         cells = [row.round, str(DEVICES * row.nodes), sizes, f"{row.batch}, {row.micro}", f"{row.seconds:.3f}"]
-        lines.append(f"| {' | '.join(cells)} | {seconds:.3f} ({errors[-1]:+.1f} %) |")
-    off = [abs(error) for error in errors]
-    said = f"Median and worst error: {statistics.median(off):.1f} and {max(off):.1f} %."
+        lines.append(f"| {' | '.join(cells)} | {seconds:.3f} ({100 * errors[-1]:+.1f} %) |")
+    said = f"Median and worst error: {median_and_worst(errors)}."
     how = "Seconds of an iteration, predicted by `python -m examples.paper_tables.mlperf_table`."
     return f"{words(FOLDER / 'notes.md')}\n{how}\n{said}\n\n" + "\n".join(lines) + "\n"
 

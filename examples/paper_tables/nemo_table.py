@@ -4,7 +4,6 @@ PYTHONPATH=. python -m examples.paper_tables.nemo_table
 """
 
 import csv
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.trainer.arguments.preset_model import preset_model
 
 from .cells import HERE, words
+from .judged import median_and_worst
 
 PRESET, MODEL = "dgx-h100", "llama2-7b"
 LAYERS, HIDDEN, MLP, VOCABULARY = 32, 4096, 11008, 32000
@@ -96,8 +96,7 @@ def section() -> str:
 
 
 def _errors(known: Sequence[Row], numbers: Sequence[float]) -> str:
-    errors = [100 * abs(number / row.TFLOP_s - 1) for number, row in zip(numbers, known, strict=True)]
-    return f"{statistics.median(errors):.1f} and {max(errors):.1f} %"
+    return median_and_worst(number / row.TFLOP_s - 1 for number, row in zip(numbers, known, strict=True))
 
 
 if __name__ == "__main__":

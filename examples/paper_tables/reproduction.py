@@ -51,9 +51,8 @@ def write_page(results: dict[tuple[str, str], Sequence[Result]], beyond: dict[st
     draw_all(every, ALL, PICTURES / "all.png")
     page = page.replace(OPENING, f"{opening([*consistent(results)])}\n\n![{ALL}](reproduction/all.png)\n")
     page = page.replace(BY_HAND, by_hand() + "\n").replace(FITTED, fitted() + "\n")
-    page = page.replace(OTHERS, f"{nemo_table.section()}\n### GPT-3 of MLPerf\n\n{mlperf_table.section()}").replace(
-        LEFT_OUT, left_out_table() + "\n"
-    )
+    page = page.replace(OTHERS, f"{nemo_table.section()}\n### GPT-3 of MLPerf\n\n{mlperf_table.section()}")
+    page = page.replace(LEFT_OUT, left_out_table() + "\n")
     page = page.replace(CONTRADICTIONS, contradiction_table(results) + "\n")
     page = page.replace(SUMMARY, "\n".join(summary) + "\n").replace(EACH, "\n".join(filter(None, sections)))
     PAGE.write_text(re.sub(r"\n{3,}", "\n\n", page).rstrip() + "\n")

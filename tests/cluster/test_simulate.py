@@ -178,7 +178,7 @@ def test_diagonals_of_a_square_give_the_digits_of_all(spec, n):
     for backward in (False, True):
         plan = parse_spec(spec).plan(n, backward=backward, heads=8, kv_heads=8)
         every, few = (simulate(plan, cluster.part(plan.size), SHAPE, all_up_to=ranks) for ranks in (plan.size, 1))
-        assert few.symmetry.ranks < plan.n
+        assert (plan.n, few.symmetry.ranks) in ((100, 20), (16, 4))
         assert (few.seconds, few.compute) == (every.seconds, every.compute)
 
 

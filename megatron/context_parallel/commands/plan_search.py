@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -196,11 +197,13 @@ def ranking(shown: "list[FeasibleRun]", title: str, documents: bool, lengths: li
     """
     from megatron.context_parallel.cluster.step.stage_time import EXPOSED
 
-    splits = len({one.run.mesh for one in shown}) > 1
-    micro_batches = len({one.run.micro_batch_size for one in shown}) > 1
-    virtual = any(one.run.turns > 1 for one in shown)
-    shown_if = {"tp x cp x dp x pp": splits, "micro batch": micro_batches, "virtual stages": virtual}
-    others = [heading for heading, given in shown_if.items() if given]
+    others = dict[str, Callable[[TrainConfig], str]]()
+    if len({one.run.mesh for one in shown}) > 1:
+        others["tp x cp x dp x pp"] = lambda run: " x ".join(map(str, run.mesh.sizes))
+    if len({one.run.micro_batch_size for one in shown}) > 1:
+        others["micro batch"] = lambda run: str(run.micro_batch_size)
+    if any(one.run.turns > 1 for one in shown):
+        others["virtual stages"] = lambda run: str(run.turns)
     ring = next((one.forecast.seconds for one in shown if strategy_of(one) == BASELINE), None)
     numbers = ["seconds", *(["x ring"] if ring else []), "tokens/s/GPU", *([] if documents else ["MFU"])]
     numbers += ["GiB", "exposed", *(["longest"] if lengths else [])]
@@ -225,9 +228,7 @@ def ranking(shown: "list[FeasibleRun]", title: str, documents: bool, lengths: li
             f"{run.cp_strategy}, placed" if placed else run.cp_strategy,
             sharding,
             recomputed(run),
-            *([" x ".join(map(str, run.mesh.sizes))] if splits else []),
-            *([str(run.micro_batch_size)] if micro_batches else []),
-            *([str(run.turns)] if virtual else []),
+            *(cell(run) for cell in others.values()),
         )
     return table
 

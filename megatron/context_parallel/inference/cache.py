@@ -45,8 +45,9 @@ class KVCache:
             values = torch.empty(rows + 1, heads, value_dim, dtype=dtype, device=device)
             self._rows.append((keys, values))
             self.layers.append(tuple([x[:rows].unflatten(0, (pages, page)) for x in (keys, values)]))
-            by_head = [x[:rows].transpose(0, 1).unsqueeze(0) for x in (keys, values)]
-            self.by_head.append(LayerRows(by_head[0], by_head[1], page))
+            as_run = [x[:rows].transpose(0, 1).unsqueeze(0) for x in (keys, values)]
+            as_pages = [x.transpose(1, 2) for x in self.layers[-1]]
+            self.by_head.append(LayerRows(*as_run, *as_pages))
 
     def append(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores rows [rows, kv_heads, d] of a layer at `slots` int64 [rows]; padding after the last page."""

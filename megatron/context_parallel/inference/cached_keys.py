@@ -14,16 +14,17 @@ from .pages import KeyRows
 
 
 class LayerRows(NamedTuple):
-    """Views of all keys and values of a layer, as one run of rows.
+    """Views of all keys and values of a layer, as one run of rows and as pages.
 
     Attributes:
         keys, values: [1, kv_heads, rows, d].
-        page: rows of a page.
+        page_keys, page_values: [pages, kv_heads, page, d].
     """
 
     keys: Tensor
     values: Tensor
-    page: int
+    page_keys: Tensor
+    page_values: Tensor
 
     def run(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Keys and values [1, kv_heads, rows, d] of a run of rows."""
@@ -31,8 +32,7 @@ class LayerRows(NamedTuple):
 
     def pages(self, pages: slice) -> tuple[Tensor, Tensor]:
         """Keys and values [pages, kv_heads, page, d] of some pages."""
-        keys, values = (x[0].unflatten(1, (-1, self.page)).transpose(0, 1) for x in (self.keys, self.values))
-        return keys[pages], values[pages]
+        return self.page_keys[pages], self.page_values[pages]
 
 
 def attend_to(seen: KeyRows, q: Tensor, layer: LayerRows, kernel: Kernel, scores: Scores) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from megatron.context_parallel.integration.spec import ContextParallelAttention
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.interface import Scores
 from megatron.context_parallel.patches.torch_all_gather import all_gather
-from megatron.context_parallel.runtime.comm.host_sockets import HostSockets
+from megatron.context_parallel.runtime.comm.host_sockets import Exchange, HostSockets
 from megatron.context_parallel.runtime.comm.torch_works import Work, WorkBatch
 from megatron.context_parallel.runtime.sinks import add_sinks
 
@@ -76,8 +76,10 @@ class DecodeAttention:
         # Partial outputs with their log-sum-exp behind them: of the rows of each rank, and of own rows from each rank.
         self.sent = torch.zeros(n, size, heads.queries, width, dtype=wide, device=device)
         self.parts = torch.zeros_like(self.sent) if n > 1 else self.sent
-        by_row = [place.view(size, 1, *by_key, width).unbind() for place in self.sent]
-        self.places = [[(place[..., :-1], place[..., -1]) for place in places] for places in by_row]
+        self.places = list[list[tuple[Tensor, Tensor]]]()  # of each rank's rows: the output, and its log-sum-exp
+        for of_rank in self.sent:
+            rows = of_rank.view(size, 1, *by_key, width).unbind()
+            self.places.append([(row[..., :-1], row[..., -1]) for row in rows])
         queries = self.gathered if n > 1 else self.mine
         self.queries = [part.view(size, *by_key, -1).unbind() for part in queries.split(size)]
         self.peak, self.total = (self.parts.new_zeros(size, heads.queries) for _ in range(2))
@@ -85,13 +87,14 @@ class DecodeAttention:
         self.merged = self.parts.new_zeros(size, heads.queries, heads.value_dim)
         self.weighted = self.parts.new_zeros(n, size, heads.queries, heads.value_dim)
         self.others = {i: rank for i, rank in enumerate(dist.get_process_group_ranks(group.group)) if i != group.rank}
-        self.exchanges = []
+        self.queries_by_socket: Exchange | None = None
+        self.parts_by_socket: Exchange | None = None
         if sockets:
             by_rank = self.gathered.split(size)
-            self.exchanges = [
-                sockets.exchange(dict.fromkeys(self.others, self.mine), {i: by_rank[i] for i in self.others}),
-                sockets.exchange({i: self.sent[i] for i in self.others}, {i: self.parts[i] for i in self.others}),
-            ]
+            received = {i: by_rank[i] for i in self.others}
+            self.queries_by_socket = Exchange(sockets, dict.fromkeys(self.others, self.mine), received)
+            leaving, arriving = ({i: x[i] for i in self.others} for x in (self.sent, self.parts))
+            self.parts_by_socket = Exchange(sockets, leaving, arriving)
 
     def begin(self, rows: DecodeRows, slots: Tensor) -> None:
         """Takes the rows of a step, and the slots of this rank's, int64 [size]."""
@@ -123,17 +126,17 @@ class DecodeAttention:
 
     def _gather(self) -> Work:
         """Sends the queries of this rank to all others."""
-        if not self.exchanges:
+        if not self.queries_by_socket:
             return all_gather(self.group.group, self.gathered, self.mine)
         self.gathered[self.group.rank * self.size :][: self.size].copy_(self.mine)
-        return self.exchanges[0]
+        return self.queries_by_socket
 
     def _send_home(self) -> Work:
         """Sends the partial outputs of each rank's rows to it."""
-        if not self.exchanges:
+        if not self.parts_by_socket:
             return self.group.group.alltoall_base(self.parts, self.sent, [], [])
         self.parts[self.group.rank].copy_(self.sent[self.group.rank])
-        return self.exchanges[1]
+        return self.parts_by_socket
 
     def _wait(self, kind: str, work: Work) -> None:
         WorkBatch([work], CHANNEL, [(kind, rank) for rank in self.others.values()]).wait()

@@ -13,7 +13,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
-from megatron.context_parallel.runtime.comm.host_sockets import HostSockets
+from megatron.context_parallel.runtime.comm.host_sockets import Exchange, HostSockets
 
 from .engine import Engine, Request, RequestOutput
 from .faults import MISTAKE, log_fault
@@ -123,9 +123,9 @@ class RankLoop:
         if not self._sockets:
             dist.broadcast(data, 0, group=self._group)
         elif dist.get_rank() == 0:
-            self._sockets.exchange(dict.fromkeys(self._sockets.links, data), {}).wait()
+            Exchange(self._sockets, dict.fromkeys(self._sockets.links, data), {}).wait()
         else:
-            self._sockets.exchange({}, {0: data}).wait()
+            Exchange(self._sockets, {}, {0: data}).wait()
 
 
 def _begin_turn(phase: str) -> None:

@@ -14,7 +14,7 @@ from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.names import KV_CACHE_DTYPES
-from megatron.context_parallel.runtime.comm.host_sockets import HostSockets
+from megatron.context_parallel.runtime.comm.host_sockets import Exchange, HostSockets
 from megatron.context_parallel.strategies import Choice
 
 from .batch_layout import BatchLayout
@@ -273,7 +273,7 @@ class Session:
             parts = numbers.new_empty(self.cp.n, *numbers.shape)
             parts[self.cp.rank] = numbers
             others = self._sockets.links
-            self._sockets.exchange(dict.fromkeys(others, numbers), {i: parts[i] for i in others}).wait()
+            Exchange(self._sockets, dict.fromkeys(others, numbers), {i: parts[i] for i in others}).wait()
             numbers = parts.sum(0)
         else:
             numbers = numbers.to(self.device)

@@ -15,7 +15,7 @@ from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
 from megatron.context_parallel.strategies import AUTO, COMMON, Choice, asked, parse_spec
 
 from .candidates import DTYPES, Workload
-from .plainness import SURE
+from .plainness import reason
 from .planner import GroupDevices, Search, search
 
 logger = logging.getLogger(__name__)
@@ -101,10 +101,7 @@ def headline(result: Search) -> str:
     """One line: the choice, as a flag that reproduces it, and what was predicted."""
     best, fastest = result.best, next(iter(result.ranked))
     milliseconds = 1e3 * result.ranked[best].seconds
-    all_found = len(result.ranked) + len(result.slower)
-    why = f"the fastest of {all_found}"
-    if best != fastest:
-        why = f"the plainest of {all_found} within {SURE:.0%} of the fastest, {fastest}"
+    why = reason(best, fastest, len(result.ranked) + len(result.slower))
     return (
         f"--cp-strategy {AUTO}: chose --cp-strategy {best}; predicted: {milliseconds:.4g} ms of attention per "
         f"layer and micro batch, {why}"

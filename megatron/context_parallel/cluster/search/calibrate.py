@@ -116,7 +116,7 @@ class Calibration:
         """|predicted / known - 1| of cells, without those that are not known or not predicted."""
         return {cell: abs(math.exp(off) - 1) for cell, off in self._logs(cells, cluster).items()}
 
-    def judge(self, table: str) -> "TableErrors":
+    def judge(self, table: str) -> TableErrors:
         """How well the cells of a table are predicted, also where fewer cells were used."""
         own = [cell for cell in self.cells if cell.table == table and cell.counts]
         found, columns = self.errors(own, self.fitted), {cell.column for cell in own if cell.fitted}

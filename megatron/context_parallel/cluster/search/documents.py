@@ -13,7 +13,7 @@ from megatron.context_parallel.strategies import AUTO, parse_spec
 from megatron.context_parallel.tokens.mask import Documents
 
 from .candidates import Candidate, candidates
-from .plainness import SURE, plainest
+from .plainness import SURE, plainest, reason
 from .planner import memory
 from .step_search import FeasibleRun, StepSearch, forecasts, search_steps, workload_of
 
@@ -54,12 +54,10 @@ class DocumentsSearch(NamedTuple):
     @property
     def headline(self) -> str:
         """One line: the choice, as flags that reproduce it, and what was predicted."""
-        best = self.best
+        best, fastest = self.best, next(iter(self.seconds))
         other = self._fastest(placed=not best.placed)
         milliseconds = 1e3 * self.seconds[best]
-        why = f"the fastest of {len(self.seconds)}"
-        if best != (fastest := next(iter(self.seconds))):
-            why = f"the plainest of {len(self.seconds)} within {SURE:.0%} of the fastest, {fastest.flags}"
+        why = reason(best.flags, fastest.flags, len(self.seconds))
         line = (
             f"--cp-strategy {AUTO}: chose {best.flags}; predicted for the documents of {self.batches} micro batches: "
             f"{milliseconds:.4g} ms of attention per layer and micro batch, {why}"

@@ -6,13 +6,12 @@ from functools import cache
 from itertools import zip_longest
 from typing import NamedTuple
 
-from megatron.context_parallel.cluster.simulate.block_time import BlockTime
+from megatron.context_parallel.cluster.simulate.block_time import MANY_RANKS, BlockTime
 from megatron.context_parallel.cluster.simulate.links import Links
 from megatron.context_parallel.plan.ir import AllGather, Attend, Comm, Plan, SwapHeads, T
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes
 
 ALL_UP_TO = 16  # ranks that are all looked at
-MANY = 64  # ranks; of more, one near the end stands for all
 
 MessageCost = tuple[int, int, float]  # sender, receiver, bytes
 
@@ -73,7 +72,7 @@ def _looked_at(links: Links) -> list[int]:
     sharers = cluster.devices_per_node  # devices on a link
     if cluster.nics and not (cluster.inside and cluster.inside.shared):
         sharers //= cluster.nics.per_node
-    if len(ranks) > MANY:
+    if len(ranks) > MANY_RANKS:
         last = next((rank for rank in reversed(ranks) if links.nodes[rank] != links.nodes[-1]), ranks[-1])
         node = [rank for rank in ranks if links.nodes[rank] == links.nodes[last]]
         return [rank for rank in node if devices[last] - devices[rank] < sharers]

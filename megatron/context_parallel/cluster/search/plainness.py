@@ -15,6 +15,13 @@ def plainest(seconds: Mapping[str, float]) -> str:
     return min(near, key=lambda spec: (_complexity(parse_spec(spec)), seconds[spec]))
 
 
+def reason(best: str, fastest: str, found: int) -> str:
+    """Why `best` is taken of so many choices; it is the fastest, or the plainest of those that are near it."""
+    if best == fastest:
+        return f"the fastest of {found}"
+    return f"the plainest of {found} within {SURE:.0%} of the fastest, {fastest}"
+
+
 def _complexity(choice: Choice) -> tuple[bool, int]:
     """Whether it mixes two strategies; the place of its strategy in `PLAINEST_FIRST` plus the number of its options."""
     name = choice.strategy.name

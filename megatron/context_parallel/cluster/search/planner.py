@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from megatron.context_parallel.cluster.description import Cluster
-from megatron.context_parallel.cluster.simulate.block_time import BlockTime
+from megatron.context_parallel.cluster.simulate.block_time import MANY_RANKS, BlockTime
 from megatron.context_parallel.cluster.simulate.links import Links
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.cluster.step.block_memory import gradient_swap_bytes, packed_bytes
@@ -21,7 +21,7 @@ from megatron.context_parallel.progress import Progress, tracked
 from megatron.context_parallel.strategies import AUTO, parse_spec
 
 from .candidates import Candidate, Rejected, Workload, candidates, in_rounds, in_token_rounds
-from .lower_bound import MANY, PassBound, lower_bound
+from .lower_bound import PassBound, lower_bound
 from .plainness import plainest
 
 SIMULATED = 64  # choices, those with the best estimates
@@ -223,7 +223,7 @@ def search(
         rejected.append(Rejected(spec, why))
         return None
 
-    tried, far = _promising(choices, place, workload) if place.n > MANY else ([*choices], {})
+    tried, far = _promising(choices, place, workload) if place.n > MANY_RANKS else ([*choices], {})
     ranked, slower = fastest({spec: choices[spec].plans for spec in tried}, place, workload, most, fitting)
     simulated = {spec: choices[spec] for spec in ranked}
     ranked |= _mixed({spec: found.plans for spec, found in simulated.items()}, ranked)

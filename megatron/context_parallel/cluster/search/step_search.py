@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import product
 from typing import Any, NamedTuple
 
 from megatron.context_parallel.cluster.description import BACKWARD, Cluster
@@ -217,7 +217,10 @@ DIMENSIONS = (_shardings, _recomputations, _virtual_stages)  # searched for each
 def _variants(model: ModelShape, run: TrainConfig) -> Iterator[TrainConfig]:
     """A run with every combination of values of the dimensions."""
     for values in product(*(dimension(model, run) for dimension in DIMENSIONS)):
-        yield replace(run, **dict(chain.from_iterable(of.items() for of in values)))
+        fields = dict[str, Any]()
+        for of_dimension in values:
+            fields |= of_dimension
+        yield replace(run, **fields)
 
 
 def _splits(model: ModelShape, cluster: Cluster, base: TrainConfig) -> Iterator[TrainConfig]:

@@ -21,7 +21,7 @@ from megatron.context_parallel.tokens.shift import Shift
 
 SAMPLES = 32  # queries of a progression that stand for the others
 THOUSANDTHS = 1000  # of the pairs of rows of two chunks
-MANY_RANKS = 64  # more are simulated by few that stand for all
+MANY_RANKS = 64  # more are simulated by few that stand for all, if some can
 SMALL = 64  # rows of a progression in the small sequence that shows how blocks are cut
 
 

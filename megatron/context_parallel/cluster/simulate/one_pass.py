@@ -30,8 +30,6 @@ from .block_time import MANY_RANKS, BlockTime
 from .links import Links, Path, period_of_links
 from .symmetry import Symmetry, symmetry_of
 
-ALL_UP_TO = MANY_RANKS  # ranks that are simulated one by one, even if a few could stand for all
-
 
 @dataclass(frozen=True)
 class PassForecast:
@@ -66,7 +64,7 @@ def simulate(
     dtype: str = "bf16",
     devices: Sequence[int] | None = None,
     others: Sequence[Sequence[int]] = (),
-    all_up_to: int = ALL_UP_TO,
+    all_up_to: int = MANY_RANKS,
     blocks: Callable[[Attend], float] | None = None,
     rows: RowSets | None = None,
     starts: dict[Rank, float] | None = None,

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from megatron.context_parallel.attention.plans import ALL_RANKS_UP_TO
 from megatron.context_parallel.cluster.description import Cluster
-from megatron.context_parallel.cluster.simulate.block_time import small_blocks
-from megatron.context_parallel.cluster.simulate.one_pass import ALL_UP_TO, PassForecast, simulate
+from megatron.context_parallel.cluster.simulate.block_time import MANY_RANKS, small_blocks
+from megatron.context_parallel.cluster.simulate.one_pass import PassForecast, simulate
 from megatron.context_parallel.plan.ir import Plan, SwapHeads, T
 from megatron.context_parallel.plan.liveness import peak_bytes
 from megatron.context_parallel.plan.row_sets import RowSets
@@ -60,14 +60,14 @@ def _plan(model: ModelShape, run: TrainConfig, backward: bool) -> Plan:
 def attention_rows(model: ModelShape, run: TrainConfig, plan: Plan) -> RowSets | None:
     """The rows that are sent; None: whole chunks."""
     mask = attention_mask(model)
-    if mask.plain or plan.size > ALL_UP_TO:
+    if mask.plain or plan.size > MANY_RANKS:
         return None
     chunks = Slices.of(Chunks.of(plan.layout, plan.n, run.seq_length))
     return RowSets(plan, mask, chunks, chunks)
 
 
 def attention_forecast(
-    model: ModelShape, run: TrainConfig, cluster: Cluster, backward: bool, all_up_to: int = ALL_UP_TO
+    model: ModelShape, run: TrainConfig, cluster: Cluster, backward: bool, all_up_to: int = MANY_RANKS
 ) -> PassForecast:
     """Predicts a pass of the attention of one layer and micro batch, of the context group that takes longest.
 

@@ -59,9 +59,8 @@ class BlockMemory:
         rows = self.blocks.q.rows(chunk)
         most = 0.0
         for piece in self.blocks.pieces(chunk, attend.kv_chunks):
-            q, kv = (
-                len(range(*part.indices(size))) / rows for part, size in ((piece.q, rows), (piece.kv, rows * count))
-            )
+            q = len(range(*piece.q.indices(rows))) / rows
+            kv = len(range(*piece.kv.indices(rows * count))) / rows
             computing, results = self._unfused(q, kv, piece.mask)
             most = max(most, computing - counted, results)
             counted = 0

@@ -126,9 +126,7 @@ def _offloading(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
     if run.implementation == "cpu" or run.dtype != "bf16" or sharding not in SHARDING[:2] or run.optimizer_cpu_offload:
         return
     if sharding == SHARDING[0]:
-        flags, fields = (
-            f"{flags}--use-distributed-optimizer ",
-            fields | {"data_parallel_sharding_strategy": SHARDING[1]},
-        )
+        flags += "--use-distributed-optimizer "
+        fields = fields | {"data_parallel_sharding_strategy": SHARDING[1]}
     flags += "--optimizer-cpu-offload --use-precision-aware-optimizer"
     yield Change(flags, fields | {"optimizer_cpu_offload": True})

@@ -125,7 +125,8 @@ def _states(model: ModelShape, run: TrainConfig, count: int, shared: int) -> Ite
     state, parts = (12, "float32 copy and two moments") if kept == 2 else (8, "two moments")
     optimizer = (shared if over["optim"] > 1 else count) * state // over["optim"]
     if run.optimizer_on_host:
-        optimizer, parts = round(optimizer * (1 - run.optimizer_on_host)), f"{parts}, less what is in host memory"
+        optimizer = round(optimizer * (1 - run.optimizer_on_host))
+        parts += ", less what is in host memory"
     yield MemoryItem("optimizer", optimizer, f"{state} bytes ({parts}){by['optim']}")
 
 

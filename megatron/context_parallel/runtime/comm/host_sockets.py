@@ -58,13 +58,12 @@ class HostSockets:
                 links[int.from_bytes(link.recv(4, socket.MSG_WAITALL), "little")] = link
         return cls(links, seconds)
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> "Exchange":
-        """Messages to some ranks and from some ranks. All ranks make their exchanges in the same order."""
-        return Exchange(self, sends, receives)
-
 
 class Exchange:
-    """Messages between ranks, from and into contiguous tensors on the host. Each `wait` sends and receives them."""
+    """Messages to some ranks and from some, from and into contiguous tensors on the host.
+
+    Each `wait` sends and receives them. All ranks wait for their exchanges in the same order.
+    """
 
     def __init__(self, sockets: HostSockets, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         self.seconds = sockets.seconds
