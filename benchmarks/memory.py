@@ -5,7 +5,7 @@
 Each case trains in processes of its own, on one or more ranks of this host: two steps whose resident memory above the
 start is measured, then one whose allocations PyTorch's profiler records. It takes about 10 minutes. glibc's
 MALLOC_MMAP_THRESHOLD_ is 65536, so that resident memory follows what is allocated. With --cases only some are measured;
-the other lines of the page stay.
+the other lines of the page stay. With --default-malloc glibc keeps its own thresholds, and lines are only printed.
 """
 
 import argparse
@@ -102,12 +102,12 @@ GROUPS = {
 }
 
 
-def row(name: str) -> list[str]:
-    """A case's line of the table."""
+def row(name: str, malloc: dict[str, str]) -> list[str]:
+    """A case's line of the table, measured with these variables for glibc."""
     ranks, flags = CASES[name]
     words = [*COMMON.split(), *flags.split(), "--context-parallel-size", str(ranks)]
     expected = predicted(words, ranks)
-    with patch.dict(os.environ, MMAP):
+    with patch.dict(os.environ, malloc):
         found = job.results_of(RANK, {"flags": words}, Loopback(ranks))
     allocated, resident = (max(rank[what] for rank in found) for what in ("allocated", "resident"))
     kinds: dict[str, int] = {}
@@ -133,12 +133,15 @@ def predicted(flags: list[str], ranks: int) -> memory.Moment:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--default-malloc", action="store_true", help="glibc's own thresholds; the page stays as it is")
     args = parser.parse_args()
     ignore_warnings_of_libraries()
     lines = {line.split(" | ")[0].removeprefix("| "): line for line in table_of(PAGE, SCRIPT)[2:]}
     for name in args.cases or CASES:
-        lines[name] = f"| {' | '.join(row(name))} |"
+        lines[name] = f"| {' | '.join(row(name, {} if args.default_malloc else MMAP))} |"
         print(lines[name], file=sys.stderr, flush=True)
+        if args.default_malloc:
+            continue
         table = [f"| {' | '.join(HEADINGS)} |", "|" + "---|" * len(HEADINGS)]
         table += [lines[case] for case in CASES if case in lines]
         write_table(PAGE, SCRIPT, table)

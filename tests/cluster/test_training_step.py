@@ -308,14 +308,14 @@ def _backward_peak(token_rounds: int, kv_heads: int) -> int:
     return gradient.nbytes + max(accumulate(sizes))
 
 
-@pytest.mark.parametrize(("token_rounds", "kv_heads"), [(1, 4), (2, 8), (4, 4)])
+@pytest.mark.parametrize(("token_rounds", "kv_heads"), [(1, 4), (2, 8), (8, 4)])
 def test_memory_of_rounds_of_tokens(ranks, token_rounds, kv_heads):
     strategy = f"ulysses:layout=cyclic,token_rounds={token_rounds}"
     how = {"dtype": "fp32", "implementation": "cpu", "context_parallel_size": 2}
     run = TrainConfig(seq_length=512, cp_strategy=strategy, **how)
     model = replace(MODEL, num_attention_heads=8, num_query_groups=kv_heads, kv_channels=64)
     for measured in ranks(2, _backward_peak, token_rounds, kv_heads):
-        assert attention_buffers(model, run) == pytest.approx(measured, rel=0.06)
+        assert attention_buffers(model, run) == pytest.approx(measured, rel=0.04)
 
 
 def test_a_group_with_gaps_is_simulated_in_part():
@@ -459,6 +459,17 @@ def test_checkpoints_in_host_memory_are_on_the_device_one_at_a_time():
     before, after = sizes_of(run), sizes_of(host)
     assert before["recomputed layers"] - after["recomputed layers"] == inputs
     assert after["ends of the layer at work"] - before["ends of the layer at work"] == 1024 * 256 * 2
+
+
+def test_parts_of_layers_in_host_memory_are_on_the_device_for_the_last_layers():
+    """Those of the last, and of the one before it while the last is differentiated. Small tensors stay."""
+    fused = replace(RUN, implementation="transformer_engine", min_offloaded_tensor_size=2**17)
+    run = replace(fused, offload_modules=("core_attn", "attn_proj"))
+    queries, keys = 2 * 1024 * 256, 2 * 1024 * 128
+    assert sizes_of(run)["offloaded activations"] == -(MODEL.num_layers - 2) * (2 * queries + 2 * keys)
+    assert host_memory(MODEL, run) == (MODEL.num_layers - 1) * (3 * queries + 2 * keys)  # the output twice
+    assert host_memory(MODEL, replace(run, min_offloaded_tensor_size=2**18)) == (MODEL.num_layers - 1) * 3 * queries
+    assert host_memory(MODEL, replace(fused, offload_modules=("qkv_linear",))) == (MODEL.num_layers - 1) * 2 * queries
 
 
 def test_an_optimizer_in_host_memory_is_not_on_the_device():

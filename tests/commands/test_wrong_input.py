@@ -240,6 +240,14 @@ MISTAKES = [
     ("--optimizer-cpu-offload", 1, ["--optimizer-cpu-offload", "needs --use-precision-aware-optimizer --bf16"], None),
     pytest.param("--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --optimizer-cpu-offload", 1,
      ["--optimizer-cpu-offload", "GPU", "in host memory already"], None, marks=without_gpu),
+    ("--fine-grained-activation-offloading --offload-modules core_attn", 1,
+     ["--fine-grained-activation-offloading", "a GPU", "--offload-checkpoints"], None),
+    ("--dry-run --transformer-impl transformer_engine --fine-grained-activation-offloading --offload-modules attn_proj",
+     1, ["--offload-modules attn_proj", "give --offload-modules core_attn attn_proj"], None),
+    ("--dry-run --transformer-impl transformer_engine --fine-grained-activation-offloading --offload-modules core_attn "
+     "--recompute-activations", 1, ["--offload-modules core_attn", "give --recompute-modules mlp"], None),
+    ("--dry-run --transformer-impl transformer_engine --fine-grained-activation-offloading --offload-modules core_attn "
+     "--qk-layernorm", 1, ["--offload-modules core_attn", "--qk-layernorm"], None),
     ("--offload-kept", 1, ["--offload-kept", "needs --recompute-whitelist core_attention"], None),
     ("--save-interval 5", 1, ["--save-interval 5", "--save DIR"], None),
     ("--exit-on-missing-checkpoint", 1, ["--exit-on-missing-checkpoint", "--load DIR"], None),

@@ -223,6 +223,14 @@ BODIES: Table = {
             "_apply_rotary_pos_emb_bshd": by_release({(0, 16): "0ef4824d5242", (0, 19): "7bd1c84e0953"})
         }
     },
+    "megatron_activation_offloading": {
+        f"{_CORE}/pipeline_parallel/fine_grained_activation_offload.py": {
+            "PipelineOffloadManager.disable_offload": "b6a886403181",
+            "PipelineOffloadManager.enable_offload": "f98384450110",
+            "PipelineOffloadManager.pop_forward_chunk": "ab1561e21cfc",
+        },
+        f"{_CORE}/models/gpt/gpt_model.py": {"GPTModel.preprocess_for_fine_grained_offloading": "ac73224597dc"},
+    },
     "megatron_offloaded_optimizer": {
         f"{_CORE}/optimizer/cpu_offloading/hybrid_optimizer.py": {
             "HybridDeviceOptimizer._sync_sub_optimizers_state_to_hdo": "d86294975438",

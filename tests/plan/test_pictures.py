@@ -88,9 +88,25 @@ def test_every_message_once_and_no_bar_over_another(spec, n, backward):
     assert pairs == Counter((q, kv) for q in range(plan.n) for kv in range(plan.n) if plan.visible_pairs(q, kv))
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_rounds_of_tokens_swap_as_much_as_one_round(backward):
+    """A rank sends and receives beside its blocks, and the swaps of both directions are drawn in turn."""
+    one, four = (
+        picture(parse_spec(f"ulysses:layout=cyclic,token_rounds={rounds}").plan(4, backward=backward))
+        for rounds in (1, 4)
+    )
+    assert "in 4 rounds of tokens, cyclic" in four.title and four.finish < one.finish
+    for lane in (0, 1):
+        bars = sorted((bar.start, bar.end) for bar in four.bars if bar.lane == lane)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(bars))
+        whole = sum(bar.end - bar.start for bar in one.bars if bar.lane == lane)
+        assert sum(end - start for start, end in bars) == pytest.approx(whole, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("spec", "n", "backward"),
     [
+        ("ulysses:layout=cyclic,token_rounds=4", 4, False),
         ("ring:layout=contiguous", 8, True),
         ("usp:head_parallel_size=2", 8, False),
         ("attention2d", 9, True),

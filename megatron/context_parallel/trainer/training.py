@@ -19,6 +19,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.integration.batch import shard_batch
 from megatron.context_parallel.integration.packed import PackedDocuments
 from megatron.context_parallel.kernels.to_device import to_device
+from megatron.context_parallel.patches.megatron_activation_offloading import offloading_paused
 from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
@@ -280,7 +281,7 @@ def evaluate(args: Arguments, state: TrainState, batches: ChunkBatches) -> float
         UsageError: a token is not in the vocabulary.
     """
     recorder.enter("evaluation")
-    with weights_gathered(args, state.model):
+    with weights_gathered(args, state.model), offloading_paused(state.model[0].config):
         for chunk in state.model:
             chunk.eval()
         data = []

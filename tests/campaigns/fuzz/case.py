@@ -104,12 +104,15 @@ def draw(random: Random, kind: str, ranks: int) -> Case:
     rounds = random.choice((1, 1, 1, 2, 3, 4)) if 1 < size <= MOST_SPLIT_IN_ROUNDS else 1
     if rounds > 1:
         options["head_rounds"] = rounds
+    elif layout == "cyclic" and "token_rounds" in strategy.options and random.random() < 0.5:
+        options["token_rounds"] = random.choice((2, 3, 4))
     if random.random() < 0.3:
         options["placement"] = random.choice(PLACEMENTS)
-    first = _call(random, n, 1 if careless else size, rounds, layout)
+    unit = (2 * n if layout == "zigzag" else n) * options.get("token_rounds", 1)
+    first = _call(random, n, 1 if careless else size, rounds, unit)
     calls = [first]
     for _ in range(random.choice((0, 0, 1, 2))):  # most often another layer: the same but for the data
-        another = Call(**vars(first)) if random.random() < 0.6 else _call(random, n, size, rounds, layout)
+        another = Call(**vars(first)) if random.random() < 0.6 else _call(random, n, size, rounds, unit)
         another.seed = random.randrange(10**6)
         calls.append(another)
     groups = random.randint(1, ranks // n) if kind == ON_RANKS else 1
@@ -154,9 +157,8 @@ def _value(random: Random, kind: object, n: int) -> object:
     return None
 
 
-def _call(random: Random, n: int, head_parts: int, rounds: int, layout: str) -> Call:
+def _call(random: Random, n: int, head_parts: int, rounds: int, unit: int) -> Call:
     kv_heads, heads = random.choice(_heads(head_parts, rounds))
-    unit = 2 * n if layout == "zigzag" else n
     size = random.choice(
         (1, 1, 2, 3, 4, *(random.randint(1, 12) for _ in range(4)), random.randint(1, 60), LONGEST // unit)
     )

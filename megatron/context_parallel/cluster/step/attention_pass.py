@@ -184,6 +184,7 @@ def attention_only(model: ModelShape, run: TrainConfig) -> tuple[ModelShape, Tra
         recompute_num_layers=None,
         recompute_modules=(),
         recompute_whitelist=(),
+        offload_modules=(),
     )
     return model, run
 

@@ -93,7 +93,9 @@ class BlockMemory:
         computing = queries + gradients + (CAUSAL_PARTS if mask == CAUSAL else 1) * queries
         if self.shape.itemsize < 4:
             computing += 2 * queries + 2 * keys  # float32 copies of the inputs
-        return computing, queries + 2 * keys if self.grouped else gradients
+        if not self.grouped:
+            return computing, gradients
+        return max(computing, queries + gradients + 2 * keys), queries + 2 * keys  # sums over the query heads
 
 
 def gradient_swap_bytes(plan: Plan, shape: Shape) -> float:

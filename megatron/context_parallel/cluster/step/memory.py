@@ -97,7 +97,8 @@ def host_memory(model: ModelShape, run: TrainConfig, stage: int = 0) -> int:
     left = sum(item.bytes for item in _LayerCounts(model, run).inputs(in_flight))
     stages, tensor = run.pipeline_model_parallel_size, run.tensor_model_parallel_size
     updated = model.parameters_on_stage(stage, stages, tensor) * run.optimizer_on_host / run.shards("optim")
-    return whole - left + round(OPTIMIZER_ON_HOST * updated)
+    parts = _LayerCounts(model, run).offloaded(in_flight, 1) * saved_bytes.offloaded(model, run)[1]
+    return whole - left + round(parts + OPTIMIZER_ON_HOST * updated)
 
 
 # ------------------------------------------------------------------------------------------ weights and the rest
@@ -200,6 +201,7 @@ class _LayerCounts:
         """What all layers keep from the forward pass, for some micro batches in flight."""
         yield from self.inputs(in_flight)
         yield from self._activations(in_flight * self.whole, in_flight * self.whole)
+        yield from self._off_the_device(in_flight, 1)
 
     def at_work(self, in_flight: float, done: int) -> Iterator[MemoryItem]:
         """The same in the backward pass of the last layer, `done` of whose MLPs are differentiated."""
@@ -209,6 +211,7 @@ class _LayerCounts:
         yield from self.inputs(in_flight, self.working)
         count = in_flight * self.whole + self.working
         yield from self._activations(count, count - done)
+        yield from self._off_the_device(in_flight, 1 + done)
         if self.working:
             # The input is counted with the checkpoints on the device, and with a norm that has no float32 copy of it.
             copies = Widths(self.model, self.run).float32_norms and self.run.itemsize < 4
@@ -231,6 +234,17 @@ class _LayerCounts:
             layers = in_flight * self.recomputed - at_work
             size = round(layers * saved_bytes.total(kept))
             yield MemoryItem("kept outputs", size, f"{layers:g} layers x {_of_a_token(kept, self.run)}")
+
+    def offloaded(self, in_flight: float, on_device: int) -> float:
+        """Layers with parts in host memory: the last never has, and the one before it is fetched meanwhile."""
+        return max(0.0, in_flight * self.whole - on_device) if self.run.offload_modules else 0
+
+    def _off_the_device(self, in_flight: float, on_device: int) -> Iterator[MemoryItem]:
+        if layers := self.offloaded(in_flight, on_device):
+            freed = saved_bytes.offloaded(self.model, self.run)[0]
+            names = " ".join(self.run.offload_modules)
+            formula = f"{layers:g} layers x tokens x {freed // self.run.tokens:,} bytes of {names}, on the host"
+            yield MemoryItem("offloaded activations", -round(layers * freed), formula)
 
     def _activations(self, attention: float, mlp: float) -> Iterator[MemoryItem]:
         for what, layers, parts in (

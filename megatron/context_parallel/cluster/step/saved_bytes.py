@@ -77,10 +77,13 @@ def attention_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
 
 def _core_attention(model: ModelShape, run: TrainConfig, w: Widths) -> int:
     """Queries, keys, values, output and log-sum-exp of a token."""
-    # Ranks of a head group keep a replica of a key/value head where they are more than the heads.
+    return 2 * w.size * (w.queries + _kept_keys(model, run, w)) + 4 * w.heads
+
+
+def _kept_keys(model: ModelShape, run: TrainConfig, w: Widths) -> int:
+    """Ranks of a head group keep a replica of a key/value head where they are more than the heads."""
     plan = attention_plan(model, run, False)
-    keys = max(w.kv_heads, plan.heads if plan.keeps_swapped else 0) * model.kv_channels
-    return 2 * w.size * (w.queries + keys) + 4 * w.heads
+    return max(w.kv_heads, plan.heads if plan.keeps_swapped else 0) * model.kv_channels
 
 
 def _core_attention_inputs(model: ModelShape, run: TrainConfig, w: Widths) -> dict[str, int]:
@@ -234,6 +237,30 @@ def kept_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
         head = w.size * model.kv_channels + _norm_beside_input(model, run, model.kv_channels)
         each["norms"] |= {"q_layernorm": w.heads * head, "k_layernorm": w.kv_heads * head}
     return [part for name in run.recompute_whitelist for part in _of_tokens(run, each[name])]
+
+
+def offloaded(model: ModelShape, run: TrainConfig) -> tuple[int, int]:
+    """Bytes of a layer that `--offload-modules` frees on the device, and those that it takes of the host.
+
+    The output of attention is also the input of its projection, so it is copied twice, and freed if both are named.
+    """
+    w = Widths(model, run)
+    statistics = 4 if run.tokens >= run.min_offloaded_tensor_size else 0  # of a norm; of attention one for each head
+    lse = 4 * w.heads if run.tokens * w.heads >= run.min_offloaded_tensor_size else 0
+
+    def sized(*widths: int) -> int:
+        return sum(w.size * width for width in widths if run.tokens * width >= run.min_offloaded_tensor_size)
+
+    out, keys = sized(w.queries), _kept_keys(model, run, w)
+    on_host = {
+        "qkv_linear": sized(w.hidden, w.hidden) + statistics,
+        "core_attn": sized(w.queries, keys, keys) + lse + out,
+        "attn_proj": out,
+        "mlp_norm": sized(w.hidden) + statistics,
+    }
+    copied = sum(on_host[name] for name in run.offload_modules)
+    stays_or_twice = out if "core_attn" in run.offload_modules else 0
+    return (copied - stays_or_twice) * run.tokens, copied * run.tokens
 
 
 def fetched_ahead(model: ModelShape, run: TrainConfig, layers: int) -> int:

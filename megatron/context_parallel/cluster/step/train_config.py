@@ -28,6 +28,8 @@ class TrainConfig:
         recompute_modules: the parts of layers that selective recomputation computes again; none: core attention.
         recompute_whitelist: the modules whose outputs full recomputation keeps.
         offload_checkpoints, offload_kept: the inputs of recomputed layers and those outputs are in host memory.
+        offload_modules: the parts of layers whose saved tensors are in host memory, of at least
+            `min_offloaded_tensor_size` numbers each.
         mlp_chunks_for_training: parts of the tokens that an MLP computes in turn, and again in the backward pass.
         cross_entropy_chunk_size: tokens whose logits exist at once; None: those of a micro batch.
         dtype: of weights and activations: "bf16", "fp16" or "fp32".
@@ -73,6 +75,8 @@ class TrainConfig:
     recompute_whitelist: tuple[str, ...] = ()
     offload_checkpoints: bool = False
     offload_kept: bool = False
+    offload_modules: tuple[str, ...] = ()
+    min_offloaded_tensor_size: int = 2**20
     mlp_chunks_for_training: int = 1
     cross_entropy_chunk_size: int | None = None
     dtype: str = "bf16"

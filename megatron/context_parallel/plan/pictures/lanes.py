@@ -1,7 +1,7 @@
 """The contents of a plan's picture, as data: each rank's lanes of blocks and messages, and the rank of each pair."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -92,8 +92,9 @@ def picture(plan: Plan, transfer_time: float = MESSAGE) -> Picture:
     The messages that a rank sends in one batch are drawn one after the other and fill the batch's time. A received
     message is drawn with its sender, unless the rank sends nothing in that batch.
     """
-    run = trace(plan, transfer_time=lambda transfer: transfer_time * transfer.share)
-    spans = sorted((s for s in run.spans if s.end > s.start), key=lambda s: (s.rank, s.start, s.channel))
+    # With rounds of tokens all messages are those of swaps, and have the tokens of a round.
+    run = trace(plan, transfer_time=lambda transfer: transfer_time * transfer.share / plan.token_rounds)
+    spans = _one_after_another(s for s in run.spans if s.end > s.start)
     used = {span.channel for span in spans} - {""}
     channels = [c for c in dict.fromkeys((*plan.channels, *sorted(used))) if c in used]
     lanes = (BLOCKS, *channels)
@@ -102,8 +103,21 @@ def picture(plan: Plan, transfer_time: float = MESSAGE) -> Picture:
     if plan.heads > 1:
         ranks = f"{plan.n} of {plan.size} ranks, for 1/{plan.heads} of the heads"
         ranks += f" in {plan.rounds} rounds" if plan.rounds > 1 else ""
+        ranks += f" in {plan.token_rounds} rounds of tokens" if plan.token_rounds > 1 else ""
     title = f"{plan.name}, {ranks}, {plan.layout} layout, {'backward' if plan.backward else 'forward'}"
     return Picture(title, plan.n, lanes, bars, round(run.finish, 6), transfer_time)
+
+
+def _one_after_another(spans: Iterable[Span]) -> list[Span]:
+    """Spans by rank and start. Swaps that share a lane in both directions are drawn in turn, in the same time."""
+    shown = []
+    until: dict[tuple[int, str], float] = {}
+    for span in sorted(spans, key=lambda s: (s.rank, s.start, s.channel, s.end)):
+        lane = span.rank, span.channel
+        start = until.get(lane, 0.0) if isinstance(span.what[0], SwapHeads) else span.start
+        shown.append(span._replace(start=max(span.start, min(start, span.end))))
+        until[lane] = span.end
+    return shown
 
 
 def _bars(plan: Plan, span: Span, lanes: tuple[str, ...]) -> Iterator[Bar]:

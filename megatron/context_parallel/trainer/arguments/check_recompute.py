@@ -1,5 +1,6 @@
-"""Rejects flags of recomputation that would have no effect, or do not work together."""
+"""Rejects flags of recomputation and offloading that would have no effect, or do not work together."""
 
+import os
 from collections.abc import Iterator
 
 from megatron.context_parallel.cli.flag_checks import refusal
@@ -15,6 +16,8 @@ def check_recompute(args: Arguments) -> Iterator[UsageError]:
     yield from _check_whitelist(args, args.recompute_whitelist or [])
     if args.recompute_modules:
         yield from _check_modules(args, args.recompute_modules)
+    if args.offload_modules:
+        yield from _check_offloading(args, args.offload_modules)
 
 
 def _check_whitelist(args: Arguments, names: list[str]) -> Iterator[UsageError]:
@@ -48,3 +51,26 @@ def _check_modules(args: Arguments, modules: list[str]) -> Iterator[UsageError]:
         if module in wrong:
             why, instead = wrong[module]
             yield UsageError(f"--recompute-modules {module}: {why}; give --recompute-modules {instead}")
+
+
+def _check_offloading(args: Arguments, modules: list[str]) -> Iterator[UsageError]:
+    """The errors about megatron-core's own offloading of activations."""
+    name = "fine_grained_activation_offloading"
+    if args.transformer_impl != "transformer_engine":
+        why = "needs a GPU and --transformer-impl transformer_engine"
+        yield refusal(args, name, why, offload_checkpoints=True, recompute_granularity="full")
+        return
+    if not args.dry_run and os.environ.get("NVTE_CPU_OFFLOAD_V1") != "1":
+        yield refusal(args, name, "needs NVTE_CPU_OFFLOAD_V1=1 in the environment; set it")
+    wrong = {}
+    if "core_attn" not in modules:
+        wrong["attn_proj"] = "its input is also saved by core_attn; give --offload-modules core_attn attn_proj"
+    if not args.num_experts:
+        wrong["mlp_norm"] = "Transformer Engine computes this norm inside the MLP; give --offload-modules qkv_linear"
+    if args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"]):
+        wrong["core_attn"] = "--recompute-modules core_attn computes it again; give --recompute-modules mlp"
+    elif args.qk_layernorm:
+        wrong["core_attn"] = "would free what --qk-layernorm saves; give --offload-modules qkv_linear"
+    for module in modules:
+        if module in wrong:
+            yield UsageError(f"--offload-modules {module}: {wrong[module]}")

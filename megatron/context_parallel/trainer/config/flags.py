@@ -241,6 +241,21 @@ class Training(FlagSection, title="training"):
     offload_kept: bool = flag(
         "keep what --recompute-whitelist saves in host memory", False, needs="recompute_whitelist"
     )
+    fine_grained_activation_offloading: bool = flag(
+        "keep what Transformer Engine's layers save in --offload-modules in host memory",
+        False,
+        needs="offload_modules",
+        excludes=f"{FULL} fp8 rampup_batch_size use_megatron_fsdp use_torch_fsdp2",
+    )
+    offload_modules: list[str] | None = flag(
+        "parts of layers whose inputs are in host memory",
+        unit="NAME",
+        choices=("qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
+        needs="fine_grained_activation_offloading",
+    )
+    min_offloaded_tensor_size: int = flag(
+        "numbers of the smallest tensor that is moved to host memory", 2**20, needs="fine_grained_activation_offloading"
+    )
     recompute_activations: bool = flag("the same as --recompute-granularity selective", False, excludes=FULL)
     mlp_chunks_for_training: int = flag(
         "parts of the tokens that an MLP computes in turn, and again in the backward pass",

@@ -37,6 +37,7 @@ def run_of(args: Arguments, choice: Choice | None = None) -> TrainConfig:
         "data_parallel_sharding_strategy": _sharding(args),
         "recompute_modules": tuple(args.recompute_modules or ()),
         "recompute_whitelist": tuple(args.recompute_whitelist or ()),
+        "offload_modules": tuple(args.offload_modules or ()),
         "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         "implementation": _implementation(args),
     }
