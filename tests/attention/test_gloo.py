@@ -74,6 +74,11 @@ def test_every_strategy_on_six_ranks(ranks):
     check(ranks, 6, 6, 3, cases)
 
 
+def test_a_rank_that_is_done_waits_until_all_have_connected(ranks):
+    for _ in range(10):
+        assert ranks(4, abs, -1) == [1] * 4
+
+
 def _crash() -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 

@@ -36,11 +36,10 @@ from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.trainer import training
 from megatron.context_parallel.trainer.config.workload import model_of, run_of
 from megatron.context_parallel.trainer.model.data_parallel import TorchFSDP2
-from tests.cluster import test_simulate
-from tests.support import training_case, zero_case
+from tests.support import box, training_case, zero_case
 from tests.support.ideal_model import IDEAL, MODEL
 
-BOX = replace(test_simulate.BOX, device=IDEAL)
+BOX = replace(box.BOX, device=IDEAL)
 RUN = TrainConfig(seq_length=1024)
 ALONE = BOX.part(1)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -27,33 +26,16 @@ from megatron.context_parallel.inference.token_bytes import pieces_of
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from tests.support import llama_case
+from tests.support.draws_case import CASES, LOGITS, choose_token, shares
 from tests.support.plain_session import PlainSession
 
 # -------------------------------------------------------------------------------------------------- sampling
 
-LOGITS = torch.tensor([0.0, 1.0, 3.0, 2.0, -math.inf])
 
-
-def choose_token(logits: torch.Tensor, params: SamplingParams, seed: int, position: int) -> Token | None:
-    return choose_tokens([logits], [Draw(params, seed, position)])[0]
-
-
-def shares(**params) -> dict[int, float]:
-    """How often each token is drawn at 1,000 positions."""
-    draws = Counter(choose_token(LOGITS, SamplingParams(**params), 7, at).id for at in range(1000))
-    return {token: count / 1000 for token, count in draws.items()}
-
-
-def test_draws_have_the_probabilities_of_the_model():
-    expected = LOGITS.softmax(0)
-    assert shares() == pytest.approx(dict(enumerate(expected.tolist()[:4])), abs=0.04)
-    warm = (LOGITS / 2).softmax(0)
-    assert shares(temperature=2.0) == pytest.approx(dict(enumerate(warm.tolist()[:4])), abs=0.04)
-    two = LOGITS[2:4].softmax(0).tolist()
-    assert shares(top_k=2) == pytest.approx({2: two[0], 3: two[1]}, abs=0.04)
-    # The likeliest token has 0.64 and the next 0.24: 0.63 needs one of them, 0.65 two.
-    assert shares(top_p=0.63) == {2: 1.0}
-    assert shares(top_p=0.65) == pytest.approx({2: two[0], 3: two[1]}, abs=0.04)
+@pytest.mark.parametrize(("params", "expected"), CASES)
+def test_draws_have_the_probabilities_of_the_model(params, expected):
+    """A campaign draws more, within 0.01."""
+    assert shares(1000, 7, **params) == pytest.approx(expected, abs=0.04)
 
 
 def test_greedy_takes_the_first_of_the_likeliest_and_tells_probabilities_of_the_model():

@@ -1,5 +1,6 @@
 """The loss of a training run does not depend on its parallel layout."""
 
+import functools
 import os
 import signal
 from dataclasses import replace
@@ -40,12 +41,24 @@ def test_every_step_has_the_loss_of_one_rank(ranks, reference, family, spread):
     check_spread(ranks, reference, family, *SPREADS[spread][1:])
 
 
+@pytest.fixture(scope="module")
+def masked_reference(ranks, reference):
+    """How a family trains on one rank with these documents and windows."""
+
+    @functools.cache
+    def run(family: str, **masks: object):
+        start, unmasked = reference(family)
+        (one,) = ranks(1, train_from, start, family, masks)
+        assert one.losses != pytest.approx(unmasked.losses, rel=1e-3)
+        return start, one
+
+    return run
+
+
 @pytest.mark.parametrize(("family", "world", "changes"), MASKED_SPREADS)
-def test_packed_documents_and_windows_train_as_on_one_rank(ranks, reference, family, world, changes):
-    start, unmasked = reference(family)
+def test_packed_documents_and_windows_train_as_on_one_rank(ranks, masked_reference, family, world, changes):
     alone = {name: changes[name] for name in ("reset_attention_mask", "eod_token", "window_size") if name in changes}
-    (one,) = ranks(1, train_from, start, family, alone)
-    assert one.losses != pytest.approx(unmasked.losses, rel=1e-3)
+    start, one = masked_reference(family, **alone)
     for run in ranks(world, train_from, start, family, changes):
         assert run.losses == pytest.approx(one.losses, rel=1e-5)
         assert run.grad_norms == pytest.approx(one.grad_norms, rel=1e-4)
