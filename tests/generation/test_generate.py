@@ -58,11 +58,12 @@ def test_draws_have_the_probabilities_of_the_model():
 
 def test_greedy_takes_the_first_of_the_likeliest_and_tells_probabilities_of_the_model():
     logits = torch.tensor([1.0, 4.0, 4.0, 0.0])
-    for params in (SamplingParams(top_k=1), SamplingParams(temperature=0.0, top_n_logprobs=3)):
+    assert math.isnan(choose_token(logits, SamplingParams(top_k=1), 0, 5).logprob)  # nobody asked
+    for params in (SamplingParams(top_k=1, return_log_probs=True), SamplingParams(temperature=0.0, top_n_logprobs=3)):
         token = choose_token(logits, params, 0, 5)
         assert token.id == 1 and token.logprob == pytest.approx(logits.double().log_softmax(0)[1].item())
     assert [pair[0] for pair in token.top] == [1, 2, 0]
-    cold = choose_token(logits, SamplingParams(temperature=0.01, top_k=2), 0, 5)
+    cold = choose_token(logits, SamplingParams(temperature=0.01, top_k=2, return_log_probs=True), 0, 5)
     assert cold.logprob == pytest.approx(logits.double().log_softmax(0)[1].item())
 
 

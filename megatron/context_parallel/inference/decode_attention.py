@@ -76,10 +76,10 @@ class DecodeAttention:
         # Partial outputs with their log-sum-exp behind them: of the rows of each rank, and of own rows from each rank.
         self.sent = torch.zeros(n, size, heads.queries, width, dtype=wide, device=device)
         self.parts = torch.zeros_like(self.sent) if n > 1 else self.sent
-        self.places = list[list[tuple[Tensor, Tensor]]]()  # of each rank's rows: the output, and its log-sum-exp
-        for of_rank in self.sent:
-            rows = of_rank.view(size, 1, *by_key, width).unbind()
-            self.places.append([(row[..., :-1], row[..., -1]) for row in rows])
+        # Of the rows of one rank, before they are copied to `sent`; and of a row without keys.
+        self.outs, self.lses = self.sent.new_zeros(size, *by_key, width - 1), self.sent.new_zeros(size, *by_key)
+        self.nothing = self.outs.new_zeros(1, *by_key, width - 1), self.lses.new_full((1, *by_key), -torch.inf)
+        self.places = list[tuple[slice, list[Tensor]]]()
         queries = self.gathered if n > 1 else self.mine
         self.queries = [part.view(size, *by_key, -1).unbind() for part in queries.split(size)]
         self.peak, self.total = (self.parts.new_zeros(size, heads.queries) for _ in range(2))
@@ -101,6 +101,15 @@ class DecodeAttention:
         self.rows = rows
         self.slots.copy_(slots)
         self.sent[self.group.rank, len(rows.last) :].zero_()  # padding
+        self.places = []
+        by_key = self.sent.view(*self.sent.shape[:2], *self.outs.shape[1:3], -1)
+        first = 0
+        for rank, count in enumerate(map(len, rows.of_ranks)):
+            if count:
+                sent = by_key[rank, :count]
+                buffers = [self.outs[:count], self.lses[:count], sent[..., :-1], sent[..., -1]]
+                self.places.append((slice(first, first + count), buffers))
+                first += count
 
     def __call__(self, core: ContextParallelAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The attention of this rank's rows, with the shape of `q` and the head_dim of `v`.
@@ -142,21 +151,22 @@ class DecodeAttention:
         WorkBatch([work], CHANNEL, [(kind, rank) for rank in self.others.values()]).wait()
 
     def _attend(self, core: ContextParallelAttention, layer: int) -> None:
-        """Computes the partial output of each row, at the place from which it is sent."""
+        """Computes the partial output of each row, and copies those of each rank to where they are sent from."""
         of_layer = self.cache.by_head[layer]
         sizes = self.heads.key_dim, self.heads.value_dim
         kernel = kernel_for(self.mine.device, self.mine.dtype, sizes[0], core.backend, value_dim=sizes[1])
         kernel = self.cache.kernel(kernel, *sizes)
         scores = Scores(core.scale)
+        results = []
         for rank, row, seen in self.rows.keys(core.window[0]):
-            place_of_out, place_of_lse = self.places[rank][row]
-            if seen.rows or seen.pages:
-                out, lse = attend_to(seen, self.queries[rank][row], of_layer, kernel, scores)
-                place_of_out.copy_(out)
-                place_of_lse.copy_(lse)
-            else:
-                place_of_out.zero_()
-                place_of_lse.fill_(-torch.inf)
+            some = seen.rows or seen.pages
+            results.append(attend_to(seen, self.queries[rank][row], of_layer, kernel, scores) if some else self.nothing)
+        for of_rank, (outs, lses, sent_outs, sent_lses) in self.places:
+            parts = zip(*results[of_rank], strict=True)
+            torch.cat(next(parts), out=outs)
+            torch.cat(next(parts), out=lses)
+            sent_outs.copy_(outs)
+            sent_lses.copy_(lses)
 
     def _merged(self, sinks: Tensor | None) -> Tensor:
         """The outputs [size, heads, dv] of this rank's rows, from their parts."""

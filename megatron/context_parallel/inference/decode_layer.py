@@ -24,9 +24,12 @@ ACTIVATIONS = {F.silu: torch.ops.aten.silu.out, F.gelu: torch.ops.aten.gelu.out}
 
 
 class Attention(Protocol):
-    """The attention of a step of `size` rows."""
+    """The attention of a step."""
 
-    size: int
+    @property
+    def size(self) -> int:
+        """The rows of the step."""
+        ...
 
     def write(self, core: ContextParallelAttention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Computes `out` from queries, keys and values, all [size, heads, d]."""
