@@ -414,6 +414,24 @@ def test_requests_that_fit_overtake_one_that_does_not_a_few_times():
     assert first[OVERTAKE] == "large" and len(first) == OVERTAKE + 5
 
 
+def test_texts_of_one_prompt_compute_it_once_and_others_do_not_wait():
+    session = Fixed(1000).session
+    engine = Engine(session, Letters(), 20)
+    first = request("first", prompt(50), 4, top_k=1)
+    twins = [replace(first, name=name, twin="first") for name in "ab"]
+    for one in (first, *twins, request("c", prompt(3), 2, top_k=1)):
+        engine.add(one)
+    outputs = finished(engine)
+    assert [sum(step.values()) for step in session.steps] == [20, 21, 13, 3, 3, 3, 2]  # 50 + 3, and 1 of each twin
+    texts = [ids(outputs[name]) for name in ("first", "a", "b")]
+    assert texts[0] == texts[1] == texts[2] and [outputs[name][0].reused for name in ("first", "a")] == [0, 49]
+    engine.add(first)
+    engine.add(twins[0])
+    engine.step()
+    engine.cancel("first")
+    assert len(ids(finished(engine)["a"])) == 4  # it goes on alone
+
+
 def test_a_waiting_prompt_is_hashed_once(monkeypatch):
     session = Fixed(100).session
     engine = Engine(session, Letters(), 512)
