@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.context_parallel.patches.torch_process_groups import timeout_of
 
 _HOST = ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/mnt")
+_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _LONG = 2_000_000  # seconds; about the most milliseconds that poll takes
 _Rest = list[tuple[socket.socket, memoryview]]
 
@@ -103,7 +104,7 @@ def _go_on(call: Callable[[socket.socket, memoryview, int], int], parts: _Rest) 
     left = []
     for link, part in parts:
         try:
-            done = call(link, part, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            done = call(link, part, _FLAGS)
         except BlockingIOError:
             done = 0
         if done < len(part):
