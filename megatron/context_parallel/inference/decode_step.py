@@ -10,7 +10,7 @@ from megatron.context_parallel.patches.torch_packed_linear import can_pack, pack
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 
 from .cached_model import CachedModel
-from .decode_layer import Attention, DecodeLayer, LayerBuffers, NormBuffers, plain
+from .decode_layer import Attention, DecodeLayer, LayerBuffers, plain
 from .decode_product import PackedWeights, Product
 
 
@@ -41,11 +41,11 @@ class DecodeStep:
         parameter = next(model.parameters())
         self.buffers = LayerBuffers(model.config, attend.size, rotary, parameter.dtype, parameter.device, packed)
         self._inputs = torch.zeros(2, attend.size, dtype=torch.int64, device=parameter.device)
-        rows = attend.size if wanted is None else len(wanted)
-        self._last, self._normed = (self.buffers.x.new_zeros(rows, model.config.hidden_size) for _ in range(2))
-        self._norm = NormBuffers(self._last.shape, parameter.dtype, parameter.device)
-        self.logits = torch.zeros(rows, model.vocab_size, dtype=parameter.dtype, device=parameter.device)
-        self._to_logits = Product(self._normed, self.logits, packed)
+        self.last = self.buffers  # of the rows whose logits are computed
+        if wanted is not None:
+            self.last = LayerBuffers(model.config, len(wanted), 0, parameter.dtype, parameter.device, packed)
+        self.logits = self.last.x.new_zeros(len(self.last.x), model.vocab_size)
+        self._to_logits = Product(self.last.normed, self.logits, packed)
 
     def __call__(self, tokens: Tensor, positions: Tensor, angles: Tensor | None) -> Tensor:
         """The logits [wanted rows, vocabulary] of tokens int64 [rows]. The next step overwrites them.
@@ -70,9 +70,13 @@ class DecodeStep:
             of.x.add_(of.residual)
         for number, layer in enumerate(self.layers, 1):
             recorder.at_layer(number)
-            layer(of, self.attend)
-        last = of.x if self.wanted is None else torch.index_select(of.x, 0, self.wanted, out=self._last)
-        self._norm(self.model.decoder.final_layernorm, last, self._normed)
+            layer.attend(of, self.attend)
+            if number == len(self.layers) and self.wanted is not None:
+                torch.index_select(of.x, 0, self.wanted, out=self.last.x)
+                torch.index_select(of.attended, 0, self.wanted, out=self.last.attended)
+                of = self.last
+            layer.finish(of)
+        of.norm(self.model.decoder.final_layernorm, of.x, of.normed)
         self._to_logits(output_weight(self.model))
         return self.logits
 
