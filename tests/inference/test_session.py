@@ -305,20 +305,22 @@ def test_steps_of_plain_layers(ranks):
 
 
 def _frozen() -> None:
-    """Packed weights give the same logits, in steps of all numbers of rows and of ranks without rows."""
+    """Packed weights give the same logits, in prompts, in steps of all numbers of rows, and of ranks without rows."""
     start()
     for positions, changes in KINDS:
         of, packed = session(positions, changes=changes), session(positions, changes=changes, frozen=True)
         assert len(packed._packed) == 4 * len(packed._layers) + 1
         for count in (1, 2, 3, 8):
-            new = {number: [number + count] for number in range(1, count + 1)}
             for of_one in (of, packed):
                 while len(of_one.tables._parts) < count:
                     of_one.open()
-            found, expected = packed.forward(new), of.forward(new)
-            assert found.keys() == expected.keys()
-            for sequence, row in found.items():
-                assert (row - expected[sequence]).norm() < 1e-5 * row.norm(), (positions, count)
+            for length in (1, 3):
+                new = {number: [number + count] * (length + number % length) for number in range(1, count + 1)}
+                found, expected = (of_one.forward(new, scored=[1]) for of_one in (packed, of))
+                assert found.keys() == expected.keys() and packed.scored.keys() == of.scored.keys()
+                pairs = [(found[sequence], expected[sequence]) for sequence in found]
+                for row, other in pairs + [(packed.scored[s][1], of.scored[s][1]) for s in of.scored]:
+                    assert (row - other).norm() < 1e-5 * row.norm(), (positions, count, length)
     assert {size for size, step in packed._steps.items() if step._to_logits.packed} >= {3, 4} & packed._steps.keys()
 
 
