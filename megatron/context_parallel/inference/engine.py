@@ -67,7 +67,7 @@ class Engine:
         cache: a `Session` that nothing else uses.
         tokenizer: converts tokens to text.
         chunks: the maximum number of prompt tokens per step, besides one token of each text that is being generated.
-            Prompts share them evenly, so that a long prompt does not delay the short ones.
+            Half of them are for the first prompt, the others for the shortest ones.
         length: maximum tokens of a request, prompt and text together; default: the size of the cache. If all layers
             have windows, a request may be longer than the cache.
         waste: rows of pages that a sequence may leave unused, in total over all ranks.
@@ -190,21 +190,29 @@ class Engine:
     # -- which tokens ---------------------------------------------------------------------------------------------
 
     def _deal(self) -> dict[int, list[int]]:
-        """The new tokens of a step by sequence."""
+        """The new tokens of a step by sequence.
+
+        Half of the prompt tokens are for the prompt that started first, so that each one ends. The others are for the
+        shortest ones, so that a long prompt does not delay them.
+        """
         new = dict[int, list[int]]()
-        prompts = list[tuple[int, int, _Running]]()
+        prompts = list[_Running]()
         for run in self.running.values():
-            missing = len(run.tokens) - run.cached
-            if missing == 1:
+            if len(run.tokens) - run.cached == 1:
                 new[run.sequence] = run.tokens[-1:]
             else:
-                prompts.append((missing, run.sequence, run))
-        left = self._prompt_tokens([run for _, _, run in prompts])
-        for place, (count, sequence, run) in enumerate(sorted(prompts)):
-            if share := min(count, left // (len(prompts) - place)):
-                new[sequence] = run.tokens[run.cached : run.cached + share]
-                left -= share
-        return new
+                prompts.append(run)
+        left = self._prompt_tokens(prompts)
+        ends = {run.sequence: run.cached for run in prompts}
+        oldest = [(run, left - left // 2) for run in prompts[:1]]
+        shortest = sorted(prompts, key=lambda run: len(run.tokens) - run.cached)
+        for run, most in oldest + [(run, left) for run in shortest]:
+            share = min(len(run.tokens) - ends[run.sequence], most, left)
+            ends[run.sequence] += share
+            left -= share
+        return new | {
+            run.sequence: run.tokens[run.cached : end] for run in prompts if (end := ends[run.sequence]) > run.cached
+        }
 
     def _prompt_tokens(self, prompts: list[_Running]) -> int:
         """How many tokens of some prompts a step computes."""
