@@ -40,11 +40,12 @@ def test_draws_have_the_probabilities_of_the_model(params, expected):
 
 def test_greedy_takes_the_first_of_the_likeliest_and_tells_probabilities_of_the_model():
     logits = torch.tensor([1.0, 4.0, 4.0, 0.0])
-    for params in (SamplingParams(top_k=1), SamplingParams(temperature=0.0, top_n_logprobs=3)):
+    assert math.isnan(choose_token(logits, SamplingParams(top_k=1), 0, 5).logprob)  # nobody asked
+    for params in (SamplingParams(top_k=1, return_log_probs=True), SamplingParams(temperature=0.0, top_n_logprobs=3)):
         token = choose_token(logits, params, 0, 5)
         assert token.id == 1 and token.logprob == pytest.approx(logits.double().log_softmax(0)[1].item())
     assert [pair[0] for pair in token.top] == [1, 2, 0]
-    cold = choose_token(logits, SamplingParams(temperature=0.01, top_k=2), 0, 5)
+    cold = choose_token(logits, SamplingParams(temperature=0.01, top_k=2, return_log_probs=True), 0, 5)
     assert cold.logprob == pytest.approx(logits.double().log_softmax(0)[1].item())
 
 
@@ -393,6 +394,24 @@ def test_requests_that_fit_overtake_one_that_does_not_a_few_times():
     first = [output.request for _ in range(70) for output in engine.step() if output.first]
     assert first[:OVERTAKE] == [str(i) for i in range(OVERTAKE)]
     assert first[OVERTAKE] == "large" and len(first) == OVERTAKE + 5
+
+
+def test_texts_of_one_prompt_compute_it_once_and_others_do_not_wait():
+    session = Fixed(1000).session
+    engine = Engine(session, Letters(), 20)
+    first = request("first", prompt(50), 4, top_k=1)
+    twins = [replace(first, name=name, twin="first") for name in "ab"]
+    for one in (first, *twins, request("c", prompt(3), 2, top_k=1)):
+        engine.add(one)
+    outputs = finished(engine)
+    assert [sum(step.values()) for step in session.steps] == [20, 21, 13, 3, 3, 3, 2]  # 50 + 3, and 1 of each twin
+    texts = [ids(outputs[name]) for name in ("first", "a", "b")]
+    assert texts[0] == texts[1] == texts[2] and [outputs[name][0].reused for name in ("first", "a")] == [0, 49]
+    engine.add(first)
+    engine.add(twins[0])
+    engine.step()
+    engine.cancel("first")
+    assert len(ids(finished(engine)["a"])) == 4  # it goes on alone
 
 
 def test_a_waiting_prompt_is_hashed_once(monkeypatch):
