@@ -337,18 +337,36 @@ def test_parallel_sizes_that_cannot_be_fast_are_not_tried(monkeypatch):
 
 
 def test_runs_of_every_dimension_are_told_in_flags_that_the_trainer_reads():
-    model = preset_model("llama3-8b", 131072)
-    sizes = {"context_parallel_size": 4, "pipeline_model_parallel_size": 2, "micro_batch_size": 2}
+    model, cluster = preset_model("llama3-8b", 131072), load_cluster("dgx-h100")
+    sizes = {"context_parallel_size": 16, "pipeline_model_parallel_size": 2, "micro_batch_size": 2}
     base = TrainConfig(seq_length=131072, global_batch_size=8, **sizes)
-    runs = [*step_search._variants(model, base)]
+    runs = [*step_search._variants(model, base, cluster)]
     assert {run.turns for run in runs} == {1, 2, 4}
-    assert len({replace(run, virtual_pipeline_model_parallel_size=None) for run in runs}) == 4 * 4
+    assert len({replace(run, virtual_pipeline_model_parallel_size=None) for run in runs}) == 5 * 4
     run = next(run for run in runs if run.turns == 4 and run.recompute_modules)
     words = "--preset llama3-8b --seq-length 131072 --global-batch-size 8 --dry-run "
     args = parse_args((words + flags(run, model.num_layers)).split())
     assert (args.virtual_pipeline_model_parallel_size, args.micro_batch_size) == (4, 2)
     assert tuple(args.recompute_modules) == run.recompute_modules
-    assert not {run.turns for run in step_search._variants(model, replace(base, global_batch_size=6))} - {1}
+    assert not {run.turns for run in step_search._variants(model, replace(base, global_batch_size=6), cluster)} - {1}
+    copied = next(run for run in runs if run.num_distributed_optimizer_instances > 1)
+    args = parse_args((words + flags(copied, model.num_layers)).split())
+    assert args.num_distributed_optimizer_instances == 2  # a node has 8 of the 16 ranks
+    experts = replace(model, num_experts=8, moe_ffn_hidden_size=64)
+    modules = {run.recompute_modules for run in step_search._variants(experts, base, cluster)}
+    assert modules == {(), ("layernorm", "moe")}
+
+
+def test_runs_in_fp8_are_those_that_the_trainer_accepts():
+    model, cluster = preset_model("llama3-8b", 131072), load_cluster("dgx-h100")
+    how = {"fp8": "hybrid", "implementation": "transformer_engine"}
+    base = TrainConfig(seq_length=131072, context_parallel_size=8, **how)
+    runs = [step_search.FeasibleRun(run, None) for run in step_search._variants(model, base, cluster)]
+    train = [one.run for one in runs if one.trains]
+    assert len(runs) == 4 * 2 and {run.data_parallel_sharding_strategy for run in train} == {"no_shard", "optim"}
+    for run in train:
+        words = f"--preset llama3-8b --micro-batch-size 1 --seq-length 131072 --dry-run {flags(run, model.num_layers)}"
+        assert parse_args(words.split()).fp8 == "hybrid"
 
 
 def test_models_are_read_from_a_config_of_huggingface(tmp_path):
@@ -397,6 +415,7 @@ def test_plan_search_places_documents(capsys):
         (["--seq-length", "long"], "--seq-length long: need a number of tokens, such as 131072, 128K or 1M"),
         (["--nodes", "0"], "--nodes 0: need a whole number, 1 or more"),
         (["--data-parallel-size", "3"], "--data-parallel-size 3: "),
+        (["--cluster", "dgx-a100", "--fp8-format", "hybrid"], "--fp8-format hybrid: A100 SXM 80 GB has no device"),
         (["--timeline", "t.json"], "--timeline t.json: needs --explain 1; add that"),
         (["--documents", "7x8", "--micro-batch-size", "2"], "--micro-batch-size 2: a micro batch of --documents is "),
     ],

@@ -63,6 +63,9 @@ class SearchFlags(FlagSection):
     micro_batch_size: int = flag("sequences per rank and forward pass", 1)
     global_batch_size: int | None = flag("number of sequences per update", derived="a micro batch per data rank")
     dtype: str = flag("dtype of the model", "bf16", choices=(*ITEMSIZE,))
+    fp8_format: str | None = flag(
+        "compute the products of layers in this 8-bit format", choices=("e4m3", "hybrid"), example="hybrid"
+    )
     tensor_model_parallel_size: int = flag("number of ranks that split every layer", 1)
     pipeline_model_parallel_size: int = flag("number of pipeline stages", 1)
     data_parallel_size: int = flag("number of data-parallel ranks", 1)
@@ -117,7 +120,12 @@ def found_by(args: SearchFlags) -> "tuple[StepSearch, ModelShape, Cluster, str]"
         data_parallel_size=data,
         sequence_parallel=tensor > 1,
         dtype=args.dtype,
+        fp8=args.fp8_format,
+        implementation="transformer_engine" if args.fp8_format else "fused",
     )
+    if args.fp8_format and cluster.device.peak_fp8_TFLOP_s is None:
+        why = f"{cluster.device.name} has no device.peak_fp8_TFLOP_s; leave it out"
+        raise UsageError(f"--fp8-format {args.fp8_format}: {why}")
     model = preset_model(args.model, args.seq_length, tensor)
     devices = f"{cluster.ranks} x {cluster.device.name}"
     title = f"{Path(args.model).name}, {args.seq_length} tokens, global batch {base.global_batch_size}, {devices}"
@@ -152,9 +160,12 @@ def flags(run: TrainConfig, num_layers: int, placed: bool = False) -> str:
         words.append(f"--num-layers-per-virtual-pipeline-stage {layers}")
     words += [f"--micro-batch-size {run.micro_batch_size}"] if run.micro_batch_size > 1 else []
     words += ["--sequence-parallel"] if run.sequence_parallel else []
+    words += [f"--transformer-impl transformer_engine --fp8-format {run.fp8}"] if run.fp8 else []
     sharding = run.data_parallel_sharding_strategy
     if sharding == "optim":
         words.append("--use-distributed-optimizer")
+        copies = run.num_distributed_optimizer_instances
+        words += [f"--num-distributed-optimizer-instances {copies}"] if copies > 1 else []
     elif sharding != "no_shard":
         words.append(f"--use-megatron-fsdp --data-parallel-sharding-strategy {sharding}")
     if sharding in SHARDING[:2]:  # Megatron-FSDP overlaps by default
