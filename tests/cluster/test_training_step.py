@@ -474,6 +474,16 @@ def test_gradients_may_travel_in_the_dtype_of_the_model():
         replace(RUN, partial_dtype="fp8")
 
 
+def test_copies_of_a_sharded_optimizer_gather_in_their_node_and_add_each_shard():
+    run = replace(RUN, context_parallel_size=8, data_parallel_sharding_strategy="optim")
+    parts = forecast_step(MODEL, replace(run, num_distributed_optimizer_instances=2), BOX.part(8)).parts
+    nodes, across = (tuple(range(4)), tuple(range(4, 8))), tuple((i, i + 4) for i in range(4))
+    of_node, of_shard = ring(BOX.part(8), nodes), ring(BOX.part(8), across)
+    p = MODEL.parameters
+    expected = of_node.seconds(2 * p) + of_node.seconds(4 * p) + 2 * of_shard.seconds(4 * p / 4)
+    assert parts["gradients and weights, exposed"] == pytest.approx(expected, rel=1e-12)
+
+
 def test_chunks_of_loss_and_mlp_need_less_memory_and_more_time():
     run = replace(RUN, dtype="fp32")
     whole, loss, mlp = (

@@ -232,12 +232,10 @@ class _Costs:
             stream = "stream", group, *(self.symmetry.shift.moved(rank, by) for rank in (sender, receiver))
             sender, receiver = self.ranks[group][sender], self.ranks[group][receiver]
         path = self.links.path(sender, receiver)
-        if group is None and self.plan.turns == 1:  # one peer after the other, which no stream limits, and all alone
-            uses = [self.flows.resource((link, True), rate) for link, rate in path.links]
-        else:  # swaps of rounds share the links with the messages of the steps
-            uses = [self.flows.resource((link, False), rate, path.crowding) for link, rate in path.links]
-            if path.stream and group is not None:
-                uses.append(self.flows.resource(stream, path.stream))
+        alone = group is None and self.plan.turns == 1  # swaps of rounds share the links with the messages of the steps
+        uses = [self.flows.resource((link, alone), rate, path.crowding) for link, rate in path.links]
+        if path.stream and group is not None:  # LoongTrain's SeqAlltoAll is faster between two ranks than its rings
+            uses.append(self.flows.resource(stream, path.stream))
         return path, uses, (self.links.like[sender], self.links.like[receiver])
 
 

@@ -201,18 +201,27 @@ class StageTime:
         seconds = run.turns * exchange(self.cluster, pairs).seconds(each)
         return seconds if run.turns == 1 else max(0.0, seconds - busy)
 
+    def _sharers(self) -> list[tuple[int, ...]]:
+        """The groups of data and context ranks."""
+        return self.run.groups("context", "data")
+
     def _shared(self, parameters: int, forward: float, backward: float) -> float:
         """Seconds of an iteration that wait for gradients and weights of data and context ranks.
 
         What overlaps is hidden by products and norms, `forward` and `backward` seconds of a micro batch, but not by
-        attention, whose messages use the links; that of one layer never is.
+        attention, whose messages use the links; that of one layer never is. Of several copies of a sharded state, each
+        gathers by itself, and each adds up its gradients before it adds those of the others.
         """
         run = self.run
         if run.sharers == 1:
             return 0.0
-        rate = self._ring("context", "data")
+        copies = run.num_distributed_optimizer_instances
+        rate = ring(self.cluster, tuple(part for group in self._sharers() for part in _parts(group, copies)))
         gather = rate.seconds(run.gathered_itemsize * parameters) if run.shards("optim") > 1 else 0.0
         reduce = rate.seconds(run.grad_itemsize * parameters) * (1 if gather else 2)
+        if copies > 1:  # an all-reduce of each shard
+            across = tuple(same for group in self._sharers() for same in zip(*_parts(group, copies), strict=True))
+            reduce += 2 * ring(self.cluster, across).seconds(run.grad_itemsize * parameters / run.shards("optim"))
 
         def exposed(busy: float, gathered: float, reduced: float) -> float:
             both = ((gathered, run.overlap_param_gather), (reduced, run.overlap_grad_reduce))
@@ -223,3 +232,9 @@ class StageTime:
             return run.micro_batches * (exposed(forward, gather, 0.0) + exposed(backward, gather, reduce))
         reductions = run.micro_batches if run.shards("grads") > 1 else 1
         return exposed(forward, gather, 0.0) + reductions * exposed(backward, 0.0, reduce)
+
+
+def _parts(group: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+    """`count` equal parts of a group, of neighbours."""
+    size = len(group) // count
+    return [group[start : start + size] for start in range(0, len(group), size)]
