@@ -81,7 +81,7 @@ def simulate(
         devices: the device of each rank; default: all of the cluster, in order.
         others: the devices of other context groups, which run the same pass at the same time (`Links`).
         all_up_to: up to so many ranks each is simulated, and `spans` tell of it.
-        blocks: seconds of a block; default: a `BlockTime`.
+        blocks: seconds of a block, for all heads; default: a `BlockTime`.
         rows: the rows that are sent; default: whole chunks. Every rank is then simulated.
         starts: seconds until each rank begins, such as the `ends` of the pass before; `seconds` counts them. Every rank
             is then simulated. Default: all begin together.
@@ -148,7 +148,7 @@ class _Costs:
         rounds, blocks = self.plan.token_rounds, self.blocks
         if rounds > 1 and isinstance(blocks, BlockTime) and blocks.mask.plain:
             return self._on_rank(group, rank, blocks.of_range(self.plan.range_of(turn), rounds))
-        return self._on_rank(group, rank, self.plan.block_share(turn) * blocks(attend))
+        return self._on_rank(group, rank, attend.share * self.plan.block_share(turn) * blocks(attend))
 
     def overhead(self, group: int, rank: int, work: Launch | Merge) -> Task | None:
         memory = self.cluster.device.memory_GB_s * 1e9
