@@ -59,7 +59,7 @@ def check(ranks, n, heads, kv_heads, strategies) -> None:
                 assert error < 2e-6, f"{name} {layout} {options} n={n} {what}: {error:.1e}"
 
 
-@pytest.mark.parametrize("n,heads,kv_heads", [(2, 4, 4), (3, 6, 1), (4, 4, 4)])
+@pytest.mark.parametrize("n,heads,kv_heads", [(2, 4, 4), (3, 6, 1)])
 def test_exact_between_processes(ranks, n, heads, kv_heads):
     check(
         ranks, n, heads, kv_heads, [(name, x, {}) for name in ("ring", "allgather") for x in STRATEGIES[name].layouts]

@@ -29,7 +29,6 @@ MASKED_SPREADS = [
         PLACED | {CP: 2, "cp_strategy": "direct", "use_torch_fsdp2": True, "use_distributed_optimizer": False},
     ),
     ("llama", 2, PACKED | {CP: 2, "recompute_granularity": "selective"}),
-    ("llama", 4, PACKED | {CP: 4, "cp_strategy": "lightseq", "cp_layout": "contiguous", "window_size": (9, 0)}),
     ("llama", 4, {CP: 4, "cp_layout": "contiguous", "window_size": (5, 0)}),
 ]
 CASES = [(family, name) for name, (families, *_) in SPREADS.items() for family in families.split()]
@@ -89,7 +88,7 @@ def test_attention_that_is_kept_is_not_computed_again(ranks, reference):
         assert (twice, once) == ((2 * forward, backward), (forward, backward))
 
 
-@pytest.mark.parametrize("family", training_case.FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gpt3"])
 def test_training_learns(ranks, reference, family):
     start, _ = reference(family)
     losses = ranks(1, train_from, start, family, {"train_iters": 20})[0].losses
