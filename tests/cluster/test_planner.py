@@ -345,16 +345,22 @@ def test_runs_of_every_dimension_are_told_in_flags_that_the_trainer_reads():
     assert len({replace(run, virtual_pipeline_model_parallel_size=None) for run in runs}) == 5 * 4
     run = next(run for run in runs if run.turns == 4 and run.recompute_modules)
     words = "--preset llama3-8b --seq-length 131072 --global-batch-size 8 --dry-run "
-    args = parse_args((words + flags(run, model.num_layers)).split())
+    args = parse_args((words + flags(run, model)).split())
     assert (args.virtual_pipeline_model_parallel_size, args.micro_batch_size) == (4, 2) and OFF[kind_of(run)] == 14
     assert tuple(args.recompute_modules) == run.recompute_modules
     assert not {run.turns for run in step_search._variants(model, replace(base, global_batch_size=6), cluster)} - {1}
     copied = next(run for run in runs if run.num_distributed_optimizer_instances > 1)
-    args = parse_args((words + flags(copied, model.num_layers)).split())
+    args = parse_args((words + flags(copied, model)).split())
     assert args.num_distributed_optimizer_instances == 2  # a node has 8 of the 16 ranks
     experts = replace(model, num_experts=8, moe_ffn_hidden_size=64)
     modules = {run.recompute_modules for run in step_search._variants(experts, base, cluster)}
     assert modules == {(), ("layernorm", "moe")}
+    sharded = replace(experts, expert_model_parallel_size=4)
+    runs = [*step_search._variants(sharded, replace(base, moe_token_dispatcher_type="alltoall"), cluster)]
+    assert {run.data_parallel_sharding_strategy for run in runs} == {"no_shard", "optim"}
+    words += f"{flags(runs[0], sharded)} --num-experts 8 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 0.01"
+    args = parse_args(words.split())
+    assert (args.expert_model_parallel_size, args.moe_token_dispatcher_type) == (4, "alltoall")
 
 
 def test_runs_in_fp8_are_those_that_the_trainer_accepts():
@@ -365,7 +371,7 @@ def test_runs_in_fp8_are_those_that_the_trainer_accepts():
     train = [one.run for one in runs if one.trains]
     assert len(runs) == 4 * 2 and {run.data_parallel_sharding_strategy for run in train} == {"no_shard", "optim"}
     for run in train:
-        words = f"--preset llama3-8b --micro-batch-size 1 --seq-length 131072 --dry-run {flags(run, model.num_layers)}"
+        words = f"--preset llama3-8b --micro-batch-size 1 --seq-length 131072 --dry-run {flags(run, model)}"
         assert parse_args(words.split()).fp8 == "hybrid" and OFF[kind_of(run)] == 9
 
 
@@ -405,7 +411,8 @@ def test_plan_search_places_documents(capsys):
     assert (said[1], float(said[2])) == (placed[1], best)
     assert float(said[3]) == pytest.approx(best / float(placed[1]), abs=0.01)
     run = TrainConfig(seq_length=64, cp_strategy="direct")
-    assert flags(run, 32, placed=True).endswith("--cp-strategy direct --reset-attention-mask --cp-place-documents")
+    words = flags(run, preset_model("llama3-8b", 64), placed=True)
+    assert words.endswith("--cp-strategy direct --reset-attention-mask --cp-place-documents")
 
 
 @pytest.mark.parametrize(
@@ -416,6 +423,10 @@ def test_plan_search_places_documents(capsys):
         (["--nodes", "0"], "--nodes 0: need a whole number, 1 or more"),
         (["--data-parallel-size", "3"], "--data-parallel-size 3: "),
         (["--cluster", "dgx-a100", "--fp8-format", "hybrid"], "--fp8-format hybrid: A100 SXM 80 GB has no device"),
+        (
+            ["--expert-model-parallel-size", "2"],
+            "--expert-model-parallel-size 2: does not divide the missing ",
+        ),
         (["--timeline", "t.json"], "--timeline t.json: needs --explain 1; add that"),
         (["--documents", "7x8", "--micro-batch-size", "2"], "--micro-batch-size 2: a micro batch of --documents is "),
     ],

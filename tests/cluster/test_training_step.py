@@ -484,6 +484,19 @@ def test_copies_of_a_sharded_optimizer_gather_in_their_node_and_add_each_shard()
     assert parts["gradients and weights, exposed"] == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("how,full", [("allgather", 4 * 1024), ("alltoall", 2 * 1024)])
+def test_tokens_go_to_the_ranks_of_their_experts_and_back(how, full):
+    """A rank gets the tokens of all 4, or sends 3 of 4 of its own to 2 experts each: in bytes the same share."""
+    sparse = replace(MODEL, num_experts=8, moe_ffn_hidden_size=64, expert_model_parallel_size=4)
+    run = replace(RUN, data_parallel_size=4, global_batch_size=4, moe_token_dispatcher_type=how)
+    fast = replace(BOX.part(4), inside=replace(BOX.inside, latency_us=0))
+    hidden = full * 256 * 2 * 3 / 4 / (BOX.inside.GB_s * 1e9)
+    parts = forecast_step(sparse, run, fast).parts
+    assert parts["expert-parallel traffic"] == pytest.approx(4 * 2 * 2 * hidden)
+    again = forecast_step(sparse, replace(run, **FULL), fast).parts
+    assert again["expert-parallel traffic"] == pytest.approx(4 * 2 * 3 * hidden)
+
+
 def test_chunks_of_loss_and_mlp_need_less_memory_and_more_time():
     run = replace(RUN, dtype="fp32")
     whole, loss, mlp = (

@@ -71,6 +71,7 @@ class SearchFlags(FlagSection):
     tensor_model_parallel_size: int = flag("number of ranks that split every layer", 1)
     pipeline_model_parallel_size: int = flag("number of pipeline stages", 1)
     data_parallel_size: int = flag("number of data-parallel ranks", 1)
+    expert_model_parallel_size: int = flag("number of ranks that the experts are sharded over", 1)
     documents: str | None = flag(
         "packed documents of a sequence: predict for them, in static layouts and placed, as cp-plan --documents",
         unit="LENGTHS|FILE",
@@ -123,12 +124,14 @@ def found_by(args: SearchFlags) -> "tuple[StepSearch, ModelShape, Cluster, str]"
         sequence_parallel=tensor > 1,
         dtype=args.dtype,
         fp8=args.fp8_format,
+        moe_token_dispatcher_type="alltoall",
         implementation="transformer_engine" if args.fp8_format else "fused",
     )
     if args.fp8_format and cluster.device.peak_fp8_TFLOP_s is None:
         why = f"{cluster.device.name} has no device.peak_fp8_TFLOP_s; leave it out"
         raise UsageError(f"--fp8-format {args.fp8_format}: {why}")
     model = preset_model(args.model, args.seq_length, tensor)
+    model = replace(model, expert_model_parallel_size=check_experts(args, model.num_experts, data * context))
     devices = f"{cluster.ranks} x {cluster.device.name}"
     title = f"{Path(args.model).name}, {args.seq_length} tokens, global batch {base.global_batch_size}, {devices}"
     announce(f"predicting the strategies for {devices}")
@@ -145,10 +148,24 @@ def found_by(args: SearchFlags) -> "tuple[StepSearch, ModelShape, Cluster, str]"
     return search_steps_of_documents(model, cluster, base, documents), model, cluster, title
 
 
+def check_experts(args: SearchFlags, experts: int | None, sharers: int) -> int:
+    """The ranks over which experts are sharded. Raises UsageError where the trainer would."""
+    over, why = args.expert_model_parallel_size, None
+    if (experts or 1) % over:
+        why = f"does not divide the {experts or 'missing'} experts of --model {args.model}"
+    elif over > 1 and (args.all or args.tensor_model_parallel_size > 1):
+        why = "was not tested with tensor parallelism, so not with --all"
+    elif sharers % over:
+        why = f"does not divide the {sharers} data x context ranks"
+    if why:
+        raise UsageError(f"--expert-model-parallel-size {over}: {why}; give 1")
+    return over
+
+
 # ------------------------------------------------------------------------------------------------------ tables
 
 
-def flags(run: TrainConfig, num_layers: int, placed: bool = False) -> str:
+def flags(run: TrainConfig, model: "ModelShape", placed: bool = False) -> str:
     """A run of a model as flags of the trainer, or as Megatron's flags for features that the trainer lacks."""
     sizes = {
         "tensor-model-parallel-size": run.tensor_model_parallel_size,
@@ -158,10 +175,12 @@ def flags(run: TrainConfig, num_layers: int, placed: bool = False) -> str:
     words += ["--reset-attention-mask --cp-place-documents"] if placed else []
     words += [f"--{name} {size}" for name, size in sizes.items() if size > 1]
     if run.turns > 1:
-        layers = num_layers // (run.pipeline_model_parallel_size * run.turns)
+        layers = model.num_layers // (run.pipeline_model_parallel_size * run.turns)
         words.append(f"--num-layers-per-virtual-pipeline-stage {layers}")
     words += [f"--micro-batch-size {run.micro_batch_size}"] if run.micro_batch_size > 1 else []
     words += ["--sequence-parallel"] if run.sequence_parallel else []
+    if (over := model.expert_model_parallel_size) > 1:
+        words.append(f"--expert-model-parallel-size {over} --moe-token-dispatcher-type {run.moe_token_dispatcher_type}")
     words += [f"--transformer-impl transformer_engine --fp8-format {run.fp8}"] if run.fp8 else []
     sharding = run.data_parallel_sharding_strategy
     if sharding == "optim":
@@ -294,7 +313,7 @@ def legend(found: "StepSearch", shown: "list[FeasibleRun]", model: "ModelShape",
     if best := found.best:
         fastest = next(one for one in found.ranked if one.trains)
         named = "fastest" if best == fastest else f"plainest strategy within {SURE:.0%} of the fastest"
-        lines.append(f"To train with the {named}: {flags(best.run, model.num_layers, best.placed)}")
+        lines.append(f"To train with the {named}: {flags(best.run, model, best.placed)}")
     return "\n".join(lines)
 
 
@@ -327,10 +346,10 @@ def refusals(found: "StepSearch") -> Table:
     return table
 
 
-def explanation(found: "FeasibleRun", num_layers: int) -> list[Table]:
+def explanation(found: "FeasibleRun", model: "ModelShape") -> list[Table]:
     """The parts of a run's time and memory."""
     run, forecast, placed = found
-    time = Table("part", title=f"{flags(run, num_layers, placed)}\n\ntime of an iteration")
+    time = Table("part", title=f"{flags(run, model, placed)}\n\ntime of an iteration")
     time.add_column("seconds", justify="right")
     time.add_column("share", justify="right")
     for name, seconds in forecast.parts.items():
@@ -369,7 +388,7 @@ def main(argv: list[str] | None = None) -> None:
         print(legend(found, shown, model, cluster.device.memory_GiB, args.longest))
         return
     one = asked(found, shown, args.explain)
-    show(*explanation(one, model.num_layers))
+    show(*explanation(one, model))
     if args.timeline:
         from megatron.context_parallel.cluster.simulate.timeline import write_timeline
         from megatron.context_parallel.cluster.step.attention_pass import attention_forecast

@@ -193,7 +193,8 @@ Values = Iterator[dict[str, Any]]  # fields of a `TrainConfig`
 
 
 def _shardings(model: ModelShape, run: TrainConfig, cluster: Cluster) -> Values:
-    for sharding in SHARDING if run.sharers > 1 else SHARDING[:1]:
+    kinds = SHARDING[:1] if run.sharers == 1 else SHARDING[:2] if model.expert_model_parallel_size > 1 else SHARDING
+    for sharding in kinds:  # sharded experts were not tested with the others
         for copies in _copies(run, cluster) if sharding == "optim" else (1,):
             yield {
                 "data_parallel_sharding_strategy": sharding,
