@@ -117,8 +117,8 @@ def of_rank(rank: int, n: int, folder: str, found: list) -> None:
 
 def per_layer(n: int) -> dict[int, tuple[float, float]]:
     """By sequences of a step: microseconds and Python calls per layer."""
-    of, measured = session(LAYERS, 64 * 64 * n), {}
-    for count in (1, 4):
+    of, measured = session(LAYERS, 128 * 64 * n), {}
+    for count in (1, 4, 16):
         sequences = [of.open() for _ in range(count)]
         of.forward({s: [*range(200)] for s in sequences})
 

@@ -26,6 +26,7 @@ from benchmarks.report import title
 from megatron.context_parallel.cli.run_main import run_main
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
+from megatron.context_parallel.cluster.fields import what_if
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.volume import Shape
@@ -41,6 +42,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     parser.add_argument("cluster", metavar="FILE", help="description of the cluster, or a preset")
     parser.add_argument("--training-step", action="store_true", help="the flags after -- are those of training_step.py")
+    parser.add_argument("--what-if", metavar="FIELD=NUMBER,...", help="other values of fields of the cluster")
     parser.add_argument("runs", nargs="*", type=Path, metavar="DIR", help="folders of measured runs")
     return parser.parse_args(argv)
 
@@ -145,6 +147,7 @@ def main(argv: list[str] | None = None) -> None:
     if bool(args.runs) == bool(flags):
         raise UsageError("runs: give folders of measured runs, or the flags of attention.py after --")
     cluster = load_cluster(args.cluster)
+    cluster = what_if(cluster, args.what_if) if args.what_if else cluster
     if flags:
         (before_training if args.training_step else before)(flags, cluster)
     else:

@@ -20,6 +20,11 @@ def _one_rank():
     assert os.environ.get("WORLD_SIZE") == before
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long files of the trainer come first, the short ones of attention last: no process ends long after others."""
+    items.sort(key=lambda item: str(item.path.parent), reverse=True)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Imported modules stay alive, so garbage collections skip them. Ranks begin with them, before any test runs."""
     import torch

@@ -9,4 +9,4 @@ bash tools/venv.sh requirements-dev.txt
 .venv/bin/ruff format --check
 .venv/bin/mypy --num-workers 2 megatron/context_parallel
 .venv/bin/lint-imports --no-logo
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 3 --dist loadfile "$@"
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder "$@"

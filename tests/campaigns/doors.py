@@ -10,8 +10,7 @@ import sys
 from functools import partial
 
 from megatron.context_parallel.strategies import STRATEGIES
-from tests.integration import test_megatron_lm, test_transformers
-from tests.support import torch_case, training_case
+from tests.support import megatron_lm_case, torch_case, training_case, transformers_case
 from tests.support.gpt_case import batch
 from tests.support.ranks import Ranks
 
@@ -28,15 +27,15 @@ def trainer(spec: str | None) -> list[float]:
 
 def megatron_lm(spec: str | None) -> list[float]:
     total = batch()["weight"].sum().item()
-    return [loss / total for loss in test_megatron_lm.train([spec] if spec else [])]
+    return [loss / total for loss in megatron_lm_case.train([spec] if spec else [], steps=STEPS)]
 
 
 def transformers(spec: str | None) -> list[float]:
-    return test_transformers.train("llama", spec)
+    return transformers_case.train("llama", spec, steps=STEPS)
 
 
 def accelerate(spec: str | None) -> list[float]:
-    return test_transformers.accelerated("llama", spec) if spec else transformers(spec)
+    return transformers_case.accelerated("llama", spec, steps=STEPS) if spec else transformers(spec)
 
 
 def fsdp2(spec: str | None, **how: bool) -> list[float]:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from megatron.context_parallel.plan.ir import AllGather, Attend, Plan, Recv, ReduceScatter, Send, Step, T
+from megatron.context_parallel.plan.ir import AllGather, Plan, Recv, ReduceScatter, Send, Step, T
 from tests.support.verdict import judge, subjects
 
 Steps = list[list[tuple[list, list]]]  # of a rank, then of a step: operations and blocks
@@ -231,7 +231,7 @@ def split_block(steps: Steps, draw: random.Random) -> str | None:
         return None
     r, s, i = spot
     block = steps[r][s][1].pop(i)
-    steps[r][s][1][i:i] = [Attend(block.q_chunks, (kv,)) for kv in block.kv_chunks]
+    steps[r][s][1][i:i] = [replace(block, kv_chunks=(kv,)) for kv in block.kv_chunks]
     return f"rank {r}, step {s}: {block} by key/value chunks"
 
 

@@ -38,6 +38,7 @@ def test_what_is_measured_is_the_same_on_all_ranks_and_predicts(ranks, tmp_path)
     assert (first.nodes, first.devices_per_node, first.nics.per_node in (1, 2)) == (2, 2, True)
     assert first.inside.GB_s > 0 and first.device.memory_GB_s > 0 and first.device.pass_us > 0
     assert first.buffered_sends and (first.shared_cores is None) == (len(os.sched_getaffinity(0)) >= 4)
+    assert 0 < (first.shared_cores or 1) <= len(os.sched_getaffinity(0))
     kinds = {(rate.mask, rate.keys and rate.keys // rate.rows) for rate in first.device.attention}
     assert kinds == {("full", None), ("full", 4), ("causal", None)}
     save_cluster(first, tmp_path / "here.yaml")

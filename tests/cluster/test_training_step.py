@@ -36,11 +36,10 @@ from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.trainer import training
 from megatron.context_parallel.trainer.config.workload import model_of, run_of
 from megatron.context_parallel.trainer.model.data_parallel import TorchFSDP2
-from tests.cluster import test_simulate
-from tests.support import training_case, zero_case
+from tests.support import box, training_case, zero_case
 from tests.support.ideal_model import IDEAL, MODEL
 
-BOX = replace(test_simulate.BOX, device=IDEAL)
+BOX = replace(box.BOX, device=IDEAL)
 RUN = TrainConfig(seq_length=1024)
 ALONE = BOX.part(1)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -484,6 +483,29 @@ def test_gradients_may_travel_in_the_dtype_of_the_model():
     assert attention_shape(MODEL, replace(RUN, partial_dtype="bf16")).partial_itemsize == 2
     with pytest.raises(UsageError, match="partial_dtype fp8: unknown; give one of fp32, bf16, fp16"):
         replace(RUN, partial_dtype="fp8")
+
+
+def test_copies_of_a_sharded_optimizer_gather_in_their_node_and_add_each_shard():
+    run = replace(RUN, context_parallel_size=8, data_parallel_sharding_strategy="optim")
+    parts = forecast_step(MODEL, replace(run, num_distributed_optimizer_instances=2), BOX.part(8)).parts
+    nodes, across = (tuple(range(4)), tuple(range(4, 8))), tuple((i, i + 4) for i in range(4))
+    of_node, of_shard = ring(BOX.part(8), nodes), ring(BOX.part(8), across)
+    p = MODEL.parameters
+    expected = of_node.seconds(2 * p) + of_node.seconds(4 * p) + 2 * of_shard.seconds(4 * p / 4)
+    assert parts["gradients and weights, exposed"] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("how,full", [("allgather", 4 * 1024), ("alltoall", 2 * 1024)])
+def test_tokens_go_to_the_ranks_of_their_experts_and_back(how, full):
+    """A rank gets the tokens of all 4, or sends 3 of 4 of its own to 2 experts each: in bytes the same share."""
+    sparse = replace(MODEL, num_experts=8, moe_ffn_hidden_size=64, expert_model_parallel_size=4)
+    run = replace(RUN, data_parallel_size=4, global_batch_size=4, moe_token_dispatcher_type=how)
+    fast = replace(BOX.part(4), inside=replace(BOX.inside, latency_us=0))
+    hidden = full * 256 * 2 * 3 / 4 / (BOX.inside.GB_s * 1e9)
+    parts = forecast_step(sparse, run, fast).parts
+    assert parts["expert-parallel traffic"] == pytest.approx(4 * 2 * 2 * hidden)
+    again = forecast_step(sparse, replace(run, **FULL), fast).parts
+    assert again["expert-parallel traffic"] == pytest.approx(4 * 2 * 3 * hidden)
 
 
 def test_chunks_of_loss_and_mlp_need_less_memory_and_more_time():

@@ -190,13 +190,15 @@ def test_other_commands_do_not_wait_for_it_either():
     assert done.stdout.count("examples:\n  ") == len(names) and done.stdout.endswith("\n[]\n")
 
 
-def test_a_dry_run_imports_nothing_of_training():
+def test_a_dry_run_needs_no_ranks_and_imports_nothing_of_training():
     heavy = {"megatron.core", "transformers", "tensorboard", "matplotlib", "triton", "torch.utils.tensorboard"}
     done = started(
         ["--preset llama2-7b --context-parallel-size 8 --micro-batch-size 1 --bf16 --dry-run"], heavy, "pretrain"
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "6,738,415,616 parameters" in done.stdout and done.stdout.endswith("\n[]\n")
+    for part in ("assuming 8 ranks", "[0,1,2,3,4,5,6,7]", "6,738,415,616 parameters", "12.55 GiB"):
+        assert part in done.stdout
+    assert "512 per context rank" in done.stdout and done.stdout.endswith("\n[]\n")
 
 
 CORE = f"""

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -34,12 +33,11 @@ def rows(output: str) -> list[list[str]]:
     return [line.split() for line in output.splitlines()]
 
 
-def test_table_drawings_and_page(tmp_path):
+def test_table_drawings_and_page(tmp_path, run):
     files = ["--draw", str(tmp_path / "p.png"), "--html", str(tmp_path / "p.html")]
-    command = [sys.executable, str(TOOL), "ring:layout=contiguous", "allgather", "--ranks", "4", *files]
-    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": "."})
-    assert done.returncode == 0, done.stderr
-    table = rows(done.stdout)
+    status, output, _ = run("ring:layout=contiguous", "allgather", "--ranks", "4", *files)
+    assert status is None
+    table = rows(output)
     assert ["ring:layout=contiguous", "forward", "6", "4", "37.50%", "8"] in table
     by_tensor = [["allgather,", "zigzag", "layout"], ["forward", "6", "KV"], ["backward", "6", "DKV", "+", "6", "KV"]]
     assert table[-3:] == by_tensor

@@ -262,3 +262,11 @@ def test_architecture_shows_the_layers_that_are_checked():
     assert folders | {"errors", "options", "progress"} == {
         name for layer in contract["layers"] for name in layer.split(" | ")
     }
+
+
+def test_no_file_imports_a_test_file():
+    """What two of them share lies in tests/support."""
+    found = []
+    for path in [path for folder in ("tests", "benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")]:
+        found += re.findall(r"^\s*(?:from|import) tests\b.*\btest_.*", path.read_text(), re.MULTILINE)
+    assert found == []

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -27,42 +26,26 @@ from megatron.context_parallel.inference.token_bytes import pieces_of
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from tests.support import llama_case
+from tests.support.draws_case import CASES, LOGITS, choose_token, shares
 from tests.support.plain_session import PlainSession
 
 # -------------------------------------------------------------------------------------------------- sampling
 
-LOGITS = torch.tensor([0.0, 1.0, 3.0, 2.0, -math.inf])
 
-
-def choose_token(logits: torch.Tensor, params: SamplingParams, seed: int, position: int) -> Token | None:
-    return choose_tokens([logits], [Draw(params, seed, position)])[0]
-
-
-def shares(**params) -> dict[int, float]:
-    """How often each token is drawn at 1,000 positions."""
-    draws = Counter(choose_token(LOGITS, SamplingParams(**params), 7, at).id for at in range(1000))
-    return {token: count / 1000 for token, count in draws.items()}
-
-
-def test_draws_have_the_probabilities_of_the_model():
-    expected = LOGITS.softmax(0)
-    assert shares() == pytest.approx(dict(enumerate(expected.tolist()[:4])), abs=0.04)
-    warm = (LOGITS / 2).softmax(0)
-    assert shares(temperature=2.0) == pytest.approx(dict(enumerate(warm.tolist()[:4])), abs=0.04)
-    two = LOGITS[2:4].softmax(0).tolist()
-    assert shares(top_k=2) == pytest.approx({2: two[0], 3: two[1]}, abs=0.04)
-    # The likeliest token has 0.64 and the next 0.24: 0.63 needs one of them, 0.65 two.
-    assert shares(top_p=0.63) == {2: 1.0}
-    assert shares(top_p=0.65) == pytest.approx({2: two[0], 3: two[1]}, abs=0.04)
+@pytest.mark.parametrize(("params", "expected"), CASES)
+def test_draws_have_the_probabilities_of_the_model(params, expected):
+    """A campaign draws more, within 0.01."""
+    assert shares(1000, 7, **params) == pytest.approx(expected, abs=0.04)
 
 
 def test_greedy_takes_the_first_of_the_likeliest_and_tells_probabilities_of_the_model():
     logits = torch.tensor([1.0, 4.0, 4.0, 0.0])
-    for params in (SamplingParams(top_k=1), SamplingParams(temperature=0.0, top_n_logprobs=3)):
+    assert math.isnan(choose_token(logits, SamplingParams(top_k=1), 0, 5).logprob)  # nobody asked
+    for params in (SamplingParams(top_k=1, return_log_probs=True), SamplingParams(temperature=0.0, top_n_logprobs=3)):
         token = choose_token(logits, params, 0, 5)
         assert token.id == 1 and token.logprob == pytest.approx(logits.double().log_softmax(0)[1].item())
     assert [pair[0] for pair in token.top] == [1, 2, 0]
-    cold = choose_token(logits, SamplingParams(temperature=0.01, top_k=2), 0, 5)
+    cold = choose_token(logits, SamplingParams(temperature=0.01, top_k=2, return_log_probs=True), 0, 5)
     assert cold.logprob == pytest.approx(logits.double().log_softmax(0)[1].item())
 
 
@@ -411,6 +394,24 @@ def test_requests_that_fit_overtake_one_that_does_not_a_few_times():
     first = [output.request for _ in range(70) for output in engine.step() if output.first]
     assert first[:OVERTAKE] == [str(i) for i in range(OVERTAKE)]
     assert first[OVERTAKE] == "large" and len(first) == OVERTAKE + 5
+
+
+def test_texts_of_one_prompt_compute_it_once_and_others_do_not_wait():
+    session = Fixed(1000).session
+    engine = Engine(session, Letters(), 20)
+    first = request("first", prompt(50), 4, top_k=1)
+    twins = [replace(first, name=name, twin="first") for name in "ab"]
+    for one in (first, *twins, request("c", prompt(3), 2, top_k=1)):
+        engine.add(one)
+    outputs = finished(engine)
+    assert [sum(step.values()) for step in session.steps] == [20, 21, 13, 3, 3, 3, 2]  # 50 + 3, and 1 of each twin
+    texts = [ids(outputs[name]) for name in ("first", "a", "b")]
+    assert texts[0] == texts[1] == texts[2] and [outputs[name][0].reused for name in ("first", "a")] == [0, 49]
+    engine.add(first)
+    engine.add(twins[0])
+    engine.step()
+    engine.cancel("first")
+    assert len(ids(finished(engine)["a"])) == 4  # it goes on alone
 
 
 def test_a_waiting_prompt_is_hashed_once(monkeypatch):

@@ -88,6 +88,25 @@ def test_pages_at_equal_distances_are_one_piece():
     assert tables.keys(scattered, 0, 9) == ([slice(17, 20), slice(24, 27)], [])
 
 
+def test_the_space_behind_a_sequence_that_grows_stays_free():
+    tables = PageTables(1, 7, 4)
+    others = [tables.open() for _ in range(7)]
+    for sequence in others:
+        tables.add({sequence: 4})
+    owner = {tables.last_slot(s, 0) // 4: s for s in others}
+    for page in (1, 2):
+        tables.free(owner[page])
+    grows = tables.open()
+    tables.add({grows: 4})
+    assert tables.keys(grows, 0) == ([slice(4, 8)], [])
+    for page in (3, 5, 6):
+        tables.free(owner[page])  # now 2 and 3, behind it, and 5 and 6 are free
+    short = tables.open()
+    tables.add({short: 4})
+    tables.add({grows: 4})
+    assert tables.keys(grows, 0) == ([slice(4, 12)], []) and tables.keys(short, 0) == ([slice(20, 24)], [])
+
+
 def test_balance_while_sequences_come_and_go():
     """Ranks differ by a few rows over 1,000 steps of decode, and each sequence by one."""
     draw, tables, lengths = random.Random(1), PageTables(8, 2000), dict[int, int]()

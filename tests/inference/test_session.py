@@ -9,13 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.context_parallel import ContextParallel, UsageError
-from megatron.context_parallel.inference import decode_attention
 from megatron.context_parallel.inference.batch_layout import BatchLayout
 from megatron.context_parallel.inference.cache_attention import CacheAttention
-from megatron.context_parallel.inference.cached_keys import attend_to
 from megatron.context_parallel.inference.decode_rows import DecodeRows
 from megatron.context_parallel.inference.pages import CacheFull
 from megatron.context_parallel.inference.session import Session
+from megatron.context_parallel.patches.torch_cpu_attention import cpu_attention
 from megatron.context_parallel.runtime.comm.host_sockets import HostSockets
 from tests.support.session_case import (
     VOCABULARY,
@@ -241,9 +240,7 @@ def _steps_and_plans() -> None:
     of.forward({s: [s] * 9 for s in sequences})
     logits = of.forward({s: [s] for s in sequences})
     (step,) = of._steps.values()
-    mode = NothingNew()
-    unwatched = mock.patch.object(decode_attention, "attend_to", mode.unwatched(attend_to))
-    with torch.no_grad(), unwatched, mode:
+    with torch.no_grad(), NothingNew():
         again = step.run()
         with pytest.raises(AssertionError, match=r"add\.Tensor makes a new tensor"):
             _ = again + 1
@@ -254,25 +251,17 @@ def _steps_and_plans() -> None:
 
 
 class NothingNew(TorchDispatchMode):
-    """Refuses what a CUDA graph does not capture: new tensors, and reading a tensor on the host."""
+    """Refuses what a CUDA graph does not capture: new tensors, and reading a tensor on the host.
 
-    watched = True
-
-    def unwatched(self, function):
-        def called(*args):
-            self.watched = False
-            result = function(*args)
-            self.watched = True
-            return result
-
-        return called
+    Only the attention of a row over a run of keys may return new tensors: PyTorch's operation has no other form.
+    """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if self.watched:
-            assert "_local_scalar_dense" not in str(func), func
-            given = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}
-            assert all(x.untyped_storage().data_ptr() in given for x in _tensors(result)), f"{func} makes a new tensor"
+        assert "_local_scalar_dense" not in str(func), func
+        given = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}
+        new = any(x.untyped_storage().data_ptr() not in given for x in _tensors(result))
+        assert not new or func.overloadpacket is cpu_attention, f"{func} makes a new tensor"
         return result
 
 
@@ -316,20 +305,22 @@ def test_steps_of_plain_layers(ranks):
 
 
 def _frozen() -> None:
-    """Packed weights give the same logits, in steps of all numbers of rows and of ranks without rows."""
+    """Packed weights give the same logits, in prompts, in steps of all numbers of rows, and of ranks without rows."""
     start()
     for positions, changes in KINDS:
         of, packed = session(positions, changes=changes), session(positions, changes=changes, frozen=True)
         assert len(packed._packed) == 4 * len(packed._layers) + 1
         for count in (1, 2, 3, 8):
-            new = {number: [number + count] for number in range(1, count + 1)}
             for of_one in (of, packed):
                 while len(of_one.tables._parts) < count:
                     of_one.open()
-            found, expected = packed.forward(new), of.forward(new)
-            assert found.keys() == expected.keys()
-            for sequence, row in found.items():
-                assert (row - expected[sequence]).norm() < 1e-5 * row.norm(), (positions, count)
+            for length in (1, 3):
+                new = {number: [number + count] * (length + number % length) for number in range(1, count + 1)}
+                found, expected = (of_one.forward(new, scored=[1]) for of_one in (packed, of))
+                assert found.keys() == expected.keys() and packed.scored.keys() == of.scored.keys()
+                pairs = [(found[sequence], expected[sequence]) for sequence in found]
+                for row, other in pairs + [(packed.scored[s][1], of.scored[s][1]) for s in of.scored]:
+                    assert (row - other).norm() < 1e-5 * row.norm(), (positions, count, length)
     assert {size for size, step in packed._steps.items() if step._to_logits.packed} >= {3, 4} & packed._steps.keys()
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 
@@ -20,116 +19,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
-from megatron.core.transformer.transformer_config import MLATransformerConfig
-from torch.nn.functional import scaled_dot_product_attention
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.integration import megatron_lm
-from megatron.context_parallel.integration.transformer_engine import why_not_importable
-from tests.support.gpt_case import BATCH, CU_SEQLENS, LENGTH, VOCABULARY, batch, config, hidden
+from tests.support.gpt_case import BATCH, LENGTH, VOCABULARY, config
+from tests.support.megatron_lm_case import THD, train
 from tests.support.releases import installed
-
-STEPS = 5
-THD = hasattr(utils, "get_thd_batch_on_this_cp_rank")  # until megatron-core 0.17; then one function for all batches
-REAL = [0, 5, 6, 15, 20, 29, 30, 42]  # cu_seqlens of documents that begin at CU_SEQLENS, with padding after some
-
-
-class PlainAttention(torch.nn.Module):
-    """PyTorch's attention as core attention, because megatron-core's own does not support multi-latent attention."""
-
-    def __init__(self, softmax_scale: float, **others: object) -> None:
-        super().__init__()
-        self.scale = softmax_scale
-
-    def forward(self, query, key, value, *others: object, **named: object) -> torch.Tensor:
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
-        return out.permute(2, 0, 1, 3).flatten(2)
-
-
-def latent(strategies: list[str]) -> tuple[TransformerConfig, ModuleSpec]:
-    """Multi-latent attention as DeepSeek's: values of another width, rotary embeddings (yarn) of a part of a head."""
-    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
-    others = {"num_query_groups": 4, "rope_type": "yarn", "multi_latent_attention": True, "qk_layernorm": True}
-    given = vars(config()) | sizes | others
-    names = {field.name for field in fields(MLATransformerConfig)}
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True, qk_layernorm=True)
-    if not strategies:
-        spec.submodules.self_attention.submodules.core_attention = PlainAttention
-    return MLATransformerConfig(**{name: value for name, value in given.items() if name in names}), spec
-
-
-def documents(kind: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`cu_seqlens` and `cu_seqlens_padded` of both samples together."""
-    whole = torch.tensor(CU_SEQLENS, dtype=torch.int32)
-    return (torch.tensor(REAL, dtype=torch.int32), whole) if kind == "padded" else (whole, None)
-
-
-def padding() -> torch.Tensor:
-    """The tokens of no document: bool [b, length]."""
-    inside = torch.zeros(BATCH * LENGTH, dtype=torch.bool)
-    for start, length in zip(CU_SEQLENS, torch.tensor(REAL).diff(), strict=False):
-        inside[start : start + length] = True
-    return ~inside.view(BATCH, LENGTH)
-
-
-def packed_batch(data: dict, kind: str) -> tuple[dict, PackedSeqParams]:
-    """A batch with `thd` bounds, laid end to end and cut as pretrain_gpt.py of the installed release does it."""
-    bounds, padded = (None if x is None else x[None] for x in documents(kind))
-    rows = {name: None if x is None else x.reshape(1, -1) for name, x in data.items()}
-    if THD:
-        return utils.get_thd_batch_on_this_cp_rank(rows, bounds, padded, torch.tensor([14]))
-    rows |= {"cu_seqlens": bounds, "cu_seqlens_padded": padded, "max_seqlen": torch.tensor([14])}
-    cut = utils.get_batch_on_this_cp_rank(
-        rows, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
-    )
-    bounds, padded = (
-        None if cut[name] is None else cut[name].squeeze(0) for name in ("cu_seqlens", "cu_seqlens_padded")
-    )
-    return cut, PackedSeqParams("thd", bounds, bounds, padded, padded, int(cut["max_seqlen"]), int(cut["max_seqlen"]))
-
-
-def train(strategies: list[str], kind: str = "plain") -> list[float]:
-    """Losses by Megatron-LM's way: its spec, its function that cuts batches, its rotary embedding.
-
-    Args:
-        strategies: our attention; none: Megatron's own, on one rank.
-        kind: "plain", "latent" for multi-latent attention, "packed" for `thd`, "padded" for `thd` with padding.
-    """
-    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name, value in megatron_lm.replacements(strategies) if strategies else ():
-            patch.setattr(owner, name, value)
-        model_parallel_cuda_manual_seed(3)
-        settings, spec = config(), get_gpt_layer_local_spec(normalization="RMSNorm")
-        if kind == "latent":
-            patch.setattr(multi_latent_attention, "HAVE_TE", not why_not_importable())
-            settings, spec = latent(strategies)
-        model = GPTModel(settings, spec, VOCABULARY, LENGTH, position_embedding_type="rope")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-        data = {**batch(), "attention_mask": None}
-        if kind == "padded":
-            data["weight"] = data["weight"].masked_fill(padding(), 0)
-        mask = packed = None
-        if not strategies:
-            mask = None if kind == "latent" else hidden("documents" if kind in ("packed", "padded") else None)
-        elif kind in ("packed", "padded"):
-            data, packed = packed_batch(data, kind)
-        else:
-            data = utils.get_batch_on_this_cp_rank(data)
-        losses = []
-        for _ in range(STEPS):
-            out = model(data["tokens"], data["position_ids"], mask, labels=data["labels"], packed_seq_params=packed)
-            loss = (out * data["weight"]).sum()
-            loss.backward()
-            for tensor in (loss.detach(), *(p.grad for p in model.parameters())):
-                dist.all_reduce(tensor)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    parallel_state.destroy_model_parallel()
-    return losses
 
 
 def test_training_equals_one_rank(ranks):
@@ -137,7 +32,7 @@ def test_training_equals_one_rank(ranks):
     assert expected[-1] < expected[0]
     for strategies in (["mesh:layout=cyclic"], ["usp:head_parallel_size=2", "ring"]):
         for losses in ranks(4, train, strategies):
-            assert losses == pytest.approx(expected, rel=2e-6), strategies  # rounding grows in five steps
+            assert losses == pytest.approx(expected, rel=2e-6), strategies  # rounding grows with each step
 
 
 def test_multi_latent_attention_equals_one_rank(ranks):
@@ -153,7 +48,7 @@ def test_packed_sequences_equal_one_rank(ranks, kind):
     assert expected[-1] < expected[0]
     for n, strategies in ((1, ["ring"]), (4, ["mesh:layout=cyclic"]), (4, ["usp:head_parallel_size=2", "ring"])):
         for losses in ranks(n, train, strategies, kind):
-            assert losses == pytest.approx(expected, rel=2e-6), strategies  # rounding grows in five steps
+            assert losses == pytest.approx(expected, rel=2e-6), strategies  # rounding grows with each step
 
 
 def refused_batches() -> list[str]:
@@ -316,6 +211,6 @@ def test_a_checkout_trains_as_one_rank(kind, tmp_path):
     # Megatron's own attention for packed sequences is Transformer Engine's.
     alone = [] if kind == "plain" else ["--cp-strategy", "ring"]
     expected = losses_of_a_checkout(1, *alone, *flags)
-    assert len(expected) == STEPS
+    assert len(expected) == 5
     spread = ["--cp-strategy", "mesh:layout=cyclic", "--context-parallel-size", "2"]
     assert losses_of_a_checkout(2, *spread, *flags) == pytest.approx(expected, rel=1e-6)

@@ -1,5 +1,6 @@
 """What recomputation computes again, keeps and offloads: the same gradients, bit for bit, in less memory."""
 
+import ctypes
 import gc
 import resource
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from megatron.context_parallel.kernels.aten import AtenFlash
 from tests.support import training_case
 
 TOKENS = 2 * training_case.SEQUENCE  # of a micro batch
-LAYERS = 3, 5
+LAYERS = 2, 4
 HIDDEN, FFN, HEADS, QKV = 32, 48, 4, 64  # of the case's model, whose queries are as wide as it, and keys half of it
 RANDOM_STATE = 2 * 5056 / 4 / TOKENS  # of two generators, which each of Megatron's checkpoints keeps
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -184,7 +185,8 @@ def counted(owner: type, name: str, calls: list):
     return staticmethod(run) if isinstance(vars(owner)[name], staticmethod) else run
 
 
-SIZE = 33 * 2**18  # 33 MiB: the C library maps each tensor, and returns it to the system at once
+SIZE = 9 * 2**18  # 9 MiB
+M_MMAP_THRESHOLD = -3  # of mallopt(3)
 SQUARES = 12
 
 
@@ -197,6 +199,8 @@ def square_often(x: torch.Tensor, around: Callable = nullcontext) -> torch.Tenso
 
 def gradient_in_the_memory_of_nine() -> tuple[torch.Tensor, int]:
     """Of squares of squares, whose 12 inputs are saved, where 9 of them have space; and the host memory used."""
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(M_MMAP_THRESHOLD, 2**20)  # the C library maps each tensor, and returns it to the system at once
     x = torch.linspace(0.999, 1.001, SIZE, requires_grad=True)
     memory = HostMemory()
     limits = resource.getrlimit(resource.RLIMIT_DATA)
@@ -213,6 +217,7 @@ def gradient_in_the_memory_of_nine() -> tuple[torch.Tensor, int]:
         return x.grad[:: SIZE // 1000].clone(), memory.used
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, limits)
+        mallopt(M_MMAP_THRESHOLD, 2**25)  # the highest that the C library sets itself
 
 
 def test_host_memory_does_not_count_and_is_used_again(ranks):

@@ -10,7 +10,7 @@ from megatron.context_parallel.integration.vocabulary import draw_rows, leave_ou
 from tests.support import training_case
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
-STEPS, STOP = 4, 2
+STEPS, STOP = 3, 1
 ROWS = "padded_vocab_size"  # of a vocabulary of 64
 
 

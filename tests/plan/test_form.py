@@ -14,6 +14,7 @@ MALFORMED = {
     "no chunks": (Step(attend=(Attend((0,), ()),)), r"key/value chunks \(\) of a block"),
     "a chunk there is not": (Step(attend=(Attend((0,), (0, 4)),)), r"key/value chunks \(0, 4\) of a block; .* below 4"),
     "a chunk twice": (Step(attend=(Attend((0, 0), (0,)),)), r"query chunks \(0, 0\) of a block"),
+    "heads in disorder": (Step(attend=(Attend((0,), (0,), (0.5, 0.5)),)), r"heads \(0.5, 0.5\) of a block; need two"),
     "chunk out of range": (Step((Send(T.KV, 4, 1),)), r"Send of KV chunk 4; need a chunk below 4"),
     "itself for a peer": (Step((Send(T.KV, 0, 0),)), r"Send of KV chunk 0 has peer 0"),
     "a tensor of the other pass": (Step((Send(T.DQ, 0, 1),)), r"Send of DQ, which is not sent in this pass; need"),

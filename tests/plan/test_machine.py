@@ -49,6 +49,12 @@ def test_a_block_takes_the_time_of_the_pairs_that_the_mask_leaves():
     assert run.finish == 3 and run.held[0][T.O, 1] == 0b101
 
 
+def test_a_part_of_the_heads_takes_its_share_of_the_time():
+    parts = tuple(Attend((0,), (0,), heads) for heads in ((0, 0.25), (0.25, 1)))
+    run = trace(plan((Step(attend=parts),), (Step(),)))
+    assert [(span.start, span.end) for span in run.spans] == [(0, 0.25), (0.25, 1)] and run.held[0][T.O, 0] == 1
+
+
 def test_a_message_begins_with_its_last_end_and_behind_the_one_before_it():
     sender = Step((Send(T.KV, 0, 1),)), Step((Send(T.Q, 0, 1),)), attend((0, 0))
     receiver = attend((1, 1)), Step((Recv(T.KV, 0, 0),)), Step((Recv(T.Q, 0, 0),)), attend((1, 0))
@@ -104,7 +110,18 @@ HELPED = (  # rank 1 computes for rank 0, which computes the same block
 )
 GIVEN = (T.QDO, 0), KV0
 REDUCED = attend((0, 0)), Step((ReduceScatter(T.DQ, (0, 1), (0, 1)),))  # by both
+HALF, OTHER = (Attend((0,), (0,), heads) for heads in ((0, 0.5), (0.5, 1)))
 WRONG = {
+    "a part of the heads twice": (
+        (Step(attend=(HALF, HALF)),),
+        (Step(),),
+        r"rank 0, step 0: block of query chunks \(0,\) and key chunks \(0,\) from 0 of the heads, after 0.5 of them",
+    ),
+    "a part of the heads sent": (
+        (Step(attend=(HALF,)), Step((Send(T.O, 0, 1),), (OTHER,))),
+        (Step((Recv(T.O, 0, 0),)),),
+        "rank 0, step 1: O chunk 0 is sent with a part of the heads of a block",
+    ),
     "received twice": (
         (Step((Recv(*KV1, 1), Recv(*KV1, 1))), attend((0, 1))),
         (Step((Send(*KV1, 0), Send(*KV1, 0))),),

@@ -43,6 +43,10 @@ def _serve(rank: int, pipe, of_parent: list, directory: str) -> None:
             pipe.send((True, function(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        try:
+            pipe.recv()  # all have replied: none is still connecting to this one
+        except EOFError:
+            return
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()  # with every group made in it: their threads would pile up
         gc.collect()
@@ -89,6 +93,8 @@ class Ranks:
             for pipe in self.pipes[:n]:
                 pipe.send((n, store, function, args))
             replies = [pipe.recv() for pipe in self.pipes[:n]]
+            for pipe in self.pipes[:n]:
+                pipe.send(None)
         except (EOFError, ConnectionError):
             raise AssertionError(self._restart()) from None
         failures = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(replies) if not good]

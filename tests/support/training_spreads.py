@@ -17,9 +17,9 @@ OFFLOADED = {"offload_checkpoints": True, "offload_kept": True}
 LOSS_IN_CHUNKS = {"cross_entropy_chunk_size": 6}  # divides no number of tokens here
 MLP_IN_CHUNKS = {"mlp_chunks_for_training": 3}
 
-SPREADS = {  # name: families, ranks, arguments
+SPREADS = {  # name: families that the tests train, ranks, arguments
     "cp2": ("llama", 2, {CP: 2}),
-    "cp4": ("llama gpt3", 4, {CP: 4} | LOSS_IN_CHUNKS),
+    "cp4": ("gpt3", 4, {CP: 4} | LOSS_IN_CHUNKS),
     **{
         f"cp4 {name} {options}": ("llama", 4, {CP: 4, "cp_strategy": name, "cp_layout": layout, "cp_options": options})
         for name, layout, options in (
@@ -28,13 +28,13 @@ SPREADS = {  # name: families, ranks, arguments
             ("loongtrain", "zigzag", {"head_parallel_size": 2, "placement": "context-first"}),
         )
     },
-    "cp2 tp2": ("llama sinks", 4, {CP: 2, TP: 2} | LOSS_IN_CHUNKS),
+    "cp2 tp2": ("sinks", 4, {CP: 2, TP: 2} | LOSS_IN_CHUNKS),
     "cp2 tp2 sequence parallel": (
-        "llama gpt3",
+        "gpt3",
         4,
         LOSS_IN_CHUNKS | MLP_IN_CHUNKS | {CP: 2, TP: 2, "sequence_parallel": True},
     ),
-    "cp2 pp2": ("llama gpt3", 4, {CP: 2, PP: 2} | LOSS_IN_CHUNKS),
+    "cp2 pp2": ("gpt3", 4, {CP: 2, PP: 2} | LOSS_IN_CHUNKS),
     "cp2 pp2 interleaved": ("llama", 4, INTERLEAVED),
     "cp2 dp2": ("gpt3", 4, {CP: 2}),
     "cp2 dp2 replicated optimizer": ("llama", 4, {CP: 2, "use_distributed_optimizer": False}),
@@ -47,7 +47,7 @@ SPREADS = {  # name: families, ranks, arguments
     "cp2 outputs kept": ("gpt3", 2, RECOMPUTED | ALL_KEPT),
     "cp2 pp2 outputs kept": ("llama", 4, RECOMPUTED | ALL_KEPT | OFFLOADED | {PP: 2}),
     "cp4 heads, attention kept": (
-        "llama sinks",
+        "sinks",
         4,
         RECOMPUTED | KEPT | OFFLOADED | {CP: 4, "cp_strategy": "usp", "cp_options": {"head_parallel_size": 2}},
     ),

@@ -27,8 +27,7 @@ from megatron.context_parallel.trainer.checkpoint.store import (
     quick_fault,
 )
 from megatron.context_parallel.trainer.checkpoint.train_state import Progress
-from tests.support import training_case
-from tests.trainer import test_data
+from tests.support import data_case, training_case
 
 CP = "context_parallel_size"
 
@@ -83,14 +82,14 @@ def test_a_resumed_run_follows_its_flags_and_says_so(ranks, tmp_path):
     ids=["same", "same epoch", "shorter", "more epochs"],
 )
 def test_a_length_that_shuffles_anew_is_refused(tmp_path, train_iters, refused):
-    args = test_data.arguments(tmp_path, data_path=[test_data.corpus(tmp_path)], split="100,0,0")
+    args = data_case.arguments(tmp_path, data_path=[data_case.corpus(tmp_path)], split="100,0,0")
     args.__dict__.update(load="run", train_iters=train_iters, global_batch_size=1, train_samples=None)
     args.override_data_order = False
     progress = Progress(iteration=10, consumed_train_samples=10, planned_train_samples=20)
-    train = test_data.datasets(args, train_iters, 0, 0)[0]
+    train = data_case.datasets(args, train_iters, 0, 0)[0]
 
     def check():
-        check_shuffle(args, progress, train, lambda n: test_data.datasets(args, n, 0, 0)[0])
+        check_shuffle(args, progress, train, lambda n: data_case.datasets(args, n, 0, 0)[0])
 
     if not refused:
         return check()
@@ -101,7 +100,7 @@ def test_a_length_that_shuffles_anew_is_refused(tmp_path, train_iters, refused):
 
 
 def without_last_document(folder: Path) -> None:
-    test_data.corpus(folder, documents=39)
+    data_case.corpus(folder, documents=39)
 
 
 def with_another_document(folder: Path) -> None:
@@ -129,7 +128,7 @@ def moved(folder: Path) -> None:
 )
 @pytest.mark.parametrize("flag", ["data_path", "train_data_path"])
 def test_data_that_changed_under_its_name_is_refused(tmp_path, change, refused, flag):
-    args = test_data.arguments(tmp_path, **{flag: ["0.3", test_data.corpus(tmp_path)]})
+    args = data_case.arguments(tmp_path, **{flag: ["0.3", data_case.corpus(tmp_path)]})
     args.__dict__.update(load="run", override_data_order=False)
     progress = Progress(consumed_train_samples=10, train_data=same_data(args, Progress()))
     change(tmp_path)
@@ -146,7 +145,7 @@ def test_every_byte_of_small_data_is_compared(tmp_path):
     for size in (1, 4096, 4097, 700_000, 1 << 20):
         prefix = f"{tmp_path}/{size}"
         Path(prefix + ".idx").write_bytes(b"index")
-        args = test_data.arguments(tmp_path, data_path=[prefix])
+        args = data_case.arguments(tmp_path, data_path=[prefix])
         found = []
         for at in (None, 0, size // 3, size - 1):
             tokens = bytearray(size)
@@ -159,7 +158,7 @@ def test_every_byte_of_small_data_is_compared(tmp_path):
 
 def test_a_checkpoint_tells_what_it_was_trained_on(tmp_path, monkeypatch):
     monkeypatch.setattr(setup, "end_at_signals", lambda *given: None)  # signals end pytest
-    prefix = test_data.corpus(tmp_path)
+    prefix = data_case.corpus(tmp_path)
     words = (
         "--preset tiny-llama --seq-length 32 --split 100,0,0 --eval-iters 0 --num-workers 0 --train-iters 1 --lr 1e-3"
     )

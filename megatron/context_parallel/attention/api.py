@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -78,35 +79,21 @@ def context_parallel_attention(
             torch.func; `kernel` or `kept` under torch.compile.
     """
     if not isinstance(cp, (ContextParallel, AllRanks)):
-        raise UsageError(
-            f"cp: of type {type(cp).__name__}; give a ContextParallel(strategy, group=...), not a mask tensor"
-        )
-    if torch.compiler.is_compiling() and (kernel is not None or kept is not None):
-        raise UsageError("torch.compile: `kernel` and `kept` are not supported; leave them out")
+        kind = type(cp).__name__
+        raise UsageError(f"cp: of type {kind}; give a ContextParallel(strategy, group=...), not a mask tensor")
+    check_kernel(kernel, kept)
     others = {"return_lse": return_lse, "kept": kept, "tensor_layout": tensor_layout}
     check_types(q, k, v, sinks, documents=documents, scale=scale, softcap=softcap, **others)
-    check_kernel(kernel)
-    placed = None
-    if any(type(x) not in PLAIN for x in (q, k, v, sinks) if x is not None):
-        from .dtensors import local_parts  # PyTorch's DTensor takes 0.7 s to import
-
-        q, k, v, placed = local_parts(q, k, v, sinks, cp, tensor_layout.find("s"))
-    q, k, v = autocast(q, k, v)
-    check(q, k, v, sinks, tensor_layout)
-    check_partials(cp.choice, q.dtype)
+    q, k, v, placed = _local_inputs(q, k, v, sinks, cp, tensor_layout)
     Mask(causal, window)  # raises UsageError if they are invalid
-    q, k, v = (to_sbhd(x, tensor_layout) for x in (q, k, v))
-    if not cp.keeps_swapped:  # saved as given; swapped heads are new tensors
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     given = None if kernel is None else HandleOf(kernel)
     again = HandleOf(kept.popleft()) if kept and torch.is_grad_enabled() else None
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     how = OpArgs(
         cp=cp.handle,
         causal=causal,
         window=window,
         documents=handle_of(documents),
-        scale=float(scale),
+        scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
         softcap=float(softcap),
         kernel=handle_of(given),
     )
@@ -117,6 +104,25 @@ def context_parallel_attention(
     if placed:
         out, lse = placed(out), placed(lse)
     return (out, lse) if return_lse else out
+
+
+def _local_inputs(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cp: ContextParallel | AllRanks, tensor_layout: str
+) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor] | None]:
+    """q, k and v as [s, b, heads, d] in autocast's dtype; for DTensors their local parts, and a function that wraps a
+    local result like q, else None."""
+    placed = None
+    if any(type(x) not in PLAIN for x in (q, k, v, sinks) if x is not None):
+        from .dtensors import local_parts  # PyTorch's DTensor takes 0.7 s to import
+
+        q, k, v, placed = local_parts(q, k, v, sinks, cp, tensor_layout.find("s"))
+    q, k, v = autocast(q, k, v)
+    check(q, k, v, sinks, tensor_layout)
+    check_partials(cp.choice, q.dtype)
+    q, k, v = (to_sbhd(x, tensor_layout) for x in (q, k, v))
+    if not cp.keeps_swapped:  # saved as given; swapped heads are new tensors
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    return q, k, v, placed
 
 
 @torch.no_grad()

@@ -62,8 +62,10 @@ def check_types(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **others:
             raise UsageError(f"{name} of type {type(value).__name__}: give {works}")
 
 
-def check_kernel(kernel: object) -> None:
-    """Raises UsageError if it is not a `kernels.Kernel`."""
+def check_kernel(kernel: object, kept: object) -> None:
+    """Raises UsageError if `kernel` is not a `kernels.Kernel`, and for either of them under torch.compile."""
+    if torch.compiler.is_compiling() and (kernel is not None or kept is not None):
+        raise UsageError("torch.compile: `kernel` and `kept` are not supported; leave them out")
     needed = ("pieces", "forward", "backward")
     if kernel is not None and (isinstance(kernel, type) or not all(hasattr(kernel, name) for name in needed)):
         what = f"the class {kernel.__name__}" if isinstance(kernel, type) else f"of type {type(kernel).__name__}"

@@ -110,7 +110,8 @@ class Cluster:
             `oversubscription`.
         compute_slowdown, message_slowdown: work that takes 1 second alone takes 1 + this while a device computes and
             sends or receives at the same time.
-        shared_cores: processors shared by all ranks; each computes on at most one. For a cluster emulated on one host.
+        shared_cores: processors that all ranks have together; each computes on at most one. For a cluster emulated on
+            one host, which may have more.
         busy_latency_us: additional latency of a message for each rank that computes, if ranks compute on all shared
             processors.
         buffered_sends: a message is complete for its sender when it starts, and messages of a channel overlap (gloo);
@@ -130,7 +131,7 @@ class Cluster:
     oversubscription: float = 1.0
     compute_slowdown: float = 0.0
     message_slowdown: float = 0.0
-    shared_cores: int | None = None
+    shared_cores: float | None = None
     busy_latency_us: float = 0.0
     buffered_sends: bool = False
     message_us: float = 0.0

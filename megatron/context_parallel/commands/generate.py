@@ -12,8 +12,9 @@ from megatron.context_parallel.generation.model_source import model_arguments
 from megatron.context_parallel.trainer.faults.lifetime import end_with_parent
 
 if TYPE_CHECKING:
-    from megatron.context_parallel.inference.engine import Engine, Request, RequestOutput
+    from megatron.context_parallel.inference.engine import Engine
     from megatron.context_parallel.inference.rank_loop import RankLoop
+    from megatron.context_parallel.inference.request import Request, RequestOutput
 
 PARSER = FlagParser(
     Generate,
@@ -88,7 +89,7 @@ def request_of(flags: Generate, name: str, tokens: list[int], seed: int) -> "Req
     """The request that the flags describe."""
     from megatron.core.inference.sampling_params import SamplingParams
 
-    from megatron.context_parallel.inference.engine import Request
+    from megatron.context_parallel.inference.request import Request
 
     params = SamplingParams(
         temperature=flags.temperature,

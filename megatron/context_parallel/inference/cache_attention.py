@@ -42,3 +42,12 @@ class CacheAttention:
         inputs = [(q[:rows], keys, values)]
         (out,) = attention_of_rows(inputs, self.group, blocks, scale=core.scale, sinks=core.softmax_offset)
         return out if rows else q.new_zeros(1, *q.shape[1:3], v.shape[-1])
+
+    @property
+    def size(self) -> int:
+        """The rows of the model, at least a dummy one."""
+        return max(1, self.batch.rows)
+
+    def write(self, core: ContextParallelAttention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """The same on [rows, heads, d], into `out`."""
+        out.copy_(self(core, q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)).squeeze(1))

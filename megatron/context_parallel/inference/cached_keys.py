@@ -28,7 +28,8 @@ class LayerRows(NamedTuple):
 
     def run(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Keys and values [1, kv_heads, rows, d] of a run of rows."""
-        return self.keys[:, :, rows], self.values[:, :, rows]
+        of_run = 2, rows.start, rows.stop - rows.start
+        return self.keys.narrow(*of_run), self.values.narrow(*of_run)
 
     def pages(self, pages: slice) -> tuple[Tensor, Tensor]:
         """Keys and values [pages, kv_heads, page, d] of some pages."""
@@ -42,10 +43,9 @@ def attend_to(seen: KeyRows, q: Tensor, layer: LayerRows, kernel: Kernel, scores
         seen: the rows of the keys, 1 or more. They are not copied.
         q: [kv_heads, group, d].
     """
-    results = [*_parts(seen, q, layer, kernel, scores)]
-    if len(results) == 1 and len(results[0][0]) == 1:  # the usual case, with few calls
-        return results[0]
-    outs, lses = map(torch.cat, zip(*results, strict=True))
+    if len(seen.rows) == 1 and not seen.pages and isinstance(kernel, AtenFlash):  # the usual case, with few calls
+        return kernel.forward_parts(q, *layer.run(seen.rows[0]), scores)
+    outs, lses = map(torch.cat, zip(*_parts(seen, q, layer, kernel, scores), strict=True))
     return outs.mul_(lses.softmax(0).unsqueeze(-1)).sum(0, True), lses.logsumexp(0, True)
 
 

@@ -71,36 +71,44 @@ class DecodeAttention:
         width = heads.value_dim + 1
         self.slots = torch.zeros(size, dtype=torch.int64, device=device)
         self.everywhere = torch.arange(size, device=device)
-        self.mine = torch.zeros(size, heads.queries, heads.key_dim, dtype=dtype, device=device)
-        self.gathered = torch.zeros(n * size, *self.mine.shape[1:], dtype=dtype, device=device)
+        others = {i: rank for i, rank in enumerate(dist.get_process_group_ranks(group.group)) if i != group.rank}
+        self.ends = {kind: [(kind, rank) for rank in others.values()] for kind in ("gather", "receive")}
+        self.gathered = torch.zeros(n, size, heads.queries, heads.key_dim, dtype=dtype, device=device)
         # Partial outputs with their log-sum-exp behind them: of the rows of each rank, and of own rows from each rank.
         self.sent = torch.zeros(n, size, heads.queries, width, dtype=wide, device=device)
         self.parts = torch.zeros_like(self.sent) if n > 1 else self.sent
-        self.places = list[list[tuple[Tensor, Tensor]]]()  # of each rank's rows: the output, and its log-sum-exp
-        for of_rank in self.sent:
-            rows = of_rank.view(size, 1, *by_key, width).unbind()
-            self.places.append([(row[..., :-1], row[..., -1]) for row in rows])
-        queries = self.gathered if n > 1 else self.mine
-        self.queries = [part.view(size, *by_key, -1).unbind() for part in queries.split(size)]
-        self.peak, self.total = (self.parts.new_zeros(size, heads.queries) for _ in range(2))
-        self.weights = self.parts.new_zeros(n, size, heads.queries)
-        self.merged = self.parts.new_zeros(size, heads.queries, heads.value_dim)
-        self.weighted = self.parts.new_zeros(n, size, heads.queries, heads.value_dim)
-        self.others = {i: rank for i, rank in enumerate(dist.get_process_group_ranks(group.group)) if i != group.rank}
-        self.queries_by_socket: Exchange | None = None
-        self.parts_by_socket: Exchange | None = None
-        if sockets:
-            by_rank = self.gathered.split(size)
-            received = {i: by_rank[i] for i in self.others}
-            self.queries_by_socket = Exchange(sockets, dict.fromkeys(self.others, self.mine), received)
-            leaving, arriving = ({i: x[i] for i in self.others} for x in (self.sent, self.parts))
-            self.parts_by_socket = Exchange(sockets, leaving, arriving)
+        self.mine, self.places = self.gathered[group.rank], [*self.sent]
+        self.by_socket = dict[str, Exchange]()
+        if sockets:  # what a rank sends to itself is there already
+            self.places[group.rank] = self.parts[group.rank]
+            arriving, leaving = ({i: x[i] for i in others} for x in (self.gathered, self.sent))
+            self.by_socket["gather"] = Exchange(sockets, dict.fromkeys(others, self.mine), arriving)
+            self.by_socket["receive"] = Exchange(sockets, leaving, {i: self.parts[i] for i in others})
+        elif n > 1:
+            self.mine = torch.zeros_like(self.mine)
+        self.queries = [of_rank.view(size, *by_key, -1).unbind() for of_rank in self.gathered]
+        # Of the rows of one rank; and of a row without keys.
+        self.outs, self.lses = self.sent.new_zeros(size, *by_key, width - 1), self.sent.new_zeros(size, *by_key)
+        self.nothing = self.outs.new_zeros(1, *by_key, width - 1), self.lses.new_full((1, *by_key), -torch.inf)
+        self.targets = list[tuple[slice, list[Tensor]]]()
+        self.part_outs, self.part_lses = self.parts[..., :-1], self.parts[..., -1]
+        self.weights = torch.zeros_like(self.part_lses)
+        self.weighted = torch.zeros_like(self.part_outs)
+        self.merged, self.lse = torch.zeros_like(self.part_outs[0]), torch.zeros_like(self.part_lses[0])
 
     def begin(self, rows: DecodeRows, slots: Tensor) -> None:
         """Takes the rows of a step, and the slots of this rank's, int64 [size]."""
         self.rows = rows
         self.slots.copy_(slots)
-        self.sent[self.group.rank, len(rows.last) :].zero_()  # padding
+        self.places[self.group.rank][len(rows.last) :].zero_()  # padding
+        self.targets = []
+        first = 0
+        for place, sequences in zip(self.places, rows.of_ranks, strict=True):
+            if count := len(sequences):
+                by_key = place[:count].unflatten(1, self.outs.shape[1:3])
+                tensors = [self.outs[:count], self.lses[:count], by_key[..., :-1], by_key[..., -1]]
+                self.targets.append((slice(first, first + count), tensors))
+                first += count
 
     def __call__(self, core: ContextParallelAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The attention of this rank's rows, with the shape of `q` and the head_dim of `v`.
@@ -118,57 +126,47 @@ class DecodeAttention:
         self.cache.append(layer, self.slots, k, v)
         self.mine.copy_(q)
         if self.group.n > 1:
-            self._wait("gather", self._gather())
+            self._wait("gather")
         self._attend(core, layer)
         if self.group.n > 1:
-            self._wait("receive", self._send_home())
+            self._wait("receive")
         out.copy_(self._merged(core.softmax_offset))
 
-    def _gather(self) -> Work:
-        """Sends the queries of this rank to all others."""
-        if not self.queries_by_socket:
-            return all_gather(self.group.group, self.gathered, self.mine)
-        self.gathered[self.group.rank * self.size :][: self.size].copy_(self.mine)
-        return self.queries_by_socket
+    def _wait(self, kind: str) -> None:
+        """Sends the queries of this rank to all others (gather), or partial outputs home (receive)."""
+        WorkBatch([self.by_socket.get(kind) or self._start(kind)], CHANNEL, self.ends[kind]).wait()
 
-    def _send_home(self) -> Work:
-        """Sends the partial outputs of each rank's rows to it."""
-        if not self.parts_by_socket:
-            return self.group.group.alltoall_base(self.parts, self.sent, [], [])
-        self.parts[self.group.rank].copy_(self.sent[self.group.rank])
-        return self.parts_by_socket
-
-    def _wait(self, kind: str, work: Work) -> None:
-        WorkBatch([work], CHANNEL, [(kind, rank) for rank in self.others.values()]).wait()
+    def _start(self, kind: str) -> Work:
+        if kind == "gather":
+            return all_gather(self.group.group, self.gathered.flatten(0, 1), self.mine)
+        return self.group.group.alltoall_base(self.parts, self.sent, [], [])
 
     def _attend(self, core: ContextParallelAttention, layer: int) -> None:
-        """Computes the partial output of each row, at the place from which it is sent."""
+        """Computes the partial output of each row, and copies those of each rank to where they are sent from."""
         of_layer = self.cache.by_head[layer]
         sizes = self.heads.key_dim, self.heads.value_dim
         kernel = kernel_for(self.mine.device, self.mine.dtype, sizes[0], core.backend, value_dim=sizes[1])
         kernel = self.cache.kernel(kernel, *sizes)
         scores = Scores(core.scale)
+        results = []
         for rank, row, seen in self.rows.keys(core.window[0]):
-            place_of_out, place_of_lse = self.places[rank][row]
-            if seen.rows or seen.pages:
-                out, lse = attend_to(seen, self.queries[rank][row], of_layer, kernel, scores)
-                place_of_out.copy_(out)
-                place_of_lse.copy_(lse)
-            else:
-                place_of_out.zero_()
-                place_of_lse.fill_(-torch.inf)
+            some = seen.rows or seen.pages
+            results.append(attend_to(seen, self.queries[rank][row], of_layer, kernel, scores) if some else self.nothing)
+        for of_rank, (outs, lses, sent_outs, sent_lses) in self.targets:
+            parts = zip(*results[of_rank], strict=True)
+            torch.cat(next(parts), out=outs)
+            torch.cat(next(parts), out=lses)
+            sent_outs.copy_(outs)
+            sent_lses.copy_(lses)
 
     def _merged(self, sinks: Tensor | None) -> Tensor:
         """The outputs [size, heads, dv] of this rank's rows, from their parts."""
         if self.group.n == 1 and sinks is None:
-            return self.parts[0, ..., :-1]
-        lse = self.parts[..., -1]
-        torch.amax(lse, 0, out=self.peak)
-        torch.sub(lse, self.peak, out=self.weights).exp_()
-        torch.sum(self.weights, 0, out=self.total)
-        torch.mul(self.parts[..., :-1], self.weights.unsqueeze(-1), out=self.weighted)
-        torch.sum(self.weighted, 0, out=self.merged).div_(self.total.unsqueeze(-1))
+            return self.part_outs[0]
+        torch.softmax(self.part_lses, 0, out=self.weights)
+        torch.mul(self.part_outs, self.weights.unsqueeze(-1), out=self.weighted)
+        torch.sum(self.weighted, 0, out=self.merged)
         if sinks is not None:
-            lse = self.total.log_().add_(self.peak)
-            add_sinks(self.merged.unsqueeze(1), lse.unsqueeze(1), sinks)
+            torch.logsumexp(self.part_lses, 0, out=self.lse)
+            add_sinks(self.merged.unsqueeze(1), self.lse.unsqueeze(1), sinks)
         return self.merged

@@ -24,9 +24,12 @@ ACTIVATIONS = {F.silu: torch.ops.aten.silu.out, F.gelu: torch.ops.aten.gelu.out}
 
 
 class Attention(Protocol):
-    """The attention of a step of `size` rows."""
+    """The attention of a step."""
 
-    size: int
+    @property
+    def size(self) -> int:
+        """The rows of the step."""
+        ...
 
     def write(self, core: ContextParallelAttention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Computes `out` from queries, keys and values, all [size, heads, d]."""
@@ -176,8 +179,8 @@ class DecodeLayer:
         self.linears = self.qkv, self.proj, self.fc1, self.fc2
         self.activate = ACTIVATIONS[layer.config.activation_func]
 
-    def __call__(self, of: LayerBuffers, attend: Attention) -> None:
-        """Computes `of.x` from `of.x`."""
+    def attend(self, of: LayerBuffers, attend: Attention) -> None:
+        """Computes `of.attended` from `of.x`."""
         of.norm(self.input_norm, of.x, of.normed)
         of.to_qkv(self.qkv.weight, self.qkv.bias)
         if self.normed:
@@ -186,6 +189,9 @@ class DecodeLayer:
         for rotate in of.rotations:
             rotate()
         attend.write(self.core, of.queries, of.turned_k, of.v, of.by_head)
+
+    def finish(self, of: LayerBuffers) -> None:
+        """Computes the output, `of.x`, from the input `of.x` and from `of.attended`."""
         of.to_residual(self.proj.weight, self.proj.bias)
         of.x.add_(of.residual)
         of.norm(self.mlp_norm, of.x, of.normed)

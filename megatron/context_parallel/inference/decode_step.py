@@ -1,4 +1,4 @@
-"""A decode step of a plain model on fixed buffers: from tokens to logits without new tensors."""
+"""A pass of a plain model on fixed buffers, usually a decode step: from tokens to logits without new tensors."""
 
 import logging
 
@@ -15,7 +15,7 @@ from .decode_product import PackedWeights, Product
 
 
 class DecodeStep:
-    """Decode steps of a plain model (`decode_layer.plain`) with a certain number of rows.
+    """Decode steps of a plain model (`decode_layer.plain`) with a certain number of rows. A prefill may be one too.
 
     A step runs operations of fixed shapes on fixed tensors. It reads nothing back to the host and allocates nothing,
     except in the attention over the runs of keys.
@@ -25,6 +25,7 @@ class DecodeStep:
         attend: the attention of a step of so many rows.
         rotary: the width of the rotary angles, or 0.
         packed: packed weights, if the weights do not change.
+        wanted: int64, the rows whose logits are computed; default: all.
     """
 
     def __init__(
@@ -34,16 +35,20 @@ class DecodeStep:
         attend: Attention,
         rotary: int,
         packed: PackedWeights | None = None,
+        wanted: Tensor | None = None,
     ) -> None:
-        self.model, self.layers, self.attend = model, layers, attend
+        self.model, self.layers, self.attend, self.wanted = model, layers, attend, wanted
         parameter = next(model.parameters())
         self.buffers = LayerBuffers(model.config, attend.size, rotary, parameter.dtype, parameter.device, packed)
         self._inputs = torch.zeros(2, attend.size, dtype=torch.int64, device=parameter.device)
-        self.logits = torch.zeros(attend.size, model.vocab_size, dtype=parameter.dtype, device=parameter.device)
-        self._to_logits = Product(self.buffers.normed, self.logits, packed)
+        self.last = self.buffers  # of the rows whose logits are computed
+        if wanted is not None:
+            self.last = LayerBuffers(model.config, len(wanted), 0, parameter.dtype, parameter.device, packed)
+        self.logits = self.last.x.new_zeros(len(self.last.x), model.vocab_size)
+        self._to_logits = Product(self.last.normed, self.logits, packed)
 
     def __call__(self, tokens: Tensor, positions: Tensor, angles: Tensor | None) -> Tensor:
-        """The logits [rows, vocabulary] of tokens int64 [rows]. The next step overwrites them.
+        """The logits [wanted rows, vocabulary] of tokens int64 [rows]. The next step overwrites them.
 
         Args:
             positions: int64 [rows]; angles: the rotary angles of these positions, [rows, 1, 1, d].
@@ -65,7 +70,12 @@ class DecodeStep:
             of.x.add_(of.residual)
         for number, layer in enumerate(self.layers, 1):
             recorder.at_layer(number)
-            layer(of, self.attend)
+            layer.attend(of, self.attend)
+            if number == len(self.layers) and self.wanted is not None:
+                torch.index_select(of.x, 0, self.wanted, out=self.last.x)
+                torch.index_select(of.attended, 0, self.wanted, out=self.last.attended)
+                of = self.last
+            layer.finish(of)
         of.norm(self.model.decoder.final_layernorm, of.x, of.normed)
         self._to_logits(output_weight(self.model))
         return self.logits

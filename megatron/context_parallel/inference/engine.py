@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from megatron.core.inference.sampling_params import SamplingParams
 from torch import Tensor
 
 from megatron.context_parallel.errors import UsageError
@@ -20,70 +19,14 @@ from .handoff.sequences import HandedSequences
 from .prefill_chunks import PrefillChunks
 from .prefixes import Prefixes, Prompt
 from .prompt_scores import score_prompt
-from .rules import NO_RULES, Rules
+from .request import Request, RequestOutput
+from .rules import NO_RULES
 from .sampling import Draw, Token, as_numbers, choose_tokens, from_numbers
 from .text_stream import TextStream
 from .tokenizer import Tokenizer
 
 OVERTAKE = 8  # requests that may start before one that does not fit
 SCORED = 512  # prompt tokens of a step that keeps the logits of all of them
-
-
-@dataclass(frozen=True)
-class Request:
-    """A text to generate.
-
-    Attributes:
-        name: the unique name of the request.
-        tokens: the prompt.
-        params: megatron-core's sampling parameters. `temperature`, `top_k`, `top_p`, `num_tokens_to_generate`,
-            `top_n_logprobs` and `stop_words` are used. With 0 tokens to generate, the prompt is only computed.
-        rules: what changes the logits, and when the text may end.
-        scored: whether the first output has the log-probabilities of the prompt's tokens; nothing cached is used then.
-        seed: the random seed.
-        key: requests with the same key share the cache of common prefixes.
-        handoff: if given, the prompt is only prefilled, and stays in the cache under this name until `release`.
-    """
-
-    name: str
-    tokens: Sequence[int]
-    params: SamplingParams
-    seed: int = 0
-    key: str = ""
-    handoff: str = ""
-    rules: Rules = NO_RULES
-    scored: bool = False
-
-    @property
-    def end(self) -> int:
-        """The maximum number of its tokens in the cache: the last generated token is never cached."""
-        return len(self.tokens) + max(self.params.num_tokens_to_generate, 1) - 1
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """The output of one step for a request.
-
-    Attributes:
-        request: the name of the request.
-        tokens: the new token, if any.
-        text: the text that has become final.
-        finish: "" while it runs; "stop" (an end token or a stop string), "length" (the requested number of tokens; a
-            handoff has none, and ends when its prefill begins), "cancelled", or "error".
-        first: whether it has the first token.
-        reused: with the first token, the number of prompt tokens that were already in the cache.
-        prompt: in the first output of a scored request, the tokens of the prompt after its first one.
-        why: the message of an error, for the client.
-    """
-
-    request: str
-    tokens: tuple[Token, ...] = ()
-    text: str = ""
-    finish: str = ""
-    first: bool = False
-    reused: int = 0
-    why: str = ""
-    prompt: tuple[Token, ...] = ()
 
 
 @dataclass
@@ -124,7 +67,7 @@ class Engine:
         cache: a `Session` that nothing else uses.
         tokenizer: converts tokens to text.
         chunks: the maximum number of prompt tokens per step, besides one token of each text that is being generated.
-            Prompts share them evenly, so that a long prompt does not delay the short ones.
+            Half of them are for the first prompt, the others for the shortest ones.
         length: maximum tokens of a request, prompt and text together; default: the size of the cache. If all layers
             have windows, a request may be longer than the cache.
         waste: rows of pages that a sequence may leave unused, in total over all ranks.
@@ -247,21 +190,29 @@ class Engine:
     # -- which tokens ---------------------------------------------------------------------------------------------
 
     def _deal(self) -> dict[int, list[int]]:
-        """The new tokens of a step by sequence."""
+        """The new tokens of a step by sequence.
+
+        Half of the prompt tokens are for the prompt that started first, so that each one ends. The others are for the
+        shortest ones, so that a long prompt does not delay them.
+        """
         new = dict[int, list[int]]()
-        prompts = list[tuple[int, int, _Running]]()
+        prompts = list[_Running]()
         for run in self.running.values():
-            missing = len(run.tokens) - run.cached
-            if missing == 1:
+            if len(run.tokens) - run.cached == 1:
                 new[run.sequence] = run.tokens[-1:]
             else:
-                prompts.append((missing, run.sequence, run))
-        left = self._prompt_tokens([run for _, _, run in prompts])
-        for place, (count, sequence, run) in enumerate(sorted(prompts)):
-            if share := min(count, left // (len(prompts) - place)):
-                new[sequence] = run.tokens[run.cached : run.cached + share]
-                left -= share
-        return new
+                prompts.append(run)
+        left = self._prompt_tokens(prompts)
+        ends = {run.sequence: run.cached for run in prompts}
+        oldest = [(run, left - left // 2) for run in prompts[:1]]
+        shortest = sorted(prompts, key=lambda run: len(run.tokens) - run.cached)
+        for run, most in oldest + [(run, left) for run in shortest]:
+            share = min(len(run.tokens) - ends[run.sequence], most, left)
+            ends[run.sequence] += share
+            left -= share
+        return new | {
+            run.sequence: run.tokens[run.cached : end] for run in prompts if (end := ends[run.sequence]) > run.cached
+        }
 
     def _prompt_tokens(self, prompts: list[_Running]) -> int:
         """How many tokens of some prompts a step computes."""
@@ -366,16 +317,27 @@ class Engine:
         """Start requests in order of arrival, while the cache has enough space to finish them.
 
         Behind one that does not fit, the next `OVERTAKE` may start. Then all wait until it has started.
+        Twins start when their prompt is computed.
         """
-        kept = deque[_Waiting]()
-        while self.waiting and len(kept) <= OVERTAKE and all(one.overtaken < OVERTAKE for one in kept):
+        kept, large = list[_Waiting](), list[_Waiting]()
+        while self.waiting and len(large) <= OVERTAKE and all(one.overtaken < OVERTAKE for one in large):
             waiting = self.waiting.popleft()
-            if not self._start(waiting):
+            if self._twin_is_computed_first(waiting.request, kept):
                 kept.append(waiting)
-                continue
-            for one in kept:
-                one.overtaken += 1
-        self.waiting = kept + self.waiting
+            elif not self._start(waiting):
+                kept.append(waiting)
+                large.append(waiting)
+            else:
+                for one in large:
+                    one.overtaken += 1
+        self.waiting.extendleft(reversed(kept))
+
+    def _twin_is_computed_first(self, request: Request, earlier: Sequence[_Waiting]) -> bool:
+        """Whether the prompt of a request is that of an earlier one, which waits or is being computed."""
+        if not request.twin or request.scored:
+            return False
+        run = self.running.get(request.twin)
+        return bool(run and not run.chosen) or any(one.request.name == request.twin for one in earlier)
 
     def _start(self, waiting: _Waiting) -> bool:
         """Whether a request waits no longer: it runs, or has ended by an error."""

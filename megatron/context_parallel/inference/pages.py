@@ -123,6 +123,8 @@ class _Store:
         self.users = [0] * pages
         self.filled = [0] * pages
         self.rows = 0
+        self._takes = 0
+        self._taken = numpy.zeros(pages, numpy.int64)  # when each page was taken last
 
     def take(self, before: int | None) -> int:
         """A free page for a sequence whose last page is `before`.
@@ -140,15 +142,23 @@ class _Store:
                 place = begin if before is None else place % len(self.free)
         page = self.free.pop(place)
         self.users[page] = 1
+        self._takes += 1
+        self._taken[page] = self._takes
         return page
 
     def _longest_run(self) -> tuple[int, int]:
-        """The place in `free` of the first page of the longest run of free pages, and the length of the run."""
+        """The place in `free` of the first page of the longest run of free pages, and the length of the run.
+
+        Of several it is the one behind the page that was taken longest ago: a sequence that still grows needs its own.
+        Of single pages it is the first, so that the pages of a sequence lie at equal distances.
+        """
         free = numpy.array(self.free)
         begins = numpy.concatenate([[0], numpy.flatnonzero(numpy.diff(free) != 1) + 1, [len(free)]])
         lengths = numpy.diff(begins)
-        longest = int(lengths.argmax())
-        return int(begins[longest]), int(lengths[longest])
+        longest = numpy.flatnonzero(lengths == lengths.max())
+        oldest = self._taken[free[begins[longest]] - 1].argmin() if lengths[longest[0]] > 1 else 0
+        chosen = longest[oldest]
+        return int(begins[chosen]), int(lengths[chosen])
 
     def fill(self, page: int, rows: int) -> None:
         self.filled[page] += rows

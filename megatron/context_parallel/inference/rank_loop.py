@@ -15,8 +15,9 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from megatron.context_parallel.runtime.comm.host_sockets import Exchange, HostSockets
 
-from .engine import Engine, Request, RequestOutput
+from .engine import Engine
 from .faults import MISTAKE, log_fault
+from .request import Request, RequestOutput
 from .rules import Rules
 
 _LONG = timedelta(days=3650)  # idle ranks wait for rank 0

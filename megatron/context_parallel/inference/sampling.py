@@ -13,6 +13,7 @@ from torch import Tensor
 from .faults import GRAMMAR, MISTAKE, NAN, GrammarFault
 
 _FAULTS = {-1.0: NAN, -2.0: MISTAKE, -3.0: GRAMMAR}  # instead of a token
+Top = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -21,20 +22,22 @@ class Token:
 
     Attributes:
         id: the token.
-        logprob: the natural logarithm of its probability by the model, before any rule and temperature.
+        logprob: the natural logarithm of its probability by the model, before any rule and temperature; NaN if nobody
+            asked for it.
         top: the most likely tokens with their log-probabilities, in descending order.
     """
 
     id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    logprob: float = math.nan
+    top: Top = ()
 
 
 class Draw(NamedTuple):
     """How the next token of a sequence is chosen.
 
     Of megatron-core's parameters, `top_k` 1 or `temperature` 0 selects the most likely token, the first of equals;
-    `top_k` 0 and `top_p` 0 or 1 disable these; `top_n_logprobs` is the length of `Token.top`.
+    `top_k` 0 and `top_p` 0 or 1 disable these; `top_n_logprobs` is the length of `Token.top`. `Token.logprob` is
+    computed if `return_log_probs` is true or `top_n_logprobs` is not 0.
 
     Attributes:
         params: the parameters.
@@ -63,22 +66,20 @@ def choose_tokens(logits: Sequence[Tensor], asked: Sequence[Draw]) -> list[Token
     Returns:
         Tokens. A FloatingPointError replaces a token if a logit is NaN or all are infinite.
     """
-    rows = torch.stack([*logits]).double()
-    logprobs = rows.log_softmax(-1)
-    likeliest = rows.argmax(-1)
+    rows = torch.stack([*logits])
+    likeliest = rows.argmax(-1, keepdim=True)
     limits, faults = _limits(asked)
-    rows = _changed(rows, asked, faults)
-    chosen = rows.argmax(-1)
-    totals = torch.ones_like(rows[:, 0])
+    changed = _changed(rows, asked, faults)
+    chosen = likeliest.squeeze(-1) if changed is rows and not limits else changed.argmax(-1)
+    totals = torch.ones_like(chosen, dtype=torch.float64)
     for ordered in (False, True):
         if some := [i for i, limit in limits.items() if limit.ordered == ordered]:
-            chosen[some], totals[some] = _draw(rows[some], [limits[i] for i in some], ordered)
-    of_both = torch.stack([likeliest, chosen], -1)
-    numbers = torch.cat([of_both.double(), logprobs.gather(-1, of_both), totals.unsqueeze(-1)], -1).tolist()
-    tops = _tops(logprobs, [draw.params.top_n_logprobs for draw in asked])
+            chosen[some], totals[some] = _draw(changed[some].double(), [limits[i] for i in some], ordered)
+    numbers = torch.stack([chosen.double(), rows.gather(-1, likeliest).squeeze(-1).double(), totals], -1).tolist()
+    told = _told(rows, chosen, asked)
     tokens = list[Token | Exception]()
-    for i, (_, token, best, logprob, total) in enumerate(numbers):
-        if math.isnan(best):
+    for i, (token, peak, total) in enumerate(numbers):
+        if not math.isfinite(peak):
             tokens.append(FloatingPointError("a logit is NaN, or all are infinite"))
         elif i in faults:
             tokens.append(faults[i])
@@ -86,19 +87,34 @@ def choose_tokens(logits: Sequence[Tensor], asked: Sequence[Draw]) -> list[Token
             temperature = asked[i].params.temperature
             tokens.append(FloatingPointError(f"the probabilities at temperature {temperature} add up to {total}"))
         else:
-            tokens.append(Token(int(token), logprob, tops[i]))
+            tokens.append(Token(int(token), *told.get(i, ())))
     return tokens
 
 
+def _told(rows: Tensor, chosen: Tensor, asked: Sequence[Draw]) -> dict[int, tuple[float, Top]]:
+    """`Token.logprob` and `Token.top` of those that want them, by their place.
+
+    Args:
+        rows: [rows, vocabulary], the logits; chosen: int64 [rows].
+    """
+    some = [i for i, draw in enumerate(asked) if draw.params.return_log_probs or draw.params.top_n_logprobs]
+    if not some:
+        return {}
+    logprobs = rows[some].double().log_softmax(-1)
+    values = logprobs.gather(-1, chosen[some].unsqueeze(-1)).squeeze(-1).tolist()
+    tops = _tops(logprobs, [asked[i].params.top_n_logprobs for i in some])
+    return dict(zip(some, zip(values, tops, strict=True), strict=True))
+
+
 def _changed(rows: Tensor, asked: Sequence[Draw], faults: dict[int, Exception]) -> Tensor:
-    """The rows with the changes of their requests; an error of one is added to `faults`."""
+    """The rows with the changes of their requests, in float64 if there are any. An error of one goes to `faults`."""
     if not any(draw.change for draw in asked):
         return rows
-    changed = rows.clone()
+    changed = rows.double()
     for i, draw in enumerate(asked):
         if draw.change:
             try:
-                changed[i] = draw.change(rows[i])
+                changed[i] = draw.change(rows[i].double())
             except Exception as error:
                 faults[i] = error
     return changed
@@ -168,7 +184,7 @@ def _draw(logits: Tensor, limits: Sequence[_Limit], ordered: bool) -> tuple[Tens
     return (order.gather(-1, place) if ordered else place).squeeze(-1), total
 
 
-def _tops(logprobs: Tensor, counts: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
+def _tops(logprobs: Tensor, counts: Sequence[int]) -> list[Top]:
     """For each row its most likely tokens with their log-probabilities; none that the model excludes (-inf)."""
     most = min(max(counts), logprobs.shape[-1])
     if not most:

@@ -23,6 +23,7 @@ from .cache_attention import CacheAttention
 from .cached_model import CachedModel
 from .choose import EMPIRICAL, PASS_KV, PASS_Q, PASS_Q_PAPER, LayerShape, Rates, choose_prefill
 from .decode_attention import DecodeAttention, Heads
+from .decode_layer import Attention
 from .decode_rows import DecodeRows
 from .decode_step import DecodeStep, packed_weights, plain_layers
 from .pages import PAGE, PageTables
@@ -46,8 +47,7 @@ class Session:
         page: rows of a page.
         kv_cache_dtype: "auto", the dtype of the model, or "int8" or "fp8": keys and values have 8
             bits in the cache and between ranks, and a scale for each row and head.
-        frozen: whether the weights do not change any more. On CPU the session then keeps a packed copy of them, for
-            decode steps.
+        frozen: whether the weights do not change any more. On CPU the session then keeps a packed copy of them.
 
     Attributes:
         window: the most tokens before itself that a token sees; None if a layer sees all.
@@ -208,7 +208,11 @@ class Session:
         batch = BatchLayout(self.tables, new, self.cp.rank, self.device, scored)
         attend = CacheAttention(batch, self.cache, self._groups[variant])
         angles = self._model.angles(batch.positions, batch.longest)
-        logits = self._model(attend, batch.tokens, batch.positions, angles, batch.wanted)
+        if self._packed:
+            step = self._new_step(attend, angles, batch.wanted)
+            logits = step(batch.tokens, batch.positions, angles)
+        else:
+            logits = self._model(attend, batch.tokens, batch.positions, angles, batch.wanted)
         rows = logits[:, : self.vocabulary].float()
         first = len(batch.last)
         for sequence, positions in batch.scored.items():
@@ -245,9 +249,12 @@ class Session:
 
     def _step(self, attend: DecodeAttention, angles: Tensor | None) -> DecodeStep:
         if attend.size not in self._steps:
-            rotary = 0 if angles is None else angles.shape[-1]
-            self._steps[attend.size] = DecodeStep(self.model, self._layers, attend, rotary, self._packed)
+            self._steps[attend.size] = self._new_step(attend, angles)
         return self._steps[attend.size]
+
+    def _new_step(self, attend: Attention, angles: Tensor | None, wanted: Tensor | None = None) -> DecodeStep:
+        rotary = 0 if angles is None else angles.shape[-1]
+        return DecodeStep(self.model, self._layers, attend, rotary, self._packed, wanted)
 
     def share(
         self, values: Mapping[int, Sequence[float]], width: int = 1, of: Sequence[int] | None = None

@@ -79,7 +79,9 @@ class AtenFlash:
         scale = _uncapped(scores)
         value_dim = v.shape[-1]
         q, k, v = _as_aten_takes(q, k, v)
-        out, lse = cpu_attention(q.expand(len(k), -1, -1, -1), k, v, 0.0, False, scale=scale)
+        parts = k.shape[0]
+        q = q.unsqueeze(0) if parts == 1 else q.expand(parts, -1, -1, -1)
+        out, lse = cpu_attention(q, k, v, 0.0, False, scale=scale)
         return out if out.shape[-1] == value_dim else out[..., :value_dim], lse
 
     def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:

@@ -64,6 +64,8 @@ def _wrong_attend(attend: object, n: int) -> str:
     for what, chunks in (("query", attend.q_chunks), ("key/value", attend.kv_chunks)):
         if not _distinct(chunks, n) or not chunks:
             return f"{what} chunks {chunks!r} of a block; need a tuple of distinct chunks, each below {n}"
+    if not 0 <= attend.heads[0] < attend.heads[1] <= 1:
+        return f"heads {attend.heads!r} of a block; need two ascending shares, such as (0.0, 0.5)"
     return ""
 
 

@@ -182,10 +182,21 @@ def batches(comm: tuple[Comm, ...]) -> list[tuple[str, list[Comm]]]:
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """One block: query chunks against key/value chunks. Its results are merged into the local partials."""
+    """One block: query chunks against key/value chunks. Its results are merged into the local partials.
+
+    Attributes:
+        heads: the part of the heads that it computes, from one share of them to another, rounded to whole key/value
+            heads. The parts of a block follow each other, from 0 to 1, and its partials are not sent between them.
+    """
 
     q_chunks: tuple[int, ...]
     kv_chunks: tuple[int, ...]
+    heads: tuple[float, float] = (0.0, 1.0)
+
+    @property
+    def share(self) -> float:
+        """The share of the heads that it computes."""
+        return self.heads[1] - self.heads[0]
 
     def reads(self, backward: bool) -> tuple[Key, ...]:
         """The chunks that it needs."""

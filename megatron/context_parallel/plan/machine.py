@@ -19,7 +19,22 @@ from typing import NamedTuple
 
 from megatron.context_parallel.tokens.shift import Shift
 
-from .ir import IN_FLIGHT, PARTIAL, Attend, Comm, Key, Plan, PlanError, Recv, ReduceScatter, Send, SwapHeads, T, batches
+from .ir import (
+    IN_FLIGHT,
+    OF_KEYS,
+    PARTIAL,
+    Attend,
+    Comm,
+    Key,
+    Plan,
+    PlanError,
+    Recv,
+    ReduceScatter,
+    Send,
+    SwapHeads,
+    T,
+    batches,
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -136,6 +151,7 @@ class Machine:
         self.buffered = buffered
         self.held: list[dict[Key, int]] = [{} for _ in range(self.shift.period)]  # in the round at work
         self.arriving: list[Arriving] = [{} for _ in self.held]
+        self.parts: list[dict[tuple, float]] = [{} for _ in self.held]  # blocks of which some heads are computed
         self.groups: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
         self.launched: dict[tuple[int, str], deque[CommBatch]] = defaultdict(partial(deque, maxlen=IN_FLIGHT))
         self.lines: dict[tuple, OperationQueue] = defaultdict(lambda: OperationQueue({}, {}))
@@ -187,6 +203,8 @@ class Machine:
                             kind = type(op).__name__
                             raise PlanError(f"rank {r}, step {s}: {kind} of {say(key)}, which the rank does not have")
                         held[key] = 0  # no contribution: zeros are sent
+                    if key[0] in PARTIAL:
+                        self._check_whole(r, s, key)
             for channel, ops in batches(step.comm):
                 running = self.launched[r, channel]
                 if len(running) == IN_FLIGHT and not running[0].done:
@@ -222,11 +240,25 @@ class Machine:
             held[key] = before | value
 
     def _compute(self, r: int, s: int, attend: Attend) -> None:
-        """Adds the pairs of a block to the partials of its chunks."""
+        """Adds the pairs of a block to the partials of its chunks, with the last part of its heads."""
+        block = attend.q_chunks, attend.kv_chunks
+        if (done := self.parts[r].pop(block, 0.0)) != attend.heads[0]:
+            which = f"block of query chunks {block[0]} and key chunks {block[1]}"
+            raise PlanError(f"rank {r}, step {s}: {which} from {attend.heads[0]} of the heads, after {done} of them")
+        if attend.heads[1] < 1:
+            self.parts[r][block] = attend.heads[1]
+            return
         visible_pairs = self.plan.visible_pairs
         self._add(r, s, self.ends[0], attend.q_chunks, visible_pairs.rows, attend.kv_chunks)
         if self.plan.backward:
             self._add(r, s, self.ends[1], attend.kv_chunks, visible_pairs.columns, attend.q_chunks)
+
+    def _check_whole(self, r: int, s: int, key: Key) -> None:
+        """Raises PlanError if a partial that leaves has some heads only of a block."""
+        tensor, chunk = key
+        for q_chunks, kv_chunks in self.parts[r]:
+            if chunk in (kv_chunks if tensor in OF_KEYS else q_chunks):
+                raise PlanError(f"rank {r}, step {s}: {say(key)} is sent with a part of the heads of a block")
 
     def _add(
         self, r: int, s: int, tensor: T, chunks: tuple[int, ...], seen: tuple[int, ...], others: tuple[int, ...]

@@ -25,7 +25,7 @@ def moved_back(
         for block in step.attend:
             queries = sorted([shift.moved(chunk, by) for chunk in block.q_chunks])
             keys = sorted([shift.moved(chunk, by) for chunk in block.kv_chunks])
-            work.append((s, queries, keys, look(block) if look else None))
+            work.append((s, queries, keys, block.heads, look(block) if look else None))
     return work
 
 

@@ -70,7 +70,7 @@ class _Alone:
         self.flows = Flows()
 
     def block(self, group: int, rank: int, attend: Attend, turn: int) -> Task:
-        return Task(None, self.plan.block_share(turn) * self.block_time(attend, self.plan))
+        return Task(None, attend.share * self.plan.block_share(turn) * self.block_time(attend, self.plan))
 
     def overhead(self, group: int, rank: int, work: Launch | Merge) -> None:
         return None
@@ -99,7 +99,7 @@ def trace(
 
     Args:
         plan: the plan.
-        block_time: the time of a block; default: 1 for each pair of chunks that the mask does not empty.
+        block_time: the time of a block, for all heads; default: 1 for each pair of chunks that the mask does not empty.
         transfer_time: the time of a chunk, or share of one, from sender to receiver, in the same unit; default: 0.
 
     Raises:

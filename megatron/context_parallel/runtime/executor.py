@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.kernels.interface import BlockGrad, Kernel, Scores
-from megatron.context_parallel.kernels.masks import Piece
+from megatron.context_parallel.kernels.masks import PieceMask
 from megatron.context_parallel.kernels.merge import merge
-from megatron.context_parallel.plan.ir import IN_FLIGHT, PARTIAL, AllGather, Key, Plan, ReduceScatter, T
+from megatron.context_parallel.plan.ir import IN_FLIGHT, PARTIAL, AllGather, Attend, Key, Plan, ReduceScatter, T
 from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.schedule import MessageBatch, ScheduledBlock, schedule
 
@@ -27,6 +27,7 @@ from .profiler_ranges import marks
 from .rank_rows import Where, rows_of_rank
 
 RowSlice = slice | tuple[slice, slice]  # rows, or rows and heads
+Cut = tuple[RowSlice, RowSlice, PieceMask]  # a piece of a block: its queries, its keys, and which of them it sees
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,7 @@ class Executor:
     def _block(self, block: ScheduledBlock) -> None:
         kv_chunks = block.attend.kv_chunks
         for chunk in block.attend.q_chunks:
-            cut = self.blocks.pieces(chunk, kv_chunks)
+            cut = self._pieces(chunk, block.attend)
             if self.plan.backward:
                 self._backward(chunk, kv_chunks, cut)
             else:
@@ -350,26 +351,34 @@ class Executor:
             gathered_v[where] = v
         return gathered_k, gathered_v
 
-    def _rows(self, piece: Piece) -> tuple[RowSlice, RowSlice]:
-        """The slices of a piece in queries and in keys: rows, and the heads of its sample."""
-        if piece.sample is None:
-            return piece.q, piece.kv
-        documents = self.blocks.mask.documents
-        assert documents is not None  # only documents have pieces of a single sample
-        per_sample = self.q.shape[1] // documents.shape[0]
-        heads = slice(piece.sample * per_sample, (piece.sample + 1) * per_sample)
-        return (piece.q, heads), (piece.kv, heads)
+    def _pieces(self, chunk: int, block: Attend) -> list[Cut]:
+        """The pieces of a query chunk of a block, for the heads of the block and of each piece's sample."""
+        pieces = self.blocks.pieces(chunk, block.kv_chunks)
+        if block.share == 1 and all([piece.sample is None for piece in pieces]):
+            return [(piece.q, piece.kv, piece.mask) for piece in pieces]
+        documents, count = self.blocks.mask.documents, self.q.shape[1]
+        first, end = [int(count * share + 0.5) for share in block.heads]
+        found: list[Cut] = []
+        for piece in pieces:
+            heads = range(first, end)
+            if piece.sample is not None:
+                assert documents is not None  # only documents have pieces of a single sample
+                each = count // documents.shape[0]
+                heads = range(max(first, piece.sample * each), min(end, (piece.sample + 1) * each))
+            if heads:
+                of_heads = slice(heads.start, heads.stop)
+                found.append(((piece.q, of_heads), (piece.kv, of_heads), piece.mask))
+        return found
 
-    def _forward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Piece]) -> None:
+    def _forward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Cut]) -> None:
         key = (T.O, chunk)
         (q,) = self._operand(T.Q, chunk)
         where = self.rows.computed(T.O, chunk)
         results = []
-        for piece in cut:
-            rows, kv_rows = self._rows(piece)
+        for rows, kv_rows, mask in cut:
             k, v = self._keys(kv_chunks)
             k, v = _part(k, kv_rows), _part(v, kv_rows)
-            out, lse = self.problem.kernel.forward(_part(q, rows), k, v, piece.mask, self.problem.scores)
+            out, lse = self.problem.kernel.forward(_part(q, rows), k, v, mask, self.problem.scores)
             if key not in self.held and where is None and out.shape[:2] == q.shape[:2]:
                 self.held[key] = out.contiguous(), lse
             elif isinstance(where, Tensor):
@@ -379,17 +388,16 @@ class Executor:
         if results or not cut:
             self._merge(key, where, results)
 
-    def _backward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Piece]) -> None:
+    def _backward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Cut]) -> None:
         queries = self._operand(T.QDO, chunk)
         dq_total = self._begin((T.DQ, chunk))
         of_one_chunk = len(kv_chunks) == 1
         dkv_total = self._begin((T.DKV, kv_chunks[0])) if of_one_chunk else self.key_grads
-        for piece in cut:
-            rows, kv_rows = self._rows(piece)
+        for rows, kv_rows, mask in cut:
             keys = self._keys(kv_chunks)
             q, dout, lse, delta = queries if rows is ALL else [_part(x, rows) for x in queries]
             k, v = keys if kv_rows is ALL else [_part(x, kv_rows) for x in keys]
-            grad = BlockGrad(dout, q, k, v, lse, delta, piece.mask)
+            grad = BlockGrad(dout, q, k, v, lse, delta, mask)
             dq, *dkv = self.problem.kernel.backward(grad, self.problem.scores)
             dq_total = self._plus(dq_total, queries, rows, (dq,))
             dkv_total = self._plus(dkv_total, keys, kv_rows, dkv)

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megatron.context_parallel.inference.engine import RequestOutput
+from megatron.context_parallel.inference.request import RequestOutput
 
 from .handoff import Tickets
 from .hosts import check_host

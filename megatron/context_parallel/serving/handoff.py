@@ -13,10 +13,11 @@ from megatron.core import parallel_state
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.generation.flags import Serve
-from megatron.context_parallel.inference.engine import Engine, Request
+from megatron.context_parallel.inference.engine import Engine
 from megatron.context_parallel.inference.handoff.leases import Leases
 from megatron.context_parallel.inference.handoff.rows_port import RowsFormat, RowsPort
 from megatron.context_parallel.inference.handoff.sequences import HandedSequences
+from megatron.context_parallel.inference.request import Request
 from megatron.context_parallel.inference.session import Session
 from megatron.context_parallel.integration.huggingface.config import read_config
 from megatron.context_parallel.integration.vllm.identity import identity

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
-from megatron.context_parallel.inference.engine import RequestOutput
+from megatron.context_parallel.inference.request import RequestOutput
 from megatron.context_parallel.integration.vllm.wire import Report
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)

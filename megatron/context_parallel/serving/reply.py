@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.context_parallel.inference.engine import Request, RequestOutput
+from megatron.context_parallel.inference.request import Request, RequestOutput
 from megatron.context_parallel.inference.sampling import Token
 
 from .token_texts import Offsets, TokenTexts

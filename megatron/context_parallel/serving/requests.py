@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.inference.engine import Engine, Request
+from megatron.context_parallel.inference.engine import Engine
+from megatron.context_parallel.inference.request import Request
 from megatron.context_parallel.inference.rules import Rules
 
 from .protocol import Body, Refused
@@ -48,9 +49,11 @@ def requests_of(
         if rules.min_tokens > wanted:
             why = f"min_tokens: {rules.min_tokens} is above max_tokens {wanted}; give at most that"
             raise Refused(400, why, param="min_tokens")
-        for _ in range(body.n or 1):
-            number = len(found)
-            found.append(Request(f"{name}-{number}", tokens, params, seed + number, key, handoff, rules, scored))
+        twin = ""
+        for number in range(len(found), len(found) + (body.n or 1)):
+            one = Request(f"{name}-{number}", tokens, params, seed + number, key, twin, handoff, rules, scored)
+            found.append(one)
+            twin = twin or one.name
     told = sum(request.params.num_tokens_to_generate + scored * len(request.tokens) for request in found)
     _check_logprobs(body, told)
     return found

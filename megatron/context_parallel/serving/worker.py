@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron.context_parallel.inference.engine import Request, RequestOutput
 from megatron.context_parallel.inference.faults import log_fault
 from megatron.context_parallel.inference.rank_loop import RankLoop
+from megatron.context_parallel.inference.request import Request, RequestOutput
 from megatron.context_parallel.runtime.comm.flight_recorder import named
 
 from .metrics import Metrics

@@ -311,6 +311,8 @@ class _Job:
         return found
 
     def _role(self, pid: int) -> str:
+        if pid == self.launcher:
+            return "launcher"
         return next((f"rank {rank}" for rank, own in self.pids.items() if own == pid), "child")
 
     def _read(self, timeout: float) -> None:

@@ -232,7 +232,7 @@ class Pool:
         if self.pipes:
             return
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["fuzz_ranks"])
+        context.set_forkserver_preload([__name__])  # imported once, not by each process
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             self.processes.append(context.Process(target=_serve, args=(rank, theirs), daemon=True))

@@ -18,6 +18,7 @@ from megatron.context_parallel.runtime.comm.transport import MessageList, TorchT
 CHANNEL = "probe"
 LARGEST = {"cpu": 2**24, "cuda": 2**28}  # bytes of a message: caches of a processor hold chunks, not 2**28
 STAT = Path("/proc/stat")
+WINDOWS = 5  # in which processors are counted
 
 Action = Callable[[], object]
 Exchange = Callable[[Tensor], Work]  # starts messages as large as the tensor
@@ -87,6 +88,22 @@ class Meter:
             times.append(clock() - begin)
             spent += times[-1]
         return statistics.median(self.everyone(statistics.mean(times)))
+
+    def processors_together(self, action: Action) -> float:
+        """Processors that all ranks have together while all do `action` over and over.
+
+        Fewer than the host has, if its own host takes some of their time, or other processes do. Of several
+        measurements the median counts, because other processes come and go.
+        """
+        found = list[float]()
+        for _ in range(WINDOWS):
+            self.start_together()
+            used, begin = time.thread_time(), time.perf_counter()
+            while time.perf_counter() < begin + 5 * self.target:
+                action()
+            own = (time.thread_time() - used) / (time.perf_counter() - begin)
+            found.append(sum(self.everyone(own)))
+        return min(float(self.processors), statistics.median(found))
 
     def busy(self, action: Action, times: int) -> float:
         """Seconds of all processors that `times` calls of `action` on all ranks take."""

@@ -58,7 +58,7 @@ def probe(
         device=measured,
         inside=inside and _rounded(inside),
         nics=nics and _rounded(nics),
-        shared_cores=meter.processors if meter.shared else None,
+        shared_cores=float(f"{meter.processors_together(blocks.one):.3g}") if meter.shared else None,
         busy_latency_us=float(f"{links.busy_latency_us():.4g}"),
         buffered_sends=device.type == "cpu",
         message_us=float(f"{message_us:.4g}"),

@@ -57,12 +57,15 @@ class DocumentsSearch(NamedTuple):
         best, fastest = self.best, next(iter(self.seconds))
         other = self._fastest(placed=not best.placed)
         milliseconds = 1e3 * self.seconds[best]
-        why = reason(best.flags, fastest.flags, len(self.seconds))
         line = (
             f"--cp-strategy {AUTO}: chose {best.flags}; predicted for the documents of {self.batches} micro batches: "
-            f"{milliseconds:.4g} ms of attention per layer and micro batch, {why}"
+            f"{milliseconds:.4g} ms of attention per layer and micro batch, "
         )
-        if other and other != fastest:
+        if fastest.placed and not best.placed:  # near the fastest without a placement, which is near the fastest of all
+            line += f"the plainest of {sum(not choice.placed for choice in self.seconds)} without placements"
+        else:
+            line += reason(best.flags, fastest.flags, len(self.seconds))
+        if other:
             line += f"; {other.flags} takes {1e3 * self.seconds[other]:.4g} ms"
         return line
 

@@ -47,7 +47,7 @@ def lower_bound(plan: Plan, links: Links, shape: Shape, blocks: BlockTime) -> Pa
     for works in zip_longest(*(_Rank(plan, rank, size_of).steps() for rank in ranks), fillvalue=((), ())):
         step = _Step(links, ranks)
         for i, (attends, messages) in enumerate(works):
-            seconds = sum(map(blocks, attends))
+            seconds = sum([attend.share * blocks(attend) for attend in attends])
             computed[i] += seconds
             step.add(ranks[i], seconds, messages)
         for link, seconds in step.wires.items():

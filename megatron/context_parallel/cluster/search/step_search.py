@@ -30,14 +30,11 @@ from .planner import SIMULATED, GroupDevices, search
 
 TAKEN = 8  # specs that a whole step is predicted with for each split of the ranks, beside one of each strategy
 SIMULATED_OF_MANY = 8  # specs that are simulated for each of many splits
+# Of a device's memory, what tensors may take. An 80 GB GPU was full with 75.3 GiB of tensors: the allocator had 1.8 GiB
+# that it could not use, CUDA 1.0 GiB, and the driver 0.8 GiB (github.com/vllm-project/compressed-tensors/pull/587).
+ROOM = 0.94
 FAR = 1.25  # parallel sizes that must take so many times as long as the fastest run found are not tried
 FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-RECOMPUTE: tuple[dict[str, Any], ...] = (
-    {},
-    {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
-    {**FULL, "recompute_whitelist": ("core_attention",)},
-    FULL,
-)
 MICRO_BATCHES = (1, 2, 4)  # times the size that is given
 STAGE_PARTS = (1, 2, 4)  # virtual stages of a pipeline rank
 
@@ -51,9 +48,9 @@ class FeasibleRun(NamedTuple):
 
     @property
     def trains(self) -> bool:
-        """Whether the trainer can run it: Megatron-FSDP has neither a pipeline nor tensor-parallel ranks."""
+        """Whether the trainer can run it: Megatron-FSDP has neither a pipeline nor tensor-parallel ranks, nor FP8."""
         run = self.run
-        alone = run.pipeline_model_parallel_size == run.tensor_model_parallel_size == 1
+        alone = run.pipeline_model_parallel_size == run.tensor_model_parallel_size == 1 and run.fp8 is None
         return alone or run.data_parallel_sharding_strategy in SHARDING[:2]
 
 
@@ -119,6 +116,11 @@ def search_steps(model: ModelShape, cluster: Cluster, base: TrainConfig, every_s
     return StepSearch(sorted(ranked, key=lambda found: found.forecast.seconds), rejected, slower, far)
 
 
+def room(cluster: Cluster) -> float:
+    """Bytes of a device that tensors may take."""
+    return ROOM * cluster.device.memory_GiB * 2**30
+
+
 def _least(model: ModelShape, run: TrainConfig, cluster: Cluster) -> float:
     """Seconds that every iteration of a run takes, in which no communication of attention or of weights is exposed."""
     rate = 1e12 * max(max(rate.forward_TFLOP_s, rate.backward_TFLOP_s) for rate in cluster.device.attention)
@@ -131,7 +133,7 @@ def _least(model: ModelShape, run: TrainConfig, cluster: Cluster) -> float:
         return Attention(forward * (BACKWARD if backward else 1), 0.0, 0.0, 0.0)
 
     least = math.inf
-    for stages in _virtual_stages(model, run):
+    for stages in _virtual_stages(model, run, cluster):
         parts = forecast_step(model, replace(run, **stages), cluster, ideal).parts
         least = min(least, sum(seconds for what, seconds in parts.items() if what not in (EXPOSED, SHARED, OPTIMIZER)))
     return least
@@ -176,11 +178,11 @@ def forecasts(
     """Whole iterations of a run with every value of the `DIMENSIONS`, in any order."""
     found = StepSearch([], [], 0)
     chunk = loss_chunk(model.padded_vocab_size // base.tensor_model_parallel_size)
-    for run in _variants(model, replace(base, cross_entropy_chunk_size=chunk)):
+    for run in _variants(model, replace(base, cross_entropy_chunk_size=chunk), cluster):
         try:
             check_sizes(model, run)
-            if fullest(model, run)[1].bytes > cluster.device.memory_GiB * 2**30:
-                raise UsageError(f"needs more than the {cluster.device.memory_GiB:g} GiB of a device")
+            if fullest(model, run)[1].bytes > room(cluster):
+                raise UsageError(f"needs more than {ROOM:.0%} of the {cluster.device.memory_GiB:g} GiB of a device")
             found.ranked.append(FeasibleRun(run, forecast_step(model, run, cluster, attention), placed))
         except UsageError as error:
             found.rejected.append(Rejected(run.cp_strategy, str(error)))
@@ -190,20 +192,37 @@ def forecasts(
 Values = Iterator[dict[str, Any]]  # fields of a `TrainConfig`
 
 
-def _shardings(model: ModelShape, run: TrainConfig) -> Values:
-    for sharding in SHARDING if run.sharers > 1 else SHARDING[:1]:
-        yield {
-            "data_parallel_sharding_strategy": sharding,
-            "overlap_grad_reduce": run.sharers > 1,
-            "overlap_param_gather": sharding != SHARDING[0],
-        }
+def _shardings(model: ModelShape, run: TrainConfig, cluster: Cluster) -> Values:
+    kinds = SHARDING[:1] if run.sharers == 1 else SHARDING[:2] if model.expert_model_parallel_size > 1 else SHARDING
+    for sharding in kinds:  # sharded experts were not tested with the others
+        for copies in _copies(run, cluster) if sharding == "optim" else (1,):
+            yield {
+                "data_parallel_sharding_strategy": sharding,
+                "num_distributed_optimizer_instances": copies,
+                "overlap_grad_reduce": run.sharers > 1,
+                "overlap_param_gather": sharding != SHARDING[0],
+            }
 
 
-def _recomputations(model: ModelShape, run: TrainConfig) -> Values:
-    yield from RECOMPUTE
+def _copies(run: TrainConfig, cluster: Cluster) -> Iterator[int]:
+    """Copies of a sharded optimizer: one, and where ranks of several nodes share weights, one in each node (HSDP)."""
+    yield 1
+    of_node, over = divmod(cluster.devices_per_node, run.tensor_model_parallel_size)
+    if not over and 1 < of_node < run.sharers and run.sharers % of_node == 0:
+        yield run.sharers // of_node
 
 
-def _virtual_stages(model: ModelShape, run: TrainConfig) -> Values:
+def _recomputations(model: ModelShape, run: TrainConfig, cluster: Cluster) -> Values:
+    """Nothing, norms and MLP, all but attention, or all. The trainer refuses those in between with FP8."""
+    yield {}
+    if not run.fp8:
+        modules = "layernorm", "moe" if model.num_experts else "mlp"
+        yield {"recompute_granularity": "selective", "recompute_modules": modules}
+        yield {**FULL, "recompute_whitelist": ("core_attention",)}
+    yield FULL
+
+
+def _virtual_stages(model: ModelShape, run: TrainConfig, cluster: Cluster) -> Values:
     """Parts of a pipeline stage. Megatron interleaves them if its stages divide the micro batches."""
     stages = run.pipeline_model_parallel_size
     for parts in STAGE_PARTS if stages > 1 and run.micro_batches % stages == 0 else (1,):
@@ -214,9 +233,9 @@ def _virtual_stages(model: ModelShape, run: TrainConfig) -> Values:
 DIMENSIONS = (_shardings, _recomputations, _virtual_stages)  # searched for each strategy and split of the ranks
 
 
-def _variants(model: ModelShape, run: TrainConfig) -> Iterator[TrainConfig]:
+def _variants(model: ModelShape, run: TrainConfig, cluster: Cluster) -> Iterator[TrainConfig]:
     """A run with every combination of values of the dimensions."""
-    for values in product(*(dimension(model, run) for dimension in DIMENSIONS)):
+    for values in product(*(dimension(model, run, cluster) for dimension in DIMENSIONS)):
         fields = dict[str, Any]()
         for of_dimension in values:
             fields |= of_dimension

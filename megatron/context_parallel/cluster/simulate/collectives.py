@@ -1,6 +1,7 @@
 """The time of collectives of many groups of ranks, all at the same time, on the links of a cluster."""
 
 from functools import lru_cache
+from itertools import permutations
 from typing import NamedTuple
 
 from megatron.context_parallel.cluster.description import Cluster
@@ -36,6 +37,13 @@ def ring(cluster: Cluster, groups: tuple[Group, ...]) -> Rate:
             ]
     rounds = max((len(group) - 1 for group in groups), default=0)
     return _together(cluster, hops, rounds)
+
+
+@lru_cache(1024)
+def all_to_all(cluster: Cluster, groups: tuple[Group, ...]) -> Rate:
+    """Each device of a group sends an equal part of its tensor to each of the others."""
+    hops = [(a, b, 1 / len(group)) for group in groups for a, b in permutations(group, 2)]
+    return _together(cluster, hops, 1)
 
 
 @lru_cache(1024)

@@ -81,7 +81,7 @@ def simulate(
         devices: the device of each rank; default: all of the cluster, in order.
         others: the devices of other context groups, which run the same pass at the same time (`Links`).
         all_up_to: up to so many ranks each is simulated, and `spans` tell of it.
-        blocks: seconds of a block; default: a `BlockTime`.
+        blocks: seconds of a block, for all heads; default: a `BlockTime`.
         rows: the rows that are sent; default: whole chunks. Every rank is then simulated.
         starts: seconds until each rank begins, such as the `ends` of the pass before; `seconds` counts them. Every rank
             is then simulated. Default: all begin together.
@@ -148,7 +148,7 @@ class _Costs:
         rounds, blocks = self.plan.token_rounds, self.blocks
         if rounds > 1 and isinstance(blocks, BlockTime) and blocks.mask.plain:
             return self._on_rank(group, rank, blocks.of_range(self.plan.range_of(turn), rounds))
-        return self._on_rank(group, rank, self.plan.block_share(turn) * blocks(attend))
+        return self._on_rank(group, rank, attend.share * self.plan.block_share(turn) * blocks(attend))
 
     def overhead(self, group: int, rank: int, work: Launch | Merge) -> Task | None:
         memory = self.cluster.device.memory_GB_s * 1e9
@@ -232,12 +232,10 @@ class _Costs:
             stream = "stream", group, *(self.symmetry.shift.moved(rank, by) for rank in (sender, receiver))
             sender, receiver = self.ranks[group][sender], self.ranks[group][receiver]
         path = self.links.path(sender, receiver)
-        if group is None and self.plan.turns == 1:  # one peer after the other, which no stream limits, and all alone
-            uses = [self.flows.resource((link, True), rate) for link, rate in path.links]
-        else:  # swaps of rounds share the links with the messages of the steps
-            uses = [self.flows.resource((link, False), rate, path.crowding) for link, rate in path.links]
-            if path.stream and group is not None:
-                uses.append(self.flows.resource(stream, path.stream))
+        alone = group is None and self.plan.turns == 1  # swaps of rounds share the links with the messages of the steps
+        uses = [self.flows.resource((link, alone), rate, path.crowding) for link, rate in path.links]
+        if path.stream and group is not None:  # LoongTrain's SeqAlltoAll is faster between two ranks than its rings
+            uses.append(self.flows.resource(stream, path.stream))
         return path, uses, (self.links.like[sender], self.links.like[receiver])
 
 

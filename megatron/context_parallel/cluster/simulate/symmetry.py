@@ -112,4 +112,4 @@ def _gathered_repeat(plan: Plan, blocks: BlockTime, shift: Shift) -> bool:
 def _moved(block: Attend, shift: Shift, by: int) -> Attend:
     q_chunks = tuple([shift.moved(chunk, by) for chunk in block.q_chunks])
     kv_chunks = tuple([shift.moved(chunk, by) for chunk in block.kv_chunks])
-    return Attend(q_chunks, kv_chunks)
+    return Attend(q_chunks, kv_chunks, block.heads)

@@ -55,14 +55,14 @@ class BlockMemory:
         gathered = 2 * self.keys * (1 + self.part) * count if count > 1 else 0.0  # keys, and their gradients
         if self.blocks is None:
             computing, results = self._fused(1, count)
-            return gathered + max(computing - counted, results)
+            return gathered + max(attend.share * computing - counted, attend.share * results)
         rows = self.blocks.q.rows(chunk)
         most = 0.0
         for piece in self.blocks.pieces(chunk, attend.kv_chunks):
             q = len(range(*piece.q.indices(rows))) / rows
             kv = len(range(*piece.kv.indices(rows * count))) / rows
             computing, results = self._unfused(q, kv, piece.mask)
-            most = max(most, computing - counted, results)
+            most = max(most, attend.share * computing - counted, attend.share * results)
             counted = 0
         return gathered + most
 

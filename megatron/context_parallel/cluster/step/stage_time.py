@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from megatron.context_parallel.cluster.description import Cluster
-from megatron.context_parallel.cluster.simulate.collectives import Rate, exchange, ring
+from megatron.context_parallel.cluster.simulate.collectives import Rate, all_to_all, exchange, ring
 
 from .attention_pass import Attention, attention_seconds
 from .layer_time import KernelTime, LayerTime
@@ -19,6 +19,7 @@ PARTS = (
     "logits and loss",
     "kernel launches",
     "tensor-parallel traffic",
+    "expert-parallel traffic",
     "pipeline traffic",
     "pipeline bubble",
     "gradients and weights, exposed",
@@ -26,7 +27,8 @@ PARTS = (
     "optimizer",
     "fixed cost",
 )
-ATTENTION, EXPOSED, PRODUCTS, NORMS, LOGITS, LAUNCHES, TENSOR, PIPELINE, BUBBLE, SHARED, SUMS, OPTIMIZER, FIXED = PARTS
+ATTENTION, EXPOSED, PRODUCTS, NORMS, LOGITS, LAUNCHES, TENSOR, EXPERTS = PARTS[:8]
+PIPELINE, BUBBLE, SHARED, SUMS, OPTIMIZER, FIXED = PARTS[8:]
 MLP = ("fc1", "activation", "fc2")
 SecondsByKind = dict[str, float]
 AttentionTime = Callable[[ModelShape, TrainConfig, Cluster, bool], Attention]  # of a layer and micro batch; backward?
@@ -64,10 +66,13 @@ class StageTime:
         self.first, self.last = stage == 0, stage == run.pipeline_model_parallel_size - 1
         forward, backward = self._pass(False), self._pass(True)
         self.micro_batch = add((forward, backward))
-        count = model.parameters_on_stage(stage, run.pipeline_model_parallel_size, run.tensor_model_parallel_size)
+        sizes = stage, run.pipeline_model_parallel_size, run.tensor_model_parallel_size
+        count = model.parameters_on_stage(*sizes, model.expert_model_parallel_size)
         shared = self._shared(count, *(parts[PRODUCTS] + parts[NORMS] for parts in (forward, backward)))
         sums = (run.micro_batches - 1) * self.time.gradient_sum(count // run.shards("grads"))
-        optimizer = self.time.optimizer(count // run.shards("optim"))
+        if (shards := run.shards("optim")) > 1:  # all experts are
+            count = model.parameters_on_stage(*sizes)
+        optimizer = self.time.optimizer(count // shards)
         self.once = {SHARED: shared, SUMS: sums, OPTIMIZER: optimizer, FIXED: cluster.iteration_ms * 1e-3}
 
     def _pass(self, backward: bool) -> SecondsByKind:
@@ -90,7 +95,8 @@ class StageTime:
         return {PRODUCTS: work.gemm, NORMS: work.moving, LAUNCHES: launches}
 
     def _layers(self, count: int, backward: bool) -> SecondsByKind:
-        parts = self._work(self.time.layer(backward)) | {TENSOR: self._tensor_of_layer(backward)}
+        parts = self._work(self.time.layer(backward))
+        parts |= {TENSOR: self._tensor_of_layer(backward), EXPERTS: self._experts_of_layer()}
         return {name: count * seconds for name, seconds in parts.items()}
 
     def _attention(self, count: int, backward: bool) -> SecondsByKind:
@@ -135,6 +141,8 @@ class StageTime:
     def _forward(self, count: float, *names: str) -> SecondsByKind:
         """Some parts of the forward pass of `count` layers (`LayerTime.forward_parts`)."""
         parts = self._work(self.time.forward(*names)) | {TENSOR: self._tensor_of_products(*names)}
+        if "dispatch" in names:
+            parts[EXPERTS] = self._experts_of_layer()
         return {name: count * seconds for name, seconds in parts.items()}
 
     # -- traffic -----------------------------------------------------------------------------------------------
@@ -175,6 +183,16 @@ class StageTime:
         """What of a product's tensor-parallel traffic the product does not hide."""
         return max(0.0, seconds - self.time.products[product]) if self.run.tp_comm_overlap else seconds
 
+    def _experts_of_layer(self) -> float:
+        """Seconds in which tokens go to the ranks of their experts and come back, in either pass; nothing hides it."""
+        over = min(self.model.expert_model_parallel_size, self.run.sharers)
+        if over == 1:
+            return 0.0
+        groups = tuple(part for group in self._sharers() for part in _parts(group, len(group) // over))
+        if self.run.moe_token_dispatcher_type == "allgather":  # every rank gets the tokens of all
+            return 2 * ring(self.cluster, groups).seconds(over * self._hidden_states())
+        return 2 * all_to_all(self.cluster, groups).seconds(self.model.moe_router_topk * self._hidden_states())
+
     def _tensor_at_ends(self, backward: bool) -> float:
         """The same of embedding, logits and loss."""
         if self.run.tensor_model_parallel_size == 1:
@@ -201,18 +219,27 @@ class StageTime:
         seconds = run.turns * exchange(self.cluster, pairs).seconds(each)
         return seconds if run.turns == 1 else max(0.0, seconds - busy)
 
+    def _sharers(self) -> list[tuple[int, ...]]:
+        """The groups of data and context ranks."""
+        return self.run.groups("context", "data")
+
     def _shared(self, parameters: int, forward: float, backward: float) -> float:
         """Seconds of an iteration that wait for gradients and weights of data and context ranks.
 
         What overlaps is hidden by products and norms, `forward` and `backward` seconds of a micro batch, but not by
-        attention, whose messages use the links; that of one layer never is.
+        attention, whose messages use the links; that of one layer never is. Of several copies of a sharded state, each
+        gathers by itself, and each adds up its gradients before it adds those of the others.
         """
         run = self.run
         if run.sharers == 1:
             return 0.0
-        rate = self._ring("context", "data")
+        copies = run.num_distributed_optimizer_instances
+        rate = ring(self.cluster, tuple(part for group in self._sharers() for part in _parts(group, copies)))
         gather = rate.seconds(run.gathered_itemsize * parameters) if run.shards("optim") > 1 else 0.0
         reduce = rate.seconds(run.grad_itemsize * parameters) * (1 if gather else 2)
+        if copies > 1:  # an all-reduce of each shard
+            across = tuple(same for group in self._sharers() for same in zip(*_parts(group, copies), strict=True))
+            reduce += 2 * ring(self.cluster, across).seconds(run.grad_itemsize * parameters / run.shards("optim"))
 
         def exposed(busy: float, gathered: float, reduced: float) -> float:
             both = ((gathered, run.overlap_param_gather), (reduced, run.overlap_grad_reduce))
@@ -223,3 +250,9 @@ class StageTime:
             return run.micro_batches * (exposed(forward, gather, 0.0) + exposed(backward, gather, reduce))
         reductions = run.micro_batches if run.shards("grads") > 1 else 1
         return exposed(forward, gather, 0.0) + reductions * exposed(backward, 0.0, reduce)
+
+
+def _parts(group: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+    """`count` equal parts of a group, of neighbours."""
+    size = len(group) // count
+    return [group[start : start + size] for start in range(0, len(group), size)]

@@ -34,6 +34,7 @@ class TrainConfig:
         cross_entropy_chunk_size: tokens whose logits exist at once; None: those of a micro batch.
         dtype: of weights and activations: "bf16", "fp16" or "fp32".
         fp8: format of the inputs of a layer's products ("e4m3" or "hybrid"); None: as `dtype`.
+        moe_token_dispatcher_type: how tokens are sent to their experts, as the flag.
         tp_comm_overlap: tensor-parallel gathers and sums run beside the product that they belong to (user buffers of
             Transformer Engine). The trainer does not do this.
         grad_reduce_in_bf16: gradients are added and sent in bf16; the trainer does both in float32.
@@ -81,6 +82,7 @@ class TrainConfig:
     cross_entropy_chunk_size: int | None = None
     dtype: str = "bf16"
     fp8: str | None = None
+    moe_token_dispatcher_type: str = "allgather"
     partial_dtype: str = "fp32"
     implementation: str = "fused"
 

@@ -13,7 +13,8 @@ def label(what: Iterable[Attend | Comm | SwapHeads]) -> str:
 def _named(what: Attend | Comm | SwapHeads) -> str:
     match what:
         case Attend():
-            return f"queries {_list(what.q_chunks)} x keys {_list(what.kv_chunks)}"
+            some = "" if what.share == 1 else f", {what.share:.3g} of the heads"
+            return f"queries {_list(what.q_chunks)} x keys {_list(what.kv_chunks)}{some}"
         case AllGather() | ReduceScatter():
             return f"{'gather' if isinstance(what, AllGather) else 'reduce'} {what.tensor} {_list(what.chunks)}"
         case SwapHeads():

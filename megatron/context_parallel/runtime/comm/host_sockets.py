@@ -6,6 +6,7 @@ gloo wakes a thread of its own for each message, over TCP. These messages are se
 import os
 import select
 import socket
+import struct
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 from megatron.context_parallel.patches.torch_process_groups import timeout_of
 
 _HOST = ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/mnt")
+_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _LONG = 2_000_000  # seconds; about the most milliseconds that poll takes
 _Rest = list[tuple[socket.socket, memoryview]]
 
@@ -69,20 +71,29 @@ class Exchange:
         self.seconds = sockets.seconds
         self.sends = [(sockets.links[rank], _bytes(x)) for rank, x in sends.items() if x.numel()]
         self.receives = [(sockets.links[rank], _bytes(x)) for rank, x in receives.items() if x.numel()]
+        limit = divmod(int((self.seconds or 0) * 1e6), 1_000_000)  # 0: without end
+        for link, _ in self.receives:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *limit))
 
     def wait(self) -> None:
-        """Sends all messages and receives all of them, in any order and part by part: so ranks cannot block each other.
+        """Sends all messages and receives all of them. Until all are sent it takes what comes, part by part: so ranks
+        cannot block each other.
 
         Raises:
             RuntimeError: another rank has ended, or does not answer.
         """
-        out, into = self.sends, self.receives
+        into = self.receives
         try:
-            while True:
-                out, into = _go_on(socket.socket.send, out), _go_on(_receive, into)
-                if not (out or into):
-                    return
+            out = _go_on(socket.socket.send, self.sends)
+            while out:
+                into = _go_on(_receive, into)
                 self._sleep(out, into)
+                out = _go_on(socket.socket.send, out)
+            for link, part in into:
+                while part:
+                    part = part[_receive(link, part, socket.MSG_WAITALL) :]
+        except BlockingIOError:
+            raise self._silence() from None
         except OSError as error:
             raise RuntimeError(f"a rank of this host has ended: {error}") from error
 
@@ -95,7 +106,10 @@ class Exchange:
         for link, awaited in events.items():
             poll.register(link, awaited)
         if not poll.poll(None if self.seconds is None else self.seconds * 1000):
-            raise RuntimeError(f"a rank of this host has not answered for {self.seconds:g} s")
+            raise self._silence()
+
+    def _silence(self) -> RuntimeError:
+        return RuntimeError(f"a rank of this host has not answered for {self.seconds:g} s")
 
 
 def _go_on(call: Callable[[socket.socket, memoryview, int], int], parts: _Rest) -> _Rest:
@@ -103,7 +117,7 @@ def _go_on(call: Callable[[socket.socket, memoryview, int], int], parts: _Rest) 
     left = []
     for link, part in parts:
         try:
-            done = call(link, part, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            done = call(link, part, _FLAGS)
         except BlockingIOError:
             done = 0
         if done < len(part):
