@@ -314,7 +314,7 @@ def test_memory_of_rounds_of_tokens(ranks, token_rounds, kv_heads):
     run = TrainConfig(seq_length=512, cp_strategy=strategy, **how)
     model = replace(MODEL, num_attention_heads=8, num_query_groups=kv_heads, kv_channels=64)
     for measured in ranks(2, _backward_peak, token_rounds, kv_heads):
-        assert attention_buffers(model, run) == pytest.approx(measured, rel=0.04)
+        assert attention_buffers(model, run) == pytest.approx(measured, rel=0.06)
 
 
 def test_a_group_with_gaps_is_simulated_in_part():
