@@ -49,6 +49,16 @@ def test_the_package_passes(pool):
     assert fuzzing.came["passed"] > 7
 
 
+def test_a_part_of_the_heads_has_the_documents_of_their_samples(pool):
+    """`direct` computes a part of the heads first. A kernel of capped scores takes runs of all samples at once."""
+    documents = [[[0, 8], [1, 16]], [[0, 13], [1, 11]], [[0, 24]]]
+    calls = [Call(1, 24, 2 * kv, kv, 8, 3, "float64", documents=documents, softcap=5.0) for kv in (1, 4)]
+    fuzzing = fuzz.Fuzz(2)
+    fuzzing.pool = pool
+    assert [fuzzing.check(Case(IN_PROCESS, "direct", "cyclic", 3, {}, [call])) for call in calls] == [None, None]
+    assert fuzzing.came["passed"] == 2
+
+
 def test_a_case_survives_its_line():
     for i in range(200):
         case = draw(Random(i), IN_PROCESS, 12)

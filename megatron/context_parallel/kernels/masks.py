@@ -6,7 +6,7 @@ of m interleaved diagonals (chunks of a cyclic layout against a gathered set of 
 and causal squares, whose keys are taken in steps of m.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
@@ -40,6 +40,17 @@ class Piece(NamedTuple):
     kv: slice
     mask: PieceMask
     sample: int | None = None
+
+
+def of_each_sample(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The same pieces, but those with runs of several samples are cut into one for each sample."""
+    for piece in pieces:
+        if not isinstance(piece.mask, Runs) or len(piece.mask.first) == 1:
+            yield piece
+            continue
+        alone = zip(piece.mask.first.split(1), piece.mask.end.split(1), strict=True)
+        for sample, bounds in enumerate(alone):
+            yield piece._replace(mask=Runs(*bounds), sample=sample)
 
 
 def tiles(block: Runs, batch: int, step: int) -> Iterator[tuple[slice, slice, slice, Tensor]]:

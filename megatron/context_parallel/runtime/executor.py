@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.kernels.interface import BlockGrad, Kernel, Scores
-from megatron.context_parallel.kernels.masks import PieceMask
+from megatron.context_parallel.kernels.masks import PieceMask, of_each_sample
 from megatron.context_parallel.kernels.merge import merge
 from megatron.context_parallel.plan.ir import IN_FLIGHT, PARTIAL, AllGather, Attend, Key, Plan, ReduceScatter, T
 from megatron.context_parallel.plan.row_sets import RowSets
@@ -359,7 +359,7 @@ class Executor:
         documents, count = self.blocks.mask.documents, self.q.shape[1]
         first, end = [int(count * share + 0.5) for share in block.heads]
         found: list[Cut] = []
-        for piece in pieces:
+        for piece in of_each_sample(pieces):  # heads are sorted by sample: a part of them is not a part of each sample
             heads = range(first, end)
             if piece.sample is not None:
                 assert documents is not None  # only documents have pieces of a single sample
