@@ -106,6 +106,7 @@ def test_rounds_of_tokens_swap_as_much_as_one_round(backward):
 @pytest.mark.parametrize(
     ("spec", "n", "backward"),
     [
+        ("ulysses:layout=cyclic,token_rounds=4", 4, False),
         ("ring:layout=contiguous", 8, True),
         ("usp:head_parallel_size=2", 8, False),
         ("attention2d", 9, True),

@@ -77,16 +77,16 @@ def _box(height: float, left: float, bottom: float, wide: float, high: float) ->
 def _assignment(axes: Axes, shown: Picture, bars: Sequence[Bar]) -> None:
     n = shown.ranks
     size = min(9, 0.45 * _MATRIX * 72 / n)
-    for bar in bars:
-        for q, kv in bar.pairs:
-            cell = (kv - 0.5, q - 0.5), 1, 1
-            axes.add_patch(
-                Rectangle(*cell, facecolor=RANKS[bar.rank % len(RANKS)], edgecolor="white", linewidth=min(1, 16 / n))
-            )
-            if n <= _NUMBERED:
-                axes.text(kv, q - 0.05, f"{bar.rank}", ha="center", va="center", fontsize=size)
-            if n <= _STEPS:
-                axes.text(kv + 0.45, q + 0.46, f"s{bar.step}", ha="right", va="bottom", fontsize=5.5, color="0.2")
+    first = {pair: bar for bar in reversed(bars) for pair in bar.pairs}  # rounds compute a pair several times
+    for (q, kv), bar in first.items():
+        cell = (kv - 0.5, q - 0.5), 1, 1
+        axes.add_patch(
+            Rectangle(*cell, facecolor=RANKS[bar.rank % len(RANKS)], edgecolor="white", linewidth=min(1, 16 / n))
+        )
+        if n <= _NUMBERED:
+            axes.text(kv, q - 0.05, f"{bar.rank}", ha="center", va="center", fontsize=size)
+        if n <= _STEPS:
+            axes.text(kv + 0.45, q + 0.46, f"s{bar.step}", ha="right", va="bottom", fontsize=5.5, color="0.2")
     ticks = range(n) if n <= _NUMBERED else range(0, n, 8)
     axes.set(xticks=ticks, yticks=ticks, xlim=(-0.5, n - 0.5), ylim=(n - 0.5, -0.5))
     axes.set_xlabel("key/value chunk", fontsize=9)
