@@ -72,7 +72,8 @@ class DecodeAttention:
         self.slots = torch.zeros(size, dtype=torch.int64, device=device)
         self.everywhere = torch.arange(size, device=device)
         others = {i: rank for i, rank in enumerate(dist.get_process_group_ranks(group.group)) if i != group.rank}
-        self.ends = {kind: [(kind, rank) for rank in others.values()] for kind in ("gather", "receive")}
+        peers = others.values()
+        self.ends = {"gather": [("gather", peer) for peer in peers], "receive": [("receive", peer) for peer in peers]}
         self.gathered = torch.zeros(n, size, heads.queries, heads.key_dim, dtype=dtype, device=device)
         # Partial outputs with their log-sum-exp behind them: of the rows of each rank, and of own rows from each rank.
         self.sent = torch.zeros(n, size, heads.queries, width, dtype=wide, device=device)
@@ -81,9 +82,10 @@ class DecodeAttention:
         self.by_socket = dict[str, Exchange]()
         if sockets:  # what a rank sends to itself is there already
             self.places[group.rank] = self.parts[group.rank]
-            arriving, leaving = ({i: x[i] for i in others} for x in (self.gathered, self.sent))
-            self.by_socket["gather"] = Exchange(sockets, dict.fromkeys(others, self.mine), arriving)
-            self.by_socket["receive"] = Exchange(sockets, leaving, {i: self.parts[i] for i in others})
+            queries = {i: self.gathered[i] for i in others}
+            leaving, coming = {i: self.sent[i] for i in others}, {i: self.parts[i] for i in others}
+            self.by_socket["gather"] = Exchange(sockets, dict.fromkeys(others, self.mine), queries)
+            self.by_socket["receive"] = Exchange(sockets, leaving, coming)
         elif n > 1:
             self.mine = torch.zeros_like(self.mine)
         self.queries = [of_rank.view(size, *by_key, -1).unbind() for of_rank in self.gathered]

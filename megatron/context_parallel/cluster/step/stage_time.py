@@ -27,8 +27,22 @@ PARTS = (
     "optimizer",
     "fixed cost",
 )
-ATTENTION, EXPOSED, PRODUCTS, NORMS, LOGITS, LAUNCHES, TENSOR, EXPERTS = PARTS[:8]
-PIPELINE, BUBBLE, SHARED, SUMS, OPTIMIZER, FIXED = PARTS[8:]
+(
+    ATTENTION,
+    EXPOSED,
+    PRODUCTS,
+    NORMS,
+    LOGITS,
+    LAUNCHES,
+    TENSOR,
+    EXPERTS,
+    PIPELINE,
+    BUBBLE,
+    SHARED,
+    SUMS,
+    OPTIMIZER,
+    FIXED,
+) = PARTS
 MLP = ("fc1", "activation", "fc2")
 SecondsByKind = dict[str, float]
 AttentionTime = Callable[[ModelShape, TrainConfig, Cluster, bool], Attention]  # of a layer and micro batch; backward?
@@ -188,7 +202,8 @@ class StageTime:
         over = min(self.model.expert_model_parallel_size, self.run.sharers)
         if over == 1:
             return 0.0
-        groups = tuple(part for group in self._sharers() for part in _parts(group, len(group) // over))
+        sharers = self.run.groups("context", "data")
+        groups = tuple(part for group in sharers for part in _parts(group, len(group) // over))
         if self.run.moe_token_dispatcher_type == "allgather":  # every rank gets the tokens of all
             return 2 * ring(self.cluster, groups).seconds(over * self._hidden_states())
         return 2 * all_to_all(self.cluster, groups).seconds(self.model.moe_router_topk * self._hidden_states())
@@ -219,10 +234,6 @@ class StageTime:
         seconds = run.turns * exchange(self.cluster, pairs).seconds(each)
         return seconds if run.turns == 1 else max(0.0, seconds - busy)
 
-    def _sharers(self) -> list[tuple[int, ...]]:
-        """The groups of data and context ranks."""
-        return self.run.groups("context", "data")
-
     def _shared(self, parameters: int, forward: float, backward: float) -> float:
         """Seconds of an iteration that wait for gradients and weights of data and context ranks.
 
@@ -234,11 +245,12 @@ class StageTime:
         if run.sharers == 1:
             return 0.0
         copies = run.num_distributed_optimizer_instances
-        rate = ring(self.cluster, tuple(part for group in self._sharers() for part in _parts(group, copies)))
+        sharers = run.groups("context", "data")
+        rate = ring(self.cluster, tuple(part for group in sharers for part in _parts(group, copies)))
         gather = rate.seconds(run.gathered_itemsize * parameters) if run.shards("optim") > 1 else 0.0
         reduce = rate.seconds(run.grad_itemsize * parameters) * (1 if gather else 2)
         if copies > 1:  # an all-reduce of each shard
-            across = tuple(same for group in self._sharers() for same in zip(*_parts(group, copies), strict=True))
+            across = tuple(same for group in sharers for same in zip(*_parts(group, copies), strict=True))
             reduce += 2 * ring(self.cluster, across).seconds(run.grad_itemsize * parameters / run.shards("optim"))
 
         def exposed(busy: float, gathered: float, reduced: float) -> float:

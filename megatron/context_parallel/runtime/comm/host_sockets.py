@@ -33,6 +33,9 @@ class HostSockets:
 
     def __init__(self, links: Mapping[int, socket.socket], seconds: float | None) -> None:
         self.links, self.seconds = links, seconds
+        limit = divmod(int((seconds or 0) * 1e6), 1_000_000)  # 0: without end
+        for link in links.values():
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *limit))
 
     @classmethod
     def connect(cls, group: dist.ProcessGroup) -> "HostSockets | None":
@@ -71,9 +74,6 @@ class Exchange:
         self.seconds = sockets.seconds
         self.sends = [(sockets.links[rank], _bytes(x)) for rank, x in sends.items() if x.numel()]
         self.receives = [(sockets.links[rank], _bytes(x)) for rank, x in receives.items() if x.numel()]
-        limit = divmod(int((self.seconds or 0) * 1e6), 1_000_000)  # 0: without end
-        for link, _ in self.receives:
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *limit))
 
     def wait(self) -> None:
         """Sends all messages and receives all of them. Until all are sent it takes what comes, part by part: so ranks
