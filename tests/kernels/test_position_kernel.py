@@ -184,7 +184,8 @@ def test_exact_for_value_heads_of_another_size_and_softcap(interpreted, name, d,
     how = {"d": d, "dv": dv, "softcap": softcap, "group": 2, "size": 2.0 if softcap else 1.0}  # scores to 16
     how["batch"] = 2 if name == "two_samples" else 1
     found = interpreted(partial(errors, t=S if mask == CAUSAL else T, **how), mask, torch.float32)
-    assert all(error < 2e-6 for error in found.values()), found
+    bar = 5e-6 if softcap else 2e-6  # float32 rounds scores of 16 by 1e-6, and processors round products differently
+    assert all(error < bar for error in found.values()), found
 
 
 def few_rows(

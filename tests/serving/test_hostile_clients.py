@@ -265,17 +265,24 @@ def test_too_many_connections_are_told_so_and_far_too_many_wait(monkeypatch):
 def test_a_server_without_files_for_connections_pauses_and_goes_on(caplog):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with serving() as (_, port, _):
+        assert call(port, "/health")[0] == 200  # its thread has the files that it needs
         logging.getLogger("megatron.context_parallel.serving").propagate = True
+        clients, held = [socket.socket() for _ in range(3)], []
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 4, hard))
-            clients = []
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
             with pytest.raises(OSError, match="Too many open files"):
                 while True:
-                    clients.append(dial(port))
+                    held.append(os.dup(0))
+            for client in clients:
+                client.connect(("127.0.0.1", port))
             wait_until(lambda: "a connection was not accepted: [Errno 24]" in caplog.text)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for file in held:
+                os.close(file)
         assert call(port, "/health")[0] == 200 and len(caplog.records) < 100
+        for client in clients:
+            client.close()
 
 
 def test_connections_for_which_there_are_no_files_are_refused_at_the_start(monkeypatch):
