@@ -1,5 +1,6 @@
 """The server and hostile clients: what they send, how slowly, how many they are, and under which host names."""
 
+import errno
 import http.client
 import json
 import logging
@@ -265,7 +266,6 @@ def test_too_many_connections_are_told_so_and_far_too_many_wait(monkeypatch):
 def test_a_server_without_files_for_connections_pauses_and_goes_on(caplog):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with serving() as (_, port, _):
-        assert call(port, "/health")[0] == 200  # its thread has the files that it needs
         logging.getLogger("megatron.context_parallel.serving").propagate = True
         clients, held = [socket.socket() for _ in range(3)], []
         try:
@@ -283,6 +283,16 @@ def test_a_server_without_files_for_connections_pauses_and_goes_on(caplog):
         assert call(port, "/health")[0] == 200 and len(caplog.records) < 100
         for client in clients:
             client.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_server_whose_thread_cannot_start_is_not_left_running(monkeypatch):
+    def no_files(server, sockets=None):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(connections.Server, "startup", no_files)
+    with pytest.raises(RuntimeError, match="ended at its start"), serving():
+        pass
 
 
 def test_connections_for_which_there_are_no_files_are_refused_at_the_start(monkeypatch):

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -36,6 +37,7 @@ def serve_in_thread(app: ASGIApp, listener: socket.socket, patience: Patience) -
 
     Raises:
         UsageError: the system allows fewer connections than `patience`.
+        RuntimeError: the thread ended before it could answer. It has printed why.
     """
     patience.check_files()
     write_log_lines()
@@ -53,6 +55,10 @@ def serve_in_thread(app: ASGIApp, listener: socket.socket, patience: Patience) -
     server = Server(config, listener, patience)
     thread = threading.Thread(target=server.run, name="http", daemon=True)
     thread.start()
+    while not server.started:
+        if not thread.is_alive():
+            raise RuntimeError("the thread that answers requests ended at its start; its error is printed above")
+        time.sleep(0.01)
 
     def stop() -> None:
         server.should_exit = True
