@@ -75,7 +75,16 @@ class Placement(Slices):
         return starts[order], chunks[order]
 
     def shard(self, x: Tensor, rank_chunk: int, ranks: int, dim: int = 0) -> Tensor:
-        """The tokens of a rank (`of_rank`) of the whole batch: [..., length, ...] to [..., length / ranks, ...]."""
+        """The tokens of a rank (`of_rank`) of the whole batch: [..., length, ...] to [..., length / ranks, ...].
+
+        Raises:
+            UsageError: the tensor has another number of tokens.
+        """
+        if x.shape[dim] != self.length:
+            raise UsageError(
+                f"placement of {self.length} tokens: a tensor {list(x.shape)} has {x.shape[dim]} in dimension {dim}; "
+                "lay the samples of the batch end to end"
+            )
         return x.index_select(dim, self.of_rank(rank_chunk, ranks).to(x.device))
 
     def unshard(self, parts: list[Tensor]) -> Tensor:
