@@ -70,7 +70,7 @@ def _check_tokens(cp: ContextParallel, documents: Documents | None) -> None:
         )
     if cp.layout != "contiguous" and cp.n > 1:
         raise UsageError(f"--cp-layout {cp.layout}: DTensors have contiguous shards; give contiguous, {local}")
-    if cp.chunks != [*range(cp.n)]:
+    if not cp.in_rank_order:
         raise UsageError(
             f"--cp-placement {PLACEMENTS[1]}: DTensors have their shards in the order of the ranks; give "
             f"{PLACEMENTS[0]}, {local}"
