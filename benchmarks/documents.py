@@ -13,6 +13,7 @@ and full recomputation.
 """
 
 import argparse
+import gc
 import statistics
 import time
 
@@ -94,6 +95,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     length, heads = args.seq_length, 4 * args.ranks
+    gc.disable()  # a collection would go through the plans of all ranks, which are in one process here
     step = 1000 * step_seconds(args)
     title = f"{length} tokens, {args.documents} documents, {args.ranks} ranks: ms of a micro batch\n"
     title += f"a step of {args.model} on {args.cluster}: {step:.0f} ms, predicted"

@@ -46,13 +46,20 @@ class Blocks:
         self.undivided = undivided
         self._pieces: dict[tuple, list[Piece]] = {}
         self._cuts: dict[tuple, list[Cut]] = {}
+        self._narrowed: dict[tuple[bytes, ...], Blocks] = {}
         self._order: dict[tuple, list[PieceRows]] = {} if undivided is None else undivided._order
         self._runs: dict[tuple, Runs] = {}
         self._edges: dict[int, list[np.ndarray]] = {}
 
-    def narrowed(self, q: AnyChunks, kv: AnyChunks) -> "Blocks":
-        """The same blocks of chunks without some rows that see, or are seen by, nothing in them."""
-        return Blocks(self.mask, q, kv, self.kernel)
+    def narrowed(self, q: Slices, kv: Slices) -> "Blocks":
+        """The same blocks of chunks without some rows that see, or are seen by, nothing in them.
+
+        Both passes share them if they need the same rows.
+        """
+        key = tuple([of.tobytes() for of in (*q.of_chunks, *kv.of_chunks)])
+        if key not in self._narrowed:
+            self._narrowed[key] = Blocks(self.mask, q, kv, self.kernel)
+        return self._narrowed[key]
 
     def chunks(self, tensor: T) -> AnyChunks:
         """The chunks in which a tensor is sent."""

@@ -258,8 +258,11 @@ class _Filling:
         return (room >= 0) & least & enough
 
 
-def _slices(pool: _Pool, shares: np.ndarray, n: int) -> list[list[tuple[int, int]]]:
-    """The slices of the batch that each rank has: of a document that is cut, one from each side of what is left."""
+def _slices(pool: _Pool, shares: np.ndarray, n: int) -> list[np.ndarray]:
+    """The slices that each rank has: int64 [slices, 2] each, first tokens and ends.
+
+    Of a document that is cut it has one from each side of what is left.
+    """
     document, rank, rows = shares[:, np.argsort(shares[0], kind="stable")]
     first = np.diff(document, prepend=-1) > 0  # shares of documents
     last = np.append(first[1:], True)
@@ -270,7 +273,7 @@ def _slices(pool: _Pool, shares: np.ndarray, n: int) -> list[list[tuple[int, int
     slices = np.stack((np.append(begin, end - rows + front), np.append(begin + front, end)), axis=1)
     order = np.lexsort((slices[:, 0], owner))
     order = order[slices[order, 0] < slices[order, 1]]
-    return [of_rank.tolist() for of_rank in np.split(slices[order], np.searchsorted(owner[order], np.arange(1, n)))]
+    return np.split(slices[order], np.searchsorted(owner[order], np.arange(1, n)))
 
 
 def _before(numbers: np.ndarray, first: np.ndarray) -> np.ndarray:

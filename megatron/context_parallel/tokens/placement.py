@@ -27,10 +27,10 @@ class Placement(Slices):
         UsageError: a token is in no chunk or in two, slices do not ascend, or chunks have different numbers of rows.
     """
 
-    def __init__(self, slices: Sequence[Sequence[tuple[int, int]]]) -> None:
+    def __init__(self, slices: Sequence[Sequence[tuple[int, int]] | np.ndarray]) -> None:
         of_chunks = []
         for chunk, given in enumerate(slices):
-            ranges = np.array([*given], np.int64).reshape(-1, 2)
+            ranges = np.asarray(given, np.int64).reshape(-1, 2)
             starts, ends = ranges.T
             if (starts >= ends).any() or (starts[1:] < ends[:-1]).any():
                 raise UsageError(f"placement: the slices of chunk {chunk} do not ascend, such as (0, 4), (8, 12)")
