@@ -13,6 +13,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.plan.volume import Shape, received_bytes
+from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.strategies import STRATEGIES
 from megatron.context_parallel.tokens.mask import Documents, Mask
 from megatron.context_parallel.tokens.placement import Placement
@@ -139,6 +140,25 @@ def test_each_kernel_cuts_its_own_blocks():
             context_parallel_attention(x, x, x, cp, window=(3, 0), kernel=kernel)
             counts.append(pieces.call_count)
     assert counts[0] == counts[1] > 0
+
+
+def test_both_passes_and_all_layers_share_what_is_cut():
+    """Also the pieces for a part of the heads, which `direct` computes first in the backward pass."""
+    cp, kernel = AllRanks(4, "direct"), Reference()
+    documents = Documents(torch.arange(32).view(1, 32) // 5).placed(random_placement(random.Random(2), 4, 32))
+    x = torch.randn(32, 1, 4, 4, dtype=torch.float64, requires_grad=True)
+    cuts = []
+    with (
+        mock.patch.object(kernel, "pieces", wraps=kernel.pieces) as pieces,
+        mock.patch.object(Blocks, "_of_heads", autospec=True, side_effect=Blocks._of_heads) as of_heads,
+    ):
+        for _ in range(2):
+            out = context_parallel_attention(x, x, x, cp, documents=documents, kernel=kernel)
+            cut = pieces.call_count
+            out.sum().backward()
+            assert pieces.call_count == cut
+            cuts.append((cut, of_heads.call_count))
+    assert cuts[0] == cuts[1]
 
 
 def test_samples_are_laid_end_to_end():
