@@ -11,6 +11,7 @@ from megatron.context_parallel.strategies import Strategy, asked
 IN_PROCESS, ON_RANKS, MUTATION = "in process", "on ranks", "mutation"
 MOST_RANKS = 64  # in one process
 MOST_SPLIT_IN_ROUNDS = 8  # head-parallel ranks; with more, there would be too many heads
+KERNELS = {"float64": ("default", "reference", "runs"), "float32": ("default", "default", "runs")}
 LONGEST = 600  # tokens; the oracle's matrices have the square of it
 
 
@@ -20,7 +21,8 @@ class Call:
 
     Attributes:
         seed: of the inputs.
-        kernel: "default", or "reference" for the package's exact one.
+        kernel: "default", "reference" for the package's exact one, or "runs" for the same with whole blocks. It gets
+            them as runs of all samples, like the kernel for GPUs.
         documents: for each sample (or one for all) runs (id, tokens), of which neighbours differ; id -1 is padding.
         documents_as: how documents are given: by "ids", by their end tokens ("after"), or by cu_seqlens ("packed").
         placement: of the batch, its samples end to end: for each chunk slices [first, end], or for how many chunks the
@@ -175,7 +177,7 @@ def _call(random: Random, n: int, head_parts: int, rounds: int, unit: int) -> Ca
     call = Call(random.randrange(10**6), length, heads, kv_heads, random.choice((1, 2, 4, 5, 8, 16, 16, 32, 64)))
     call.batch = random.choice((1, 2)) if length * heads > 3000 else random.randint(1, 3)
     call.dtype = random.choice(("float32", "float32", "float64", "bfloat16"))
-    call.kernel = random.choice(("default", "reference")) if call.dtype == "float64" else "default"
+    call.kernel = random.choice(KERNELS.get(call.dtype, ("default",)))
     call.causal = random.random() < 0.7
     if random.random() < 0.35:
         call.window = tuple(random.choice((-1, 0, 1, random.randint(0, length), random.randint(0, 20))) for _ in "ba")

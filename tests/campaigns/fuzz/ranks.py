@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron.context_parallel import AllRanks, ContextParallel, UsageError, context_parallel_attention
 from megatron.context_parallel.attention.plans import Plans
+from megatron.context_parallel.kernels.masks import Piece, Runs
 from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.plan.ir import Plan, PlanError
 from megatron.context_parallel.plan.verify import verify
@@ -92,6 +93,13 @@ class _MutatedPlans(Plans):
         return plan
 
 
+class _WholeBlocks(Reference):
+    """Takes a block in one piece."""
+
+    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+        return [Piece(slice(0, block.first.shape[1]), slice(0, keys), block)]
+
+
 Own = Callable[[Tensor, Call, Documents | None], Tensor]
 
 
@@ -132,8 +140,8 @@ def _prepared(call: Call, documents: dict[str, Documents], own: Own) -> tuple[li
 
 def _how(call: Call, documents: dict[str, Documents], sinks: Tensor | None) -> dict:
     how = {"causal": call.causal, "window": call.window, "scale": call.scale}
-    if call.kernel == "reference":
-        how["kernel"] = Reference()
+    if call.kernel != "default":
+        how["kernel"] = Reference() if call.kernel == "reference" else _WholeBlocks()
     if call.documents is not None:
         key = call.documents_as + str((call.documents, call.placement))  # one object for the layers of a batch
         if key not in documents:
